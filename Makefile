@@ -51,10 +51,11 @@ test-gpu: $(STAMP)-dev  ## the tests that need a CUDA device
 gpu: $(STAMP)-dev  ## everything that a GPU is asked, in 25 minutes: numbers, speed, training; results/gpu
 	$(BIN)/python -m recollect.benchmarks.gpu $(GPU_FLAGS)
 
-lint: $(STAMP)-dev  ## style, formatting, and the direction of imports
+lint: $(STAMP)-dev  ## style, formatting, plain words, and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/check_style.py
 
 # Pyright is a Node program that its Python package fetches on the first run. Where that cannot
 # work (no network), say so and go on: nothing else depends on it. CHECK_TYPES=must forbids that.

@@ -53,13 +53,15 @@ text = Path(arguments.text or __file__).read_text(encoding="utf-8")
 text = text[:200] if arguments.smoke else text
 
 with tempfile.TemporaryDirectory() as folder:
-    path = rc.lm.Prompt.read(model, encoded(text)).save(f"{folder}/prompt.safetensors", model)
+    path = rc.lm.CachedPrompt.prefill(model, encoded(text)).save(
+        f"{folder}/prompt.safetensors", model
+    )
     print(f"read {len(text)} characters, saved {path.stat().st_size:,} bytes")
 
     # Elsewhere, later: the same model goes on without reading the text again.
-    prompt = rc.lm.Prompt.load(path, model)
+    prompt = rc.lm.CachedPrompt.load(path, model)
     for question in questions:
-        inputs = prompt.inputs(encoded(question))
+        inputs = prompt.generate_kwargs(encoded(question))
         made = model.generate(
             **inputs,
             max_new_tokens=tokens,

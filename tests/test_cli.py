@@ -218,7 +218,7 @@ def test_the_zoo_in_a_pipe_has_120_columns(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("COLUMNS", "300")
     wide = call("zoo").stdout
     assert "left out" not in wide and "…" not in wide
-    assert "optimality" in wide and "GradientDescent(batch=" in wide.replace("\n", "")
+    assert "optimality" in wide and "GradientDescent(batch_size=" in wide.replace("\n", "")
 
 
 def test_the_zoo_has_a_column_of_fidelity() -> None:
@@ -346,7 +346,7 @@ def test_zoo_as_json() -> None:
 
 def test_explain_by_name() -> None:
     assert call("explain", "longhorn").stdout == f"{rc.explain('longhorn')}\n"
-    forced = call("explain", "longhorn", "--method", "reference").stdout
+    forced = call("explain", "longhorn", "--engine", "reference").stdout
     assert "engine   reference" in forced
 
 
@@ -370,7 +370,7 @@ def test_explain_a_json_file(tmp_path: Path) -> None:
 
 
 TOML = """
-schema = 1
+schema = 2
 bias = { member = "Huber", threshold = 0.5 }
 
 [retention]
@@ -398,7 +398,7 @@ def test_explain_a_toml_file(tmp_path: Path) -> None:
         ("a.json", '{"bais": {"member": "L2"}}', "no choice 'bais'"),
         ("a.json", '{"schema": 99}', "schema 99"),
         ("a.json", '{"bias": {"member": "Huber", "threshold": NaN}}', "threshold"),
-        ("a.json", '{"memory": {"member": "LocalConstant"}}', "context.Similar"),
+        ("a.json", '{"memory": {"member": "LocalConstant"}}', "context.KernelWeighted"),
         ("a.toml", "[algorithm]\nmember = 'Muon'\nlr = 2020-01-01", "lr"),
         ("a.yaml", "bias: L2", "neither .json nor .toml"),
     ],
@@ -427,8 +427,8 @@ def test_a_file_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_is_refused_is_one_sentence() -> None:
     assert "did you mean gated_delta_net" in refusal("explain", "gated_delta_nt")
-    assert "cannot run this recipe" in refusal("explain", "softmax_attention", "--method", "linear")
-    assert "unknown" in refusal("explain", "retnet", "--method", "fast")
+    assert "cannot run this recipe" in refusal("explain", "softmax_attention", "--engine", "linear")
+    assert "unknown" in refusal("explain", "retnet", "--engine", "fast")
 
 
 def test_without_typer_one_sentence_says_what_to_install() -> None:

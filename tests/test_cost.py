@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
 from recollect.benchmarks.suites.registry import measured_recipes
-from recollect.cost import cost
+from recollect.blocks.cost import cost
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.select import ENGINES
 from recollect.report.units import readable
@@ -42,9 +42,9 @@ LINEAR: dict[str, rc.Recipe] = {
     "window of a dot product": R(bias=DOT, context=context.Window(size=3)),
     "probe": R(bias=bias.L2(probe=bias.Probe())),
     "a system per value channel": R(retention=retention.Decay(per="value")),
-    "a decay per entry": R(bias=DOT, retention=retention.Decay(per="entry", rate="factored")),
+    "a decay per entry": R(bias=DOT, retention=retention.Decay(per="entry", alpha="input_scaled")),
     "a system per entry decay": R(retention=retention.Decay(per="entry")),
-    "sub-steps": R(algorithm=algorithm.GradientDescent(steps=2)),
+    "sub-steps": R(algorithm=algorithm.GradientDescent(updates_per_token=2)),
     "vector": R(memory=memory.Vector()),
     "scan": R(retention=retention.Decay(per="key"), algorithm=algorithm.Momentum()),
     "polynomial": R(features=features.Polynomial(degree=2)),
@@ -78,7 +78,7 @@ def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
 
 
 def inputs(recipe: rc.Recipe, *, T: int, B: int = 2, G: int = 2) -> generate.Inputs:
-    V = 16 if recipe.memory.diagonal or getattr(recipe.memory, "residual", False) else 24
+    V = 16 if recipe.memory.is_elementwise or getattr(recipe.memory, "residual", False) else 24
     return unpaired(
         recipe, generate.inputs(recipe, B=B, T=T, H=2, G=G, K=16, V=V, dtype=torch.float32)
     )
@@ -86,7 +86,7 @@ def inputs(recipe: rc.Recipe, *, T: int, B: int = 2, G: int = 2) -> generate.Inp
 
 def unpaired(recipe: rc.Recipe, x: generate.Inputs) -> generate.Inputs:
     """Without the pairs that a memory of rows may start from: cost counts what tokens write."""
-    if not recipe.dual or x.init is None:
+    if not recipe.uses_kernel_rows or x.init is None:
         return x
     first = 1 + len(recipe.row_widths(x.v.shape[-1]))
     none = tuple(a[:, :0] for a in x.init[:first])
@@ -106,7 +106,7 @@ def test_linear_engine(name: str) -> None:
     found = priced(recipe, x)
     assert found.engine == "linear"
     counted = flops(recipe, x)
-    products = found.total - found.forward.get("inverse", 0)
+    products = found.total - found.forward_flops.get("inverse", 0)
     assert products == pytest.approx(counted, rel=0.01) or (
         name in BOUNDED and counted < products < 1.5 * counted
     )
@@ -130,7 +130,7 @@ def test_least_squares(name: str) -> None:
     gentle = {gate: 0.01 * g for gate, g in x.gates.items()}
     x = dataclasses.replace(x, gates=gentle)
     found = priced(recipe, x)
-    products = found.total - found.forward["factor"]
+    products = found.total - found.forward_flops["factor"]
     assert found.engine == "least_squares"
     assert products == pytest.approx(flops(recipe, x), rel=0.35)
 
@@ -150,7 +150,7 @@ def test_attention() -> None:
     total = rc.Recipe(
         memory=memory.LocalConstant(),
         bias=DOT,
-        context=context.Similar(kernel=features.ReluKernel()),
+        context=context.KernelWeighted(kernel=features.ReluKernel()),
         algorithm=algorithm.Analytic(),
     )
     x = inputs(total, T=300)
@@ -161,7 +161,7 @@ def test_local_polynomials() -> None:
     for degree, K in ((1, 8), (1, 40), (2, 8)):
         recipe = rc.Recipe(
             memory=memory.LocalPolynomial(degree=degree),
-            context=context.Similar(),
+            context=context.KernelWeighted(),
             algorithm=algorithm.Analytic(ridge=1.0),
         )
         x = generate.inputs(recipe, B=1, T=150, H=2, K=K, V=K, dtype=torch.float32)
@@ -174,15 +174,15 @@ def test_local_polynomials() -> None:
 REFERENCE: dict[str, rc.Recipe] = {
     "matrix": R(bias=bias.Huber()),
     "perceptron": R(memory=memory.MLP()),
-    "gated": R(memory=memory.GatedMLP(residual=False), algorithm=algorithm.Momentum(batch=4)),
+    "gated": R(memory=memory.GatedMLP(residual=False), algorithm=algorithm.Momentum(batch_size=4)),
     "window": R(memory=memory.MLP(), context=context.Window(size=3)),
-    "base": R(memory=memory.MLP(base=True), algorithm=algorithm.Momentum(batch=4)),
+    "base": R(memory=memory.MLP(static_weights=True), algorithm=algorithm.Momentum(batch_size=4)),
     "muon": R(bias=bias.Lp(p=3), algorithm=algorithm.Muon()),
-    "muon at the border": R(algorithm=algorithm.Muon(batch=4, every="batch")),
+    "muon at the border": R(algorithm=algorithm.Muon(batch_size=4, update_every="batch")),
     "all of the past": R(
         memory=memory.MLP(),
         context=context.Prefix(),
-        algorithm=algorithm.GradientDescent(steps=2),
+        algorithm=algorithm.GradientDescent(updates_per_token=2),
     ),
 }
 
@@ -191,21 +191,21 @@ REFERENCE: dict[str, rc.Recipe] = {
 def test_reference_engine(name: str) -> None:
     recipe = REFERENCE[name]
     x = generate.inputs(recipe, B=1, T=30, H=2, G=2, K=16, V=16, dtype=torch.float32)
-    found = priced(recipe, x, method="reference")
+    found = priced(recipe, x, engine="reference")
     assert found.engine == "reference"
     # The first tokens of a window see fewer than c associations.
-    assert found.total == pytest.approx(flops(recipe, x, method="reference"), rel=0.1)
+    assert found.total == pytest.approx(flops(recipe, x, engine="reference"), rel=0.1)
 
 
 def test_the_same_recipe_costs_what_its_engine_takes() -> None:
     muon, perceptron = REFERENCE["muon"], REFERENCE["perceptron"]
     # Token by token both engines make the same products.
     assert cost(muon).engine == "deep"
-    assert cost(muon).total == cost(muon, method="reference").total
+    assert cost(muon).total == cost(muon, engine="reference").total
     # A read by coefficients also meets the batch's associations: 2 Σ (in + out) per token.
-    more = cost(perceptron).total - cost(perceptron, method="reference").total
+    more = cost(perceptron).total - cost(perceptron, engine="reference").total
     assert more == 2 * 2 * (64 + 256) * cost(perceptron).sizes["T"]
-    assert cost(R()).total > cost(R(), method="reference").total  # chunks trade FLOPs for width
+    assert cost(R()).total > cost(R(), engine="reference").total  # chunks trade FLOPs for width
 
 
 def test_an_engine_without_a_price_was_priced_as_the_reference(
@@ -214,11 +214,11 @@ def test_an_engine_without_a_price_was_priced_as_the_reference(
     assert all(engine.cost is not None for engine in ENGINES)
     mine = dataclasses.replace(ENGINES[0], name="mine", cost=None)
     monkeypatch.setattr("recollect.engines.select.ENGINES", (mine, *ENGINES))
-    with pytest.raises(rc.RecipeError, match=r"no price for the engine 'mine'.*method='linear' or"):
+    with pytest.raises(rc.RecipeError, match=r"no price for the engine 'mine'.*engine='linear' or"):
         cost(R())
     with pytest.raises(rc.RecipeError, match="no price for the engine 'mine'"):
-        cost(R(), method="mine")
-    assert cost(R(), method="linear").engine == "linear"
+        cost(R(), engine="mine")
+    assert cost(R(), engine="linear").engine == "linear"
     said = rc.explain(R())
     assert (said.engine, said.cost) == ("mine", None)
     assert "no price for the engine 'mine'" in said.state[0]
@@ -235,13 +235,17 @@ STEPS: dict[str, tuple[rc.Recipe, str, float]] = {
     "attention": (PRESETS["softmax_attention"], "auto", 0),
     "chunks": (PRESETS["gated_delta_net"], "auto", 1 / CHUNK),
     "token by token": (HUBER, "auto", 1),
-    "inner batches": (HUBER.but(algorithm=algorithm.GradientDescent(batch=16)), "auto", 1 / 16),
+    "inner batches": (
+        HUBER.replace(algorithm=algorithm.GradientDescent(batch_size=16)),
+        "auto",
+        1 / 16,
+    ),
     "a first token that settles": (PRESETS["memora"], "auto", 2 / 16),
     "weights of every token": (PRESETS["moneta_exact"], "auto", 1),
     "momentum and a decay per key": (PER_KEY, "auto", 1),
     "the reference": (R(), "reference", 1),
     "sub-steps": (
-        R(bias=bias.Huber(), algorithm=algorithm.GradientDescent(steps=2)),
+        R(bias=bias.Huber(), algorithm=algorithm.GradientDescent(updates_per_token=2)),
         "reference",
         2,
     ),
@@ -274,9 +278,9 @@ def operations(recipe: rc.Recipe, T: int, **options: object) -> int:
 def test_operations_grow_with_the_sequential_steps(name: str) -> None:
     recipe, method, per_token = STEPS[name]
     T = CHUNK
-    steps = [cost(recipe, T=n, K=8, V=8, method=method).sequential_steps for n in (T, 2 * T)]
+    steps = [cost(recipe, T=n, K=8, V=8, engine=method).sequential_steps for n in (T, 2 * T)]
     assert steps[1] - steps[0] == per_token * T
-    counts = [operations(recipe, n, method=method) for n in (T, 2 * T)]
+    counts = [operations(recipe, n, engine=method) for n in (T, 2 * T)]
     if per_token:
         assert 1 <= (counts[1] - counts[0]) / (per_token * T) < 500
     else:
@@ -286,11 +290,15 @@ def test_operations_grow_with_the_sequential_steps(name: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "changes", "steps"),
     [
-        (HUBER, ("algorithm.batch=16",), 256),
-        (WINDOWED, ("algorithm.batch=16", "retention.when='after'"), 256),
+        (HUBER, ("algorithm.batch_size=16",), 256),
+        (WINDOWED, ("algorithm.batch_size=16", "retention.when='after'"), 256),
         (PER_KEY, ("retention.per='head'",), 4096 // CHUNK),
-        (R(algorithm=algorithm.Muon()), ("algorithm.batch=16", "algorithm.every='batch'"), 256),
-        (PRESETS["moneta_exact"], ("retention.every='batch'",), 256),
+        (
+            R(algorithm=algorithm.Muon()),
+            ("algorithm.batch_size=16", "algorithm.update_every='batch'"),
+            256,
+        ),
+        (PRESETS["moneta_exact"], ("retention.link_every='batch'",), 256),
     ],
 )
 def test_the_change_that_makes_a_recipe_parallel(
@@ -317,8 +325,8 @@ def test_parallel_recipes_have_no_change_to_make() -> None:
         assert cost(PRESETS[name]).parallel_form is None
     assert cost(HUBER, T=1).parallel_form is None
     # Its tokens run one after another because of the engine, not because of the recipe.
-    assert cost(R(), method="reference").parallel_form is None
-    assert cost(HUBER, method=cost(HUBER).engine).parallel_form is not None
+    assert cost(R(), engine="reference").parallel_form is None
+    assert cost(HUBER, engine=cost(HUBER).engine).parallel_form is not None
     assert cost(HUBER, T=0).sequential_steps == 0
 
 
@@ -328,8 +336,8 @@ def test_the_pace_in_words() -> None:
     assert lines[0] == "4096 sequential steps: one token after another"
     assert re.fullmatch(r"about \d+ × the time of Gated DeltaNet on a CPU .an estimate.", lines[1])
     assert re.fullmatch(
-        r"256 steps and about [\d.]+ × with algorithm.batch=16, retention.when='after', which is "
-        "another layer",
+        r"256 steps and about [\d.]+ × with algorithm.batch_size=16, retention.when='after', which "
+        "is another layer",
         lines[2],
     )
     assert all(line in str(rc.explain(WINDOWED)) for line in lines)
@@ -347,7 +355,7 @@ def test_estimated_times_against_measured_ones(name: str) -> None:
     sizes = {size: data["shape"][size] for size in "BTHKV"}
     recipes = measured_recipes()
     errors = sorted(
-        abs(math.log(cost(recipe, method=method, **sizes).relative_time / one["ratio"]))
+        abs(math.log(cost(recipe, engine=method, **sizes).relative_time / one["ratio"]))
         for one in data["timings"]
         for recipe, method in [recipes[one["name"]]]
     )
@@ -376,7 +384,7 @@ def test_state_bytes_are_exact() -> None:
         R(),
         rc.zoo.get("softmax_attention").recipe,
         R(context=context.Window(size=3), algorithm=algorithm.Momentum()),
-        R(memory=memory.MLP(), algorithm=algorithm.GradientDescent(batch=4)),
+        R(memory=memory.MLP(), algorithm=algorithm.GradientDescent(batch_size=4)),
     ],
 )
 def test_state_bytes_under_half_precision(recipe: rc.Recipe) -> None:
@@ -395,12 +403,12 @@ def test_state_of_presets(name: str) -> None:
         found = priced(recipe, x)
         assert found.state_bytes == state.nbytes
         sizes.append(state.nbytes)
-    if recipe.dual and recipe.algorithm.batch > 1:
+    if recipe.uses_kernel_rows and recipe.algorithm.batch_size > 1:
         return  # rows come a batch at a time
     # A Cholesky factor's rows grow by one number from token to token.
     rel = 0.01 if recipe.solves_from_gram else 0
-    assert found.grows == pytest.approx(sizes[1] - sizes[0], rel=rel)
-    assert found.cache_grows == (recipe.span is None or recipe.dual)
+    assert found.state_bytes_per_token == pytest.approx(sizes[1] - sizes[0], rel=rel)
+    assert found.cache_grows == (recipe.buffer_size is None or recipe.uses_kernel_rows)
 
 
 # -- the rest ------------------------------------------------------------------------------------
@@ -422,10 +430,10 @@ def test_scaling() -> None:
 def test_moved_bytes_hold_inputs_and_outputs() -> None:
     found = cost(R(), T=LONG, K=32, V=16)
     inputs_and_outputs = LONG * (32 + 16 + 32 + 16 + 1) * 4
-    borders, rest = divmod(found.moved - inputs_and_outputs, 2 * 32 * 16 * 4)
+    borders, rest = divmod(found.min_bytes_moved - inputs_and_outputs, 2 * 32 * 16 * 4)
     assert rest == 0
     assert LONG / 128 <= borders <= LONG / 16  # states are written and read once per chunk
-    assert cost(R(), T=LONG, K=32, V=16, dtype_bytes=2).moved < found.moved
+    assert cost(R(), T=LONG, K=32, V=16, dtype_bytes=2).min_bytes_moved < found.min_bytes_moved
 
 
 def test_dear_recipes_say_so() -> None:
@@ -460,7 +468,7 @@ def test_sizes_are_checked() -> None:
     with pytest.raises(rc.RecipeError, match="K = V"):
         cost(R(memory=memory.MLP()), K=8, V=16)
     with pytest.raises(ValueError, match="unknown"):
-        cost(R(), method="fast")
+        cost(R(), engine="fast")
 
 
 def test_readable() -> None:

@@ -30,7 +30,7 @@ def test_state_bytes_are_those_of_a_state(name: str) -> None:
         _, state = generate.run(recipe, x)
     price = rc.cost(recipe, B=2, T=128, H=3, K=8, V=8)
     assert state.nbytes == price.state_bytes
-    assert price.grows == price.state["rows"] // 128
+    assert price.state_bytes_per_token == price.state["rows"] // 128
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,7 +38,7 @@ def test_attention_flops_are_those_that_torch_counts(name: str) -> None:
     """The four products over pairs; blocks compare up to their end: half a block more."""
     recipe, T = rc.zoo.get(name).recipe, 512
     if recipe.memory.linear:  # torch does not count its own attention, which the softmax would use
-        recipe = recipe.but(memory=rc.memory.Matrix())
+        recipe = recipe.replace(memory=rc.memory.Matrix())
     x = generate.inputs(recipe, B=1, T=T, H=1, K=32, V=32, dtype=torch.float32, zero=True)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         generate.run(recipe, x)

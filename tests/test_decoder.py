@@ -10,13 +10,13 @@ import recollect as rc
 pytest.importorskip("transformers")
 
 
-MAC = rc.blocks.AsContext("gla", "softmax_attention", segment=4, persistent=1)
+MAC = rc.blocks.MemoryAsContext("gla", "softmax_attention", segment=4, persistent=1)
 
 
 def deep(batch: int = 4) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.MLP(depth=2),
-        algorithm=rc.algorithm.GradientDescent(batch=batch, normalize=True),
+        algorithm=rc.algorithm.GradientDescent(batch_size=batch, normalized_steps=True),
         retention=rc.retention.Decay(),
     )
 
@@ -24,7 +24,7 @@ def deep(batch: int = 4) -> rc.Recipe:
 def decodes_as_the_layer(name: str, tokens: int) -> rc.StaticDecoder:
     """The decoder of a layer, after tokens that were the layer's own, of two rows."""
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=8, heads=2)
+    layer = rc.zoo.get(name).build(d_model=8, num_heads=2)
     x = torch.randn(2, tokens, 8)
     with torch.no_grad():
         _, state = layer(x[:, :3])
@@ -40,7 +40,7 @@ def decodes_as_the_layer(name: str, tokens: int) -> rc.StaticDecoder:
 def test_the_layers_own_tokens(name: str, mode: type) -> None:
     with mode():
         decoder = decodes_as_the_layer(name, 12)
-    assert decoder.graphs == decoder.period == 1
+    assert decoder.num_recorded == decoder.period == 1
 
 
 @pytest.mark.parametrize("name", ["ttt_linear", "omega_net"])
@@ -48,7 +48,7 @@ def test_rows_of_a_deep_memory_on_a_cpu(name: str) -> None:
     """Its caches hold views that all rows share."""
     with torch.no_grad():
         decoder = decodes_as_the_layer(name, 60)
-    assert decoder.graphs == decoder.period == 16
+    assert decoder.num_recorded == decoder.period == 16
 
 
 def test_inner_batches_and_going_on() -> None:
@@ -62,8 +62,8 @@ def test_inner_batches_and_going_on() -> None:
         before = state.memory.weights[0].clone()
         decoder = rc.StaticDecoder(layer, state)
         found = [decoder(x[:, t : t + 1]).clone() for t in range(5, 31)]
-        assert decoder.graphs == decoder.period == 4
-        assert decoder.state.seen == 31
+        assert decoder.num_recorded == decoder.period == 4
+        assert decoder.state.host_position == 31
         more, _ = layer(x[:, 31:], decoder.state)
     torch.testing.assert_close(torch.cat([*found, more], 1), whole[:, 5:], rtol=1e-4, atol=1e-5)
     assert torch.equal(state.memory.weights[0], before), "the given state stays as it is"
@@ -93,7 +93,7 @@ def decodes_a_language_model(**options: bool) -> None:
             torch.testing.assert_close(
                 decoder(ids[:, t : t + 1])[:, 0], wanted[:, t], rtol=1e-4, atol=1e-5
             )
-        assert decoder.graphs == decoder.period == 4
+        assert decoder.num_recorded == decoder.period == 4
         after = decoder.state
         assert after.get_seq_length() == 29
         last = model(ids[:, 29:], cache=after, use_cache=True).logits
@@ -110,7 +110,7 @@ def test_rows_out_of_step() -> None:
             layer = rc.MemoryLayer(8, 2, recipe)
             _, state = layer(x[:, :5], attention_mask=mask)
             if not fits:
-                with pytest.raises(ValueError, match="rows have come differently far"):
+                with pytest.raises(ValueError, match="batch elements are at different positions"):
                     rc.StaticDecoder(layer, state)
                 continue
             decoder = rc.StaticDecoder(layer, state)
@@ -124,21 +124,21 @@ def test_rows_out_of_step() -> None:
 def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
     """The layer's own tokens, rows of different lengths among them, until no slot is left."""
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=8, heads=2).double()
+    layer = rc.zoo.get(name).build(d_model=8, num_heads=2).double()
     x, mask = torch.randn(2, 15, 8, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
     mask[1, :2] = False
     with mode():
         _, state = layer(x[:, :5], attention_mask=mask)
-        decoder = rc.StaticDecoder(layer, state, slots=14)
+        decoder = rc.StaticDecoder(layer, state, max_cache_len=14)
         for t in range(5, 14):
             y, state = layer(x[:, t : t + 1], state)
             torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-10, atol=1e-12)
-        with pytest.raises(ValueError, match="all 14 slots hold a token"):
+        with pytest.raises(ValueError, match="all 14 slots are full"):
             decoder(x[:, 14:])
         after = decoder.state  # of its own size, from which the layer or another decoder goes on
         assert after.position.tolist() == [14, 12]
         y, _ = layer(x[:, 14:], state)
-        more = rc.StaticDecoder(layer, after, slots=20)
+        more = rc.StaticDecoder(layer, after, max_cache_len=20)
         for found in (layer(x[:, 14:], after)[0], more(x[:, 14:])):
             torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-12)
 
@@ -149,43 +149,46 @@ def test_what_is_refused() -> None:
     def after(layer: torch.nn.Module) -> object:
         return layer(x)[1]
 
-    attention = rc.zoo.get("softmax_attention").build(d_model=8, heads=2)
+    attention = rc.zoo.get("softmax_attention").build(d_model=8, num_heads=2)
     with pytest.raises(ValueError, match="this layer grows with the text"):
         rc.StaticDecoder(attention, after(attention))
-    chain = rc.blocks.build(rc.blocks.Chain("gla", "softmax_attention"), 8, 2)
+    chain = rc.blocks.build(rc.blocks.Sequential("gla", "softmax_attention"), 8, 2)
     with pytest.raises(ValueError, match="grows with the text"):
         rc.StaticDecoder(chain, after(chain))
-    mac = rc.blocks.build(rc.blocks.Chain(MAC, "softmax_attention"), 8, 2)
-    with pytest.raises(ValueError, match="segments begin anew"):
-        rc.StaticDecoder(mac, after(mac), slots=9)
-    batches = rc.zoo.get("deep_transformer").build(d_model=8, heads=2)
-    with pytest.raises(ValueError, match="counts open inner batches"):
-        rc.StaticDecoder(batches, after(batches), slots=9)
+    mac = rc.blocks.build(rc.blocks.Sequential(MAC, "softmax_attention"), 8, 2)
+    with pytest.raises(ValueError, match="MemoryAsContext resets its attention"):
+        rc.StaticDecoder(mac, after(mac), max_cache_len=9)
+    batches = rc.zoo.get("deep_transformer").build(d_model=8, num_heads=2)
+    with pytest.raises(ValueError, match="needs the position on the host"):
+        rc.StaticDecoder(batches, after(batches), max_cache_len=9)
     long = rc.MemoryLayer(8, 2, deep(batch=512))
     with pytest.raises(ValueError, match="512 tokens"):
         rc.StaticDecoder(long, after(long))
-    layer = rc.zoo.get("gla").build(d_model=8, heads=2)
-    with pytest.raises(ValueError, match="goes on from a state"):
+    layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
+    with pytest.raises(ValueError, match="needs the state after the prompt"):
         rc.StaticDecoder(layer, None)
     with pytest.raises(ValueError, match="takes a layer with its state"):
         rc.StaticDecoder(layer, rc.lm.RecollectCache([layer(x)[1]]))
     with pytest.raises(ValueError, match="and this one does not: leave it out"):
-        rc.StaticDecoder(layer, after(layer), slots=9)
-    for slots, why in ((0, r"StaticDecoder\(slots=...\)"), (3, "no room for 4 tokens")):
+        rc.StaticDecoder(layer, after(layer), max_cache_len=9)
+    for slots, why in (
+        (0, r"StaticDecoder\(max_cache_len=...\)"),
+        (3, "too few slots for 4 tokens"),
+    ):
         with pytest.raises(ValueError, match=why):
-            rc.StaticDecoder(attention, after(attention), slots=slots)(x[:, :1])
+            rc.StaticDecoder(attention, after(attention), max_cache_len=slots)(x[:, :1])
     decoder = rc.StaticDecoder(layer, after(layer))
     with pytest.raises(ValueError, match="one token at a time"):
         decoder(x)
     with pytest.raises(ValueError, match="9"):
         decoder(torch.randn(1, 1, 9))
     decoder(x[:, :1])
-    with pytest.raises(ValueError, match="keeps its sizes"):
+    with pytest.raises(ValueError, match="has fixed sizes"):
         decoder(x[:, :1].double())
 
 
 def test_what_cannot_be_recorded_says_so() -> None:
-    layer = rc.zoo.get("gla").build(d_model=8, heads=2)
+    layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(1, 3, 8)
 
     def refuses(run: object) -> None:
@@ -195,3 +198,17 @@ def test_what_cannot_be_recorded_says_so() -> None:
     decoder(x[:, :1])
     with pytest.raises(ValueError, match="MemoryLayer cannot be recorded as a graph"):
         decoder(x[:, :1])
+
+
+def test_an_error_of_the_module_is_not_reworded() -> None:
+    layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
+    x = torch.randn(1, 3, 8)
+    decoder = rc.StaticDecoder(layer, layer(x)[1])
+    decoder(x[:, :1])
+    layer.register_forward_pre_hook(_raise)
+    with pytest.raises(RuntimeError, match=r"^the compiler of the module$"):
+        decoder(x[:, :1])
+
+
+def _raise(*_: object) -> None:
+    raise RuntimeError("the compiler of the module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,13 @@ from tests.test_decoder import decodes_a_language_model, deep
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.choices.devices import holds, lasts, looks, written_down
+from recollect.choices.runtime import (
+    can_read_values,
+    fake_shapes_mode,
+    has_data,
+    is_cacheable,
+    tracing_mode,
+)
 from recollect.decoder import static
 
 pytest.importorskip("transformers")
@@ -22,12 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 B, D = 2, 16
 TITANS = rc.zoo.get("titans").recipe
-SHORT = replace(TITANS, algorithm=replace(TITANS.algorithm, batch=4))
+SHORT = replace(TITANS, algorithm=replace(TITANS.algorithm, batch_size=4))
 QUICK = ("gated_delta_net", "rls", "sliding_window_attention")
 GROWS = {"mesa_net"} | {
     name
     for name in rc.zoo.names()
-    if (recipe := rc.zoo.get(name).recipe).span is None or recipe.dual
+    if (recipe := rc.zoo.get(name).recipe).buffer_size is None or recipe.uses_kernel_rows
 }
 
 
@@ -43,12 +50,12 @@ def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3, **options: An
     layer.eval()
     with torch.no_grad():
         _, state = layer(torch.randn(B, 3, D))
-        decoder = rc.StaticDecoder(layer, state, compiled=True, **options)
-        for _ in range(decoder.warm + 2 * decoder.period + more):
+        decoder = rc.StaticDecoder(layer, state, compile=True, **options)
+        for _ in range(decoder.warmup_tokens + 2 * decoder.period + more):
             x = torch.randn(B, 1, D)
             y, state = layer(x, state)
             torch.testing.assert_close(decoder(x), y, rtol=far, atol=far)
-        assert decoder.graphs == decoder.period
+        assert decoder.num_recorded == decoder.period
         after = decoder.state
         x = torch.randn(B, 7, D)
         torch.testing.assert_close(layer(x, after)[0], layer(x, state)[0], rtol=far, atol=far)
@@ -68,7 +75,7 @@ def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3, **options: An
 @pytest.mark.usefixtures("traced")
 def test_the_layers_own_tokens(name: str) -> None:
     torch.manual_seed(0)
-    follows(rc.zoo.get(name).build(d_model=D, heads=2))
+    follows(rc.zoo.get(name).build(d_model=D, num_heads=2))
 
 
 @pytest.mark.parametrize("name", ["titans", "yaad", "omega_net"])
@@ -77,7 +84,7 @@ def test_inner_batches(name: str) -> None:
     """Chains, the replay of an open batch, and windows that reach into the last batch."""
     torch.manual_seed(0)
     preset = rc.zoo.get(name)
-    algorithm = replace(preset.recipe.algorithm, batch=3)
+    algorithm = replace(preset.recipe.algorithm, batch_size=3)
     follows(rc.MemoryLayer(D, 2, replace(preset.recipe, algorithm=algorithm), preset.options))
 
 
@@ -85,9 +92,9 @@ def test_inner_batches(name: str) -> None:
 @pytest.mark.parametrize("segment", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_compositions(segment: int) -> None:
     torch.manual_seed(0)
-    mixed = rc.blocks.Together("gated_delta_net", SHORT)
+    mixed = rc.blocks.Sequential("gated_delta_net", SHORT)
     follows(rc.blocks.build(mixed, D, 2))
-    mac = rc.blocks.AsContext(SHORT, "softmax_attention", segment=segment, persistent=2)
+    mac = rc.blocks.MemoryAsContext(SHORT, "softmax_attention", segment=segment, persistent=2)
     follows(rc.blocks.build(mac, D, 2), far=1e-5)
 
 
@@ -122,8 +129,8 @@ def test_modes(
     layer = rc.MemoryLayer(D, 2, recipe, precision=precision).to(dtype).eval()
     with mode(), torch.no_grad():
         _, state = layer(torch.randn(B, 3, D, dtype=dtype))
-        decoder = rc.StaticDecoder(layer, state, compiled=True)
-        for _ in range(decoder.warm + 2 * decoder.period + 3):
+        decoder = rc.StaticDecoder(layer, state, compile=True)
+        for _ in range(decoder.warmup_tokens + 2 * decoder.period + 3):
             x = torch.randn(B, 1, D, dtype=dtype)
             y, state = layer(x, state)
             found = decoder(x)
@@ -139,7 +146,7 @@ def test_a_program_in_fixed_tensors() -> None:
 
     def record(run: Callable[[], Any]) -> Any:
         recorded.append(run)
-        return static._again(run)
+        return static._without_graph(run)
 
     follows(rc.MemoryLayer(D, 2, deep()), record=record)
     assert len(recorded) == 4
@@ -147,23 +154,23 @@ def test_a_program_in_fixed_tensors() -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_a_language_model() -> None:
-    decodes_a_language_model(compiled=True)
+    decodes_a_language_model(compile=True)
 
 
 @pytest.mark.usefixtures("traced")
 def test_weights_that_change_in_place_are_read_anew() -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get("gated_delta_net").build(d_model=D, heads=2).eval()
+    layer = rc.zoo.get("gated_delta_net").build(d_model=D, num_heads=2).eval()
     with torch.no_grad():
         _, state = layer(torch.randn(B, 3, D))
-        decoder = rc.StaticDecoder(layer, state, compiled=True)
+        decoder = rc.StaticDecoder(layer, state, compile=True)
         for _ in range(3):
             for p in layer.parameters():
                 p.mul_(1.1)
             x = torch.randn(B, 1, D)
             y, state = layer(x, state)
             torch.testing.assert_close(decoder(x), y)
-        assert decoder.graphs == 1
+        assert decoder.num_recorded == 1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
@@ -171,7 +178,7 @@ def test_weights_that_change_in_place_are_read_anew() -> None:
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans"])
 def test_compiled_for_this_machine(name: str) -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=D, heads=2)
+    layer = rc.zoo.get(name).build(d_model=D, num_heads=2)
     if name == "titans":
         layer = rc.MemoryLayer(D, 2, SHORT, rc.zoo.get("titans").options)
     follows(layer, far=1e-5)
@@ -186,14 +193,16 @@ def test_what_asks_for_a_number_is_refused() -> None:
             return x if float(x.sum()) > 0 else -x
 
     x = torch.randn(1, 1, 8)
-    mesa = rc.zoo.get("mesa_net").build(d_model=8, heads=2)
-    looking = rc.zoo.get("gla").build(d_model=8, heads=2)
+    mesa = rc.zoo.get("mesa_net").build(d_model=8, num_heads=2)
+    looking = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     looking.out = nn.Sequential(looking.out, Looks())
     for layer in (mesa, looking):
         layer.eval()
-        decoder = rc.StaticDecoder(layer, layer(x)[1], compiled=True)
+        decoder = rc.StaticDecoder(layer, layer(x)[1], compile=True)
         decoder(x)
-        with pytest.raises(ValueError, match="MemoryLayer cannot be compiled, for example"):
+        with pytest.raises(
+            ValueError, match="MemoryLayer cannot be compiled: its step depends on a value"
+        ):
             decoder(x)
 
 
@@ -204,8 +213,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InvalidCxxCompiler
 
     monkeypatch.setattr("torch._inductor.compile", compiles)
-    layer, x = rc.zoo.get("gla").build(d_model=8, heads=2).eval(), torch.randn(1, 1, 8)
-    decoder = rc.StaticDecoder(layer, layer(x)[1], compiled=True)
+    layer, x = rc.zoo.get("gla").build(d_model=8, num_heads=2).eval(), torch.randn(1, 1, 8)
+    decoder = rc.StaticDecoder(layer, layer(x)[1], compile=True)
     decoder(x)
     with pytest.raises(ValueError, match=r"cannot be compiled: there is no C\+\+ compiler"):
         decoder(x)
@@ -217,10 +226,22 @@ def test_what_is_written_down_is_not_looked_at() -> None:
     real = torch.ones(2)
     with FakeTensorMode():
         fake = torch.ones(2)
-    assert looks(real)
-    assert not holds(fake)
-    with written_down():
-        assert not looks(real)
-        assert holds(fake), "numbers will be there"
-        assert not lasts(fake), "and the fake tensor will not"
-    assert looks(real)
+    assert can_read_values(real)
+    assert not has_data(fake)
+    with tracing_mode():
+        assert not can_read_values(real)
+        assert has_data(fake), "numbers will be there"
+        assert not is_cacheable(fake), "and the fake tensor will not"
+    assert can_read_values(real)
+
+
+def test_tracing_in_one_thread_does_not_affect_another() -> None:
+    """A thread that traces must not switch off value checks of other threads."""
+    x, meta = torch.ones(2), torch.ones(2, device="meta")
+    with ThreadPoolExecutor(1) as other:
+        with tracing_mode(), fake_shapes_mode():
+            assert has_data(meta)
+            assert not can_read_values(x)
+            assert other.submit(can_read_values, x).result()
+            assert not other.submit(has_data, meta).result()
+        assert not has_data(meta)

@@ -34,7 +34,7 @@ def test_delta_net_by_hand() -> None:
     """W_t = W_(t−1) − η e kᵀ: the surprise is ½‖e‖², the step η‖k‖² = η, the norm ‖W_t‖."""
     layer, x = build("delta_net"), tokens()
     found = rc.diagnose(layer, x)
-    told = layer.associations(x)
+    told = layer.memory_inputs(x)
     k, v, gates = told.k, told.v, told.gates
     W = torch.zeros(B, HEADS, v.shape[-1], k.shape[-1], dtype=torch.float64)
     norms, surprise = [W.flatten(2).norm(dim=-1).mean(0)], []
@@ -58,18 +58,18 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         memory=rc.memory.MLP(norm="layer"),
         bias=rc.bias.Huber(threshold=2.0),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.Momentum(batch=5, lr=0.05),
+        algorithm=rc.algorithm.Momentum(batch_size=5, lr=0.05),
     )
     layer, x = build(recipe), tokens()
     found = rc.diagnose(layer, x)
     assert found.places.tolist() == [0, 5, 10, 15, 20]
     assert list(found.memory) == ["W2", "W1"]
-    told = layer.associations(x)
+    told = layer.memory_inputs(x)
     q, k, v, gates, params = told.q, told.k, told.v, told.gates, told.params
     state = None
     for p, (start, stop) in enumerate(((0, 5), (5, 10), (10, 15), (15, 20))):
         cut = slice(start, stop)
-        asked = {"init": layer.initial_memory} if state is None else {"state": state}
+        asked = {"initial_memory": layer.initial_memory} if state is None else {"state": state}
         before = rc.read(recipe, k[:, cut], params=params, **asked)  # type: ignore[arg-type]
         e = before - v[:, cut]
         near = e.norm(dim=-1) <= 2
@@ -90,7 +90,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         for name, w in zip(("W2", "W1"), state.weights, strict=True):
             size = w.flatten(2).norm(dim=-1).mean(0)
             torch.testing.assert_close(found.memory[name][p + 1].double(), size, **TOL)
-        total = sum(w.square().sum((-2, -1)) for w in state.slots["momentum"])
+        total = sum(w.square().sum((-2, -1)) for w in state.algorithm_state["momentum"])
         assert isinstance(total, Tensor)
         size = total.sqrt().mean(0)
         torch.testing.assert_close(found.slots["momentum"][p + 1].double(), size, **TOL)
@@ -106,11 +106,11 @@ def test_every_architecture(name: str) -> None:
         with pytest.raises(rc.RecipeError, match="not FeedForward"):
             rc.diagnose(layer, tokens(6))
         return
-    length = layer.recipe.algorithm.batch + 2
+    length = layer.recipe.algorithm.batch_size + 2
     found = rc.diagnose(layer, tokens(max(length, 6)))
     assert found.first is None
     assert found.surprise.isfinite().all()
-    assert found.heads == layer.kv_heads
+    assert found.heads == layer.num_kv_heads
     assert bool(found.memory) == bool(layer.recipe.shapes(layer.head_dim, layer.value_dim))
     assert all(norm.isfinite().all() for norm in found.memory.values())
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["engine"] == found.engine
@@ -120,18 +120,18 @@ def test_every_architecture(name: str) -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=2)),
+        rc.Recipe(algorithm=rc.algorithm.GradientDescent(updates_per_token=2)),
         rc.Recipe(
             bias=rc.bias.Huber(form="coordinate", per="value"),
-            algorithm=rc.algorithm.GradientDescent(steps=2),
+            algorithm=rc.algorithm.GradientDescent(updates_per_token=2),
         ),
         rc.Recipe(
             memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
             bias=rc.bias.DotProduct(),
-            algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+            algorithm=rc.algorithm.GradientDescent(lr="log_input"),
         ),
         rc.Recipe(memory=rc.memory.Vector(), algorithm=rc.algorithm.Adam()),
-        rc.Recipe(retention=rc.retention.Ball(radius="token")),
+        rc.Recipe(retention=rc.retention.Ball(radius="input")),
         rc.Recipe(bias=rc.bias.DotProduct(), context=rc.context.Prefix()),
         rc.Recipe(context=rc.context.Window(size=3), features=rc.features.Polynomial(degree=2)),
     ],
@@ -144,11 +144,11 @@ def test_every_kind_of_recipe(recipe: rc.Recipe) -> None:
 
 
 def test_steps_that_overshoot_are_told() -> None:
-    fast = LayerOptions(gates={"lr": GateOptions(low=2.4, high=2.6, init=2.5)})
+    fast = LayerOptions(gate_options={"lr": GateOptions(low=2.4, high=2.6, init=2.5)})
     found = rc.diagnose(build(rc.Recipe(), fast), tokens(12))
     assert ((found.step > 2.4) & (found.step < 2.6)).all()
     assert sum("overshoot" in line for line in found.findings) == HEADS
-    slow = LayerOptions(gates={"lr": GateOptions(high=1e-4, init=1e-5)})
+    slow = LayerOptions(gate_options={"lr": GateOptions(high=1e-4, init=1e-5)})
     lines = rc.diagnose(build(rc.Recipe(), slow), tokens(12)).findings
     assert sum("next to nothing is written" in line for line in lines) == HEADS
 
@@ -157,7 +157,7 @@ def test_a_memory_that_fades_is_told() -> None:
     """A start of norm 3.86 is down to a seventieth after 33 tokens, and nothing is written."""
     recipe = rc.Recipe(
         memory=rc.memory.MLP(norm="layer"),
-        retention=rc.retention.Decay(rate=0.013 ** (1 / 33)),
+        retention=rc.retention.Decay(alpha=0.013 ** (1 / 33)),
         algorithm=rc.algorithm.GradientDescent(lr=1e-3),
     )
     found = rc.diagnose(build(recipe), tokens(33))
@@ -170,23 +170,23 @@ def test_a_memory_that_fades_is_told() -> None:
 
 def test_a_memory_that_grew_and_faded_is_told() -> None:
     """From nothing over its largest to nothing: first and last alone would not show it."""
-    layer, x = build(rc.Recipe(retention=rc.retention.Decay(rate=0.8))), tokens(40)
+    layer, x = build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40)
     x[:, 4:] = 0  # no keys and no values any more
     found = rc.diagnose(layer, x)
     assert found.memory["W"][0].max() == 0
     assert any("head 1: the norm of W fades" in line for line in found.findings)
-    kept = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(rate=0.8))), tokens(40))
+    kept = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40))
     assert not any("fades" in line for line in kept.findings)
 
 
 def test_the_first_overflow_is_found_and_named() -> None:
     """Steps of 8 on one head blow its memory up; the other stays as it is."""
-    fast = LayerOptions(gates={"lr": GateOptions(low=0.0, high=16.0, init=(0.5, 8.0))})
+    fast = LayerOptions(gate_options={"lr": GateOptions(low=0.0, high=16.0, init=(0.5, 8.0))})
     layer = build(rc.Recipe(), fast).float()
     for parameter in (layer.gates["lr"].weight,):
         nn.init.zeros_(parameter)
     x = tokens(1).float().expand(B, 200, D)
-    k = layer.associations(x).k
+    k = layer.memory_inputs(x).k
     found = rc.diagnose(layer, x)
     fault = found.first
     assert fault is not None
@@ -208,7 +208,7 @@ def test_the_first_overflow_is_found_and_named() -> None:
 def test_an_overflow_of_a_rate_that_is_no_gate() -> None:
     torch.manual_seed(0)
     recipe = rc.Recipe(
-        memory=rc.memory.MLP(depth=2), algorithm=rc.algorithm.GradientDescent(batch=8, lr=4.0)
+        memory=rc.memory.MLP(depth=2), algorithm=rc.algorithm.GradientDescent(batch_size=8, lr=4.0)
     )
     found = rc.diagnose(rc.MemoryLayer(32, 2, recipe), 3 * torch.randn(2, 64, 32))
     assert found.first is not None
@@ -232,7 +232,7 @@ def test_what_was_given_is_looked_at_first() -> None:
 
     # A gate that overflows at one token, in one head, from finite weights.
     log_rate = rc.Recipe(
-        bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr="log_token")
+        bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr="log_input")
     )
     layer, x = build(log_rate).float(), tokens().float()
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_what_was_given_is_looked_at_first() -> None:
 
 
 def test_saturated_gates() -> None:
-    options = LayerOptions(gates={"lr": GateOptions(init=(0.5, 0.9995))})
+    options = LayerOptions(gate_options={"lr": GateOptions(init=(0.5, 0.9995))})
     layer = build(rc.Recipe(retention=rc.retention.Decay()), options)
     with torch.no_grad():
         for gate in layer.gates.values():

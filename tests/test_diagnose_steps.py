@@ -17,12 +17,12 @@ def tokens(length: int = 24, d_model: int = 8) -> Tensor:
 def build(algorithm: rc.algorithm.Algorithm, **gates: GateOptions) -> rc.MemoryLayer:
     torch.manual_seed(1)
     recipe = rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm)
-    return rc.MemoryLayer(8, 2, recipe, LayerOptions(gates=gates)).double()
+    return rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options=gates)).double()
 
 
 def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> Tensor:
     """Of the first batch, by the gradient of every association with autograd: ``[H]``."""
-    found = layer.associations(x.double())
+    found = layer.memory_inputs(x.double())
     start = layer.initial_memory
     assert start is not None
     tops = torch.zeros(x.shape[0], 2, dtype=torch.float64)
@@ -50,7 +50,10 @@ def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> T
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_the_top_eigenvalue_is_that_of_the_rates_times_the_tangent_kernel(normalized: bool) -> None:
-    layer, x = build(rc.algorithm.GradientDescent(batch=6, normalize=normalized)), tokens()
+    layer, x = (
+        build(rc.algorithm.GradientDescent(batch_size=6, normalized_steps=normalized)),
+        tokens(),
+    )
     found = rc.diagnose(layer, x.double())
     assert found.steep is not None
     assert found.steep.shape == (4, 2)
@@ -60,8 +63,10 @@ def test_the_top_eigenvalue_is_that_of_the_rates_times_the_tangent_kernel(normal
 
 def test_equal_tokens_reach_twice_the_share() -> None:
     """b equal associations of share s make 2 s: the limit of 2 is at s = 1."""
-    share = GateOptions(unit="share", source="fixed", init=0.75)
-    layer = build(rc.algorithm.Momentum(batch=4, normalize=True, momentum=0.5), lr=share)
+    share = GateOptions(unit="stability_limit", source="constant", init=0.75)
+    layer = build(
+        rc.algorithm.Momentum(batch_size=4, normalized_steps=True, momentum=0.5), lr=share
+    )
     layer.conv = None
     x = tokens(length=1).double().expand(2, 16, 8)
     found = rc.diagnose(layer, x)
@@ -74,16 +79,18 @@ def test_equal_tokens_reach_twice_the_share() -> None:
 
 
 def test_steps_beyond_the_limit_are_found() -> None:
-    large = GateOptions(source="fixed", init=40.0, high=80.0)
-    found = rc.diagnose(build(rc.algorithm.GradientDescent(batch=6), lr=large), tokens().double())
+    large = GateOptions(source="constant", init=40.0, high=80.0)
+    found = rc.diagnose(
+        build(rc.algorithm.GradientDescent(batch_size=6), lr=large), tokens().double()
+    )
     assert any("a share of what is stable" in line for line in found.findings)
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        rc.Recipe(algorithm=rc.algorithm.Normalized()),
-        rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.Adam(batch=2)),
+        rc.Recipe(algorithm=rc.algorithm.NLMS()),
+        rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.Adam(batch_size=2)),
         rc.zoo.get("softmax_attention").recipe,
         rc.zoo.get("memora").recipe,
     ],
@@ -98,11 +105,12 @@ def test_what_does_not_add_up_linearly_has_no_eigenvalue(recipe: rc.Recipe) -> N
 def test_steps_that_leave_the_range_are_said_to_be_the_memorys_own() -> None:
     """Inputs × 100 under rates that nobody measures: what to do, and no advice against it."""
     torch.manual_seed(0)
-    layer = rc.zoo.get("moneta_exact").build(d_model=64, heads=4)
+    layer = rc.zoo.get("moneta_exact").build(d_model=64, num_heads=4)
     found = rc.diagnose(layer, torch.randn(1, 64, 64) * 100)
     assert found.first is not None
     assert "the memory's own steps left the range of torch.float32" in found.findings[0]
     assert found.findings[0].endswith(
-        "measure them (normalize=True of its algorithm), or take a smaller inner batch or rate"
+        "measure them (normalized_steps=True of its algorithm), or take a smaller inner batch or "
+        "rate"
     )
     assert not any("larger steps" in line for line in found.findings)

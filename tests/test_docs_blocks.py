@@ -64,9 +64,6 @@ TOML_NAMES = {
     "docs/run-file.md": "run.toml",
 }
 SMOKE = {
-    "--models NAME --parameters 3000000 --tokens 1000000": (
-        "--models gla --parameters 3000000 --tokens 2048"
-    ),
     "--parameters 3000000 --tokens 1000000 --rows": (
         "--parameters 3000000 --tokens 2048 --length 64 --rows"
     ),
@@ -267,13 +264,6 @@ def test_the_first_lines_on_language_models_register_them() -> None:
 @pytest.mark.parametrize("page", SLOW_PAGES)
 def test_a_page_that_trains_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _page(page, monkeypatch, slow=True)
-
-
-@pytest.mark.slow
-def test_the_comparison_of_the_readme_runs() -> None:
-    for kind, block, *_ in _blocks("README.md"):
-        if kind == "console":
-            _console("README.md", block, slow=True)
 
 
 def test_what_pages_name_of_make_and_pip_is_there() -> None:

@@ -21,7 +21,7 @@ from recollect.engines.select import ENGINES, Engine
 from recollect.recipe.recipe import CHOICES
 
 explain = rc.explain
-module = importlib.import_module("recollect.explain.explain")
+module = importlib.import_module("recollect.explanation.explain")
 
 R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
 features, memory, retention = rc.features, rc.memory, rc.retention
@@ -29,17 +29,19 @@ features, memory, retention = rc.features, rc.memory, rc.retention
 MONETA = R(
     memory=memory.MLP(norm="layer"),
     bias=bias.Lp(p=3),
-    retention=retention.Lq(q=4, form="printed", every="batch", decay=retention.Decay(per="value")),
-    algorithm=algorithm.GradientDescent(batch=16),
+    retention=retention.Lq(
+        q=4, form="as_published", link_every="batch", decay=retention.Decay(per="value")
+    ),
+    algorithm=algorithm.GradientDescent(batch_size=16),
 )
-ROBUST = R(bias=bias.Huber(), retention=retention.Lq(q=4), algorithm=algorithm.Muon(batch=32))
+ROBUST = R(bias=bias.Huber(), retention=retention.Lq(q=4), algorithm=algorithm.Muon(batch_size=32))
 
 
 @rc.member
 class LogCosine(bias.Bias):
     """A loss alone: nothing is said about how it is written."""
 
-    scale: float | str = rc.quantity("token", above=0, init=1.0)
+    scale: float | str = rc.quantity("input", above=0, init=1.0)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return (gates["scale"] * torch.cosh(prediction - value).log()).sum(-1)
@@ -67,7 +69,7 @@ class Squash(retention.Retention):
 class Shrink(retention.Retention):
     """A link with a gate."""
 
-    shrinkage: float | str = rc.quantity("token", at_least=0, init=0.1, letter="c")
+    shrinkage: float | str = rc.quantity("input", at_least=0, init=0.1, letter="c")
 
     def link(self, A: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return A / (1 + gates["shrinkage"])
@@ -147,7 +149,7 @@ def test_moneta() -> None:
 
 def test_huber_lq_muon() -> None:
     found = explain(ROBUST)
-    assert found.title == "Recipe(bias=Huber(), retention=Lq(q=4), algorithm=Muon(batch=32))"
+    assert found.title == "Recipe(bias=Huber(), retention=Lq(q=4), algorithm=Muon(batch_size=32))"
     assert lines(found, "problem", "write") == [
         "problem  min  huber_δ(W k_t − v_t)",
         "write    S_t = θ_t S_(t−1) − huber′(W° k_t, v_t) k_tᵀ;   "
@@ -169,12 +171,12 @@ LINEAR = {"bias": bias.DotProduct(), "algorithm": algorithm.GradientDescent(lr=1
 GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
     "linear attention": (R(**LINEAR), ("W_t = W_(t−1) + v_t k_tᵀ",)),
     "constants are numbers": (
-        R(bias=bias.DotProduct(), retention=retention.Decay(rate=0.9),
+        R(bias=bias.DotProduct(), retention=retention.Decay(alpha=0.9),
           algorithm=algorithm.GradientDescent(lr=2)),
         ("W_t = 0.9 W_(t−1) + 2 v_t k_tᵀ",),
     ),
     "static numbers have no index": (
-        R(bias=bias.DotProduct(), retention=retention.Decay(rate="static")),
+        R(bias=bias.DotProduct(), retention=retention.Decay(alpha="learned")),
         ("W_t = α W_(t−1) + η_t v_t k_tᵀ",),
     ),
     "delta rule": (R(), (f"W_t = W_(t−1) {L2_STEP}",)),
@@ -206,7 +208,7 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
         ("S_t = θ_t S_(t−1) − η_t (W_(t−1) k_t − v_t) k_tᵀ;   W_t = W_(t−1) + S_t",),
     ),
     "momentum of the write": (
-        R(algorithm=algorithm.Momentum(of="value")),
+        R(algorithm=algorithm.Momentum(momentum_on="value")),
         ("S_t = θ_t S_(t−1) + η_t v_t k_tᵀ;   W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + S_t",),
     ),
     "window": (
@@ -222,7 +224,7 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
         (f"W_t = W_(t−1) {L2_STEP}", "η_t = δ_t/(1 + δ_t ‖k_t‖²)"),
     ),
     "projection": (
-        R(algorithm=algorithm.Normalized()),
+        R(algorithm=algorithm.NLMS()),
         (f"W_t = W_(t−1) {L2_STEP}", "η_t = 1/‖k_t‖²"),
     ),
     "probe": (
@@ -230,14 +232,14 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
         ("W_t = W_(t−1) − (W_(t−1) w_t) (a_t ⊙ w_t)ᵀ + η_t v_t k_tᵀ",),
     ),
     "sub-steps": (
-        R(algorithm=algorithm.GradientDescent(steps=2)),
+        R(algorithm=algorithm.GradientDescent(updates_per_token=2)),
         (
             "W_(t,j) = W_(t,j−1) − η_tj (W_(t,j−1) k_tj) k_tjᵀ + η_tj v_tj k_tjᵀ",
             "j = 1..2;   W_(t,0) = W_(t−1),   W_t = W_(t,2)",
         ),
     ),
     "inner batch": (
-        R(algorithm=algorithm.GradientDescent(batch=8)),
+        R(algorithm=algorithm.GradientDescent(batch_size=8)),
         (
             "W_t = W_(t−1) − η_t (W° k_t) k_tᵀ + η_t v_t k_tᵀ",
             "W° = W at the start of the inner batch of 8",
@@ -245,14 +247,17 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
     ),
     "the mean of a batch": (
         R(memory=memory.MLP(depth=1, norm="layer"),
-          algorithm=algorithm.GradientDescent(batch=16, reduce="mean")),
+          algorithm=algorithm.GradientDescent(batch_size=16, reduction="mean")),
         (
             "W_t = W° − τ_t Σ_(s≤t) η_s ∇ℓ(W°; k_s, v_s)",
             "τ_t = 1/(place in the batch); W° and s begin with the inner batch of 16",
         ),
     ),
     "at the border": (
-        R(algorithm=algorithm.Muon(batch=16, every="batch"), retention=retention.Decay()),
+        R(
+            algorithm=algorithm.Muon(batch_size=16, update_every="batch"),
+            retention=retention.Decay(),
+        ),
         (
             "S_t = θ_t S_(t−1) − (W° k_t − v_t) k_tᵀ",
             "W_t = α_b W° + η̄ NS5(S_t) at the last token of the inner batch",
@@ -328,7 +333,11 @@ PROBLEMS: dict[str, tuple[rc.Recipe, str]] = {
         "½‖k_t + W1 gelu(W2 φ(k_t)) − v_t‖²",
     ),
     "softmax attention": (
-        R(memory=memory.LocalConstant(), context=context.Similar(), algorithm=algorithm.Analytic()),
+        R(
+            memory=memory.LocalConstant(),
+            context=context.KernelWeighted(),
+            algorithm=algorithm.Analytic(),
+        ),
         "Σ_(i≤t) s(k_i, q_t) ½‖w − v_i‖²",
     ),
 }
@@ -347,7 +356,7 @@ def test_read() -> None:
     assert read() == "y_t = W_t q_t"
     assert read(normalize="sum") == "y_t = W_t q_t / (n_t·q_t)"
     assert read(normalize="floor") == "y_t = W_t q_t / max(|n_t·q_t|, 1)"
-    assert read(when="before", bonus="static") == "y_t = W_(t−1) q_t + ⟨q_t, u ⊙ k_t⟩ v_t"
+    assert read(when="before", bonus="learned") == "y_t = W_(t−1) q_t + ⟨q_t, u ⊙ k_t⟩ v_t"
     assert read(bonus=-0.5) == "y_t = W_t q_t − 0.5 ⟨q_t, k_t⟩ v_t"
     softmax = explain("softmax_attention")
     assert softmax.read == ("y_t = Σ_(i≤t) s(k_i, q_t) v_i / Σ_(i≤t) s(k_i, q_t)",)
@@ -373,9 +382,9 @@ def test_a_system_of_the_zoo_states_its_fidelity() -> None:
 
 def test_a_changed_preset_states_the_change_and_a_recipe_no_fidelity() -> None:
     titans = rc.zoo.get("titans")
-    changed = explain(titans.but(bias=bias.Huber()))
+    changed = explain(titans.replace(bias=bias.Huber()))
     assert changed.fidelity == "reconstruction: titans. The recipe has bias = Huber()."
-    for plain in (explain(titans.recipe), explain(rc.blocks.Chain("gla", "titans"))):
+    for plain in (explain(titans.recipe), explain(rc.blocks.Sequential("gla", "titans"))):
         assert plain.fidelity == ""
         assert "\nfidelity" not in str(plain)
 
@@ -435,10 +444,12 @@ def test_a_bare_recipe_says_that_its_system_has_options_beside_it() -> None:
 def test_systems_with_one_recipe_are_named_together() -> None:
     assert names("retnet") == {"retnet", "lightning_attention"}
     apart = {match.name: dict(match.apart) for match in explain("retnet").named}
-    schedules = {name: options["gates.decay.schedule"] for name, options in apart.items()}
+    schedules = {
+        name: options["gate_options.decay.init_schedule"] for name, options in apart.items()
+    }
     assert schedules == {"retnet": "dyadic", "lightning_attention": "alibi"}
-    assert apart["retnet"]["rope"] == 10000.0
-    assert "rope" not in apart["lightning_attention"]
+    assert apart["retnet"]["rope_theta"] == 10000.0
+    assert "rope_theta" not in apart["lightning_attention"]
     assert explain("lightning_attention").named[0].name == "lightning_attention"
     # A normalised feed-forward network is attention over learned pairs.
     same = {"softmax_attention", "qk_norm_attention", "ffn_normalized"}
@@ -459,17 +470,21 @@ def test_names_follow_canonical_forms() -> None:
 def test_names_ignore_sizes() -> None:
     def window(size: int) -> rc.Recipe:
         within = (context.Window(size=size, gated=False),)
-        return rc.zoo.get("softmax_attention").recipe.but(context=context.Similar(within=within))
+        return rc.zoo.get("softmax_attention").recipe.replace(
+            context=context.KernelWeighted(restrictions=within)
+        )
 
     assert names(window(7)) == names(window(512)) == {"sliding_window_attention"}
     fingerprint = module.fingerprint
     small, large = memory.MLP(expansion=2), memory.MLP(expansion=8)
     assert fingerprint(R(memory=small)) == fingerprint(R(memory=large))
     assert fingerprint(MONETA) == fingerprint(
-        MONETA.but(algorithm=algorithm.GradientDescent(batch=64))
+        MONETA.replace(algorithm=algorithm.GradientDescent(batch_size=64))
     )
     # Several sub-steps or maps are another system than one; how many does not matter.
-    one, two, four = (R(algorithm=algorithm.GradientDescent(steps=n)) for n in (1, 2, 4))
+    one, two, four = (
+        R(algorithm=algorithm.GradientDescent(updates_per_token=n)) for n in (1, 2, 4)
+    )
     assert fingerprint(one) != fingerprint(two) == fingerprint(four)
     # Numbers that are no sizes count.
     assert fingerprint(R(bias=bias.Lp(p=3))) != fingerprint(R(bias=bias.Lp(p=4)))
@@ -483,14 +498,14 @@ def test_properties() -> None:
         return {name for name, holds in module.properties(recipe).items() if holds}
 
     assert having(R()) == set()
-    assert having(R(retention=retention.Decay(rate=0.9))) == set()  # decays, whatever the token
+    assert having(R(retention=retention.Decay(alpha=0.9))) == set()  # decays, whatever the token
     assert having(R(retention=retention.Decay())) == {"dynamic decay"}
     assert having(MONETA) == {"dynamic decay", "deep memory"}
     assert having(R(features=features.Relu())) == set()
     assert having(R(features=features.Polynomial(degree=1))) == set()
     assert having(R(features=features.Polynomial(degree=2))) == {"nonlinear capacity"}
     assert having(R(algorithm=algorithm.Muon())) == {"locally optimal"}
-    assert having(R(algorithm=algorithm.Muon(newton_steps=0))) == set()
+    assert having(R(algorithm=algorithm.Muon(ns_steps=0))) == set()
     assert having(R(context=context.Window(size=2))) == {"flexible context"}
     assert having(R(context=context.Window(size=1))) == set()
 
@@ -527,7 +542,9 @@ def test_units_of_a_layers_numbers_are_told() -> None:
         assert all(f"; {unit}" in str(found) for unit in wanted.values())
 
 
-NORMALISED = [name for name in rc.zoo.names() if rc.zoo.get(name).recipe.algorithm.normalizes]
+NORMALISED = [
+    name for name in rc.zoo.names() if rc.zoo.get(name).recipe.algorithm.uses_normalized_steps
+]
 
 
 @pytest.mark.parametrize("name", [*NORMALISED, "atlas", "titans_mac"])
@@ -559,10 +576,10 @@ def test_normalised_steps_are_described_and_unfolded(name: str) -> None:
 
 
 def test_method_is_explained_as_asked() -> None:
-    found = explain(R(), method="reference")
+    found = explain(R(), engine="reference")
     assert (found.engine, found.cost.engine) == ("reference", "reference")
     with pytest.raises(rc.RecipeError, match="cannot run"):
-        explain(MONETA, method="linear")
+        explain(MONETA, engine="linear")
 
 
 def one_graph(name: str, *, grad: bool = False, state: bool = False) -> bool:
@@ -571,7 +588,7 @@ def one_graph(name: str, *, grad: bool = False, state: bool = False) -> bool:
     K, V = generate.sizes(recipe, random.Random(0))
     x = generate.inputs(recipe, T=5, K=K, V=V, dtype=torch.float32)
     x = x.leaves() if grad else x
-    given = {"params": x.params, "init": x.init}
+    given = {"params": x.params, "initial_memory": x.init}
     before = rc.recall(recipe, x.q, x.k, x.v, x.gates, **given)[1] if state else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -619,12 +636,12 @@ def test_no_engine_excludes_graph_breaks(engine: Engine) -> None:
     names = [looks[engine.name]] if engine.name in looks else rc.zoo.names()
     able = (rc.zoo.get(name).recipe for name in names)
     recipe = next(recipe for recipe in able if not engine.refuses(recipe))
-    found = explain(recipe, method=engine.name)
+    found = explain(recipe, engine=engine.name)
     assert "torch.compile" not in str(found)
     x = generate.inputs(recipe, T=5, dtype=torch.float32)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        args = {"params": x.params, "init": x.init, "method": engine.name}
+        args = {"params": x.params, "initial_memory": x.init, "engine": engine.name}
         return rc.recall(recipe, q, k, v, x.gates, **args)[0]
 
     assert call(x.q, x.k, x.v).isfinite().all()
@@ -657,12 +674,12 @@ def test_terms() -> None:
 def test_members_as_one_would_type_them() -> None:
     recipe = R(
         memory=memory.LocalConstant(),
-        context=context.Similar(within=(context.Window(size=4, gated=False),)),
+        context=context.KernelWeighted(restrictions=(context.Window(size=4, gated=False),)),
         algorithm=algorithm.Analytic(),
     )
     assert explain(recipe).title == (
-        "Recipe(memory=LocalConstant(), context=Similar(within=(Window(size=4, gated=False),)), "
-        "algorithm=Analytic())"
+        "Recipe(memory=LocalConstant(), context=KernelWeighted(restrictions=(Window(size=4, "
+        "gated=False),)), algorithm=Analytic())"
     )
     assert explain(R()).title == "Recipe()"
 
@@ -701,9 +718,10 @@ def test_the_pages_count_the_presets_that_there_are() -> None:
     assert re.findall(r"in (\d+) presets", readme) == [str(count)]
 
 
-def test_the_readme_names_the_layers_that_it_says() -> None:
-    """Its recipe, with the choices of each row, is what `explain` names; and its first lines."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_tutorial_names_the_layers_of_its_table() -> None:
+    """`explain` names the README's recipe with the choices of each row."""
+    root = Path(__file__).parents[1]
+    readme = (root / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^gated_delta_net = .*?^\)$", readme, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"rc": rc}
     exec(code, names)
@@ -713,14 +731,18 @@ def test_the_readme_names_the_layers_that_it_says() -> None:
     assert str(explain(base)).startswith(first[1] + "\n")
     assert [x.name for x in explain(base).named] == ["gated_delta_net"]
 
-    _, _, below = readme.partition("| choices | layer |\n|---|---|\n")
+    tutorial = root / "docs" / "tutorials" / "state-a-layer.md"
+    page = tutorial.read_text(encoding="utf-8")
+    _, _, below = page.partition("| choices | layer |\n|---|---|\n")
     table, _, _ = below.partition("\n\n")
-    rows = re.findall(r"^\| (the same with )?`(.*?)` \| (`(\w+)`|none .*) \|$", table, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (the same with )?`(.*?)` \| (`(\w+)`|no published name) \|$", table, re.MULTILINE
+    )
     assert len(rows) == len(table.splitlines()) >= 6
     recipe, named = base, []
     for same, changes, _, name in rows:
         given = eval(f"dict({changes})", {"rc": rc})
-        recipe = (recipe if same else base).but(**given)
+        recipe = (recipe if same else base).replace(**given)
         named.append([x.name for x in explain(recipe).named if not x.apart] == [name] * bool(name))
         rc.MemoryLayer(16, 2, recipe)
     assert all(named), list(zip(rows, named, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
-from recollect.choices.fields import Param
+from recollect.fields import Param
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.recipe import initial_params as draws
 
@@ -232,7 +232,7 @@ def test_cosine_counts_tokens_not_associations() -> None:
     made = rc.Recipe(
         features=features.Cosine(length=20),
         bias=rc.bias.DotProduct(),
-        algorithm=rc.algorithm.GradientDescent(steps=2, lr=1.0),
+        algorithm=rc.algorithm.GradientDescent(updates_per_token=2, lr=1.0),
     )
     x = generate.inputs(made, B=1, T=7, H=1, K=4, V=3, zero=True)
     q, k, v = x.q[0, :, 0], x.k[0, :, 0], x.v[0, :, 0]  # [T, K], [T, 2, K], [T, 2, V]
@@ -240,10 +240,10 @@ def test_cosine_counts_tokens_not_associations() -> None:
     fade = (math.pi * (t[:, None] - t[None]) / 40).cos().tril()
     want = torch.einsum("tk,snk,ts,snv->tv", q.relu(), k.relu(), fade, v)
     for method in ("reference", "linear"):
-        y, _ = generate.run(made, x, method=method)
+        y, _ = generate.run(made, x, engine=method)
         torch.testing.assert_close(y[0, :, 0], want, **EXACT)
-        first, kept = generate.run(made, x.cut(0, 4), method=method)
-        rest, _ = generate.run(made, x.cut(4, 7), method=method, state=kept)
+        first, kept = generate.run(made, x.cut(0, 4), engine=method)
+        rest, _ = generate.run(made, x.cut(4, 7), engine=method, state=kept)
         torch.testing.assert_close(torch.cat([first, rest], 1), y, **EXACT)
 
 
@@ -318,7 +318,7 @@ def test_monomials_have_gradients_of_gradients(made: rc.features.Features) -> No
 def test_orthogonal_rows_are_orthogonal_and_gaussian() -> None:
     param = Param(name="w", owner="test", axes=("m", "K"), draw="orthogonal")
     g = torch.Generator().manual_seed(0)
-    w = draws.start(param, (400, 20, 8), generator=g)
+    w = draws.initial_value(param, (400, 20, 8), generator=g)
     gram = w[:, :8] @ w[:, :8].mT
     torch.testing.assert_close(
         gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2)),
@@ -338,7 +338,7 @@ def test_an_unknown_law_is_refused() -> None:
 
 
 def test_params_start_as_declared() -> None:
-    made = rc.Recipe(features=features.Polynomial(), retention=rc.retention.Decay(rate="static"))
+    made = rc.Recipe(features=features.Polynomial(), retention=rc.retention.Decay(alpha="learned"))
     found = rc.initial_params(made, H=3, K=4, V=4)
     assert found["log_coefficients"].shape == (3, 3)
     torch.testing.assert_close(found["log_coefficients"][1].exp(), torch.tensor([1.0, 1.0, 0.5]))
@@ -372,14 +372,16 @@ def test_layers_keep_what_they_draw_and_do_not_train_it(name: str) -> None:
 def test_options_may_train_directions_or_fix_a_map() -> None:
     preset = rc.zoo.get("performer")
     gate = rc.GateOptions(source="learned")
-    layer = preset.build(16, 2, options=rc.LayerOptions(gates={"directions": gate}))
+    layer = preset.build(16, 2, options=rc.LayerOptions(gate_options={"directions": gate}))
     assert layer.params["directions"].bias.requires_grad
-    fixed = rc.LayerOptions(gates={"feature_map": rc.GateOptions(source="fixed")})
+    fixed = rc.LayerOptions(gate_options={"feature_map": rc.GateOptions(source="constant")})
     held = rc.zoo.get("hedgehog").build(16, 2, options=fixed).params["feature_map"]
     assert not held.bias.requires_grad
     assert torch.equal(held.bias[0, 0], torch.eye(8))
-    with pytest.raises(rc.RecipeError, match="draws it"):
-        preset.build(16, 2, options=rc.LayerOptions(gates={"directions": rc.GateOptions(init=1.0)}))
+    with pytest.raises(rc.RecipeError, match="samples its values"):
+        preset.build(
+            16, 2, options=rc.LayerOptions(gate_options={"directions": rc.GateOptions(init=1.0)})
+        )
 
 
 def test_checkpoints_hold_the_directions(tmp_path) -> None:
@@ -444,7 +446,7 @@ def test_random_features_answer_up_to_the_longest_keys_and_refuse_longer_ones() 
 
 def test_a_layer_of_random_features_never_answers_with_zeros_for_long_inputs() -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get("performer").build(d_model=64, heads=1)
+    layer = rc.zoo.get("performer").build(d_model=64, num_heads=1)
     x = torch.randn(2, 40, 64)
     y, _ = layer(3 * x)
     assert float((y == 0).double().mean()) == 0

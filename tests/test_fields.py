@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from recollect.fields import Validated, checked, flag, held, integer, number, option, text, whole
+import recollect as rc
+from recollect.fields import (
+    Validated,
+    flag,
+    int_check,
+    integer,
+    number,
+    option,
+    text,
+    validate,
+    validated_field,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +33,8 @@ class Shelf(Validated):
     depth: float | None = number(None, at_least=0, optional=True)
     painted: bool = flag(False)
     owner: str = text("nobody")
-    place: int = checked(1, whole(1, 3))
-    books: tuple[str, ...] = checked(list, tuple)
+    place: int = validated_field(1, int_check(1, 3))
+    books: tuple[str, ...] = validated_field(list, tuple)
     note: Any = None
 
     def validate(self) -> None:
@@ -66,6 +79,20 @@ def test_a_sentence_names_owner_field_what_may_be_and_what_was(
 
 
 def test_arguments_of_functions_are_checked_alike() -> None:
-    assert held("f: n", whole(), 0) == 0
+    assert validate("f: n", int_check(), 0) == 0
     with pytest.raises(ValueError, match=r"^f: n must be a whole number >= 10000000, not -1$"):
-        held("f: n", whole(10_000_000), -1)
+        validate("f: n", int_check(10_000_000), -1)
+
+
+def test_a_logarithm_keeps_open_bounds() -> None:
+    @rc.member
+    class Bounded(rc.bias.Bias):
+        share: float | str = rc.quantity("input", above=0, below=1, init=0.5, log=True)
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+            return gates["log_share"].exp().squeeze(-1) * (prediction - value).square().sum(-1)
+
+    (gate,) = Bounded().gates()
+    assert gate.is_log and str(gate.range) == "< 0" and not gate.range.contains(0.0)
+    above = rc.quantity(2.0, above=1, init=2.0, log=True).metadata["recollect"]
+    assert str(above.gate_range()) == "> 0"  # log 1

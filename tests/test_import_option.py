@@ -16,10 +16,10 @@ pytest.importorskip("matplotlib")
 from tests.test_run_train import PLAN
 from typer.testing import CliRunner, Result
 
+from recollect import plugins as modules
 from recollect.choices import member
 from recollect.cli import COMMANDS, build
-from recollect.recipe import modules
-from recollect.recipe.modules import import_modules
+from recollect.plugins import import_modules
 from recollect.zoo.preset import get
 
 MODULE = '''
@@ -179,10 +179,10 @@ def test_a_module_that_cannot_be_imported_is_one_sentence(
 
 
 def test_of_two_modules_of_one_name_the_second_is_refused(place: Place) -> None:
-    import_modules(["my_biases"], beside=place.folder)
+    import_modules(["my_biases"], folder=place.folder)
     (place.folder / "away" / "my_biases.py").write_text("")
     with pytest.raises(ValueError, match="has the name of another module"):
-        import_modules(["my_biases"], beside=place.folder / "away")
+        import_modules(["my_biases"], folder=place.folder / "away")
 
 
 def test_import_in_a_file_is_a_list_of_names(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""The layout: which module imports which, how many stand side by side, how long they are."""
+"""Which module imports which."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,18 @@ import pytest
 import recollect
 
 SRC = Path(recollect.__file__).parent
-MOVED = {
-    "recollect.compress": "recollect.recall.compress",
-    "recollect.experiments.fitting": "recollect.experiments.framework.fitting",
-    "recollect.experiments.models": "recollect.experiments.framework.task_models",
-    "recollect.experiments.protocol": "recollect.experiments.framework.experiment",
-    "recollect.lm.counts": "recollect.lm.model.counts",
-    "recollect.lm.groups": "recollect.lm.training.weight_decay",
-    "recollect.lm.plan": "recollect.lm.training.plan",
-    "recollect.lm.tokenizers": "recollect.lm.data.tokenizers",
-}
+CORE = (
+    "recollect.blocks",
+    "recollect.choices",
+    "recollect.costs",
+    "recollect.decoder",
+    "recollect.explanation",
+    "recollect.functional",
+    "recollect.layer",
+    "recollect.parallel",
+    "recollect.recipe",
+    "recollect.state",
+)
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -35,12 +36,19 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """What each module imports anywhere in it, for types too; other packages by first name."""
+    """Modules that each module imports, except for types alone; other packages by first name."""
     paths = {module_name(path, root): path for path in root.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for_types = {
+            id(one)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for one in ast.walk(node)
+        }
+        for node in (one for one in ast.walk(tree) if id(one) not in for_types):
             if isinstance(node, ast.Import):
                 found |= {one.name for one in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -58,12 +66,12 @@ def graph() -> dict[str, set[str]]:
     return import_graph(SRC)
 
 
-def test_the_graph_sees_imports_for_types_and_inside_functions(tmp_path: Path) -> None:
+def test_the_graph_sees_imports_inside_functions_and_none_for_types(tmp_path: Path) -> None:
     package = tmp_path / "p"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "a.py").write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import B\n"
+        "from typing import TYPE_CHECKING\nimport p.b\nif TYPE_CHECKING:\n    from p.c import C\n"
     )
     (package / "b.py").write_text("class B:\n    def f(self):\n        from p import a\n")
     found = import_graph(package)
@@ -79,7 +87,7 @@ def test_choices_and_recipes_imported_each_other() -> None:
 def test_the_reference_stands_on_common_alone() -> None:
     """An allow-list, also of what its imports import, and of other packages."""
     allowed = ("engines.reference", "engines.common", "choices", "recipe", "state")
-    allowed += ("typing", "fields", "wording")
+    allowed += ("typing", "fields", "messages", "numerics")
     seen: set[str] = set()
     todo = {name for name in graph() if name.startswith("recollect.engines.reference")}
     while todo:
@@ -109,70 +117,20 @@ def test_no_import_trails_behind_code() -> None:
     assert not trailing
 
 
-def test_no_package_has_more_than_twelve_files_side_by_side() -> None:
-    packages = [path.parent for path in SRC.rglob("__init__.py")]
-    sizes = {
-        str(package.relative_to(SRC)): sum(x.name != "__init__.py" for x in package.glob("*.py"))
-        for package in packages
-    }
-    assert {name: n for name, n in sizes.items() if n > 12}.keys() == {
-        "tasks",
-        "zoo",
-        "cli",
-        "report",
-        "parallel",
-    }
-
-
-def test_a_file_above_400_lines_says_why() -> None:
-    for path in sorted(SRC.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if text.count("\n") <= 400:
-            continue
-        head = text[: text.index("from __future__")]
-        assert "# More than 400 lines:" in head, f"{path.relative_to(SRC)}: split it, or say why"
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_path_is_the_new_module_and_says_so(
-    old: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new = importlib.import_module(MOVED[old])
-    monkeypatch.delitem(sys.modules, old, raising=False)
-    with pytest.warns(DeprecationWarning, match=f"^{old} is called {MOVED[old]} now$") as told:
-        module = importlib.import_module(old)
-    assert module is new
-    assert len(told) == 1
-
-
-def test_the_warning_points_at_who_imports_the_old_path(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text("\nfrom recollect.compress import rewrite\nprint(rewrite.__module__)\n")
-    run = subprocess.run(
-        [sys.executable, "-W", "default::DeprecationWarning", str(script)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(SRC.parent)},
-    )
-    assert run.stdout == "recollect.recall.compress\n"
-    assert "mine.py:2: DeprecationWarning: recollect.compress is called" in run.stderr
-
-
-def test_the_package_itself_uses_no_old_path() -> None:
-    users = {name for name, found in graph().items() if found & MOVED.keys()}
-    assert not users
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        for name in ("recollect.lm", "recollect.experiments", "recollect.cli"):
-            importlib.import_module(name)
+def test_no_name_hides_a_module() -> None:
+    """`import recollect.functional.recall as m` binds the module, not the function."""
+    names = [name for name in sorted(graph()) if name.startswith(CORE)]
+    assert "recollect.functional.recall" in names
+    for name in names:
+        module = importlib.import_module(name)
+        parent, _, leaf = name.rpartition(".")
+        assert getattr(importlib.import_module(parent), leaf) is module, name
 
 
 def test_the_package_imports_its_names_on_first_use() -> None:
-    """And the modules `recall`, `cost` and `explain` do not replace the functions."""
     code = (
         "import sys, recollect as rc; print('torch' in sys.modules);"
-        "import recollect.recall.checks, recollect.cost, recollect.explain.diagnose;"
+        "import recollect.functional.checks, recollect.costs, recollect.explanation.diagnose;"
         "print([f.__module__ for f in (rc.recall, rc.cost, rc.explain)]);"
         "print(rc.load_recipe.__module__, rc.zoo.get('gla').name, sorted(rc.__all__) == dir(rc))"
     )
@@ -185,7 +143,7 @@ def test_the_package_imports_its_names_on_first_use() -> None:
     )
     assert done.stdout.splitlines() == [
         "False",
-        "['recollect.recall.recall', 'recollect.blocks.cost', 'recollect.explain.explain']",
+        "['recollect.functional.recall', 'recollect.blocks.cost', 'recollect.explanation.explain']",
         "recollect.recipe.files gla True",
     ]
 

@@ -63,5 +63,5 @@ def test_rounding_passes_gradients_straight_through() -> None:
 
 
 def test_kernels_that_are_not_positive_have_no_logarithm() -> None:
-    with pytest.raises(NotImplementedError, match="not known to be positive"):
+    with pytest.raises(NotImplementedError, match="needs a positive kernel"):
         features.Round().log_kappa(torch.ones(1, 2), torch.ones(1, 2))

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions, LayerState, MemoryLayer
-from recollect.choices.fields import Gate, Param
-from recollect.layer.convolution import ShortConvolution
+from recollect.fields import Gate, Param
 from recollect.layer.options import Tie
+from recollect.layer.short_conv import ShortConvolution
 
 D, HEADS, T = 16, 2, 13
 DECAY = rc.Recipe(retention=rc.retention.Decay())
@@ -28,23 +28,23 @@ OWN = {
     "deep": rc.Recipe(
         memory=rc.memory.MLP(expansion=2),
         retention=rc.retention.Decay(per="value"),
-        algorithm=rc.algorithm.Momentum(batch=4),
+        algorithm=rc.algorithm.Momentum(batch_size=4),
     ),
     # The coordinate form: the switch jumps at δ, and rounding may decide which way.
     "window": rc.Recipe(bias=rc.bias.Huber(form="coordinate"), context=rc.context.Window(size=3)),
     "several": rc.Recipe(
-        retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(steps=2)
+        retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(updates_per_token=2)
     ),
     "params": rc.Recipe(
         features=rc.features.Polynomial(degree=2),
-        retention=rc.retention.Decay(per="key_value", rate="static"),
+        retention=rc.retention.Decay(per="key_value", alpha="learned"),
     ),
     "probe": rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe(per="key"))),
     "floor": rc.Recipe(
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
         bias=rc.bias.DotProduct(),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+        algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     ),
 }
 EVERY = [*rc.zoo.names(), *OWN]
@@ -54,7 +54,7 @@ def build(name: str, **overrides: object) -> MemoryLayer:
     torch.manual_seed(0)
     if name in OWN:
         # RoPE on, so that its phase is put to the test of splits too.
-        options = LayerOptions(rope=100.0)
+        options = LayerOptions(rope_theta=100.0)
         return MemoryLayer(D, HEADS, OWN[name], options, **overrides).double()  # type: ignore[arg-type]
     return rc.zoo.get(name).build(D, HEADS, **overrides).double()
 
@@ -118,7 +118,7 @@ UNTOUCHED = {"yaad": "gates.threshold."}
 def test_forward_backward_and_bf16_autocast(name: str) -> None:
     layer = build(name).float()
     # What acts at the border of an inner batch is felt by the tokens after it.
-    x = tokens(length=max(T, layer.recipe.algorithm.batch + 3)).float()
+    x = tokens(length=max(T, layer.recipe.algorithm.batch_size + 3)).float()
     exact, _ = layer(x)
     exact.square().mean().backward()
     for what, weight in layer.named_parameters():
@@ -147,7 +147,7 @@ def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     losses: list[float] = []
     for _ in range(25):
-        loss = (layer(x, output_state=False)[0] - target).square().mean()
+        loss = (layer(x, output_final_state=False)[0] - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -170,11 +170,11 @@ def test_convolution_is_conv1d_with_true_gradients() -> None:
 
 @pytest.mark.parametrize("name", ["softmax_attention", "gated_delta_net", "deep"])
 def test_grouped_heads_share_memories(name: str) -> None:
-    layer, x = build(name, kv_heads=1), tokens()
+    layer, x = build(name, num_kv_heads=1), tokens()
     full = build(name)
     assert layer(x)[0].shape == x.shape
     # Two memories with equal weights are one memory.
-    K, n = layer.head_dim, layer.heads * layer.head_dim
+    K, n = layer.head_dim, layer.num_heads * layer.head_dim
     own = layer.state_dict()
 
     def twice(weight: Tensor, axis: int) -> Tensor:
@@ -207,17 +207,17 @@ def test_head_and_value_sizes_may_differ() -> None:
 def test_method_may_be_set_later() -> None:
     layer, x = build("gated_delta_net"), tokens()
     fast, _ = layer(x)
-    layer.method = "reference"
+    layer.engine = "reference"
     torch.testing.assert_close(layer(x)[0], fast, **TOL)
     assert "reference" in repr(layer)
     with pytest.raises(rc.RecipeError, match="cannot run"):
-        layer.method = "kernel"
+        layer.engine = "kernel"
     with pytest.raises(ValueError, match="unknown"):
-        layer.method = "warp"
+        layer.engine = "warp"
 
 
 def test_state_moves_as_one() -> None:
-    layer, x = build("softmax_attention", options=LayerOptions(rope=100.0)), tokens()
+    layer, x = build("softmax_attention", options=LayerOptions(rope_theta=100.0)), tokens()
     _, state = layer(x[:, :7])
     assert state.nbytes > state.memory.nbytes
     back = LayerState.from_dict(state.to_dict())
@@ -261,7 +261,7 @@ def test_gates_start_where_they_are_declared() -> None:
     alpha = layer.gates["log_decay"](zero).exp().flatten()
     assert (alpha.diff() > 0).all()  # from forgetful to faithful heads
     assert alpha.log().abs().log().mean().exp().item() == pytest.approx(0.0202, rel=0.01)
-    given = LayerOptions(gates={"lr": GateOptions(low=0, high=2, init=1.5)})
+    given = LayerOptions(gate_options={"lr": GateOptions(low=0, high=2, init=1.5)})
     layer = MemoryLayer(D, 4, rc.Recipe(), given)
     torch.testing.assert_close(layer.gates["lr"](zero), torch.full((1, 1, 4), 1.5))
     assert layer.gates["lr"](1000 * torch.randn(5, 1, D)).max() <= 2
@@ -294,13 +294,15 @@ def test_a_narrowed_gate_starts_inside_its_range(key: str, side: str) -> None:
     torch.manual_seed(0)
     slopes = {}
     for name, options in (("default", GateOptions()), ("narrowed", narrowed)):
-        layer = MemoryLayer(D, 2, preset.recipe, LayerOptions(gates={declared.name: options}))
+        layer = MemoryLayer(
+            D, 2, preset.recipe, LayerOptions(gate_options={declared.name: options})
+        )
         projection = {**dict(layer.gates.items()), **dict(layer.params.items())}[declared.name]
         value, bias = projection(torch.randn(2, 8, D)), projection.bias
         if bias is None:  # a gate that is a key by default
             continue
         value.sum().backward()
-        low, high = projection.squash.ends
+        low, high = projection.activation.ends
         width = 1.0 if low is None or high is None else high - low
         tokens = value.numel() / bias.numel()
         slopes[name] = float(bias.grad.abs().min()) / width / tokens
@@ -313,7 +315,7 @@ def test_a_narrowed_range_moves_only_the_values_that_it_excludes() -> None:
     zero = torch.zeros(1, 1, D)
 
     def initial(name: str, options: GateOptions, recipe: rc.Recipe = DECAY) -> list[float]:
-        layer = MemoryLayer(D, 4, recipe, LayerOptions(gates={name: options}))
+        layer = MemoryLayer(D, 4, recipe, LayerOptions(gate_options={name: options}))
         return layer.gates[name](zero).flatten().tolist()
 
     first, *others = initial("log_decay", GateOptions())
@@ -324,9 +326,9 @@ def test_a_narrowed_range_moves_only_the_values_that_it_excludes() -> None:
     assert slow == pytest.approx([-0.0475, *others], rel=1e-4)
     # Options are stated in the length of a value, √4 here.
     huber = rc.Recipe(bias=rc.bias.Huber())
-    threshold = initial("threshold", GateOptions(unit="rms", high=0.5), huber)
+    threshold = initial("threshold", GateOptions(unit="value_rms", high=0.5), huber)
     assert threshold == pytest.approx([0.475 * 4**0.5] * 4, rel=1e-4)
-    fixed = initial("lr", GateOptions(source="fixed", high=0.05))
+    fixed = initial("lr", GateOptions(source="constant", high=0.05))
     assert fixed == pytest.approx([0.0475] * 4)
     # An initial value of the caller's is kept to the digit.
     assert initial("lr", GateOptions(high=0.05, init=0.0499)) == pytest.approx([0.0499] * 4)
@@ -334,7 +336,7 @@ def test_a_narrowed_range_moves_only_the_values_that_it_excludes() -> None:
 
 def test_the_remedy_for_steps_that_overshoot_leaves_no_gate_saturated() -> None:
     """Follow the advice of docs/diagnose.md: a lower `high` of the gate `lr`."""
-    options = LayerOptions(gates={"lr": GateOptions(low=0, high=0.05)})
+    options = LayerOptions(gate_options={"lr": GateOptions(low=0, high=0.05)})
     report = rc.diagnose(MemoryLayer(64, 4, rc.Recipe(), options), torch.randn(1, 32, 64))
     assert not report.saturated["lr"].any()
 
@@ -353,7 +355,7 @@ TIED = {
     "rate": (
         rc.Recipe(bias=rc.bias.DotProduct(), retention=rc.retention.Decay()),
         LayerOptions(
-            gates={"lr": GateOptions(squash="softplus", init=0.05)},
+            gate_options={"lr": GateOptions(activation="softplus", init=0.05)},
             ties=(Tie(target="log_decay", source="lr", rule="rate"),),
         ),
     ),
@@ -366,7 +368,7 @@ def test_tied_numbers_follow(rule: str) -> None:
     layer = MemoryLayer(D, HEADS, *TIED[rule]).double()
     x = tokens()
     y, _ = layer(x)
-    made = layer.associations(x)
+    made = layer.memory_inputs(x)
     seen = {**made.gates, "k": made.k}
     if rule == "complement":
         torch.testing.assert_close(seen["k"], 1 - seen["log_decay"].exp())
@@ -384,7 +386,7 @@ def test_tied_numbers_follow(rule: str) -> None:
 
 def test_squashing_never_leaves_the_declared_range() -> None:
     x = 1e3 * torch.randn(4, 5, D)
-    for recipe in (*OWN.values(), rc.Recipe(retention=rc.retention.Ball(radius="token"))):
+    for recipe in (*OWN.values(), rc.Recipe(retention=rc.retention.Ball(radius="input"))):
         layer = MemoryLayer(D, HEADS, recipe)
         for gate in recipe.gates():
             low, high = layer.gates[gate.name](x).detach().aminmax()
@@ -396,11 +398,11 @@ def test_low_rank_and_fixed_numbers() -> None:
     recipe = rc.Recipe(retention=rc.retention.Decay(per="key"))
     number = MemoryLayer(256, 4, recipe).gates["log_decay"]
     assert sum(p.numel() for p in number.parameters()) == 32 * 256 + 256 * 32 + 256
-    fixed = LayerOptions(gates={"lr": GateOptions(source="fixed", init=0.25)})
+    fixed = LayerOptions(gate_options={"lr": GateOptions(source="constant", init=0.25)})
     layer = MemoryLayer(D, HEADS, rc.Recipe(), fixed)
     assert not list(layer.gates["lr"].parameters())
     assert (layer.gates["lr"](torch.randn(2, 3, D)) == 0.25).all()
-    learned = LayerOptions(gates={"lr": GateOptions(source="learned")})
+    learned = LayerOptions(gate_options={"lr": GateOptions(source="learned")})
     layer = MemoryLayer(D, HEADS, rc.Recipe(), learned)
     assert [p.shape for p in layer.gates["lr"].parameters()] == [(HEADS,)]
 
@@ -408,50 +410,65 @@ def test_low_rank_and_fixed_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of heads = 3"),
-        (lambda: MemoryLayer(D, 4, rc.Recipe(), kv_heads=3), "kv_heads = 3"),
+        (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of num_heads = 3"),
+        (lambda: MemoryLayer(D, 4, rc.Recipe(), num_kv_heads=3), "num_kv_heads = 3"),
         (lambda: MemoryLayer(D, 0, rc.Recipe()), "at least 1"),
         (lambda: MemoryLayer(D, 2, 3), "rc.Recipe"),  # type: ignore[arg-type]
-        (lambda: MemoryLayer(D, 2, rc.Recipe(), {"conv": 4}), "LayerOptions"),  # type: ignore[arg-type]
+        (lambda: MemoryLayer(D, 2, rc.Recipe(), {"conv_size": 4}), "LayerOptions"),  # type: ignore[arg-type]
         (lambda: MemoryLayer(D, 2, rc.Recipe(memory=rc.memory.MLP()), value_dim=4), "K = V"),
         (
-            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"rate": GateOptions()})),
-            "'rate', which this recipe does not ask for; it asks for: lr",
+            lambda: MemoryLayer(
+                D, 2, rc.Recipe(), LayerOptions(gate_options={"rate": GateOptions()})
+            ),
+            "'rate', which this recipe does not declare; it declares: lr",
         ),
         (
             lambda: MemoryLayer(
-                D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(init=(0.1, 0.2, 0.3))})
+                D,
+                2,
+                rc.Recipe(),
+                LayerOptions(gate_options={"lr": GateOptions(init=(0.1, 0.2, 0.3))}),
             ),
             "3 values and there are 2 heads",
         ),
         (
-            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(low=-1)})),
-            "gives values",
+            lambda: MemoryLayer(
+                D, 2, rc.Recipe(), LayerOptions(gate_options={"lr": GateOptions(low=-1)})
+            ),
+            "has values",
         ),
         (
-            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(init=3)})),
+            lambda: MemoryLayer(
+                D, 2, rc.Recipe(), LayerOptions(gate_options={"lr": GateOptions(init=3)})
+            ),
             "init must be in",
         ),
         (
             lambda: MemoryLayer(
-                D, 2, DECAY, LayerOptions(gates={"log_decay": GateOptions(low=0.5)})
+                D, 2, DECAY, LayerOptions(gate_options={"log_decay": GateOptions(low=0.5)})
             ),
             "options of 'log_decay': low must be below high, and they are 0.5 and 0",
         ),
         (
             lambda: MemoryLayer(
-                D, 2, DECAY, LayerOptions(gates={"log_decay": GateOptions(squash="sigmoid")})
+                D,
+                2,
+                DECAY,
+                LayerOptions(gate_options={"log_decay": GateOptions(activation="sigmoid")}),
             ),
-            "choose another low, high or squash",
+            "choose another low, high or activation",
         ),
         (
             lambda: MemoryLayer(
-                D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(schedule="dyadic")})
+                D,
+                2,
+                rc.Recipe(),
+                LayerOptions(gate_options={"lr": GateOptions(init_schedule="dyadic")}),
             ),
             "schedules are for decays",
         ),
         (
-            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(rope=1e4), head_dim=3),
+            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(rope_theta=1e4), head_dim=3),
             "even head_dim",
         ),
         (
@@ -464,7 +481,9 @@ def test_low_rank_and_fixed_numbers() -> None:
             "does not have; it has: lr",
         ),
         (
-            lambda: MemoryLayer(D, 2, TIED["rate"][0], replace(TIED["complement"][1], gates={})),
+            lambda: MemoryLayer(
+                D, 2, TIED["rate"][0], replace(TIED["complement"][1], gate_options={})
+            ),
             "needs a decay per key channel",
         ),
         (lambda: rc.zoo.get("delta_net").build(D, 2, widht=3), "no override 'widht'"),
@@ -509,6 +528,6 @@ def test_a_layer_by_name_is_the_systems_own(name: str) -> None:
         layer.load_state_dict(built.state_dict())
         x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(0))
         assert torch.equal(layer(x)[0], built(x)[0])
-    own = rc.LayerOptions(conv=2)
+    own = rc.LayerOptions(conv_size=2)
     assert rc.MemoryLayer(16, 2, name, own).options == own
     assert rc.MemoryLayer(16, 2, preset.recipe).options == rc.LayerOptions()

@@ -12,8 +12,8 @@ from tests.zoo import loops
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.algorithm.share import TOGETHER, left
-from recollect.recipe.limit import step_limit
+from recollect.choices.algorithm.normalized_steps import MAX_OVERLAP, overlap_discount
+from recollect.recipe.stability import step_limit
 from recollect.state.state import join_states
 from recollect.testing import engines
 
@@ -22,9 +22,9 @@ from recollect.testing import engines
 class Unrated(rc.algorithm.Algorithm):
     """A_t = α_t A_(t−1) − ρ_t g_t: with nothing to scale."""
 
-    batch = 4
-    normalizes = True
-    limit = "keys"
+    batch_size = 4
+    uses_normalized_steps = True
+    batch_overlap = "measured"
 
     def update(self, slots: Any, step: Any) -> tuple[dict[str, Tensor], Tensor]:
         return {}, -step.gradient
@@ -36,32 +36,37 @@ RECIPES = {
     "momentum": rc.Recipe(
         memory=DEEP,
         retention=rc.retention.Decay(),
-        algorithm=Momentum(batch=4, normalize=True, limit="keys"),
+        algorithm=Momentum(batch_size=4, normalized_steps=True, batch_overlap="measured"),
     ),
     "window": rc.Recipe(
         memory=DEEP,
         context=rc.context.Window(size=3),
-        algorithm=GD(batch=5, normalize=True, limit="keys"),
+        algorithm=GD(batch_size=5, normalized_steps=True, batch_overlap="measured"),
     ),
     "rates per channel": rc.Recipe(
-        memory=DEEP, algorithm=GD(batch=3, per="value", normalize=True, limit="keys")
+        memory=DEEP,
+        algorithm=GD(batch_size=3, per="value", normalized_steps=True, batch_overlap="measured"),
     ),
-    "matrix": rc.Recipe(algorithm=GD(batch=4, normalize=True, limit="keys")),
+    "matrix": rc.Recipe(
+        algorithm=GD(batch_size=4, normalized_steps=True, batch_overlap="measured")
+    ),
     "link": rc.Recipe(
         memory=DEEP,
         retention=rc.retention.ElasticNet(),
-        algorithm=GD(batch=4, normalize=True, limit="keys"),
+        algorithm=GD(batch_size=4, normalized_steps=True, batch_overlap="measured"),
     ),
 }
 
 
 def without(recipe: rc.Recipe) -> rc.Recipe:
-    return recipe.but(algorithm=dataclasses.replace(recipe.algorithm, limit="batch"))
+    return recipe.replace(
+        algorithm=dataclasses.replace(recipe.algorithm, batch_overlap="worst_case")
+    )
 
 
 def definition(k: Tensor, b: int) -> Tensor:
     """r ``[B, T, H]`` of whole documents, token by token."""
-    return loops.left(k, b=b, n=min(b, TOGETHER))
+    return loops.left(k, b=b, n=min(b, MAX_OVERLAP))
 
 
 def alike(x: generate.Inputs, mean: float = 0.8) -> generate.Inputs:
@@ -83,10 +88,10 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
     recipe: rc.Recipe, method: str
 ) -> None:
     x = alike(generate.inputs(recipe, T=11))
-    y, state, slopes = generate.gradients(recipe, x, method=method)
+    y, state, slopes = generate.gradients(recipe, x, engine=method)
     leaves = x.leaves()
     y2, state2 = generate.run(
-        without(recipe), scaled(leaves, recipe.algorithm.batch), method="reference"
+        without(recipe), scaled(leaves, recipe.algorithm.batch_size), engine="reference"
     )
     named = leaves.tensors()
     found = torch.autograd.grad(
@@ -95,23 +100,25 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
     assert generate.error(y, y2) < 1e-10
     assert generate.worst(generate.parts(state), generate.parts(state2))[0] < 1e-10
     assert generate.worst(slopes, dict(zip(named, found, strict=True)))[0] < 1e-9
-    plain, _ = generate.run(without(recipe), x, method=method)
+    plain, _ = generate.run(without(recipe), x, engine=method)
     assert generate.error(y, plain) > 1e-3  # r is no factor of 1
 
 
-@pytest.mark.parametrize("lr", ["log_token", "static", 0.3])
+@pytest.mark.parametrize("lr", ["log_input", "learned", 0.3])
 def test_rates_of_any_kind(lr: float | str) -> None:
-    recipe = rc.Recipe(algorithm=GD(batch=4, normalize=True, limit="keys", lr=lr))
+    recipe = rc.Recipe(
+        algorithm=GD(batch_size=4, normalized_steps=True, batch_overlap="measured", lr=lr)
+    )
     x = alike(generate.inputs(recipe, T=11))
     rate = torch.full((2, 11, 2), 0.3, dtype=torch.float64)
-    if lr == "log_token":
+    if lr == "log_input":
         rate = x.gates["log_lr"].exp()
-    elif lr == "static":
+    elif lr == "learned":
         rate = x.params["lr"].expand(2, 11, 2)
     expected, _ = generate.run(
-        RECIPES["matrix"].but(algorithm=GD(batch=4, normalize=True)),
+        RECIPES["matrix"].replace(algorithm=GD(batch_size=4, normalized_steps=True)),
         dataclasses.replace(x, gates={"lr": rate * definition(x.k, 4)}, params={}),
-        method="reference",
+        engine="reference",
     )
     for cuts in ([], list(range(1, 11))):
         y, _ = generate.split(recipe, x, cuts, ["auto"])
@@ -120,10 +127,12 @@ def test_rates_of_any_kind(lr: float | str) -> None:
 
 def test_memories_over_kernels_in_pieces() -> None:
     """What they keep grows; the open batch stands in the buffer all the same."""
-    recipe = RECIPES["matrix"].but(features=rc.features.Exponential())
+    recipe = RECIPES["matrix"].replace(features=rc.features.Exponential())
     x = alike(generate.inputs(recipe, T=11))
     y, _ = generate.run(recipe, x)
-    y2, _ = generate.run(without(recipe), scaled(x, recipe.algorithm.batch), method="reference")
+    y2, _ = generate.run(
+        without(recipe), scaled(x, recipe.algorithm.batch_size), engine="reference"
+    )
     assert generate.error(y, y2) < 1e-10
     engines.check_chunks_and_splits(recipe, x, "auto")
 
@@ -152,7 +161,7 @@ def test_rows_that_have_come_differently_far() -> None:
     ]
     together = join_states(states)
     rest = [x.rows(row).cut(start, start + 6) for row, start in enumerate(starts)]
-    assert together.seen is None
+    assert together.host_position is None
     joined = dataclasses.replace(
         x,
         q=torch.cat([r.q for r in rest]),
@@ -174,8 +183,8 @@ def test_second_derivatives() -> None:
         k = x.k.clone().requires_grad_()
         given = dataclasses.replace(x, k=k)
         made = without(recipe) if lowered else recipe
-        given = scaled(given, recipe.algorithm.batch) if lowered else given
-        y, _ = generate.run(made, given, method="reference" if lowered else "auto")
+        given = scaled(given, recipe.algorithm.batch_size) if lowered else given
+        y, _ = generate.run(made, given, engine="reference" if lowered else "auto")
         (g,) = torch.autograd.grad(y.square().sum(), k, create_graph=True)
         return torch.autograd.grad(g.square().sum(), k)[0]
 
@@ -189,8 +198,8 @@ def test_keys_of_zeros_and_of_any_length() -> None:
     k[1, 6] *= 1e-3
     for dtype, far in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
         given = k.to(dtype).requires_grad_()
-        r = left(given.transpose(1, 2), TOGETHER).transpose(1, 2)
-        torch.testing.assert_close(r.double(), definition(k, 9 + TOGETHER), rtol=far, atol=far)
+        r = overlap_discount(given.transpose(1, 2), MAX_OVERLAP).transpose(1, 2)
+        torch.testing.assert_close(r.double(), definition(k, 9 + MAX_OVERLAP), rtol=far, atol=far)
         assert r[0, 3] == 1
         (g,) = torch.autograd.grad(r.sum(), given)
         assert g.isfinite().all()
@@ -198,18 +207,18 @@ def test_keys_of_zeros_and_of_any_length() -> None:
 
 @pytest.mark.parametrize("b", [2, 8, 16, 32, 64])
 def test_equal_keys_stay_below_the_limit_and_orthogonal_ones_take_all(b: int) -> None:
-    n = min(b, TOGETHER)
-    taken = left(torch.ones(b, 3, dtype=torch.float64), n).sum() / n
+    n = min(b, MAX_OVERLAP)
+    taken = overlap_discount(torch.ones(b, 3, dtype=torch.float64), n).sum() / n
     assert abs(float(taken) - (1 - (1 - 1 / n) ** b)) < 1e-12
-    assert torch.equal(left(torch.eye(b), n), torch.ones(b))
+    assert torch.equal(overlap_discount(torch.eye(b), n), torch.ones(b))
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("b", [8, 32])
 def test_a_repeated_token_is_never_overshot_beyond_its_error(b: int, share: float) -> None:
     """4,096 times one association: (1 − 2 s (1 − (1 − 1/n)^b))^m of its error after m batches."""
-    n = min(b, TOGETHER)
-    step = GD(batch=b, normalize=True, limit="keys", lr=2 * share / n)
+    n = min(b, MAX_OVERLAP)
+    step = GD(batch_size=b, normalized_steps=True, batch_overlap="measured", lr=2 * share / n)
     draw = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 1, 1, 1, 4, generator=draw, dtype=torch.float64)
     k, v = (torch.nn.functional.normalize(k, dim=-1).expand(1, 4096, 1, 4), v.expand(1, 4096, 1, 4))
@@ -224,11 +233,13 @@ def test_a_repeated_token_is_never_overshot_beyond_its_error(b: int, share: floa
 
 def test_a_layer_states_its_share_of_it() -> None:
     for b, n in ((4, 4), (16, 8), (64, 8)):
-        recipe = rc.Recipe(memory=DEEP, algorithm=GD(batch=b, normalize=True, limit="keys"))
+        recipe = rc.Recipe(
+            memory=DEEP, algorithm=GD(batch_size=b, normalized_steps=True, batch_overlap="measured")
+        )
         limit = step_limit(recipe)
-        assert limit is not None and limit.batch == n
+        assert limit is not None and limit.batch_size == n
         layer = rc.MemoryLayer(8, 2, recipe)
-        found = layer.associations(torch.randn(1, 5, 8))
+        found = layer.memory_inputs(torch.randn(1, 5, 8))
         share = layer.gates["lr"](torch.zeros(1, 5, 8))
         torch.testing.assert_close(share, torch.full_like(share, 0.5))
         assert found.gates["lr"].max() < 2 / n
@@ -251,8 +262,11 @@ def test_modes(mode: type) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "why"),
     [
-        (GD(batch=4, limit="keys"), "set normalize=True"),
-        (GD(batch=4, reduce="mean", normalize=True, limit="keys"), "reduce='mean' averages"),
+        (GD(batch_size=4, batch_overlap="measured"), "set normalized_steps=True"),
+        (
+            GD(batch_size=4, reduction="mean", normalized_steps=True, batch_overlap="measured"),
+            "reduction='mean' averages",
+        ),
         (Unrated(), "it declares none: give it a field lr"),
     ],
 )

@@ -19,24 +19,25 @@ GATED = rc.Recipe(retention=rc.retention.Decay(when="before"))
 RICH = rc.Recipe(
     features=rc.features.Polynomial(),
     context=rc.context.Window(size=3),
-    retention=rc.retention.Decay(rate="static"),
+    retention=rc.retention.Decay(alpha="learned"),
     algorithm=rc.algorithm.Momentum(),
 )
-DEEP = rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.GradientDescent(batch=3))
-PRODUCT = rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=2))
+DEEP = rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.GradientDescent(batch_size=3))
+PRODUCT = rc.Recipe(algorithm=rc.algorithm.GradientDescent(updates_per_token=2))
 SOFTMAX = rc.Recipe(
     memory=rc.memory.LocalConstant(),
-    context=rc.context.Similar(),
+    context=rc.context.KernelWeighted(),
     algorithm=rc.algorithm.Analytic(),
 )
 NORMED = rc.Recipe(
     memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
     bias=rc.bias.DotProduct(),
     retention=rc.retention.Decay(),
-    algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+    algorithm=rc.algorithm.GradientDescent(lr="log_input"),
 )
 PREFIX = rc.Recipe(
-    context=rc.context.Prefix(decay="token"), algorithm=rc.algorithm.GradientDescent(steps=2)
+    context=rc.context.Prefix(decay="input"),
+    algorithm=rc.algorithm.GradientDescent(updates_per_token=2),
 )
 MODULE = rc.Recipe(memory=rc.memory.Module(factory=generate.FACTORY))
 ALL = {
@@ -84,8 +85,8 @@ SHAPES: dict[str, tuple[str, Change]] = {
     "NaN in q": ("q has a NaN at row 1, token 2", lambda x: put(x, q=_poison(x.q))),
     "NaN in k": ("k has a NaN at row 1, token 2", lambda x: put(x, k=_poison(x.k))),
     "NaN in v": ("v has a NaN at row 1, token 2", lambda x: put(x, v=_poison(x.v))),
-    "NaN in init": ("init has a NaN", lambda x: put(x, init=(_poison(x.init[0], 0),))),
-    "inf in init": ("init has an infinity", lambda x: put(x, init=(x.init[0] / 0.0,))),
+    "NaN in init": ("initial_memory has a NaN", lambda x: put(x, init=(_poison(x.init[0], 0),))),
+    "inf in init": ("initial_memory has an infinity", lambda x: put(x, init=(x.init[0] / 0.0,))),
     "shape of init": (r"must have shape \[2, 4, 4\]", lambda x: put(x, init=(x.init[0][:, :3],))),
     "number of maps": (r"1 map\(s\)", lambda x: put(x, init=(x.init[0], x.init[0]))),
 }
@@ -101,7 +102,7 @@ def _poison(x: Tensor, *place: int) -> Tensor:
 @pytest.mark.parametrize("what", SHAPES)
 def test_tensors_that_do_not_fit(what: str, method: str) -> None:
     match, change = SHAPES[what]
-    refuse(match, GATED, change(generate.inputs(GATED)), method=method)
+    refuse(match, GATED, change(generate.inputs(GATED)), engine=method)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +150,8 @@ def test_params_that_do_not_fit(match: str, change: Callable[[dict[str, Tensor]]
     ("match", "options"),
     [
         ("chunk_size must be a whole number >= 1, not 0", {"chunk_size": 0}),
-        ("method='fast' is unknown: use 'auto', 'torch', 'fla' or one of", {"method": "fast"}),
-        ("method='kernel' cannot run this recipe.*these can: linear", {"method": "kernel"}),
+        ("engine='fast' is unknown: use 'auto', 'torch', 'fla' or one of", {"engine": "fast"}),
+        ("engine='kernel' cannot run this recipe.*these can: linear", {"engine": "kernel"}),
         (
             "exclude each other",
             {"attention_mask": torch.ones(2, 7), "cu_seqlens": torch.tensor([0])},
@@ -183,9 +184,9 @@ def test_borders_that_do_not_fit(borders: Any) -> None:
 def test_states_that_do_not_fit() -> None:
     x = generate.inputs(RICH)
     _, state = generate.run(RICH, x)
-    with pytest.raises(rc.RecipeError, match="init and state exclude each other"):
-        rc.recall(RICH, x.q, x.k, x.v, x.gates, params=x.params, init=x.init, state=state)
-    refuse("the state has 2 rows and this call 1", RICH, x.rows(0), state=state)
+    with pytest.raises(rc.RecipeError, match="initial_memory and state exclude each other"):
+        rc.recall(RICH, x.q, x.k, x.v, x.gates, params=x.params, initial_memory=x.init, state=state)
+    refuse("the state has 2 rows, and this call has 1", RICH, x.rows(0), state=state)
     y = generate.inputs(GATED)
     _, other = generate.run(GATED, y)
     refuse("state.*another recipe", RICH, x, state=other)
@@ -205,8 +206,11 @@ def test_reads_that_do_not_fit() -> None:
     x = generate.inputs(GATED)
     _, state = generate.run(GATED, x)
     for match, call in (
-        ("give state=... or init=...", lambda: rc.read(GATED, x.q)),
-        ("give state=... or init=...", lambda: rc.read(GATED, x.q, state=state, init=x.init)),
+        ("pass state=... or initial_memory=...", lambda: rc.read(GATED, x.q)),
+        (
+            "pass state=... or initial_memory=...",
+            lambda: rc.read(GATED, x.q, state=state, initial_memory=x.init),
+        ),
         ("q must have shape", lambda: rc.read(GATED, x.q[0], state=state)),
         ("q has 1 rows and the state has 2", lambda: rc.read(GATED, x.q[:1], state=state)),
         ("q has K = 3", lambda: rc.read(GATED, x.q[..., :3], state=state)),
@@ -214,7 +218,7 @@ def test_reads_that_do_not_fit() -> None:
     ):
         with pytest.raises((rc.RecipeError, ValueError), match=match):
             call()
-    ball = rc.Recipe(retention=rc.retention.Ball(radius="token"))
+    ball = rc.Recipe(retention=rc.retention.Ball(radius="input"))
     x = generate.inputs(ball)
     _, state = generate.run(ball, x)
     with pytest.raises(rc.RecipeError, match=r"needs the gate 'radius' of retention\.Ball"):
@@ -232,24 +236,24 @@ Momentum, MLP, Read = rc.algorithm.Momentum, rc.memory.MLP, rc.memory.Read
 CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "local regression with momentum": (
         "LocalConstant keeps associations.*Momentum.*use algorithm.Analytic",
-        lambda: SOFTMAX.but(algorithm=Momentum()),
+        lambda: SOFTMAX.replace(algorithm=Momentum()),
     ),
     "channel decay on a kernel": (
         "Exponential has infinitely many features",
         lambda: rc.Recipe(features=rc.features.Exponential(), retention=Decay(per="key")),
     ),
-    "decay on a cache": ("no state to decay", lambda: SOFTMAX.but(retention=Decay())),
+    "decay on a cache": ("no state to decay", lambda: SOFTMAX.replace(retention=Decay())),
     "threshold on a cache": (
         "no state to decay",
-        lambda: SOFTMAX.but(retention=rc.retention.ElasticNet(form="proximal")),
+        lambda: SOFTMAX.replace(retention=rc.retention.ElasticNet(form="proximal")),
     ),
     "threshold on a prefix": (
         "Prefix solves from the origin.*ElasticNet",
-        lambda: PREFIX.but(retention=rc.retention.ElasticNet(form="proximal")),
+        lambda: PREFIX.replace(retention=rc.retention.ElasticNet(form="proximal")),
     ),
     "decay before in batches": (
-        "when='before'.*batch=1 in algorithm.GradientDescent",
-        lambda: rc.Recipe(retention=Decay(when="before"), algorithm=GD(batch=2)),
+        "when='before'.*batch_size=1 in algorithm.GradientDescent",
+        lambda: rc.Recipe(retention=Decay(when="before"), algorithm=GD(batch_size=2)),
     ),
     "decay before in a deep window": (
         "linear memory.*MLP",
@@ -258,16 +262,16 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "p below 1": (r"Lp\(p=...\).*>= 1", lambda: rc.bias.Lp(p=0.5)),
     "q at 1": (r"Lq\(q=...\).*> 1", lambda: rc.retention.Lq(q=1.0)),
     "a window of none": (r"Window\(size=...\).*>= 1", lambda: Window(size=0)),
-    "a batch of none": (r"GradientDescent\(batch=...\).*>= 1", lambda: GD(batch=0)),
-    "a decay above 1": (r"Decay\(rate=...\).*\(0, 1\]", lambda: Decay(rate=1.5)),
-    "steps in batches": ("sequential", lambda: GD(steps=2, batch=2)),
+    "a batch of none": (r"GradientDescent\(batch_size=...\).*>= 1", lambda: GD(batch_size=0)),
+    "a decay above 1": (r"Decay\(alpha=...\).*\(0, 1\]", lambda: Decay(alpha=1.5)),
+    "steps in batches": ("sequential", lambda: GD(updates_per_token=2, batch_size=2)),
     "momentum on a prefix": (
         "Prefix is for algorithms that see all",
         lambda: rc.Recipe(context=rc.context.Prefix(), algorithm=Momentum()),
     ),
     "a mean that forgets": (
         "averages steps from W°, which retention.Decay",
-        lambda: rc.Recipe(retention=Decay(), algorithm=GD(batch=2, reduce="mean")),
+        lambda: rc.Recipe(retention=Decay(), algorithm=GD(batch_size=2, reduction="mean")),
     ),
     "an implicit dot product": (
         "Implicit.*DotProduct has no such slope",
@@ -359,18 +363,25 @@ def test_no_tokens_change_nothing(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, T=5, G=2)
     empty = x.cut(0, 0)
-    y, state = generate.run(recipe, empty, method=method)
+    y, state = generate.run(recipe, empty, engine=method)
     assert y.shape == (2, 0, 4, 4)
-    found, after = generate.run(recipe, x, state=state, method=method)
-    expected, kept = generate.run(recipe, x, method=method)
+    found, after = generate.run(recipe, x, state=state, engine=method)
+    expected, kept = generate.run(recipe, x, engine=method)
     # A copy of an initial memory may be laid out in another way, and rounds in another.
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    y, same = generate.run(recipe, empty, state=after, method=method)
+    y, same = generate.run(recipe, empty, state=after, engine=method)
     assert y.shape == (2, 0, 4, 4)
     for a, b in zip(same.tensors(), kept.tensors(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     _, none = rc.recall(
-        recipe, x.q, x.k, x.v, x.gates, params=x.params, init=x.init, output_state=False
+        recipe,
+        x.q,
+        x.k,
+        x.v,
+        x.gates,
+        params=x.params,
+        initial_memory=x.init,
+        output_final_state=False,
     )
     assert none is None
 
@@ -380,7 +391,7 @@ def test_no_tokens_change_nothing(name: str, method: str) -> None:
 def test_no_rows(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, B=0, T=5)
-    y, state = generate.run(recipe, x, method=method)
+    y, state = generate.run(recipe, x, engine=method)
     assert y.shape == (0, 5, 2, 4)
     assert state.rows == 0
 
@@ -390,8 +401,8 @@ def test_no_rows(name: str, method: str) -> None:
 def test_one_token(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, T=3)
-    y, _ = generate.run(recipe, x, method=method)
-    one, _ = generate.run(recipe, x.cut(0, 1), method=method)
+    y, _ = generate.run(recipe, x, engine=method)
+    one, _ = generate.run(recipe, x.cut(0, 1), engine=method)
     assert generate.error(one, y[:, :1]) < 1e-12  # the same operations on one token
 
 
@@ -406,8 +417,8 @@ def test_poison_under_the_mask_stays_there(name: str, method: str) -> None:
     def poison(a: Tensor) -> Tensor:
         return a.masked_fill(gaps.view(2, 6, *(1,) * (a.dim() - 2)), torch.nan)
 
-    found = generate.gradients(recipe, x.tokens(poison), attention_mask=mask, method=method)
-    clean = generate.gradients(recipe, x, attention_mask=mask, method=method)
+    found = generate.gradients(recipe, x.tokens(poison), attention_mask=mask, engine=method)
+    clean = generate.gradients(recipe, x, attention_mask=mask, engine=method)
     assert torch.equal(found[0], clean[0])
     for name, slope in found[2].items():
         assert torch.equal(slope, clean[2][name]), name
@@ -419,25 +430,25 @@ def test_inference_mode(name: str, method: str) -> None:
     """Whole, continued, and read in inference mode; continued outside it from such a state."""
     recipe = ALL[name]
     x = generate.inputs(recipe, T=6)
-    expected, _ = generate.run(recipe, x, method=method)
+    expected, _ = generate.run(recipe, x, engine=method)
     with torch.inference_mode():
         inside = x.map(torch.clone)  # made in inference mode, as a model's activations are
-        y, _ = generate.run(recipe, inside, method=method)
-        first, state = generate.run(recipe, inside.cut(0, 4), method=method)
-        second, _ = generate.run(recipe, inside.cut(4, 6), state=state, method=method)
+        y, _ = generate.run(recipe, inside, engine=method)
+        first, state = generate.run(recipe, inside.cut(0, 4), engine=method)
+        second, _ = generate.run(recipe, inside.cut(4, 6), state=state, engine=method)
         if recipe is not MODULE and not recipe.retention.gates():
             rc.read(recipe, inside.q, state=state, params=inside.params)
     assert torch.equal(y, expected)
     assert generate.error(torch.cat([first, second], 1), expected) < 1e-10  # regrouped sums
     with torch.no_grad():
-        outside, _ = generate.run(recipe, x.cut(4, 6), state=state, method=method)
+        outside, _ = generate.run(recipe, x.cut(4, 6), state=state, engine=method)
     assert generate.error(outside, expected[:, 4:]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_graph_is_kept_where_nobody_asked(name: str) -> None:
     recipe = ALL[name]
-    y, state = generate.run(recipe, generate.inputs(recipe, T=4), method="reference")
+    y, state = generate.run(recipe, generate.inputs(recipe, T=4), engine="reference")
     assert not y.requires_grad
     assert not any(a.requires_grad for a in state.tensors())
 
@@ -459,10 +470,10 @@ def test_reading_another_recipes_state_is_refused() -> None:
 def test_a_mask_of_other_numbers_than_0_and_1_is_refused(value: float) -> None:
     q = torch.randn(1, 3, 1, 4)
     mask = torch.tensor([[value, 1.0, 1.0]])
-    with pytest.raises(ValueError, match="must hold 1 at real tokens and 0 elsewhere"):
+    with pytest.raises(ValueError, match="must be 1 at valid tokens and 0 elsewhere"):
         rc.recall(rc.Recipe(), q, q, q, {"lr": torch.rand(1, 3, 1)}, attention_mask=mask)
     layer = rc.MemoryLayer(8, 2, rc.Recipe())
-    with pytest.raises(ValueError, match="must hold 1 at real tokens and 0 elsewhere"):
+    with pytest.raises(ValueError, match="must be 1 at valid tokens and 0 elsewhere"):
         layer(torch.randn(1, 3, 8), attention_mask=mask)
 
 
@@ -495,21 +506,21 @@ def test_every_engine_refuses_what_an_output_does_not_need(what: str) -> None:
     engines = [engine.name for engine in ENGINES if not engine.refuses(recipe)]
     assert len(engines) > 1
     for method in engines:
-        refuse(f"'?{name}'? has {kind}", recipe, x, method=method)
+        refuse(f"'?{name}'? has {kind}", recipe, x, engine=method)
 
 
 def test_an_initial_memory_to_read_is_finite() -> None:
     q = torch.randn(1, 3, 1, 4)
     for value, name in ((torch.nan, "a NaN"), (-torch.inf, "an infinity")):
-        with pytest.raises(ValueError, match=f"init has {name}, and must be finite"):
-            rc.read(rc.Recipe(), q, init=torch.full((1, 4, 4), value))
+        with pytest.raises(ValueError, match=f"initial_memory has {name}, and must be finite"):
+            rc.read(rc.Recipe(), q, initial_memory=torch.full((1, 4, 4), value))
 
 
 def test_decays_that_forget_everything_are_legal() -> None:
     x = generate.inputs(GATED)
     x.gates["log_decay"][:, 2] = -torch.inf
     for method in ("auto", "reference"):
-        y, _ = generate.run(GATED, x, method=method)
+        y, _ = generate.run(GATED, x, engine=method)
         assert bool(y.isfinite().all())
 
 
@@ -519,7 +530,7 @@ def test_what_is_no_recipe_is_refused(recipe: object) -> None:
     with pytest.raises(rc.RecipeError, match=r"rc\.recall takes an rc\.Recipe, or the name"):
         rc.recall(recipe, q, q, q)  # type: ignore[arg-type]
     with pytest.raises(rc.RecipeError, match=r"rc\.read takes an rc\.Recipe, or the name"):
-        rc.read(recipe, q, init=torch.zeros(1, 4, 4))  # type: ignore[arg-type]
+        rc.read(recipe, q, initial_memory=torch.zeros(1, 4, 4))  # type: ignore[arg-type]
 
 
 def test_states_that_are_none_are_refused() -> None:
@@ -527,14 +538,14 @@ def test_states_that_are_none_are_refused() -> None:
     q, gates = torch.randn(1, 3, 1, 4), {"lr": torch.rand(1, 3, 1)}
     _, state = rc.recall(recipe, q, q, q, gates)
     assert state is not None
-    with pytest.raises(ValueError, match="what an earlier call returned"):
+    with pytest.raises(ValueError, match="a state that recall returned"):
         rc.recall(recipe, q, q, q, gates, state=state.to_dict())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="what recall returned"):
+    with pytest.raises(ValueError, match="a state that recall returned"):
         rc.read(recipe, q, state={})  # type: ignore[arg-type]
     layer = rc.MemoryLayer(8, 2, recipe)
     with pytest.raises(ValueError, match="what this layer returned"):
         layer(torch.randn(1, 3, 8), state)  # type: ignore[arg-type]
-    plain = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(conv=0))
+    plain = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(conv_size=0))
     with pytest.raises(ValueError, match="belongs to another layer"):
         plain(torch.randn(1, 3, 8), layer(torch.randn(1, 3, 8))[1])
 
@@ -542,13 +553,15 @@ def test_states_that_are_none_are_refused() -> None:
 ASKED: dict[str, Callable[[Any], object]] = {
     "cost": rc.cost,
     "cost by keyword": lambda x: rc.cost(recipe=x),
-    "select": lambda x: rc.select(x).engine.name,
+    "select": lambda x: rc.select_engine(x).engine.name,
     "capacity": lambda x: rc.theory.capacity_bound(x, 8, 8),
     "rank": lambda x: rc.theory.feature_rank(x, 8),
     "fit": lambda x: rc.theory.fit_error(x, 4, K=8, V=8),
     "stream": lambda x: rc.theory.stream_error(x, 4, K=8, V=8),
     "findings": lambda x: rc.theory.findings(x, 8, 8),
-    "noise": lambda x: rc.theory.measured_inverse_snr(x, others=4, size=8),
+    "noise": lambda x: rc.theory.measured_inverse_snr(
+        x, others=4, K=8, V=8, generator=torch.Generator()
+    ),
     "kernel": lambda x: rc.theory.recipe_kernel(x, 8)(torch.ones(2, 8), torch.ones(2, 8)),
 }
 
@@ -575,3 +588,37 @@ def test_what_states_no_recipe_is_refused(what: str, given: object) -> None:
     match = "did you mean delta_net" if given == "deltanet" else r"takes an rc\.Recipe, or the name"
     with pytest.raises(rc.RecipeError, match=match):
         ASKED[what](given)
+
+
+def test_names_of_pytorch_and_transformers_are_taken() -> None:
+    rc.algorithm.GradientDescent(batch_size=8)
+    rc.algorithm.Muon(ns_steps=5)
+    assert rc.MemoryLayer(d_model=16, num_heads=4, recipe=rc.Recipe()).num_heads == 4
+    rc.LayerOptions(conv_size=4)
+    assert rc.Recipe().replace(bias=rc.bias.Huber()).bias == rc.bias.Huber()
+    q, k, v = torch.randn(3, 1, 4, 2, 3)
+    recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+    y, _ = rc.recall(recipe, q, k, v, initial_memory=torch.zeros(2, 3, 3))
+    assert torch.equal(y, rc.recall(recipe, q, k, v)[0])
+
+
+def test_near_names_are_refused_with_the_right_one() -> None:
+    with pytest.raises(TypeError, match=r"Window takes its arguments by name, .* Window\(size="):
+        rc.context.Window(4)  # type: ignore[misc]
+    q = torch.randn(1, 4, 2, 3)
+    with pytest.raises(
+        TypeError, match="has no argument 'initial_state'; did you mean 'initial_memory'"
+    ):
+        rc.recall("delta_net", q, q, q, initial_state=None)  # type: ignore[call-arg]
+
+
+def test_functions_of_a_recipe_take_its_name() -> None:
+    preset = rc.zoo.get("performer")
+    for recipe in ("performer", preset, preset.recipe):
+        assert "directions" in rc.initial_params(recipe, H=2, K=4, V=4)
+    assert rc.parallel.strategy_for("gated_delta_net") == rc.parallel.strategy_for(
+        rc.zoo.get("gated_delta_net").recipe
+    )
+    assert rc.select_engine("gated_delta_net").engine.name == "linear"
+    with pytest.raises(rc.RecipeError, match=r"strategy_for takes an rc\.Recipe"):
+        rc.parallel.strategy_for(3)  # type: ignore[arg-type]

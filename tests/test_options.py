@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,13 +16,13 @@ from recollect.layer.options import Tie
 
 def test_options_survive_json() -> None:
     options = LayerOptions(
-        conv=3,
-        rope=500.0,
+        conv_size=3,
+        rope_theta=500.0,
         qk_norm="none",
-        gates={
+        gate_options={
             "lr": GateOptions(low=0, high=2, init=(0.5, 1.5)),
-            "log_decay": GateOptions(temperature=16, rank=8, spread=2),
-            "decay": GateOptions(source="fixed", schedule="alibi"),
+            "log_decay": GateOptions(temperature=16, rank=8, head_spread=2),
+            "decay": GateOptions(source="constant", init_schedule="alibi"),
         },
         ties=(Tie(target="k", source="log_decay", rule="complement"),),
     )
@@ -39,29 +41,34 @@ def test_every_presets_options_survive_json(name: str) -> None:
 
 def test_gates_are_kept_in_one_order_so_that_equal_options_are_equal() -> None:
     a, b = GateOptions(rank=4), GateOptions(init=0.1)
-    assert LayerOptions(gates={"x": a, "y": b}) == LayerOptions(gates={"y": b, "x": a})
-    assert replace(LayerOptions(gates={"x": a}), conv=2).gate("x") == a
+    assert LayerOptions(gate_options={"x": a, "y": b}) == LayerOptions(
+        gate_options={"y": b, "x": a}
+    )
+    assert replace(LayerOptions(gate_options={"x": a}), conv_size=2).gate("x") == a
 
 
 def test_no_convolution_is_said_in_two_ways() -> None:
-    assert LayerOptions(conv=None) == LayerOptions(conv=0)  # type: ignore[arg-type]
+    assert LayerOptions(conv_size=None) == LayerOptions(conv_size=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: LayerOptions(conv=-1), "conv"),
-        (lambda: LayerOptions(conv=True), "conv"),
+        (lambda: LayerOptions(conv_size=-1), "conv_size"),
+        (lambda: LayerOptions(conv_size=True), "conv_size"),
         (lambda: LayerOptions(conv_activation="relu"), "'silu', 'none'"),
         (lambda: LayerOptions(qk_norm="l1"), "'l2', 'rms', 'scaled', 'none'"),
-        (lambda: LayerOptions(rope=0.0), "rope"),
-        (lambda: LayerOptions(gates={"lr": 0.5}), "GateOptions"),  # type: ignore[dict-item]
-        (lambda: LayerOptions(gates=3), "GateOptions"),  # type: ignore[arg-type]
-        (lambda: GateOptions(source="magic"), "'input', 'learned', 'fixed'"),
+        (lambda: LayerOptions(rope_theta=0.0), "rope_theta"),
+        (lambda: LayerOptions(gate_options={"lr": 0.5}), "GateOptions"),  # type: ignore[dict-item]
+        (lambda: LayerOptions(gate_options=3), "GateOptions"),  # type: ignore[arg-type]
+        (lambda: GateOptions(source="magic"), "'input', 'learned', 'constant'"),
         (lambda: GateOptions(low=1, high=0), "low must be below high"),
         (lambda: GateOptions(low="1"), r"^GateOptions\(low=...\) must be a number, not '1'$"),
         (lambda: GateOptions(init=(0.1, 1e400)), r"\(init=...\) must be a finite number, not inf$"),
-        (lambda: LayerOptions(skip=1), r"^LayerOptions\(skip=...\) must be true or false, not 1$"),
+        (
+            lambda: LayerOptions(value_skip=1),
+            r"^LayerOptions\(value_skip=...\) must be true or false, not 1$",
+        ),
         (lambda: LayerOptions(key_dim=0), r"\(key_dim=...\) must be a whole number >= 1, not 0$"),
         (
             lambda: Tie(target="", source="lr", rule="rate"),
@@ -72,10 +79,10 @@ def test_no_convolution_is_said_in_two_ways() -> None:
             r"^Tie\(rule=...\) must be one of 'c",
         ),
         (lambda: GateOptions(temperature=0), "temperature"),
-        (lambda: GateOptions(spread=0.5), "spread"),
+        (lambda: GateOptions(head_spread=0.5), "head_spread"),
         (lambda: GateOptions(rank=-1), "rank"),
         (lambda: GateOptions(init=float("nan")), "finite"),
-        (lambda: GateOptions(schedule="dyadic", init=0.1), "drop init"),
+        (lambda: GateOptions(init_schedule="dyadic", init=0.1), "drop init"),
         (lambda: LayerOptions(ties=("k",)), "tuple of Tie"),  # type: ignore[arg-type]
         (lambda: Tie(target="k", source="log_decay", rule="rate"), "cannot make 'k'"),
         (lambda: Tie(target="lr", source="lr", rule="rate"), "follow itself"),
@@ -90,7 +97,10 @@ def test_no_convolution_is_said_in_two_ways() -> None:
         ),
         (lambda: LayerOptions.from_dict({"convolution": 4}), "no field 'convolution'"),
         (lambda: LayerOptions.from_dict([4]), "mapping"),
-        (lambda: LayerOptions.from_dict({"gates": {"lr": {"speed": 1}}}), "no field 'speed'"),
+        (
+            lambda: LayerOptions.from_dict({"gate_options": {"lr": {"speed": 1}}}),
+            "no field 'speed'",
+        ),
     ],
 )
 def test_bad_options_are_refused_by_name(make: object, says: str) -> None:
@@ -99,13 +109,22 @@ def test_bad_options_are_refused_by_name(make: object, says: str) -> None:
 
 
 def test_a_number_held_for_all_tokens_cannot_come_of_the_input() -> None:
-    # Only a member that takes 'token' is advised to be given it.
+    # Only a member that takes 'input' is advised to be given it.
     def layer(algorithm: rc.algorithm.Algorithm, name: str) -> rc.MemoryLayer:
-        options = LayerOptions(gates={name: GateOptions(source="input")})
+        options = LayerOptions(gate_options={name: GateOptions(source="input")})
         return rc.MemoryLayer(16, 2, rc.Recipe(algorithm=algorithm), options)
 
-    with pytest.raises(rc.RecipeError, match=r"'learned' or 'fixed'; give the member 'token'"):
-        layer(rc.algorithm.GradientDescent(lr="static"), "lr")
-    averaged = rc.algorithm.GradientDescent(batch=4, reduce="mean", offset="static")
-    with pytest.raises(rc.RecipeError, match=r"source is 'learned' or 'fixed'$"):
+    with pytest.raises(
+        rc.RecipeError, match=r"'learned' or 'constant'; set it to 'input' in the member"
+    ):
+        layer(rc.algorithm.GradientDescent(lr="learned"), "lr")
+    averaged = rc.algorithm.GradientDescent(batch_size=4, reduction="mean", offset="learned")
+    with pytest.raises(rc.RecipeError, match=r"source is 'learned' or 'constant'$"):
         layer(averaged, "offset")
+
+
+def test_gate_options_refer_to_the_table_of_their_defaults() -> None:
+    (module,) = re.findall(
+        r"see `(recollect[.a-z]+)`", (GateOptions.__doc__ or "").split("Args")[0]
+    )
+    assert "declared range" in (importlib.import_module(module).__doc__ or "")

@@ -33,8 +33,8 @@ def test_a_factor_of_another_ridge_was_taken() -> None:
         )
 
     _, state = recall(regression(1.0), 0, 4)
-    other, state = regression(0.1), replace(state, written_by=None)  # a marked one is refused
-    expected, _ = recall(other, 4, 6, state=state, method="reference")
+    other, state = regression(0.1), replace(state, recipe_id=None)  # a marked one is refused
+    expected, _ = recall(other, 4, 6, state=state, engine="reference")
     same(recall(other, 4, 6, state=state)[0], expected)
     same(rc.read(other, Q[:, 4:], state=state), rc.read(other, Q[:, 4:], state=bare(state)))
 
@@ -47,7 +47,7 @@ def bare(state: rc.State) -> rc.State:
 def test_features_trained_in_place_left_old_ones_in_the_cache() -> None:
     recipe = rc.Recipe(
         features=rc.features.LearnedRelu(),
-        algorithm=rc.algorithm.GradientDescent(lr=0.3, batch=4),
+        algorithm=rc.algorithm.GradientDescent(lr=0.3, batch_size=4),
     )
     axes, g = recipe.axes(3, 3), torch.Generator().manual_seed(1)
     params = {
@@ -56,21 +56,21 @@ def test_features_trained_in_place_left_old_ones_in_the_cache() -> None:
     state = None
     for t in range(2):
         begin = {} if state is None else {"state": state}
-        _, state = recall(recipe, t, t + 1, params=params, method="deep", **begin)
+        _, state = recall(recipe, t, t + 1, params=params, engine="deep", **begin)
     assert state is not None and state.cache
     for p in params.values():
         p.mul_(2)
-    expected, _ = recall(recipe, 2, 3, params=params, state=bare(state), method="reference")
-    same(recall(recipe, 2, 3, params=params, state=state, method="deep")[0], expected)
+    expected, _ = recall(recipe, 2, 3, params=params, state=bare(state), engine="reference")
+    same(recall(recipe, 2, 3, params=params, state=state, engine="deep")[0], expected)
 
 
 def test_recipes_whose_numbers_have_one_hash_are_told_apart() -> None:
     assert hash(-1.0) == hash(-2.0)
-    from recollect.recipe.sized import sized
+    from recollect.functional.binding import bind
 
     def tag(memory: rc.memory.MLP, lr: float) -> int | None:
         recipe = rc.Recipe(memory=memory, algorithm=rc.algorithm.GradientDescent(lr=lr))
-        return sized(recipe, H=1, K=4, V=4).tag
+        return bind(recipe, H=1, K=4, V=4).fingerprint
 
     assert tag(rc.memory.MLP(), 0.5) == tag(rc.memory.MLP(), 0.5)
     assert tag(rc.memory.MLP(), 0.5) != tag(rc.memory.MLP(), 0.25)
@@ -78,14 +78,14 @@ def test_recipes_whose_numbers_have_one_hash_are_told_apart() -> None:
 
     @rc.member
     class Shifted(rc.bias.Bias):
-        shift: float = rc.number(0.0)
+        shift: float = rc.fields.number(0.0)
 
         def loss(self, prediction: Tensor, value: Tensor, gates: object) -> Tensor:
             return 0.5 * (prediction - value + self.shift).square().sum(-1)
 
     one, two = (rc.Recipe(bias=Shifted(shift=shift)) for shift in (-1.0, -2.0))
     assert hash(one) == hash(two) and one != two
-    assert sized(one, H=1, K=4, V=4).tag != sized(two, H=1, K=4, V=4).tag
+    assert bind(one, H=1, K=4, V=4).fingerprint != bind(two, H=1, K=4, V=4).fingerprint
 
 
 @torch.no_grad()
@@ -111,10 +111,10 @@ def test_a_cache_made_without_gradient_asks_for_none() -> None:
 def test_an_initial_memory_was_the_state_itself(tokens: int) -> None:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(residual=False),
-        algorithm=rc.algorithm.GradientDescent(lr=0.1, batch=4),
+        algorithm=rc.algorithm.GradientDescent(lr=0.1, batch_size=4),
     )
     init = [torch.randn(2, *shape) for shape in recipe.shapes(3, 3)]
-    _, state = recall(recipe, 0, tokens, init=init)
+    _, state = recall(recipe, 0, tokens, initial_memory=init)
     expected, _ = recall(recipe, tokens, 6, state=state)
     for x in init:
         x.zero_()
@@ -122,7 +122,7 @@ def test_an_initial_memory_was_the_state_itself(tokens: int) -> None:
 
 
 def test_a_layer_keeps_no_prompt_alive_and_no_recipe_loose() -> None:
-    layer = rc.zoo.get("gated_delta_net").build(d_model=16, heads=2)
+    layer = rc.zoo.get("gated_delta_net").build(d_model=16, num_heads=2)
     _, state = layer(torch.randn(1, 500, 16))
     assert state.conv.untyped_storage().nbytes() == state.conv.numel() * 4
     with pytest.raises(AttributeError, match="recipe"):
@@ -130,7 +130,7 @@ def test_a_layer_keeps_no_prompt_alive_and_no_recipe_loose() -> None:
 
 
 def test_a_first_call_in_inference_mode_left_a_layer_untrainable() -> None:
-    layer = rc.zoo.get("mamba2").build(d_model=16, heads=2)
+    layer = rc.zoo.get("mamba2").build(d_model=16, num_heads=2)
     x = torch.randn(1, 5, 16)
     with torch.inference_mode():
         layer(x)
@@ -141,12 +141,17 @@ def test_a_first_call_in_inference_mode_left_a_layer_untrainable() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: rc.read(rc.Recipe(), torch.ones(1, 1, 2, 3, dtype=torch.long), init=Q[0, :3]),
+        (lambda: rc.read(
+            rc.Recipe(), torch.ones(1, 1, 2, 3, dtype=torch.long), initial_memory=Q[0, :3]
+         ),
          "q must be a floating-point tensor"),
-        (lambda: rc.read(rc.Recipe(), [1], init=Q[0, :3]), "q must be a floating-point tensor"),
-        (lambda: recall(rc.Recipe(), 0, 6, gates=LR, init=5), "init must be a tensor"),
-        (lambda: recall(rc.Recipe(), 0, 6, gates=LR, init=[1, 2]), "init must be a tensor"),
-        (lambda: rc.read(rc.Recipe(), Q, init=[3]), "init must be a tensor"),
+        (lambda: rc.read(rc.Recipe(), [1], initial_memory=Q[0, :3]),
+         "q must be a floating-point tensor"),
+        (lambda: recall(rc.Recipe(), 0, 6, gates=LR, initial_memory=5),
+         "initial_memory must be a tensor"),
+        (lambda: recall(rc.Recipe(), 0, 6, gates=LR, initial_memory=[1, 2]),
+         "initial_memory must be a tensor"),
+        (lambda: rc.read(rc.Recipe(), Q, initial_memory=[3]), "initial_memory must be a tensor"),
         (lambda: recall(rc.Recipe(), 0, 6, gates=LR, chunk_size=True), "chunk_size must be"),
         (lambda: rc.MemoryLayer(8, 2, rc.Recipe(), head_dim=-1), "head_dim must be"),
         (lambda: rc.MemoryLayer(8, 2, rc.Recipe(), head_dim=0), "head_dim must be"),
@@ -184,7 +189,7 @@ def test_a_loss_whose_signature_nobody_knows_is_taken() -> None:
     class Scripted(rc.bias.Bias):
         loss = staticmethod(torch.jit.script(_squares))
 
-    y, _ = recall(rc.Recipe(bias=Scripted()), 0, 6, gates=LR, method="reference")
+    y, _ = recall(rc.Recipe(bias=Scripted()), 0, 6, gates=LR, engine="reference")
     same(y, recall(rc.Recipe(), 0, 6, gates=LR)[0])
 
 

@@ -136,7 +136,7 @@ def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Ten
     printed = rc.explain(recipe)
     blocks = (printed.write, printed.read, printed.where)
     write, read, legend = ([line.replace("−", "-") for line in block] for block in blocks)
-    b, several = recipe.algorithm.batch, recipe.associations > 1
+    b, several = recipe.algorithm.batch_size, recipe.associations_per_token > 1
     new, old = ("_(t,j)", "_(t,j-1)") if several else ("_t", "_(t-1)")
     equations = [x for line in write for x in re.split(",   |;   ", line) if " = " in x]
     rules = dict(x.split(" = ", 1) for x in equations)
@@ -159,7 +159,7 @@ def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Ten
         names.update(of_token(t, "_t"))
         if t % b == 0:
             names.update({"A°": A, "W°": W, **of_token(t, "°")})
-        for j in range(recipe.associations):
+        for j in range(recipe.associations_per_token):
             names.update(of_token(t, "_tj", j) if several else {})
             if j > 0 and "the decay acts on the first sub-step" in write:
                 names["α_tj"] = Symbol(torch.ones(()).double())
@@ -194,7 +194,7 @@ def check(recipe: rc.Recipe, T: int = 7, K: int = 3, V: int = 2) -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    n, sizes = recipe.associations, recipe.axes(K, V)
+    n, sizes = recipe.associations_per_token, recipe.axes(K, V)
     several = [n] if n > 1 else []
     q, k, v = random(1, T, 1, K), random(1, T, 1, *several, K), 2 * random(1, T, 1, *several, V)
     gates: dict[str, Tensor] = {}
@@ -202,7 +202,7 @@ def check(recipe: rc.Recipe, T: int = 7, K: int = 3, V: int = 2) -> None:
         lead = several if recipe.per_association(gate) else []
         x = random(1, T, 1, *lead, *(sizes[axis] for axis in gate.axes)).sigmoid()
         gates[gate.name] = x.log() if gate.name == "log_decay" else x
-    y, _ = rc.recall(recipe, q, k, v, gates, method="reference")
+    y, _ = rc.recall(recipe, q, k, v, gates, engine="reference")
     inputs = {"q": q[0, :, 0], "k": k[0, :, 0], "v": v[0, :, 0]}
     for name, x in gates.items():
         inputs[LETTERS[name]] = (x.exp() if name == "log_decay" else x)[0, :, 0]
@@ -213,39 +213,41 @@ def descent(link: rc.retention.Retention, **options: Any) -> rc.Recipe:
     return R(retention=link, algorithm=Descent(**options))
 
 
-SOFT = ElasticNet(tau="token")
-EDGE = {"every": "batch", "decay": Decay()}
+SOFT = ElasticNet(tau="input")
+EDGE = {"link_every": "batch", "decay": Decay()}
 CASES: dict[str, rc.Recipe] = {
     "no link": descent(Decay()),
     "no link, decay first": descent(Decay(when="before")),
-    "no link, inner batch": descent(Decay(per="key"), batch=3),
+    "no link, inner batch": descent(Decay(per="key"), batch_size=3),
     "threshold": descent(SOFT),
-    "threshold and decay": descent(ElasticNet(tau="token", decay=Decay(per="value"))),
-    "threshold, decay first": descent(ElasticNet(tau="token", decay=Decay(when="before"))),
-    "threshold, smooth": descent(ElasticNet(tau="token", smooth=True)),
+    "threshold and decay": descent(ElasticNet(tau="input", decay=Decay(per="value"))),
+    "threshold, decay first": descent(ElasticNet(tau="input", decay=Decay(when="before"))),
+    "threshold, smooth": descent(ElasticNet(tau="input", smooth=True)),
     "threshold, constant": descent(ElasticNet(tau=0.3)),
-    "threshold, proximal": descent(ElasticNet(tau="token", form="proximal", decay=Decay())),
-    "threshold, inner batch": descent(SOFT, batch=3),
-    "threshold at the border": descent(ElasticNet(tau="token", **EDGE), batch=3),
-    "threshold, border of one": descent(ElasticNet(tau="token", **EDGE)),
-    "threshold, sub-steps": descent(SOFT, steps=2),
+    "threshold, proximal": descent(ElasticNet(tau="input", form="proximal", decay=Decay())),
+    "threshold, inner batch": descent(SOFT, batch_size=3),
+    "threshold at the border": descent(ElasticNet(tau="input", **EDGE), batch_size=3),
+    "threshold, border of one": descent(ElasticNet(tau="input", **EDGE)),
+    "threshold, sub-steps": descent(SOFT, updates_per_token=2),
     "threshold and momentum": R(retention=SOFT, algorithm=Momentum()),
     "threshold, dot product": R(retention=SOFT, bias=bias.DotProduct(), algorithm=Descent(lr=0.5)),
-    "ball": descent(Ball(radius="token")),
+    "ball": descent(Ball(radius="input")),
     "ball, constant": descent(Ball(decay=Decay())),
-    "ball, inner batch": descent(Ball(radius="token"), batch=3),
-    "ball at the border": descent(Ball(radius="token", **EDGE), batch=3),
-    "ball, sub-steps": descent(Ball(decay=Decay()), steps=2),
+    "ball, inner batch": descent(Ball(radius="input"), batch_size=3),
+    "ball at the border": descent(Ball(radius="input", **EDGE), batch_size=3),
+    "ball, sub-steps": descent(Ball(decay=Decay()), updates_per_token=2),
     "power": descent(retention.Lq(q=4)),
-    "power, inner batch": descent(retention.Lq(q=3), batch=3),
-    "power, printed, at the border": descent(retention.Lq(form="printed", **EDGE), batch=3),
-    "sigmoid": descent(Bregman(map="sigmoid", decay=Decay())),
-    "tanh at the border": descent(Bregman(map="tanh", **EDGE), batch=3),
-    "softplus, inner batch": descent(Bregman(map="softplus"), batch=3),
-    "exp": descent(Bregman(map="exp"), lr=0.01),
+    "power, inner batch": descent(retention.Lq(q=3), batch_size=3),
+    "power, printed, at the border": descent(
+        retention.Lq(form="as_published", **EDGE), batch_size=3
+    ),
+    "sigmoid": descent(Bregman(link_function="sigmoid", decay=Decay())),
+    "tanh at the border": descent(Bregman(link_function="tanh", **EDGE), batch_size=3),
+    "softplus, inner batch": descent(Bregman(link_function="softplus"), batch_size=3),
+    "exp": descent(Bregman(link_function="exp"), lr=0.01),
     "simplex": descent(retention.Simplex()),
-    "simplex of 2, inner batch": descent(retention.Simplex(scale=2.0), batch=3),
-    "simplex at the border": descent(retention.Simplex(**EDGE), batch=3),
+    "simplex of 2, inner batch": descent(retention.Simplex(scale=2.0), batch_size=3),
+    "simplex at the border": descent(retention.Simplex(**EDGE), batch_size=3),
 }
 
 

@@ -61,8 +61,8 @@ def ask(
         v[None, :, None],
         {name: x[None, :, None] for name, x in gates.items()},
         params={name: x[None] for name, x in (params or {}).items()},
-        init=state,
-        method="reference",
+        initial_memory=state,
+        engine="reference",
         causal=causal,
     )
     return y[0, :, 0]
@@ -144,7 +144,7 @@ def test_momentum_on_the_write_only() -> None:
         C = THETA[t] * C + LR[t] * outer(Y[t], X[t])
         W = W - LR[t] * outer(W @ X[t], X[t]) + C
         expected.append(W @ Q[t])
-    recipe = rc.Recipe(algorithm=rc.algorithm.Momentum(of="value"))
+    recipe = rc.Recipe(algorithm=rc.algorithm.Momentum(momentum_on="value"))
     same(ask(recipe, lr=LR, momentum=THETA), expected)
 
 
@@ -157,7 +157,7 @@ def test_inner_batches_take_gradients_at_their_start() -> None:
         A = ALPHA[t] * A - LR[t] * outer(W0 @ X[t] - Y[t], X[t])
         expected.append(A @ Q[t])
     recipe = rc.Recipe(
-        retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(batch=b)
+        retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(batch_size=b)
     )
     same(ask(recipe, lr=LR, log_decay=ALPHA.log()), expected)
 
@@ -174,7 +174,7 @@ def test_windows_cross_inner_batches() -> None:
         expected.append(A @ Q[t])
     recipe = rc.Recipe(
         context=rc.context.Window(size=c, gated=False),
-        algorithm=rc.algorithm.GradientDescent(batch=b),
+        algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
     same(ask(recipe, lr=LR), expected)
 
@@ -201,7 +201,7 @@ def test_mlp_with_a_gradient_by_hand() -> None:
         A2 = A2 - LR[t] * outer((at1.T @ e) * slope(z), X[t])
         expected.append(Q[t] + A1 @ functional.gelu(A2 @ Q[t]))
     recipe = rc.Recipe(
-        memory=rc.memory.MLP(expansion=2), algorithm=rc.algorithm.GradientDescent(batch=b)
+        memory=rc.memory.MLP(expansion=2), algorithm=rc.algorithm.GradientDescent(batch_size=b)
     )
     same(ask(recipe, init=init, v=v, lr=LR), expected)
 
@@ -217,7 +217,7 @@ def orthogonal(S: Tensor, steps: int) -> Tensor:
     return Z
 
 
-@pytest.mark.parametrize("scale", ["outer", "inner"])
+@pytest.mark.parametrize("scale", ["outside", "inside"])
 @pytest.mark.parametrize("every", ["token", "batch"])
 def test_muon(scale: str, every: str) -> None:
     b = 3
@@ -227,18 +227,18 @@ def test_muon(scale: str, every: str) -> None:
         if t % b == 0:
             W0, a_bar, lr_sum = A, torch.ones(()).double(), torch.zeros(()).double()
         g = outer(W0 @ X[t] - Y[t], X[t])
-        S = THETA[t] * S - (LR[t] * g if scale == "inner" else g)
+        S = THETA[t] * S - (LR[t] * g if scale == "inside" else g)
         a_bar, lr_sum = a_bar * ALPHA[t], lr_sum + LR[t]
         if every == "token":
-            A = ALPHA[t] * A + (LR[t] if scale == "outer" else 1.0) * orthogonal(S, 5)
+            A = ALPHA[t] * A + (LR[t] if scale == "outside" else 1.0) * orthogonal(S, 5)
             expected.append(A @ Q[t])
         else:
             expected.append(W0 @ Q[t])  # also the batch's last token, before the update
             if t % b == b - 1:
-                A = a_bar * A + (lr_sum / b if scale == "outer" else 1.0) * orthogonal(S, 5)
+                A = a_bar * A + (lr_sum / b if scale == "outside" else 1.0) * orthogonal(S, 5)
     recipe = rc.Recipe(
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.Muon(batch=b, scale=scale, every=every),
+        algorithm=rc.algorithm.Muon(batch_size=b, lr_position=scale, update_every=every),
     )
     same(ask(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log()), expected)
 
@@ -259,7 +259,7 @@ def test_mean_over_the_open_batch_is_ttts_matrix() -> None:
         expected += [W[i] @ Q[start + i] for i in range(n)]
         W0 = W[-1]
     recipe = rc.Recipe(
-        algorithm=rc.algorithm.GradientDescent(batch=b, reduce="mean", offset="static")
+        algorithm=rc.algorithm.GradientDescent(batch_size=b, reduction="mean", offset="learned")
     )
     same(ask(recipe, lr=LR, params={"offset": offset}), expected)
 
@@ -279,20 +279,20 @@ def test_simplex_in_inner_batches() -> None:
             W0 = W = c * A.softmax(-1)
         expected.append(W @ Q[t])
     recipe = rc.Recipe(
-        retention=rc.retention.Simplex(scale=c, decay=rc.retention.Decay(), every="batch"),
-        algorithm=rc.algorithm.GradientDescent(batch=b),
+        retention=rc.retention.Simplex(scale=c, decay=rc.retention.Decay(), link_every="batch"),
+        algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
     same(ask(recipe, lr=LR, log_decay=ALPHA.log()), expected)
 
 
-@pytest.mark.parametrize("form", ["mirror", "printed"])
+@pytest.mark.parametrize("form", ["mirror", "as_published"])
 @pytest.mark.parametrize("every", ["batch", "token"])
 def test_lq_in_inner_batches(form: str, every: str) -> None:
     b, q = 3, 4.0
 
     def link(A: Tensor) -> Tensor:
         size = (A.abs() ** q).sum() ** (1 / q)
-        top = A if form == "printed" else A.sign() * A.abs() ** (q - 1)
+        top = A if form == "as_published" else A.sign() * A.abs() ** (q - 1)
         return top / size ** (q - 2)
 
     A, W0, W, expected = START, START, START, []
@@ -303,8 +303,8 @@ def test_lq_in_inner_batches(form: str, every: str) -> None:
         A, W = A + step, W + step
         expected.append((W if every == "batch" else link(A)) @ Q[t])
     recipe = rc.Recipe(
-        retention=rc.retention.Lq(q=q, form=form, every=every),
-        algorithm=rc.algorithm.GradientDescent(batch=b),
+        retention=rc.retention.Lq(q=q, form=form, link_every=every),
+        algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
     same(ask(recipe, lr=LR), expected)
 
@@ -335,12 +335,12 @@ def test_delta_product() -> None:
         expected.append(W @ Q[t])
     recipe = rc.Recipe(
         retention=rc.retention.Decay(when="before"),
-        algorithm=rc.algorithm.GradientDescent(steps=n),
+        algorithm=rc.algorithm.GradientDescent(updates_per_token=n),
     )
     same(ask(recipe, k=k, v=v, lr=lr, log_decay=ALPHA.log()), expected)
 
 
-@pytest.mark.parametrize("rate", [0.4, "static"])
+@pytest.mark.parametrize("rate", [0.4, "learned"])
 def test_delta_product_with_one_rate_for_all(rate: float | str) -> None:
     n = 3
     k, v = functional.normalize(normal(T, n, K, seed=14), dim=-1), normal(T, n, V, seed=15)
@@ -349,8 +349,8 @@ def test_delta_product_with_one_rate_for_all(rate: float | str) -> None:
         for j in range(n):
             W = W - 0.4 * outer(W @ k[t, j] - v[t, j], k[t, j])
         expected.append(W @ Q[t])
-    recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=n, lr=rate))
-    params = {"lr": torch.tensor(0.4, dtype=torch.float64)} if rate == "static" else None
+    recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(updates_per_token=n, lr=rate))
+    params = {"lr": torch.tensor(0.4, dtype=torch.float64)} if rate == "learned" else None
     same(ask(recipe, k=k, v=v, params=params), expected)
 
 
@@ -414,7 +414,7 @@ def test_mlstm_floor_without_its_stabiliser(when: str, size: float) -> None:
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor", when=when)),
         bias=rc.bias.DotProduct(),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+        algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     )
     same(ask(recipe, init=None, log_lr=log_i, log_decay=ALPHA.log()), expected)
 
@@ -428,7 +428,7 @@ def test_mlstm_stabiliser_saves_float32() -> None:
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
         bias=rc.bias.DotProduct(),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+        algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     )
     log_i, log_f = 100 * normal(T, seed=20), -100 * uniform(0, 1, T, seed=6)
     exact = ask(recipe, init=None, log_lr=log_i, log_decay=log_f)
@@ -452,7 +452,7 @@ def test_rwkv6_reads_before_the_write_with_a_bonus() -> None:
         expected.append(S @ Q[t] + (Q[t] @ (u * X[t])) * Y[t])
         S = S @ torch.diag(w[t]) + outer(Y[t], X[t])
     recipe = rc.Recipe(
-        memory=rc.memory.Matrix(read=rc.memory.Read(when="before", bonus="static")),
+        memory=rc.memory.Matrix(read=rc.memory.Read(when="before", bonus="learned")),
         bias=rc.bias.DotProduct(),
         retention=rc.retention.Decay(per="key"),
         algorithm=rc.algorithm.GradientDescent(lr=1.0),
@@ -496,8 +496,8 @@ def test_prefix_takes_full_batch_steps_from_the_origin() -> None:
             W = W - LR[t] * g
         expected.append(W @ Q[t])
     recipe = rc.Recipe(
-        context=rc.context.Prefix(decay="token", weight="token"),
-        algorithm=rc.algorithm.GradientDescent(steps=steps),
+        context=rc.context.Prefix(decay="input", weight="input"),
+        algorithm=rc.algorithm.GradientDescent(updates_per_token=steps),
     )
     same(ask(recipe, lr=LR, log_decay=ALPHA.log(), weight=weight), expected)
 
@@ -515,7 +515,7 @@ def test_softmax_attention() -> None:
         expected.append(score.exp() @ Y[: t + 1] / score.exp().sum())
     recipe = rc.Recipe(
         memory=rc.memory.LocalConstant(),
-        context=rc.context.Similar(),
+        context=rc.context.KernelWeighted(),
         algorithm=rc.algorithm.Analytic(),
     )
     same(ask(recipe, init=None), expected)
@@ -530,7 +530,7 @@ def test_longhorn_and_nlms_solve_for_their_association() -> None:
         W = torch.linalg.solve(lhs, (W + LR[t] * outer(Y[t], k[t])).T).T
         expected.append(W @ Q[t])
     same(ask(rc.Recipe(algorithm=rc.algorithm.Implicit()), k=k, lr=LR), expected)
-    stored = ask(rc.Recipe(algorithm=rc.algorithm.Normalized()), k=k, q=k)
+    stored = ask(rc.Recipe(algorithm=rc.algorithm.NLMS()), k=k, q=k)
     torch.testing.assert_close(stored, Y, **TOL)
 
 
@@ -573,14 +573,16 @@ def test_channel_decay_in_an_mlp() -> None:
 
 
 def test_read_equals_the_last_output() -> None:
-    recipe = rc.Recipe(retention=rc.retention.Decay(), algorithm=rc.algorithm.Momentum(batch=4))
+    recipe = rc.Recipe(
+        retention=rc.retention.Decay(), algorithm=rc.algorithm.Momentum(batch_size=4)
+    )
     q, k, v = (x[None, :, None] for x in (Q, X, Y))
     gates = {"lr": LR, "momentum": THETA, "log_decay": ALPHA.log()}
     y, state = rc.recall(
-        recipe, q, k, v, {n: x[None, :, None] for n, x in gates.items()}, init=START[None]
+        recipe, q, k, v, {n: x[None, :, None] for n, x in gates.items()}, initial_memory=START[None]
     )
     torch.testing.assert_close(rc.read(recipe, q[:, -1:], state=state), y[:, -1:], **TOL)
-    first = rc.read(recipe, q, init=START[None])
+    first = rc.read(recipe, q, initial_memory=START[None])
     torch.testing.assert_close(first[0, :, 0], Q @ START.T, **TOL)
 
 
@@ -590,7 +592,7 @@ def test_reading_after_everything_is_memorised() -> None:
     torch.testing.assert_close(ask(recipe, causal=False), Q @ W.T, **TOL)
     softmax = rc.Recipe(
         memory=rc.memory.LocalConstant(),
-        context=rc.context.Similar(),
+        context=rc.context.KernelWeighted(),
         algorithm=rc.algorithm.Analytic(),
     )
     weights = (Q @ X.T / math.sqrt(K)).softmax(-1)
@@ -601,12 +603,12 @@ def test_reading_after_everything_is_memorised() -> None:
 @pytest.mark.parametrize("rate", [None, 1.0, 0.5])
 def test_a_floor_without_a_decay_forgot_its_scale(rate: float | None, method: str) -> None:
     """y = C q / max(|n·q|, 1) with steps e^(log η): nothing decays, and the scale still moves."""
-    kept = rc.retention.Keep() if rate is None else rc.retention.Decay(rate=rate)
+    kept = rc.retention.Keep() if rate is None else rc.retention.Decay(alpha=rate)
     recipe = rc.Recipe(
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
         bias=rc.bias.DotProduct(),
         retention=kept,
-        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+        algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     )
     log_lr, alpha = 2 * normal(T, seed=42), rate or 1.0
     C, n, expected = torch.zeros(V, K).double(), torch.zeros(K).double(), []
@@ -615,7 +617,7 @@ def test_a_floor_without_a_decay_forgot_its_scale(rate: float | None, method: st
         n = alpha * n + log_lr[t].exp() * X[t]
         expected.append(C @ Q[t] / max(abs(float(n @ Q[t])), 1.0))
     q, k, v = (x[None, :, None] for x in (Q, X, Y))
-    y, _ = rc.recall(recipe, q, k, v, {"log_lr": log_lr[None, :, None]}, method=method)
+    y, _ = rc.recall(recipe, q, k, v, {"log_lr": log_lr[None, :, None]}, engine=method)
     torch.testing.assert_close(y[0, :, 0], torch.stack(expected), **TOL)
 
 
@@ -626,9 +628,9 @@ def test_float64_inputs_widen_a_float32_state(name: str, method: str) -> None:
     x = generate.inputs(recipe, T=6)
     single, rest = x.cut(0, 4).map(Tensor.float), x.cut(4, 6)
     _, state = generate.run(recipe, single)
-    y, after = generate.run(recipe, rest, state=state, method=method)
+    y, after = generate.run(recipe, rest, state=state, engine=method)
     wide = state.to(dtype=torch.float64)
-    expected, _ = generate.run(recipe, rest, state=wide, method=method)
+    expected, _ = generate.run(recipe, rest, state=wide, engine=method)
     assert y.dtype == wide.dtype == torch.float64
     assert all(w.dtype == torch.float64 for w in after.weights)
     assert generate.error(y, expected) < 1e-10
@@ -637,7 +639,7 @@ def test_float64_inputs_widen_a_float32_state(name: str, method: str) -> None:
 def test_reading_afterwards_took_one_association_per_token() -> None:
     """Kernel rows of several associations per token are read after all of them too."""
     recipe = rc.Recipe(
-        features=rc.features.Gaussian(), algorithm=rc.algorithm.GradientDescent(steps=2)
+        features=rc.features.Gaussian(), algorithm=rc.algorithm.GradientDescent(updates_per_token=2)
     )
     sizes = (1, T, 1, K), (1, T, 1, 2, K), (1, T, 1, 2, V)
     gates = {"lr": uniform(0, 1, 1, T, 1, 2, seed=41)}
@@ -650,7 +652,7 @@ def test_query_heads_share_memories() -> None:
     """Query head h reads memory h // (Hq / H)."""
     q, k, v = normal(1, T, 4, K, seed=40), normal(1, T, 2, K, seed=41), normal(1, T, 2, V, seed=42)
     recipe = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
-    y, _ = rc.recall(recipe, q, k, v, method="reference")
+    y, _ = rc.recall(recipe, q, k, v, engine="reference")
     for head in range(4):
         memory = slice(head // 2, head // 2 + 1)
         alone, _ = rc.recall(recipe, q[:, :, head : head + 1], k[:, :, memory], v[:, :, memory])

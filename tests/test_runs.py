@@ -176,7 +176,7 @@ def test_what_bench_times_is_what_the_recipe_means() -> None:
     recipe = rc.zoo.get("gated_delta_net").recipe
     q, k, v = tensors(shape, grad=True)
     gates = gates_of(recipe, shape, grad=True)
-    expected, _ = rc.recall(recipe, q, k, v, gates, method="reference")
+    expected, _ = rc.recall(recipe, q, k, v, gates, engine="reference")
     # float32, 16 tokens: rounding only.
     torch.testing.assert_close(cases["gated_delta_net"].make()(), expected, rtol=1e-4, atol=1e-5)
     leaves = [q, k, v, *gates.values()]
@@ -198,9 +198,9 @@ def test_bench_times_every_row_of_a_matrix_memory() -> None:
         decay = recipe.retention.decay
         K = 16 if decay is not None and decay.per == "entry" else 8
         sizes = replace(shape, K=K)
-        q, k, v = tensors(sizes, grad=False, n=recipe.associations)
+        q, k, v = tensors(sizes, grad=False, n=recipe.associations_per_token)
         gates, params = gates_of(recipe, sizes, grad=False), params_of(recipe, sizes)
-        expected, _ = rc.recall(recipe, q, k, v, gates, params=params, method="reference")
+        expected, _ = rc.recall(recipe, q, k, v, gates, params=params, engine="reference")
         found = cases[name].make()()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         slopes = cases[f"{name}, fwd+bwd"].make()()

@@ -27,7 +27,7 @@ NAMES = (
 
 def _built(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    return rc.zoo.get(name).build(d_model=16, heads=2)
+    return rc.zoo.get(name).build(d_model=16, num_heads=2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,4 +64,4 @@ def test_what_numbers_would_decide_is_refused() -> None:
         borders = torch.tensor([0, 2, 5])
         refuses(lambda: layer(x[:1], cu_seqlens=borders), says, error=ValueError)
         state = layer(x)[1].reset(torch.empty(2, dtype=torch.bool))
-        refuses(lambda: layer(x, state), "begin without a state", error=ValueError)
+        refuses(lambda: layer(x, state), "start without a state", error=ValueError)

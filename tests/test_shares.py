@@ -10,20 +10,20 @@ from torch import Tensor
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions
-from recollect.blocks import Boosted, build
+from recollect.blocks import ResidualMemory, build
 
-SHARE = {"lr": GateOptions(unit="share")}
-NORMALISED = rc.algorithm.GradientDescent(batch=4, normalize=True)
+SHARE = {"lr": GateOptions(unit="stability_limit")}
+NORMALISED = rc.algorithm.GradientDescent(batch_size=4, normalized_steps=True)
 
 
 def layer(recipe: rc.Recipe, d_model: int = 16, **gates: GateOptions) -> rc.MemoryLayer:
-    options = LayerOptions(gates={**SHARE, **gates})
+    options = LayerOptions(gate_options={**SHARE, **gates})
     return rc.MemoryLayer(d_model, 2, recipe, options)
 
 
 def handed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
     """The numbers that the memory is handed, and the share, as the projection gives it."""
-    found = made.associations(x)
+    found = made.memory_inputs(x)
     return {**found.gates, **found.params, "share": made.gates["lr"](x)}
 
 
@@ -33,17 +33,19 @@ def tokens(d_model: int = 16, rows: int = 2, length: int = 6) -> Tensor:
 
 DEEP = rc.memory.MLP()
 WINDOW = rc.context.Window(size=3)
-AVERAGED = rc.algorithm.GradientDescent(batch=8, reduce="mean", offset="static", normalize=True)
+AVERAGED = rc.algorithm.GradientDescent(
+    batch_size=8, reduction="mean", offset="learned", normalized_steps=True
+)
 
 
 @rc.member
 class HeadMean(rc.algorithm.Algorithm):
     """A member of another package: its correction is one number per head."""
 
-    lr: float | str = rc.quantity("token", at_least=0, init=0.5)
-    offset: float | str = rc.quantity("static", init=0.0)
-    batch: int = rc.integer(8, at_least=1, size=True)  # type: ignore[assignment]
-    reduce: str = "mean"
+    lr: float | str = rc.quantity("input", at_least=0, init=0.5, role="rate")
+    offset: float | str = rc.quantity("learned", init=0.0)
+    batch_size: int = rc.fields.integer(8, at_least=1, size=True)  # type: ignore[assignment]
+    reduction: str = "mean"
 
 
 @pytest.mark.parametrize(
@@ -53,25 +55,31 @@ class HeadMean(rc.algorithm.Algorithm):
         (
             rc.Recipe(
                 memory=DEEP,
-                algorithm=rc.algorithm.GradientDescent(batch=4, reduce="mean", normalize=True),
+                algorithm=rc.algorithm.GradientDescent(
+                    batch_size=4, reduction="mean", normalized_steps=True
+                ),
             ),
             lambda n: 2.0,
         ),
         (
-            rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Momentum(batch=8, normalize=True)),
-            lambda n: 2 * (1 - n["momentum"]) / 8,
-        ),
-        (
             rc.Recipe(
-                memory=DEEP,
-                algorithm=rc.algorithm.Momentum(batch=8, normalize=True, momentum="static"),
+                memory=DEEP, algorithm=rc.algorithm.Momentum(batch_size=8, normalized_steps=True)
             ),
             lambda n: 2 * (1 - n["momentum"]) / 8,
         ),
         (
             rc.Recipe(
                 memory=DEEP,
-                algorithm=rc.algorithm.Momentum(batch=8, normalize=True, momentum=0.75),
+                algorithm=rc.algorithm.Momentum(
+                    batch_size=8, normalized_steps=True, momentum="learned"
+                ),
+            ),
+            lambda n: 2 * (1 - n["momentum"]) / 8,
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP,
+                algorithm=rc.algorithm.Momentum(batch_size=8, normalized_steps=True, momentum=0.75),
             ),
             lambda n: 2 * 0.25 / 8,
         ),
@@ -79,13 +87,17 @@ class HeadMean(rc.algorithm.Algorithm):
             rc.Recipe(
                 memory=DEEP,
                 context=WINDOW,
-                algorithm=rc.algorithm.Muon(batch=4, every="batch", normalize=True),
+                algorithm=rc.algorithm.Muon(
+                    batch_size=4, update_every="batch", normalized_steps=True
+                ),
             ),
             lambda n: 2.0,
         ),
         (
             rc.Recipe(
-                memory=DEEP, context=WINDOW, algorithm=rc.algorithm.Muon(batch=4, normalize=True)
+                memory=DEEP,
+                context=WINDOW,
+                algorithm=rc.algorithm.Muon(batch_size=4, normalized_steps=True),
             ),
             lambda n: 2 / 4,
         ),
@@ -111,10 +123,10 @@ def test_a_share_is_a_rate_by_batch_window_and_momentum(recipe, limit) -> None: 
     ("algorithm", "shares"),
     [
         (NORMALISED, True),
-        (rc.algorithm.Muon(batch=4, normalize=True), True),
-        (rc.algorithm.GradientDescent(batch=4), False),
-        (rc.algorithm.GradientDescent(batch=4, normalize=True, lr="static"), False),
-        (rc.algorithm.GradientDescent(batch=4, normalize=True, lr=0.1), False),
+        (rc.algorithm.Muon(batch_size=4, normalized_steps=True), True),
+        (rc.algorithm.GradientDescent(batch_size=4), False),
+        (rc.algorithm.GradientDescent(batch_size=4, normalized_steps=True, lr="learned"), False),
+        (rc.algorithm.GradientDescent(batch_size=4, normalized_steps=True, lr=0.1), False),
     ],
 )
 def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
@@ -130,7 +142,7 @@ def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
     torch.manual_seed(0)
     x = tokens()
     torch.testing.assert_close(layer(recipe)(x)[0], bare(x)[0], rtol=0, atol=0)
-    own = layer(recipe, lr=GateOptions(unit="own", source="fixed", init=0.25))
+    own = layer(recipe, lr=GateOptions(unit="raw", source="constant", init=0.25))
     assert own.limit is None
     rate = handed(own, x)["lr"]
     torch.testing.assert_close(rate, torch.full_like(rate, 0.25))
@@ -138,13 +150,13 @@ def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
 
 def test_a_second_memory_with_the_firsts_rates_takes_them_as_they_are() -> None:
     recipe = rc.Recipe(memory=DEEP, algorithm=NORMALISED)
-    shared = build(Boosted(rc.Recipe(), recipe, share=("lr",)), 16, 2)
+    shared = build(ResidualMemory(rc.Recipe(), recipe, share=("lr",)), 16, 2)
     assert shared.second.limit is None
-    assert build(Boosted(rc.Recipe(), recipe), 16, 2).second.limit is not None
+    assert build(ResidualMemory(rc.Recipe(), recipe), 16, 2).second.limit is not None
 
 
 def test_a_share_per_value_channel_has_the_tokens_momentum() -> None:
-    algorithm = rc.algorithm.Momentum(batch=2, per="value", normalize=True)
+    algorithm = rc.algorithm.Momentum(batch_size=2, per="value", normalized_steps=True)
     numbers = handed(layer(rc.Recipe(algorithm=algorithm)), tokens())
     want = numbers["share"] * (1 - numbers["momentum"]).unsqueeze(-1)
     torch.testing.assert_close(numbers["lr"], want)
@@ -155,12 +167,12 @@ def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows:
     """A batch of b equal associations moves the error by 1 − 2 s: at s = 1 it only turns round."""
     made = layer(
         rc.Recipe(algorithm=NORMALISED),
-        lr=GateOptions(unit="share", source="fixed", init=share, high=2.0),
+        lr=GateOptions(unit="stability_limit", source="constant", init=share, high=2.0),
     )
     x = tokens(rows=1, length=1).expand(1, 84, 16)
     with torch.no_grad():
         # The convolution's first tokens differ from those that follow.
-        found = made.associations(x)
+        found = made.memory_inputs(x)
         k, v, lr = found.k[:, 4:], found.v[:, 4:], found.gates["lr"][:, 4:]
 
         def error(n: int) -> Tensor:
@@ -183,47 +195,53 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
 @pytest.mark.parametrize(
     ("recipe", "gates", "says"),
     [
-        (rc.Recipe(memory=DEEP), SHARE, "GradientDescent takes plain ones: give it normalize=True"),
+        (
+            rc.Recipe(memory=DEEP),
+            SHARE,
+            r"GradientDescent\(normalized_steps=True\)",
+        ),
         (
             rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Muon()),
             SHARE,
-            "algorithm.Muon takes plain ones",
+            r"algorithm.Muon\(normalized_steps=True\)",
         ),
         (
-            rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Momentum(normalize=True)),
-            {"momentum": GateOptions(unit="share")},
-            "options of 'momentum': unit='share' is a share of the stability limit",
+            rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Momentum(normalized_steps=True)),
+            {"momentum": GateOptions(unit="stability_limit")},
+            "options of 'momentum': unit='stability_limit' is a multiple of the stability limit",
         ),
         (
             rc.Recipe(
-                memory=DEEP, algorithm=rc.algorithm.GradientDescent(normalize=True, lr="static")
+                memory=DEEP,
+                algorithm=rc.algorithm.GradientDescent(normalized_steps=True, lr="learned"),
             ),
             SHARE,
-            "holds one rate for all tokens: use lr='token'",
+            "is constant over tokens: use lr='input'",
         ),
         (
             rc.Recipe(retention=rc.retention.Decay()),
-            {"log_decay": GateOptions(unit="rms")},
-            "options of 'log_decay': unit='rms' is for numbers that a bias compares with values",
+            {"log_decay": GateOptions(unit="value_rms")},
+            "options of 'log_decay': unit='value_rms' is for numbers that a bias compares with "
+            "values",
         ),
         (
             rc.Recipe(),
-            {"lr": GateOptions(unit="rms", init=0.1)},
-            "options of 'lr': unit='rms' is for numbers that a bias compares with values",
+            {"lr": GateOptions(unit="value_rms", init=0.1)},
+            "options of 'lr': unit='value_rms' is for numbers that a bias compares with values",
         ),
         (
             rc.Recipe(bias=rc.bias.Huber()),
-            {"threshold": GateOptions(unit="rms", schedule="integers")},
-            "options of 'threshold': unit='rms' is for numbers that begin at one value",
+            {"threshold": GateOptions(unit="value_rms", init_schedule="integers")},
+            "options of 'threshold': unit='value_rms' needs one initial value",
         ),
         (
             rc.Recipe(memory=DEEP, algorithm=AVERAGED),
-            {"lr": GateOptions(unit="mean")},
-            "options of 'lr': unit='mean' is 1/place, which only a correction 'offset'",
+            {"lr": GateOptions(unit="batch_mean")},
+            "options of 'lr': unit='batch_mean' is 1/position, for the correction 'offset'",
         ),
         (
             rc.Recipe(memory=DEEP, algorithm=HeadMean()),
-            {"offset": GateOptions(unit="mean", init=-0.5)},
+            {"offset": GateOptions(unit="batch_mean", init=-0.5)},
             "with one value per place of the inner batch (axes 'b')",
         ),
     ],
@@ -232,39 +250,39 @@ def test_a_unit_of_what_has_none_is_refused(
     recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
 ) -> None:
     with pytest.raises(rc.RecipeError) as found:
-        rc.MemoryLayer(16, 2, recipe, LayerOptions(gates=gates))
+        rc.MemoryLayer(16, 2, recipe, LayerOptions(gate_options=gates))
     assert says in str(found.value)
     assert "\n" not in str(found.value)
 
 
 def test_options_name_the_units_there_are() -> None:
-    with pytest.raises(rc.RecipeError, match="'share', 'rms'"):
+    with pytest.raises(rc.RecipeError, match="'stability_limit', 'value_rms'"):
         GateOptions(unit="percent")
 
 
 @pytest.mark.parametrize("V", [4, 64])
 @pytest.mark.parametrize("init", [None, 2.0, (1.0, 3.0)])
 def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...] | None) -> None:
-    """unit="rms": √V, whatever the width; errors of such values lie on the same side of it."""
+    """unit="value_rms": √V, whatever the width; errors of such values lie on one side of it."""
     recipe = rc.Recipe(bias=rc.bias.Huber(), memory=rc.memory.MLP())
-    gates = {"threshold": GateOptions(unit="rms", source="fixed", init=init)}
-    layer = rc.MemoryLayer(8, 2, recipe, LayerOptions(gates=gates), value_dim=V, head_dim=V)
-    found = layer.associations(torch.randn(1, 3, 8)).gates["threshold"]
+    gates = {"threshold": GateOptions(unit="value_rms", source="constant", init=init)}
+    layer = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options=gates), value_dim=V, head_dim=V)
+    found = layer.memory_inputs(torch.randn(1, 3, 8)).gates["threshold"]
     expected = torch.tensor(init if isinstance(init, tuple) else (1.0 if init is None else init,))
     torch.testing.assert_close(found, (V**0.5 * expected).expand(1, 3, 2))
 
 
 @pytest.mark.parametrize("squash", ["softplus", "celu"])
-@pytest.mark.parametrize("source", ["learned", "fixed"])
+@pytest.mark.parametrize("source", ["learned", "constant"])
 def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
-    """unit="mean": o begins at p/place, and what p is bounded by bounds τ place by place."""
+    """unit="batch_mean": o begins at p/place, and what p is bounded by bounds τ place by place."""
     recipe, place = rc.Recipe(memory=DEEP, algorithm=AVERAGED), torch.arange(1.0, 9.0)
-    options = {"unit": "mean", "source": source, "squash": squash, "low": -0.8}
+    options = {"unit": "batch_mean", "source": source, "activation": squash, "low": -0.8}
     x = tokens(8)
     for init in (0.0, 0.5, (-0.8, 1.0)):
         offset = GateOptions(**options, init=init)  # type: ignore[arg-type]
-        made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gates={"offset": offset}))
-        found = made.associations(x).params["offset"]
+        made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
+        found = made.memory_inputs(x).params["offset"]
         p = torch.tensor(init).expand(2)[:, None]
         # The inverse goes out to 1e-4 of its end.
         torch.testing.assert_close(found, p / place, atol=1e-4, rtol=1e-5)
@@ -273,14 +291,14 @@ def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
 def test_what_is_bounded_below_alone_is_free_above() -> None:
     """squash="celu": a correction moves as a parameter does, but for its way down."""
     recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
-    offset = GateOptions(unit="mean", squash="celu", low=-0.8)
-    made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gates={"offset": offset}))
+    offset = GateOptions(unit="batch_mean", activation="celu", low=-0.8)
+    made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
     bias, place = made.params["offset"].bias, torch.arange(1.0, 9.0)
     assert isinstance(bias, torch.nn.Parameter) and not bias.any()
     for moved in (0.3, -0.3):
         with torch.no_grad():
             bias.fill_(moved)
-        found = made.associations(tokens(8)).params["offset"]
+        found = made.memory_inputs(tokens(8)).params["offset"]
         end = 0.8 / place
         below = end * ((-0.3 / end).exp() - 1)
         torch.testing.assert_close(found, (bias if moved > 0 else below.expand(2, 8)).detach())
@@ -288,23 +306,23 @@ def test_what_is_bounded_below_alone_is_free_above() -> None:
 
 @pytest.mark.parametrize("bad", [{}, {"low": 0.0}, {"low": -0.8, "high": 1.0}])
 def test_a_celu_without_a_lower_end_is_refused(bad: dict[str, float]) -> None:
-    offset = GateOptions(unit="mean", squash="celu", **bad)  # type: ignore[arg-type]
+    offset = GateOptions(unit="batch_mean", activation="celu", **bad)  # type: ignore[arg-type]
     recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
     with pytest.raises(rc.RecipeError, match="give it low, and no high"):
-        rc.MemoryLayer(8, 2, recipe, LayerOptions(gates={"offset": offset}))
+        rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
 
 
 @pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
 def test_no_place_of_a_batch_falls_silent(name: str) -> None:
     """Where τ was 0 before, beyond −1/place, it keeps a fifth of the mean, and a gradient."""
-    made = rc.zoo.get(name).build(d_model=16, heads=2)
+    made = rc.zoo.get(name).build(d_model=16, num_heads=2)
     bias = made.params["offset"].bias
     assert isinstance(bias, torch.nn.Parameter)
     with torch.no_grad():
         bias.sub_(0.3)
     x = tokens(length=16)
     place = torch.arange(1.0, 17.0)
-    tau = 1 / place + made.associations(x).params["offset"]
+    tau = 1 / place + made.memory_inputs(x).params["offset"]
     assert (tau * place > 0.2 - 1e-6).all() and (tau[:, 0] > 0.5).all()
     made(x)[0].square().sum().backward()
     assert bias.grad is not None and (bias.grad != 0).all()
@@ -318,9 +336,9 @@ def test_an_inner_norm_begins_as_long_as_the_key(norm: str, length: float, kind:
     made = rc.MemoryLayer(32, 2, recipe, LayerOptions(qk_norm=norm))
     x = tokens(32)
     with torch.no_grad():
-        found = made.associations(x)
+        found = made.memory_inputs(x)
         params = {**found.params}
-        y = rc.read(recipe, found.k, init=made.initial_memory, params=params)
+        y = rc.read(recipe, found.k, initial_memory=made.initial_memory, params=params)
     torch.testing.assert_close(found.k.norm(dim=-1), torch.full(found.k.shape[:-1], length))
     added = (y - found.k).norm(dim=-1)
     torch.testing.assert_close(added, torch.full_like(added, length), rtol=1e-3, atol=1e-3)
@@ -331,7 +349,7 @@ def test_an_inner_norm_that_nothing_is_beside_begins_at_one() -> None:
     for memory, qk_norm in ((apart, "l2"), (rc.memory.MLP(norm="layer"), "none")):
         made = rc.MemoryLayer(32, 2, rc.Recipe(memory=memory), LayerOptions(qk_norm=qk_norm))
         assert (made.params["norm_weight"].initial() == 1).all()
-    given = LayerOptions(gates={"norm_weight": GateOptions(init=0.5)})
+    given = LayerOptions(gate_options={"norm_weight": GateOptions(init=0.5)})
     made = rc.MemoryLayer(32, 2, rc.Recipe(memory=rc.memory.MLP(norm="layer")), given)
     assert (made.params["norm_weight"].initial() == 0.5).all()
 
@@ -340,7 +358,7 @@ def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
     """1,128 monomials are as long together as the 46 channels they are made of."""
     torch.manual_seed(0)
     lifted = rc.Recipe(memory=rc.memory.MLP(expansion=16), features=rc.features.Polynomial())
-    plain = lifted.but(features=rc.features.Identity())
+    plain = lifted.replace(features=rc.features.Identity())
     stds = []
     for recipe in (plain, lifted):
         maps = rc.MemoryLayer(46, 1, recipe).initial_memory
@@ -354,16 +372,16 @@ def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
 def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.Memory) -> None:
     """But for its residual; what is written is read, and every map learns from the start."""
     recipe = rc.Recipe(memory=memory, algorithm=NORMALISED)
-    made = rc.MemoryLayer(16, 2, recipe, LayerOptions(gates=SHARE, last_map=0.0))
+    made = rc.MemoryLayer(16, 2, recipe, LayerOptions(gate_options=SHARE, last_map_init_scale=0.0))
     maps = made.initial_memory
     assert maps is not None
     assert all(weight.any() for weight in maps[:-1])
     assert not maps[-1].any()
     x = tokens()
-    found = made.associations(x)
-    silent = rc.read(recipe, found.k, init=maps, params=found.params)
+    found = made.memory_inputs(x)
+    silent = rc.read(recipe, found.k, initial_memory=maps, params=found.params)
     torch.testing.assert_close(silent, found.k, rtol=0, atol=0)
-    numbers = {"gates": found.gates, "params": found.params, "init": maps}
+    numbers = {"gates": found.gates, "params": found.params, "initial_memory": maps}
     y, _ = rc.recall(recipe, found.k, found.k, found.v, **numbers)
     assert ((y - found.v).norm(dim=-1) < (silent - found.v).norm(dim=-1)).all()
     made(x)[0].square().sum().backward()
@@ -372,17 +390,17 @@ def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.M
 
 @pytest.mark.parametrize("recipe", [rc.Recipe(), rc.zoo.get("deep_transformer").recipe])
 def test_a_last_map_of_what_is_not_made_of_maps_is_refused(recipe: rc.Recipe) -> None:
-    with pytest.raises(rc.RecipeError, match=r"last_map=0\) is about initial weights"):
-        rc.MemoryLayer(16, 2, recipe, LayerOptions(last_map=0.0))
+    with pytest.raises(rc.RecipeError, match=r"last_map_init_scale=0\) is about initial weights"):
+        rc.MemoryLayer(16, 2, recipe, LayerOptions(last_map_init_scale=0.0))
 
 
 def test_a_share_ends_at_the_limit_unless_it_says_where() -> None:
     """A lower end moves no upper end: beyond 1 a repeated association diverges."""
     recipe = rc.Recipe(memory=DEEP, algorithm=NORMALISED)
     for options, ends in (
-        (GateOptions(unit="share"), (0.0, 1.0)),
+        (GateOptions(unit="stability_limit"), (0.0, 1.0)),
         (GateOptions(low=0.1), (0.1, 1.0)),  # an unstated unit is a share here
-        (GateOptions(unit="share", low=0.2, high=2.0), (0.2, 2.0)),
+        (GateOptions(unit="stability_limit", low=0.2, high=2.0), (0.2, 2.0)),
     ):
         made = layer(recipe, lr=options)
-        assert made.gates["lr"].squash.ends == ends
+        assert made.gates["lr"].activation.ends == ends

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.choices.devices import constant, stamp
+from recollect.choices.runtime import cached_constant, version_tag
 from recollect.state.state import State, join_states
 
 RECIPES = {
@@ -20,7 +20,7 @@ RECIPES = {
 
 
 def run(recipe: rc.Recipe, T: int, state: State | None = None, **more: torch.Tensor) -> State:
-    n = recipe.associations
+    n = recipe.associations_per_token
     shape = (2, T, 1, n, 4) if n > 1 else (2, T, 1, 4)
     k = torch.nn.functional.normalize(torch.randn(shape), dim=-1)
     gates = {}
@@ -37,9 +37,9 @@ def run(recipe: rc.Recipe, T: int, state: State | None = None, **more: torch.Ten
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_rows_in_step(recipe: rc.Recipe) -> None:
     state = run(recipe, 5)
-    assert state.seen == 5
+    assert state.host_position == 5
     state = run(recipe, 1, state)
-    assert state.seen == 6 == int(state.position[0])
+    assert state.host_position == 6 == int(state.position[0])
     for other in (
         state.detach(),
         state.select(torch.tensor([1, 1, 0])),
@@ -48,50 +48,50 @@ def test_rows_in_step(recipe: rc.Recipe) -> None:
         State.from_dict(state.to_dict()),
         join_states([state, state]),
     ):
-        assert other.seen == 6
+        assert other.host_position == 6
         assert set(other.position.tolist()) == {6}
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_rows_that_differ_have_no_number(recipe: rc.Recipe) -> None:
     state = run(recipe, 5)
-    assert state.reset(torch.tensor([True, False])).seen is None
+    assert state.reset(torch.tensor([True, False])).host_position is None
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     padded = run(recipe, 5, attention_mask=mask)
-    assert padded.seen is None
-    assert run(recipe, 1, padded).seen is None
-    assert State.from_dict(padded.to_dict()).seen is None
-    assert join_states([state, run(recipe, 4)]).seen is None
+    assert padded.host_position is None
+    assert run(recipe, 1, padded).host_position is None
+    assert State.from_dict(padded.to_dict()).host_position is None
+    assert join_states([state, run(recipe, 4)]).host_position is None
 
 
 def test_a_position_that_somebody_else_wrote_is_not_known() -> None:
     state = run(RECIPES["matrix"], 5)
-    assert dataclasses.replace(state, weights=state.weights).seen == 5
-    assert dataclasses.replace(state, position=torch.tensor([7, 9])).seen is None
+    assert dataclasses.replace(state, weights=state.weights).host_position == 5
+    assert dataclasses.replace(state, position=torch.tensor([7, 9])).host_position is None
 
 
 def test_rows_kept_by_key_may_start_anew_from_nothing() -> None:
     recipe = RECIPES["rows by key"]
     state = run(recipe, 5).reset(torch.tensor([True, False]))
-    assert state.dual is not None
-    assert state.dual.mask.sum(1).tolist() == [0, 5]
+    assert state.kernel_rows is not None
+    assert state.kernel_rows.mask.sum(1).tolist() == [0, 5]
 
 
 def test_a_stamp_changes_with_what_it_stands_for() -> None:
     weight, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    first = stamp([weight, other])
+    first = version_tag([weight, other])
     assert first is not None
-    assert stamp([weight, other]) == first
+    assert version_tag([weight, other]) == first
     with torch.no_grad():
         weight.add_(1.0)
-    second = stamp([weight, other])
+    second = version_tag([weight, other])
     assert second not in (first, None)
-    assert stamp([other, weight]) != second
-    serials = {stamp([torch.zeros(1)]) for _ in range(100)}
+    assert version_tag([other, weight]) != second
+    serials = {version_tag([torch.zeros(1)]) for _ in range(100)}
     assert len(serials) == 100, "memory that is used again is no name"
     with torch.inference_mode():
         made = torch.zeros(3)
-    assert stamp([made]) is None
+    assert version_tag([made]) is None
 
 
 def test_a_constant_is_made_once_and_for_all_modes() -> None:
@@ -102,19 +102,19 @@ def test_a_constant_is_made_once_and_for_all_modes() -> None:
         return torch.arange(size, dtype=torch.float64)
 
     with torch.inference_mode(), torch.device("meta"):
-        first = constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
-    second = constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
+        first = cached_constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
+    second = cached_constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
     assert first is second
     assert made == [3]
     assert first.tolist() == [0.0, 1.0, 2.0]
     assert not first.is_inference()
-    meta = constant(ramp, 3, device=torch.device("meta"))
+    meta = cached_constant(ramp, 3, device=torch.device("meta"))
     assert meta.is_meta
-    assert constant(ramp, 3, device=torch.device("meta")) is not meta, "it holds no numbers"
+    assert cached_constant(ramp, 3, device=torch.device("meta")) is not meta, "it holds no numbers"
 
 
 @pytest.mark.parametrize(
-    "name", ["written_by_x", "ones_of_mine", "position2", "log_scale.0", "sizess"]
+    "name", ["recipe_id_x", "normalizer_of_mine", "position2", "log_scale.0", "sizess"]
 )
 def test_a_saved_state_has_no_names_that_only_begin_like_its_own(name: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 1, 4)
@@ -123,15 +123,34 @@ def test_a_saved_state_has_no_names_that_only_begin_like_its_own(name: str) -> N
     flat = state.to_dict()
     with pytest.raises(ValueError, match=f"{name!r} is no part of a recollect state"):
         rc.State.from_dict({**flat, name: torch.zeros(1)})
-    with pytest.raises(ValueError, match="'written_by' of a state must be text"):
-        rc.State.from_dict({**flat, "written_by": torch.zeros(0, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match="'recipe_id' of a state must be text"):
+        rc.State.from_dict({**flat, "recipe_id": torch.zeros(0, dtype=torch.uint8)})
 
 
 LAYERS = {
     **{name: rc.MemoryLayer(8, 2, recipe) for name, recipe in RECIPES.items()},
     "titans": rc.MemoryLayer(8, 2, "titans"),
-    "chain": rc.blocks.build(rc.blocks.Chain("gla", "softmax_attention"), 8, 2),
+    "chain": rc.blocks.build(rc.blocks.Sequential("gla", "softmax_attention"), 8, 2),
 }
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_states_are_compared_by_identity_and_hashed(name: str) -> None:
+    _, state = LAYERS[name](torch.randn(1, 5, 8))
+    other = state.detach()
+    assert state == state and state != other
+    assert len({state, other, state}) == 2
+
+
+def test_parts_of_a_state_are_compared_by_identity_and_hashed() -> None:
+    buffer = run(RECIPES["attention"], 5).buffer
+    rows = run(RECIPES["rows by key"], 5).kernel_rows
+    one = torch.ones(1, 1, 2, 2)
+    step = rc.algorithm.Step(gradient=one, write=None, lr=one, momentum=one, count=one)
+    assert buffer is not None and rows is not None
+    for part in (buffer, rows, step):
+        assert part == part and part != dataclasses.replace(part)
+        assert len({part, part}) == 1
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -16,11 +16,11 @@ from tests.contracts import outside
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.fields import Param
 from recollect.choices.member import Member
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply
 from recollect.engines import select
+from recollect.fields import Param
 from recollect.recipe.recipe import CHOICES
 
 Values = Mapping[str, Tensor]
@@ -56,9 +56,9 @@ def test_a_member_written_outside_of_the_package_passes(cls: type[Member]) -> No
 
 
 def test_a_report_lists_what_was_checked_and_what_was_skipped() -> None:
-    report = rc.testing.check_member(rc.bias.L2, count=2)
+    report = rc.testing.check_member(rc.bias.L2, count=3)
     names = {check.name for check in report.passed}
-    assert "affine and separable are true of error" in names
+    assert "affine is true of error" in names
     assert any(name.startswith("error is autograd's gradient of loss") for name in names)
     assert "engine linear agrees with the reference" in names
     skipped = {check.skipped for check in report.skipped}
@@ -69,7 +69,7 @@ def test_a_report_lists_what_was_checked_and_what_was_skipped() -> None:
     # A bias without an affine error skips what L2 passes.
     huber = rc.testing.check_member(rc.bias.Huber, count=1)
     reasons = {check.name: check.skipped for check in huber.checks}
-    assert reasons["affine and separable are true of error"] == "it declares neither"
+    assert reasons["affine is true of error"] == "it declares affine=None"
 
 
 @pytest.mark.parametrize("name", ["delta_net", "softmax_attention", "titans"])
@@ -83,7 +83,9 @@ def test_an_engine_passes(engine: select.Engine) -> None:
         "linear": [rc.Recipe(), rc.Recipe(retention=rc.retention.Decay(per="value"))],
         "least_squares": [rc.zoo.get("rls").recipe],
         "kernel": [rc.zoo.get("softmax_attention").recipe],
-        "deep": [rc.zoo.get("titans").recipe.but(algorithm=rc.algorithm.Momentum(batch=3))],
+        "deep": [
+            rc.zoo.get("titans").recipe.replace(algorithm=rc.algorithm.Momentum(batch_size=3))
+        ],
     }
     others = [recipe for name in recipes for recipe in recipes[name] if name != engine.name]
     rc.testing.check_engine(engine, recipes=[*recipes[engine.name], *others], least=1)
@@ -114,7 +116,7 @@ def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:
         """The page's bias, and what it says of it."""
 
         affine = (1.0, 1.0)
-        corner: float | str = rc.quantity("token", above=0, init=0.5)
+        corner: float | str = rc.quantity("input", above=0, init=0.5)
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return ((prediction - value).square() + gates["corner"].square()).sqrt().sum(-1)
@@ -172,7 +174,7 @@ def test_a_rate_per_value_channel_that_acts_per_head() -> None:
     class Averaged(rc.algorithm.Algorithm):
         """Descent whose rates per value channel are averaged."""
 
-        lr: float | str = rc.quantity("token", at_least=0, init=0.5, axes=("V",))
+        lr: float | str = rc.quantity("input", at_least=0, init=0.5, axes=("V",), role="rate")
 
         def update(
             self, slots: Values, step: rc.algorithm.Step
@@ -187,7 +189,7 @@ def test_a_number_per_value_channel_of_which_one_is_read() -> None:
     class Narrow(rc.bias.Bias):
         """½ s_1 ‖e‖²."""
 
-        strength: float | str = rc.quantity("token", at_least=0, init=1.0, axes=("V",))
+        strength: float | str = rc.quantity("input", at_least=0, init=1.0, axes=("V",))
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             strength = gates["strength"][..., :1]
@@ -220,19 +222,23 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
         """W1 relu(W2 x), which says tanh."""
 
         @property
-        def chain(self) -> str:
+        def chain_activation(self) -> str:
             return "tanh"
 
         def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
             return (
-                LinearMap(name="W2", out=3, inp=F, first=True, last=False),
-                LinearMap(name="W1", out=V, inp=3, first=False, last=True),
+                LinearMap(
+                    name="W2", out_features=3, in_features=F, reads_features=True, is_output=False
+                ),
+                LinearMap(
+                    name="W1", out_features=V, in_features=3, reads_features=False, is_output=True
+                ),
             )
 
-        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return apply(1, torch.relu(apply(0, x)))
 
-    caught(NoChainAtAll, "declares chain='tanh'")
+    caught(NoChainAtAll, "declares chain_activation='tanh'")
 
 
 def test_a_memory_that_says_layer_norm_and_has_another() -> None:
@@ -241,11 +247,11 @@ def test_a_memory_that_says_layer_norm_and_has_another() -> None:
         """w ⊙ (W x − its mean) + b, which says that it is divided by its deviation too."""
 
         @property
-        def chain(self) -> str:
+        def chain_activation(self) -> str:
             return "identity"
 
         @property
-        def last_norm(self) -> str:
+        def output_norm(self) -> str:
             return "layer"
 
         def params(self) -> tuple[Param, ...]:
@@ -255,12 +261,16 @@ def test_a_memory_that_says_layer_norm_and_has_another() -> None:
             )
 
         def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+            return (
+                LinearMap(
+                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
+                ),
+            )
 
-        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
-            return self.finish(apply(0, x), raw, params)
+        def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return self.output_map(apply(0, x), raw, params)
 
-        def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+        def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
             weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
             return weight * (z - z.mean(-1, keepdim=True)) + shift
 
@@ -273,20 +283,24 @@ def test_a_memory_whose_layer_norm_has_no_weights() -> None:
         """LN(W x), which says that it has a weight and a bias."""
 
         @property
-        def chain(self) -> str:
+        def chain_activation(self) -> str:
             return "identity"
 
         @property
-        def last_norm(self) -> str:
+        def output_norm(self) -> str:
             return "layer"
 
         def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+            return (
+                LinearMap(
+                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
+                ),
+            )
 
-        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
-            return self.finish(apply(0, x), raw, params)
+        def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return self.output_map(apply(0, x), raw, params)
 
-        def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+        def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
             return torch.nn.functional.layer_norm(z, z.shape[-1:], eps=1e-6)
 
     caught(Weightless, "declares last_norm='layer', and has no params norm_weight and norm_bias")
@@ -297,19 +311,23 @@ def test_a_memory_that_hides_its_end() -> None:
     class Hidden(rc.memory.Stack):
         """tanh(W x), which says that nothing follows the map."""
 
-        finishes = False
+        has_output_map = False
 
         @property
-        def chain(self) -> str:
+        def chain_activation(self) -> str:
             return "identity"
 
         def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+            return (
+                LinearMap(
+                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
+                ),
+            )
 
-        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return torch.tanh(apply(0, x))
 
-        def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+        def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
             return torch.tanh(z)
 
     caught(Hidden, "declares finishes=False")
@@ -321,7 +339,7 @@ def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
     class Based(rc.memory.Stack):
         """(W + U) x beside a name that is not U's."""
 
-        bases = named
+        base_params = named
 
         def params(self) -> tuple[rc.Param, ...]:
             axes = {"fixed": ("V", "F"), "turned": ("heads",)}
@@ -334,9 +352,13 @@ def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
             return {"heads": V * F}
 
         def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+            return (
+                LinearMap(
+                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
+                ),
+            )
 
-        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return apply(0, x) + x @ params["fixed"][:, None].mT + 0 * params["turned"].sum()
 
     caught(Based, "there has to be a param of its shape for every map")
@@ -362,13 +384,13 @@ def test_a_memory_that_says_zeros_learn_and_they_do_not() -> None:
 
 @pytest.mark.parametrize("kind", ["gate", "param"])
 def test_a_number_that_is_declared_and_never_read(kind: str) -> None:
-    given = "token" if kind == "gate" else "static"
+    given = "input" if kind == "gate" else "learned"
 
     @rc.member
     class Deaf(rc.bias.Bias):
         """½‖e‖², and a scale that stays unread."""
 
-        scale: float | str = rc.quantity(given, kinds=(given,), above=0, init=1.0)
+        scale: float | str = rc.quantity(given, sources=(given,), above=0, init=1.0)
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return 0.5 * (prediction - value).square().sum(-1)
@@ -382,13 +404,13 @@ def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
         """W = tanh(A), and says W = A."""
 
         @property
-        def linked(self) -> bool:
+        def has_link(self) -> bool:
             return False
 
         def link(self, A: Tensor, gates: Values) -> Tensor:
             return torch.tanh(A)
 
-    caught(Quiet, "declares linked=False, which is W = A, and its link is not the identity")
+    caught(Quiet, "declares has_link=False, which is W = A, and its link is not the identity")
 
 
 def test_a_loss_that_says_it_is_least_elsewhere() -> None:
@@ -409,12 +431,12 @@ def test_a_link_that_is_steeper_than_it_says() -> None:
     class Steep(rc.retention.Retention):
         """W = 3 A."""
 
-        steepest = 1.0
+        link_lipschitz = 1.0
 
         def link(self, A: Tensor, gates: Values) -> Tensor:
             return 3 * A
 
-    caught(Steep, "declares steepest=1, and its link moves W 3 times as far as A")
+    caught(Steep, "declares link_lipschitz=1, and its link moves W 3 times as far as A")
 
 
 def test_a_gain_that_differs_from_its_factors() -> None:
@@ -422,7 +444,7 @@ def test_a_gain_that_differs_from_its_factors() -> None:
     class Hasty(rc.retention.Retention):
         """Nothing of the map's inputs in its short form."""
 
-        def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
+        def rank_one_step_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
             return delta.square().sum(-1)
 
     caught(Hasty, "rank_one_gain of δ and h is not the gain of δhᵀ")
@@ -434,7 +456,7 @@ def test_a_retention_that_says_additive_and_is_not() -> None:
         """A_t = A/2 + step, and says that nothing is done to A."""
 
         @property
-        def additive(self) -> bool:
+        def is_additive(self) -> bool:
             return True
 
         def advance(
@@ -442,7 +464,7 @@ def test_a_retention_that_says_additive_and_is_not() -> None:
         ) -> Tensor:
             return 0.5 * A + step
 
-    caught(Rebuilt, "declares additive")
+    caught(Rebuilt, "declares is_additive")
 
 
 def test_an_algorithm_that_says_momentum_and_takes_another_step() -> None:
@@ -450,11 +472,11 @@ def test_an_algorithm_that_says_momentum_and_takes_another_step() -> None:
     class Eased(rc.algorithm.Algorithm):
         """Nesterov's step, which says that it is plain momentum."""
 
-        lr: float | str = rc.quantity("token", at_least=0, init=0.3)
-        momentum: float | str = rc.quantity(0.5, at_least=0, below=1, init=0.5)
+        lr: float | str = rc.quantity("input", at_least=0, init=0.3, role="rate")
+        momentum: float | str = rc.quantity(0.5, at_least=0, below=1, init=0.5, role="momentum")
 
         slots = ("momentum",)
-        momentum_of = "gradient"
+        recursion = "gradient"
 
         def update(
             self, slots: Values, step: rc.algorithm.Step
@@ -463,7 +485,7 @@ def test_an_algorithm_that_says_momentum_and_takes_another_step() -> None:
             S = step.momentum * slots["momentum"] + push
             return {"momentum": S}, step.momentum * S + push
 
-    caught(Eased, "declares momentum_of='gradient'")
+    caught(Eased, "declares recursion='gradient'")
 
 
 def test_a_feature_map_of_another_width_than_it_says() -> None:
@@ -474,7 +496,7 @@ def test_a_feature_map_of_another_width_than_it_says() -> None:
         def phi(self, x: Tensor, params: Values, side: str, position: Tensor) -> Tensor:
             return torch.cat([x, x.square()], dim=-1)
 
-    caught(Wider, r"F = dim\(4\) = 4, here .* and not \(1, 3, 1, 2, 8\)")
+    caught(Wider, r"declares dim\(4\) = 4, and phi gives 8 features")
 
 
 def test_a_kernel_that_says_definite_and_is_not() -> None:
@@ -482,13 +504,13 @@ def test_a_kernel_that_says_definite_and_is_not() -> None:
     class Indefinite(rc.features.Kernel):
         """κ = −‖q − k‖²."""
 
-        definite = True
+        is_positive_definite = True
 
         def kappa(self, q: Tensor, k: Tensor) -> Tensor:
             lengths = q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2)
             return 2 * q @ k.transpose(-1, -2) - lengths
 
-    caught(Indefinite, "declares definite, and κ has the eigenvalue")
+    caught(Indefinite, "declares is_positive_definite, and κ has the eigenvalue")
 
 
 def test_a_context_that_says_hard_and_is_not() -> None:
@@ -498,7 +520,7 @@ def test_a_context_that_says_hard_and_is_not() -> None:
     class Soft(rc.context.Context):
         """Weighs by age, and says 0 or 1."""
 
-        restricts = True
+        is_restriction = True
 
         @property
         def horizon(self) -> None:
@@ -506,12 +528,12 @@ def test_a_context_that_says_hard_and_is_not() -> None:
 
         def over(self, visible: VisibleAssociations) -> ContextWeights:
             def log(queries: slice, keys: slice) -> Tensor:
-                age = visible.where[:, queries, None] - visible.position[:, None, keys]
+                age = visible.query_position[:, queries, None] - visible.position[:, None, keys]
                 return -age.clamp_min(0).to(visible.q.dtype)[:, None, None]
 
-            return ContextWeights(log=log, hard=True)
+            return ContextWeights(log=log, is_binary=True)
 
-    caught(Soft, "declares hard weights")
+    caught(Soft, "declares binary weights")
 
 
 def test_a_loss_that_fails_names_its_member() -> None:
@@ -537,7 +559,7 @@ def test_a_preset_whose_layer_is_not_causal() -> None:
         name: str = "backwards"
         recipe: rc.Recipe = dataclasses.field(default_factory=rc.Recipe)
 
-        def build(self, d_model: int, heads: int) -> torch.nn.Module:
+        def build(self, d_model: int, num_heads: int) -> torch.nn.Module:
             return Backwards()
 
     with pytest.raises(AssertionError, match="preset backwards: a layer's outputs in inference"):

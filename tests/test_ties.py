@@ -58,7 +58,7 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
         (
             {"target": "log_decay", "source": "lr", "rule": "variance"},
             {"retention": Decay()},
-            "follows a decay",
+            "needs a decay as source",
         ),
         (
             {"target": "log_decay", "source": "lr", "rule": "diagonal"},
@@ -72,7 +72,7 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
         ),
         (
             {"target": "lr", "source": "k", "rule": "implicit"},
-            {"algorithm": GD(steps=2)},
+            {"algorithm": GD(updates_per_token=2)},
             "one association per token",
         ),
     ],
@@ -95,13 +95,17 @@ def test_ties_follow_what_was_tied_before() -> None:
 @pytest.mark.parametrize(
     ("options", "choices", "says"),
     [
-        ({"phase": "input"}, {"memory": rc.memory.MLP()}, "linear memory"),
-        ({"phase": "input"}, {"features": rc.features.EluPlusOne()}, "features.Identity"),
-        ({"phase": "input"}, {"bias": DOT, "retention": Decay(per="entry")}, "pairs of channels"),
-        ({"phase": "input"}, {"memory": rc.memory.Vector(), "bias": DOT}, "qk='ones'"),
-        ({"phase": "input", "qk": "ones"}, {"memory": rc.memory.Vector()}, "DotProduct"),
-        ({"skip": True}, {"algorithm": GD(steps=2)}, "one association per token"),
-        ({"qk": "ones"}, {"algorithm": GD(steps=2)}, "one association per token"),
+        ({"complex_decay": "input"}, {"memory": rc.memory.MLP()}, "linear memory"),
+        ({"complex_decay": "input"}, {"features": rc.features.EluPlusOne()}, "features.Identity"),
+        (
+            {"complex_decay": "input"},
+            {"bias": DOT, "retention": Decay(per="entry")},
+            "pairs of channels",
+        ),
+        ({"complex_decay": "input"}, {"memory": rc.memory.Vector(), "bias": DOT}, "qk='ones'"),
+        ({"complex_decay": "input", "qk": "ones"}, {"memory": rc.memory.Vector()}, "DotProduct"),
+        ({"value_skip": True}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
+        ({"qk": "ones"}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
     ],
 )
 def test_options_that_this_recipe_does_not_allow(
@@ -113,15 +117,21 @@ def test_options_that_this_recipe_does_not_allow(
 
 def test_angles_need_pairs() -> None:
     with pytest.raises(rc.RecipeError, match="even size, not 3"):
-        MemoryLayer(8, 2, rc.Recipe(), LayerOptions(phase="input"), head_dim=3)
-    options = LayerOptions(gates={"decay": GateOptions(schedule="xpos")})
+        MemoryLayer(8, 2, rc.Recipe(), LayerOptions(complex_decay="input"), head_dim=3)
+    options = LayerOptions(gate_options={"decay": GateOptions(init_schedule="xpos")})
     with pytest.raises(rc.RecipeError, match="even number of channels"):
-        build(options, retention=Decay(rate="static"))
+        build(options, retention=Decay(alpha="learned"))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("phase", "sometimes"), ("shift", "left"), ("qk", "twos"), ("skip", 1), ("key_dim", 0)],
+    [
+        ("complex_decay", "sometimes"),
+        ("token_shift", "left"),
+        ("qk", "twos"),
+        ("value_skip", 1),
+        ("key_dim", 0),
+    ],
 )
 def test_options_of_the_wrong_kind(field: str, value: object) -> None:
     with pytest.raises(rc.RecipeError, match=field):
@@ -138,10 +148,10 @@ def test_options_survive_json(name: str) -> None:
 
 def test_factored_decays_fit_what_can_keep_their_factors_apart() -> None:
     with pytest.raises(rc.RecipeError, match="per channel or entry"):
-        Decay(rate="factored")
-    with pytest.raises(rc.RecipeError, match="keeps its factors apart"):
-        rc.Recipe(bias=rc.bias.Huber(), retention=Decay(per="entry", rate="factored"))
-    deep = rc.Recipe(memory=rc.memory.MLP(), retention=Decay(per="value", rate="factored"))
+        Decay(alpha="input_scaled")
+    with pytest.raises(rc.RecipeError, match="keeps its factors separate"):
+        rc.Recipe(bias=rc.bias.Huber(), retention=Decay(per="entry", alpha="input_scaled"))
+    deep = rc.Recipe(memory=rc.memory.MLP(), retention=Decay(per="value", alpha="input_scaled"))
     assert {gate.name for gate in deep.gates()} >= {"log_decay"}
     assert {param.name for param in deep.params()} == {"decay_scale"}
 
@@ -150,13 +160,13 @@ def test_angles_of_grouped_heads_turn_with_their_memory() -> None:
     """Two query heads on one memory: the same as two memories with equal weights."""
     torch.manual_seed(0)
     preset = rc.zoo.get("gateloop")
-    options = replace(preset.options, conv=0)
-    shared = MemoryLayer(8, 2, preset.recipe, options, kv_heads=1).double()
+    options = replace(preset.options, conv_size=0)
+    shared = MemoryLayer(8, 2, preset.recipe, options, num_kv_heads=1).double()
     full = MemoryLayer(8, 2, preset.recipe, options).double()
     weights = shared.state_dict()
     for key, value in list(weights.items()):
         if key == "qkv.weight":
-            q, k, v = value.split(shared.sizes)
+            q, k, v = value.split(shared.qkv_sizes)
             weights[key] = torch.cat([q, k, k, v, v])
         elif key.startswith(("gates.", "phase.")) and not key.endswith("down"):
             weights[key] = torch.cat([value, value])

@@ -20,7 +20,7 @@ PRESETS = (
 
 def loop(layer: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Every entry by a new memory of the prefix, read at one key alone."""
-    inputs, n = layer.associations(x), layer.recipe.associations
+    inputs, n = layer.memory_inputs(x), layer.recipe.associations_per_token
     k = inputs.k if n > 1 else inputs.k.unsqueeze(3)
     v = inputs.v if n > 1 else inputs.v.unsqueeze(3)
     tokens, heads = x.shape[1], v.shape[2]
@@ -33,8 +33,8 @@ def loop(layer: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
             *(inputs.q[:, : t + 1], inputs.k[:, : t + 1], inputs.v[:, : t + 1]),
             prefix,
             params=inputs.params,
-            init=layer.initial_memory,
-            method="reference",
+            initial_memory=layer.initial_memory,
+            engine="reference",
         )
         for s in range(n * (t + 1)):
             token = {"tau": t}  # the threshold of the memory after t; other gates are the query's
@@ -55,7 +55,7 @@ def loop(layer: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_trace_is_a_loop_over_prefixes(name: str) -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=12, heads=2)
+    layer = rc.zoo.get(name).build(d_model=12, num_heads=2)
     x = torch.randn(1, T, 12)
     with torch.no_grad():
         cosine, error = loop(layer, x)
@@ -69,9 +69,9 @@ def test_attention_to_the_nearest_of_three_keys_returns_the_last_three_values() 
     torch.manual_seed(0)
     recipe = rc.Recipe(
         memory=rc.memory.LocalConstant(),
-        context=rc.context.Similar(
+        context=rc.context.KernelWeighted(
             kernel=rc.features.Exponential(temperature=1e-3),
-            within=(rc.context.Window(size=3, gated=False),),
+            restrictions=(rc.context.Window(size=3, gated=False),),
         ),
         retention=rc.retention.Keep(),
         algorithm=rc.algorithm.Analytic(),
@@ -119,7 +119,7 @@ def test_a_model_is_traced_on_a_text_with_its_words() -> None:
 
 def test_a_trace_is_a_table_data_and_a_picture() -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get("delta_product").build(d_model=8, heads=2)
+    layer = rc.zoo.get("delta_product").build(d_model=8, num_heads=2)
     result = rc.trace(layer, torch.randn(1, 3, 8), tokens=["the", "old", "map"])
     lines = str(result).splitlines()
     assert lines[0] == "2 heads, 3 tokens"
@@ -134,7 +134,7 @@ def test_a_trace_is_a_table_data_and_a_picture() -> None:
     assert data["relative_error"][2][5][1] == pytest.approx(result.relative_error[2, 5, 1].item())
     assert rc.Recipe.from_dict(data["recipe"]) == layer.recipe
     assert "old 2" in result._repr_html_()
-    single = rc.zoo.get("gla").build(d_model=8, heads=1)
+    single = rc.zoo.get("gla").build(d_model=8, num_heads=1)
     assert str(rc.trace(single, torch.randn(1, 1, 8))).startswith("1 head, 1 token\n")
 
     pytest.importorskip("matplotlib")
@@ -146,11 +146,11 @@ def test_a_trace_is_a_table_data_and_a_picture() -> None:
 
 
 def test_inputs_that_cannot_be_traced_are_one_sentence() -> None:
-    layer = rc.zoo.get("gla").build(d_model=8, heads=2)
+    layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(2, 3, 8)
     model = tiny_model()
     composed = rc.blocks.build(
-        rc.blocks.AsContext("titans", "softmax_attention", segment=2), d_model=8, heads=2
+        rc.blocks.MemoryAsContext("titans", "softmax_attention", segment=2), d_model=8, num_heads=2
     )
     for call, error, message in (
         (lambda: rc.trace(layer, x), ValueError, "one sequence"),

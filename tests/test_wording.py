@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import recollect as rc
-from recollect.wording import word_for, worded
+from recollect.messages import argument_name, renamed_arguments
 
-ROPE = rc.LayerOptions(rope=1e4)
+ROPE = rc.LayerOptions(rope_theta=1e4)
 PRESET = rc.zoo.get("delta_net")
 FEED_FORWARD = rc.zoo.get("ffn_relu")
 
@@ -24,26 +24,29 @@ def refusal(make: Callable[[], object]) -> str:
 
 def test_an_argument_that_a_layer_has_not_is_answered_with_the_nearest() -> None:
     with pytest.raises(
-        TypeError, match=r"^MemoryLayer has no argument 'head'; did you mean 'heads'\?"
+        TypeError, match=r"^MemoryLayer has no argument 'num_head'; did you mean 'num_heads'\?"
     ):
-        rc.MemoryLayer(64, recipe="gla", head=4)  # type: ignore[call-arg]
+        rc.MemoryLayer(64, recipe="gla", num_head=4)  # type: ignore[call-arg]
 
 
 def test_words_nest_and_end() -> None:
-    with worded({"hidden_size": "width", "head_dim": ""}):
-        with worded({"d_model": "hidden_size", "heads": "num_attention_heads"}):
-            assert [word_for("d_model"), word_for("heads")] == ["width", "num_attention_heads"]
-            assert word_for("head_dim") == ""
-            assert word_for("depth", "the depth") == "the depth"
-        assert word_for("d_model") == "d_model"
+    with renamed_arguments({"hidden_size": "width", "head_dim": ""}):
+        with renamed_arguments({"d_model": "hidden_size", "num_heads": "num_attention_heads"}):
+            assert [argument_name("d_model"), argument_name("num_heads")] == [
+                "width",
+                "num_attention_heads",
+            ]
+            assert argument_name("head_dim") == ""
+            assert argument_name("depth", "the depth") == "the depth"
+        assert argument_name("d_model") == "d_model"
 
-    @worded({"heads": "H"})
+    @renamed_arguments({"num_heads": "H"})
     def refuse() -> None:
-        raise ValueError(word_for("heads"))
+        raise ValueError(argument_name("num_heads"))
 
     for _ in range(2):
         assert refusal(refuse) == "H"
-    assert word_for("heads") == "heads"
+    assert argument_name("num_heads") == "num_heads"
 
 
 @pytest.mark.parametrize(
@@ -51,34 +54,35 @@ def test_words_nest_and_end() -> None:
     [
         (
             lambda: rc.MemoryLayer(12, 5, rc.Recipe()),
-            "d_model = 12 is no multiple of heads = 5: choose other sizes, or give head_dim",
+            "d_model = 12 is no multiple of num_heads = 5: choose other sizes, or give head_dim",
         ),
         (
             lambda: PRESET.build(12, 5),
-            "d_model = 12 is no multiple of heads = 5: choose other sizes, or give head_dim",
+            "d_model = 12 is no multiple of num_heads = 5: choose other sizes, or give head_dim",
         ),
         (
             lambda: FEED_FORWARD.build(12, 5, options=rc.zoo.get("ffn_multi_head").options),
-            "d_model = 12 is no multiple of heads = 5: choose other sizes",
+            "d_model = 12 is no multiple of num_heads = 5: choose other sizes",
         ),
-        (lambda: PRESET.build(12, 0), "d_model and heads must be at least 1, not 12 and 0"),
+        (lambda: PRESET.build(12, 0), "d_model and num_heads must be at least 1, not 12 and 0"),
         (
-            lambda: PRESET.build(12, 4, kv_heads=3),
-            "heads = 4 must be a multiple of kv_heads = 3: several query heads share one memory, "
-            "never the other way",
+            lambda: PRESET.build(12, 4, num_kv_heads=3),
+            "num_heads = 4 must be a multiple of num_kv_heads = 3: several query heads share one "
+            "memory, never the other way",
         ),
         (
             lambda: PRESET.build(6, 2, options=ROPE),
-            "LayerOptions(rope=...) turns pairs of channels and needs an even d_model / heads, "
-            "not 3",
+            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even d_model / "
+            "num_heads, not 3",
         ),
         (
             lambda: PRESET.build(8, 2, options=ROPE, head_dim=5),
-            "LayerOptions(rope=...) turns pairs of channels and needs an even head_dim, not 5",
+            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even head_dim, not "
+            "5",
         ),
         (
-            lambda: PRESET.build(8, 2, options=rc.LayerOptions(rope=1e4, key_dim=7)),
-            "LayerOptions(rope=...) turns pairs of channels and needs an even key_dim, not 7",
+            lambda: PRESET.build(8, 2, options=rc.LayerOptions(rope_theta=1e4, key_dim=7)),
+            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even key_dim, not 7",
         ),
     ],
 )
@@ -109,7 +113,7 @@ CONFIGS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: model("softmax_attention", num_attention_heads=4),
-        "LayerOptions(rope=...) turns pairs of channels and needs an even hidden_size / "
+        "LayerOptions(rope_theta=...) turns pairs of channels and needs an even hidden_size / "
         "num_attention_heads, not 3",
     ),
     (
@@ -156,8 +160,8 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
         ),
         (
             {"recipe": "softmax_attention", "width": 12, "heads": 2, "key_dim": 3},
-            "LayerOptions(rope=...) turns pairs of channels and needs an even [model] key_dim, "
-            "not 3",
+            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even [model] "
+            "key_dim, not 3",
         ),
         ({"depth": 10**6}, "[model] depth must be a whole number from 1 to 10,000, not 1000000"),
         (
@@ -234,7 +238,7 @@ def test_a_comparison_says_what_its_sizes_are_called(changes: dict[str, Any], sa
     changes = {**MQAR, **changes}
     chosen = [changes.pop("models", "gla")]
     given = {name: changes.pop(name) for name in ("parameters", "jobs") if name in changes}
-    sizes = {"mqar": DEFAULTS["mqar"].but(**changes)}
+    sizes = {"mqar": DEFAULTS["mqar"].replace(**changes)}
     found = refusal(lambda: rc.compare(chosen, ["mqar"], sizes=sizes, **given))
     assert found.endswith(says.format("", "key_dim"))
 

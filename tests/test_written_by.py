@@ -15,16 +15,16 @@ from tests.misuse.sentences import refuses
 from torch import Tensor
 
 import recollect as rc
-from recollect.recipe.normal_form import differing
+from recollect.recipe.canonical import first_difference
 
 DELTA = rc.Recipe()
 # Each asks for the same numbers and remembers tensors of the same shapes as DELTA.
 OTHERS = {
-    "bias": DELTA.but(bias=rc.bias.Lp(p=3)),
-    "features": DELTA.but(features=rc.features.Relu()),
-    "retention": DELTA.but(retention=rc.retention.Decay(rate=0.5)),
-    "retention, barely": DELTA.but(retention=rc.retention.Decay(rate=0.1234567)),
-    "memory": DELTA.but(memory=rc.memory.Matrix(read=rc.memory.Read(when="before"))),
+    "bias": DELTA.replace(bias=rc.bias.Lp(p=3)),
+    "features": DELTA.replace(features=rc.features.Relu()),
+    "retention": DELTA.replace(retention=rc.retention.Decay(alpha=0.5)),
+    "retention, barely": DELTA.replace(retention=rc.retention.Decay(alpha=0.1234567)),
+    "memory": DELTA.replace(memory=rc.memory.Matrix(read=rc.memory.Read(when="before"))),
 }
 
 
@@ -49,7 +49,7 @@ def test_another_recipe_of_the_same_shape_is_refused(what: str) -> None:
                 lambda go_on=go_on, mine=mine, state=state: go_on(mine, state),
                 "belongs to another recipe",
                 f"its {choice} is ",
-                "or begin without a state",
+                "or start without a state",
                 error=rc.RecipeError,
             )
         _call(theirs, state), _read(theirs, state)
@@ -57,8 +57,8 @@ def test_another_recipe_of_the_same_shape_is_refused(what: str) -> None:
 
 def test_numbers_that_differ_in_their_last_digit_are_said_in_full() -> None:
     state = _call(OTHERS["retention, barely"])
-    near = DELTA.but(retention=rc.retention.Decay(rate=0.12345671))
-    says = ("Decay(rate=0.1234567)", "Decay(rate=0.12345671)")
+    near = DELTA.replace(retention=rc.retention.Decay(alpha=0.12345671))
+    says = ("Decay(alpha=0.1234567)", "Decay(alpha=0.12345671)")
     refuses(lambda: _call(near, state), *says, error=rc.RecipeError)
 
 
@@ -66,7 +66,7 @@ def test_a_layers_state_is_its_recipes() -> None:
     x = torch.randn(1, 3, 8)
     _, state = rc.MemoryLayer(8, 2, DELTA)(x)
     other = rc.MemoryLayer(8, 2, OTHERS["bias"])
-    refuses(lambda: other(x, state), "its bias is L2(), and this one's is Lp", error=ValueError)
+    refuses(lambda: other(x, state), "its bias is L2(), not Lp", error=ValueError)
     refuses(
         lambda: rc.MemoryLayer(8, 4, DELTA)(x, state), "(H, K, V) = (2, 4, 4)", error=ValueError
     )
@@ -74,8 +74,8 @@ def test_a_layers_state_is_its_recipes() -> None:
 
 def test_recipes_that_mean_the_same_go_on_from_each_other() -> None:
     same = [
-        DELTA.but(context=rc.context.Window(size=1, gated=False)),
-        DELTA.but(retention=rc.retention.Lq(q=2)),
+        DELTA.replace(context=rc.context.Window(size=1, gated=False)),
+        DELTA.replace(retention=rc.retention.Lq(q=2)),
         rc.Recipe.from_json(DELTA.to_json()),
         copy.deepcopy(DELTA),
         pickle.loads(pickle.dumps(DELTA)),
@@ -89,8 +89,10 @@ def test_equal_members_have_one_text_and_others_another() -> None:
     texts = {rc.zoo.get(name).recipe.normal_form for name in rc.zoo.names()}
     meanings = {rc.zoo.get(name).recipe.canonical() for name in rc.zoo.names()}
     assert len(texts) == len(meanings) > 40
-    one = DELTA.but(algorithm=rc.algorithm.GradientDescent(lr=1))
-    assert one.normal_form == one.but(algorithm=rc.algorithm.GradientDescent(lr=1.0)).normal_form
+    one = DELTA.replace(algorithm=rc.algorithm.GradientDescent(lr=1))
+    assert (
+        one.normal_form == one.replace(algorithm=rc.algorithm.GradientDescent(lr=1.0)).normal_form
+    )
     for recipe in [rc.zoo.get(name).recipe for name in rc.zoo.names()]:
         assert rc.Recipe.from_json(recipe.normal_form).canonical() == recipe.canonical()
 
@@ -128,7 +130,7 @@ KEEPING: dict[str, Callable[[rc.State], rc.State]] = {
 @pytest.mark.parametrize("what", KEEPING)
 def test_what_is_done_to_a_state_keeps_it(what: str) -> None:
     state = KEEPING[what](_call(DELTA))
-    assert state.written_by == DELTA.normal_form
+    assert state.recipe_id == DELTA.normal_form
     _call(DELTA, state)
     refuses(lambda: _call(OTHERS["bias"], state), "another recipe", error=rc.RecipeError)
 
@@ -147,19 +149,19 @@ def test_documents_and_beams_of_a_model_keep_it() -> None:
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     written = rc.zoo.get("gated_delta_net").recipe.normal_form
-    assert [layer.state.memory.written_by for layer in cache.layers] == [written] * 2
+    assert [layer.state.memory.recipe_id for layer in cache.layers] == [written] * 2
     q = torch.randn(1, 5, 2, 4)
     borders = torch.tensor([0, 1, 5])
     _, state = rc.recall(DELTA, q, q, q, {"lr": torch.rand(1, 5, 2)}, cu_seqlens=borders)
     assert state is not None and state.rows == 2
-    assert state.written_by == DELTA.normal_form
+    assert state.recipe_id == DELTA.normal_form
 
 
 def test_every_engine_writes_it() -> None:
     q = torch.randn(1, 3, 2, 4)
     for method in ("reference", "linear", "deep"):
-        _, state = rc.recall(DELTA, q, q, q, {"lr": torch.rand(1, 3, 2)}, method=method)
-        assert state is not None and state.written_by == DELTA.normal_form
+        _, state = rc.recall(DELTA, q, q, q, {"lr": torch.rand(1, 3, 2)}, engine=method)
+        assert state is not None and state.recipe_id == DELTA.normal_form
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -168,7 +170,7 @@ def test_compiled_calls_write_it_and_refuse_others() -> None:
     x = torch.randn(1, 3, 8)
     compiled = torch.compile(layer, backend="aot_eager")
     _, state = compiled(x)
-    assert state.memory.written_by == DELTA.normal_form
+    assert state.memory.recipe_id == DELTA.normal_form
     y, _ = compiled(x, state)
     assert torch.allclose(y, layer(x, state)[0], atol=1e-5)
     _, theirs = other(x)
@@ -178,22 +180,22 @@ def test_compiled_calls_write_it_and_refuse_others() -> None:
 
 def test_states_from_before_fit_every_recipe_of_their_shapes() -> None:
     bare = _call(DELTA).to_dict()
-    del bare["written_by"]
+    del bare["recipe_id"]
     state = rc.State.from_dict(bare)
-    assert state.written_by is None
+    assert state.recipe_id is None
     after = _call(OTHERS["bias"], state)
-    assert after.written_by == OTHERS["bias"].normal_form
-    _call(OTHERS["bias"], dataclasses.replace(_call(DELTA), written_by=None))
+    assert after.recipe_id == OTHERS["bias"].normal_form
+    _call(OTHERS["bias"], dataclasses.replace(_call(DELTA), recipe_id=None))
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "[" * 50_000, "x" * 10**5, '{"bias": {"member": 3}}']
 )
 def test_a_writer_nobody_knows_is_another_recipe(text: str) -> None:
-    state = dataclasses.replace(_call(DELTA), written_by=text)
-    says = "belongs to another recipe" if "bias" in text else "names no recipe"
+    state = dataclasses.replace(_call(DELTA), recipe_id=text)
+    says = "belongs to another recipe" if "bias" in text else "is not the text of a recipe"
     refuses(lambda: _call(DELTA, state), says, error=rc.RecipeError)
-    assert len(" ".join(differing(text, DELTA.normal_form))) < 300
+    assert len(" ".join(first_difference(text, DELTA.normal_form))) < 300
 
 
 def test_a_saved_prompt_of_another_recipe_is_refused(tmp_path: Path) -> None:
@@ -201,14 +203,14 @@ def test_a_saved_prompt_of_another_recipe_is_refused(tmp_path: Path) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = rc.lm.RecollectConfig.from_recipes("delta_net", **sizes)
     model = rc.lm.RecollectForCausalLM(config).eval()
-    prompt = rc.lm.Prompt.read(model, torch.tensor([[1, 2, 3]]))
+    prompt = rc.lm.CachedPrompt.prefill(model, torch.tensor([[1, 2, 3]]))
     (layer,) = prompt.cache.layers
     assert layer.state is not None
-    memory = dataclasses.replace(layer.state.memory, written_by=OTHERS["bias"].normal_form)
+    memory = dataclasses.replace(layer.state.memory, recipe_id=OTHERS["bias"].normal_form)
     layer.state = dataclasses.replace(layer.state, memory=memory)
     prompt.save(tmp_path / "p.safetensors", model)
     refuses(
-        lambda: rc.lm.Prompt.load(tmp_path / "p.safetensors", model),
+        lambda: rc.lm.CachedPrompt.load(tmp_path / "p.safetensors", model),
         "written by another recipe",
         error=ValueError,
     )

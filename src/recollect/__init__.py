@@ -15,43 +15,31 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from recollect.wording import suggests
-
 if TYPE_CHECKING:
-    from recollect import blocks, experiments, lm, parallel, tasks, testing, theory, zoo
+    from recollect import blocks, experiments, fields, lm, parallel, tasks, testing, theory, zoo
     from recollect.benchmarks.recipe import bench
     from recollect.blocks.cost import cost
     from recollect.choices import algorithm, bias, context, features, memory, retention
-    from recollect.choices.fields import (
-        Gate,
-        Param,
-        flag,
-        integer,
-        number,
-        option,
-        quantity,
-        slot,
-    )
     from recollect.choices.member import RecipeError, member
-    from recollect.cost import Cost
+    from recollect.costs import Cost
     from recollect.decoder import StaticDecoder
     from recollect.engines.least_squares.conjugate_gradient import (
         ConvergenceWarning,
-        Solves,
-        watch_solves,
+        SolverReport,
+        record_solver,
     )
-    from recollect.engines.select import select
+    from recollect.engines.select import select_engine
     from recollect.experiments import compare, reproduce
-    from recollect.explain.diagnose import Diagnosis, Fault, diagnose
-    from recollect.explain.explain import Explanation, explain
-    from recollect.explain.trace import Trace, trace
+    from recollect.explanation.diagnose import Diagnosis, Fault, diagnose
+    from recollect.explanation.explain import Explanation, explain
+    from recollect.explanation.trace import Trace, trace
+    from recollect.fields import Gate, Param, quantity
+    from recollect.functional.read import read
+    from recollect.functional.recall import recall
     from recollect.layer import LayerState, MemoryLayer
     from recollect.layer.options import GateOptions, LayerOptions, Tie
-    from recollect.recall.reading import read
-    from recollect.recall.recall import recall
     from recollect.recipe.files import load_recipe
     from recollect.recipe.initial_params import initial_params
     from recollect.recipe.recipe import Recipe
@@ -73,7 +61,7 @@ __all__ = [
     "Param",
     "Recipe",
     "RecipeError",
-    "Solves",
+    "SolverReport",
     "State",
     "StaticDecoder",
     "Tie",
@@ -89,73 +77,74 @@ __all__ = [
     "experiments",
     "explain",
     "features",
-    "flag",
+    "fields",
     "initial_params",
-    "integer",
     "lm",
     "load_recipe",
     "member",
     "memory",
-    "number",
-    "option",
     "parallel",
     "quantity",
     "read",
     "recall",
+    "record_solver",
     "reproduce",
     "retention",
-    "select",
-    "slot",
+    "select_engine",
     "tasks",
     "testing",
     "theory",
     "trace",
-    "watch_solves",
     "zoo",
 ]
 
 _CHOICES = ("algorithm", "bias", "context", "features", "memory", "retention")
-_PACKAGES = ("blocks", "experiments", "lm", "parallel", "tasks", "testing", "theory", "zoo")
+_PACKAGES = (
+    "blocks",
+    "experiments",
+    "fields",
+    "lm",
+    "parallel",
+    "tasks",
+    "testing",
+    "theory",
+    "zoo",
+)
 
 _SOURCES = {
     "ConvergenceWarning": "engines.least_squares.conjugate_gradient",
-    "Cost": "cost",
-    "Diagnosis": "explain.diagnose",
-    "Explanation": "explain.explain",
-    "Fault": "explain.diagnose",
-    "Gate": "choices.fields",
+    "Cost": "costs",
+    "Diagnosis": "explanation.diagnose",
+    "Explanation": "explanation.explain",
+    "Fault": "explanation.diagnose",
+    "Gate": "fields",
     "GateOptions": "layer.options",
     "LayerOptions": "layer.options",
     "LayerState": "layer",
     "MemoryLayer": "layer",
-    "Param": "choices.fields",
+    "Param": "fields",
     "Recipe": "recipe.recipe",
     "RecipeError": "choices.member",
-    "Solves": "engines.least_squares.conjugate_gradient",
+    "SolverReport": "engines.least_squares.conjugate_gradient",
     "State": "state.state",
     "StaticDecoder": "decoder",
     "Tie": "layer.options",
-    "Trace": "explain.trace",
+    "Trace": "explanation.trace",
     "bench": "benchmarks.recipe",
     "compare": "experiments",
     "cost": "blocks.cost",
-    "diagnose": "explain.diagnose",
-    "explain": "explain.explain",
-    "flag": "choices.fields",
+    "diagnose": "explanation.diagnose",
+    "explain": "explanation.explain",
     "initial_params": "recipe.initial_params",
-    "integer": "choices.fields",
     "load_recipe": "recipe.files",
     "member": "choices.member",
-    "number": "choices.fields",
-    "option": "choices.fields",
-    "quantity": "choices.fields",
-    "read": "recall.reading",
-    "recall": "recall.recall",
+    "quantity": "fields",
+    "read": "functional.read",
+    "recall": "functional.recall",
+    "record_solver": "engines.least_squares.conjugate_gradient",
     "reproduce": "experiments",
-    "select": "engines.select",
-    "slot": "choices.fields",
-    "trace": "explain.trace",
-    "watch_solves": "engines.least_squares.conjugate_gradient",
+    "select_engine": "engines.select",
+    "trace": "explanation.trace",
 }
 """Module of each public name.
 
@@ -172,24 +161,11 @@ if not TYPE_CHECKING:  # for type checkers, a module with this function has ever
         elif name in _SOURCES:
             value = getattr(importlib.import_module(f"recollect.{_SOURCES[name]}"), name)
         else:
-            return suggests("recollect", __all__)(name)
+            message, module = f"module 'recollect' has no attribute {name!r}", sys.modules[__name__]
+            raise AttributeError(message, name=name, obj=module)
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """A package in which the name of a public function never becomes the module of that name.
-
-    Importing the modules `recall`, `cost` and `explain` would otherwise replace the functions.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _SOURCES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,11 +1,20 @@
-"""What a field of a dataclass may hold: numbers in a range, words, flags and names.
+"""Fields of dataclasses with declared, checked values: numbers, words, flags, members, quantities.
 
-Each maker of fields (`integer`, `number`, `option`, `flag`, `text`, `checked`) gives a field whose
-metadata says what it may hold. Members of a recipe and whatever extends `Validated` check it when
-they are made.
+Each function returns a dataclass field with a specification in its metadata. Members of a recipe
+and subclasses of `Validated` check their fields by it during initialisation. A quantity is a number
+that is a constant, a gate or a param, see `recollect.choices.member`.
+
+Examples:
+    >>> @rc.member
+    ... class Absolute(rc.bias.Bias):
+    ...     scale: float = rc.fields.number(1.0, above=0)
+    ...
+    ...     def loss(self, prediction, value, gates):
+    ...         return self.scale * (prediction - value).abs().sum(-1)
+    ...
+    >>> Absolute(scale=2).brief
+    'Absolute(scale=2)'
 """
-
-# More than 400 lines: the kinds of fields, one after the other, and what they share.
 
 from __future__ import annotations
 
@@ -16,39 +25,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from recollect.wording import shown, word_for
+from recollect.messages import argument_name, short_repr
 
-__all__ = [
-    "DOMAIN",
-    "REAL",
-    "RULE",
-    "Domain",
-    "Range",
-    "Validated",
-    "checked",
-    "domain",
-    "fits_float32",
-    "flag",
-    "held",
-    "integer",
-    "number",
-    "option",
-    "real",
-    "text",
-    "whole",
-    "word",
-]
+__all__ = ["flag", "integer", "number", "option", "slot"]
 
-Checked = TypeVar("Checked")
+T = TypeVar("T")
 
-
-RULE = "recollect"
-"""Metadata key of what a field may hold: a check, or what `recollect.choices.fields` declares."""
+SPEC = "recollect"
+"""Metadata key of a field's `FieldSpec` or `Quantity`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """An interval of the real line; ``None`` is no bound, ``*_open`` excludes the end."""
+    """An interval of the real line; ``None`` means no bound, ``*_open`` excludes the end."""
 
     low: float | None = None
     high: float | None = None
@@ -64,14 +53,7 @@ class Range:
         below: float | None = None,
         at_most: float | None = None,
     ) -> Range:
-        """The interval between bounds that are excluded or belong to it.
-
-        Args:
-            above: an exclusive lower bound.
-            at_least: an inclusive lower bound.
-            below: an exclusive upper bound.
-            at_most: an inclusive upper bound.
-        """
+        """Return the interval between exclusive (above, below) or inclusive bounds."""
         return cls(
             low=above if above is not None else at_least,
             high=below if below is not None else at_most,
@@ -80,7 +62,7 @@ class Range:
         )
 
     def contains(self, value: float) -> bool:
-        """Whether one finite number lies inside; an integer beyond every float does not."""
+        """Whether a finite number lies inside."""
         try:
             if not math.isfinite(value):
                 return False
@@ -94,8 +76,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.low is not None and self.high is not None:
-            left, right = "(" if self.low_open else "[", ")" if self.high_open else "]"
-            return f"in {left}{self.low:g}, {self.high:g}{right}"
+            start, end = "(" if self.low_open else "[", ")" if self.high_open else "]"
+            return f"in {start}{self.low:g}, {self.high:g}{end}"
         if self.low is not None:
             return f"{'>' if self.low_open else '>='} {self.low:g}"
         if self.high is not None:
@@ -107,48 +89,53 @@ REAL = Range()
 """The real line."""
 
 LARGEST = 2**63 - 1
-"""The largest whole number that a tensor can hold, and so the largest size."""
+"""The largest integer that a tensor can hold, and so the largest size."""
 LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Domain:
-    """What a field that is no quantity may hold, for whoever walks the members (contract suites).
+class FieldSpec:
+    """Allowed values of a field.
 
     Attributes:
-        kind: ``"integer"``, ``"number"``, ``"option"``, ``"flag"``, ``"text"`` or ``"slot"``.
+        kind: ``"integer"``, ``"number"``, ``"option"``, ``"flag"``, ``"text"``, ``"slot"``, or
+            ``"other"`` for a custom check function.
+        check: returns the stored value, or raises a ValueError.
         range: of a number; the lower bound of an integer.
-        words: of an option; the single slot kind of a slot.
-        optional: whether ``None`` is allowed. many: whether it is a tuple of members.
-        size: whether an integer only makes the same thing larger (a window's length), so that
-            systems are known by name whatever it is.
+        choices: of an option; the one choice of a slot.
+        optional: whether ``None`` is allowed.
+        is_tuple: whether a slot holds a tuple of members.
+        is_size: whether an integer is a size such as a window's length, which does not change the
+            name of a system.
     """
 
     kind: str
+    check: Callable[[Any], Any]
     range: Range = REAL
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     optional: bool = False
-    many: bool = False
-    size: bool = False
+    is_tuple: bool = False
+    is_size: bool = False
+
+    def validated(self, value: Any) -> Any:
+        """Return the stored value; raises ValueError."""
+        return None if self.optional and value is None else self.check(value)
 
 
-DOMAIN = "recollect.domain"
-"""Metadata key of a field's `Domain`."""
+def field_spec(field: dataclasses.Field[Any]) -> FieldSpec | None:
+    """Return the specification of a field that is not a quantity; ``None`` if it has none."""
+    spec = field.metadata.get(SPEC)
+    return spec if isinstance(spec, FieldSpec) else None
 
 
-def domain(field: dataclasses.Field[Any]) -> Domain | None:
-    """What a member's field may hold; ``None`` for quantities and undeclared fields."""
-    return field.metadata.get(DOMAIN)
+def quantity_of(field: dataclasses.Field[Any]) -> Quantity | None:
+    """Return the quantity that a field declares, if any."""
+    spec = field.metadata.get(SPEC)
+    return spec if isinstance(spec, Quantity) else None
 
 
-def as_whole(value: object) -> int | None:
-    """The int that a value is, of whatever kind of whole number; ``None`` for others and booleans.
-
-    Numbers of numpy are of kinds of their own, which JSON and torch's sizes do not take.
-
-    Args:
-        value: of any kind.
-    """
+def as_int(value: object) -> int | None:
+    """Return the int of any integral type, also numpy's; ``None`` for other types and booleans."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -156,126 +143,132 @@ def as_whole(value: object) -> int | None:
     return int(value)
 
 
-def whole(at_least: int = 0, at_most: int | None = None) -> Callable[[Any], int]:
-    """What checks whole numbers.
-
-    Args:
-        at_least: the least value allowed.
-        at_most: the largest value allowed.
-    """
+def int_check(at_least: int = 0, at_most: int | None = None) -> Callable[[Any], int]:
+    """Return a check for integers between bounds."""
     bounds = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
 
     def check(value: Any) -> int:
-        number = as_whole(value)
+        number = as_int(value)
         if number is None or number < at_least or (at_most is not None and number > at_most):
-            raise ValueError(f"must be a whole number {bounds}, not {shown(value)}")
+            raise ValueError(f"must be a whole number {bounds}, not {short_repr(value)}")
         if number > LARGEST:
-            raise ValueError(f"must be a whole number of at most 64 bits, not {shown(value)}")
+            raise ValueError(f"must be a whole number of at most 64 bits, not {short_repr(value)}")
         return number
 
     return check
 
 
-def real(span: Range) -> Callable[[Any], float]:
-    """What checks finite numbers."""
-    bounds = "" if span == REAL else f" {span}"
+def float_check(range_: Range) -> Callable[[Any], float]:
+    """Return a check for finite numbers in a range."""
+    bounds = "" if range_ == REAL else f" {range_}"
 
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"must be a number{bounds}, not {shown(value)}")
-        if not span.contains(value):
-            raise ValueError(f"must be a finite number{bounds}, not {shown(value)}")
-        return fits_float32(value)
+            raise ValueError(f"must be a number{bounds}, not {short_repr(value)}")
+        if not range_.contains(value):
+            raise ValueError(f"must be a finite number{bounds}, not {short_repr(value)}")
+        return check_float32(value)
 
     return check
 
 
-def fits_float32(value: float) -> float:
-    """A finite number; a ValueError refuses what float32 makes infinite, or a float another one."""
+def check_float32(value: float) -> float:
+    """Return the float of a number that float32 holds as finite; raises ValueError."""
     if abs(value) > LARGEST_FLOAT:
-        most = f"{LARGEST_FLOAT:.2g}, float32's largest number"
-        raise ValueError(f"must be a number of at most {most}, not {shown(value)}")
+        limit = f"{LARGEST_FLOAT:.2g}, float32's largest number"
+        raise ValueError(f"must be a number of at most {limit}, not {short_repr(value)}")
     if float(value) != value:
-        raise ValueError(f"must be a number that a float holds exactly, not {shown(value)}")
+        raise ValueError(f"must be a number that a float holds exactly, not {short_repr(value)}")
     return float(value)
 
 
-def word(*words: str) -> Callable[[Any], str]:
-    """What checks that one of these is given."""
+def choice_check(*choices: str) -> Callable[[Any], str]:
+    """Return a check for one of these words."""
 
     def check(value: Any) -> str:
-        if not isinstance(value, str) or value not in words:
-            raise ValueError(f"must be one of {', '.join(map(repr, words))}, not {shown(value)}")
+        if not isinstance(value, str) or value not in choices:
+            words = ", ".join(map(repr, choices))
+            raise ValueError(f"must be one of {words}, not {short_repr(value)}")
         return value
 
     return check
 
 
-def held(where: str, check: Callable[[Any], Checked], value: Any) -> Checked:
-    """What a check makes of a value.
+def _flag_check(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {short_repr(value)}")
+    return value
 
-    Args:
-        where: whose value it is, and its name: an error begins with it.
-        check: says in a ValueError what must be.
-        value: to be checked.
 
-    Raises:
-        ValueError: the check refuses the value.
-    """
+def _text_check(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be a non-empty name, not {short_repr(value)}")
+    return value
+
+
+def _slot_check(kind: str, *, many: bool) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if many and not isinstance(value, tuple | list):
+            raise ValueError(f"must be a tuple of members of {kind}, not {short_repr(value)}")
+        items: tuple[Any, ...] = tuple(value) if many else (value,)
+        for item in items:
+            choices: Callable[[], tuple[str, ...]] | None
+            choices = None if isinstance(item, type) else getattr(item, "choices", None)
+            if choices is None or kind not in choices():
+                raise ValueError(f"must be a member of {kind}, not {short_repr(item)}")
+        return items if many else value
+
+    return check
+
+
+def validate(name: str, check: Callable[[Any], T], value: Any) -> T:
+    """Return the checked value, or raise a ValueError that begins with the name."""
     try:
         return check(value)
     except ValueError as error:
-        raise ValueError(f"{where} {error}") from None
-
-
-def checked(
-    default: Any,
-    check: Callable[[Any], Any],
-    *,
-    optional: bool = False,
-    domain: Domain | None = None,
-) -> Any:
-    """Field for what a check lets through.
-
-    Args:
-        default: its value when it is not given, or what makes it; `dataclasses.MISSING` where it
-            is required.
-        check: raises a ValueError that says what must be, or returns what the field keeps.
-        optional: whether ``None`` is allowed.
-        domain: what a member's field may hold.
-
-    Raises:
-        ValueError: a default that the check refuses.
-    """
-
-    def convert(value: Any) -> Any:
-        return None if optional and value is None else check(value)
-
-    if default is not dataclasses.MISSING and not callable(default):
-        held("the default", convert, default)
-    metadata = {RULE: convert, DOMAIN: domain}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        raise ValueError(f"{name} {error}") from None
 
 
 class Validated:
-    """Base of dataclasses whose fields say what they may hold, by the functions of this file."""
+    """Base of dataclasses with validated fields."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if (rule := field.metadata.get(RULE)) is not None:
-                kept = held(self.said(field.name), rule, getattr(self, field.name))
-                object.__setattr__(self, field.name, kept)
+            if (spec := field_spec(field)) is not None:
+                label = self.field_label(field.name)
+                value = validate(label, spec.validated, getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
         self.validate()
 
     @classmethod
-    def said(cls, field: str) -> str:
-        """How a sentence names a field."""
-        return word_for(field, f"{cls.__name__}: {field}")
+    def field_label(cls, field: str) -> str:
+        """Name of a field in messages."""
+        return argument_name(field, f"{cls.__name__}: {field}")
 
     def validate(self) -> None:
-        """Hook: checks that involve several fields; raises ValueError."""
+        """Check several fields together; raises ValueError. Override it in a subclass."""
+
+
+def _field(default: Any, spec: FieldSpec) -> Any:
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata={SPEC: spec})
+    if default is not dataclasses.MISSING and spec.kind != "slot":
+        validate("the default", spec.validated, default)
+    return dataclasses.field(default=default, metadata={SPEC: spec})
+
+
+def validated_field(default: Any, check: Callable[[Any], Any], *, optional: bool = False) -> Any:
+    """Return a field with a check function.
+
+    Args:
+        default: its default, or a factory of it; `dataclasses.MISSING` if required.
+        check: raises a ValueError, or returns the stored value.
+        optional: whether ``None`` is allowed.
+
+    Raises:
+        ValueError: the default is not valid.
+    """
+    return _field(default, FieldSpec(kind="other", check=check, optional=optional))
 
 
 def integer(
@@ -285,35 +278,27 @@ def integer(
     optional: bool = False,
     size: bool = False,
 ) -> Any:
-    """Field for a whole number with a lower bound; ``size`` as in `Domain`.
+    """Return a field for an integer with a lower bound.
 
     Args:
-        default: its value when it is not given; required when omitted.
-        at_least: the least value allowed.
+        default: its default; required if omitted.
+        at_least: the minimum.
         optional: whether ``None`` is allowed.
-        size: whether it only makes the same thing larger (a window's length), so that systems are
-            known by name whatever it is.
+        size: whether it is a size such as a window's length, which does not change the name of a
+            system.
 
     Examples:
-        >>> @rc.member
-        ... class Repeated(rc.features.Features):
-        ...     times: int = rc.integer(2, at_least=1)
-        ...
-        ...     def dim(self, K):
-        ...         return self.times * K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return x.repeat(1, 1, 1, 1, self.times)
-        ...
-        >>> Repeated(times=3).dim(4)
-        12
+        >>> rc.context.Window(size=4).size  # an integer(at_least=1, size=True)
+        4
     """
-    return checked(
-        default,
-        whole(at_least),
+    spec = FieldSpec(
+        kind="integer",
+        check=int_check(at_least),
+        range=Range(low=at_least),
         optional=optional,
-        domain=Domain(kind="integer", range=Range(low=at_least), optional=optional, size=size),
+        is_size=size,
     )
+    return _field(default, spec)
 
 
 def number(
@@ -325,94 +310,290 @@ def number(
     at_most: float | None = None,
     optional: bool = False,
 ) -> Any:
-    """Field for a finite real constant (never a gate) with bounds.
+    """Return a field for a finite real constant (never a gate) with bounds.
 
     Args:
-        default: its value when it is not given; required when omitted.
-        above: an exclusive lower bound.
-        at_least: an inclusive lower bound.
-        below: an exclusive upper bound.
-        at_most: an inclusive upper bound.
+        default: its default; required if omitted.
+        above, below: exclusive bounds.
+        at_least, at_most: inclusive bounds.
         optional: whether ``None`` is allowed.
 
     Examples:
-        >>> @rc.member
-        ... class Scaled(rc.features.Features):
-        ...     factor: float = rc.number(1.0, above=0)
-        ...
-        ...     def dim(self, K):
-        ...         return K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return self.factor * x
-        ...
-        >>> Scaled(factor=2).factor
-        2.0
+        >>> rc.bias.Lp(p=3).p  # a number
+        3.0
     """
-    span = Range.of(above=above, at_least=at_least, below=below, at_most=at_most)
-    rule = Domain(kind="number", range=span, optional=optional)
-    return checked(default, real(span), optional=optional, domain=rule)
+    range_ = Range.of(above=above, at_least=at_least, below=below, at_most=at_most)
+    check = float_check(range_)
+    return _field(default, FieldSpec(kind="number", check=check, range=range_, optional=optional))
 
 
 def option(default: Any, *options: str, optional: bool = False) -> Any:
-    """Field for one word out of several; ``default`` is among them.
+    """Return a field for one of several words; ``default`` is one of them.
 
     Args:
-        default: the word it holds when none is given; `dataclasses.MISSING` where it is required.
-        *options: the words allowed beside the default.
+        default: its default; `dataclasses.MISSING` if required.
+        *options: the other words.
         optional: whether ``None`` is allowed.
 
     Examples:
-        >>> @rc.member
-        ... class Periodic(rc.features.Features):
-        ...     wave: str = rc.option("sin", "cos")
-        ...
-        ...     def dim(self, K):
-        ...         return K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return x.sin() if self.wave == "sin" else x.cos()
-        ...
-        >>> Periodic(wave="cos").brief
-        'Periodic(wave="cos")'
+        >>> rc.retention.Decay(alpha=0.5, per="head").per  # an option of five words
+        'head'
     """
     words = tuple(x for x in dict.fromkeys((default, *options)) if isinstance(x, str))
-    rule = Domain(kind="option", words=words, optional=optional)
-    return checked(default, word(*words), optional=optional, domain=rule)
+    check = choice_check(*words)
+    return _field(default, FieldSpec(kind="option", check=check, choices=words, optional=optional))
 
 
 def flag(default: bool) -> Any:
-    """Field for true or false.
+    """Return a field for true or false.
 
     Examples:
-        >>> @rc.member
-        ... class Signs(rc.features.Features):
-        ...     zeros: bool = rc.flag(False)
-        ...
-        ...     def dim(self, K):
-        ...         return K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return x.sign() if self.zeros else torch.where(x < 0, -1.0, 1.0).to(x.dtype)
-        ...
-        >>> Signs().zeros
+        >>> rc.context.Window(size=4, gated=False).gated
         False
     """
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"must be true or false, not {shown(value)}")
-        return value
-
-    return checked(default, check, domain=Domain(kind="flag"))
+    return _field(default, FieldSpec(kind="flag", check=_flag_check))
 
 
 def text(default: Any = dataclasses.MISSING) -> Any:
-    """Field for a name."""
+    """Return a field for a name."""
+    return _field(default, FieldSpec(kind="text", check=_text_check))
 
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"must be a non-empty name, not {shown(value)}")
-        return value
 
-    return checked(default, check, domain=Domain(kind="text"))
+def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
+    """Return a field for another member, or a tuple of members.
+
+    Args:
+        default: its default; ``None`` with ``optional``.
+        kind: choice of the member: ``"retention"``, ``"features"``, ``"context"``, ...
+        optional: whether ``None`` is allowed.
+        many: whether it holds a tuple of members.
+
+    Examples:
+        >>> rc.retention.Lq(decay=rc.retention.Decay(alpha=0.5)).decay.brief
+        'Decay(alpha=0.5)'
+    """
+    check = _slot_check(kind, many=many)
+    spec = FieldSpec(kind="slot", check=check, choices=(kind,), optional=optional, is_tuple=many)
+    return _field(default, spec)
+
+
+ROLES = ("decay", "rate", "momentum", "weight", "ridge", "key", "other")
+"""Roles of a quantity in layers and engines.
+
+A ``"decay"`` scales the past. A ``"rate"`` scales a write, an erasure or a gradient. A
+``"weight"`` weighs an association. A ``"key"`` is compared with keys.
+"""
+
+
+def _check_role(name: str, role: object) -> None:
+    if role not in ROLES:
+        raise ValueError(f"{name}: role must be one of {', '.join(ROLES)}, not {short_repr(role)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Per-token quantity of a recipe.
+
+    Attributes:
+        name: the key in ``gates``.
+        owner: the member that declares it, e.g. ``"retention.Decay"``.
+        axes: symbolic axes after ``[B, T, H]``, e.g. ``("F",)``; see `Recipe.axes`.
+        range: allowed values.
+        init: initial value in a layer.
+        per_association: whether it belongs to the association (moves with it through a window)
+            rather than to the step.
+        role: role of the quantity, one of `ROLES`.
+        is_log: whether the gate is a logarithm, named ``log_<name>``.
+
+    Examples:
+        >>> decay, lr = rc.Recipe(retention=rc.retention.Decay()).gates()
+        >>> decay.name, str(decay.range)
+        ('log_decay', '<= 0')
+        >>> lr.name, str(lr.range)
+        ('lr', '>= 0')
+    """
+
+    name: str
+    owner: str
+    axes: tuple[str, ...] = ()
+    range: Range = REAL
+    init: float = 1.0
+    per_association: bool = False
+    role: str = "other"
+    is_log: bool = False
+
+    def __post_init__(self) -> None:
+        _check_role(f"gate {self.name!r} of {self.owner}", self.role)
+
+    @property
+    def base_name(self) -> str:
+        """Name of the number, without the prefix of a logarithm."""
+        return self.name.removeprefix("log_") if self.is_log else self.name
+
+
+INIT_LAWS = ("normal", "fan_in", "orthogonal", "eye")
+"""Distributions of randomly initialised params."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """Learned tensor ``[H, *axes]`` of a member.
+
+    ``init`` is the value of every entry, or a tuple of values along the last axis.
+
+    Attributes:
+        draw: distribution of random entries, see `recollect.recipe.initial_params`; ``None`` for
+            ``init``.
+        fan: axis of the size ``in`` of the distribution ``"fan_in"``; the last one if empty.
+        learned: whether a layer trains it by default.
+        beside_key: whether it scales V channels of unit root mean square that are added to the key.
+            A layer with keys of fixed length initialises it to |k|/√V, for equal lengths of both.
+        per_token: whether the member accepts ``"input"`` for one value per token.
+        role: role of the quantity, one of `ROLES`.
+        is_log: whether engines receive its logarithm, as ``log_<name>``.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="learned"))
+        >>> recipe.params()[0].name, recipe.params()[0].init
+        ('lr', 0.5)
+    """
+
+    name: str
+    owner: str
+    axes: tuple[str, ...] = ()
+    range: Range = REAL
+    init: float | tuple[float, ...] = 0.0
+    draw: str | None = None
+    fan: str = ""
+    learned: bool = True
+    beside_key: bool = False
+    per_token: bool = False
+    role: str = "other"
+    is_log: bool = False
+
+    def __post_init__(self) -> None:
+        _check_role(f"param {self.name!r} of {self.owner}", self.role)
+        if self.fan and self.draw != "fan_in":
+            raise ValueError(
+                f"param {self.name!r} of {self.owner}: fan={self.fan!r} needs draw='fan_in': "
+                "omit fan, or set draw='fan_in'"
+            )
+        if self.draw is not None and self.draw not in INIT_LAWS:
+            raise ValueError(
+                f"param {self.name!r} of {self.owner}: draw must be one of {', '.join(INIT_LAWS)}, "
+                f"not {self.draw!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """Declaration of a number; the attributes are the arguments of `quantity`."""
+
+    name: str | None
+    range: Range
+    init: float
+    per_association: bool
+    axes: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
+    log: bool
+    sources: tuple[str, ...]
+    letter: str | None
+    role: str
+
+    def __post_init__(self) -> None:
+        _check_role("quantity", self.role)
+        low, high = self.range.low, self.range.high
+        if low is not None and high is not None:
+            closed = self.range.contains(low) and self.range.contains(high)
+            if low > high or (low == high and not closed):
+                raise ValueError(f"quantity: no number is {self.range}; use other bounds")
+        validate("quantity(init=...)", float_check(self.range), self.init)
+
+    def axes_of(self, owner: object) -> tuple[str, ...]:
+        """Return the symbolic axes after the head."""
+        return self.axes(owner) if callable(self.axes) else self.axes
+
+    def gate_range(self) -> Range:
+        """Return the range of the gate, which is a logarithm with ``log``."""
+        if not self.log:
+            return self.range
+        low, high = self.range.low, self.range.high
+        return Range(
+            low=math.log(low) if low else None,
+            high=None if high is None else math.log(high),
+            low_open=self.range.low_open and bool(low),
+            high_open=self.range.high_open,
+        )
+
+    def validated(self, value: Any) -> float | str:
+        """Return the stored value; raises ValueError."""
+        allowed = f"{self.range}, {' or '.join(map(repr, self.sources))}"
+        if isinstance(value, str) and value in self.sources:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"must be a number {allowed}, not {short_repr(value)}")
+        if not self.range.contains(value):
+            raise ValueError(f"must be a finite number {allowed}, not {short_repr(value)}")
+        return check_float32(value)
+
+
+def quantity(
+    default: float | str = "input",
+    *,
+    name: str | None = None,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    init: float = 1.0,
+    per_association: bool = False,
+    axes: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = (),
+    log: bool = False,
+    sources: tuple[str, ...] = ("input", "learned"),
+    letter: str | None = None,
+    role: str = "other",
+) -> Any:
+    """Return a field for a number that is a constant, a gate, or a param.
+
+    Args:
+        default: a float, ``"input"`` or ``"learned"``.
+        name: gate and param name; the field's own name if omitted.
+        above, below: exclusive bounds.
+        at_least, at_most: inclusive bounds.
+        init: initial value of a learned number.
+        per_association: whether the gate belongs to the association (always for a bias's gates).
+        axes: symbolic axes after the head, or a function of the member that returns them.
+        log: whether the gate is the logarithm of the constant, named ``log_<name>``.
+        sources: words allowed instead of a number; ``"log_input"`` declares a gate ``log_<name>``.
+        letter: symbol in equations; the field's name if omitted.
+        role: ``"decay"``, ``"rate"``, ``"momentum"``, ``"weight"``, ``"ridge"``, ``"key"`` or
+            ``"other"``. A layer initialises rates and decays as such, and a read needs no decay.
+
+    Raises:
+        ValueError: empty bounds, an unknown role, or a default or ``init`` outside the bounds and
+            sources.
+
+    Examples:
+        >>> @rc.member
+        ... class LogCosh(rc.bias.Bias):
+        ...     scale: float | str = rc.quantity("input", above=0)
+        ...
+        ...     def loss(self, prediction, value, gates):
+        ...         s = gates["scale"]
+        ...         return (s**2 * torch.cosh((prediction - value) / s).log()).sum(-1)
+        ...
+        >>> [gate.name for gate in LogCosh().gates()], LogCosh(scale=2.0).gates()
+        (['scale'], ())
+    """
+    spec = Quantity(
+        name=name,
+        range=Range.of(above=above, at_least=at_least, below=below, at_most=at_most),
+        init=init,
+        per_association=per_association,
+        axes=axes,
+        log=log,
+        sources=sources,
+        letter=letter,
+        role=role,
+    )
+    validate("quantity(default=...)", spec.validated, default)
+    return dataclasses.field(default=default, metadata={SPEC: spec})

@@ -35,7 +35,7 @@ def test_only_steps_that_were_taken_are_counted() -> None:
     shape = Shape(T=96, H=2, K=16, V=16)
     case = recall_case("mesa_net", "mesa_net", shape)
     call = case.make()
-    with rc.watch_solves() as reports:
+    with rc.record_solver() as reports:
         call()
     (report,) = reports
     assert 2 < report.iterations < 30  # rc.cost, which sees no inputs, counts 30
@@ -43,16 +43,16 @@ def test_only_steps_that_were_taken_are_counted() -> None:
 
     def stepped(steps: int) -> rc.Cost:
         algorithm = rc.algorithm.Preconditioned(steps=steps)
-        return rc.cost(recipe.but(algorithm=algorithm), T=96, H=2, K=16, V=16)
+        return rc.cost(recipe.replace(algorithm=algorithm), T=96, H=2, K=16, V=16)
 
     assert case.flops == stepped(report.iterations).total
     both = recall_case("mesa_net", "both", shape, backward=True)
     call = both.make()
-    with rc.watch_solves() as reports:
+    with rc.record_solver() as reports:
         call()
     forward, backward = (report.iterations for report in reports)
     price = stepped(forward + backward + 3)
-    assert both.flops == price.total + 2 * price.forward["read"]
+    assert both.flops == price.total + 2 * price.forward_flops["read"]
 
 
 def test_nothing_is_faster_than_the_ceiling() -> None:

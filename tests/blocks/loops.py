@@ -16,9 +16,9 @@ import recollect as rc
 
 EPS = 1e-6
 ATTENTION = rc.LayerOptions(
-    conv=0, conv_activation="none", qk_norm="none", output_norm="none", output_gate="none"
+    conv_size=0, conv_activation="none", qk_norm="none", output_norm="none", output_gate="none"
 )
-MEMORY = rc.LayerOptions(conv=0)
+MEMORY = rc.LayerOptions(conv_size=0)
 
 
 def memory() -> tuple[rc.Recipe, rc.LayerOptions]:
@@ -34,10 +34,10 @@ def attention(
     if size is not None and first is None:
         within = (rc.context.Window(size=size, gated=False),)
     elif size is not None and first is not None:
-        within = (rc.context.SinkWindow(size=size, first=first),)
+        within = (rc.context.SinkWindow(size=size, num_sinks=first),)
     recipe = rc.Recipe(
         memory=rc.memory.LocalConstant(),
-        context=rc.context.Similar(within=within),
+        context=rc.context.KernelWeighted(restrictions=within),
         algorithm=rc.algorithm.Analytic(),
     )
     return recipe, ATTENTION
@@ -55,14 +55,14 @@ class Memory:
     """A linear memory of H heads that learns and is read one token at a time."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.H = layer, layer.heads
+        self.layer, self.H = layer, layer.num_heads
         self.K, self.V = layer.head_dim, layer.value_dim
         self.W: Any = [layer.out.weight.new_zeros(self.V, self.K) for _ in range(self.H)]
 
     def numbers(self, x: Tensor) -> tuple[list[Tensor], ...]:
         layer = self.layer
         u = nn.functional.silu(layer.qkv.weight @ x)
-        q, k, v = u.split(layer.sizes)
+        q, k, v = u.split(layer.qkv_sizes)
         q = [unit(part) for part in q.view(self.H, self.K)]
         k = [unit(part) for part in k.view(self.H, self.K)]
         gates = {name: number(x.view(1, 1, -1))[0, 0] for name, number in layer.gates.items()}
@@ -86,9 +86,9 @@ class Memory:
 
 def attend(layer: Any, query: Tensor, seen: list[Tensor]) -> Tensor:
     """Softmax attention of one token to those that it sees."""
-    q_map, k_map, v_map = layer.qkv.weight.split(layer.sizes)
+    q_map, k_map, v_map = layer.qkv.weight.split(layer.qkv_sizes)
     said = []
-    for h in range(layer.heads):
+    for h in range(layer.num_heads):
         at = slice(h * layer.head_dim, (h + 1) * layer.head_dim)
         q = q_map[at] @ query
         logits = torch.stack([(k_map[at] @ z) @ q for z in seen]) / layer.head_dim**0.5
@@ -148,17 +148,6 @@ def mal(layer: Any, x: Tensor, window: int) -> Tensor:
     for i, token in enumerate(y):
         seen = [z for j, z in enumerate(y[: i + 1]) if j < len(before) or j > i - window]
         said.append(attend(layer.parts["1"], token, seen))
-    return torch.stack(said[len(before) :])
-
-
-def together(layer: Any, x: Tensor, window: int) -> Tensor:
-    """A memory of everything and attention to the latest, summed."""
-    learned, before = Memory(layer.parts["0"]), tokens_before(layer)
-    stream, said = [*before, *x], []
-    for i, token in enumerate(stream):
-        learned.learn(token)
-        seen = [z for j, z in enumerate(stream[: i + 1]) if j < len(before) or j > i - window]
-        said.append(learned.read(token) + attend(layer.parts["1"], token, seen))
     return torch.stack(said[len(before) :])
 
 

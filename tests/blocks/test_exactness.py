@@ -11,7 +11,14 @@ from tests.blocks import loops
 from torch import Tensor
 
 import recollect as rc
-from recollect.blocks import AsContext, Boosted, Chain, Gated, Routed, Together, build
+from recollect.blocks import (
+    MemoryAsContext,
+    MemoryAsGate,
+    MixtureOfMemories,
+    ResidualMemory,
+    Sequential,
+    build,
+)
 
 # A dozen tokens through sums of a few dozen products of order 1 in float64: 1e-13 is what rounding
 # leaves, and a wrong mask or order changes the first digit.
@@ -19,45 +26,37 @@ TOL = {"atol": 1e-9, "rtol": 1e-9}
 WINDOW = 3
 
 CASES: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor]]] = {
-    "mac": (AsContext(loops.memory(), loops.attention(), segment=4), loops.mac),
+    "mac": (MemoryAsContext(loops.memory(), loops.attention(), segment=4), loops.mac),
     "mac with persistent tokens": (
-        AsContext(loops.memory(), loops.attention(), segment=4, persistent=2),
+        MemoryAsContext(loops.memory(), loops.attention(), segment=4, persistent=2),
         loops.mac,
     ),
     "mac of one-token segments": (
-        AsContext(loops.memory(), loops.attention(), segment=1, persistent=1),
+        MemoryAsContext(loops.memory(), loops.attention(), segment=1, persistent=1),
         loops.mac,
     ),
     "mag": (
-        Gated(loops.memory(), loops.attention(WINDOW)),
+        MemoryAsGate(loops.memory(), loops.attention(WINDOW)),
         lambda layer, x: loops.mag(layer, x, WINDOW),
     ),
     "mag with persistent tokens": (
-        Gated(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
+        MemoryAsGate(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
         lambda layer, x: loops.mag(layer, x, WINDOW),
     ),
     "mal": (
-        Chain(loops.memory(), loops.attention(WINDOW)),
+        Sequential(loops.memory(), loops.attention(WINDOW)),
         lambda layer, x: loops.mal(layer, x, WINDOW),
     ),
     "mal with persistent tokens": (
-        Chain(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
+        Sequential(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
         lambda layer, x: loops.mal(layer, x, WINDOW),
     ),
-    "together": (
-        Together(loops.memory(), loops.attention(WINDOW)),
-        lambda layer, x: loops.together(layer, x, WINDOW),
-    ),
-    "together with persistent tokens": (
-        Together(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
-        lambda layer, x: loops.together(layer, x, WINDOW),
-    ),
     "boosted": (
-        Boosted(loops.memory(), loops.memory(), clip=100.0),
+        ResidualMemory(loops.memory(), loops.memory(), clip=100.0),
         lambda layer, x: loops.boosted(layer, x, clip=100.0, published=False),
     ),
     "boosted as published": (
-        Boosted(
+        ResidualMemory(
             *(loops.memory(), loops.memory()),
             clip=0.2,
             read="before",
@@ -68,11 +67,11 @@ CASES: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor]]] = {
         lambda layer, x: loops.boosted(layer, x, clip=0.2, published=True),
     ),
     "routed": (
-        Routed([loops.memory()] * 3, top=2),
+        MixtureOfMemories([loops.memory()] * 3, top=2),
         lambda layer, x: loops.routed(layer, x, 2),
     ),
     "routed beside a shared one": (
-        Routed([loops.memory()] * 4, top=2, shared=loops.memory()),
+        MixtureOfMemories([loops.memory()] * 4, top=2, shared=loops.memory()),
         lambda layer, x: loops.routed(layer, x, 2),
     ),
 }
@@ -110,7 +109,7 @@ def test_mac_without_retrievals_is_attention_to_the_segment_and_as_many_zeros() 
 
     Attention has no biases here, so the retrieved zeros are the only trace of the memory.
     """
-    layer = made(AsContext(loops.memory(), loops.attention(), segment=4))
+    layer = made(MemoryAsContext(loops.memory(), loops.attention(), segment=4))
     with torch.no_grad():
         layer.parts["memory"].out.weight.zero_()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
@@ -154,7 +153,7 @@ class _Away(torch.nn.Module):
 
 def test_mac_that_recalls_nothing_is_segment_attention() -> None:
     """Where the zeros that are recalled get no weight, y is plain attention to the segment."""
-    layer = made(AsContext(loops.memory(), loops.attention(), segment=5))
+    layer = made(MemoryAsContext(loops.memory(), loops.attention(), segment=5))
     attention = layer.parts["attention"]
     with torch.no_grad():
         layer.parts["memory"].out.weight.zero_()
@@ -171,7 +170,7 @@ def test_mac_that_recalls_nothing_is_segment_attention() -> None:
 
 def test_what_the_parts_of_mac_say_may_be_of_any_size() -> None:
     """Nothing else in the layer holds the sizes of their last maps, which grow in training."""
-    layer = made(AsContext(loops.memory(), loops.attention(), segment=5))
+    layer = made(MemoryAsContext(loops.memory(), loops.attention(), segment=5))
     x, said = torch.randn(2, 13, 8, dtype=torch.float64), []
     for _ in range(2):
         with torch.no_grad():
@@ -182,7 +181,7 @@ def test_what_the_parts_of_mac_say_may_be_of_any_size() -> None:
 
 
 def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
-    layer = made(Gated(loops.memory(), loops.attention(WINDOW)))
+    layer = made(MemoryAsGate(loops.memory(), loops.attention(WINDOW)))
     with torch.no_grad():
         layer.gate.memory_norm.weight.zero_()  # σ(0) = ½, whatever the memory says
     x = torch.randn(2, 9, 8, dtype=torch.float64)
@@ -194,7 +193,7 @@ def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "softmax_attention"])
 def test_a_chain_of_one_is_the_recipe_itself(name: str) -> None:
     torch.manual_seed(3)
-    chain = build(Chain(name), 8, 2)
+    chain = build(Sequential(name), 8, 2)
     torch.manual_seed(3)
     alone = rc.zoo.get(name).build(8, 2)
     x = torch.randn(2, 9, 8)
@@ -218,7 +217,7 @@ def test_a_sink_window_is_a_band_and_a_front(
     parts, state, done = [], None, 0
     for n in cut:
         at = slice(done, done + n)
-        y, state = rc.recall(recipe, q[:, at], k[:, at], v[:, at], state=state, method=method)
+        y, state = rc.recall(recipe, q[:, at], k[:, at], v[:, at], state=state, engine=method)
         parts.append(y)
         done += n
     torch.testing.assert_close(torch.cat(parts, 1), expected, **TOL)
@@ -249,7 +248,7 @@ def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
         q, k, v = torch.randn(3, 1, T, 1, 4, dtype=torch.float64)
         y, state = rc.recall(recipe, q, k, v)
         found[T] = met
-        assert rc.cost(recipe, K=4, V=4, T=T).forward["attention"] == 4 * 4 * met
+        assert rc.cost(recipe, K=4, V=4, T=T).forward_flops["attention"] == 4 * 4 * met
         more = torch.randn(3, 1, 256, 1, 4, dtype=torch.float64)
         met = 0
         rest, _ = rc.recall(recipe, *more, state=state)

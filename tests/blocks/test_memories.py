@@ -1,4 +1,5 @@
-"""Boosted and Routed around every kind of memory, against the parts run by themselves."""
+"""`ResidualMemory` and `MixtureOfMemories` around every kind of memory, against the parts run by
+themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from tests.blocks import loops
 from torch import Tensor
 
 import recollect as rc
-from recollect.blocks import Boosted, Routed, Together, build
-from recollect.blocks.routed import watched_routers
+from recollect.blocks import MixtureOfMemories, ResidualMemory, Sequential, build
+from recollect.blocks.routed import record_routing
 
 TOL = {"atol": 1e-9, "rtol": 1e-9}  # float64, sums of order 1
 
@@ -24,7 +25,7 @@ def tokens(rows: int, length: int) -> Tensor:
 def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
     """One token at a time: `rc.read` of the key, then `rc.recall` of both memories."""
     first, second = layer.first, layer.second
-    inputs = first.associations(x)
+    inputs = first.memory_inputs(x)
     begun = first(x[:, :0])[1].memory
     learned, said = None, []
     for t in range(x.shape[1]):
@@ -34,14 +35,20 @@ def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
         params = inputs.params or None
         r = v - rc.read(first.recipe, k, state=begun, params=params)
         y, begun = rc.recall(first.recipe, q, k, v, gates, params=params, state=begun)
-        values = second.values(x[:, at], {})
-        values, of_params = second._limited(values)
+        values, of_params = second.gates_and_params(x[:, at], k, {})
         init = second.initial_memory if learned is None else None
         more, learned = rc.recall(
-            second.recipe, q, k, r, values, params=of_params or None, init=init, state=learned
+            second.recipe,
+            q,
+            k,
+            r,
+            values,
+            params=of_params or None,
+            initial_memory=init,
+            state=learned,
         )
         said.append(y + more)
-    return first.outputs(torch.cat(said, 1), inputs)
+    return first.output(torch.cat(said, 1), inputs)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
 def test_the_second_memory_learns_what_is_read_before_a_token_is_written(
     first: str, second: str
 ) -> None:
-    layer = build(Boosted(first, second), 8, 2).double()
+    layer = build(ResidualMemory(first, second), 8, 2).double()
     x = tokens(2, 21).requires_grad_()
     y, expected = layer(x)[0], boosted_by_recall(layer, x)
     torch.testing.assert_close(y, expected, **TOL)
@@ -75,7 +82,7 @@ def test_the_second_memory_learns_what_is_read_before_a_token_is_written(
 
 def test_a_second_memory_of_rate_0_leaves_the_first_as_it_is() -> None:
     silent = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.0))
-    layer = build(Boosted("gated_delta_net", silent), 8, 2).double()
+    layer = build(ResidualMemory("gated_delta_net", silent), 8, 2).double()
     x = tokens(2, 13)
     torch.testing.assert_close(layer(x)[0], layer.first(x)[0], **TOL)
 
@@ -86,7 +93,7 @@ def test_what_the_first_memory_knows_is_no_residual() -> None:
     By a rate of 1 and a key of length 1, W k = v after one write.
     """
     exact = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
-    layer = build(Boosted((exact, loops.MEMORY), (exact, loops.MEMORY)), 8, 2).double()
+    layer = build(ResidualMemory((exact, loops.MEMORY), (exact, loops.MEMORY)), 8, 2).double()
     token = tokens(1, 1)
     _, once = layer(token)
     _, often = layer(token.expand(1, 6, 8))
@@ -102,9 +109,9 @@ ROUTED = ["gated_delta_net", "titans", "softmax_attention", "sliding_window_atte
 @pytest.mark.parametrize("shared", [None, "gla"])
 def test_a_memory_runs_over_the_tokens_that_came_to_it_alone(shared: str | None) -> None:
     """With convolutions, positions, windows, token shifts and inner batches of all kinds."""
-    layer = build(Routed(ROUTED, top=2, shared=shared), 8, 2).double()
+    layer = build(MixtureOfMemories(ROUTED, top=2, shared=shared), 8, 2).double()
     x = tokens(3, 40)
-    with watched_routers(layer) as seen:
+    with record_routing(layer) as seen:
         y, state = layer(x)
     (routing,) = seen
     p = (x @ layer.router.scores.weight.T).softmax(-1)
@@ -128,7 +135,7 @@ def test_a_memory_runs_over_the_tokens_that_came_to_it_alone(shared: str | None)
 
 
 def test_a_mixture_of_all_memories_is_their_weighted_sum() -> None:
-    layer = build(Routed(["gla", "delta_net"], top=2), 8, 2).double()
+    layer = build(MixtureOfMemories(["gla", "delta_net"], top=2), 8, 2).double()
     x = tokens(2, 9)
     p = (x @ layer.router.scores.weight.T).softmax(-1)
     parts = [layer.parts[name](x)[0] for name in ("0", "1")]
@@ -136,11 +143,11 @@ def test_a_mixture_of_all_memories_is_their_weighted_sum() -> None:
 
 
 def test_the_balance_loss_is_k_when_balanced_and_more_when_not() -> None:
-    layer = build(Routed(["gla"] * 4, top=1), 8, 2).double()
+    layer = build(MixtureOfMemories(["gla"] * 4, top=1), 8, 2).double()
     x = torch.eye(8, dtype=torch.float64)[:4].repeat(3, 1)[None]
     with torch.no_grad():
         layer.router.scores.weight.copy_(50 * torch.eye(4, 8))  # token j to memory j
-    with watched_routers(layer) as seen:
+    with record_routing(layer) as seen:
         layer(x)
         layer(x[:, :1].expand(1, 12, 8))
         layer(x, None, (torch.arange(12) < 8)[None])
@@ -152,7 +159,7 @@ def test_the_balance_loss_is_k_when_balanced_and_more_when_not() -> None:
 
 def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
     """Rows that get few tokens leave empty slots in a cache of associations: they are cut off."""
-    layer = build(Routed(["softmax_attention"] * 4, top=1), 8, 2)
+    layer = build(MixtureOfMemories(["softmax_attention"] * 4, top=1), 8, 2)
     state = None
     with torch.no_grad():
         for _ in range(40):
@@ -164,34 +171,47 @@ def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Routed(["gla"], top=2), "Routed(top=2) chooses among 1 memories"),
-        (lambda: Routed(["gla"], top=0), "must be a whole number >= 1, not 0"),
-        (lambda: Routed([], top=1), "needs at least one mixer"),
-        (lambda: Routed(top=1), "needs at least one mixer"),
-        (lambda: Routed(("gla",), "gla", top=1), "gla"),
-        (lambda: Together(), "needs at least one mixer"),
-        (lambda: Together("sliding_window_attention", persistent=2), "SinkWindow("),
         (
-            lambda: Boosted("rwkv6", "gla"),
+            lambda: MixtureOfMemories(["gla"], top=2),
+            "MixtureOfMemories(top=2) chooses among 1 memories",
+        ),
+        (lambda: MixtureOfMemories(["gla"], top=0), "must be a whole number >= 1, not 0"),
+        (lambda: MixtureOfMemories([], top=1), "needs at least one mixer"),
+        (lambda: MixtureOfMemories(top=1), "needs at least one mixer"),
+        (lambda: MixtureOfMemories(("gla",), "gla", top=1), "gla"),
+        (
+            lambda: ResidualMemory("rwkv6", "gla"),
             "reads the token's own association with a bonus: take another first memory",
         ),
-        (lambda: Boosted("elastic_net", "gla"), "weighed by the reading token's own tau"),
         (
-            lambda: Boosted(Together("gla"), "gla"),
-            "rc.blocks.Together is no single memory",
+            lambda: ResidualMemory("elastic_net", "gla"),
+            "depends on the gates tau of the reading token",
         ),
-        (lambda: Boosted("gla", Together("gla")), "needs one recipe that is written"),
-        (lambda: Boosted("delta_product", "gla"), "Boosted takes one association per token"),
-        (lambda: Boosted("gla", "delta_product"), "Boosted takes one association per token"),
-        (lambda: Boosted("gla", "rg_lru"), "take two of a kind"),
-        (lambda: Boosted("gla", "gla", clip=0), "must be a finite number > 0, not 0"),
-        (lambda: Boosted("gla", "gla", share=["lr"]), "which is no gate of both memories"),
-        (lambda: Boosted("gla", "gla", share="lr"), "must be a list of names of gates"),
         (
-            lambda: Boosted("gla", "delta_net", weigh_first="log_decay"),
+            lambda: ResidualMemory(Sequential("gla"), "gla"),
+            "rc.blocks.Sequential is not a single memory",
+        ),
+        (lambda: ResidualMemory("gla", Sequential("gla")), "needs one recipe that is written"),
+        (
+            lambda: ResidualMemory("delta_product", "gla"),
+            "ResidualMemory takes one association per token",
+        ),
+        (
+            lambda: ResidualMemory("gla", "delta_product"),
+            "ResidualMemory takes one association per token",
+        ),
+        (lambda: ResidualMemory("gla", "rg_lru"), "must have one weight per channel"),
+        (lambda: ResidualMemory("gla", "gla", clip=0), "must be a finite number > 0, not 0"),
+        (
+            lambda: ResidualMemory("gla", "gla", share=["lr"]),
+            "which is not a gate of both memories",
+        ),
+        (lambda: ResidualMemory("gla", "gla", share="lr"), "must be a list of names of gates"),
+        (
+            lambda: ResidualMemory("gla", "delta_net", weigh_first="log_decay"),
             "no gate of that memory with one number per head; it has: none",
         ),
-        (lambda: Boosted("gla", "gla", read="never"), "must be one of 'after', 'before'"),
+        (lambda: ResidualMemory("gla", "gla", read="never"), "must be one of 'after', 'before'"),
     ],
 )
 def test_what_cannot_be_composed_is_one_sentence(make: Any, said: str) -> None:
@@ -202,8 +222,10 @@ def test_what_cannot_be_composed_is_one_sentence(make: Any, said: str) -> None:
 
 def test_a_second_memory_with_keys_of_its_own_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="has the keys of the first"):
-        build(Boosted("gla", "hgrn2"), 8, 2)
+        build(ResidualMemory("gla", "hgrn2"), 8, 2)
 
 
 def test_memories_are_named_one_by_one_or_in_a_list() -> None:
-    assert Routed("gla", "delta_net", top=1) == Routed(["gla", "delta_net"], top=1)
+    assert MixtureOfMemories("gla", "delta_net", top=1) == MixtureOfMemories(
+        ["gla", "delta_net"], top=1
+    )

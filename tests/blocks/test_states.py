@@ -11,13 +11,12 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.blocks import (
-    AsContext,
-    Boosted,
-    Chain,
-    Gated,
+    MemoryAsContext,
+    MemoryAsGate,
     MixerState,
-    Routed,
-    Together,
+    MixtureOfMemories,
+    ResidualMemory,
+    Sequential,
     build,
 )
 
@@ -26,23 +25,24 @@ T, D = 17, 8
 LENGTHS = (17, 6, 11)
 
 MIXERS: dict[str, Any] = {
-    "chain": Chain("gated_delta_net", loops.attention(5)),
-    "chain behind tokens": Chain("gla", loops.attention(3, 3), persistent=3),
-    "chain of three": Chain("gla", "delta_net", loops.attention(4)),
-    "gated": Gated("titans", loops.attention(5)),
-    "gated behind tokens": Gated("gla", "softmax_attention", persistent=3),
-    "context": AsContext("gated_delta_net", "softmax_attention", segment=4),
-    "context of a deep memory": AsContext("titans", "softmax_attention", segment=5, persistent=2),
-    "context with a window": AsContext("gla", loops.attention(3, 2), segment=6, persistent=2),
-    "context of attention": AsContext("softmax_attention", "softmax_attention", segment=4),
-    "context around a gate": AsContext(
-        "atlas", Gated("gla", "softmax_attention", persistent=1), segment=3, persistent=2
+    "chain": Sequential("gated_delta_net", loops.attention(5)),
+    "chain behind tokens": Sequential("gla", loops.attention(3, 3), persistent=3),
+    "chain of three": Sequential("gla", "delta_net", loops.attention(4)),
+    "gated": MemoryAsGate("titans", loops.attention(5)),
+    "gated behind tokens": MemoryAsGate("gla", "softmax_attention", persistent=3),
+    "context": MemoryAsContext("gated_delta_net", "softmax_attention", segment=4),
+    "context of a deep memory": MemoryAsContext(
+        "titans", "softmax_attention", segment=5, persistent=2
     ),
-    "chain around a context": Chain(
-        AsContext("hgrn2", "softmax_attention", segment=4, persistent=1), "gla", persistent=2
+    "context with a window": MemoryAsContext("gla", loops.attention(3, 2), segment=6, persistent=2),
+    "context of attention": MemoryAsContext("softmax_attention", "softmax_attention", segment=4),
+    "context around a gate": MemoryAsContext(
+        "atlas", MemoryAsGate("gla", "softmax_attention", persistent=1), segment=3, persistent=2
     ),
-    "together behind tokens": Together("gated_delta_net", loops.attention(3, 2), persistent=2),
-    "boosted": Boosted(
+    "chain around a context": Sequential(
+        MemoryAsContext("hgrn2", "softmax_attention", segment=4, persistent=1), "gla", persistent=2
+    ),
+    "boosted": ResidualMemory(
         "gated_delta_net",
         "gated_delta_net",
         clip=0.5,
@@ -51,16 +51,16 @@ MIXERS: dict[str, Any] = {
         weigh_first="log_decay",
         weigh_second="lr",
     ),
-    "boosted attention": Boosted("softmax_attention", "titans"),
-    "routed": Routed(["gated_delta_net", "titans", "softmax_attention"], top=2),
-    "routed beside a shared one": Routed(
-        ["gla", loops.attention(3), Chain("delta_net", loops.attention(2, 1), persistent=1)],
+    "boosted attention": ResidualMemory("softmax_attention", "titans"),
+    "routed": MixtureOfMemories(["gated_delta_net", "titans", "softmax_attention"], top=2),
+    "routed beside a shared one": MixtureOfMemories(
+        ["gla", loops.attention(3), Sequential("delta_net", loops.attention(2, 1), persistent=1)],
         top=1,
         shared="softmax_attention",
     ),
-    "context around the new": AsContext(
+    "context around the new": MemoryAsContext(
         "gla",
-        Routed(["softmax_attention", Boosted("softmax_attention", "gla")], top=1),
+        MixtureOfMemories(["softmax_attention", ResidualMemory("softmax_attention", "gla")], top=1),
         segment=3,
         persistent=1,
     ),
@@ -154,26 +154,26 @@ def test_packed_documents_without_states(name: str) -> None:
     packed = torch.cat([x[row, :n] for row, n in enumerate(LENGTHS)])[None].requires_grad_()
     borders = torch.tensor([0, 17, 23, 23, 34])
     told = []
-    for output_state in (True, False):
-        y, state = layer(packed, None, None, borders, output_state=output_state)
-        assert (state is None) != output_state
+    for output_final_state in (True, False):
+        y, state = layer(packed, None, None, borders, output_final_state=output_final_state)
+        assert (state is None) != output_final_state
         told.append([y, *torch.autograd.grad((y * y.detach().cos()).sum(), packed)])
     for a, b in zip(*told, strict=True):
         torch.testing.assert_close(a, b, **TOL)
 
 
 def test_short_documents_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = build(AsContext("gated_delta_net", "softmax_attention", segment=4), 8, 2)
-    run, ran = type(layer)._rows, []
+    layer = build(MemoryAsContext("gated_delta_net", "softmax_attention", segment=4), 8, 2)
+    run, ran = type(layer)._forward_rows, []
 
     def counted(self: Any, x: torch.Tensor, *rest: Any) -> Any:
         ran.append(x.shape[0] * x.shape[1])
         return run(self, x, *rest)
 
-    monkeypatch.setattr(type(layer), "_rows", counted)
+    monkeypatch.setattr(type(layer), "_forward_rows", counted)
     lengths = torch.tensor([40, *[2] * 30, 5, 0])
     borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    layer(torch.randn(1, int(borders[-1]), 8), cu_seqlens=borders, output_state=False)
+    layer(torch.randn(1, int(borders[-1]), 8), cu_seqlens=borders, output_final_state=False)
     assert sum(ran) < 2 * int(borders[-1])
 
 
@@ -214,7 +214,7 @@ def test_rows_are_chosen_repeated_reset_and_written_down(name: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_state_of_a_context_does_not_grow_with_the_text(rows: int) -> None:
     """All rows together, and rows that begin their segments at different tokens."""
-    layer = build(AsContext("titans", "softmax_attention", segment=4, persistent=2), D, 2)
+    layer = build(MemoryAsContext("titans", "softmax_attention", segment=4, persistent=2), D, 2)
     mask = torch.ones(rows, 7)
     mask[-1, : 3 * (rows - 1)] = 0
     sizes = []
@@ -235,13 +235,13 @@ def test_what_a_call_is_given_is_checked() -> None:
     _, state = layer(x)
     with pytest.raises(ValueError, match=r"x must have shape \[B, T, 8\]"):
         layer(torch.randn(2, 5, D + 1))
-    with pytest.raises(ValueError, match="the state has 2 rows and this call 1"):
+    with pytest.raises(ValueError, match="the state has 2 rows, and this call has 1"):
         layer(x[:1], state)
     with pytest.raises(ValueError, match="belongs to another layer"):
         chain(x, state)
-    with pytest.raises(ValueError, match="must be what this layer returned"):
+    with pytest.raises(ValueError, match="must be a state that this layer returned"):
         layer(x, rc.zoo.get("gla").build(D, 2)(x)[1])
-    with pytest.raises(ValueError, match="no part of a composition's state"):
+    with pytest.raises(ValueError, match="no part of a recollect state"):
         MixerState.from_dict({**state.to_dict(), "odd": torch.zeros(1)})
-    y, nothing = layer(x, output_state=False)
+    y, nothing = layer(x, output_final_state=False)
     assert nothing is None and y.shape == x.shape

@@ -13,17 +13,16 @@ from typer.testing import CliRunner
 
 import recollect as rc
 from recollect.blocks import (
-    AsContext,
-    Boosted,
-    Chain,
-    Gated,
-    Routed,
-    Together,
+    MemoryAsContext,
+    MemoryAsGate,
+    MixtureOfMemories,
+    ResidualMemory,
+    Sequential,
     build,
-    received,
+    leaf_inputs,
 )
 from recollect.cli import app as cli
-from recollect.cost import reading
+from recollect.costs import Workload, read_cost
 from recollect.lm.planning.flops import model_flops
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
@@ -54,7 +53,7 @@ def test_every_hybrid_is_in_the_zoo_with_its_source() -> None:
 
 def test_explain_tells_the_composition_its_problems_and_its_state() -> None:
     said = run("explain", "titans_mac")
-    assert "composes AsContext(memory, attention, segment=128, persistent=8)" in said
+    assert "composes MemoryAsContext(memory, attention, segment=128, persistent=8)" in said
     assert "h_j = w_h ⊙ RMS(M(q(x_j))), M as it was when the segment of 128 tokens began" in said
     alone = rc.explain(rc.zoo.get("titans"))
     assert f"min  {alone.problem}" in said
@@ -62,7 +61,7 @@ def test_explain_tells_the_composition_its_problems_and_its_state() -> None:
     data = json.loads(run("explain", "titans_mac", "--json"))
     assert rc.blocks.read_mixer(data["layers"]["titans_mac"]) == rc.zoo.find("titans_mac").mixer
     assert "mamba, sliding_window_attention, in turns" in run("explain", "samba")
-    chain = Chain("gla", Gated("gla", "softmax_attention"), persistent=2)
+    chain = Sequential("gla", MemoryAsGate("gla", "softmax_attention"), persistent=2)
     assert "y = m_1(m_0([p, x]))" in str(rc.explain(chain))
 
 
@@ -87,48 +86,52 @@ def test_the_state_that_cost_states_is_the_one_that_is_kept() -> None:
     """Memories in bytes: the layer's state has nothing else, as nothing has a convolution here."""
     T, H, D = 11, 2, 16
     for mixer in (
-        Chain(loops.memory(), loops.attention(3, 2), persistent=2),
-        Gated(loops.memory(), loops.attention(4)),
-        AsContext(loops.memory(), loops.attention(), segment=11, persistent=2),
+        Sequential(loops.memory(), loops.attention(3, 2), persistent=2),
+        MemoryAsGate(loops.memory(), loops.attention(4)),
+        MemoryAsContext(loops.memory(), loops.attention(), segment=11, persistent=2),
     ):
         layer = build(mixer, D, H)
         _, state = layer(torch.randn(1, T, D))
         price = rc.cost(mixer, K=D // H, V=D // H, H=H, T=T)
         assert price.state_bytes == state.nbytes
-        assert price.grows == 0
-    grown = rc.cost(Gated("gla", "softmax_attention"), K=8, V=8, T=64)
-    assert grown.grows == rc.cost("softmax_attention", K=8, V=8, T=64).grows > 0
+        assert price.state_bytes_per_token == 0
+    grown = rc.cost(MemoryAsGate("gla", "softmax_attention"), K=8, V=8, T=64)
+    assert (
+        grown.state_bytes_per_token
+        == rc.cost("softmax_attention", K=8, V=8, T=64).state_bytes_per_token
+        > 0
+    )
 
 
 def test_the_work_of_a_composition_is_that_of_its_streams() -> None:
     sizes = {"K": 8, "V": 8, "H": 2}
     memory, attention = rc.zoo.get("gated_delta_net"), rc.zoo.get("softmax_attention")
-    mac = AsContext(memory, attention, segment=16, persistent=4)
+    mac = MemoryAsContext(memory, attention, segment=16, persistent=4)
     price = rc.cost(mac, T=64, **sizes)
     alone = rc.cost(memory.recipe, T=64, **sizes)
     segment = rc.cost(attention.recipe, T=4 + 2 * 16, **sizes)
     read = 2 * 8 * 8 * 2 * 64  # a product with a matrix, of two heads and 64 tokens
-    assert price.forward["memory retrieval"] == read
+    assert price.forward_flops["memory retrieval"] == read
     assert price.total == alone.total + read + 4 * segment.total
-    chain = rc.cost(Chain(memory, attention, persistent=4), T=60, **sizes)
+    chain = rc.cost(Sequential(memory, attention, persistent=4), T=60, **sizes)
     assert chain.total == alone.total + rc.cost(attention.recipe, T=64, **sizes).total
 
 
 def test_more_memories_cost_what_their_streams_do() -> None:
     sizes = {"K": 8, "V": 8, "H": 2}
     one, other = rc.zoo.get("gated_delta_net").recipe, rc.zoo.get("softmax_attention").recipe
-    both = rc.cost(Together(one, other), T=64, **sizes)
+    both = rc.cost(Sequential(one, other), T=64, **sizes)
     assert both.total == rc.cost(one, T=64, **sizes).total + rc.cost(other, T=64, **sizes).total
-    boosted = rc.cost(Boosted(one, one), T=64, **sizes)
+    boosted = rc.cost(ResidualMemory(one, one), T=64, **sizes)
     first, second = rc.cost(one, T=64, **sizes, G=2), rc.cost(one, T=64, **sizes)
     assert boosted.total == first.total + second.total
     assert boosted.state_bytes == 2 * second.state_bytes
-    routed = rc.cost(Routed([one, one, other, other], top=2, shared=one), T=64, **sizes)
+    routed = rc.cost(MixtureOfMemories([one, one, other, other], top=2, shared=one), T=64, **sizes)
     halves = [rc.cost(recipe, T=32, **sizes) for recipe in (one, other)]
     assert routed.total == 2 * sum(half.total for half in halves) + second.total
-    assert routed.grows == 2 * round(halves[1].grows / 2)
+    assert routed.state_bytes_per_token == 2 * round(halves[1].state_bytes_per_token / 2)
     assert routed.decode == 2 * sum(half.decode // 2 for half in halves) + second.decode
-    layer = build(Routed([loops.memory()] * 2, top=2), 16, 2)
+    layer = build(MixtureOfMemories([loops.memory()] * 2, top=2), 16, 2)
     _, state = layer(torch.randn(1, 12, 16))
     price = rc.cost(layer.mixer, K=8, V=8, H=2, T=12)
     assert price.state_bytes == state.nbytes - 8, "but for the count of tokens"
@@ -139,7 +142,7 @@ def _readable() -> list[str]:
     found = []
     for name in rc.zoo.names():
         try:
-            AsContext(name, "gla", segment=4)
+            MemoryAsContext(name, "gla", segment=4)
         except rc.RecipeError:
             continue
         found.append(name)
@@ -167,7 +170,7 @@ def test_reads_are_priced_by_the_products_that_they_run(name: str) -> None:
     T, queries = 64, 8
     with torch.no_grad():
         _, state = layer(torch.randn(1, T, 16))
-        asked = layer.associations(torch.randn(1, queries, 16), state)
+        asked = layer.memory_inputs(torch.randn(1, queries, 16), state)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             rc.read(
                 layer.recipe,
@@ -178,21 +181,21 @@ def test_reads_are_priced_by_the_products_that_they_run(name: str) -> None:
             )
     run = counter.get_total_flops()
     sizes = {"K": layer.head_dim, "V": layer.value_dim, "H": 2, "T": T}
-    stated = reading(layer.recipe, queries, **sizes)
+    stated = read_cost(layer.recipe, Workload(**sizes), queries)
     if name in ELEMENTWISE:
         assert stated == run == 0
         return
     loose = LOOSE.get(name, 1.03)
     assert run / loose <= stated <= run * loose
-    priced = rc.cost(AsContext(name, "gla", segment=16), **sizes)
-    assert priced.forward["memory retrieval"] > 0
+    priced = rc.cost(MemoryAsContext(name, "gla", segment=16), **sizes)
+    assert priced.forward_flops["memory retrieval"] > 0
 
 
 def test_the_retrieval_of_attention_grows_with_the_text_before() -> None:
     """Segment s reads s·C keys and values, 4 K for each and query."""
-    mac = AsContext("softmax_attention", "softmax_attention", segment=8)
+    mac = MemoryAsContext("softmax_attention", "softmax_attention", segment=8)
     price = rc.cost(mac, K=4, V=4, H=2, T=32)
-    assert price.forward["memory retrieval"] == 2 * 8 * (0 + 8 + 16 + 24) * 4 * 4
+    assert price.forward_flops["memory retrieval"] == 2 * 8 * (0 + 8 + 16 + 24) * 4 * 4
     config = rc.lm.RecollectConfig.from_recipes(
         mac, vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
     )
@@ -204,30 +207,32 @@ def test_the_retrieval_of_attention_grows_with_the_text_before() -> None:
 
 def test_what_a_part_receives_is_that_of_the_open_segment() -> None:
     """Nested compositions begin anew with the segments of the one around them."""
-    inner = AsContext(loops.memory(), loops.attention(), segment=3)
-    layer = build(AsContext(loops.memory(), inner, segment=4), 8, 2).double()
+    inner = MemoryAsContext(loops.memory(), loops.attention(), segment=3)
+    layer = build(MemoryAsContext(loops.memory(), inner, segment=4), 8, 2).double()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
     streams: list[torch.Tensor] = []
     attention = layer.parts["attention"]
     hook = attention.register_forward_hook(lambda m, i, out: streams.append(i[0]))
-    seen = received(layer, x)
+    seen = leaf_inputs(layer, x)
     hook.remove()
     assert {name: tokens.shape[1] for name, tokens in seen.items()} == {
         "memory": 10,
         "attention.memory": 4,  # the last 2 tokens, a retrieval before each
         "attention.attention": 2,  # of 4 tokens, the last one of the second inner segment
     }
-    alone = received(attention, streams[-1])
+    alone = leaf_inputs(attention, streams[-1])
     for name in ("memory", "attention"):
         assert torch.equal(seen[f"attention.{name}"], alone[name])
-    gated = build(Gated(loops.memory(), loops.attention()), 8, 2).double()
-    assert all(torch.equal(tokens, x) for tokens in received(gated, x).values())
+    gated = build(MemoryAsGate(loops.memory(), loops.attention()), 8, 2).double()
+    assert all(torch.equal(tokens, x) for tokens in leaf_inputs(gated, x).values())
 
 
 def test_what_routed_and_boosted_memories_receive() -> None:
-    layer = build(Routed(["gla", "delta_net"], top=1, shared=Boosted("gla", "gla")), 8, 2)
+    layer = build(
+        MixtureOfMemories(["gla", "delta_net"], top=1, shared=ResidualMemory("gla", "gla")), 8, 2
+    )
     x = torch.randn(1, 10, 8)
-    seen = received(layer, x)
+    seen = leaf_inputs(layer, x)
     first = (x @ layer.router.scores.weight.T).argmax(-1)[0] == 0
     assert torch.equal(seen["0"], x[:, first]) and torch.equal(seen["1"], x[:, ~first])
     assert torch.equal(seen["shared.first"], x)
@@ -235,15 +240,15 @@ def test_what_routed_and_boosted_memories_receive() -> None:
     for name, tokens in seen.items():
         assert rc.diagnose(layer.leaves[name], tokens).surprise.shape == (tokens.shape[1], 2)
     other = torch.cat([x, x.flip(1) * torch.linspace(-1, 1, 10)[:, None]])
-    with pytest.raises(ValueError, match="give received\\(\\) one row at a time"):
-        received(layer, other)
+    with pytest.raises(ValueError, match="give leaf_inputs\\(\\) one row at a time"):
+        leaf_inputs(layer, other)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_part_of_a_hybrid_is_diagnosed(name: str) -> None:
     for mixer in dict(rc.zoo.find(name).layers).values():
-        layer = build(Chain(mixer), 8, 2)
-        for path, tokens in received(layer, torch.randn(1, 9, 8)).items():
+        layer = build(Sequential(mixer), 8, 2)
+        for path, tokens in leaf_inputs(layer, torch.randn(1, 9, 8)).items():
             found = rc.diagnose(layer.leaves[path], tokens)
             assert found.first is None and found.surprise.shape[0] == tokens.shape[1]
 
@@ -254,7 +259,10 @@ def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     net = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, **sizes))
     before = {name: weight.clone() for name, weight in net.state_dict().items()}
-    for name, said in (("titans_mac", "AsContext composes 2"), ("samba", "samba is a pattern")):
+    for name, said in (
+        ("titans_mac", "MemoryAsContext composes 2"),
+        ("samba", "samba is a pattern"),
+    ):
         with pytest.raises(rc.RecipeError, match=said):
             rc.lm.replace_attention(net, name)
     assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
@@ -282,9 +290,9 @@ def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None
 
 
 def test_what_a_memory_receives_can_be_diagnosed() -> None:
-    layer = build(AsContext(loops.memory(), loops.attention(), segment=4), 8, 2).double()
+    layer = build(MemoryAsContext(loops.memory(), loops.attention(), segment=4), 8, 2).double()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
-    seen = received(layer, x)
+    seen = leaf_inputs(layer, x)
     learned = []
     hook = layer.parts["memory"].register_forward_hook(lambda m, i, out: learned.append(i[0]))
     layer(x)
@@ -304,7 +312,7 @@ def test_models_of_hybrids_are_compared() -> None:
         length=48,
         schedule=rc.experiments.Schedule(steps=2, batch=2, lr=1e-3),
     )
-    own = ("mine", Gated("gla", "sliding_window_attention"))
+    own = ("mine", MemoryAsGate("gla", "sliding_window_attention"))
     found = rc.compare(["samba", "titans_mal", own, "gla"], ["mqar"], sizes={"mqar": size})
     runs = {run.model: run for run in found.of("mqar")}
     assert set(runs) == {"samba", "titans_mal", "mine", "gla"}
@@ -317,7 +325,7 @@ def test_models_of_hybrids_are_compared() -> None:
         ('recipe = "samba"', ["mamba", "sliding_window_attention"]),
         (
             'layers = ["a", "b", "mlp"]\n[model.recipes]\nb = "gla"\n'
-            '[model.recipes.a]\nmixer = "as_context"\nmemory = "titans"\n'
+            '[model.recipes.a]\nmixer = "memory_as_context"\nmemory = "titans"\n'
             'attention = "softmax_attention"\nsegment = 8\n',
             ["a", "b"],
         ),
@@ -335,7 +343,7 @@ def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
     config = model_config(ModelPlan(**table), byte_tokenizer())
     assert config.pattern == pattern
     if "a" in pattern:
-        assert config.mixer("a") == AsContext("titans", "softmax_attention", segment=8)
+        assert config.mixer("a") == MemoryAsContext("titans", "softmax_attention", segment=8)
         assert config.followed == [False, True]
 
 
@@ -345,7 +353,7 @@ def test_a_run_file_with_a_composition_that_cannot_be_says_so() -> None:
     from recollect.lm.training.prepare import model_config
 
     wrong = {
-        "mixer": "as_context",
+        "mixer": "memory_as_context",
         "memory": "titans",
         "attention": "softmax_attention",
         "segment": 0,

@@ -38,7 +38,7 @@ __all__ = [
     "worst",
 ]
 
-POOL = Pool(also=tuple(c for c in all_members().values() if c.__module__ == outside.__name__))
+POOL = Pool(also=tuple(c for c in all_members() if c.__module__ == outside.__name__))
 """The library's members, and those of `outside`; what single tests make stays out."""
 
 draw, draw_member, drawn = POOL.recipe, POOL.member, POOL.holds

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
-from recollect.choices.fields import Param, flag, integer, number, slot
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply, Forward
 from recollect.choices.memory.norms import layer_norm
+from recollect.fields import Param, flag, integer, number, slot
 
 Values = Mapping[str, Tensor]
 
@@ -29,8 +29,10 @@ Values = Mapping[str, Tensor]
 class ChannelRates(rc.algorithm.Algorithm):
     """Plain descent with a rate per value channel, under a field that is not called lr."""
 
-    batch: int = integer(1, at_least=1)
-    speeds: float | str = rc.quantity("token", name="lr", at_least=0, init=0.5, axes=("V",))
+    batch_size: int = integer(1, at_least=1)
+    speeds: float | str = rc.quantity(
+        "input", name="lr", at_least=0, init=0.5, axes=("V",), role="rate"
+    )
 
 
 @rc.member
@@ -44,9 +46,11 @@ class FullPass(rc.algorithm.Algorithm):
 class LookAhead(rc.algorithm.Algorithm):
     """Nesterov's momentum: S = θS − ηg, A += θS − ηg, its state under a name of its own."""
 
-    batch: int = integer(1, at_least=1)
-    pace: float | str = rc.quantity("token", name="lr", at_least=0, init=0.3)
-    inertia: float | str = rc.quantity(0.5, name="momentum", at_least=0, below=1, init=0.5)
+    batch_size: int = integer(1, at_least=1)
+    pace: float | str = rc.quantity("input", name="lr", at_least=0, init=0.3, role="rate")
+    inertia: float | str = rc.quantity(
+        0.5, name="momentum", at_least=0, below=1, init=0.5, role="momentum"
+    )
 
     slots = ("velocity",)
 
@@ -64,11 +68,13 @@ class Fading(rc.context.Context):
     """All of the past, weighed by γ^(t−i) w_i, under field names of its own."""
 
     forgetting: float | str = rc.quantity(
-        0.9, name="decay", above=0, at_most=1, init=0.95, log=True
+        0.9, name="decay", above=0, at_most=1, init=0.95, log=True, role="decay"
     )
-    trust: float | str = rc.quantity(1.0, name="weight", at_least=0, init=1.0, travels=True)
+    trust: float | str = rc.quantity(
+        1.0, name="weight", at_least=0, init=1.0, per_association=True, role="weight"
+    )
 
-    restricts = True
+    is_restriction = True
 
     @property
     def horizon(self) -> None:
@@ -101,7 +107,7 @@ class Aging(rc.context.Context):
 
     patience: float = number(2.0, above=0)
 
-    restricts = True
+    is_restriction = True
 
     @property
     def horizon(self) -> None:
@@ -109,7 +115,7 @@ class Aging(rc.context.Context):
 
     def over(self, visible: VisibleAssociations) -> ContextWeights:
         def log(queries: slice, keys: slice) -> Tensor:
-            age = visible.where[:, queries, None] - visible.position[:, None, keys]
+            age = visible.query_position[:, queries, None] - visible.position[:, None, keys]
             age = age.clamp_min(0).to(visible.q.dtype)
             return -(age / self.patience).log1p()[:, None, None]  # [B, 1, 1, C, m]
 
@@ -156,13 +162,15 @@ class Plane(rc.memory.Stack):
     read: rc.memory.Read = slot(rc.memory.Read(), "read")
 
     @property
-    def chain(self) -> str:
+    def chain_activation(self) -> str:
         return "identity"
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-        return (LinearMap(name="P", out=V, inp=F, first=True, last=True),)
+        return (
+            LinearMap(name="P", out_features=V, in_features=F, reads_features=True, is_output=True),
+        )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
         return apply(0, x)
 
 
@@ -177,16 +185,20 @@ class Skipping(rc.memory.Stack):
         return self.skip
 
     @property
-    def chain(self) -> str:
+    def chain_activation(self) -> str:
         return "tanh"
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         return (
-            LinearMap(name="W2", out=3, inp=F, first=True, last=False),
-            LinearMap(name="W1", out=V, inp=3, first=False, last=True),
+            LinearMap(
+                name="W2", out_features=3, in_features=F, reads_features=True, is_output=False
+            ),
+            LinearMap(
+                name="W1", out_features=V, in_features=3, reads_features=False, is_output=True
+            ),
         )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
         h = apply(1, torch.tanh(apply(0, x)))
         return raw + h if self.skip else h
 
@@ -198,7 +210,7 @@ class Folded(rc.memory.Stack):
     bounded = True
 
     @property
-    def chain(self) -> str:
+    def chain_activation(self) -> str:
         return "silu"
 
     def params(self) -> tuple[Param, ...]:
@@ -206,17 +218,21 @@ class Folded(rc.memory.Stack):
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         return (
-            LinearMap(name="W2", out=5, inp=F, first=True, last=False),
-            LinearMap(name="W1", out=V, inp=5, first=False, last=True),
+            LinearMap(
+                name="W2", out_features=5, in_features=F, reads_features=True, is_output=False
+            ),
+            LinearMap(
+                name="W1", out_features=V, in_features=5, reads_features=False, is_output=True
+            ),
         )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
-        return self.finish(apply(1, torch.nn.functional.silu(apply(0, x))), raw, params)
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        return self.output_map(apply(1, torch.nn.functional.silu(apply(0, x))), raw, params)
 
-    def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+    def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
         return params["most"].to(z.dtype)[:, None, :] * torch.tanh(z)
 
-    def reachable(self, value: Tensor, raw: Tensor, params: Values) -> Tensor:
+    def nearest_output(self, value: Tensor, raw: Tensor, params: Values) -> Tensor:
         most = params["most"].to(value.dtype)[:, None, :].abs()
         return torch.maximum(torch.minimum(value, most), -most)
 
@@ -228,11 +244,11 @@ class Spread(rc.memory.Stack):
     mixes: bool = flag(True)
 
     @property
-    def chain(self) -> str:
+    def chain_activation(self) -> str:
         return "identity"
 
     @property
-    def last_norm(self) -> str | None:
+    def output_norm(self) -> str | None:
         return None if self.mixes else "layer"
 
     def params(self) -> tuple[Param, ...]:
@@ -244,12 +260,14 @@ class Spread(rc.memory.Stack):
         return (*norm, mix) if self.mixes else (*norm,)
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-        return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+        return (
+            LinearMap(name="W", out_features=V, in_features=F, reads_features=True, is_output=True),
+        )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
-        return self.finish(apply(0, x), raw, params)
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        return self.output_map(apply(0, x), raw, params)
 
-    def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+    def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
         weight, shift = (params[name].to(z.dtype)[:, None] for name in ("norm_weight", "norm_bias"))
         normed = weight * layer_norm(z) + shift
         if not self.mixes:
@@ -261,12 +279,12 @@ class Spread(rc.memory.Stack):
 class Waves(rc.memory.Memory):
     """M(x) = W1 (s ⊙ sin(W2 x)): no stack of maps, bound to its sizes, with a param of its own."""
 
-    gain: float | str = rc.quantity("static", kinds=("static",), init=1.0)
+    gain: float | str = rc.quantity("learned", sources=("learned",), init=1.0)
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
         return ((3, F), (V, 3))
 
-    def function(self, F: int, V: int) -> Forward:
+    def bind(self, F: int, V: int) -> Forward:
         def forward(weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Values) -> Tensor:
             inner, outer = weights
             gain = params["gain"].to(x.dtype)[:, None, None]  # [H, 1, 1]
@@ -282,7 +300,7 @@ class Waves(rc.memory.Memory):
 class Emphasis(rc.bias.Bias):
     """½ Σ s_j e_j² with a gate s per value channel: affine for nobody."""
 
-    strength: float | str = rc.quantity("token", at_least=0, init=1.0, axes=("V",))
+    strength: float | str = rc.quantity("input", at_least=0, init=1.0, axes=("V",))
 
     target = 1.0
 
@@ -326,7 +344,7 @@ class Eager(rc.bias.Bias):
 class TwoSided(rc.features.Features):
     """φ(x) = s [relu(x), relu(−x)], with s learned per head."""
 
-    stretch: float | str = rc.quantity("static", kinds=("static",), above=0, init=1.0)
+    stretch: float | str = rc.quantity("learned", sources=("learned",), above=0, init=1.0)
 
     def dim(self, K: int) -> int:
         return 2 * K
@@ -340,7 +358,7 @@ class TwoSided(rc.features.Features):
 class Cauchy(rc.features.Kernel):
     """κ(q, k) = 1/(1 + ‖q − k‖²): definite, and without a logarithm."""
 
-    definite = True
+    is_positive_definite = True
 
     @property
     def nonnegative(self) -> bool:

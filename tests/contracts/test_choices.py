@@ -17,7 +17,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.choices.member import Member
-from recollect.recipe.rewrites import REWRITES
+from recollect.recipe.canonical import REWRITES
 from recollect.testing import declared, structure
 from recollect.testing.declared import EXACT, KINDS, normal
 from recollect.testing.draws import variants
@@ -119,7 +119,7 @@ def test_link_gradients_are_those_of_finite_differences(
 
 @pytest.mark.parametrize("retention", of("retention", 8))
 def test_what_a_step_does_to_weights(retention: rc.retention.Retention) -> None:
-    """`steepest` bounds the link, and `gain` is the same from a matrix and from its factors."""
+    """`link_lipschitz` bounds the link; `step_gain` of a matrix and of its factors agree."""
     structure.check_gain(retention)
 
 
@@ -182,7 +182,7 @@ def test_kl_divergence_is_the_simplex_recurrence() -> None:
         x = generate.inputs(dual, T=9)
         assert x.init is not None
         start = dataclasses.replace(x, init=(x.init[0].softmax(-1),))
-        y, y2 = (generate.run(r, a, method="reference")[0] for r, a in ((dual, x), (kl, start)))
+        y, y2 = (generate.run(r, a, engine="reference")[0] for r, a in ((dual, x), (kl, start)))
         torch.testing.assert_close(y2, y, atol=1e-10, rtol=0)  # root finding to rounding, 9 times
 
 
@@ -190,9 +190,9 @@ def test_bregman_ranges() -> None:
     A = 3 * normal(3, 4)
     W = rc.retention.Bregman().link(A, {})
     assert ((W > 0) & (W < 1)).all()
-    assert (rc.retention.Bregman(map="exp").link(A, {}) > 0).all()
-    assert (rc.retention.Bregman(map="softplus").link(A, {}) > 0).all()
-    assert (rc.retention.Bregman(map="tanh").link(A, {}).abs() < 1).all()
+    assert (rc.retention.Bregman(link_function="exp").link(A, {}) > 0).all()
+    assert (rc.retention.Bregman(link_function="softplus").link(A, {}) > 0).all()
+    assert (rc.retention.Bregman(link_function="tanh").link(A, {}).abs() < 1).all()
 
 
 def test_ball_projects() -> None:
@@ -256,7 +256,7 @@ def test_declared_shapes_of_memories_are_true(memory: rc.memory.Memory) -> None:
 def test_declared_recursions_of_algorithms_are_true(
     algorithm: rc.algorithm.Algorithm,
 ) -> None:
-    """`momentum_of` is the linear recursion that `update` takes."""
+    """`recursion` is the linear recursion that `update` takes."""
     structure.check_recursion(algorithm)
 
 
@@ -305,36 +305,36 @@ EXAMPLES: dict[str, list[rc.Recipe]] = {
         rc.Recipe(
             memory=rc.memory.MLP(depth=1, residual=False, expansion=2),
             retention=Decay(per="key_value"),
-            algorithm=rc.algorithm.Momentum(batch=3),
+            algorithm=rc.algorithm.Momentum(batch_size=3),
         )
     ],
     "a decay that does nothing more": [
-        rc.Recipe(retention=Decay(rate=1.0)),
-        rc.Recipe(retention=Decay(rate=0.8, per="key", when="before")),
+        rc.Recipe(retention=Decay(alpha=1.0)),
+        rc.Recipe(retention=Decay(alpha=0.8, per="key", when="before")),
         rc.Recipe(bias=rc.bias.DotProduct(), retention=Decay(when="before")),
         rc.Recipe(
             bias=rc.bias.DotProduct(),
             retention=rc.retention.Simplex(decay=Decay(when="before")),
             algorithm=rc.algorithm.Momentum(),
         ),
-        rc.Recipe(retention=rc.retention.Bregman(decay=Decay(rate=1.0))),
+        rc.Recipe(retention=rc.retention.Bregman(decay=Decay(alpha=1.0))),
     ],
     "L_2 is the identity link": [
         rc.Recipe(retention=rc.retention.Lq(q=2.0)),
-        rc.Recipe(retention=rc.retention.Lq(q=2.0, form="printed", decay=Decay())),
+        rc.Recipe(retention=rc.retention.Lq(q=2.0, form="as_published", decay=Decay())),
     ],
-    "a batch of one is a token": [rc.Recipe(retention=rc.retention.Bregman(every="batch"))],
+    "a batch of one is a token": [rc.Recipe(retention=rc.retention.Bregman(link_every="batch"))],
     "zero momentum is descent": [
-        rc.Recipe(algorithm=rc.algorithm.Momentum(momentum=0.0, batch=2, per="value")),
-        rc.Recipe(algorithm=rc.algorithm.Momentum(momentum=0.0, of="value")),
+        rc.Recipe(algorithm=rc.algorithm.Momentum(momentum=0.0, batch_size=2, per="value")),
+        rc.Recipe(algorithm=rc.algorithm.Momentum(momentum=0.0, momentum_on="value")),
     ],
     "no orthogonalisation is momentum": [
-        rc.Recipe(algorithm=Muon(newton_steps=0, scale="inner", batch=2)),
-        rc.Recipe(algorithm=Muon(newton_steps=0, lr="static")),
-        rc.Recipe(algorithm=Muon(newton_steps=0, lr=0.3), retention=Decay()),
+        rc.Recipe(algorithm=Muon(ns_steps=0, lr_position="inside", batch_size=2)),
+        rc.Recipe(algorithm=Muon(ns_steps=0, lr="learned")),
+        rc.Recipe(algorithm=Muon(ns_steps=0, lr=0.3), retention=Decay()),
     ],
     "the mean of one is the sum": [
-        rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduce="mean"))
+        rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduction="mean"))
     ],
     "a robustness radius of zero is L2": [rc.Recipe(bias=rc.bias.ValueRobust(radius=0.0))],
 }
@@ -370,7 +370,7 @@ def test_rewrites_are_identities(
         wanted = {param.name for param in which.params()}
         params = {name: a for name, a in leaves.params.items() if name in wanted}
         part = dataclasses.replace(leaves, gates=gates, params=params)
-        y, _ = generate.run(which, part, method="reference")
+        y, _ = generate.run(which, part, engine="reference")
         named = leaves.tensors()
         slopes = torch.autograd.grad(
             (y * normal(*y.shape, seed=5)).sum(),
@@ -392,5 +392,5 @@ def test_rewrites_leave_what_they_are_not_about() -> None:
         memory=rc.memory.MLP(), bias=rc.bias.DotProduct(), retention=Decay(when="before")
     )
     assert deep.canonical() == deep
-    moving = rc.Recipe(algorithm=Muon(newton_steps=0))  # η per token, outside
+    moving = rc.Recipe(algorithm=Muon(ns_steps=0))  # η per token, outside
     assert moving.canonical() == moving

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.recall.bound import bind, bound_of, named
+from recollect.functional.binding import bind, bound_of, named
 from recollect.testing.inputs import inputs
 
 # The compiler warns of its own doings, and the first graph of a process takes seconds.
@@ -39,7 +39,7 @@ def every(*quick: str) -> list[Any]:
 
 def built(name: str, heads: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return rc.zoo.get(name).build(d_model=D, heads=heads)
+    return rc.zoo.get(name).build(d_model=D, num_heads=heads)
 
 
 def compiled(module: nn.Module, *, fullgraph: bool = True) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def pulled(call: Callable[..., Any], layer: nn.Module, x: Tensor, **more: Any) -
     """Outputs, and gradients of the input and of every parameter that has one."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    y, _ = call(x, output_state=False, **more)
+    y, _ = call(x, output_final_state=False, **more)
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
@@ -91,7 +91,7 @@ def test_states_go_in_and_come_out(name: str) -> None:
         third, last = layer(x[:, 11:], state)  # one continues what the other left
     same([torch.cat([first, second], 1), third], [wanted, wanted[:, 11:]])
     same(kept(after), kept(last))
-    assert after.memory.written_by == end.memory.written_by
+    assert after.memory.recipe_id == end.memory.recipe_id
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "rwkv7"])
@@ -183,12 +183,15 @@ def test_what_is_refused_is_refused_in_the_same_words() -> None:
     assert str(found.value).startswith(str(plain.value))  # torch 2.9 adds where the graph has it
 
 
-_MUON = rc.algorithm.Muon(batch=4, every="batch", normalize=True)
+_MUON = rc.algorithm.Muon(batch_size=4, update_every="batch", normalized_steps=True)
 FOLLOWED = {
     "border": (rc.Recipe(memory=rc.memory.MLP(), algorithm=_MUON), "auto"),
-    "tokens": (rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.Muon(batch=4)), "auto"),
+    "tokens": (
+        rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.Muon(batch_size=4)),
+        "auto",
+    ),
     "table": (
-        rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch=4)),
+        rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch_size=4)),
         "auto",
     ),
     "kernel": (rc.zoo.get("deep_transformer").recipe, "auto"),
@@ -204,7 +207,9 @@ def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None
     x = inputs(recipe, B=1, T=10, H=1, K=4, V=4)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, _ = rc.recall(recipe, q, k, v, x.gates, params=x.params, init=x.init, method=method)
+        y, _ = rc.recall(
+            recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init, engine=method
+        )
         return y
 
     def found(call: Callable[..., Tensor]) -> list[Tensor]:
@@ -221,7 +226,7 @@ def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None
 def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> None:
     recipe = FOLLOWED["table"][0]
     x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).leaves()  # of batches of four
-    _, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, params=x.params, init=x.init)
+    _, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, params=x.params, initial_memory=x.init)
 
     def read(q: Tensor) -> Tensor:
         return rc.read(recipe, q, state=state, params=x.params)
@@ -232,11 +237,11 @@ def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> Non
 
 
 def test_a_segment_that_ends_within_a_batch() -> None:
-    """`AsContext` reads what a segment has left open."""
+    """`MemoryAsContext` reads what a segment has left open."""
     torch.manual_seed(0)
-    recipe = rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch=4))
-    mixer = rc.blocks.AsContext(recipe, "softmax_attention", segment=6)
-    layer = rc.blocks.build(mixer, D, heads=2)
+    recipe = rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch_size=4))
+    mixer = rc.blocks.MemoryAsContext(recipe, "softmax_attention", segment=6)
+    layer = rc.blocks.build(mixer, D, num_heads=2)
     x = torch.randn(B, 15, D)
     call = compiled(layer, fullgraph=False)
     same(pulled(call, layer, x), pulled(layer, layer, x))
@@ -250,7 +255,7 @@ def test_members_of_ones_own() -> None:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(),
         bias=Softplus(),
-        algorithm=rc.algorithm.GradientDescent(batch=4),
+        algorithm=rc.algorithm.GradientDescent(batch_size=4),
     )
     torch.manual_seed(0)
     layer, x = rc.MemoryLayer(D, 2, recipe), torch.randn(B, T, D)
@@ -259,7 +264,7 @@ def test_members_of_ones_own() -> None:
 
 def test_a_second_gradient_is_refused_by_torch_and_not_wrong() -> None:
     layer, x = built("gated_delta_net"), torch.randn(1, 5, D, requires_grad=True)
-    y, _ = compiled(layer)(x, output_state=False)
+    y, _ = compiled(layer)(x, output_final_state=False)
     (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         slope.sum().backward()
@@ -268,7 +273,7 @@ def test_a_second_gradient_is_refused_by_torch_and_not_wrong() -> None:
 def names_of(batches: Sequence[int]) -> list[str]:
     made = []
     for batch in batches:
-        algorithm = rc.algorithm.GradientDescent(batch=batch)
+        algorithm = rc.algorithm.GradientDescent(batch_size=batch)
         recipe = rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm)
         made.append(str(named(bind(recipe, H=2, K=4, V=4)).name))
     return made
@@ -297,14 +302,14 @@ def test_two_that_say_the_same_and_are_not_one_have_two_names() -> None:
 
     one, other = layer(), layer()
     assert one._bound.name != other._bound.name
-    assert bound_of(str(one._bound.name)).sized.recipe is one.recipe
+    assert bound_of(str(one._bound.name)).recipe is one.recipe
     assert copy.deepcopy(one)._bound.name == one._bound.name
 
 
 INDUCTOR = """
 import sys, torch, recollect as rc
 torch.manual_seed(0)
-algorithm = rc.algorithm.GradientDescent(batch=int(sys.argv[1]))
+algorithm = rc.algorithm.GradientDescent(batch_size=int(sys.argv[1]))
 layer = rc.MemoryLayer(32, 2, rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm))
 x = torch.randn(2, 21, 32)
 with torch.no_grad():

@@ -41,10 +41,10 @@ L2, Dot = rc.bias.L2(), rc.bias.DotProduct()
 Read, Matrix, Vector, MLP = rc.memory.Read, rc.memory.Matrix, rc.memory.Vector, rc.memory.MLP
 Decay, Window, Probe = rc.retention.Decay, rc.context.Window, rc.bias.Probe
 GD, Momentum = rc.algorithm.GradientDescent, rc.algorithm.Momentum
-Implicit, Normalized = rc.algorithm.Implicit, rc.algorithm.Normalized
+Implicit, Normalized = rc.algorithm.Implicit, rc.algorithm.NLMS
 SOFTMAX = rc.Recipe(
     memory=rc.memory.LocalConstant(),
-    context=rc.context.Similar(),
+    context=rc.context.KernelWeighted(),
     algorithm=rc.algorithm.Analytic(),
 )
 ONE = GD(lr=1.0)
@@ -54,18 +54,24 @@ Preconditioned = rc.algorithm.Preconditioned
 # The named systems of the zoo, written out.
 ZOO: dict[str, rc.Recipe] = {
     "softmax_attention": SOFTMAX,
-    "qk_norm_attention": SOFTMAX.but(
-        context=rc.context.Similar(kernel=rc.features.Exponential(temperature=0.25))
+    "qk_norm_attention": SOFTMAX.replace(
+        context=rc.context.KernelWeighted(kernel=rc.features.Exponential(temperature=0.25))
     ),
-    "sliding_window_attention": SOFTMAX.but(
-        context=rc.context.Similar(within=(Window(size=4, gated=False),))
+    "sliding_window_attention": SOFTMAX.replace(
+        context=rc.context.KernelWeighted(restrictions=(Window(size=4, gated=False),))
     ),
-    "fox": SOFTMAX.but(context=rc.context.Similar(within=(rc.context.Prefix(decay="token"),))),
-    "bilinear_gated_attention": SOFTMAX.but(
-        context=rc.context.Similar(within=(rc.context.Bilinear(link="sigmoid", temperature=None),))
+    "fox": SOFTMAX.replace(
+        context=rc.context.KernelWeighted(restrictions=(rc.context.Prefix(decay="input"),))
     ),
-    "moba": SOFTMAX.but(context=rc.context.Similar(within=(rc.context.Blocks(size=3, top=2),))),
-    "local_linear_attention": SOFTMAX.but(
+    "bilinear_gated_attention": SOFTMAX.replace(
+        context=rc.context.KernelWeighted(
+            restrictions=(rc.context.Bilinear(link="sigmoid", temperature=None),)
+        )
+    ),
+    "moba": SOFTMAX.replace(
+        context=rc.context.KernelWeighted(restrictions=(rc.context.TopBlocks(size=3, top_k=2),))
+    ),
+    "local_linear_attention": SOFTMAX.replace(
         memory=rc.memory.LocalPolynomial(), algorithm=rc.algorithm.Analytic(ridge=0.2)
     ),
     "kernel_regression_attention": rc.Recipe(
@@ -80,52 +86,52 @@ ZOO: dict[str, rc.Recipe] = {
         bias=Dot,
         algorithm=ONE,
     ),
-    "retnet": rc.Recipe(bias=Dot, retention=Decay(rate="static"), algorithm=ONE),
-    "lightning_attention": rc.Recipe(bias=Dot, retention=Decay(rate=0.9), algorithm=ONE),
+    "retnet": rc.Recipe(bias=Dot, retention=Decay(alpha="learned"), algorithm=ONE),
+    "lightning_attention": rc.Recipe(bias=Dot, retention=Decay(alpha=0.9), algorithm=ONE),
     "gla": rc.Recipe(bias=Dot, retention=Decay(per="key"), algorithm=ONE),
     "delta_net": rc.Recipe(),
-    "momentum_delta_net": rc.Recipe(algorithm=Momentum(of="value")),
+    "momentum_delta_net": rc.Recipe(algorithm=Momentum(momentum_on="value")),
     "gated_delta_net": rc.Recipe(retention=Decay(when="before")),
     "leaky_lms": rc.Recipe(retention=Decay(when="after")),
     "longhorn": rc.Recipe(algorithm=Implicit()),
     "nlms": rc.Recipe(algorithm=Normalized()),
-    "rls": rc.Recipe(context=Prefix(), algorithm=LeastSquares(ridge="static")),
+    "rls": rc.Recipe(context=Prefix(), algorithm=LeastSquares(ridge="learned")),
     "geometric_rls": rc.Recipe(
-        context=Prefix(decay="token"), algorithm=LeastSquares(ridge="static", every=5)
+        context=Prefix(decay="input"), algorithm=LeastSquares(ridge="learned", refresh_every=5)
     ),
     "mesa_net": rc.Recipe(
-        context=Prefix(decay="token", weight="token"),
-        algorithm=LeastSquares(ridge="static", per="key", form="constant"),
+        context=Prefix(decay="input", weight="input"),
+        algorithm=LeastSquares(ridge="learned", ridge_per="key", ridge_schedule="constant"),
     ),
-    "retnet_xpos": rc.Recipe(bias=Dot, retention=Decay(per="key", rate="static"), algorithm=ONE),
+    "retnet_xpos": rc.Recipe(bias=Dot, retention=Decay(per="key", alpha="learned"), algorithm=ONE),
     "dfw": rc.Recipe(bias=Dot, retention=Decay(per="key_value"), algorithm=ONE),
     "lru": rc.Recipe(
         memory=Vector(),
         bias=Dot,
-        retention=Decay(per="value", rate="static"),
-        algorithm=GD(lr="static", per="value"),
+        retention=Decay(per="value", alpha="learned"),
+        algorithm=GD(lr="learned", per="value"),
     ),
     "rg_lru": rc.Recipe(
         memory=Vector(),
         bias=Dot,
-        retention=Decay(per="value", rate="factored"),
+        retention=Decay(per="value", alpha="input_scaled"),
         algorithm=GD(per="value"),
     ),
     "mamba": rc.Recipe(
-        bias=Dot, retention=Decay(per="entry", rate="factored"), algorithm=GD(per="value")
+        bias=Dot, retention=Decay(per="entry", alpha="input_scaled"), algorithm=GD(per="value")
     ),
     "mamba2": rc.Recipe(bias=Dot, retention=Decay()),
     "longhorn_diagonal": rc.Recipe(
         bias=Dot, retention=Decay(per="entry"), algorithm=GD(per="value")
     ),
     "rwkv6": rc.Recipe(
-        memory=Matrix(read=Read(when="before", bonus="static")),
+        memory=Matrix(read=Read(when="before", bonus="learned")),
         bias=Dot,
         retention=Decay(per="key"),
         algorithm=ONE,
     ),
     "rwkv7": rc.Recipe(
-        memory=Matrix(read=Read(bonus="static")),
+        memory=Matrix(read=Read(bonus="learned")),
         bias=rc.bias.L2(probe=Probe(write="probe", per="key")),
         retention=Decay(per="key"),
         algorithm=ONE,
@@ -134,10 +140,12 @@ ZOO: dict[str, rc.Recipe] = {
         memory=Matrix(read=Read(normalize="floor")),
         bias=Dot,
         retention=Decay(),
-        algorithm=GD(lr="log_token"),
+        algorithm=GD(lr="log_input"),
     ),
-    "delta_product": rc.Recipe(algorithm=GD(steps=2)),
-    "gated_delta_product": rc.Recipe(algorithm=GD(steps=2), retention=Decay(when="before")),
+    "delta_product": rc.Recipe(algorithm=GD(updates_per_token=2)),
+    "gated_delta_product": rc.Recipe(
+        algorithm=GD(updates_per_token=2), retention=Decay(when="before")
+    ),
 }
 
 LIFTED: dict[str, rc.features.Features] = {
@@ -151,7 +159,7 @@ LIFTED: dict[str, rc.features.Features] = {
     "polysketchformer": rc.features.PolynomialSketch(),
 }
 for name, lifted in LIFTED.items():
-    ZOO[name] = ZOO["normalized_linear_attention"].but(features=lifted)
+    ZOO[name] = ZOO["normalized_linear_attention"].replace(features=lifted)
 ZOO["dpfp"] = rc.Recipe(features=rc.features.Dpfp(normalize=True))
 
 
@@ -159,36 +167,41 @@ def _structures() -> dict[str, rc.Recipe]:
     """Every way in which the parts of the linear recursion meet."""
     found: dict[str, rc.Recipe] = {}
     decays = [None, *itertools.product(("head", "key", "value", "key_value"), ("after", "before"))]
-    rules = (GD(), Momentum(), Momentum(of="value"))
+    rules = (GD(), Momentum(), Momentum(momentum_on="value"))
     for bias, decay, rule, c in itertools.product((L2, Dot), decays, rules, (1, 3)):
         kept = rc.retention.Keep() if decay is None else Decay(per=decay[0], when=decay[1])
         name = "-".join(
-            [type(bias).__name__, *(decay or ("keep",)), getattr(rule, "of", "plain"), f"c{c}"]
+            [
+                type(bias).__name__,
+                *(decay or ("keep",)),
+                getattr(rule, "momentum_on", "plain"),
+                f"c{c}",
+            ]
         )
         context = rc.context.Online() if c == 1 else Window(size=c)
         found[name] = rc.Recipe(bias=bias, retention=kept, algorithm=rule, context=context)
     before, key = Decay(when="before"), Decay(per="key")
     for name, rule in (
         ("implicit", Implicit()),
-        ("normalized", Normalized(lr="token")),
+        ("normalized", Normalized(lr="input")),
         ("rate per value", GD(per="value")),
         ("momentum, rate per value", Momentum(per="value")),
-        ("static rate", GD(lr="static")),
-        ("log rate", GD(lr="log_token")),
+        ("static rate", GD(lr="learned")),
+        ("log rate", GD(lr="log_input")),
     ):
         for kept in (rc.retention.Keep(), Decay(), before, Decay(per="key_value", when="before")):
             what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
             found[f"{name}, {what}"] = rc.Recipe(algorithm=rule, retention=kept)
     found["window of one"] = rc.Recipe(context=Window(size=1))
     found["window of one, value momentum"] = rc.Recipe(
-        context=Window(size=1), algorithm=Momentum(of="value"), retention=before
+        context=Window(size=1), algorithm=Momentum(momentum_on="value"), retention=before
     )
     found["ungated window"] = rc.Recipe(context=Window(size=4, gated=False), retention=before)
     found["dot, rate per value, window"] = rc.Recipe(
         bias=Dot, context=Window(size=3), algorithm=GD(per="value"), retention=Decay(per="value")
     )
     found["static decay per key_value"] = rc.Recipe(
-        retention=Decay(per="key_value", rate="static", when="before")
+        retention=Decay(per="key_value", alpha="learned", when="before")
     )
     for rule in (GD(per="value"), Momentum(per="value")):
         found[f"dot, rate per value, {type(rule).__name__}"] = rc.Recipe(bias=Dot, algorithm=rule)
@@ -209,18 +222,18 @@ def _structures() -> dict[str, rc.Recipe]:
             name = f"probe at {at}, written at {write}, {per}, {what}"
             found[name] = rc.Recipe(bias=rc.bias.L2(probe=probe), retention=kept)
     for rate, bias, when in itertools.product(
-        ("token", "factored", "static", 0.9), (L2, Dot), ("after", "before")
+        ("input", "input_scaled", "learned", 0.9), (L2, Dot), ("after", "before")
     ):
-        kept = Decay(per="entry", rate=rate, when=when)
+        kept = Decay(per="entry", alpha=rate, when=when)
         found[f"entry, {rate}, {type(bias).__name__}, {when}"] = rc.Recipe(
             bias=bias, retention=kept
         )
-    entry = Decay(per="entry", rate="factored")
+    entry = Decay(per="entry", alpha="input_scaled")
     for name, changes in (
         ("rate per value", {"algorithm": GD(per="value")}),
         ("momentum", {"algorithm": Momentum()}),
         ("window", {"context": Window(size=3)}),
-        ("bonus", {"memory": Matrix(read=Read(when="before", bonus="static"))}),
+        ("bonus", {"memory": Matrix(read=Read(when="before", bonus="learned"))}),
     ):
         found[f"entry, {name}"] = rc.Recipe(**{"bias": Dot, "retention": entry, **changes})
     found["vector, read before"] = rc.Recipe(
@@ -231,11 +244,11 @@ def _structures() -> dict[str, rc.Recipe]:
     )
     for kept in (rc.retention.Keep(), before, key):
         what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
-        found[f"two steps, {what}"] = rc.Recipe(algorithm=GD(steps=2), retention=kept)
-    found["three steps, one rate"] = rc.Recipe(algorithm=GD(steps=3, lr=0.3))
-    found["two steps, rate per value"] = rc.Recipe(algorithm=GD(steps=2, per="value"))
+        found[f"two steps, {what}"] = rc.Recipe(algorithm=GD(updates_per_token=2), retention=kept)
+    found["three steps, one rate"] = rc.Recipe(algorithm=GD(updates_per_token=3, lr=0.3))
+    found["two steps, rate per value"] = rc.Recipe(algorithm=GD(updates_per_token=2, per="value"))
     for read in (
-        Read(when="before", bonus="static"),
+        Read(when="before", bonus="learned"),
         Read(when="before"),
         Read(bonus=0.5),
         Read(normalize="sum", when="before"),
@@ -243,14 +256,14 @@ def _structures() -> dict[str, rc.Recipe]:
         Read(normalize="floor"),
         Read(normalize="floor", when="before"),
     ):
-        rule = GD(lr="log_token") if read.normalize == "floor" else GD()
+        rule = GD(lr="log_input") if read.normalize == "floor" else GD()
         name = f"read {read.normalize}, {read.when}, {read.bonus}"
         features = rc.features.EluPlusOne()
         found[name] = rc.Recipe(
             memory=Matrix(read=read), bias=Dot, retention=Decay(), algorithm=rule, features=features
         )
     found["read before, delta rule"] = rc.Recipe(
-        memory=Matrix(read=Read(when="before", bonus="static")), retention=Decay(per="value")
+        memory=Matrix(read=Read(when="before", bonus="learned")), retention=Decay(per="value")
     )
     found["normalised, momentum, window"] = rc.Recipe(
         memory=Matrix(read=Read(normalize="sum")),
@@ -268,26 +281,28 @@ def _solvers() -> dict[str, rc.Recipe]:
     found: dict[str, rc.Recipe] = {}
     pasts = {
         "all": Prefix(),
-        "gated": Prefix(decay="token", weight="token"),
-        "static": Prefix(decay="static"),
+        "gated": Prefix(decay="input", weight="input"),
+        "static": Prefix(decay="learned"),
         "constant": Prefix(decay=0.9),
     }
     rules = {
-        "refreshed": LeastSquares(every=6, ridge="static"),
-        "refreshed every token": LeastSquares(every=1),
-        "refreshed in one span": LeastSquares(every=100, ridge=0.1),
-        "decaying": LeastSquares(form="decaying", ridge="static", per="key"),
-        "constant": LeastSquares(form="constant", ridge="static"),
+        "refreshed": LeastSquares(refresh_every=6, ridge="learned"),
+        "refreshed every token": LeastSquares(refresh_every=1),
+        "refreshed in one span": LeastSquares(refresh_every=100, ridge=0.1),
+        "decaying": LeastSquares(ridge_schedule="decaying", ridge="learned", ridge_per="key"),
+        "constant": LeastSquares(ridge_schedule="constant", ridge="learned"),
         "identity": Preconditioned(kind="identity"),
-        "diagonal": Preconditioned(kind="diagonal", power=0.5, ridge="static"),
-        "spectral": Preconditioned(kind="spectral", power=0.5, ridge="static"),
-        "conjugate gradients": Preconditioned(steps=2, ridge="static", per="key"),
+        "diagonal": Preconditioned(kind="diagonal", power=0.5, ridge="learned"),
+        "spectral": Preconditioned(kind="spectral", power=0.5, ridge="learned"),
+        "conjugate gradients": Preconditioned(steps=2, ridge="learned", ridge_per="key"),
     }
     for past, rule in itertools.product(pasts, rules):
         name = f"{rule}, {past}"
         found[name] = rc.Recipe(context=pasts[past], algorithm=rules[rule])
     found["lifted least squares"] = rc.Recipe(
-        features=rc.features.Polynomial(), context=pasts["gated"], algorithm=LeastSquares(every=4)
+        features=rc.features.Polynomial(),
+        context=pasts["gated"],
+        algorithm=LeastSquares(refresh_every=4),
     )
     return found
 
@@ -296,46 +311,46 @@ STRUCTURES = _structures()
 
 # What needs more than the linear recursion, for the engines that can.
 DEEP: dict[str, rc.Recipe] = {
-    "titans": rc.Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=4)),
+    "titans": rc.Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch_size=4)),
     "moneta": rc.Recipe(
         memory=MLP(norm="layer"),
         bias=rc.bias.Lp(p=3.0),
-        retention=rc.retention.Lq(q=4.0, every="batch", decay=Decay(per="value")),
-        algorithm=GD(batch=4),
+        retention=rc.retention.Lq(q=4.0, link_every="batch", decay=Decay(per="value")),
+        algorithm=GD(batch_size=4),
     ),
     "yaad": rc.Recipe(
         memory=MLP(norm="layer"),
         bias=rc.bias.Huber(),
         retention=Decay(per="value"),
-        algorithm=GD(batch=4),
+        algorithm=GD(batch_size=4),
     ),
     "memora": rc.Recipe(
         memory=MLP(norm="layer"),
-        retention=rc.retention.Simplex(every="batch"),
-        algorithm=GD(batch=4),
+        retention=rc.retention.Simplex(link_every="batch"),
+        algorithm=GD(batch_size=4),
     ),
     "omega_net": rc.Recipe(
         memory=rc.memory.GatedMLP(),
         context=Window(size=3),
         retention=Decay(),
-        algorithm=GD(batch=4),
+        algorithm=GD(batch_size=4),
     ),
     "atlas": rc.Recipe(
         memory=MLP(),
         features=rc.features.Polynomial(),
         context=Window(size=3),
         retention=Decay(),
-        algorithm=rc.algorithm.Muon(batch=4, every="batch"),
+        algorithm=rc.algorithm.Muon(batch_size=4, update_every="batch"),
     ),
     "one step a batch behind a link": rc.Recipe(
         retention=rc.retention.Ball(radius=0.7),
-        algorithm=rc.algorithm.Muon(batch=2, every="batch"),
+        algorithm=rc.algorithm.Muon(batch_size=2, update_every="batch"),
     ),
     "ttt_linear": rc.Recipe(
-        memory=MLP(depth=1, norm="layer", biases=True), algorithm=GD(batch=4, reduce="mean")
+        memory=MLP(depth=1, norm="layer", bias=True), algorithm=GD(batch_size=4, reduction="mean")
     ),
-    "matrix, inner batches": rc.Recipe(algorithm=GD(batch=4)),
-    "prefix": rc.Recipe(context=rc.context.Prefix(), algorithm=GD(steps=2)),
+    "matrix, inner batches": rc.Recipe(algorithm=GD(batch_size=4)),
+    "prefix": rc.Recipe(context=rc.context.Prefix(), algorithm=GD(updates_per_token=2)),
     "sigmoid": rc.Recipe(retention=rc.retention.Bregman()),
 }
 SOLVERS = _solvers()
@@ -452,15 +467,15 @@ def test_strides_do_not_matter(method: str, recipe: rc.Recipe) -> None:
 def test_each_input_differentiates_alone(method: str, recipe: rc.Recipe) -> None:
     """A gradient does not depend on which other inputs ask for one."""
     x = fitting(recipe, B=1, T=6, H=2)
-    check_single_gradients(recipe, x, method=method, chunk_size=4)
+    check_single_gradients(recipe, x, engine=method, chunk_size=4)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_single_precision(method: str, recipe: rc.Recipe) -> None:
     """Against the same engine in float64, which the tests above hold to the reference."""
     x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
-    expected, kept, slopes = generate.gradients(recipe, x, method=method)
-    y, state, found = generate.gradients(recipe, x.map(Tensor.float), method=method)
+    expected, kept, slopes = generate.gradients(recipe, x, engine=method)
+    y, state, found = generate.gradients(recipe, x.map(Tensor.float), engine=method)
     assert y.dtype == torch.float32
     assert generate.error(y, expected) < SINGLE
     assert generate.worst(generate.parts(state), generate.parts(kept))[0] < SINGLE
@@ -475,9 +490,9 @@ SMOOTH = {name: recipe for name, recipe in ZOO.items() if name != "moba"}
 @pytest.mark.parametrize(("method", "recipe"), able(SMOOTH))
 def test_half_precision(method: str, recipe: rc.Recipe) -> None:
     x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
-    expected, _ = generate.run(recipe, x, method=method)
+    expected, _ = generate.run(recipe, x, engine=method)
     low = x.map(Tensor.bfloat16)
-    y, state = generate.run(recipe, low, method=method)
+    y, state = generate.run(recipe, low, engine=method)
     assert y.dtype == torch.bfloat16
     assert all(w.dtype == torch.float32 for w in state.weights)
     # A kernel of degree p multiplies the relative errors of its inputs by p.
@@ -504,7 +519,7 @@ def test_extreme_decays_are_finite(method: str, recipe: rc.Recipe, T: int) -> No
     """−50 per token, mixed with 0 and −1e-3, in float32: no NaN, no overflow, also backwards."""
     x = fitting(recipe, B=1, T=T, H=1, K=8, V=8).map(Tensor.float)
     x.gates["log_decay"].copy_(_mixed(x.gates["log_decay"], -50.0))
-    y, state, slopes = generate.gradients(recipe, x, method=method)
+    y, state, slopes = generate.gradients(recipe, x, engine=method)
     for name, tensor in {"y": y, **generate.parts(state), **slopes}.items():
         assert torch.isfinite(tensor).all(), name
 
@@ -523,10 +538,10 @@ def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread:
     decay = x.gates["log_decay"]
     strong = -20 * torch.rand(decay.shape, generator=torch.Generator().manual_seed(4)).to(decay)
     decay.copy_(_mixed(decay, -20.0) if spread == "mixed" else strong)
-    expected, _ = generate.run(recipe, x, method="reference")
-    exact, _ = generate.run(recipe, x, method=method)
+    expected, _ = generate.run(recipe, x, engine="reference")
+    exact, _ = generate.run(recipe, x, engine=method)
     assert generate.error(exact, expected) < EXACT
-    single, _ = generate.run(recipe, x.map(Tensor.float), method=method)
+    single, _ = generate.run(recipe, x.map(Tensor.float), engine=method)
     assert generate.error(single, expected) < SINGLE
 
 

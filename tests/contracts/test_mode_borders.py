@@ -101,7 +101,7 @@ def test_checkpoints_under_create_graph(name: str) -> None:
         leaves = inputs(name).leaves()
 
         def call(q: Tensor, k: Tensor, v: Tensor, x: generate.Inputs = leaves) -> Tensor:
-            return rc.recall(recipe, q, k, v, x.gates, params=x.params, init=x.init)[0]
+            return rc.recall(recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init)[0]
 
         given = (leaves.q, leaves.k, leaves.v)
         y = checkpoint(call, *given, use_reentrant=False) if kept else call(*given)
@@ -114,7 +114,7 @@ def test_reading_on_meta_has_a_shape() -> None:
     """A device without autocast."""
     recipe = rc.Recipe()
     q = torch.empty(1, 3, 2, 4, device="meta")
-    found = rc.read(recipe, q, init=torch.empty(2, 5, 4, device="meta"))
+    found = rc.read(recipe, q, initial_memory=torch.empty(2, 5, 4, device="meta"))
     assert found.shape == (1, 3, 2, 5)
 
 
@@ -124,7 +124,7 @@ def test_one_graph_holds_a_call_of_softmax_attention() -> None:
     x = inputs("softmax_attention", T=8).map(Tensor.float)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return rc.recall(recipe, q, k, v, x.gates, params=x.params, init=x.init)[0]
+        return rc.recall(recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init)[0]
 
     told = torch._dynamo.explain(call)(x.q, x.k, x.v)
     assert not told.break_reasons

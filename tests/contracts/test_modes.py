@@ -103,21 +103,21 @@ def test_random_recipes_in_every_mode(name: str, recipe: rc.Recipe) -> None:
 # -- layers and models -----------------------------------------------------------------------------
 
 
-def layer_of(name: str) -> rc.MemoryLayer:
+def build_layer(name: str) -> rc.MemoryLayer:
     torch.manual_seed(0)
-    return rc.zoo.get(name).build(d_model=32, heads=2)
+    return rc.zoo.get(name).build(d_model=32, num_heads=2)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_layer_in_every_mode(name: str) -> None:
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1))
-    check_layer(layer_of(name), x)
+    check_layer(build_layer(name), x)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_layers_gradient_under_create_graph_is_its_gradient(name: str) -> None:
     """In a layer, everything a memory is given depends on the same tokens and weights."""
-    layer = layer_of(name).double()
+    layer = build_layer(name).double()
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     check_layer_gradients(layer, x)
 
@@ -155,13 +155,13 @@ TORCH_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationW
 def test_function_transforms_are_refused_in_a_sentence(transform: str) -> None:
     recipe = rc.Recipe()
     x = generate.inputs(recipe, B=2, T=3, K=4, V=4)
-    layer = layer_of("delta_net")
+    layer = build_layer("delta_net")
 
     def recalled(k: Tensor) -> Tensor:
         return rc.recall(recipe, x.q, k, x.v, x.gates)[0]
 
     def reads(q: Tensor) -> Tensor:
-        return rc.read(recipe, q, init=torch.zeros(2, 4, 4, dtype=torch.float64))
+        return rc.read(recipe, q, initial_memory=torch.zeros(2, 4, 4, dtype=torch.float64))
 
     tokens = torch.randn(2, 1, 4, 32)
     for f, a in ((recalled, x.k), (reads, x.q), (lambda a: layer(a)[0], tokens)):
@@ -174,13 +174,13 @@ def test_function_transforms_are_refused_in_a_sentence(transform: str) -> None:
 def test_forward_mode_derivatives_are_refused_in_a_sentence() -> None:
     recipe = rc.Recipe()
     x = generate.inputs(recipe, B=1, T=3, K=4, V=4)
-    layer = layer_of("delta_net")
+    layer = build_layer("delta_net")
     with torch.autograd.forward_ad.dual_level():
         k = torch.autograd.forward_ad.make_dual(x.k, torch.ones_like(x.k))
-        with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        with pytest.raises(RuntimeError, match="does not support forward-mode derivatives"):
             rc.recall(recipe, x.q, k, x.v, x.gates)
         tokens = torch.randn(1, 3, 32)
-        with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        with pytest.raises(RuntimeError, match="does not support forward-mode derivatives"):
             layer(torch.autograd.forward_ad.make_dual(tokens, torch.ones_like(tokens)))
         layer(tokens)  # without a tangent nothing is asked for
 

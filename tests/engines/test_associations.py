@@ -20,14 +20,14 @@ from recollect.engines.kernel.local_conjugate_gradient import Shift, conjugate_g
 EXACT = 1e-9  # the contract's: float64, another order of sums, a solve
 C, F = rc.context, rc.features
 LOCAL = rc.Recipe(
-    memory=rc.memory.LocalConstant(), context=C.Similar(), algorithm=rc.algorithm.Analytic()
+    memory=rc.memory.LocalConstant(), context=C.KernelWeighted(), algorithm=rc.algorithm.Analytic()
 )
-DOT = LOCAL.but(bias=rc.bias.DotProduct())
-WINDOW, FORGET = C.Window(size=4, gated=False), C.Prefix(decay="token")
+DOT = LOCAL.replace(bias=rc.bias.DotProduct())
+WINDOW, FORGET = C.Window(size=4, gated=False), C.Prefix(decay="input")
 
 
 def within(*parts: rc.context.Context, kernel: F.Kernel | None = None) -> rc.context.Context:
-    return C.Similar(kernel=kernel or F.Exponential(), within=parts)
+    return C.KernelWeighted(kernel=kernel or F.Exponential(), restrictions=parts)
 
 
 def polynomial(degree: int, ridge: float, *parts: rc.context.Context) -> rc.Recipe:
@@ -39,45 +39,49 @@ def polynomial(degree: int, ridge: float, *parts: rc.context.Context) -> rc.Reci
 
 
 RECIPES: dict[str, rc.Recipe] = {
-    "gaussian": LOCAL.but(context=within(kernel=F.Gaussian())),
-    "gaussian, static decay": LOCAL.but(
-        context=within(C.Prefix(decay="static"), kernel=F.Gaussian())
+    "gaussian": LOCAL.replace(context=within(kernel=F.Gaussian())),
+    "gaussian, static decay": LOCAL.replace(
+        context=within(C.Prefix(decay="learned"), kernel=F.Gaussian())
     ),
-    "window, gaussian": LOCAL.but(context=within(WINDOW, kernel=F.Gaussian())),
-    "decay": LOCAL.but(context=within(FORGET)),
-    "decay, weight and window": LOCAL.but(
-        context=within(C.Prefix(decay="token", weight="token"), C.Window(size=5, gated=False))
+    "window, gaussian": LOCAL.replace(context=within(WINDOW, kernel=F.Gaussian())),
+    "decay": LOCAL.replace(context=within(FORGET)),
+    "decay, weight and window": LOCAL.replace(
+        context=within(C.Prefix(decay="input", weight="input"), C.Window(size=5, gated=False))
     ),
-    "bilinear": LOCAL.but(context=within(C.Bilinear(link="sigmoid"))),
-    "blocks": LOCAL.but(context=within(C.Blocks(size=3, top=2))),
-    "blocks by router": LOCAL.but(
-        context=within(C.Blocks(size=2, top=1, score="router", current=False))
+    "bilinear": LOCAL.replace(context=within(C.Bilinear(link="sigmoid"))),
+    "blocks": LOCAL.replace(context=within(C.TopBlocks(size=3, top_k=2))),
+    "blocks by router": LOCAL.replace(
+        context=within(C.TopBlocks(size=2, top_k=1, score="router", include_current=False))
     ),
-    "shared blocks": LOCAL.but(context=within(C.Blocks(size=2, top=2, share="softmax"))),
-    "shared blocks, decay": LOCAL.but(
-        context=within(C.Blocks(size=3, top=2, share="softmax", current=False), FORGET)
+    "shared blocks": LOCAL.replace(
+        context=within(C.TopBlocks(size=2, top_k=2, weighting="softmax"))
     ),
-    "relu mean": LOCAL.but(context=within(kernel=F.ReluKernel())),
+    "shared blocks, decay": LOCAL.replace(
+        context=within(
+            C.TopBlocks(size=3, top_k=2, weighting="softmax", include_current=False), FORGET
+        )
+    ),
+    "relu mean": LOCAL.replace(context=within(kernel=F.ReluKernel())),
     "sum": DOT,
-    "gated sum": DOT.but(context=within(C.Bilinear(), kernel=F.SwishKernel())),
-    "sum, decay, weight, window": DOT.but(
-        context=within(C.Prefix(decay="token", weight="token"), WINDOW, kernel=F.LinearKernel())
+    "gated sum": DOT.replace(context=within(C.Bilinear(), kernel=F.SwishKernel())),
+    "sum, decay, weight, window": DOT.replace(
+        context=within(C.Prefix(decay="input", weight="input"), WINDOW, kernel=F.LinearKernel())
     ),
-    "sum over blocks": DOT.but(
-        context=within(C.Blocks(size=3, top=2, score="router"), kernel=F.ReluKernel())
+    "sum over blocks": DOT.replace(
+        context=within(C.TopBlocks(size=3, top_k=2, score="router"), kernel=F.ReluKernel())
     ),
     "linear": polynomial(1, 0.05),
     "linear, decay": polynomial(1, 0.05, FORGET),
     "linear, window": polynomial(1, 0.05, WINDOW),
     "quadratic": polynomial(2, 0.05),
-    "quadratic, blocks": polynomial(2, 0.05, C.Blocks(size=4, top=2)),
+    "quadratic, blocks": polynomial(2, 0.05, C.TopBlocks(size=4, top_k=2)),
     "cubic": polynomial(3, 0.05),
     "gram": rc.Recipe(
         features=F.Gaussian(), context=C.Prefix(), algorithm=rc.algorithm.Analytic(ridge=0.3)
     ),
     "gram, weighted": rc.Recipe(
         features=F.Exponential(),
-        context=C.Prefix(weight="token"),
+        context=C.Prefix(weight="input"),
         algorithm=rc.algorithm.Analytic(ridge=0.3),
     ),
 }
@@ -85,8 +89,8 @@ RECIPES: dict[str, rc.Recipe] = {
 
 def agree(recipe: rc.Recipe, x: generate.Inputs) -> None:
     """Outputs, state and gradients of the engine equal the reference's; so does any split."""
-    y, state, slopes = generate.gradients(recipe, x, method="reference")
-    y2, state2, slopes2 = generate.gradients(recipe, x, method="kernel")
+    y, state, slopes = generate.gradients(recipe, x, engine="reference")
+    y2, state2, slopes2 = generate.gradients(recipe, x, engine="kernel")
     assert generate.error(y2, y) < EXACT
     assert generate.worst(generate.parts(state2), generate.parts(state))[0] < EXACT
     wrong, name = generate.worst(slopes2, slopes)
@@ -113,10 +117,10 @@ def test_pieces_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Pieces of 5 queries, as a long sequence has them of 256."""
     recipe = RECIPES[name]
     x = generate.inputs(recipe, B=1, T=17, H=2, K=4, V=5)
-    y, _, slopes = generate.gradients(recipe, x, method="kernel")
+    y, _, slopes = generate.gradients(recipe, x, engine="kernel")
     monkeypatch.setattr(pieces, "ENTRIES", 5 * 2 * 17)
     monkeypatch.setattr(local_regression, "ENTRIES", 5 * 2 * 17 * 4)
-    y2, _, slopes2 = generate.gradients(recipe, x, method="kernel")
+    y2, _, slopes2 = generate.gradients(recipe, x, engine="kernel")
     assert generate.error(y2, y) < EXACT
     assert generate.worst(slopes2, slopes)[0] < EXACT
 
@@ -127,19 +131,19 @@ def test_masked_and_packed_rows_run_alone(name: str) -> None:
     x = generate.inputs(recipe, B=2, T=11, H=2, K=3, V=3)
     mask = torch.ones(2, 11, dtype=torch.bool)
     mask[0, :4], mask[1, [2, 3, 9, 10]] = False, False
-    y, state, slopes = generate.gradients(recipe, x, method="kernel", attention_mask=mask)
+    y, state, slopes = generate.gradients(recipe, x, engine="kernel", attention_mask=mask)
     assert all(slope.isfinite().all() for slope in slopes.values())
-    more = generate.run(recipe, x.cut(0, 3), state=state, method="kernel")[0]
+    more = generate.run(recipe, x.cut(0, 3), state=state, engine="kernel")[0]
     for row in range(2):
         alone = x.rows(row).tokens(lambda a, row=row: a[:, mask[row]])
-        want, end = generate.run(recipe, alone, method="kernel")
+        want, end = generate.run(recipe, alone, engine="kernel")
         assert generate.error(y[row : row + 1, mask[row]], want) < EXACT
-        then = generate.run(recipe, x.rows(row).cut(0, 3), state=end, method="kernel")[0]
+        then = generate.run(recipe, x.rows(row).cut(0, 3), state=end, engine="kernel")[0]
         assert generate.error(more[row : row + 1], then) < EXACT
     one, borders = x.rows(0), torch.tensor([0, 4, 4, 5, 11])
-    packed, _ = generate.run(recipe, one, cu_seqlens=borders, method="kernel")
+    packed, _ = generate.run(recipe, one, cu_seqlens=borders, engine="kernel")
     for start, stop in ((0, 4), (4, 5), (5, 11)):
-        want, _ = generate.run(recipe, one.cut(start, stop), method="kernel")
+        want, _ = generate.run(recipe, one.cut(start, stop), engine="kernel")
         assert generate.error(packed[:, start:stop], want) < EXACT
 
 
@@ -154,13 +158,13 @@ def test_decays_keep_their_digits_in_single_precision(low: float) -> None:
     g = torch.Generator().manual_seed(3)
     pick = torch.randint(0, 4, x.gates["log_decay"].shape, generator=g)
     x.gates["log_decay"].copy_(torch.tensor([low, 0.0, -1e-3, 0.2 * low]).double()[pick])
-    y, _, slopes = generate.gradients(recipe, x, method="kernel")
-    single, _, found = generate.gradients(recipe, x.map(Tensor.float), method="kernel")
+    y, _, slopes = generate.gradients(recipe, x, engine="kernel")
+    single, _, found = generate.gradients(recipe, x.map(Tensor.float), engine="kernel")
     assert generate.error(single, y) < 1e-5
     wrong, name = generate.worst(found, slopes)
     assert wrong < 1e-4, f"gradient of {name}: {wrong:.1e}"
     with torch.no_grad():
-        want, _ = generate.run(recipe, x.cut(0, 300), method="reference")
+        want, _ = generate.run(recipe, x.cut(0, 300), engine="reference")
     assert generate.error(y[:, :300], want) < EXACT
 
 
@@ -169,20 +173,20 @@ def test_forgetting_everything_is_no_nan() -> None:
     x = generate.inputs(recipe, B=1, T=9, H=1, K=3, V=3)
     x.gates["log_decay"][:, 4] = -torch.inf
     for method in ("kernel", "reference"):
-        y, _ = generate.run(recipe, x, method=method)
-        fresh, _ = generate.run(recipe, x.cut(4, 9), method=method)
+        y, _ = generate.run(recipe, x, engine=method)
+        fresh, _ = generate.run(recipe, x.cut(4, 9), engine=method)
         assert generate.error(y[:, 4:], fresh) < EXACT
 
 
 def test_weights_of_zero_hide_an_association() -> None:
-    recipe = LOCAL.but(context=within(C.Prefix(weight="token")))
+    recipe = LOCAL.replace(context=within(C.Prefix(weight="input")))
     x = generate.inputs(recipe, B=1, T=8, H=1, K=3, V=3)
     x.gates["weight"][:, [0, 3]] = 0.0
     kept = [1, 2, 4, 5, 6, 7]
     for method in ("kernel", "reference"):
-        y, _, slopes = generate.gradients(recipe, x, method=method)
+        y, _, slopes = generate.gradients(recipe, x, engine=method)
         assert not y[:, 0].any()  # nothing to take a mean of
-        want, _ = generate.run(recipe, x.tokens(lambda a: a[:, kept]), method=method)
+        want, _ = generate.run(recipe, x.tokens(lambda a: a[:, kept]), engine=method)
         assert generate.error(y[:, kept], want) < EXACT
         assert all(slope.isfinite().all() for slope in slopes.values())
 
@@ -198,7 +202,7 @@ def test_conjugate_gradients_are_the_dense_solve(degree: int, monkeypatch: objec
         found = []
         for limit in (0, 10**6):
             monkeypatch.setattr(local_regression, "DENSE", limit)  # type: ignore[attr-defined]
-            found.append(generate.gradients(recipe, x, method="kernel"))
+            found.append(generate.gradients(recipe, x, engine="kernel"))
         (y, _, slopes), (y2, _, slopes2) = found
         assert generate.error(y2, y) < EXACT
         assert generate.worst(slopes2, slopes)[0] < EXACT
@@ -237,7 +241,7 @@ def test_local_linear_trains_in_memory_linear_in_tokens() -> None:
     q, k, v = (torch.randn(1, 8192, 4, 64, requires_grad=True) for _ in range(3))
     recipe = rc.zoo.get("local_linear_attention").recipe
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    y, _ = rc.recall(recipe, q, k, v, output_state=False)
+    y, _ = rc.recall(recipe, q, k, v, output_final_state=False)
     y.sum().backward()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     assert q.grad is not None
@@ -302,7 +306,7 @@ def test_the_cost_grows_with_the_past() -> None:
     text = str(rc.explain("softmax_attention"))
     assert "513 B per token, row and head" in text
     assert "twice the tokens, four times" in text
-    assert dataclasses.asdict(rc.cost(window))["grows"] == 0
+    assert dataclasses.asdict(rc.cost(window))["state_bytes_per_token"] == 0
 
 
 @pytest.mark.parametrize("name", ["blocks", "linear", "quadratic", "gram", "sum", "decay"])
@@ -315,10 +319,10 @@ def test_a_nan_is_named_where_it_stands(name: str) -> None:
 
 def test_routed_blocks_of_a_fit_without_a_ridge() -> None:
     """Such fits take float64 keys, and the router's numbers stayed float32."""
-    routed = rc.context.Blocks(size=2, top=2, score="router")
+    routed = rc.context.TopBlocks(size=2, top_k=2, score="router")
     recipe = rc.Recipe(
         memory=rc.memory.LocalPolynomial(degree=1),
-        context=rc.context.Similar(within=(routed,)),
+        context=rc.context.KernelWeighted(restrictions=(routed,)),
         algorithm=rc.algorithm.Analytic(ridge=0.0),
     )
     x = generate.inputs(recipe, T=9, K=2, V=2)

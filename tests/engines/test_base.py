@@ -35,8 +35,8 @@ def _gated(A: list[Tensor], x: Tensor) -> Tensor:
 
 
 CASES = {
-    "perceptron": (memory.MLP(expansion=2, base=True), _perceptron, ("W2", "W1")),
-    "gated": (memory.GatedMLP(expansion=2, base=True), _gated, ("W2", "W3", "W1")),
+    "perceptron": (memory.MLP(expansion=2, static_weights=True), _perceptron, ("W2", "W1")),
+    "gated": (memory.GatedMLP(expansion=2, static_weights=True), _gated, ("W2", "W3", "W1")),
 }
 
 
@@ -47,7 +47,7 @@ def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method
     """A_t = W̄ + α_t (A_(t−1) − W̄) + S_t, S_t = θ_t S_(t−1) − η_t ∇ℓ(A°), A_0 = W̄, by autograd."""
     member, says, maps = CASES[name]
     recipe = rc.Recipe(
-        memory=member, retention=retention.Decay(), algorithm=algorithm.Momentum(batch=batch)
+        memory=member, retention=retention.Decay(), algorithm=algorithm.Momentum(batch_size=batch)
     )
     q, k, v = (_normal(B, T, H, D, seed=seed) for seed in range(3))
     shapes = member.shapes(D, D)
@@ -68,7 +68,7 @@ def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method
         *(q, k, v),
         {"log_decay": alpha.log(), "lr": eta, "momentum": theta},
         params=params,
-        method=method,
+        engine=method,
     )
     assert state is not None
 
@@ -118,9 +118,9 @@ def test_products_of_few_bits_leave_what_was_written(name: str) -> None:
         gates={**x.gates, "log_decay": slow, "lr": 0.02 + 0 * slow},
         init=None,
     )
-    expected, after, slopes = generate.gradients(recipe, x, method="deep")
+    expected, after, slopes = generate.gradients(recipe, x, engine="deep")
     low = x.put({name: t.float() for name, t in x.tensors().items()})
-    y, state, found = generate.gradients(recipe, low, method="deep", precision="bf16")
+    y, state, found = generate.gradients(recipe, low, engine="deep", precision="bf16")
 
     def off(a: Tensor, b: Tensor) -> float:
         return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
@@ -138,13 +138,13 @@ def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
     recipe = rc.zoo.get("titans_with_base").recipe
     x = generate.inputs(recipe, B=2, T=48, H=2, K=8, V=8, dtype=torch.float32)
     with torch.no_grad():
-        _, before = generate.run(recipe, x, method="deep")
+        _, before = generate.run(recipe, x, engine="deep")
         mask = torch.ones(2, T, dtype=torch.bool)
         mask[1, T // 2 :] = False
         some = {one: t[:, :T] for one, t in x.gates.items()}
         _, after = rc.recall(
             recipe, x.q[:, :T], x.k[:, :T], x.v[:, :T], some,
-            params=x.params, state=before, attention_mask=mask, method="deep",
+            params=x.params, state=before, attention_mask=mask, engine="deep",
         )  # fmt: skip
     assert any(w.any() for w in before.weights)
     for w, old in zip(after.weights, before.weights, strict=True):
@@ -154,14 +154,14 @@ def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
 @pytest.mark.parametrize("method", ["auto", "reference"])
 def test_without_forgetting_it_is_an_initial_memory(method: str) -> None:
     """W̄ + W with W_0 = 0 moves as A does from A_0 = W̄, and W is how far it went."""
-    step = algorithm.GradientDescent(batch=4, lr=0.1, normalize=True)
+    step = algorithm.GradientDescent(batch_size=4, lr=0.1, normalized_steps=True)
     q, k, v = (_normal(B, T, H, D, seed=seed).detach() for seed in range(3))
     start = tuple(_normal(H, *s, seed=3).detach() for s in memory.MLP().shapes(D, D))
     plain = rc.Recipe(memory=memory.MLP(), algorithm=step)
-    ours = rc.Recipe(memory=memory.MLP(base=True), algorithm=step)
-    expected, after = rc.recall(plain, q, k, v, init=start, method=method)
+    ours = rc.Recipe(memory=memory.MLP(static_weights=True), algorithm=step)
+    expected, after = rc.recall(plain, q, k, v, initial_memory=start, engine=method)
     params = dict(zip(("base_W2", "base_W1"), start, strict=True))
-    found, state = rc.recall(ours, q, k, v, params=params, method=method)
+    found, state = rc.recall(ours, q, k, v, params=params, engine=method)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
     assert after is not None
     assert state is not None
@@ -170,7 +170,7 @@ def test_without_forgetting_it_is_an_initial_memory(method: str) -> None:
 
 
 def test_a_layer_draws_its_base_and_learns_an_initial_memory_from_zero() -> None:
-    recipe = rc.Recipe(memory=memory.MLP(base=True), features=rc.features.Polynomial())
+    recipe = rc.Recipe(memory=memory.MLP(static_weights=True), features=rc.features.Polynomial())
     assert not recipe.needs_init()
     assert recipe.learns_init
     assert rc.Recipe(memory=memory.MLP()).needs_init()
@@ -195,9 +195,9 @@ def test_a_layer_draws_its_base_and_learns_an_initial_memory_from_zero() -> None
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_base_begins_as_an_initial_memory_does(biases: bool) -> None:
     torch.manual_seed(0)
-    made = rc.Recipe(memory=memory.MLP(base=True, biases=biases))
+    made = rc.Recipe(memory=memory.MLP(static_weights=True, bias=biases))
     drawn = rc.initial_params(made, H=64, K=4, V=4)
-    plain = rc.MemoryLayer(256, 64, rc.Recipe(memory=memory.MLP(biases=biases)))
+    plain = rc.MemoryLayer(256, 64, rc.Recipe(memory=memory.MLP(bias=biases)))
     assert plain.initial_memory is not None
     for base, start in zip((drawn["base_W2"], drawn["base_W1"]), plain.initial_memory, strict=True):
         assert base.shape == start.shape
@@ -205,10 +205,10 @@ def test_a_base_begins_as_an_initial_memory_does(biases: bool) -> None:
 
 
 def test_options_of_initial_weights_that_are_drawn_are_refused_beside_a_base() -> None:
-    recipe = rc.Recipe(memory=memory.MLP(base=True))
+    recipe = rc.Recipe(memory=memory.MLP(static_weights=True))
     for options, words in (
-        (rc.LayerOptions(memory_scale=2.0), "memory_scale=2.* begins with zeros here"),
-        (rc.LayerOptions(last_map=0.5), "last_map=0.5.* without a base"),
+        (rc.LayerOptions(memory_init_scale=2.0), "memory_init_scale=2.* begins with zeros here"),
+        (rc.LayerOptions(last_map_init_scale=0.5), "last_map_init_scale=0.5.* without a base"),
     ):
         with pytest.raises(rc.RecipeError, match=words):
             rc.MemoryLayer(8, 2, recipe, options)
@@ -217,7 +217,7 @@ def test_options_of_initial_weights_that_are_drawn_are_refused_beside_a_base() -
 def test_a_state_is_of_its_memory() -> None:
     """A plain memory's weights are not those of a memory beside a base."""
     plain = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP()))
-    ours = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP(base=True)))
+    ours = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP(static_weights=True)))
     x = torch.randn(1, 3, 8)
     for one, other in ((plain, ours), (ours, plain)):
         with pytest.raises(ValueError, match="state"):
@@ -241,7 +241,7 @@ class _Sized(rc.memory.Memory):
     [
         ({"mine": 0}, {"axes": ("V", "F")}, "axes: mine must be a whole number >= 1, not 0"),
         ({"K": 9}, {"axes": ("V", "F")}, "gives the axis 'K' a size, which the recipe has"),
-        ({}, {"axes": ("V", "mien")}, "has the axis 'mien', whose size nobody says"),
+        ({}, {"axes": ("V", "mien")}, "has the axis 'mien' of unknown size"),
         ({}, {"axes": ("V", "F"), "draw": "fan_in", "fan": "mien"}, "has the axis 'mien'"),
     ],
 )
@@ -281,12 +281,12 @@ def test_every_axis_of_a_recipe_may_be_one_of_a_memorys_params() -> None:
 
 
 def test_a_fan_is_of_a_draw() -> None:
-    with pytest.raises(ValueError, match="fan='K' is of draw='fan_in' alone"):
+    with pytest.raises(ValueError, match="fan='K' needs draw='fan_in'"):
         rc.Param(name="fixed", owner="me", axes=("V",), fan="K")
 
 
 def test_a_kernel_has_no_base() -> None:
-    for member in (memory.MLP(base=True), memory.GatedMLP(base=True)):
+    for member in (memory.MLP(static_weights=True), memory.GatedMLP(static_weights=True)):
         with pytest.raises(
             rc.RecipeError, match=r"infinitely many features of features\.Exponential"
         ):
@@ -294,9 +294,9 @@ def test_a_kernel_has_no_base() -> None:
 
 
 def test_equations_say_it() -> None:
-    said = rc.explain(rc.Recipe(memory=memory.GatedMLP(base=True)))
+    said = rc.explain(rc.Recipe(memory=memory.GatedMLP(static_weights=True)))
     assert "(W̄1 + W1)(silu((W̄2 + W2) q_t) ⊙ (W̄3 + W3) q_t)" in str(said)
     assert "the base is learned, not memory" in str(said)
     for depth, kind in itertools.product((1, 3), ("layer", None)):
-        made = memory.MLP(depth=depth, norm=kind, base=True)
-        assert made.at("k").count("W̄") == depth
+        made = memory.MLP(depth=depth, norm=kind, static_weights=True)
+        assert made.prediction_text("k").count("W̄") == depth

@@ -469,7 +469,7 @@ def test_low_precision_inputs_keep_a_float32_state(tokens: int, dtype: torch.dty
                 n[name][:, t : t + tokens].to(dtype) for name in ("q", "k", "v", "lr", "log_decay")
             )
             gates = {"lr": lr, "log_decay": log}
-            y, state = rc.recall(recipe, q.squeeze(3), k, v, gates, state=state, method="linear")
+            y, state = rc.recall(recipe, q.squeeze(3), k, v, gates, state=state, engine="linear")
             outputs.append(y)
         assert state is not None
         return torch.cat(outputs, 1), state.weights[0]
@@ -488,13 +488,13 @@ def test_float64_inputs_widen_a_float32_state(tokens: int) -> None:
     n = numbers(T=5)
     q, k, v, lr = n["q"].squeeze(3), n["k"], n["v"], n["lr"]
     low, gates = [x.float() for x in (q, k, v)], {"lr": lr.float()}
-    _, state = rc.recall(rc.Recipe(), *low, gates, method="linear")
+    _, state = rc.recall(rc.Recipe(), *low, gates, engine="linear")
     assert state is not None
     assert state.weights[0].dtype == torch.float32
     q, k, v, gates = q[:, :tokens], k[:, :tokens], v[:, :tokens], {"lr": lr[:, :tokens]}
-    y, after = rc.recall(rc.Recipe(), q, k, v, gates, state=state, method="linear")
+    y, after = rc.recall(rc.Recipe(), q, k, v, gates, state=state, engine="linear")
     wide = state.map(lambda x: x.double() if x.is_floating_point() else x)
-    exact, _ = rc.recall(rc.Recipe(), q, k, v, gates, state=wide, method="reference")
+    exact, _ = rc.recall(rc.Recipe(), q, k, v, gates, state=wide, engine="reference")
     assert after is not None
     assert y.dtype == after.weights[0].dtype == torch.float64
     assert close(y, exact)
@@ -535,7 +535,7 @@ def test_gradients_of_gradients() -> None:
 def test_groups_of_chunks(
     decay: str, affine: tuple[float, float], G: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recollect.engines.linear.chunk_simple.GROUP", 32)
+    monkeypatch.setattr("recollect.engines.linear.chunked.GROUP", 32)
     agree(numbers(T=37, H=2, B=2, G=G, decay=decay, affine=affine), lambda n: run(n, 4))
 
 

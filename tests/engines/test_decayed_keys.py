@@ -27,7 +27,7 @@ DIGITS = 60
 
 
 def _recipe(c: int, b: int, when: str = "after", *, momentum: bool = False) -> rc.Recipe:
-    rates: dict[str, float] = {"lr": 0.5, "batch": b}
+    rates: dict[str, float] = {"lr": 0.5, "batch_size": b}
     kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
     return rc.Recipe(
         memory=rc.memory.Matrix(read=SUM),
@@ -97,7 +97,7 @@ def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mp
     q, k, v = (numbers(n) for n in "qkv")
     logs = [a for (a,) in numbers("gate log_decay")]
     window = numbers("gate window") if "gate window" in x.tensors() else None
-    c, b, eta = recipe.context.horizon or 1, recipe.algorithm.batch, mpmath.mpf("0.5")
+    c, b, eta = recipe.context.horizon or 1, recipe.algorithm.batch_size, mpmath.mpf("0.5")
     theta = mpmath.mpf("0.5") if recipe.algorithm.slots else None
     assert recipe.retention.decay is not None
     before = recipe.retention.decay.when == "before"
@@ -170,7 +170,7 @@ def test_large_keys_whose_mass_decayed_gave_nan_or_were_not_read(
     for scale, log_decay, seed in asked:
         x, expected = case(name, scale, log_decay, seed)
         y = answer(
-            lambda x=x: generate.run(RECIPES[name], x.map(lambda a: a.to(dtype)), method=method)
+            lambda x=x: generate.run(RECIPES[name], x.map(lambda a: a.to(dtype)), engine=method)
         )
         if y is None:
             assert scale == 40.0
@@ -191,7 +191,7 @@ def test_gradients_by_decayed_keys_were_nan(
     recipe = RECIPES[name]
     x, expected = case(name, 12.0, log_decay, 2)
     leaves = x.map(lambda a: a.to(dtype)).leaves()
-    y, _ = generate.run(recipe, leaves, method=method)
+    y, _ = generate.run(recipe, leaves, engine=method)
     # Tokens count by their size, or the largest alone would be seen; what overflows does not.
     size = expected.abs().clamp_min(1e-2)
     held = (size < torch.finfo(dtype).max ** 0.4).all(-1, keepdim=True).expand_as(size)
@@ -230,11 +230,11 @@ def test_long_keys_of_the_reviewed_case_gave_nan() -> None:
     """Two tokens; the second forgets the first, whose likeness is e^102 times its own."""
     k, q = (torch.tensor(a).view(1, 2, 1, 2) for a in ([12.0, 0, 0, 1], [12.0, 0, 12, 0]))
     v = torch.tensor([1.0, 2, 3, 4]).view(1, 2, 1, 2)
-    recipe = RECIPES["online"].but(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+    recipe = RECIPES["online"].replace(algorithm=rc.algorithm.GradientDescent(lr=1.0))
     for left, first in ((-math.inf, 2.0), (-200.0, 2.0), (-110.0, 1.99971893)):
         decay = torch.tensor([0.0, left]).view(1, 2, 1)
         for method in ("reference", "kernel"):
-            y, _ = rc.recall(recipe, q, k, v, {"log_decay": decay}, method=method)
+            y, _ = rc.recall(recipe, q, k, v, {"log_decay": decay}, engine=method)
             assert y[0, 1, 0].tolist() == pytest.approx([first, 2.0], abs=1e-6)
 
 
@@ -254,8 +254,8 @@ def test_deep_memories_of_large_keys_were_wrong_in_single_precision(name: str, m
         decay[:, 2:5:2] = log_decay
         x = given.put({"q": scale * given.q, "k": scale * given.k, "gate log_decay": decay})
         with torch.no_grad():
-            y, _ = generate.run(recipe, x.map(lambda a: a.double()), method="reference")
-            z, _ = generate.run(recipe, x, method=method)
+            y, _ = generate.run(recipe, x.map(lambda a: a.double()), engine="reference")
+            z, _ = generate.run(recipe, x, engine=method)
         if not bool(y.isfinite().all()) or float(y.abs().max()) > 1e12:
             continue  # a window writes to rows of which nothing was left: W itself is as large
         assert generate.error(z, y) < 1e-3, (scale, log_decay)
@@ -275,7 +275,7 @@ def test_strong_decays_inside_a_block_cost_three_digits() -> None:
     decay = x.gates["log_decay"].clone()
     decay[:, ::2] = -200.0
     x = x.put({"gate log_decay": decay})
-    y, _, slopes = generate.gradients(PROBED, x.map(lambda a: a.double()), method="kernel")
-    z, _, found = generate.gradients(PROBED, x, method="kernel")
+    y, _, slopes = generate.gradients(PROBED, x.map(lambda a: a.double()), engine="kernel")
+    z, _, found = generate.gradients(PROBED, x, engine="kernel")
     assert generate.error(z, y) < 1e-6
     assert generate.worst(found, slopes)[0] < 3e-6

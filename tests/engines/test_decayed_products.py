@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common import decayed_products
-from recollect.engines.common.decayed_products import absorbable, decayed_gram, decayed_mix
+from recollect.engines.common.coefficients import absorbable
+from recollect.engines.common.decayed_products import decayed_gram, decayed_mix
 
 
 @pytest.fixture(autouse=True)
 def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decayed_products, "looks", lambda _: False)
+    monkeypatch.setattr(decayed_products, "can_read_values", lambda _: False)
 
 
 def totals(C: int, D: int, strength: float, generator: torch.Generator) -> Tensor:

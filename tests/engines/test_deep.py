@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
+from recollect.blocks.cost import cost
 from recollect.choices.memory import LinearMap
-from recollect.cost import cost
 from recollect.engines import deep
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention
@@ -42,14 +42,14 @@ MEMORIES = (
     memory.Matrix(),
     memory.MLP(),
     memory.MLP(depth=3, activation="silu", expansion=2),
-    memory.MLP(activation="gelu_tanh", biases=True, expansion=2),
-    memory.MLP(depth=1, norm="layer", biases=True),
+    memory.MLP(activation="gelu_tanh", bias=True, expansion=2),
+    memory.MLP(depth=1, norm="layer", bias=True),
     memory.MLP(norm="rms", activation="tanh", residual=False),
     memory.MLP(norm="layer"),
     memory.GatedMLP(expansion=2),
-    memory.GatedMLP(norm="layer", biases=True, expansion=1),
-    memory.MLP(base=True, expansion=2),
-    memory.GatedMLP(base=True, biases=True, expansion=1),
+    memory.GatedMLP(norm="layer", bias=True, expansion=1),
+    memory.MLP(static_weights=True, expansion=2),
+    memory.GatedMLP(static_weights=True, bias=True, expansion=1),
 )
 BIASES = (
     bias.L2(),
@@ -58,32 +58,32 @@ BIASES = (
     bias.Lp(p=1.5, smooth="tanh"),
     bias.Huber(),
     bias.Huber(form="coordinate", per="value"),
-    bias.Huber(form="norm", threshold="static"),
+    bias.Huber(form="norm", threshold="learned"),
     bias.ValueRobust(),
 )
 
 
 def _decay(rng: random.Random) -> retention.Decay | None:
     per = rng.choice((None, "head", "head", "key", "value", "key_value"))
-    rate = rng.choice(("token", "static")) if per != "key_value" else "token"
-    return None if per is None else retention.Decay(per=per, rate=rate)
+    rate = rng.choice(("input", "learned")) if per != "key_value" else "input"
+    return None if per is None else retention.Decay(per=per, alpha=rate)
 
 
 def _retention(rng: random.Random) -> Any:
     decay, every = _decay(rng), rng.choice(("token", "batch"))
     plain = retention.Keep() if decay is None else decay
-    linked = {"decay": decay, "every": every}
+    linked = {"decay": decay, "link_every": every}
     return rng.choice(
         (
             *(plain,) * 5,
             retention.Lq(q=4.0, **linked),
-            retention.Lq(q=3.0, form="printed", **linked),
+            retention.Lq(q=3.0, form="as_published", **linked),
             retention.Simplex(axis=rng.choice(("in", "out")), **linked),
             retention.ElasticNet(smooth=rng.random() < 0.5, **linked),
             retention.ElasticNet(form="proximal", **linked),
-            retention.Bregman(map=rng.choice(("sigmoid", "tanh")), **linked),
+            retention.Bregman(link_function=rng.choice(("sigmoid", "tanh")), **linked),
             retention.FDivergence(kind="kl", **linked),
-            retention.Ball(radius="token", **linked),
+            retention.Ball(radius="input", **linked),
         )
     )
 
@@ -91,21 +91,32 @@ def _retention(rng: random.Random) -> Any:
 def _algorithm(rng: random.Random) -> Any:
     b = rng.choice((1, 2, 3, 4, 8))
     per, share = rng.choice(("head", "head", "value")), rng.random() < 0.3
-    offset = rng.choice((0.0, "static"))
-    limit = rng.choice(("batch", "keys")) if share else "batch"
+    offset = rng.choice((0.0, "learned"))
+    limit = rng.choice(("worst_case", "measured")) if share else "worst_case"
     found = [
-        algorithm.GradientDescent(batch=b, per=per, normalize=share, limit=limit),
-        algorithm.GradientDescent(batch=b, reduce="mean", offset=offset, normalize=share),
-        *(algorithm.Momentum(batch=b, per=per, normalize=share, limit=limit),) * 2,
-        algorithm.Momentum(batch=b, of="value", normalize=share, limit=limit),
-        algorithm.Muon(batch=b, scale=rng.choice(("outer", "inner"))),
-        algorithm.Muon(batch=b, normalize=share),
-        algorithm.RMSProp(batch=b),
-        algorithm.Adam(batch=b),
+        algorithm.GradientDescent(
+            batch_size=b, per=per, normalized_steps=share, batch_overlap=limit
+        ),
+        algorithm.GradientDescent(
+            batch_size=b, reduction="mean", offset=offset, normalized_steps=share
+        ),
+        *(algorithm.Momentum(batch_size=b, per=per, normalized_steps=share, batch_overlap=limit),)
+        * 2,
+        algorithm.Momentum(
+            batch_size=b, momentum_on="value", normalized_steps=share, batch_overlap=limit
+        ),
+        algorithm.Muon(batch_size=b, lr_position=rng.choice(("outside", "inside"))),
+        algorithm.Muon(batch_size=b, normalized_steps=share),
+        algorithm.RMSProp(batch_size=b),
+        algorithm.Adam(batch_size=b),
     ]
     if b > 1:
         steps = rng.choice((0, 5))
-        found.append(algorithm.Muon(batch=b, every="batch", newton_steps=steps, normalize=share))
+        found.append(
+            algorithm.Muon(
+                batch_size=b, update_every="batch", ns_steps=steps, normalized_steps=share
+            )
+        )
     return rng.choice(found)
 
 
@@ -135,7 +146,7 @@ def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
 
 def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
     """How far the reference's answers move when every input moves by its last digit."""
-    y, state, slopes = generate.gradients(recipe, x, method="reference")
+    y, state, slopes = generate.gradients(recipe, x, engine="reference")
     most = 0.0
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
@@ -151,7 +162,7 @@ def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
             v=nudged(x.v),
             gates={name: nudged(gate) for name, gate in x.gates.items()},
         )
-        y2, state2, slopes2 = generate.gradients(recipe, near, method="reference")
+        y2, state2, slopes2 = generate.gradients(recipe, near, engine="reference")
         most = max(
             most,
             generate.error(y2, y),
@@ -164,16 +175,16 @@ def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
 def check(recipe: rc.Recipe, index: int) -> None:
     """Outputs, state and gradients equal the reference's, whole and split between engines."""
     x = generate.small_inputs(recipe, index, longest=15)
-    expected, kept, slopes = generate.gradients(recipe, x, method="reference")
+    expected, kept, slopes = generate.gradients(recipe, x, engine="reference")
     if not expected.abs().amax() < 1e6:
         x = generate.smaller(recipe, x)
-        expected, kept, slopes = generate.gradients(recipe, x, method="reference")
+        expected, kept, slopes = generate.gradients(recipe, x, engine="reference")
     # A power below 2 and a division by the root of moments amplify rounding.
     moments = isinstance(recipe.algorithm, algorithm.Adam | algorithm.RMSProp)
     rough = getattr(recipe.bias, "p", 2.0) < 2 or moments
     tolerance = ROUGH if rough else EXACT
     chunk = 1 + index % 9
-    y, state, found = generate.gradients(recipe, x, method="deep", chunk_size=chunk)
+    y, state, found = generate.gradients(recipe, x, engine="deep", chunk_size=chunk)
     wrong = max(generate.error(y, expected), generate.worst(found, slopes)[0])
     if tolerance <= wrong < ROUGH:  # measured only where it decides: four runs of the reference
         tolerance = max(tolerance, AMPLIFIED * moved(recipe, x))
@@ -227,7 +238,7 @@ class Unchained(memory.Stack):
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         return memory.MLP().maps(F, V)
 
-    def program(self, apply: Any, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    def compute(self, apply: Any, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         return raw + apply(1, torch.nn.functional.gelu(apply(0, x)))
 
 
@@ -239,12 +250,16 @@ class Twice(memory.Stack):
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         return (
-            LinearMap(name="W", out=V, inp=F, first=True, last=True),
-            LinearMap(name="V", out=V, inp=F, first=True, last=False),
-            LinearMap(name="U", out=V, inp=F, first=False, last=False),
+            LinearMap(name="W", out_features=V, in_features=F, reads_features=True, is_output=True),
+            LinearMap(
+                name="V", out_features=V, in_features=F, reads_features=True, is_output=False
+            ),
+            LinearMap(
+                name="U", out_features=V, in_features=F, reads_features=False, is_output=False
+            ),
         )
 
-    def program(self, apply: Any, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    def compute(self, apply: Any, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         return raw + apply(0, torch.tanh(apply(0, x)) * apply(1, x))
 
 
@@ -256,14 +271,14 @@ def test_chains_equal_programs(rule: Any, window: int) -> None:
         memory=memory.MLP(),
         context=context.Window(size=window),
         retention=retention.Decay(),
-        algorithm=rule(batch=4),
+        algorithm=rule(batch_size=4),
     )
-    assert recipe.memory.chain == "gelu"
-    other = recipe.but(memory=Unchained())
-    assert other.memory.chain is None
+    assert recipe.memory.chain_activation == "gelu"
+    other = recipe.replace(memory=Unchained())
+    assert other.memory.chain_activation is None
     x = generate.inputs(recipe, B=2, T=11, H=2, G=2)
-    y, state, slopes = generate.gradients(recipe, x, method="deep")
-    y2, state2, slopes2 = generate.gradients(other, x, method="deep")
+    y, state, slopes = generate.gradients(recipe, x, engine="deep")
+    y2, state2, slopes2 = generate.gradients(other, x, engine="deep")
     assert generate.error(y2, y) < 1e-12
     # A memory of one's own has no read, and so no constant of one in its open tokens.
     found, expected = generate.parts(state2), generate.parts(state)
@@ -277,9 +292,9 @@ def test_chains_equal_programs(rule: Any, window: int) -> None:
 @pytest.mark.parametrize("way", ["table", "tokens", "border"])
 def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
     rule = {
-        "table": algorithm.Momentum(batch=3),
-        "tokens": algorithm.Muon(batch=3),
-        "border": algorithm.Muon(batch=3, every="batch"),
+        "table": algorithm.Momentum(batch_size=3),
+        "tokens": algorithm.Muon(batch_size=3),
+        "border": algorithm.Muon(batch_size=3, update_every="batch"),
     }[way]
     recipe = rc.Recipe(memory=Twice(), context=context.Window(size=2), algorithm=rule)
     assert deep.way(recipe) == way
@@ -294,9 +309,9 @@ def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
 def test_gradcheck(chunk_size: int, base: bool) -> None:
     """First and second derivatives against finite differences, in one group and in several."""
     recipe = rc.Recipe(
-        memory=memory.MLP(expansion=1, activation="tanh", base=base),
+        memory=memory.MLP(expansion=1, activation="tanh", static_weights=base),
         retention=retention.Decay(),
-        algorithm=algorithm.Momentum(batch=2),
+        algorithm=algorithm.Momentum(batch_size=2),
     )
     x = generate.inputs(recipe, B=1, T=3, H=1, K=2, V=2).leaves()
     names = list(x.tensors())
@@ -332,18 +347,18 @@ class Largest(TorchDispatchMode):
     [
         rc.Recipe(memory=m, context=c, retention=r, algorithm=a)
         for m, c, r, a in (
-            (memory.MLP(), context.Online(), retention.Decay(), algorithm.Momentum(batch=16)),
+            (memory.MLP(), context.Online(), retention.Decay(), algorithm.Momentum(batch_size=16)),
             (
                 memory.GatedMLP(norm="layer"),
                 context.Window(size=3),
                 retention.Decay(per="key"),
-                algorithm.GradientDescent(batch=16),
+                algorithm.GradientDescent(batch_size=16),
             ),
             (
                 memory.MLP(norm="layer"),
                 context.Online(),
-                retention.Lq(every="batch", decay=retention.Decay()),
-                algorithm.Momentum(batch=16),
+                retention.Lq(link_every="batch", decay=retention.Decay()),
+                algorithm.Momentum(batch_size=16),
             ),
         )
     ],
@@ -353,9 +368,9 @@ def test_no_token_has_weights_of_its_own(recipe: rc.Recipe) -> None:
     """Weights are made per border (A and S), never per token, where A is linear."""
     assert deep.way(recipe) == "table"
     x = generate.inputs(recipe, B=1, T=64, H=1, K=16, V=16)
-    generate.run(recipe, x, method="deep")  # what is done once per process
+    generate.run(recipe, x, engine="deep")  # what is done once per process
     with Largest() as seen:
-        generate.gradients(recipe, x, method="deep")
+        generate.gradients(recipe, x, engine="deep")
     smallest = min(out * inp for out, inp in recipe.shapes(16, 16))
     batches = 64 // 16
     largest = max(recipe.shapes(16, 16), key=lambda s: s[0] * s[1])
@@ -381,7 +396,7 @@ import resource, sys, torch, recollect as rc
 torch.manual_seed(0)
 B, T, H, d = 1, int(sys.argv[1]), 8, 64
 recipe = rc.Recipe(memory=rc.memory.MLP(), retention=rc.retention.Decay(),
-                   algorithm=rc.algorithm.Momentum(batch=16))
+                   algorithm=rc.algorithm.Momentum(batch_size=16))
 def run(T):
     q, k = (torch.nn.functional.normalize(torch.randn(B, T, H, d), dim=-1).requires_grad_()
             for _ in range(2))
@@ -389,7 +404,7 @@ def run(T):
     gates = {n: (f * torch.rand(B, T, H)).requires_grad_()
              for n, f in (("lr", 0.1), ("log_decay", -0.01), ("momentum", 0.9))}
     init = [(torch.randn(H, *s) / s[-1] ** 0.5).requires_grad_() for s in recipe.shapes(d, d)]
-    y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="deep")
+    y, _ = rc.recall(recipe, q, k, v, gates, initial_memory=init, engine="deep")
     y.square().mean().backward()
     assert torch.isfinite(k.grad).all()
 run(64)
@@ -413,11 +428,13 @@ def test_training_memory_of_a_long_sequence() -> None:
 
 def test_the_state_does_not_grow() -> None:
     recipe = rc.Recipe(
-        memory=memory.MLP(), context=context.Window(size=3), algorithm=algorithm.Momentum(batch=4)
+        memory=memory.MLP(),
+        context=context.Window(size=3),
+        algorithm=algorithm.Momentum(batch_size=4),
     )
     sizes = set()
     for T in (1, 4, 7, 50):
-        _, state = generate.run(recipe, generate.inputs(recipe, T=T), method="deep")
+        _, state = generate.run(recipe, generate.inputs(recipe, T=T), engine="deep")
         # What the next token may be spared is no part of what is remembered.
         sizes.add(dataclasses.replace(state, cache={}).nbytes)
     assert len(sizes) == 1
@@ -428,79 +445,85 @@ def test_a_simplex_stays_one_at_every_token() -> None:
     for every, batch in (("token", 4), ("token", 1)):
         recipe = rc.Recipe(
             bias=bias.Lp(p=3.0),
-            retention=retention.Simplex(every=every, decay=retention.Decay()),
-            algorithm=algorithm.GradientDescent(batch=batch),
+            retention=retention.Simplex(link_every=every, decay=retention.Decay()),
+            algorithm=algorithm.GradientDescent(batch_size=batch),
         )
         assert deep.refuses(recipe) == []
         x = generate.inputs(recipe, B=2, T=50, H=2, dtype=torch.float32)
         ones = x.put({"q": torch.ones_like(x.q)})
-        y, _ = generate.run(recipe, ones, method="deep")
+        y, _ = generate.run(recipe, ones, engine="deep")
         assert (y - 1).abs().amax() < 1e-6
 
 
 def test_orthogonalised_steps_depend_on_the_rate() -> None:
     """Doubling η doubles an outer step; inside Newton–Schulz it would cancel (D.4)."""
     outputs = {}
-    for scale, lr in itertools.product(("outer", "inner"), (0.05, 0.1)):
+    for scale, lr in itertools.product(("outside", "inside"), (0.05, 0.1)):
         recipe = rc.Recipe(
-            memory=memory.MLP(), algorithm=algorithm.Muon(batch=4, scale=scale, lr=lr)
+            memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=4, lr_position=scale, lr=lr)
         )
         x = generate.inputs(recipe, T=9)
-        outputs[scale, lr] = generate.run(recipe, x, method="deep")[0]
-    assert generate.error(outputs["outer", 0.1], outputs["outer", 0.05]) > 1e-3
-    assert generate.error(outputs["inner", 0.1], outputs["inner", 0.05]) < 1e-5
+        outputs[scale, lr] = generate.run(recipe, x, engine="deep")[0]
+    assert generate.error(outputs["outside", 0.1], outputs["outside", 0.05]) > 1e-3
+    assert generate.error(outputs["inside", 0.1], outputs["inside", 0.05]) < 1e-5
 
 
 # -- costs ---------------------------------------------------------------------------------------
 
 COSTS = {
     "chain": rc.Recipe(
-        memory=memory.MLP(), retention=retention.Decay(), algorithm=algorithm.Momentum(batch=8)
+        memory=memory.MLP(), retention=retention.Decay(), algorithm=algorithm.Momentum(batch_size=8)
     ),
-    "gated, no decay": rc.Recipe(memory=memory.GatedMLP(), algorithm=algorithm.Momentum(batch=8)),
+    "gated, no decay": rc.Recipe(
+        memory=memory.GatedMLP(), algorithm=algorithm.Momentum(batch_size=8)
+    ),
     "window": rc.Recipe(
         memory=memory.MLP(norm="layer"),
         context=context.Window(size=3),
         retention=retention.Decay(),
-        algorithm=algorithm.GradientDescent(batch=8),
+        algorithm=algorithm.GradientDescent(batch_size=8),
     ),
-    "muon": rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch=8)),
+    "muon": rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=8)),
     "muon at borders": rc.Recipe(
-        memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, every="batch")
+        memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=8, update_every="batch")
     ),
     "link": rc.Recipe(bias=bias.Lp(), retention=retention.Ball(), algorithm=algorithm.Momentum()),
-    "searched": rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, normalize=True)),
+    "searched": rc.Recipe(
+        memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=8, normalized_steps=True)
+    ),
     "searched at borders": rc.Recipe(
-        memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, every="batch", normalize=True)
+        memory=memory.MLP(),
+        algorithm=algorithm.Muon(batch_size=8, update_every="batch", normalized_steps=True),
     ),
     "normalised": rc.Recipe(
-        memory=memory.MLP(), algorithm=algorithm.Momentum(batch=8, normalize=True)
+        memory=memory.MLP(), algorithm=algorithm.Momentum(batch_size=8, normalized_steps=True)
     ),
     "normalised under a link": rc.Recipe(
         memory=memory.MLP(),
-        retention=retention.Simplex(every="batch"),
-        algorithm=algorithm.Momentum(batch=8, normalize=True),
+        retention=retention.Simplex(link_every="batch"),
+        algorithm=algorithm.Momentum(batch_size=8, normalized_steps=True),
     ),
     "base": rc.Recipe(
-        memory=memory.MLP(base=True),
+        memory=memory.MLP(static_weights=True),
         retention=retention.Decay(),
-        algorithm=algorithm.Momentum(batch=8, normalize=True),
+        algorithm=algorithm.Momentum(batch_size=8, normalized_steps=True),
     ),
     "base, no decay": rc.Recipe(
-        memory=memory.MLP(base=True), algorithm=algorithm.Momentum(batch=8)
+        memory=memory.MLP(static_weights=True), algorithm=algorithm.Momentum(batch_size=8)
     ),
     "base, no momentum": rc.Recipe(
-        memory=memory.MLP(base=True, depth=3),
+        memory=memory.MLP(static_weights=True, depth=3),
         retention=retention.Decay(),
-        algorithm=algorithm.GradientDescent(batch=8),
+        algorithm=algorithm.GradientDescent(batch_size=8),
     ),
     "base, searched": rc.Recipe(
-        memory=memory.GatedMLP(base=True), algorithm=algorithm.Muon(batch=8, normalize=True)
+        memory=memory.GatedMLP(static_weights=True),
+        algorithm=algorithm.Muon(batch_size=8, normalized_steps=True),
     ),
     "base, searched at borders": rc.Recipe(
-        memory=memory.MLP(base=True),
+        memory=memory.MLP(static_weights=True),
         context=context.Window(size=3),
-        algorithm=algorithm.Muon(batch=8, every="batch", normalize=True),
+        algorithm=algorithm.Muon(batch_size=8, update_every="batch", normalized_steps=True),
     ),
 }
 
@@ -516,17 +539,17 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     x = generate.inputs(recipe, B=2, T=32, H=2, G=2, K=16, V=16, dtype=torch.float32)
     mapping = {torch.ops.aten.baddbmm_: add}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
-        generate.run(recipe, x, method="deep")
-    expected = cost(recipe, B=2, T=32, H=2, G=2, K=16, V=16, method="deep").total
+        generate.run(recipe, x, engine="deep")
+    expected = cost(recipe, B=2, T=32, H=2, G=2, K=16, V=16, engine="deep").total
     rel = 1e-3 if "base" in name else 0.02
     assert counter.get_total_flops() == pytest.approx(expected, rel=rel)
 
 
 def test_the_price_of_orthogonalising_is_said() -> None:
     """(8m + 28) d³ per map at width m·d, beside plain descent's price."""
-    recipe = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch=16))
+    recipe = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=16))
     price = cost(recipe, K=64, V=64, T=1024)
-    assert price.forward["Newton–Schulz"] == 1024 * 2 * (8 * 4 + 28) * 64**3
+    assert price.forward_flops["Newton–Schulz"] == 1024 * 2 * (8 * 4 + 28) * 64**3
     (note,) = (note for note in price.notes if "orthogonalising" in note)
     assert "times plain descent's" in note
     assert "orthogonalising takes" in str(rc.explain(recipe))

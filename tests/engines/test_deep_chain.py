@@ -61,61 +61,67 @@ def _chains() -> dict[str, rc.Recipe]:
     plain = rc.Recipe(
         memory=memory.MLP(expansion=2),
         retention=retention.Decay(),
-        algorithm=algorithm.Momentum(batch=3),
+        algorithm=algorithm.Momentum(batch_size=3),
     )
     found = {
         "momentum": plain,
-        "no decay": plain.but(retention=retention.Keep()),
-        "no momentum": plain.but(algorithm=algorithm.GradientDescent(batch=3)),
-        "neither": plain.but(
-            retention=retention.Keep(), algorithm=algorithm.GradientDescent(batch=3)
+        "no decay": plain.replace(retention=retention.Keep()),
+        "no momentum": plain.replace(algorithm=algorithm.GradientDescent(batch_size=3)),
+        "neither": plain.replace(
+            retention=retention.Keep(), algorithm=algorithm.GradientDescent(batch_size=3)
         ),
-        "mean": plain.but(
+        "mean": plain.replace(
             retention=retention.Keep(),
-            algorithm=algorithm.GradientDescent(batch=3, reduce="mean", offset="static"),
+            algorithm=algorithm.GradientDescent(batch_size=3, reduction="mean", offset="learned"),
         ),
-        "window": plain.but(context=context.Window(size=3)),
-        "dot product": plain.but(bias=bias.DotProduct()),
-        "robust": plain.but(bias=bias.Huber(form="norm", threshold="static")),
-        "matrix": plain.but(memory=memory.Matrix()),
-        "narrow": plain.but(memory=memory.MLP(depth=3, expansion=1, residual=False)),
+        "window": plain.replace(context=context.Window(size=3)),
+        "dot product": plain.replace(bias=bias.DotProduct()),
+        "robust": plain.replace(bias=bias.Huber(form="norm", threshold="learned")),
+        "matrix": plain.replace(memory=memory.Matrix()),
+        "narrow": plain.replace(memory=memory.MLP(depth=3, expansion=1, residual=False)),
     }
-    shares = plain.but(algorithm=algorithm.Momentum(batch=3, normalize=True))
+    shares = plain.replace(algorithm=algorithm.Momentum(batch_size=3, normalized_steps=True))
     found |= {
         "shares": shares,
-        "shares of a matrix": shares.but(memory=memory.Matrix()),
-        "shares of three maps": shares.but(memory=memory.MLP(depth=3, expansion=2)),
-        "shares, as wide as high": shares.but(memory=memory.MLP(depth=3, expansion=1)),
-        "shares, robust": shares.but(bias=bias.Huber(form="norm", threshold="static")),
-        "shares, window": shares.but(context=context.Window(size=3)),
+        "shares of a matrix": shares.replace(memory=memory.Matrix()),
+        "shares of three maps": shares.replace(memory=memory.MLP(depth=3, expansion=2)),
+        "shares, as wide as high": shares.replace(memory=memory.MLP(depth=3, expansion=1)),
+        "shares, robust": shares.replace(bias=bias.Huber(form="norm", threshold="learned")),
+        "shares, window": shares.replace(context=context.Window(size=3)),
     }
-    based = plain.but(memory=memory.MLP(expansion=2, base=True))
+    based = plain.replace(memory=memory.MLP(expansion=2, static_weights=True))
     for name in ("momentum", "no decay", "no momentum", "neither"):
-        found[f"a base, {name}"] = found[name].but(memory=based.memory)
+        found[f"a base, {name}"] = found[name].replace(memory=based.memory)
     found |= {
-        "a base, as wide as high": based.but(memory=memory.MLP(depth=3, expansion=1, base=True)),
-        "a base, window": based.but(context=context.Window(size=3)),
-        "a base, robust": based.but(bias=bias.Huber(form="norm", threshold="static")),
-        "a base, shares": based.but(algorithm=algorithm.Momentum(batch=3, normalize=True)),
-        "a base, shares by keys": based.but(
-            algorithm=algorithm.GradientDescent(batch=3, normalize=True, limit="keys")
+        "a base, as wide as high": based.replace(
+            memory=memory.MLP(depth=3, expansion=1, static_weights=True)
+        ),
+        "a base, window": based.replace(context=context.Window(size=3)),
+        "a base, robust": based.replace(bias=bias.Huber(form="norm", threshold="learned")),
+        "a base, shares": based.replace(
+            algorithm=algorithm.Momentum(batch_size=3, normalized_steps=True)
+        ),
+        "a base, shares by keys": based.replace(
+            algorithm=algorithm.GradientDescent(
+                batch_size=3, normalized_steps=True, batch_overlap="measured"
+            )
         ),
     }
     normed = {norm: memory.MLP(expansion=2, norm=norm) for norm in ("layer", "rms")}
     normed["depth"] = memory.MLP(depth=3, expansion=1, norm="layer", residual=False)
     normed["matrix"] = memory.MLP(depth=1, norm="layer")
-    normed["base"] = memory.MLP(expansion=2, norm="layer", base=True)
+    normed["base"] = memory.MLP(expansion=2, norm="layer", static_weights=True)
     for name, one in normed.items():
-        found[f"a norm, {name}"] = plain.but(memory=one)
-        found[f"a norm, {name}, shares"] = shares.but(memory=one)
+        found[f"a norm, {name}"] = plain.replace(memory=one)
+        found[f"a norm, {name}, shares"] = shares.replace(memory=one)
     for name in ("robust", "dot product", "window", "neither"):
-        found[f"a norm, {name}"] = found[name].but(memory=normed["layer"])
+        found[f"a norm, {name}"] = found[name].replace(memory=normed["layer"])
     for name in ("robust", "window"):
-        found[f"a norm, shares, {name}"] = found[f"shares, {name}"].but(memory=normed["layer"])
+        found[f"a norm, shares, {name}"] = found[f"shares, {name}"].replace(memory=normed["layer"])
     for name, one in (("steps", plain), ("shares", shares)):  # a and b are neither 1 nor equal
-        found[f"a norm, {name}, affine"] = one.but(memory=normed["layer"], bias=outside.Eager())
+        found[f"a norm, {name}, affine"] = one.replace(memory=normed["layer"], bias=outside.Eager())
     for name in sorted(CURVES.keys() - {"gelu", "identity"}):
-        found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
+        found[name] = plain.replace(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
 
 
@@ -123,14 +129,14 @@ def _chains() -> dict[str, rc.Recipe]:
 class Named(bias.Bias):
     """(c/2) ‖M(k) − v‖², c a gate that is named as nothing else should have to avoid."""
 
-    c: float | str = rc.quantity("token", at_least=0, init=0.5)
+    c: float | str = rc.quantity("input", at_least=0, init=0.5)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return 0.5 * gates["c"].squeeze(-1) * (prediction - value).square().sum(-1)
 
 
 CHAINS = _chains()
-CHAINS["a number called c"] = CHAINS["momentum"].but(bias=Named())
+CHAINS["a number called c"] = CHAINS["momentum"].replace(bias=Named())
 
 
 def _threes(keys: Keys, start: object) -> list[tuple[int, int]]:
@@ -159,13 +165,13 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
     mask = torch.ones(2, 17, dtype=torch.bool)
     mask[0, 10:] = False
     for options in ({}, {"attention_mask": mask}):
-        expected, kept, slopes = generate.gradients(recipe, x, method="reference", **options)
-        y, state, found = generate.gradients(recipe, x, method="deep", **options)
+        expected, kept, slopes = generate.gradients(recipe, x, engine="reference", **options)
+        y, state, found = generate.gradients(recipe, x, engine="deep", **options)
         assert generate.error(y, expected) < EXACT
         assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
         assert generate.worst(found, slopes)[0] < EXACT
         with torch.no_grad():
-            y, state = generate.run(recipe, x, method="deep", **options)
+            y, state = generate.run(recipe, x, engine="deep", **options)
         assert generate.error(y, expected) < EXACT
         assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
 
@@ -174,7 +180,7 @@ def test_a_second_pass_over_the_same_graph() -> None:
     """What the backward pass gathers is its own: asked for twice, the gradient is the same."""
     recipe = CHAINS["momentum"]
     x = generate.inputs(recipe, B=1, T=8, H=2).leaves()
-    y, _ = generate.run(recipe, x, method="deep")
+    y, _ = generate.run(recipe, x, engine="deep")
     leaves = [t for t in x.tensors().values() if t.requires_grad]
     weight = torch.randn_like(y)
 
@@ -191,9 +197,9 @@ def test_single_precision_agrees() -> None:
     """The written-out gradient loses no more digits than float32 has."""
     recipe = CHAINS["momentum"]
     x = generate.inputs(recipe, B=2, T=33, H=2, K=8, V=8, dtype=torch.float64)
-    expected, _, slopes = generate.gradients(recipe, x, method="deep")
+    expected, _, slopes = generate.gradients(recipe, x, engine="deep")
     low = x.put({name: t.float() for name, t in x.tensors().items()})
-    y, _, found = generate.gradients(recipe, low, method="deep")
+    y, _, found = generate.gradients(recipe, low, engine="deep")
     assert y.dtype == torch.float32
     assert generate.error(y, expected) < 1e-5
     assert generate.worst(found, slopes)[0] < 1e-4
@@ -202,14 +208,20 @@ def test_single_precision_agrees() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"memory": memory.MLP(biases=True)},
-        {"retention": retention.Decay(per="key"), "algorithm": algorithm.GradientDescent(batch=3)},
-        {"memory": memory.Matrix(), "algorithm": algorithm.Momentum(batch=3, of="value")},
+        {"memory": memory.MLP(bias=True)},
+        {
+            "retention": retention.Decay(per="key"),
+            "algorithm": algorithm.GradientDescent(batch_size=3),
+        },
+        {
+            "memory": memory.Matrix(),
+            "algorithm": algorithm.Momentum(batch_size=3, momentum_on="value"),
+        },
     ],
     ids=["biases", "channels", "write only"],
 )
 def test_what_is_not_a_chain_takes_the_general_path(change: dict[str, Any]) -> None:
-    recipe = CHAINS["momentum"].but(**change)
+    recipe = CHAINS["momentum"].replace(**change)
     assert deep.refuses(recipe) == []
     assert chain_of(recipe) is None
 

@@ -25,15 +25,15 @@ RECIPES = {
         features=features.Polynomial(),
         context=context.Window(size=3),
         retention=retention.Decay(),
-        algorithm=algorithm.Momentum(batch=4),
+        algorithm=algorithm.Momentum(batch_size=4),
     ),
     "a curved loss": rc.Recipe(
         memory=memory.MLP(residual=False),
-        bias=bias.Huber(threshold="token"),
-        algorithm=algorithm.GradientDescent(batch=5),
+        bias=bias.Huber(threshold="input"),
+        algorithm=algorithm.GradientDescent(batch_size=5),
     ),
     "one step per batch": rc.Recipe(
-        memory=memory.MLP(), algorithm=algorithm.Muon(batch=4, every="batch")
+        memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=4, update_every="batch")
     ),
 }
 
@@ -57,8 +57,8 @@ def _decoded(
     state: State | None = None
     pieces = [(0, start)] if start else []
     for first, last in [*pieces, *((t, t + 1) for t in range(start, x.T))]:
-        begin: dict[str, Any] = {"init": x.init} if state is None else {"state": state}
-        y, state = rc.recall(recipe, **_tokens(x, first, last), **begin, method="deep")
+        begin: dict[str, Any] = {"initial_memory": x.init} if state is None else {"state": state}
+        y, state = rc.recall(recipe, **_tokens(x, first, last), **begin, engine="deep")
         assert state is not None
         state = state if keep else dataclasses.replace(state, cache={})
         outputs.append(y)
@@ -69,11 +69,11 @@ def _decoded(
 def _of_four(recipe: rc.Recipe) -> Any:
     """The recipe's algorithm with inner batches of four tokens."""
     algorithm: Any = recipe.algorithm
-    return dataclasses.replace(algorithm, batch=4)
+    return dataclasses.replace(algorithm, batch_size=4)
 
 
 def _length(recipe: rc.Recipe) -> int:
-    b = recipe.algorithm.batch
+    b = recipe.algorithm.batch_size
     return min(2 * b + b // 2 + 1, 41)
 
 
@@ -83,7 +83,9 @@ def _length(recipe: rc.Recipe) -> int:
 @torch.no_grad()
 def test_decoding_equals_one_pass(recipe: rc.Recipe, start: int, keep: bool) -> None:
     x = generate.inputs(recipe, T=_length(recipe))
-    expected, end = rc.recall(recipe, **_tokens(x, 0, x.T), init=x.init, method="reference")
+    expected, end = rc.recall(
+        recipe, **_tokens(x, 0, x.T), initial_memory=x.init, engine="reference"
+    )
     y, state = _decoded(recipe, x, keep=keep, start=start)
     assert end is not None
     assert generate.error(y, expected) < EXACT
@@ -96,7 +98,7 @@ def test_decoding_equals_one_pass(recipe: rc.Recipe, start: int, keep: bool) -> 
 def test_a_token_takes_the_gradient_of_its_own_key_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = RECIPES[name].but(algorithm=_of_four(RECIPES[name]))
+    recipe = RECIPES[name].replace(algorithm=_of_four(RECIPES[name]))
     rows: list[int] = []
 
     def counted(method: Any, memory: Any, points: Any, params: Any) -> Any:
@@ -120,18 +122,18 @@ def test_nothing_stale_is_taken() -> None:
     """Another recipe, changed parameters and other rows go on from what the state says."""
     recipe = RECIPES["ttt_linear"]
     x = generate.inputs(recipe, B=3, T=6)
-    begin = rc.recall(recipe, **_tokens(x, 0, 3), init=x.init)[1]
+    begin = rc.recall(recipe, **_tokens(x, 0, 3), initial_memory=x.init)[1]
     kept = rc.recall(recipe, **_tokens(x, 3, 4), state=begin)[1]
     assert begin is not None and kept is not None and kept.cache
-    kept = dataclasses.replace(kept, written_by=None)  # so that another recipe may go on
+    kept = dataclasses.replace(kept, recipe_id=None)  # so that another recipe may go on
     bare = dataclasses.replace(kept, cache={})
     here = _tokens(x, 4, 5)
     changed = {**here, "params": {name: 1.5 * value for name, value in x.params.items()}}
-    other = recipe.but(bias=bias.Lp(p=3))
+    other = recipe.replace(bias=bias.Lp(p=3))
     assert x.params
     for tokens, one in ((here, recipe), (changed, recipe), (here, other)):
-        expected = rc.recall(one, **tokens, state=bare, method="reference")[0]
-        found = rc.recall(one, **tokens, state=kept, method="deep")[0]
+        expected = rc.recall(one, **tokens, state=bare, engine="reference")[0]
+        found = rc.recall(one, **tokens, state=kept, engine="deep")[0]
         assert generate.error(found, expected) < EXACT
     rows = torch.tensor([2, 0])
     some = {
@@ -145,10 +147,10 @@ def test_nothing_stale_is_taken() -> None:
 
 @torch.no_grad()
 def test_what_is_kept_ends_with_the_batch() -> None:
-    recipe = RECIPES["titans"].but(algorithm=_of_four(RECIPES["titans"]))
+    recipe = RECIPES["titans"].replace(algorithm=_of_four(RECIPES["titans"]))
     x, state, sizes = generate.inputs(recipe, T=12), None, []
     for t in range(12):
-        begin: dict[str, Any] = {"init": x.init} if state is None else {"state": state}
+        begin: dict[str, Any] = {"initial_memory": x.init} if state is None else {"state": state}
         _, state = rc.recall(recipe, **_tokens(x, t, t + 1), **begin)
         assert state is not None
         sizes.append(sum(value.numel() for value in state.cache.values()))

@@ -17,9 +17,11 @@ import recollect as rc
 from recollect.choices.algorithm import muon
 
 RULES: dict[str, Any] = {
-    "border": rc.algorithm.Muon(batch=4, every="batch", normalize=True, newton_steps=2),
-    "tokens": rc.algorithm.Muon(batch=4, newton_steps=1),
-    "table": rc.algorithm.Momentum(batch=4, normalize=True),
+    "border": rc.algorithm.Muon(
+        batch_size=4, update_every="batch", normalized_steps=True, ns_steps=2
+    ),
+    "tokens": rc.algorithm.Muon(batch_size=4, ns_steps=1),
+    "table": rc.algorithm.Momentum(batch_size=4, normalized_steps=True),
 }
 
 
@@ -35,7 +37,7 @@ def recipe_of(way: str) -> rc.Recipe:
 def slopes(recipe: rc.Recipe, x: Any, of: str, method: str) -> dict[str, Tensor]:
     """Gradients of outputs, memory or both, and of the squared length of those gradients."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.tensors().items()}
-    y, state = generate.run(recipe, x.put(leaves), method=method, **sizes(method))
+    y, state = generate.run(recipe, x.put(leaves), engine=method, **sizes(method))
     total = torch.zeros((), dtype=y.dtype)
     if of != "memory":
         total = total + (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
@@ -78,7 +80,7 @@ def test_the_last_step_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     original = muon.newton_schulz
     monkeypatch.setattr(muon, "newton_schulz", counted)
     leaves = {name: t.detach().requires_grad_() for name, t in x.tensors().items()}
-    y, state = generate.run(recipe, x.put(leaves), method="deep", chunk_size=4)
+    y, state = generate.run(recipe, x.put(leaves), engine="deep", chunk_size=4)
     maps = len(state.weights)
     assert len(calls) == 3 * maps
     torch.autograd.grad(y.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)

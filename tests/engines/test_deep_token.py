@@ -13,10 +13,11 @@ from torch import Tensor
 
 import recollect as rc
 from recollect import algorithm, bias, context, features, memory, retention
+from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.token import token as chain_token
-from recollect.recall.bound import Bound, bind
-from recollect.recall.call import Call
-from recollect.recall.recall import memorise
+from recollect.functional.binding import bind
+from recollect.functional.recall import memorise
+from recollect.recipe.bound import BoundRecipe
 from recollect.state.state import State
 
 EXACT = 1e-10
@@ -35,51 +36,54 @@ BARE = {
     "titans": rc.Recipe(
         memory=memory.MLP(),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=4, normalize=True),
+        algorithm=Momentum(batch_size=4, normalized_steps=True),
     ),
     "plain steps": rc.Recipe(
         memory=memory.MLP(activation="silu"),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=3),
+        algorithm=Momentum(batch_size=3),
     ),
     "nothing fades": rc.Recipe(
-        memory=memory.MLP(depth=3, activation="tanh"), algorithm=Momentum(batch=4, normalize=True)
+        memory=memory.MLP(depth=3, activation="tanh"),
+        algorithm=Momentum(batch_size=4, normalized_steps=True),
     ),
     "no momentum": rc.Recipe(
         memory=memory.MLP(activation="gelu_tanh", expansion=1),
         retention=retention.Decay(),
-        algorithm=GD(batch=5, normalize=True),
+        algorithm=GD(batch_size=5, normalized_steps=True),
     ),
-    "neither": rc.Recipe(memory=memory.MLP(activation="relu"), algorithm=GD(batch=4)),
-    "one map": rc.Recipe(memory=memory.MLP(depth=1), algorithm=GD(batch=2, normalize=True)),
+    "neither": rc.Recipe(memory=memory.MLP(activation="relu"), algorithm=GD(batch_size=4)),
+    "one map": rc.Recipe(
+        memory=memory.MLP(depth=1), algorithm=GD(batch_size=2, normalized_steps=True)
+    ),
     "a curved loss": rc.Recipe(
-        memory=memory.MLP(), bias=bias.Lp(p=3), algorithm=GD(batch=4, normalize=True)
+        memory=memory.MLP(), bias=bias.Lp(p=3), algorithm=GD(batch_size=4, normalized_steps=True)
     ),
 }
 
 GENERAL = {
-    "a window": BARE["titans"].but(context=context.Window(size=2)),
-    "features": BARE["titans"].but(features=features.EluPlusOne()),
-    "a constant rate": BARE["neither"].but(algorithm=GD(batch=4, lr=0.5)),
-    "a number of the loss": BARE["neither"].but(bias=bias.Huber(threshold="token")),
-    "a decay per channel": BARE["neither"].but(retention=retention.Decay(per="key")),
-    "a norm": BARE["titans"].but(memory=memory.MLP(norm="rms")),
-    "no residual": BARE["titans"].but(memory=memory.MLP(residual=False)),
-    "batches of one": BARE["titans"].but(algorithm=Momentum(batch=1)),
+    "a window": BARE["titans"].replace(context=context.Window(size=2)),
+    "features": BARE["titans"].replace(features=features.EluPlusOne()),
+    "a constant rate": BARE["neither"].replace(algorithm=GD(batch_size=4, lr=0.5)),
+    "a number of the loss": BARE["neither"].replace(bias=bias.Huber(threshold="input")),
+    "a decay per channel": BARE["neither"].replace(retention=retention.Decay(per="key")),
+    "a norm": BARE["titans"].replace(memory=memory.MLP(norm="rms")),
+    "no residual": BARE["titans"].replace(memory=memory.MLP(residual=False)),
+    "batches of one": BARE["titans"].replace(algorithm=Momentum(batch_size=1)),
     "averages": rc.zoo.get("ttt_mlp").recipe,
 }
 
 
-def _call(bound: Bound, x: generate.Inputs, t: int, state: State, **more: Any) -> Call:
+def _call(bound: BoundRecipe, x: generate.Inputs, t: int, state: State, **more: Any) -> Problem:
     """A layer's call for token t."""
     here = slice(t, t + 1)
     gates = {name: gate[:, here] for name, gate in x.gates.items()}
     given = {"q": x.q[:, here], "k": x.k[:, here], "v": x.v[:, here], "gates": gates} | more
-    return Call(bound=bound, params=x.params, state=state, sure=True, **given)
+    return Problem(bound=bound, params=x.params, state=state, trusted=True, **given)
 
 
 def _prompt(recipe: rc.Recipe, x: generate.Inputs, tokens: int) -> State:
-    _, state = generate.run(recipe, x.cut(0, tokens), method="deep")
+    _, state = generate.run(recipe, x.cut(0, tokens), engine="deep")
     return state
 
 
@@ -107,7 +111,7 @@ def test_tokens_over_borders_are_the_references(
     recipe: rc.Recipe, start: int, G: int, taken: list[bool]
 ) -> None:
     x = generate.inputs(recipe, B=2, T=11, H=2, G=G, K=4, V=4)
-    expected, end = generate.run(recipe, x, method="reference")
+    expected, end = generate.run(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, start)
     outputs: list[Tensor] = []
     for t in range(start, 11):
@@ -116,19 +120,19 @@ def test_tokens_over_borders_are_the_references(
         outputs.append(y)
         state = after
     # Inside of a batch the first finds no factors of the prompt's tokens, which nobody kept.
-    assert taken == [start % recipe.algorithm.batch == 0, *[True] * (10 - start)]
+    assert taken == [start % recipe.algorithm.batch_size == 0, *[True] * (10 - start)]
     assert generate.error(torch.cat(outputs, dim=1), expected[:, start:]) < EXACT
     wrong, name = generate.worst(generate.parts(state), generate.parts(end))
     assert wrong < EXACT, name
-    assert state.seen == 11
+    assert state.host_position == 11
 
 
 @pytest.mark.parametrize("recipe", GENERAL.values(), ids=GENERAL)
 @torch.no_grad()
 def test_other_recipes_take_the_general_way(recipe: rc.Recipe, taken: list[bool]) -> None:
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=4)
-    expected, _ = generate.run(recipe, x, method="reference")
-    bound = bind(recipe, H=2, K=4, V=4, method="deep")
+    expected, _ = generate.run(recipe, x, engine="reference")
+    bound = bind(recipe, H=2, K=4, V=4, engine="deep")
     y, _ = memorise(_call(bound, x, 4, _prompt(recipe, x, 4)))
     assert taken == [False]
     assert generate.error(y, expected[:, 4:]) < EXACT
@@ -139,11 +143,11 @@ def test_the_general_way_goes_on_from_a_layers_token_and_back() -> None:
     """Both keep the same: each takes up what the other has gathered of an open batch."""
     recipe = BARE["titans"]
     x = generate.inputs(recipe, B=2, T=8, H=2, K=4, V=4)
-    expected, _ = generate.run(recipe, x, method="reference")
+    expected, _ = generate.run(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 8):
         call = _call(bound, x, t, state)
-        y, after = memorise(call if t % 2 else dataclasses.replace(call, sure=False))
+        y, after = memorise(call if t % 2 else dataclasses.replace(call, trusted=False))
         assert after is not None
         sizes = {name: one.shape for name, one in after.cache.items()}
         assert len(sizes) == (0 if t == 7 else 4)
@@ -163,21 +167,21 @@ def test_states_that_a_token_does_not_take() -> None:
     def takes(state: State, like: Callable[[Tensor], Tensor] = lambda x: x) -> bool:
         call = _call(bound, x, 5, state)
         given = (like(call.q), like(call.k), like(call.v), call.gates)
-        return chain_token(bound.sized, bound.plan, *given, state) is not None
+        return chain_token(bound, *given, state) is not None
 
     assert takes(state)
     rows = state.map(lambda x: x.flip(0))
     assert takes(rows)
     assert not takes(state, Tensor.float)
-    assert not takes(state.stating(None))
+    assert not takes(state.with_position(None))
     assert not takes(dataclasses.replace(state, cache={}))
-    assert not takes(dataclasses.replace(state, written_by=None))
-    assert not takes(dataclasses.replace(state, written_by="another"))
+    assert not takes(dataclasses.replace(state, recipe_id=None))
+    assert not takes(dataclasses.replace(state, recipe_id="another"))
     marks = [name for name in state.cache if name.startswith("of ")]
     assert len(marks) == 1
     others = {name: one for name, one in state.cache.items() if name not in marks}
     assert not takes(dataclasses.replace(state, cache=others | {"of 1 ": state.position}))
-    assert not takes(state.stating(6))  # more tokens than it has factors of
+    assert not takes(state.with_position(6))  # more tokens than it has factors of
     mask = torch.tensor([True, False])
     assert not takes(state.reset(mask))
 
@@ -188,7 +192,7 @@ def test_states_that_a_token_does_not_take() -> None:
 @torch.no_grad()
 def test_what_is_not_finite_is_named(activation: str, what: str, bad: float) -> None:
     """Only outputs are looked at, where what is not finite must show."""
-    recipe = BARE["titans"].but(memory=memory.MLP(activation=activation))
+    recipe = BARE["titans"].replace(memory=memory.MLP(activation=activation))
     x = generate.inputs(recipe, B=2, T=6, H=2, K=4, V=4)
     bound = bind(recipe, H=2, K=4, V=4)
     for start in (4, 5):
@@ -212,7 +216,7 @@ def test_a_decay_of_everything_is_a_number_like_others() -> None:
     recipe = BARE["titans"]
     x = generate.inputs(recipe, B=2, T=7, H=2, K=4, V=4)
     x.gates["log_decay"][:, 5:, 0] = -torch.inf
-    expected, _ = generate.run(recipe, x, method="reference")
+    expected, _ = generate.run(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 7):
         y, after = memorise(_call(bound, x, t, state))
@@ -223,9 +227,9 @@ def test_a_decay_of_everything_is_a_number_like_others() -> None:
 
 @torch.no_grad()
 def test_a_loss_of_ones_own() -> None:
-    recipe = BARE["neither"].but(bias=Quartic())
+    recipe = BARE["neither"].replace(bias=Quartic())
     x = generate.inputs(recipe, B=1, T=7, H=2, K=4, V=4)
-    expected, _ = generate.run(recipe, x, method="reference")
+    expected, _ = generate.run(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     assert bound.plan.bare
     for t in range(4, 7):
@@ -239,7 +243,7 @@ def test_a_loss_of_ones_own() -> None:
 def test_a_layer_decodes_what_it_reads_at_once(inference: bool, taken: list[bool]) -> None:
     """In inference mode too, and a gradient can be asked of what comes after."""
     torch.manual_seed(0)
-    layer = rc.MemoryLayer(16, 2, BARE["titans"], kv_heads=1)
+    layer = rc.MemoryLayer(16, 2, BARE["titans"], num_kv_heads=1)
     x = torch.randn(2, 40, 16)
     with torch.inference_mode(inference), torch.no_grad():
         expected, _ = layer(x)

@@ -16,8 +16,8 @@ import recollect as rc
 from recollect.engines.deep import engine
 
 RULES: dict[str, Any] = {
-    "chain": rc.algorithm.Momentum(batch=2, normalize=True),
-    "border": rc.algorithm.Muon(batch=2, every="batch", newton_steps=1),
+    "chain": rc.algorithm.Momentum(batch_size=2, normalized_steps=True),
+    "border": rc.algorithm.Muon(batch_size=2, update_every="batch", ns_steps=1),
 }
 
 
@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slopes(recipe: rc.Recipe, x: Any, method: str = "deep") -> tuple[Tensor, dict[str, Tensor]]:
-    y, _, found = generate.gradients(recipe, x, method=method)
+    y, _, found = generate.gradients(recipe, x, engine=method)
     return y, found
 
 
@@ -80,7 +80,7 @@ def test_without_gradients_nothing_is_kept_and_groups_stay_small(
     x = generate.inputs(recipe, B=1, T=40, H=1)
     small(monkeypatch)
     with torch.no_grad():
-        generate.run(recipe, x, method="deep")
+        generate.run(recipe, x, engine="deep")
     assert groups == [20]
 
 

@@ -13,7 +13,7 @@ from tests.engines.test_kernel_rows import EXPLICIT
 import recollect as rc
 from recollect.engines.kernel import deep as kernel_deep
 from recollect.engines.kernel import delta_rule as kernel_delta
-from recollect.engines.select import select
+from recollect.engines.select import select_engine
 from recollect.testing.compare import same
 from recollect.testing.engines import agree
 
@@ -26,21 +26,21 @@ def _recipes() -> dict[str, rc.Recipe]:
     found: dict[str, rc.Recipe] = {}
     for (name, recipe), normalize in itertools.product(EXPLICIT.items(), ("none", "sum")):
         memory = dataclasses.replace(recipe.memory, read=Read(normalize=normalize))
-        made = recipe.but(memory=memory)
+        made = recipe.replace(memory=memory)
         if kernel_delta.refuses(made):
             found[f"{name}, {normalize}"] = made
     for name in ("deep_transformer", "swdt", "dot"):
         recipe = rc.zoo.get(name).recipe
-        found[name] = recipe.but(algorithm=dataclasses.replace(recipe.algorithm, batch=3))
+        found[name] = recipe.replace(algorithm=dataclasses.replace(recipe.algorithm, batch_size=3))
     for kernel in (F.ReluKernel(), F.Solu(), F.Gaussian()):
-        found[kernel.brief] = found["dot"].but(
+        found[kernel.brief] = found["dot"].replace(
             features=kernel, memory=rc.memory.GatedMLP(expansion=1)
         )
     found["static rate, value-robust"] = rc.Recipe(
         memory=rc.memory.MLP(expansion=2, norm="rms"),
         features=F.Exponential(),
-        bias=rc.bias.ValueRobust(radius="static"),
-        algorithm=rc.algorithm.Momentum(batch=2, lr="static"),
+        bias=rc.bias.ValueRobust(radius="learned"),
+        algorithm=rc.algorithm.Momentum(batch_size=2, lr="learned"),
     )
     return found
 
@@ -55,7 +55,7 @@ SOME = dict(list(RECIPES.items())[::3]) | {
 def test_equals_the_reference(name: str) -> None:
     """An odd number of tokens, so that the last inner batch stays open."""
     recipe = RECIPES[name]
-    assert select(recipe).engine.name == "kernel"
+    assert select_engine(recipe).engine.name == "kernel"
     agree(recipe, generate.inputs(recipe, B=2, T=9, H=2, G=2, K=4, V=4), "kernel", LIMIT)
 
 
@@ -75,7 +75,7 @@ def test_any_split_and_other_engines(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
-        whole = generate.run(recipe, x, method="reference")
+        whole = generate.run(recipe, x, engine="reference")
         for cuts in ([1, 1, 4, 7], list(range(1, 9))):
             same(generate.split(recipe, x, cuts, ["kernel"]), whole, LIMIT)
         same(generate.split(recipe, x, [2, 3, 7], ["reference", "kernel"]), whole, LIMIT)
@@ -90,19 +90,19 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
-        y, state = generate.run(recipe, x, attention_mask=MASK, method="kernel")
-        late, _ = generate.run(recipe, x, state=state, method="kernel")
+        y, state = generate.run(recipe, x, attention_mask=MASK, engine="kernel")
+        late, _ = generate.run(recipe, x, state=state, engine="kernel")
         one, borders = x.rows(0), [0, 4, 4, 5, 9]
-        packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), method="kernel")
+        packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel")
         for row in range(2):
             real = MASK[row].bool()
             alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-            z, after = generate.run(recipe, alone, method="reference")
+            z, after = generate.run(recipe, alone, engine="reference")
             assert generate.error(y[row : row + 1, real], z) < LIMIT
-            z, _ = generate.run(recipe, x.rows(row), state=after, method="reference")
+            z, _ = generate.run(recipe, x.rows(row), state=after, engine="reference")
             assert generate.error(late[row : row + 1], z) < LIMIT
         for start, stop in itertools.pairwise(borders):
-            z, _ = generate.run(recipe, one.cut(start, stop), method="reference")
+            z, _ = generate.run(recipe, one.cut(start, stop), engine="reference")
             assert generate.error(packed[:, start:stop], z) < LIMIT
 
 
@@ -129,8 +129,8 @@ def test_presets_in_single_precision_at_their_own_batch(name: str) -> None:
     x = generate.inputs(recipe, B=1, T=130, H=2, K=8, V=8)
     x = dataclasses.replace(x, gates={**x.gates, "lr": x.gates["lr"] / 64})
     with torch.no_grad():
-        y, _ = generate.run(recipe, x, method="kernel")
-        single, _ = generate.run(recipe, x.map(lambda a: a.float()), method="kernel")
+        y, _ = generate.run(recipe, x, engine="kernel")
+        single, _ = generate.run(recipe, x.map(lambda a: a.float()), engine="kernel")
     assert generate.error(single, y) < 1e-5
 
 
@@ -138,7 +138,7 @@ def test_large_logits_do_not_overflow() -> None:
     recipe = RECIPES["deep_transformer"]
     x = generate.inputs(recipe, B=1, T=9, H=1, K=4, V=4, dtype=torch.float32)
     x = dataclasses.replace(x, q=100 * x.q, k=100 * x.k)
-    y, _, slopes = generate.gradients(recipe, x, method="kernel")
+    y, _, slopes = generate.gradients(recipe, x, engine="kernel")
     assert torch.isfinite(y).all()
     assert all(torch.isfinite(slope).all() for slope in slopes.values())
 

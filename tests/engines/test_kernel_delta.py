@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect.engines.kernel import delta_rule as kernel_delta
-from recollect.engines.select import select
+from recollect.engines.select import select_engine
 from recollect.testing.compare import same
 from recollect.testing.engines import agree
 
@@ -54,10 +54,10 @@ def _recipes() -> dict[str, rc.Recipe]:
             "dot": {"bias": Dot(), "retention": Decay()},
             "delta rule": {"retention": Decay(when="before")},
             "implicit": {"algorithm": rc.algorithm.Implicit()},
-            "normalized": {"algorithm": rc.algorithm.Normalized()},
-            "log rate": {"algorithm": GD(lr="log_token")},
-            "static rate": {"algorithm": GD(lr="static")},
-            "two steps": {"algorithm": GD(steps=2), "retention": Decay()},
+            "normalized": {"algorithm": rc.algorithm.NLMS()},
+            "log rate": {"algorithm": GD(lr="log_input")},
+            "static rate": {"algorithm": GD(lr="learned")},
+            "two steps": {"algorithm": GD(updates_per_token=2), "retention": Decay()},
             "gated": {"context": rc.context.Window(size=1)},
             "probe at key": {"bias": L2(probe=Probe(at="key"))},
         }.items():
@@ -74,7 +74,7 @@ RECIPES = _recipes()
 def test_equals_the_reference(name: str) -> None:
     """13 tokens in blocks of 4, two queries per memory, from pairs or from nothing."""
     recipe = RECIPES[name]
-    assert select(recipe).engine.name == "kernel"
+    assert select_engine(recipe).engine.name == "kernel"
     x = generate.inputs(recipe, B=1, T=13, H=2, G=2, K=4, V=3, zero=len(name) % 2 == 0)
     agree(recipe, x, "kernel", chunk_size=4)
 
@@ -87,12 +87,12 @@ def test_splits_blocks_and_other_engines(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=11, H=2, K=4, V=3)
     with torch.no_grad():
-        whole = generate.run(recipe, x, method="reference")
+        whole = generate.run(recipe, x, engine="reference")
         same(generate.split(recipe, x, [1, 1, 6, 9], ["kernel"]), whole)
         same(generate.split(recipe, x, list(range(1, 11)), ["kernel"]), whole)
         same(generate.split(recipe, x, [3, 4, 8], ["reference", "kernel"]), whole)
         for block in (1, 2, 5, 16):
-            same(generate.run(recipe, x, method="kernel", chunk_size=block), whole)
+            same(generate.run(recipe, x, engine="kernel", chunk_size=block), whole)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -123,20 +123,20 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
         lambda a: torch.where(MASK.bool().view(2, 9, *(1,) * (a.dim() - 2)), a, torch.nan)
     )
     with torch.no_grad():
-        y, state = generate.run(recipe, hidden, attention_mask=MASK, method="kernel")
+        y, state = generate.run(recipe, hidden, attention_mask=MASK, engine="kernel")
         held = rc.read(recipe, x.q, state=state, params=x.params)
         for row in range(2):
             real = MASK[row].bool()
             alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-            z, after = generate.run(recipe, alone, method="reference")
+            z, after = generate.run(recipe, alone, engine="reference")
             assert generate.error(y[row : row + 1, real], z) < LIMIT
             assert not y[row, ~real].any()
             answer = rc.read(recipe, x.q[row : row + 1], state=after, params=x.params)
             assert generate.error(held[row : row + 1], answer) < LIMIT
         one, borders = x.rows(0), [0, 4, 4, 5, 9]
-        packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), method="kernel")
+        packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel")
         for start, stop in itertools.pairwise(borders):
-            z, _ = generate.run(recipe, one.cut(start, stop), method="reference")
+            z, _ = generate.run(recipe, one.cut(start, stop), engine="reference")
             assert generate.error(packed[:, start:stop], z) < LIMIT
 
 
@@ -148,7 +148,7 @@ def test_gradients_of_gradients() -> None:
     def f(*values: torch.Tensor) -> torch.Tensor:
         given = x.put(dict(zip(named, values, strict=True)))
         return rc.recall(
-            recipe, given.q, given.k, given.v, given.gates, method="kernel", chunk_size=2
+            recipe, given.q, given.k, given.v, given.gates, engine="kernel", chunk_size=2
         )[0]
 
     values = tuple(a for n, a in named.items() if not n.startswith("init"))
@@ -166,8 +166,8 @@ def test_lengths_in_single_precision(T: int) -> None:
     recipe = rc.zoo.get("delta_former").recipe
     x = generate.inputs(recipe, B=1, T=T, H=2, K=8, V=6)
     with torch.no_grad():
-        y, _ = generate.run(recipe, x, method="reference")
-        z, _ = generate.run(recipe, x.map(lambda a: a.float()), method="kernel")
+        y, _ = generate.run(recipe, x, engine="reference")
+        z, _ = generate.run(recipe, x.map(lambda a: a.float()), engine="kernel")
     assert generate.error(z, y) < 1e-5
 
 
@@ -175,7 +175,7 @@ def test_large_logits_do_not_overflow() -> None:
     recipe = rc.zoo.get("delta_former").recipe
     x = generate.inputs(recipe, B=1, T=30, H=1, K=8, V=6, dtype=torch.float32)
     x = x.tokens(lambda a: 100 * a if a.shape[-1] == 8 else a)
-    y, _, slopes = generate.gradients(recipe, x, method="kernel")
+    y, _, slopes = generate.gradients(recipe, x, engine="kernel")
     assert torch.isfinite(y).all()
     assert all(torch.isfinite(slope).all() for slope in slopes.values())
 
@@ -185,14 +185,14 @@ def test_large_logits_do_not_overflow() -> None:
     [
         ({"bias": rc.bias.Huber()}, "not affine"),
         ({"bias": L2(probe=Probe(normalize="rms"))}, "not linear in the rows"),
-        ({"algorithm": GD(batch=2)}, "inner batch"),
+        ({"algorithm": GD(batch_size=2)}, "inner batch"),
         ({"algorithm": rc.algorithm.Momentum()}, "momentum"),
         ({"context": rc.context.Window(size=2)}, "more than once"),
         ({"memory": rc.memory.MLP()}, "not linear in its weights"),
     ],
 )
 def test_what_is_refused_says_why(change: dict[str, object], reason: str) -> None:
-    recipe = rc.Recipe(features=F.Exponential()).but(**change)
+    recipe = rc.Recipe(features=F.Exponential()).replace(**change)
     assert any(reason in text for text in kernel_delta.refuses(recipe))
 
 
@@ -229,21 +229,21 @@ def test_with_linear_kernels_it_is_the_delta_net() -> None:
     x = generate.inputs(recipe, B=2, T=33, H=2, K=8, V=6, zero=True)
     gates = {"lr": x.gates["lr"], "erase": x.gates["lr"], "probe": x.k}
     y, _ = rc.recall(recipe, x.q, x.k, x.v, gates)
-    expected, _ = rc.recall(rc.Recipe(), x.q, x.k, x.v, {"lr": x.gates["lr"]}, method="linear")
+    expected, _ = rc.recall(rc.Recipe(), x.q, x.k, x.v, {"lr": x.gates["lr"]}, engine="linear")
     assert generate.error(y, expected) < LIMIT
 
 
 def test_dot_with_a_linear_memory_and_one_association_is_delta_former() -> None:
     """ATLAS 27 at c = 1 and b = 1 against AM 41–42 with exponential kernels, w = k, α = β = η."""
     preset = rc.zoo.get("dot").recipe
-    linear = preset.but(
+    linear = preset.replace(
         memory=Matrix(), context=rc.context.Window(size=1, gated=False), algorithm=GD()
     )
     recipe = _delta_former(F.Exponential(), F.Exponential(), ("none", "none"))
     x = generate.inputs(recipe, B=2, T=21, H=2, K=8, V=6, zero=True)
     gates = {"lr": x.gates["lr"], "erase": x.gates["lr"], "probe": x.k}
-    y, _ = rc.recall(recipe, x.q, x.k, x.v, gates, method="kernel")
-    expected, _ = rc.recall(linear, x.q, x.k, x.v, {"lr": x.gates["lr"]}, method="reference")
+    y, _ = rc.recall(recipe, x.q, x.k, x.v, gates, engine="kernel")
+    expected, _ = rc.recall(linear, x.q, x.k, x.v, {"lr": x.gates["lr"]}, engine="reference")
     assert generate.error(y, expected) < LIMIT
 
 
@@ -251,10 +251,10 @@ def test_dot_with_a_linear_memory_and_one_association_is_delta_former() -> None:
 def test_deep_transformer_with_a_linear_memory_is_attention(normalize: str) -> None:
     """Σ v exp(q·k/√K), and its softmax: ATLAS 26."""
     preset = rc.zoo.get("deep_transformer").recipe
-    recipe = preset.but(memory=Matrix(read=Read(normalize=normalize)), algorithm=GD(lr=1.0))
+    recipe = preset.replace(memory=Matrix(read=Read(normalize=normalize)), algorithm=GD(lr=1.0))
     x = generate.inputs(recipe, B=1, T=21, H=2, K=8, V=6, zero=True)
     for method in ("reference", "kernel"):
-        y, _ = rc.recall(recipe, x.q, x.k, x.v, x.gates, method=method)
+        y, _ = rc.recall(recipe, x.q, x.k, x.v, x.gates, engine=method)
         logits = torch.einsum("bthk,bshk->bhts", x.q, x.k) / 8**0.5
         weights = logits.exp().tril()
         if normalize == "sum":

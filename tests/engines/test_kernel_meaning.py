@@ -45,7 +45,7 @@ def written_out(recipe: rc.Recipe, x: generate.Inputs, *, sums: bool = True) -> 
     _, T, H, _ = x.v.shape
     assert x.init is not None
     learns_dot = isinstance(recipe.bias, rc.bias.DotProduct)
-    c, b = recipe.context.horizon or 1, recipe.algorithm.batch
+    c, b = recipe.context.horizon or 1, recipe.algorithm.batch_size
     outputs = []
     for h in range(H):
         keys = [phi(x.k[0, t, h]) for t in range(T)]
@@ -87,7 +87,7 @@ def _given(recipe: rc.Recipe, T: int = 5) -> generate.Inputs:
 def _compare(recipe: rc.Recipe, x: generate.Inputs, method: str) -> None:
     """Outputs and the gradient of every input, against `written_out`."""
     leaves = x.leaves()
-    y, _ = generate.run(recipe, leaves, method=method)
+    y, _ = generate.run(recipe, leaves, engine=method)
     expected = written_out(recipe, leaves)
     assert generate.error(y, expected) < EXACT
     named = leaves.tensors()
@@ -128,7 +128,7 @@ def test_explain_left_out_that_the_softmax_sum_decays() -> None:
 
 
 def test_explain_names_every_map_that_is_divided() -> None:
-    recipe = rc.zoo.get("dot").recipe.but(
+    recipe = rc.zoo.get("dot").recipe.replace(
         memory=rc.memory.GatedMLP(read=rc.memory.Read(normalize="sum"))
     )
     text = str(rc.explain(recipe))
@@ -137,7 +137,7 @@ def test_explain_names_every_map_that_is_divided() -> None:
 
 
 def test_an_undivided_read_has_nothing_to_say() -> None:
-    recipe = rc.zoo.get("dot").recipe.but(memory=rc.memory.MLP())
+    recipe = rc.zoo.get("dot").recipe.replace(memory=rc.memory.MLP())
     assert "counts as" not in str(rc.explain(recipe))
 
 
@@ -169,8 +169,8 @@ def test_rows_of_exact_zeros_lost_their_gradient(name: str) -> None:
     """A row that decays is cut at the end of the dtype's range; a row of 0 has a slope of 1."""
     recipe = RECIPES[name]
     for what, x in _zeroed(generate.inputs(recipe, B=1, T=7, H=1, K=4, V=4)).items():
-        y, _, slopes = generate.gradients(recipe, x, method="reference")
-        z, _, found = generate.gradients(recipe, x, method="kernel")
+        y, _, slopes = generate.gradients(recipe, x, engine="reference")
+        z, _, found = generate.gradients(recipe, x, engine="kernel")
         assert generate.error(z, y) < EXACT, what
         wrong = generate.worst(found, slopes)
         assert wrong[0] < 10 * EXACT, (what, wrong)
@@ -208,8 +208,8 @@ def test_engine_and_reference_forget_alike(name: str) -> None:
     given = generate.inputs(recipe, B=1, T=5, H=1, K=4, V=4)
     for log_decay, tokens in ((-math.inf, slice(2, 3)), (-700.0, slice(None))):
         x = _forgetting(given, log_decay, tokens)
-        y, _, slopes = generate.gradients(recipe, x, method="reference")
-        z, _, found = generate.gradients(recipe, x, method="kernel")
+        y, _, slopes = generate.gradients(recipe, x, engine="reference")
+        z, _, found = generate.gradients(recipe, x, engine="kernel")
         assert generate.error(z, y) < EXACT
         assert generate.worst(found, slopes)[0] < 10 * EXACT
         whole = generate.run(recipe, x)[0]
@@ -246,7 +246,7 @@ def test_a_mean_over_the_past_lost_it_when_the_decay_came_before(
         rows.append(x.gates["lr"][0, t, 0] * step)
         outputs.append(mean(x.q[0, t, 0], t + 1, t))
     expected = torch.stack(outputs)[None, :, None]
-    y, _ = generate.run(recipe, x, method=method)
+    y, _ = generate.run(recipe, x, engine=method)
     assert generate.error(y, expected) < 1e-12
     inputs = [x.q, x.k, x.v, x.gates["lr"]]
     for a, e in zip(

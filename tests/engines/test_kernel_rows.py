@@ -92,7 +92,7 @@ def test_the_delta_rule_is_the_papers_loop(
 ) -> None:
     recipe = delta_former(first, second, heads=heads, norms=norms)
     x = generate.inputs(recipe, B=1, T=6, H=2, G=2, K=4, V=3, zero=True)
-    y, _ = generate.run(recipe, x, method="reference")
+    y, _ = generate.run(recipe, x, engine="reference")
     torch.testing.assert_close(y, loop(x, first, second, norms, heads, "token"), atol=EXACT, rtol=0)
 
 
@@ -100,7 +100,7 @@ def test_a_probe_at_the_key_needs_no_gate() -> None:
     recipe = delta_former("exp", "exp", at="key", norms=("sum", "sum"))
     x = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=3, zero=True)
     assert set(x.gates) == {"lr", "erase"}
-    y, _ = generate.run(recipe, x, method="reference")
+    y, _ = generate.run(recipe, x, engine="reference")
     torch.testing.assert_close(
         y, loop(x, "exp", "exp", ("sum", "sum"), 1, "key"), atol=EXACT, rtol=0
     )
@@ -112,7 +112,7 @@ ORDER = 22
 GD, Momentum = rc.algorithm.GradientDescent, rc.algorithm.Momentum
 Window, Decay, Keep = rc.context.Window, rc.retention.Decay, rc.retention.Keep
 EXPLICIT = {
-    ", ".join(map(str, (name, bias.title, context.horizon, decay, rule.title, rule.batch))): (
+    ", ".join(map(str, (name, bias.title, context.horizon, decay, rule.title, rule.batch_size))): (
         rc.Recipe(
             memory=memory,
             features=F.Exponential(temperature=1.0),
@@ -131,9 +131,9 @@ EXPLICIT = {
     for bias, context, decay, rule in (
         (Dot(), rc.context.Online(), None, GD()),
         (L2(), rc.context.Online(), "before", GD()),
-        (L2(), rc.context.Online(), "after", GD(batch=3)),
-        (L2(), Window(size=3), None, GD(batch=2)),
-        (Dot(), Window(size=2), "after", Momentum(batch=4)),
+        (L2(), rc.context.Online(), "after", GD(batch_size=3)),
+        (L2(), Window(size=3), None, GD(batch_size=2)),
+        (Dot(), Window(size=2), "after", Momentum(batch_size=4)),
         (L2(), Window(size=4, gated=False), "after", Momentum()),
         (rc.bias.Huber(), rc.context.Online(), None, GD()),
     )
@@ -143,7 +143,7 @@ EXPLICIT = {
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_rows_are_explicit_features(name: str) -> None:
     recipe = EXPLICIT[name]
-    explicit = recipe.but(features=F.Taylor(order=ORDER, temperature=1.0))
+    explicit = recipe.replace(features=F.Taylor(order=ORDER, temperature=1.0))
     x = generate.inputs(recipe, B=2, T=7, H=2, G=1, K=2, V=2)
     leaves = x.leaves()
     assert leaves.init is not None
@@ -156,10 +156,10 @@ def test_rows_are_explicit_features(name: str) -> None:
     )  # [1, m, H, F]
     first = [torch.einsum("hmo,mhf->hof", u, phi[0]) for u in rows]
     init = (*first, *rest)
-    y, _ = generate.run(recipe, leaves, method="reference")
+    y, _ = generate.run(recipe, leaves, engine="reference")
     twin, _ = rc.recall(
         explicit, leaves.q, leaves.k, leaves.v, leaves.gates,
-        params=leaves.params, init=init, method="reference",
+        params=leaves.params, initial_memory=init, engine="reference",
     )  # fmt: skip
     assert generate.error(y, twin) < SERIES
     named = leaves.tensors()
@@ -185,27 +185,27 @@ NORMALISED = rc.Recipe(
 @pytest.mark.parametrize("decay", [None, Decay()])
 def test_a_normalised_read_is_a_memory_of_ones(decay: Decay | None) -> None:
     """Against finite features, whose normaliser is one more value channel."""
-    recipe = NORMALISED.but(retention=Keep() if decay is None else decay)
-    recipe = recipe.but(features=F.Exponential(temperature=1.0))
+    recipe = NORMALISED.replace(retention=Keep() if decay is None else decay)
+    recipe = recipe.replace(features=F.Exponential(temperature=1.0))
     x = generate.inputs(recipe, T=7, K=2, V=3, zero=True)
-    twin = recipe.but(features=F.Taylor(order=ORDER, temperature=1.0))
-    y, _ = generate.run(recipe, x, method="reference")
-    z, _ = rc.recall(twin, x.q, x.k, x.v, x.gates, method="reference")
+    twin = recipe.replace(features=F.Taylor(order=ORDER, temperature=1.0))
+    y, _ = generate.run(recipe, x, engine="reference")
+    z, _ = rc.recall(twin, x.q, x.k, x.v, x.gates, engine="reference")
     assert generate.error(y, z) < SERIES
 
 
 def test_nothing_written_reads_zero() -> None:
     recipe = delta_former("exp", "exp", norms=("sum", "sum"))
     x = generate.inputs(recipe, B=1, T=3, H=1, zero=True)
-    _, state = generate.run(recipe, x.cut(0, 0), method="reference")
+    _, state = generate.run(recipe, x.cut(0, 0), engine="reference")
     assert not rc.read(recipe, x.q, state=state).any()
 
 
 def test_a_bundle_of_pairs_is_read_like_associations() -> None:
     """init = keys and rows: the memory that a dot product would have written from them."""
-    recipe = NORMALISED.but(memory=Matrix())
+    recipe = NORMALISED.replace(memory=Matrix())
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=3, zero=True)
     _, state = generate.run(recipe, x)
     pairs = (x.k[0].transpose(0, 1), x.v[0].transpose(0, 1))
-    found = rc.read(recipe, x.q, init=pairs)
+    found = rc.read(recipe, x.q, initial_memory=pairs)
     torch.testing.assert_close(found, rc.read(recipe, x.q, state=state), atol=EXACT, rtol=0)

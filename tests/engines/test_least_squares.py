@@ -79,10 +79,10 @@ def oracle(
 
 
 FORMS = {
-    "refreshed": LeastSquares(ridge="static", per="key"),
-    "refreshed every 16": LeastSquares(ridge="static", per="key", every=16),
-    "decaying": LeastSquares(ridge="static", per="key", form="decaying"),
-    "constant": LeastSquares(ridge="static", per="key", form="constant"),
+    "refreshed": LeastSquares(ridge="learned", ridge_per="key"),
+    "refreshed every 16": LeastSquares(ridge="learned", ridge_per="key", refresh_every=16),
+    "decaying": LeastSquares(ridge="learned", ridge_per="key", ridge_schedule="decaying"),
+    "constant": LeastSquares(ridge="learned", ridge_per="key", ridge_schedule="constant"),
 }
 
 
@@ -91,7 +91,7 @@ FORMS = {
 def test_equals_a_dense_solve_per_prefix(name: str, method: str) -> None:
     """Outputs, the final memory, and the gradients of both in everything that goes in."""
     algorithm = FORMS[name]
-    recipe = rc.Recipe(context=Prefix(decay="token", weight="token"), algorithm=algorithm)
+    recipe = rc.Recipe(context=Prefix(decay="input", weight="input"), algorithm=algorithm)
     tokens = 40
     given = {
         "q": Q[:, :tokens], "k": KEYS[:, :tokens], "v": VALUES[:, :tokens],
@@ -102,15 +102,15 @@ def test_equals_a_dense_solve_per_prefix(name: str, method: str) -> None:
     for run in ("oracle", method):
         x = {n: a.clone().requires_grad_() for n, a in given.items()}
         if run == "oracle":
-            y, W = oracle(algorithm.form, every=algorithm.every, **x)
+            y, W = oracle(algorithm.ridge_schedule, every=algorithm.refresh_every, **x)
         else:
             y, state = rc.recall(
                 recipe, x["q"], x["k"], x["v"], {"log_decay": x["logs"], "weight": x["weight"]},
-                params={"ridge": x["ridge"]}, init=x["init"], method=method,
+                params={"ridge": x["ridge"]}, initial_memory=x["init"], engine=method,
             )  # fmt: skip
             assert state is not None
             W = state.weights[0]
-        if algorithm.form == "constant" and run != "oracle":
+        if algorithm.ridge_schedule == "constant" and run != "oracle":
             # Its state holds E; the memory is read out of it.
             eye = torch.eye(K, dtype=torch.float64)[None, :, None].expand(B, K, H, K)
             W = rc.read(recipe, eye, state=state, params={"ridge": x["ridge"]}).permute(0, 2, 3, 1)
@@ -126,7 +126,9 @@ def test_equals_a_dense_solve_per_prefix(name: str, method: str) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 33, None])
 def test_spans_are_the_model_and_chunks_are_not(chunk_size: int | None) -> None:
     def run(every: int) -> Tensor:
-        recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares(every=every))
+        recipe = rc.Recipe(
+            context=Prefix(decay="input"), algorithm=LeastSquares(refresh_every=every)
+        )
         return rc.recall(
             recipe, Q, KEYS, VALUES, {"log_decay": LOGS}, chunk_size=chunk_size
         )[0]  # fmt: skip
@@ -144,18 +146,18 @@ def test_decoding_token_by_token_equals_the_whole() -> None:
     """Sherman–Morrison steps, borders in between; and a state of constant size."""
     for form in ("refreshed", "decaying"):
         recipe = rc.Recipe(
-            context=Prefix(decay="token", weight="token"),
-            algorithm=LeastSquares(form=form, every=16),
+            context=Prefix(decay="input", weight="input"),
+            algorithm=LeastSquares(ridge_schedule=form, refresh_every=16),
         )
         gates = {"log_decay": LOGS, "weight": WEIGHT}
-        whole, last = rc.recall(recipe, Q, KEYS, VALUES, gates, init=INIT)
+        whole, last = rc.recall(recipe, Q, KEYS, VALUES, gates, initial_memory=INIT)
         state, outputs, sizes = None, [], set()
         for t in range(T):
             now = slice(t, t + 1)
             y, state = rc.recall(
                 recipe, Q[:, now], KEYS[:, now], VALUES[:, now],
                 {name: x[:, now] for name, x in gates.items()},
-                init=INIT if state is None else None, state=state,
+                initial_memory=INIT if state is None else None, state=state,
             )  # fmt: skip
             assert state is not None
             outputs.append(y)
@@ -170,16 +172,16 @@ def test_decoding_token_by_token_equals_the_whole() -> None:
 
 def test_gradients_of_the_whole_chain_by_finite_differences() -> None:
     recipe = rc.Recipe(
-        context=Prefix(decay="token"), algorithm=LeastSquares(ridge="static", every=3)
+        context=Prefix(decay="input"), algorithm=LeastSquares(ridge="learned", refresh_every=3)
     )
 
     def f(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, ridge: Tensor, init: Tensor) -> Tensor:
         y, state = rc.recall(
-            recipe, q, k, v, {"log_decay": logs}, params={"ridge": ridge}, init=init,
-            method="least_squares",
+            recipe, q, k, v, {"log_decay": logs}, params={"ridge": ridge}, initial_memory=init,
+            engine="least_squares",
         )  # fmt: skip
         assert state is not None
-        return torch.cat([y.flatten(), *(x[0].flatten() for x in state.slots.values())])
+        return torch.cat([y.flatten(), *(x[0].flatten() for x in state.algorithm_state.values())])
 
     given = (
         normal(1, 7, 1, 2, seed=1), normal(1, 7, 1, 2, seed=2), normal(1, 7, 1, 2, seed=3),
@@ -208,7 +210,7 @@ def test_weights_do_not_matter_while_the_past_can_be_interpolated() -> None:
     """TTR 15: with t < K pairs and a vanishing ridge, any decay gives the same memory."""
     tokens = K - 1
     q, k, v = Q[:, :tokens, :H], KEYS[:, :tokens], VALUES[:, :tokens]
-    recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares(ridge=1e-9))
+    recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=LeastSquares(ridge=1e-9))
     flat = rc.recall(recipe, q, k, v, {"log_decay": torch.zeros(B, tokens, H).double()})[0]
     faded = rc.recall(recipe, q, k, v, {"log_decay": LOGS[:, :tokens]})[0]
     assert error(faded, flat) < 1e-6
@@ -245,7 +247,7 @@ def test_more_pairs_than_dimensions() -> None:
 
 def test_forms_coincide_without_decay_and_differ_with_it() -> None:
     def run(form: str, decay: float) -> Tensor:
-        recipe = rc.Recipe(context=Prefix(decay=decay), algorithm=LeastSquares(form=form))
+        recipe = rc.Recipe(context=Prefix(decay=decay), algorithm=LeastSquares(ridge_schedule=form))
         return rc.recall(recipe, Q, KEYS, VALUES)[0]
 
     for form in ("decaying", "constant"):
@@ -256,7 +258,7 @@ def test_forms_coincide_without_decay_and_differ_with_it() -> None:
 def test_full_batch_descent_runs_from_linear_attention_to_least_squares() -> None:
     """TTR 20–23: one step from 0 is linear attention, many steps are the solution."""
     q, k, v = Q[:, :12, :H], KEYS[:, :12] / 3, VALUES[:, :12]
-    one = rc.Recipe(context=Prefix(), algorithm=GD(steps=1, lr=1.0))
+    one = rc.Recipe(context=Prefix(), algorithm=GD(updates_per_token=1, lr=1.0))
     linear = rc.zoo.get("linear_attention").recipe
     assert error(rc.recall(one, q, k, v)[0], rc.recall(linear, q, k, v)[0]) < TOL
     exact = torch.stack(
@@ -273,7 +275,7 @@ def test_full_batch_descent_runs_from_linear_attention_to_least_squares() -> Non
     )
     errors = []
     for steps in (4, 64, 1024):
-        many = rc.Recipe(context=Prefix(), algorithm=GD(steps=steps, lr=0.35))
+        many = rc.Recipe(context=Prefix(), algorithm=GD(updates_per_token=steps, lr=0.35))
         last = rc.recall(many, q, k, v)[0]
         errors.append(error(last[:, -1], exact[:, -1]))
     assert errors[0] > 5 * errors[1] > 5 * errors[2]
@@ -284,12 +286,12 @@ def test_full_batch_descent_runs_from_linear_attention_to_least_squares() -> Non
 
 
 def past(kind: Preconditioned) -> Tensor:
-    recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=kind)
+    recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=kind)
     return rc.recall(recipe, Q, KEYS, VALUES, {"log_decay": LOGS})[0]
 
 
 def test_the_family_reaches_both_ends() -> None:
-    exact = past(LeastSquares(form="constant"))  # type: ignore[arg-type]
+    exact = past(LeastSquares(ridge_schedule="constant"))  # type: ignore[arg-type]
     linear = rc.Recipe(
         bias=rc.bias.DotProduct(), retention=rc.retention.Decay(), algorithm=GD(lr=1.0)
     )
@@ -330,21 +332,23 @@ def test_a_power_has_a_gradient_where_eigenvalues_coincide() -> None:
 
 
 def test_conjugate_gradients_report_and_warn() -> None:
-    short = LeastSquares(form="constant", ridge=1e-4)
-    recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=short)
-    says = r"stopped after 2 iterations.*form='refreshed'"
-    with pytest.warns(rc.ConvergenceWarning, match=says), rc.watch_solves(limit=2) as reports:
+    short = LeastSquares(ridge_schedule="constant", ridge=1e-4)
+    recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=short)
+    says = r"stopped after 2 iterations.*ridge_schedule='refreshed'"
+    with pytest.warns(rc.ConvergenceWarning, match=says), rc.record_solver(limit=2) as reports:
         rc.recall(recipe, Q, KEYS, VALUES, {"log_decay": LOGS})
     assert reports[0].iterations == 2
     assert reports[0].unsolved > 0
     assert "2 iterations" in str(reports[0])
     for wrong in ({"tolerance": 0.0}, {"limit": 0}):
-        with pytest.raises(ValueError, match="watch_solves"), rc.watch_solves(**wrong):
+        with pytest.raises(ValueError, match="record_solver"), rc.record_solver(**wrong):
             pass
-    enough = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares(form="constant"))
-    with rc.watch_solves() as reports, warnings.catch_warnings():
+    enough = rc.Recipe(
+        context=Prefix(decay="input"), algorithm=LeastSquares(ridge_schedule="constant")
+    )
+    with rc.record_solver() as reports, warnings.catch_warnings():
         warnings.simplefilter("error")
-        rc.recall(enough, Q, KEYS, VALUES, {"log_decay": LOGS}, method="least_squares")
+        rc.recall(enough, Q, KEYS, VALUES, {"log_decay": LOGS}, engine="least_squares")
     (report,) = reports
     assert report.unsolved == 0 and report.systems == B * T * H * G
     assert 1 <= report.iterations <= 2 * K and report.residual <= report.tolerance == 1e-12
@@ -359,7 +363,7 @@ def single(recipe: rc.Recipe, q: Tensor, k: Tensor, v: Tensor, logs: Tensor | No
     for dtype in (torch.float32, torch.float64):
         x = [a.float().to(dtype)[None, :, None] for a in (q, k, v)]
         gates = {} if logs is None else {"log_decay": logs.float().to(dtype)[None, :, None]}
-        outputs.append(rc.recall(recipe, *x, gates, method="least_squares")[0])
+        outputs.append(rc.recall(recipe, *x, gates, engine="least_squares")[0])
     assert outputs[0].isfinite().all()
     return error(outputs[0].double(), outputs[1])
 
@@ -373,7 +377,7 @@ def spanning(length: int, size: int = 64) -> tuple[Tensor, Tensor, Tensor]:
 def test_float32_with_decay(form: str) -> None:
     q, k, v = spanning(4096)
     logs = uniform(0.98, 1.0, 4096, seed=4).log()
-    recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares(form=form))
+    recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=LeastSquares(ridge_schedule=form))
     assert single(recipe, q, k, v, logs) < 1e-5
 
 
@@ -383,8 +387,8 @@ def test_float32_with_decay(form: str) -> None:
 def test_strong_decay(decay: float, chunk_size: int | None, form: str) -> None:
     """As good as a dense solve for every token in the same precision, whatever the chunk."""
     x = [functional.normalize(normal(1, 256, 1, 8, seed=s), dim=-1) for s in (1, 2, 3)]
-    recipe = rc.Recipe(context=Prefix(decay=decay), algorithm=LeastSquares(form=form))
-    exact = rc.recall(recipe, *x, method="reference")[0]
+    recipe = rc.Recipe(context=Prefix(decay=decay), algorithm=LeastSquares(ridge_schedule=form))
+    exact = rc.recall(recipe, *x, engine="reference")[0]
     for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-2 if decay < 0.6 else 1e-4)):
         y = rc.recall(recipe, *(a.to(dtype) for a in x), chunk_size=chunk_size)[0]
         assert error(y.double(), exact) < bound
@@ -399,7 +403,7 @@ def test_a_reset_leaves_numbers(reset: float, tokens: int) -> None:
     k[:, 7] = 0
     logs = torch.full((1, tokens, 1), -0.03)
     logs[0, tokens // 2] = reset
-    recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares())
+    recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=LeastSquares())
     for chunk_size in (None, 16, 1):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         y = rc.recall(recipe, *leaves, {"log_decay": logs}, chunk_size=chunk_size)[0]
@@ -432,10 +436,12 @@ def test_float32_where_keys_leave_directions_unexcited() -> None:
     q, k, _ = spanning(8192, 48)
     logs = torch.full((8192,), math.log(0.98), dtype=torch.float64)
     x = (q @ basis.T, k @ basis.T, normal(8192, 64, seed=3), logs)
-    recipe = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares())
+    recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=LeastSquares())
     assert single(recipe, *x) < 1e-4
     # A ridge that only decays leaves nothing but the keys' own rounding there.
-    wound = rc.Recipe(context=Prefix(decay="token"), algorithm=LeastSquares(form="decaying"))
+    wound = rc.Recipe(
+        context=Prefix(decay="input"), algorithm=LeastSquares(ridge_schedule="decaying")
+    )
     with pytest.raises(ValueError, match="is not determined at row 0, token"):
         single(wound, *x)
 
@@ -453,12 +459,12 @@ def test_nothing_becomes_nan(form: str, dtype: torch.dtype) -> None:
     logs[:, 150] = -math.inf
     for ridge in (1.0, 1e-6):
         recipe = rc.Recipe(
-            context=Prefix(decay="token"), algorithm=LeastSquares(form=form, ridge=ridge)
+            context=Prefix(decay="input"), algorithm=LeastSquares(ridge_schedule=form, ridge=ridge)
         )
         leaves = [
             x.clone().requires_grad_() for x in (k, k, normal(1, 200, 2, 4, seed=3).to(dtype))
         ]
-        y, state = rc.recall(recipe, *leaves, {"log_decay": logs}, method="least_squares")
+        y, state = rc.recall(recipe, *leaves, {"log_decay": logs}, engine="least_squares")
         assert y.isfinite().all() and state is not None
         assert all(x.isfinite().all() for x in state.tensors())
         assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
@@ -538,8 +544,10 @@ def test_a_call_that_nothing_continues_from_has_the_same_gradients() -> None:
     q, k, v = (torch.randn(1, 70, 2, 6, generator=generator).requires_grad_() for _ in range(3))
     ridge = torch.tensor([0.5, 1.0], requires_grad=True)
 
-    def grads(output_state: bool) -> tuple[torch.Tensor, ...]:
-        y, _ = rc.recall(recipe, q, k, v, params={"ridge": ridge}, output_state=output_state)
+    def grads(output_final_state: bool) -> tuple[torch.Tensor, ...]:
+        y, _ = rc.recall(
+            recipe, q, k, v, params={"ridge": ridge}, output_final_state=output_final_state
+        )
         return torch.autograd.grad(y.sin().sum(), (q, k, v, ridge))
 
     torch.testing.assert_close(grads(False), grads(True), rtol=0, atol=0)

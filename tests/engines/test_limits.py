@@ -19,9 +19,9 @@ GD = rc.algorithm.GradientDescent
 PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
 LOG_RATES = {
     "mlstm": PRESETS["mlstm"],
-    "matrix": rc.Recipe(algorithm=GD(lr="log_token")),
-    "matrix, dot product": rc.Recipe(bias=rc.bias.DotProduct(), algorithm=GD(lr="log_token")),
-    "perceptron": rc.Recipe(memory=rc.memory.MLP(), algorithm=GD(lr="log_token", batch=4)),
+    "matrix": rc.Recipe(algorithm=GD(lr="log_input")),
+    "matrix, dot product": rc.Recipe(bias=rc.bias.DotProduct(), algorithm=GD(lr="log_input")),
+    "perceptron": rc.Recipe(memory=rc.memory.MLP(), algorithm=GD(lr="log_input", batch_size=4)),
 }
 SOME = [0, 3, 4]
 """Tokens that stand at an end: the first, and two in a row."""
@@ -32,7 +32,7 @@ def fast(recipe: rc.Recipe) -> list[str]:
 
 
 def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
-    square = recipe.memory.diagonal or getattr(recipe.memory, "residual", False)
+    square = recipe.memory.is_elementwise or getattr(recipe.memory, "residual", False)
     return generate.inputs(recipe, **{"B": 1, "T": 9, "K": 4, "V": 4 if square else 3, **sizes})
 
 
@@ -59,10 +59,10 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
     MEMORA's W is uniform where A is 0, so that its layer norm divides rounding by its own size:
     a deviation is an error only above ten times that of the reference under changes of 1e-15.
     """
-    expected = all_of(recipe, x, method="reference")
+    expected = all_of(recipe, x, engine="reference")
     assert not [name for name, a in expected.items() if not a.isfinite().all()]
     for method in fast(recipe):
-        found = all_of(recipe, x, method=method, chunk_size=4)
+        found = all_of(recipe, x, engine=method, chunk_size=4)
         wrong = {name: generate.error(found[name], a) for name, a in expected.items()}
         if max(wrong.values()) < EXACT:
             continue
@@ -70,7 +70,7 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
         for _ in range(4):
             noise = {n: 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
             moved = x.put({n: x.tensors()[n] + a for n, a in noise.items()})
-            near = all_of(recipe, moved, method="reference")
+            near = all_of(recipe, moved, engine="reference")
             rounded = {n: max(e, generate.error(near[n], expected[n])) for n, e in rounded.items()}
         for name in expected:
             assert wrong[name] < 10 * rounded[name], name
@@ -81,16 +81,16 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
 def test_a_log_rate_of_minus_infinity_was_refused_by_the_reference(name: str) -> None:
     """It is a step of 0: the same recipe with rates in place of their logs is the oracle."""
     recipe = LOG_RATES[name]
-    plain = replace(recipe, algorithm=replace(recipe.algorithm, lr="token"))
+    plain = replace(recipe, algorithm=replace(recipe.algorithm, lr="input"))
     for tokens in (SOME, slice(None)):
         x = put(inputs(recipe), "gate log_lr", -math.inf, tokens)
         slopes = agree(recipe, x)
         gates = {**x.gates, "lr": x.gates["log_lr"].exp()}
         gates.pop("log_lr")
         expected, _ = rc.recall(
-            plain, x.q, x.k, x.v, gates, params=x.params, init=x.init, method="reference"
+            plain, x.q, x.k, x.v, gates, params=x.params, initial_memory=x.init, engine="reference"
         )
-        y, _ = generate.run(recipe, x, method="reference")
+        y, _ = generate.run(recipe, x, engine="reference")
         assert generate.error(y, expected) < EXACT
         assert (slopes["gate log_lr"][:, tokens] == 0).all()
 
@@ -101,7 +101,7 @@ def test_other_rates_that_are_not_finite_are_refused(method: str, bad: float) ->
     recipe = LOG_RATES["matrix"]
     x = put(inputs(recipe), "gate log_lr", bad)
     with pytest.raises(ValueError, match=r"gate 'log_lr' has an? (NaN|infinity) at row 0, token 0"):
-        generate.run(recipe, x, method=method)
+        generate.run(recipe, x, engine=method)
 
 
 @pytest.mark.parametrize("name", ["mamba", "rg_lru"])
@@ -111,7 +111,7 @@ def test_a_factored_decay_of_minus_infinity_had_nan_gradients(name: str) -> None
     for tokens in (SOME, slice(None)):
         slopes = agree(recipe, put(inputs(recipe), "gate log_decay", -math.inf, tokens))
         nearly = put(inputs(recipe), "gate log_decay", -1e6, tokens)
-        _, _, expected = generate.gradients(recipe, nearly, method="reference")
+        _, _, expected = generate.gradients(recipe, nearly, engine="reference")
         assert generate.worst(slopes, expected)[0] < EXACT
 
 
@@ -166,10 +166,10 @@ def test_no_rows_or_no_tokens_raised_a_raw_error(name: str) -> None:
     for B, T in ((0, 3), (2, 0), (0, 0)):
         x = inputs(recipe, B=B, T=T)
         for method in ("auto", *fast(recipe), "reference"):
-            y, state, _ = generate.gradients(recipe, x, method=method)
+            y, state, _ = generate.gradients(recipe, x, engine=method)
             assert y.shape == (B, T, *x.q.shape[2:3], x.v.shape[-1])
-            again, _ = generate.run(recipe, x, method=method, state=state.detach())
+            again, _ = generate.run(recipe, x, engine=method, state=state.detach())
             assert again.shape == y.shape
-            if not any(part.horizon is not None for part in recipe.context.within):
-                whole, _ = generate.run(recipe, x, method=method, causal=False)
+            if not any(part.horizon is not None for part in recipe.context.restrictions):
+                whole, _ = generate.run(recipe, x, engine=method, causal=False)
                 assert whole.shape == y.shape

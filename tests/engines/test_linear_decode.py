@@ -12,12 +12,11 @@ from recollect.choices.algorithm.descent import GradientDescent, Implicit
 from recollect.choices.bias.losses import L2, DotProduct
 from recollect.choices.features.finite import EluPlusOne, Identity
 from recollect.choices.retention.base import Decay, Keep, Retention
+from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import softmax
 from recollect.engines.linear.decode import plan
-from recollect.recall.bound import bind
-from recollect.recall.call import Call
-from recollect.recall.recall import memorise
-from recollect.recipe.sized import sized
+from recollect.functional.binding import bind
+from recollect.functional.recall import memorise
 from recollect.testing.compare import gradients, same, worst
 from recollect.testing.engines import fitting
 
@@ -31,7 +30,7 @@ RETENTIONS = (
 
 
 def _plain(recipe: rc.Recipe) -> bool:
-    return plan(sized(recipe, H=2, K=4, V=3)).plain
+    return plan(bind(recipe, H=2, K=4, V=3)).plain
 
 
 @pytest.mark.parametrize("retention", RETENTIONS, ids=str)
@@ -46,8 +45,8 @@ def test_one_token_and_all_its_gradients(
         recipe = rc.Recipe(features=features, bias=bias, retention=retention, algorithm=algorithm)
         assert _plain(recipe)
         x = fitting(recipe, B=2, T=1, H=2, G=3)
-        y, state, slopes = gradients(recipe, x, method="linear")
-        expected, kept, wanted = gradients(recipe, x, method="reference")
+        y, state, slopes = gradients(recipe, x, engine="linear")
+        expected, kept, wanted = gradients(recipe, x, engine="reference")
         same((y, state), (expected, kept), 1e-12, "of one token")
         assert worst(slopes, wanted)[0] < 1e-12
 
@@ -81,7 +80,7 @@ def test_padded_rows_are_left_alone() -> None:
     recipe = rc.Recipe(retention=Decay())
     x = fitting(recipe, B=2, T=1, H=2)
     mask = torch.tensor([[1], [0]])
-    y, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, init=x.init, attention_mask=mask)
+    y, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, initial_memory=x.init, attention_mask=mask)
     assert state is not None and x.init is not None
     assert state.position.tolist() == [1, 0]
     assert y[1].eq(0).all()
@@ -103,12 +102,19 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
     gates = {name: one.detach() for name, one in x.gates.items()}
     prompt = {name: one[:, :4] for name, one in gates.items()}
     token = {name: one[:, 4:] for name, one in gates.items()}
-    _, state = rc.recall(recipe, q[:, :4], k[:, :4], v[:, :4], prompt, method="reference")
+    _, state = rc.recall(recipe, q[:, :4], k[:, :4], v[:, :4], prompt, engine="reference")
     last = (q[:, 4:], k[:, 4:], v[:, 4:])
-    expected, kept = rc.recall(recipe, *last, token, state=state, method="reference")
+    expected, kept = rc.recall(recipe, *last, token, state=state, engine="reference")
     bound = bind(recipe, H=2, K=k.shape[-1], V=v.shape[-1])
-    call = Call(
-        bound=bound, q=last[0], k=last[1], v=last[2], gates=token, params={}, state=state, sure=True
+    call = Problem(
+        bound=bound,
+        q=last[0],
+        k=last[1],
+        v=last[2],
+        gates=token,
+        params={},
+        state=state,
+        trusted=True,
     )
     y, after = memorise(call)
     same((y, after), (expected, kept), 1e-12, "of a layer's token")
@@ -146,7 +152,7 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
         rc.zoo.get("retnet").recipe,
         rc.Recipe(memory=rc.memory.Matrix(read=rc.memory.Read(normalize="sum")), bias=DotProduct()),
     ):
-        assert not plan(sized(recipe, H=2, K=4, V=4)).bare, recipe
+        assert not plan(bind(recipe, H=2, K=4, V=4)).bare, recipe
     x = fitting(SOFTMAX, B=2, T=4, H=2, V=4)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
@@ -184,9 +190,9 @@ def test_a_token_of_half_precision_keeps_its_gates_and_its_state(name: str) -> N
     layer = rc.zoo.get(name).build(16, 2)
     x = torch.randn(2, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        gates = layer.associations(x).gates
+        gates = layer.memory_inputs(x).gates
         with torch.enable_grad():
-            expected = layer.associations(x).gates
+            expected = layer.memory_inputs(x).gates
     for gate, found in gates.items():
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected[gate])
@@ -201,9 +207,9 @@ def test_a_state_without_a_mark_is_marked_by_its_first_token() -> None:
     for name in ("gated_delta_net", "titans", "softmax_attention"):
         layer = rc.zoo.get(name).build(16, 2)
         _, state = layer(torch.randn(1, 5, 16))
-        bare = replace(state, memory=replace(state.memory, written_by=None))
+        bare = replace(state, memory=replace(state.memory, recipe_id=None))
         _, after = layer(torch.randn(1, 1, 16), bare)
-        assert after.memory.written_by == layer.recipe.normal_form
+        assert after.memory.recipe_id == layer.recipe.normal_form
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from tests.engines.test_normalized import normal
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.memory.norms import sayable
+from recollect.choices.memory.norms import project_to_norm_range
 
 V = 32
 METHODS = pytest.mark.parametrize("method", ["reference", "deep"])
@@ -59,7 +59,7 @@ def test_what_a_norm_can_say(name: str, size: float, centred: bool) -> None:
     w = WEIGHTS[name]
     for seed in range(4):
         d = size * (normal(V, seed=10 + seed) + 0.5) * w.norm() / V**0.5
-        found, best = sayable(d, w, centred=centred), nearest(w, d, centred)
+        found, best = project_to_norm_range(d, w, centred=centred), nearest(w, d, centred)
         none = w == 0
         u = torch.where(none, 0.0, found / torch.where(none, 1.0, w))
         if centred:  # channels without weight say u too, and together take what the others have
@@ -83,7 +83,7 @@ def test_its_derivatives(size: float, centred: bool) -> None:
     d, w = (size * normal(2, 6, seed=3)).requires_grad_(), normal(6, seed=4).requires_grad_()
 
     def said(d: Tensor, w: Tensor) -> Tensor:
-        return sayable(d, w, centred=centred)
+        return project_to_norm_range(d, w, centred=centred)
 
     assert torch.autograd.gradcheck(said, (d, w))
     assert torch.autograd.gradgradcheck(said, (d, w))
@@ -95,7 +95,7 @@ def test_gradients_are_those_that_autograd_follows(size: float, centred: bool) -
     """Written out, and recorded to be differentiated again: two ways, with weights per head."""
     d, w = size * normal(2, 3, 4, V, seed=3), normal(3, 1, V, seed=4)
     leaves, up = [d.requires_grad_(), w.requires_grad_()], normal(2, 3, 4, V, seed=5)
-    said = sayable(d, w, centred=centred)
+    said = project_to_norm_range(d, w, centred=centred)
     written = torch.autograd.grad(said, leaves, up, retain_graph=True)
     followed = torch.autograd.grad(said, leaves, up, create_graph=True)
     for one, other in zip(written, followed, strict=True):
@@ -109,7 +109,9 @@ def test_second_derivatives_at_zero(zero: str, centred: bool) -> None:
         d = torch.zeros(3, 5, dtype=dtype) if zero != "weight" else normal(3, 5, seed=5).to(dtype)
         w = torch.zeros(5, dtype=dtype) if zero != "away" else torch.ones(5, dtype=dtype)
         leaves = [d.requires_grad_(), w.requires_grad_()]
-        first = torch.autograd.grad(sayable(d, w, centred=centred).sum(), leaves, create_graph=True)
+        first = torch.autograd.grad(
+            project_to_norm_range(d, w, centred=centred).sum(), leaves, create_graph=True
+        )
         total = torch.stack([g.square().sum() for g in first]).sum()
         assert all(g.isfinite().all() for g in torch.autograd.grad(total, leaves))
 
@@ -118,14 +120,14 @@ def step(w: Tensor, b: Tensor, z: Tensor, v: Tensor, method: str) -> Tensor:
     """Δz of one normalised step at rate 1, where a linear map says z of a key."""
     recipe = rc.Recipe(
         memory=rc.memory.MLP(depth=1, norm="layer", residual=False),
-        algorithm=rc.algorithm.GradientDescent(lr=1.0, normalize=True),
+        algorithm=rc.algorithm.GradientDescent(lr=1.0, normalized_steps=True),
     )
     k = normal(V, seed=6)
     W = torch.outer(z, k) / k.square().sum()
     params = {"norm_weight": w[None], "norm_bias": b[None]}
     key = k.view(1, 1, 1, V)
     _, state = rc.recall(
-        recipe, key, key, v.view(1, 1, 1, V), params=params, init=[W[None]], method=method
+        recipe, key, key, v.view(1, 1, 1, V), params=params, initial_memory=[W[None]], engine=method
     )
     assert state is not None
     return (state.weights[0][0, 0] - W) @ k

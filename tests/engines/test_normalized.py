@@ -168,7 +168,7 @@ def equals_by_hand(
             lifted = {name: x[None, :, None] for name, x in inputs.items()}
             q, k, v = (lifted.pop(name) for name in ("q", "k", "v"))
             init = tuple(w[None] for w in leaves)
-            y = rc.recall(recipe, q, k, v, lifted, init=init, method=method)[0][0, :, 0]
+            y = rc.recall(recipe, q, k, v, lifted, initial_memory=init, engine=method)[0][0, :, 0]
         slopes = torch.autograd.grad((y * normal(T, D, seed=9)).sum(), [*leaves, *inputs.values()])
         both.append((y, slopes))
     (y, slopes), (expected, wanted) = both
@@ -189,7 +189,7 @@ def test_by_hand(name: str, loss: str, b: int, c: int, method: str) -> None:
         bias=LOSSES[loss][0],
         context=context.Online() if c == 1 else context.Window(size=c),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=b, normalize=True),
+        algorithm=Momentum(batch_size=b, normalized_steps=True),
     )
     equals_by_hand(
         recipe,
@@ -230,7 +230,9 @@ def test_links_by_hand(name: str, b: int, method: str) -> None:
     """Under a link a step is measured where it acts: by what a step of A does to W."""
     kept, link, gain = LINKS[name]
     made, shapes, predict = MEMORIES["perceptron"]
-    recipe = rc.Recipe(memory=made, retention=kept, algorithm=Momentum(batch=b, normalize=True))
+    recipe = rc.Recipe(
+        memory=made, retention=kept, algorithm=Momentum(batch_size=b, normalized_steps=True)
+    )
     equals_by_hand(
         recipe,
         shapes,
@@ -322,7 +324,7 @@ def test_muon_by_hand(name: str, b: int, c: int, every: str, loss: str, method: 
         bias=LOSSES[loss][0],
         context=context.Online() if c == 1 else context.Window(size=c),
         retention=retention.Decay(),
-        algorithm=algorithm.Muon(batch=b, every=every, normalize=True),
+        algorithm=algorithm.Muon(batch_size=b, update_every=every, normalized_steps=True),
     )
     equals_by_hand(
         recipe,
@@ -332,8 +334,8 @@ def test_muon_by_hand(name: str, b: int, c: int, every: str, loss: str, method: 
     )
 
 
-MUON = algorithm.Muon(batch=3, normalize=True)
-BORDER = algorithm.Muon(batch=3, every="batch", normalize=True)
+MUON = algorithm.Muon(batch_size=3, normalized_steps=True)
+BORDER = algorithm.Muon(batch_size=3, update_every="batch", normalized_steps=True)
 
 
 @pytest.mark.parametrize("rule", [MUON, BORDER], ids=["token", "batch"])
@@ -341,13 +343,13 @@ BORDER = algorithm.Muon(batch=3, every="batch", normalize=True)
 def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
     """Outputs, state, gradients; splits, turns, masks, packing; maps applied twice or never."""
     recipe = rc.Recipe(
-        memory=memory.GatedMLP(expansion=1, norm="layer", biases=True),
+        memory=memory.GatedMLP(expansion=1, norm="layer", bias=True),
         bias=bias.Huber(),
         context=context.Online() if window == 1 else context.Window(size=window),
         retention=retention.Decay(per="key"),
         algorithm=rule,
     )
-    assert rc.select(recipe).engine.name == "deep"
+    assert rc.select_engine(recipe).engine.name == "deep"
     x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
     agree(recipe, x, "deep", 1e-9, chunk_size=4)
     short = fitting(recipe, B=2, T=9, H=2)
@@ -356,20 +358,20 @@ def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
     check_packing(recipe, fitting(recipe, B=1, T=12, H=2), "deep")
     for where in MASKS:
         check_masks(recipe, short, "deep", where)
-    other = recipe.but(memory=Twice(), retention=retention.Decay())
+    other = recipe.replace(memory=Twice(), retention=retention.Decay())
     agree(other, fitting(other, B=1, T=7, H=1), "deep", 1e-9)
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
 def test_a_searched_step_never_turns_around(method: str) -> None:
     """Where momentum leads away from what is asked now, the step is neither taken nor reversed."""
-    recipe = rc.Recipe(algorithm=algorithm.Muon(lr=1.0, momentum=0.99, normalize=True))
+    recipe = rc.Recipe(algorithm=algorithm.Muon(lr=1.0, momentum=0.99, normalized_steps=True))
     k = torch.eye(3).double()[None, [0, 0, 0], None]
     v = torch.tensor([[5.0, 0, 0], [5.0, 0, 0], [4.0, 0, 0]]).double()[None, :, None]
-    y, _ = rc.recall(recipe, k, k, v, {}, method=method)
+    y, _ = rc.recall(recipe, k, k, v, {}, engine=method)
     # The first is stored. What is left of it in S, 4.9, outweighs the third's pull of 1.
     assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, 5.0]).double()) < 1e-4
-    y, _ = rc.recall(recipe, k, k, v * torch.tensor([1, 1, -1])[:, None, None], {}, method=method)
+    y, _ = rc.recall(recipe, k, k, v * torch.tensor([1, 1, -1])[:, None, None], {}, engine=method)
     assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, -4.0]).double()) < 1e-4
 
 
@@ -377,28 +379,28 @@ def test_a_searched_step_never_turns_around(method: str) -> None:
 class Signs(algorithm.Algorithm):
     """Searched steps along signs, by one who says the step alone and not its direction."""
 
-    lr: float | str = rc.quantity("token", at_least=0, init=0.1)
-    momentum: float | str = rc.quantity("token", at_least=0, below=1, init=0.9)
-    batch: int = rc.integer(3, at_least=1, size=True)
-    every: str = rc.option("batch", "token")
+    lr: float | str = rc.quantity("input", at_least=0, init=0.1, role="rate")
+    momentum: float | str = rc.quantity("input", at_least=0, below=1, init=0.9, role="momentum")
+    batch_size: int = rc.fields.integer(3, at_least=1, size=True)
+    update_every: str = rc.fields.option("batch", "token")
 
     slots = ("momentum",)
-    searches = True
+    uses_line_search = True
     curvature = True
-    accumulates = "gradients"
+    accumulator = "gradients"
 
     def update(self, slots: Any, step: algorithm.Step) -> Any:
         S = step.momentum * slots["momentum"] - step.gradient
         return {"momentum": S}, step.lr * S.sign()
 
-    def settle(self, slots: Any, lr: Tensor) -> Tensor:
+    def batch_step(self, slots: Any, lr: Tensor) -> Tensor:
         return lr * slots["momentum"].sign()
 
 
 @pytest.mark.parametrize("every", ["token", "batch"])
 def test_a_direction_is_the_step_at_rate_one_unless_it_is_said(every: str) -> None:
-    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Signs(every=every))
-    assert rc.select(recipe).engine.name == "deep"
+    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Signs(update_every=every))
+    assert rc.select_engine(recipe).engine.name == "deep"
     x = fitting(recipe, B=1, T=7, H=2)
     agree(recipe, x, "deep", 1e-9)
 
@@ -422,18 +424,18 @@ GAINS = {
     "simplex over rows": retention.Simplex(scale=3.0),
     "simplex over columns": retention.Simplex(scale=3.0, axis="out"),
     "simplex over all": retention.Simplex(scale=3.0, axis="all"),
-    "L4, printed": retention.Lq(q=4.0, form="printed"),
-    "L3, printed": retention.Lq(q=3.0, form="printed"),
+    "L4, printed": retention.Lq(q=4.0, form="as_published"),
+    "L3, printed": retention.Lq(q=3.0, form="as_published"),
     "L4": retention.Lq(q=4.0),
     "L1.5": retention.Lq(q=1.5),
     "L2": retention.Lq(q=2.0),
     "elastic net": retention.ElasticNet(tau=0.3),
     "smooth elastic net": retention.ElasticNet(tau=0.3, smooth=True),
     "ball": retention.Ball(radius=1.0),
-    "sigmoid": retention.Bregman(map="sigmoid"),
-    "tanh": retention.Bregman(map="tanh"),
-    "softplus": retention.Bregman(map="softplus"),
-    "exp": retention.Bregman(map="exp"),
+    "sigmoid": retention.Bregman(link_function="sigmoid"),
+    "tanh": retention.Bregman(link_function="tanh"),
+    "softplus": retention.Bregman(link_function="softplus"),
+    "exp": retention.Bregman(link_function="exp"),
 }
 
 
@@ -447,8 +449,8 @@ def test_gains(name: str) -> None:
         A = normal(3, 5, seed=seed)
         h, delta = normal(7, 5, seed=20 + seed), normal(7, 3, seed=30 + seed)
         G = delta.unsqueeze(-1) * h.unsqueeze(-2)
-        found = kept.gain(A, G, gates)
-        fast = kept.rank_one_gain(A, h, delta, gates)
+        found = kept.step_gain(A, G, gates)
+        fast = kept.rank_one_step_gain(A, h, delta, gates)
         if fast is not None:
             assert generate.error(fast, found) < 1e-13
         assert bool((found > 0).all())
@@ -475,7 +477,7 @@ def test_gains_are_never_nothing(name: str) -> None:
     peak[:, 2] = 40.0  # a simplex comes to rest there
     for A in (torch.zeros(3, 5).double(), peak, -peak):
         size = G.square().sum((-2, -1))
-        assert bool((kept.gain(A, G, gates) > 1e-9 * size).all())
+        assert bool((kept.step_gain(A, G, gates) > 1e-9 * size).all())
 
 
 # -- meaning -------------------------------------------------------------------------------------
@@ -484,21 +486,23 @@ def test_gains_are_never_nothing(name: str) -> None:
 @pytest.mark.parametrize("method", ["reference", "deep"])
 def test_a_rate_of_one_corrects_the_error(method: str) -> None:
     """After a step at rate 1 a matrix predicts the value, whatever the sizes: Kaczmarz (NLMS)."""
-    recipe = rc.Recipe(algorithm=GD(lr=1.0, normalize=True))
+    recipe = rc.Recipe(algorithm=GD(lr=1.0, normalized_steps=True))
     x = generate.inputs(recipe, B=1, T=12, H=1, K=4, V=3)
     for size in (1e-2, 1.0, 1e3):
         k = size * x.k
-        y, _ = rc.recall(recipe, k, k, 7 * x.v, {}, method=method)
+        y, _ = rc.recall(recipe, k, k, 7 * x.v, {}, engine=method)
         # ε = 1e-6 beside |k|² ≥ 1e-4 of the smallest.
         assert generate.error(y, 7 * x.v) < 2e-2 if size < 1 else generate.error(y, 7 * x.v) < 2e-6
 
 
-@pytest.mark.parametrize("made", [GD(lr="token", normalize=True), algorithm.Normalized(lr="token")])
+@pytest.mark.parametrize(
+    "made", [GD(lr="input", normalized_steps=True), algorithm.NLMS(lr="input")]
+)
 def test_least_mean_squares_is_the_keyed_rule(made: Any) -> None:
     """On a matrix with L2, token by token, ρ is 1/(κ(k, k) + ε)."""
     recipe = rc.Recipe(algorithm=made)
     x = generate.inputs(recipe, B=1, T=12, H=2, K=4, V=3)
-    other = recipe.but(algorithm=algorithm.Normalized(lr="token"))
+    other = recipe.replace(algorithm=algorithm.NLMS(lr="input"))
     found, expected = (generate.run(r, x)[0] for r in (recipe, other))
     assert generate.error(found, expected) < 1e-5
 
@@ -512,14 +516,15 @@ def test_a_norm_is_turned_no_further_than_it_reaches(size: float, method: str) -
     many times longer as values were.
     """
     recipe = rc.Recipe(
-        memory=memory.MLP(depth=1, norm="rms", residual=False), algorithm=GD(lr=1.0, normalize=True)
+        memory=memory.MLP(depth=1, norm="rms", residual=False),
+        algorithm=GD(lr=1.0, normalized_steps=True),
     )
     q, k, W = normal(1, 1, 1, D, seed=1), normal(1, 1, 1, D, seed=2), normal(1, D, D, seed=3)
     R = 1.5 * D**0.5
     v = normal(1, 1, 1, D, seed=4)
     v = size * R * v / v.norm()
     params = {"norm_weight": torch.full((1, D), 1.5, dtype=torch.float64)}
-    _, state = rc.recall(recipe, q, k, v, params=params, init=W, method=method)
+    _, state = rc.recall(recipe, q, k, v, params=params, initial_memory=W, engine=method)
     assert state is not None
     z, moved = (w @ k[0, 0, 0] for w in (W[0], state.weights[0][0, 0] - W[0]))
     cosine = functional.cosine_similarity(z, v[0, 0, 0], dim=0)
@@ -538,13 +543,13 @@ def test_muon_under_a_norm_turns_no_further_for_longer_values(method: str) -> No
     """Of an error along the norm's sphere a longer value shows no more than its direction."""
     recipe = rc.Recipe(
         memory=memory.MLP(depth=1, norm="rms", residual=False),
-        algorithm=algorithm.Muon(lr=1.0, momentum=0.5, normalize=True),
+        algorithm=algorithm.Muon(lr=1.0, momentum=0.5, normalized_steps=True),
     )
     q, k, W = normal(1, 1, 1, D, seed=1), normal(1, 1, 1, D, seed=2), normal(1, D, D, seed=3)
     v, params = normal(1, 1, 1, D, seed=4), {"norm_weight": torch.ones(1, D, dtype=torch.float64)}
     moved: list[float] = []
     for size in (10.0, 1000.0):
-        _, state = rc.recall(recipe, q, k, size * v, params=params, init=W, method=method)
+        _, state = rc.recall(recipe, q, k, size * v, params=params, initial_memory=W, engine=method)
         assert state is not None
         moved.append(float((state.weights[0][0, 0] - W[0]).norm()))
     assert moved[1] == pytest.approx(moved[0], rel=1e-6)
@@ -554,14 +559,17 @@ def test_muon_under_a_norm_turns_no_further_for_longer_values(method: str) -> No
 def test_second_derivatives_where_nothing_is_away_from_the_center(method: str) -> None:
     """Values of the key, a bias of zero, and places of an open batch that hold nothing."""
     recipe = rc.Recipe(
-        memory=memory.MLP(expansion=1, norm="layer"), algorithm=GD(batch=3, normalize=True)
+        memory=memory.MLP(expansion=1, norm="layer"),
+        algorithm=GD(batch_size=3, normalized_steps=True),
     )
     x = generate.inputs(recipe, B=1, T=7, H=1, K=3, V=3).leaves()
     v = torch.cat([x.k[:, :2], x.v[:, 2:4], torch.zeros_like(x.v[:, :1]), x.v[:, 5:]], 1).detach()
     params = {n: torch.zeros_like(p) if "bias" in n else p for n, p in x.params.items()}
     params = {n: p.detach().requires_grad_() for n, p in params.items()}
     leaves = [x.k, v.requires_grad_(), *params.values()]
-    y, _ = rc.recall(recipe, x.q, x.k, v, x.gates, params=params, init=x.init, method=method)
+    y, _ = rc.recall(
+        recipe, x.q, x.k, v, x.gates, params=params, initial_memory=x.init, engine=method
+    )
     first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
     total = sum(g.square().sum() for g in first)
     assert isinstance(total, Tensor)
@@ -576,16 +584,20 @@ class Disc(memory.Stack):
     residual = True
 
     @property
-    def chain(self) -> str:
+    def chain_activation(self) -> str:
         return "identity"
 
     def maps(self, F: int, V: int) -> tuple[memory.LinearMap, ...]:
-        return (memory.LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+        return (
+            memory.LinearMap(
+                name="W", out_features=V, in_features=F, reads_features=True, is_output=True
+            ),
+        )
 
-    def program(self, apply: Any, x: Tensor, raw: Tensor, params: Any) -> Tensor:
+    def compute(self, apply: Any, x: Tensor, raw: Tensor, params: Any) -> Tensor:
         return raw + apply(0, x)
 
-    def reachable(self, value: Tensor, raw: Tensor, params: Any) -> Tensor:
+    def nearest_output(self, value: Tensor, raw: Tensor, params: Any) -> Tensor:
         away = value - raw
         return raw + away / away.norm(dim=-1, keepdim=True).clamp_min(1.0)
 
@@ -603,7 +615,7 @@ def test_a_bound_without_a_reach_is_refused() -> None:
         def forward(self, weights: Any, x: Tensor, raw: Tensor, params: Any) -> Tensor:
             return torch.tanh(x @ weights[0].mT)
 
-    with pytest.raises(rc.RecipeError, match=r"says bounded.*define reachable"):
+    with pytest.raises(rc.RecipeError, match=r"declared bounded.*define nearest_output"):
         Bounded()
 
 
@@ -613,24 +625,24 @@ def test_what_a_memory_of_ones_own_can_reach() -> None:
         memory=Disc(),
         features=rc.features.Polynomial(),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=3, normalize=True),
+        algorithm=Momentum(batch_size=3, normalized_steps=True),
     )
     x = tame(recipe, fitting(recipe, B=1, T=10, H=2))
     agree(recipe, x, "deep")
     check_chunks_and_splits(recipe, x, "deep")
     y, _ = generate.run(recipe, x)
-    other, _ = generate.run(recipe.but(memory=memory.MLP(depth=1)), x)
+    other, _ = generate.run(recipe.replace(memory=memory.MLP(depth=1)), x)
     assert generate.error(y, other) > 1e-3
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
 def test_nothing_to_correct(method: str) -> None:
     """Where the prediction is the value ρ is 0, and gradients are finite."""
-    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Momentum(batch=2, normalize=True))
+    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Momentum(batch_size=2, normalized_steps=True))
     x = generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3).leaves()
     # A residual that is all of the prediction, and values that are the keys.
     init = (x.init[0], torch.zeros_like(x.init[1])) if x.init is not None else None
-    y, _ = rc.recall(recipe, x.q, x.k, x.k.detach(), x.gates, init=init, method=method)
+    y, _ = rc.recall(recipe, x.q, x.k, x.k.detach(), x.gates, initial_memory=init, engine=method)
     (slope, rate) = torch.autograd.grad(y.square().sum(), [x.q, x.gates["lr"]])
     assert torch.equal(y, x.q)
     assert bool(torch.isfinite(slope).all()) and not rate.any()
@@ -643,46 +655,51 @@ def _structures() -> dict[str, rc.Recipe]:
     plain = rc.Recipe(
         memory=memory.MLP(expansion=2),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=3, normalize=True),
+        algorithm=Momentum(batch_size=3, normalized_steps=True),
     )
-    window, descent = context.Window(size=3), GD(batch=3, normalize=True)
+    window, descent = context.Window(size=3), GD(batch_size=3, normalized_steps=True)
     return {
         "momentum": plain,
-        "matrix": plain.but(memory=memory.Matrix()),
-        "descent": plain.but(algorithm=descent, retention=retention.Keep()),
-        "batches of one": plain.but(algorithm=Momentum(normalize=True)),
-        "window": plain.but(context=window),
-        "three maps": plain.but(memory=memory.MLP(depth=3, expansion=2, activation="silu")),
-        "no residual": plain.but(memory=memory.MLP(residual=False, activation="tanh")),
-        "narrowing": plain.but(memory=memory.MLP(depth=2, expansion=1)),
-        "huber": plain.but(bias=bias.Huber(), context=window),
-        "own loss": plain.but(bias=outside.Emphasis()),
-        "affine": plain.but(bias=outside.Eager()),
-        "norm": plain.but(memory=memory.MLP(norm="layer", biases=True)),
-        "norm alone": plain.but(
+        "matrix": plain.replace(memory=memory.Matrix()),
+        "descent": plain.replace(algorithm=descent, retention=retention.Keep()),
+        "batches of one": plain.replace(algorithm=Momentum(normalized_steps=True)),
+        "window": plain.replace(context=window),
+        "three maps": plain.replace(memory=memory.MLP(depth=3, expansion=2, activation="silu")),
+        "no residual": plain.replace(memory=memory.MLP(residual=False, activation="tanh")),
+        "narrowing": plain.replace(memory=memory.MLP(depth=2, expansion=1)),
+        "huber": plain.replace(bias=bias.Huber(), context=window),
+        "own loss": plain.replace(bias=outside.Emphasis()),
+        "affine": plain.replace(bias=outside.Eager()),
+        "norm": plain.replace(memory=memory.MLP(norm="layer", bias=True)),
+        "norm alone": plain.replace(
             memory=memory.MLP(expansion=1, norm="rms", residual=False), bias=bias.Huber()
         ),
-        "gated, channels, window": plain.but(
+        "gated, channels, window": plain.replace(
             memory=memory.GatedMLP(expansion=2), retention=retention.Decay(per="key"),
             algorithm=descent, context=window,
         ),
-        "rates per value": plain.but(algorithm=Momentum(batch=3, per="value", normalize=True)),
-        "mean": plain.but(
+        "rates per value": plain.replace(
+            algorithm=Momentum(batch_size=3, per="value", normalized_steps=True)
+        ),
+        "mean": plain.replace(
             retention=retention.Keep(),
-            algorithm=GD(batch=3, reduce="mean", offset="static", normalize=True),
+            algorithm=GD(batch_size=3, reduction="mean", offset="learned", normalized_steps=True),
         ),
-        "on the write only": plain.but(
-            memory=memory.Matrix(), algorithm=Momentum(batch=3, of="value", normalize=True)
+        "on the write only": plain.replace(
+            memory=memory.Matrix(),
+            algorithm=Momentum(batch_size=3, momentum_on="value", normalized_steps=True),
         ),
-        "on the write only, token by token": plain.but(
+        "on the write only, token by token": plain.replace(
             memory=memory.Matrix(), retention=retention.Decay(per="key", when="before"),
-            algorithm=Momentum(of="value", normalize=True),
+            algorithm=Momentum(momentum_on="value", normalized_steps=True),
         ),
-        "simplex at borders": plain.but(retention=retention.Simplex(every="batch")),
-        "printed L4": plain.but(
-            retention=retention.Lq(form="printed", every="batch", decay=retention.Decay())
+        "simplex at borders": plain.replace(retention=retention.Simplex(link_every="batch")),
+        "printed L4": plain.replace(
+            retention=retention.Lq(form="as_published", link_every="batch", decay=retention.Decay())
         ),
-        "steps": plain.but(memory=memory.Matrix(), algorithm=GD(steps=2, normalize=True)),
+        "steps": plain.replace(
+            memory=memory.Matrix(), algorithm=GD(updates_per_token=2, normalized_steps=True)
+        ),
     }  # fmt: skip
 
 
@@ -694,7 +711,7 @@ def test_the_engine_is_the_reference(name: str) -> None:
     """Outputs, state, gradients; splits, single tokens, turns, masks, packing."""
     recipe = STRUCTURES[name]
     assert deep.refuses(recipe) == []
-    assert rc.select(recipe).engine.name == "deep"
+    assert rc.select_engine(recipe).engine.name == "deep"
     x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
     agree(recipe, x, "deep", chunk_size=4)
     agree(recipe, fitting(recipe, B=2, T=8, H=1, G=3), "deep")
@@ -705,29 +722,29 @@ def test_the_engine_is_the_reference(name: str) -> None:
     check_packing(recipe, fitting(recipe, B=1, T=12, H=2), "deep")
     for where in MASKS:
         check_masks(recipe, short, "deep", where)
-    check_single_gradients(recipe, x, method="deep")
+    check_single_gradients(recipe, x, engine="deep")
 
 
 KERNELS = {
-    "matrix": rc.Recipe(features=rc.features.Exponential(), algorithm=GD(normalize=True)),
+    "matrix": rc.Recipe(features=rc.features.Exponential(), algorithm=GD(normalized_steps=True)),
     "perceptron": rc.Recipe(
         memory=memory.MLP(expansion=1),
         features=rc.features.Gaussian(),
         bias=bias.Huber(),
         context=context.Window(size=3),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=3, normalize=True),
+        algorithm=Momentum(batch_size=3, normalized_steps=True),
     ),
     "norm": rc.Recipe(
         memory=memory.MLP(expansion=1, norm="layer"),
         features=rc.features.Gaussian(),
-        algorithm=GD(batch=3, normalize=True),
+        algorithm=GD(batch_size=3, normalized_steps=True),
     ),
     "gated": rc.Recipe(
         memory=memory.GatedMLP(expansion=1),
         features=rc.features.Exponential(),
         retention=retention.Decay(when="before"),
-        algorithm=GD(normalize=True),
+        algorithm=GD(normalized_steps=True),
     ),
 }
 
@@ -736,7 +753,7 @@ KERNELS = {
 def test_kernels(name: str) -> None:
     """Over infinitely many features |φ(k)|² is κ(k, k)."""
     recipe = KERNELS[name]
-    assert rc.select(recipe).engine.name == "kernel"
+    assert rc.select_engine(recipe).engine.name == "kernel"
     x = tame(recipe, fitting(recipe, B=1, T=9, H=2))
     agree(recipe, x, "kernel")
     check_chunks_and_splits(recipe, x, "kernel")
@@ -746,9 +763,11 @@ def test_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_linear_kernel_is_a_matrix(batch: int) -> None:
-    recipe = rc.Recipe(bias=bias.Huber(), algorithm=Momentum(batch=batch, normalize=True))
+    recipe = rc.Recipe(
+        bias=bias.Huber(), algorithm=Momentum(batch_size=batch, normalized_steps=True)
+    )
     x = generate.inputs(recipe, B=2, T=8, H=2, K=4, V=3, zero=True)
-    other = recipe.but(features=rc.features.LinearKernel())
+    other = recipe.replace(features=rc.features.LinearKernel())
     found, expected = (rc.recall(r, x.q, x.k, x.v, x.gates)[0] for r in (other, recipe))
     assert generate.error(found, expected) < EXACT
 
@@ -761,7 +780,7 @@ def test_gradients_of_gradients(name: str) -> None:
     second: list[dict[str, Tensor]] = []
     for method in ("reference", "deep"):
         leaves = x.leaves()
-        y, state = generate.run(recipe, leaves, method=method)
+        y, state = generate.run(recipe, leaves, engine=method)
         named = leaves.tensors()
         first = torch.autograd.grad(
             generate.loss(y, state), list(named.values()), create_graph=True, allow_unused=True
@@ -781,7 +800,7 @@ def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -
     recipe = rc.Recipe(
         memory=memory.MLP(expansion=1, norm=norm),
         retention=retention.Decay(),
-        algorithm=Momentum(batch=3, normalize=True),
+        algorithm=Momentum(batch_size=3, normalized_steps=True),
     )
     x = fitting(recipe, B=1, T=6, H=1).map(lambda t: t.to(dtype))
     empty = [name for name in x.tensors() if name.startswith("init") or name.endswith("norm_bias")]
@@ -789,7 +808,7 @@ def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -
     keys = 40 * named["k"]
     given = x.put({"k": keys, "v": keys, **{name: torch.zeros_like(named[name]) for name in empty}})
     expected, found = (
-        generate.gradients(recipe, given, method=method)[2] for method in ("reference", "deep")
+        generate.gradients(recipe, given, engine=method)[2] for method in ("reference", "deep")
     )
     assert all(bool(one.isfinite().all()) for one in found.values())
     wrong, what = generate.worst(found, expected)
@@ -801,7 +820,7 @@ def test_the_cache_of_decoding_holds_what_is_written() -> None:
     recipe = STRUCTURES["window"]
     x = fitting(recipe, B=2, T=11, H=2)
     with torch.no_grad():
-        whole, end = generate.run(recipe, x, method="deep")
+        whole, end = generate.run(recipe, x, engine="deep")
         pieces, state = generate.split(recipe, x, list(range(1, 11)), ["deep"])
     assert "factors" in state.cache
     assert generate.error(pieces, whole) < EXACT
@@ -813,11 +832,11 @@ def test_repeated_tokens_and_large_values_stay_finite(size: float) -> None:
     """One token over and over: shares below 2/b contract, whatever the values' size."""
     recipe = rc.Recipe(
         memory=memory.MLP(),
-        algorithm=GD(batch=16, lr=1 / 16, normalize=True),
+        algorithm=GD(batch_size=16, lr=1 / 16, normalized_steps=True),
     )
     x = generate.inputs(recipe, B=1, T=1, H=2, K=8, V=8, dtype=torch.float32)
     k, v = x.k.expand(1, 1024, 2, 8), (size * x.v).expand(1, 1024, 2, 8)
-    y, _ = rc.recall(recipe, k, k, v, {}, init=x.init)
+    y, _ = rc.recall(recipe, k, k, v, {}, initial_memory=x.init)
     assert float((y[:, -1] - v[:, -1]).norm() / v[:, -1].norm()) < 0.01
 
 
@@ -828,7 +847,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"states no target", {"bias": outside.Tempered()}),
     (r"scales erasure and write alike", {"bias": bias.L2(probe=bias.Probe())}),
     (r"descends on all of the past at once: use context\.Online", {"context": context.Prefix()}),
-    (r"rebuilds A from W: use normalize=False", {"retention": retention.FDivergence()}),
+    (r"rebuilds A from W: use normalized_steps=False", {"retention": retention.FDivergence()}),
     (
         r"divides that by a sum that moves with every key: use memory\.Read\(\)",
         {
@@ -842,12 +861,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("match", "changes"), REFUSED)
 def test_refusals(match: str, changes: dict[str, Any]) -> None:
     with pytest.raises(rc.RecipeError, match=match) as refused:
-        rc.Recipe(algorithm=GD(normalize=True), **changes)
-    assert "algorithm.GradientDescent(normalize=True)" in str(refused.value)
+        rc.Recipe(algorithm=GD(normalized_steps=True), **changes)
+    assert "algorithm.GradientDescent(normalized_steps=True)" in str(refused.value)
 
 
 MUON_REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("use scale='outer'", {"scale": "inner"}, {}),
+    ("use lr_position='outside'", {"lr_position": "inside"}, {}),
     ("states no target", {}, {"bias": bias.DotProduct()}),
     ("puts a link between them: use retention.Keep", {}, {"retention": retention.Simplex()}),
     ("puts a link between them: use retention.Keep", {}, {"retention": retention.Ball()}),
@@ -857,18 +876,22 @@ MUON_REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("match", "fields", "changes"), MUON_REFUSED)
 def test_refusals_of_muon(match: str, fields: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(rc.RecipeError, match=match) as refused:
-        rc.Recipe(algorithm=algorithm.Muon(normalize=True, **fields), **changes)
-    assert "algorithm.Muon(normalize=True)" in str(refused.value)
+        rc.Recipe(algorithm=algorithm.Muon(normalized_steps=True, **fields), **changes)
+    assert "algorithm.Muon(normalized_steps=True)" in str(refused.value)
 
 
 def test_it_is_data_and_says_itself() -> None:
     recipe = STRUCTURES["momentum"]
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
-    assert recipe.canonical().algorithm.normalizes
-    still = recipe.but(algorithm=dataclasses.replace(Momentum(normalize=True), momentum=0.0))
-    assert still.canonical().algorithm == GD(normalize=True)
-    muon = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(newton_steps=0, normalize=True))
+    assert recipe.canonical().algorithm.uses_normalized_steps
+    still = recipe.replace(
+        algorithm=dataclasses.replace(Momentum(normalized_steps=True), momentum=0.0)
+    )
+    assert still.canonical().algorithm == GD(normalized_steps=True)
+    muon = rc.Recipe(
+        memory=memory.MLP(), algorithm=algorithm.Muon(ns_steps=0, normalized_steps=True)
+    )
     assert rc.Recipe.from_json(muon.to_json()) == muon == muon.canonical()
     assert any(line.startswith("λ_t = max(0, −") for line in rc.explain(muon, full=True).write)
     assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe, full=True).write)
-    assert "scales gradients" in rc.select(STRUCTURES["steps"]).refused["linear"][0]
+    assert "scales gradients" in rc.select_engine(STRUCTURES["steps"]).refused["linear"][0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from recollect.choices.algorithm.muon import newton_schulz, newton_schulz_flops
-from recollect.choices.multiplying import multiplying
+from recollect.choices.matmul_precision import matmul_precision
 
 
 def _defined(S: Tensor, steps: int) -> Tensor:
@@ -85,7 +85,7 @@ def test_products_of_fewer_bits_make_every_gram_matrix_anew() -> None:
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 16, 64, generator=g)
     expected = torch.stack([_defined(s.double(), 5) for s in S])
-    with multiplying("bf16"), FlopCounterMode(display=False) as counter:
+    with matmul_precision("bf16"), FlopCounterMode(display=False) as counter:
         found = newton_schulz(S, 5)
     assert counter.get_total_flops() == 2 * 5 * (4 * 16 * 16 * 64 + 2 * 16**3)
     assert 1e-4 < (found - expected).abs().amax() < 0.1
@@ -97,7 +97,7 @@ def test_the_way_back_multiplies_as_the_way_there_did() -> None:
     S = torch.randn(2, 16, 64, generator=g, requires_grad=True)
     up = torch.randn(2, 16, 64, generator=g)
     (exact,) = torch.autograd.grad((newton_schulz(S, 1) * up).sum(), S)
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         X = newton_schulz(S, 1)
     (found,) = torch.autograd.grad((X * up).sum(), S)
     away = (found - exact).abs().amax() / exact.abs().amax()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines.common.problem import Problem, resolve
-from recollect.recall.bound import bind
-from recollect.recall.lowering import lower
+from recollect.functional.binding import bind
+from recollect.functional.lowering import lower
 from recollect.state.state import initial_state
 
 LIMIT = 1e-4
@@ -30,7 +30,7 @@ CHANNELS = (
 def extreme(name: str, T: int) -> tuple[rc.Recipe, generate.Inputs]:
     """Log decays uniform in [−20, 0], a third of them near 0; other numbers as in the contracts."""
     recipe = rc.zoo.get(name).recipe
-    V = 16 if recipe.memory.diagonal else 8
+    V = 16 if recipe.memory.is_elementwise else 8
     x = generate.inputs(recipe, B=1, T=T, H=2, K=16, V=V, seed=1)
     g = torch.Generator().manual_seed(2)
     for gate, value in x.gates.items():
@@ -80,14 +80,13 @@ def numerator_and_denominator(x: generate.Inputs) -> tuple[Tensor, Tensor]:
     dtype, device = x.q.dtype, x.q.device
     K, V = x.k.shape[-1], x.v.shape[-1]
     bound = bind(recipe, H=H, K=K, V=V)
-    state = initial_state(bound.sized, B=B, dtype=dtype, device=device)
+    state = initial_state(bound, B=B, dtype=dtype, device=device)
     problem = Problem(
-        sized=bound.sized,
-        plan=bound.plan,
+        bound=bound,
         q=x.q.unsqueeze(3),
         k=x.k,
         v=x.v,
-        rates=resolve(bound.sized, x.gates, {}, B=B, T=T, dtype=dtype, device=device),
+        rates=resolve(bound, x.gates, {}, B=B, T=T, dtype=dtype, device=device),
         params={},
         state=state,
     )

@@ -42,8 +42,8 @@ def draw(tokens: int, size: int, decay: float, width: int = 32) -> Call:
 
 
 def recipe(form: str = "refreshed") -> rc.Recipe:
-    algorithm = rc.algorithm.LeastSquares(form=form, every=EVERY)
-    return rc.Recipe(context=rc.context.Prefix(decay="token"), algorithm=algorithm)
+    algorithm = rc.algorithm.LeastSquares(ridge_schedule=form, refresh_every=EVERY)
+    return rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
 
 
 def recall(
@@ -54,7 +54,7 @@ def recall(
     state: rc.State | None = None,
 ) -> tuple[Tensor, rc.State | None]:
     q, k, v, logs = (a.to(dtype) for a in x)
-    return rc.recall(recipe(form), q, k, v, {"log_decay": logs}, method=method, state=state)
+    return rc.recall(recipe(form), q, k, v, {"log_decay": logs}, engine=method, state=state)
 
 
 def rows(x: Call) -> Tensor:
@@ -193,7 +193,7 @@ def test_float32_in_pieces_is_as_right_as_whole(
         y, state = recall((q, k, v, logs), torch.float32, state=state)
         assert state is not None
         assert state.weights[0].dtype == torch.float32
-        assert state.slots["gram"][0].dtype == torch.float64
+        assert state.algorithm_state["gram"][0].dtype == torch.float64
         outputs.append(y[0, :, 0])
     assert error(torch.cat(outputs), expected) < 1e-4
 
@@ -202,9 +202,13 @@ def test_a_refusal_names_row_head_and_token() -> None:
     """One head of one row of four decays fast, from token 70 on."""
     q, k, v, logs = (torch.cat([torch.cat([a] * 2, dim=2)] * 2) for a in draw(140, 32, 0.97))
     logs[1, 70:, 0] = math.log(0.2)
-    with pytest.raises(ValueError, match=r"row 1, token (7|8|9)\d, head 0: .*form='constant'"):
+    with pytest.raises(
+        ValueError, match=r"row 1, token (7|8|9)\d, head 0: .*ridge_schedule='constant'"
+    ):
         recall((q, k, v, logs), torch.float32)
-    with pytest.raises(ValueError, match=r"row 1, token (7|8|9)\d, head 0: .*form='constant'"):
+    with pytest.raises(
+        ValueError, match=r"row 1, token (7|8|9)\d, head 0: .*ridge_schedule='constant'"
+    ):
         recall((q, k, v, logs), torch.float32, "reference")
 
 
@@ -304,7 +308,7 @@ def test_new_starts_inside_a_call_are_exact_forward_and_backward(
     leaves, memories = several(reset, often=often)
     q, k, v, logs = leaves
     y, _ = rc.recall(
-        recipe(), q, k, v, {"log_decay": logs}, method="least_squares", chunk_size=chunk_size
+        recipe(), q, k, v, {"log_decay": logs}, engine="least_squares", chunk_size=chunk_size
     )
     expected = {place: rows(x) for place, x in memories.items()}
     for (b, h), right in expected.items():
@@ -324,8 +328,8 @@ def test_new_starts_equal_the_reference_in_all_that_goes_in_and_comes_out(
 ) -> None:
     """Initial memories, ridges, padding and states from before, and their gradients."""
     (q, k, v, logs), _ = several(-math.inf)
-    algorithm = rc.algorithm.LeastSquares(ridge="static", form=form, every=every)
-    asked = rc.Recipe(context=rc.context.Prefix(decay="token"), algorithm=algorithm)
+    algorithm = rc.algorithm.LeastSquares(ridge="learned", ridge_schedule=form, refresh_every=every)
+    asked = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
     g = torch.Generator().manual_seed(7)
     init = torch.randn(2, 3, 4, generator=g).double().requires_grad_()
     ridge = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
@@ -338,15 +342,19 @@ def test_new_starts_equal_the_reference_in_all_that_goes_in_and_comes_out(
                 asked,
                 *(q[:, past], k[:, past], v[:, past], {"log_decay": logs[:, past]}),
                 params={"ridge": ridge},
-                init=init if state is None else None,
+                initial_memory=init if state is None else None,
                 state=state,
                 attention_mask=mask[:, past],
-                method=method,
+                engine=method,
             )
             outputs.append(y)
         assert state is not None
-        statistics = (*state.weights, state.slots["gram"][0], state.slots["kept"][0])
-        every_number = (*outputs, *statistics, state.slots["inverse"][0])
+        statistics = (
+            *state.weights,
+            state.algorithm_state["gram"][0],
+            state.algorithm_state["kept"][0],
+        )
+        every_number = (*outputs, *statistics, state.algorithm_state["inverse"][0])
         total = sum((x.double().sin().sum() for x in every_number), start=torch.zeros(()))
         found.append([*every_number, *torch.autograd.grad(total, leaves)])
     for engine_s, right in zip(*found, strict=True):
@@ -373,7 +381,7 @@ def refusal(
     q: Tensor, k: Tensor, v: Tensor, logs: Tensor, method: str, **asked: object
 ) -> tuple[int, int]:
     with pytest.raises(ValueError, match="is not determined") as caught:
-        rc.recall(recipe(), q, k, v, {"log_decay": logs}, method=method, **asked)
+        rc.recall(recipe(), q, k, v, {"log_decay": logs}, engine=method, **asked)
     found = re.search(r"row (\d+), token (\d+), head 0", str(caught.value))
     assert found is not None
     return int(found[1]), int(found[2])
@@ -407,8 +415,10 @@ def test_a_refusal_names_the_token_of_the_packed_row(method: str) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are not looked at, wherever the engine would."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("recollect.engines.least_squares.") and hasattr(module, "looks"):
-            monkeypatch.setattr(module, "looks", lambda x: False)
+        if name.startswith("recollect.engines.least_squares.") and hasattr(
+            module, "can_read_values"
+        ):
+            monkeypatch.setattr(module, "can_read_values", lambda x: False)
 
 
 def right_or_nan(found: Tensor, expected: Tensor) -> bool:
@@ -467,8 +477,8 @@ def test_what_is_no_number_ends_where_a_memory_starts_anew(
 def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
     """Outputs, states and gradients of the reference, where spans and starts are anywhere."""
     leaves, _ = several(-math.inf, often=often)
-    algorithm = rc.algorithm.LeastSquares(every=every)
-    asked = rc.Recipe(context=rc.context.Prefix(decay="token"), algorithm=algorithm)
+    algorithm = rc.algorithm.LeastSquares(refresh_every=every)
+    asked = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
     mask = torch.rand(3, 150, generator=torch.Generator().manual_seed(7)) > 0.2
     found: list[list[Tensor]] = []
     for method in ("least_squares", "reference"):
@@ -476,12 +486,17 @@ def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
         for past in (slice(0, 21), slice(21, 22), slice(22, 150)):
             q, k, v, logs = (x[:, past] for x in leaves)
             y, state = rc.recall(
-                asked, q, k, v, {"log_decay": logs}, state=state, method=method,
+                asked, q, k, v, {"log_decay": logs}, state=state, engine=method,
                 attention_mask=mask[:, past],
             )  # fmt: skip
             outputs.append(y)
         assert state is not None
-        every_number = [*outputs, *state.weights, state.slots["gram"][0], state.slots["kept"][0]]
+        every_number = [
+            *outputs,
+            *state.weights,
+            state.algorithm_state["gram"][0],
+            state.algorithm_state["kept"][0],
+        ]
         total = sum((x.double().sin().sum() for x in every_number), start=torch.zeros(()))
         found.append([*every_number, *torch.autograd.grad(total, leaves)])
     for engine_s, right in zip(*found, strict=True):

@@ -162,22 +162,22 @@ def test_a_recipe_of_ones_own_competes(text: str) -> None:
 
 def test_all_models_can_have_the_same_layer_options(text: str) -> None:
     """Softmax attention gets the short convolution and output gate of Gated DeltaNet."""
-    mine = ("mine", rc.Recipe(), rc.LayerOptions(conv=0, shift="static", qk_norm="rms"))
+    mine = ("mine", rc.Recipe(), rc.LayerOptions(conv_size=0, token_shift="learned", qk_norm="rms"))
     models = ["gated_delta_net", "softmax_attention", "samba", "ffn_swiglu", mine]
     result = run(models, ["text"], text, layer_options="same")
     names = "gated_delta_net softmax_attention-same samba-same ffn_swiglu mine-same"
     assert [r.model for r in result.runs] == names.split()
     by_layer = {name: options for r in result.runs for name, options in r.options.items()}
     assert len(by_layer) == 6, "samba has two layers"
-    assert by_layer.pop("ffn_swiglu")["conv"] == 0, "it has no sequence to convolve"
+    assert by_layer.pop("ffn_swiglu")["conv_size"] == 0, "it has no sequence to convolve"
     shared = {
-        "conv": 4, "conv_activation": "silu", "shift": "none", "skip": False,
+        "conv_size": 4, "conv_activation": "silu", "token_shift": "none", "value_skip": False,
         "output_norm": "rms", "output_gate": "silu",
     }  # fmt: skip
     for name, options in by_layer.items():
         assert options.items() >= shared.items(), name
     attention = by_layer["softmax_attention"]
-    assert (attention["qk_norm"], attention["rope"]) == ("none", 10000.0), "the preset's own"
+    assert (attention["qk_norm"], attention["rope_theta"]) == ("none", 10000.0), "the preset's own"
     assert by_layer["mine"]["qk_norm"] == "rms"
     assert result.runs[1].options["softmax_attention"] == attention
     bare, gated = (
@@ -256,10 +256,10 @@ def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> No
         for field in dataclasses.fields(rc.LayerOptions)
         if getattr(presets[0], field.name) != getattr(presets[1], field.name)
     }
-    assert {*options.columns[2:]} == differing >= {"conv", "output_gate"}
-    assert (gated["conv"], gated["output_gate"], gated["rope"]) == ("4", "silu", None)
-    assert (attention["conv"], attention["output_gate"]) == ("0", None)
-    assert attention["rope"] == "10000.0"
+    assert {*options.columns[2:]} == differing >= {"conv_size", "output_gate"}
+    assert (gated["conv_size"], gated["output_gate"], gated["rope_theta"]) == ("4", "silu", None)
+    assert (attention["conv_size"], attention["output_gate"]) == ("0", None)
+    assert attention["rope_theta"] == "10000.0"
     page = save_comparison(result, tmp_path)["report"].read_text()
     assert "Layer options in which the models differ" in page and "--layer-options same" in page
     loaded = rc.experiments.load_comparison(tmp_path)
@@ -270,7 +270,7 @@ def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> No
     assert "Layer options in which" in console.file.getvalue()
     alike = run(names, ["text"], text, layer_options="same")
     remaining = options_table(alike, "text")
-    assert remaining is not None and {*remaining.columns[2:]} == {"qk_norm", "rope"}
+    assert remaining is not None and {*remaining.columns[2:]} == {"qk_norm", "rope_theta"}
     assert options_table(run(["gated_delta_net", "delta_net"], ["text"], text), "text") is None
 
 
@@ -328,7 +328,7 @@ def test_an_interrupt_while_a_model_is_told_lost_it(text: str) -> None:
 
 
 def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> None:
-    broken = ("broken", rc.Recipe(memory=rc.memory.MLP(residual=False, depth=1, biases=True)))
+    broken = ("broken", rc.Recipe(memory=rc.memory.MLP(residual=False, depth=1, bias=True)))
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room")
@@ -427,7 +427,7 @@ def test_a_terminal_shows_a_table_and_no_lines() -> None:
 
 
 def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str) -> None:
-    long = SMALL["mqar"].but(steps=3000)
+    long = SMALL["mqar"].replace(steps=3000)
     watcher = Stopper("gla", after=1)
     result = compare(
         ["gla", "retnet", "delta_net"], ["mqar"], sizes={"mqar": long}, jobs=2, watcher=watcher
@@ -465,18 +465,18 @@ def test_keys_of_another_size(text: str) -> None:
     from recollect.experiments.comparison.compare import _sized
     from recollect.layer.options import LayerOptions
 
-    small = SMALL["text"].but(key_dim=3)
+    small = SMALL["text"].replace(key_dim=3)
     assert _sized(LayerOptions(), small).key_dim == 3
     assert _sized(LayerOptions(key_dim=5), small).key_dim == 5
     assert _sized(LayerOptions(), SMALL["text"]).key_dim is None
     with pytest.raises(ValueError, match="Sizes: key_dim must be a whole number >= 1, not 0"):
-        small.but(key_dim=0)
+        small.replace(key_dim=0)
 
 
 def test_sizes_refuse_nonsense() -> None:
     with pytest.raises(ValueError, match="Schedule: steps must be a whole number >= 1, not 0"):
-        DEFAULTS["text"].but(steps=0)
-    assert DEFAULTS["text"].but().schedule == DEFAULTS["text"].schedule
+        DEFAULTS["text"].replace(steps=0)
+    assert DEFAULTS["text"].replace().schedule == DEFAULTS["text"].schedule
 
 
 def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_table_of_text_says_how_far_it_may_be_read(
     runs = tuple(
         ModelRun(
             task=task, model=name, parameters=10, state_bytes=1, grows=False, value=1.0, curve=(),
-            tokens=tokens, options={name: {"conv": conv[name]}},
+            tokens=tokens, options={name: {"conv_size": conv[name]}},
         )
         for task in ("text", "mqar")
         for name in names
@@ -635,7 +635,7 @@ def test_an_interrupt_among_several_seeds_keeps_those_that_ended() -> None:
 
 
 def test_a_model_that_diverges_says_so_and_the_others_stand(text: str) -> None:
-    sizes = {"text": SMALL["text"].but(steps=60, lr=1e4)}
+    sizes = {"text": SMALL["text"].replace(steps=60, lr=1e4)}
     result = compare(["gla", "retnet"], ["text"], text=text, sizes=sizes)
     assert {model for _, model, _ in result.failures} == {"gla", "retnet"}
     for _, _, reason in result.failures:

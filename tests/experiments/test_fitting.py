@@ -161,7 +161,7 @@ def test_what_is_unpacked_was_in_the_last_output() -> None:
 def test_routed_tokens_are_balanced_as_in_a_models_own_training() -> None:
     """One step of plain descent is that of the loss which the language model itself gives."""
     config = rc.lm.RecollectConfig.from_recipes(
-        rc.blocks.Routed(["gla", "gla"], top=1),
+        rc.blocks.MixtureOfMemories(["gla", "gla"], top=1),
         vocab_size=11,
         hidden_size=8,
         num_hidden_layers=1,

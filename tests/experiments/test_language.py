@@ -219,9 +219,9 @@ def test_parts_of_yaad(part: str, choices: set[str]) -> None:
     assert name == part
     assert changed(recipe, whole.recipe) == choices  # type: ignore[arg-type]
     gates = {gate.name for gate in recipe.gates()} | {param.name for param in recipe.params()}  # type: ignore[union-attr]
-    assert set(dict(options.gates)) <= gates  # type: ignore[union-attr]
+    assert set(dict(options.gate_options)) <= gates  # type: ignore[union-attr]
     if not choices:
-        assert dict(options.gates)["threshold"].source == "learned"  # type: ignore[union-attr]
+        assert dict(options.gate_options)["threshold"].source == "learned"  # type: ignore[union-attr]
 
 
 def test_parts_of_atlas() -> None:

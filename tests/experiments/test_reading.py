@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.compositions import AsContext
-from recollect.blocks.mixers import Leaf
+from recollect.blocks.compositions import MemoryAsContext
+from recollect.blocks.mixers import RecipeMixer
 from recollect.experiments.papers.reading.course import (
     Course,
     answered,
@@ -241,14 +241,14 @@ def test_a_reader_learns_in_its_course() -> None:
 def test_convolutions_and_segments_are_given() -> None:
     config = SIZES | {"segment": 32}
     softmax = mixer_named("softmax_attention", config)
-    assert isinstance(softmax, Leaf)
-    assert softmax.options.conv == 4
+    assert isinstance(softmax, RecipeMixer)
+    assert softmax.options.conv_size == 4
     mac = mixer_named("titans_mac", config)
-    assert isinstance(mac, AsContext)
+    assert isinstance(mac, MemoryAsContext)
     assert (mac.segment, mac.persistent) == (32, 0)
-    assert all(leaf.options.conv for leaf in mac.leaves.values())
+    assert all(leaf.options.conv_size for leaf in mac.leaves.values())
     kept = mixer_named("titans_mac", SIZES)
-    assert isinstance(kept, AsContext)
+    assert isinstance(kept, MemoryAsContext)
     assert kept.persistent == 8
 
 

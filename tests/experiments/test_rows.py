@@ -70,12 +70,12 @@ def test_a_row_with_the_same_layer_options_is_another_row(
         json.loads((tmp_path / f"softmax_attention{end}.json").read_text())["options"]
         for end in ("", "-same")
     ]
-    assert [(one["conv"], one["output_gate"]) for one in options] == [(0, "none"), (4, "silu")]
+    assert [(one["conv_size"], one["output_gate"]) for one in options] == [(0, "none"), (4, "silu")]
     page = (tmp_path / "README.md").read_text()
     cells = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines()}
     (column,) = (i for i, name in enumerate(cells["| model"]) if name == "layer options")
     assert cells["| `softmax_attention`"][column] == (
-        "conv = 0, conv_activation = none, output_norm = none, output_gate = none"
+        "conv_size = 0, conv_activation = none, output_norm = none, output_gate = none"
     )
     assert cells["| `softmax_attention-same`"][column] == ""
 
@@ -94,13 +94,13 @@ def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> N
 def test_a_row_has_heads_of_its_own(tmp_path: Path, corpus: TextCorpus) -> None:
     """Another division of the width is another row's choice, not another table's; it is told."""
     rows(["retnet"], tmp_path, corpus)
-    assert rows(["gla"], tmp_path, corpus, sizes=SMALL.but(heads=4, key_dim=2)) is not None
+    assert rows(["gla"], tmp_path, corpus, sizes=SMALL.replace(heads=4, key_dim=2)) is not None
     page = (tmp_path / "README.md").read_text()
     cells = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines()}
     assert cells["| `retnet`"][3] == "2"
     assert cells["| `gla`"][3] == "4, K = 2"
     with pytest.raises(ValueError, match=r"retnet.json was made .*heads was 2, not 4"):
-        rows(["retnet"], tmp_path, corpus, sizes=SMALL.but(heads=4))
+        rows(["retnet"], tmp_path, corpus, sizes=SMALL.replace(heads=4))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_row_has_heads_of_its_own(tmp_path: Path, corpus: TextCorpus) -> None:
     [
         ({"parameters": 13_000}, "parameters was 12000, not 13000"),
         ({"seed": 1}, "seed was 0, not 1"),
-        ({"sizes": SMALL.but(length=16)}, "length was 32, not 16"),
+        ({"sizes": SMALL.replace(length=16)}, "length was 32, not 16"),
     ],
 )
 def test_other_terms_are_refused_before_anything_is_trained(
@@ -160,7 +160,7 @@ def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_c
     rows(["delta_net"], tmp_path, corpus)
     path = tmp_path / "delta_net.json"
     row = json.loads(path.read_text())
-    del row["recipe"]["algorithm"]["normalize"]
+    del row["recipe"]["algorithm"]["normalized_steps"]
     path.write_text(json.dumps(row))
     assert rows(["delta_net"], tmp_path, corpus) is None  # it stands
     assert "†" not in write_rows_table(tmp_path).read_text()
@@ -174,7 +174,7 @@ def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_c
 
 
 def test_tokens_set_the_steps() -> None:
-    size = DEFAULTS["text"].but(tokens=1_000_000, length=512, batch=4)
+    size = DEFAULTS["text"].replace(tokens=1_000_000, length=512, batch=4)
     assert size.schedule.steps == 489
     with pytest.raises(ValueError, match="exclude each other"):
-        size.but(steps=3, tokens=100)
+        size.replace(steps=3, tokens=100)

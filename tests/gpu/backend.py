@@ -186,7 +186,7 @@ def measure(name: str) -> dict[str, Any]:
     recurrences.function = calls.function = asked  # type: ignore[assignment]
     preset = rc.zoo.get(name)
     torch.manual_seed(0)
-    cpu = preset.build(d_model=WIDTH, heads=HEADS)
+    cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
     there = pretend.put_module(cpu)
     x = torch.randn(1, TOKENS, WIDTH)
     y, slopes = passes(cpu, x.clone(), Stretches(counts=False))

@@ -165,9 +165,9 @@ def launches(code: str) -> int:
 def counted(name: str) -> dict[str, object]:
     """Launches of a layer's token, inside an inner batch and at its end."""
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=WIDTH, heads=1).eval()
-    batch = layer.recipe.algorithm.batch
-    seen = 2 * batch + (layer.recipe.history or 0) // batch * batch
+    layer = rc.zoo.get(name).build(d_model=WIDTH, num_heads=1).eval()
+    batch = layer.recipe.algorithm.batch_size
+    seen = 2 * batch + (layer.recipe.num_past_associations or 0) // batch * batch
     x = torch.randn(1, seen + batch, WIDTH)
     _, state = layer(x[:, :1])
     found: dict[int, int] = {}

@@ -30,27 +30,26 @@ from torch import Tensor, nn
 import recollect as rc
 from recollect.engines.deep.fused import walk
 from recollect.engines.deep.fused.fitting import Build
-from recollect.layer.blocks import Block
+from recollect.layer.block import Block
 
 WIDTH, PROMPT, MORE, SLOTS = 16, 7, 24, 40
 
 _titans, NEAR = rc.zoo.get("titans").recipe, rc.zoo.get("sliding_window_attention").recipe
-DEEP = replace(_titans, algorithm=replace(_titans.algorithm, batch=4))
+DEEP = replace(_titans, algorithm=replace(_titans.algorithm, batch_size=4))
 
 
 def _attending(window: rc.context.Context) -> rc.Recipe:
-    return replace(NEAR, context=replace(NEAR.context, within=(window,)))
+    return replace(NEAR, context=replace(NEAR.context, restrictions=(window,)))
 
 
-SINK = _attending(rc.context.SinkWindow(size=6, first=2))
+SINK = _attending(rc.context.SinkWindow(size=6, num_sinks=2))
 NEAR = _attending(rc.context.Window(size=6, gated=False))
 COMPOSED = {
-    "mac": rc.blocks.AsContext(DEEP, "softmax_attention", segment=6, persistent=2),
-    "mag": rc.blocks.Gated(DEEP, SINK, persistent=2),
-    "chain": rc.blocks.Chain("gated_delta_net", NEAR),
-    "beside attention": rc.blocks.Chain("softmax_attention", DEEP),
-    "together": rc.blocks.Together("gated_delta_net", DEEP),
-    "boosted": rc.blocks.Boosted("delta_net", "delta_net"),
+    "mac": rc.blocks.MemoryAsContext(DEEP, "softmax_attention", segment=6, persistent=2),
+    "mag": rc.blocks.MemoryAsGate(DEEP, SINK, persistent=2),
+    "chain": rc.blocks.Sequential("gated_delta_net", NEAR),
+    "beside attention": rc.blocks.Sequential("softmax_attention", DEEP),
+    "boosted": rc.blocks.ResidualMemory("delta_net", "delta_net"),
 }
 """Compositions whose segments, inner batches and windows are short and do not divide each other."""
 
@@ -59,7 +58,7 @@ def module_of(name: str) -> nn.Module:
     """The layer of a preset, or a composition of this file."""
     if name in COMPOSED:
         return rc.blocks.build(COMPOSED[name], WIDTH, 2)
-    return rc.zoo.get(name).build(d_model=WIDTH, heads=2)
+    return rc.zoo.get(name).build(d_model=WIDTH, num_heads=2)
 
 
 def model_of(name: str) -> nn.Module:
@@ -97,19 +96,19 @@ def decoded(name: str) -> dict[str, object]:
     try:
         rc.StaticDecoder(cpu, stepped(cpu, drawn(1), None)[1])
     except ValueError as error:
-        if "slots=" not in str(error):
+        if "max_cache_len=" not in str(error):
             return {"name": name, "refused": str(error)}
         slots = PROMPT + SLOTS
     x = drawn(PROMPT)
     with pretend.counted():
         _, state = stepped(there, pretend.put(x), None)
         try:
-            decoder = rc.StaticDecoder(there, state, slots=slots, record=pretend.record)
+            decoder = rc.StaticDecoder(there, state, max_cache_len=slots, record=pretend.record)
         except ValueError as error:
             return {"name": name, "refused": str(error)}
         _, cpu_state = stepped(cpu, x, None)
         far, launches = 0.0, 0
-        more = decoder.warm + 3 * decoder.period + MORE if slots is None else SLOTS - 3
+        more = decoder.warmup_tokens + 3 * decoder.period + MORE if slots is None else SLOTS - 3
         for _ in range(more):
             x = drawn(1)
             y, cpu_state = stepped(cpu, x, cpu_state)
@@ -126,7 +125,7 @@ def decoded(name: str) -> dict[str, object]:
             distance(pretend.host(one.to_dict()[part]), number)
             for one, other in pairs
             for part, number in other.to_dict().items()
-            if number.numel() and part != "written_by"
+            if number.numel() and part != "recipe_id"
         ]
         # From here the module itself goes on.
         y, _ = stepped(cpu, x, cpu_state)
@@ -135,7 +134,7 @@ def decoded(name: str) -> dict[str, object]:
         "name": name,
         "decoded": far,
         "state": max(apart, default=0.0),
-        "places": [decoder.period, decoder.graphs],
+        "places": [decoder.period, decoder.num_recorded],
         "launches": launches,
     }
 
@@ -149,7 +148,7 @@ def trained(name: str) -> dict[str, object]:
     batches, targets = torch.randn(2, 4, 2, 40, WIDTH).double()
 
     def step(module: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-        y, _ = module(x, output_state=False)
+        y, _ = module(x, output_final_state=False)
         loss = (y - target).square().mean()
         parameters = [p for p in module.parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -186,9 +185,11 @@ def fused() -> dict[str, object]:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.Momentum(batch=16, normalize=True, limit="keys"),
+        algorithm=rc.algorithm.Momentum(
+            batch_size=16, normalized_steps=True, batch_overlap="measured"
+        ),
     )
-    layers = [rc.MemoryLayer(128, 2, recipe, method=method).eval() for method in ("auto", "fused")]
+    layers = [rc.MemoryLayer(128, 2, recipe, engine=method).eval() for method in ("auto", "fused")]
     layers[1].load_state_dict(layers[0].state_dict())
     batched, there = map(pretend.put_module, layers)
     folder = Path(tempfile.mkdtemp())
@@ -231,7 +232,7 @@ def fused() -> dict[str, object]:
     return {
         "decoded": far,
         "state": max(distance(pretend.host(a), b) for a, b in pairs),
-        "places": [decoder.period, decoder.graphs],
+        "places": [decoder.period, decoder.num_recorded],
         "tokens": launched,
         "launches": [counts["auto"], counts["fused"]],
         "syncs": syncs,

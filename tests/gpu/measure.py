@@ -44,11 +44,13 @@ def system(name: str) -> rc.zoo.Preset:
     if name != NO_NORM:
         return rc.zoo.get(name)
     titans = rc.zoo.get("titans")
-    gates = {name: x for name, x in dict(titans.options.gates).items() if name != "norm_weight"}
+    gates = {
+        name: x for name, x in dict(titans.options.gate_options).items() if name != "norm_weight"
+    }
     return replace(
         titans,
         recipe=recipe_of(NO_NORM),
-        options=replace(titans.options, gates=gates, last_map=1.0),
+        options=replace(titans.options, gate_options=gates, last_map_init_scale=1.0),
     )
 
 
@@ -81,7 +83,7 @@ def measure(
     """
     preset = system(name)
     torch.manual_seed(0)
-    cpu = preset.build(d_model=WIDTH, heads=HEADS)
+    cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
     there = pretend.put_module(cpu)
     if precision is not None:
         there.precision = precision

@@ -55,7 +55,7 @@ RECIPES: Mapping[str, rc.Recipe] = {
         "after",
         bias=DOT,
         algorithm=GIVEN,
-        memory=rc.memory.Matrix(read=rc.memory.Read(when="before", bonus="static")),
+        memory=rc.memory.Matrix(read=rc.memory.Read(when="before", bonus="learned")),
     ),
     "delta": _matrix(),
     "delta after decay": _decayed("head", "before"),
@@ -64,7 +64,9 @@ RECIPES: Mapping[str, rc.Recipe] = {
     "delta before decay per key": _decayed("key", "after"),
     "probe": _decayed("key", "after", bias=ERASING, algorithm=GIVEN),
     "probe after decay": _decayed("head", "before", bias=ERASING, algorithm=GIVEN),
-    "two steps": _decayed("head", "before", algorithm=rc.algorithm.GradientDescent(steps=2)),
+    "two steps": _decayed(
+        "head", "before", algorithm=rc.algorithm.GradientDescent(updates_per_token=2)
+    ),
     "vector": rc.zoo.get("rg_lru").recipe,
     "ridge": rc.zoo.get("mesa_net").recipe,
     "attention": rc.zoo.get("fox").recipe,
@@ -244,13 +246,13 @@ def unit(*shape: int, seed: int) -> Tensor:
 
 def numbers(case: Case, recipe: rc.Recipe, rows: int) -> dict[str, dict[str, Tensor]]:
     """Tensors, gates and params of a call, in float64."""
-    lead, n = (rows, case.tokens, HEADS), recipe.associations
+    lead, n = (rows, case.tokens, HEADS), recipe.associations_per_token
     each = (n,) if n > 1 else ()
     sizes = recipe.axes(case.keys, case.values)
     q = drawn(rows, case.tokens, HEADS * case.queries, case.keys, seed=1)
     k = drawn(*lead, *each, case.keys, seed=2)
     v = drawn(*lead, *each, case.values, seed=3)
-    tensors = {"q": q, "k": k if recipe.memory.diagonal else normalize(k, dim=-1), "v": v}
+    tensors = {"q": q, "k": k if recipe.memory.is_elementwise else normalize(k, dim=-1), "v": v}
     gates: dict[str, Tensor] = {}
     for seed, gate in enumerate(recipe.gates(), start=10):
         own = each if recipe.per_association(gate) else ()
@@ -274,7 +276,7 @@ def start(case: Case, recipe: rc.Recipe) -> Tensor | None:
     """An initial memory, where the case has one."""
     if not case.starts:
         return None
-    shape = (case.values,) if recipe.memory.diagonal else (case.values, case.keys)
+    shape = (case.values,) if recipe.memory.is_elementwise else (case.values, case.keys)
     return drawn(HEADS, *shape, seed=50)
 
 
@@ -294,8 +296,8 @@ def call(
         given["tensors"]["v"],
         given["gates"],
         params=given["params"],
-        init=init,
-        method=method,
+        initial_memory=init,
+        engine=method,
         **where,
     )
     assert state is not None
@@ -361,7 +363,7 @@ def solved(case: Case, method: str, *, device: torch.device | str = "cpu") -> di
 
 def kept(recipe: rc.Recipe, state: rc.State) -> list[Tensor]:
     """What of a state an operator computes."""
-    slots = [x for name in ("gram",) for x in state.slots.get(name, ())]
+    slots = [x for name in ("gram",) for x in state.algorithm_state.get(name, ())]
     return [] if recipe.nonparametric else [*state.weights, *slots]
 
 

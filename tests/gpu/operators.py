@@ -5,7 +5,7 @@
 how far outputs, final states and every gradient are from the reference. It is a program of its own
 because the interpreter stays with its process (`tests.gpu.interpreter`).
 
-Calls go through ``rc.recall(method="fla")``, as on a GPU: only the sentence that the device is none
+Calls go through ``rc.recall(engine="fla")``, as on a GPU: only the sentence that the device is none
 is switched off. With ``hopper`` the machine claims to have a Hopper GPU and Triton 3.6.
 """
 

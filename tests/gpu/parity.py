@@ -78,7 +78,7 @@ def compare(name: str, *, precision: str | None = None) -> dict[str, Any]:
     """
     preset = rc.zoo.get(name)
     torch.manual_seed(0)
-    cpu = preset.build(d_model=WIDTH, heads=HEADS)
+    cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
     there, waits, quiet = moved(cpu), Waits(), Unwatched()
     if precision is not None:
         there.precision = precision

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.recall.bound import bind
+from recollect.functional.binding import bind
 
 WIDTH, HEADS = 16, 2
 TOKENS, DEEP_TOKENS = 72, 40
@@ -55,7 +55,7 @@ def distance(x: Tensor | None, y: Tensor | None) -> float:
 def passes(layer: nn.Module, x: Tensor, stretches: Runs) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Outputs, and the gradients of what is read and of every parameter."""
     x = x.requires_grad_()
-    y = stretches.run("forward", lambda: layer(x, output_state=False))[0]
+    y = stretches.run("forward", lambda: layer(x, output_final_state=False))[0]
     stretches.run("backward", lambda: y.square().sum().backward())
     return y, {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
 
@@ -85,5 +85,5 @@ def pieces(x: Tensor) -> list[Tensor]:
 def length(preset: rc.zoo.Preset) -> int:
     """Tokens that a preset is measured on."""
     K = WIDTH // HEADS
-    engine = bind(preset.recipe, H=HEADS, K=K, V=K, method="auto").engine
+    engine = bind(preset.recipe, H=HEADS, K=K, V=K, engine="auto").engine
     return DEEP_TOKENS if engine.name == "deep" else TOKENS

@@ -39,7 +39,7 @@ class Case:
             seven tokens early. dtype: of the numbers. taken: whether kernels are.
         again: whether gradients are differentiated once more.
         scale: of values from the second half on. keys: of keys.
-        method: of `recollect.recall`. chunk: tokens of a group.
+        engine: of `recollect.recall`. chunk: tokens of a group.
         zeros: whether the first tokens' keys, and the next ones' errors, are 0.
     """
 
@@ -54,7 +54,7 @@ class Case:
     scale: float = 1.0
     keys: float = 1.0
     zeros: bool = False
-    method: str = "deep"
+    engine: str = "deep"
     chunk: int | None = None
 
 
@@ -63,7 +63,7 @@ def recipe(*, momentum: bool = True, share: bool = True, b: int = 16, **more: An
     kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
     memory = rc.memory.MLP(**more.pop("memory", {}))
     choices = {"retention": rc.retention.Decay(), **more}
-    return rc.Recipe(memory=memory, algorithm=kind(batch=b, normalize=share), **choices)
+    return rc.Recipe(memory=memory, algorithm=kind(batch_size=b, normalized_steps=share), **choices)
 
 
 TITANS = recipe()
@@ -92,8 +92,8 @@ CASES = {
         f"{name} between": Case(recipe(memory={"activation": name}), K=8, T=24)
         for name in ("gelu_tanh", "silu", "tanh", "relu", "identity")
     },
-    "operations of torch alone": Case(TITANS, K=8, T=20, method="torch", taken=False),
-    "several groups": Case(TITANS, K=8, T=40, method="deep", chunk=16),
+    "operations of torch alone": Case(TITANS, K=8, T=20, engine="torch", taken=False),
+    "several groups": Case(TITANS, K=8, T=40, engine="deep", chunk=16),
     "three maps": Case(recipe(memory={"depth": 3}), K=8, T=20, taken=False),
     "a bent error": Case(recipe(share=False, bias=rc.bias.Huber()), K=8, T=20, taken=False),
 }
@@ -124,13 +124,13 @@ def drawn(case: Case) -> dict[str, Any]:
 
 
 def solved(
-    case: Case, given: Mapping[str, Tensor], method: str, send: Send = lambda x: x
+    case: Case, given: Mapping[str, Tensor], engine: str, send: Send = lambda x: x
 ) -> dict[str, Tensor]:
     """Outputs, states and gradients by name, as the CPU has them.
 
     Args:
         case: the call. given: its arguments, on the CPU.
-        method: of `recollect.recall`.
+        engine: of `recollect.recall`.
         send: takes a tensor to where it runs.
     """
     leaves = {name: send(x).requires_grad_() for name, x in given.items()}
@@ -143,14 +143,16 @@ def solved(
         case.recipe,
         *(leaves[name] for name in ("q", "k", "v")),
         {name[5:]: x for name, x in leaves.items() if name.startswith("gate ")},
-        init=[x for name, x in leaves.items() if name.startswith("init ")],
-        method=method,
+        initial_memory=[x for name, x in leaves.items() if name.startswith("init ")],
+        engine=engine,
         chunk_size=case.chunk,
         **where,
     )
     assert state is not None
     found = {"y": y, **{f"state {n}": x for n, x in enumerate(state.weights)}}
-    found |= {f"{name} {n}": x for name, xs in state.slots.items() for n, x in enumerate(xs)}
+    found |= {
+        f"{name} {n}": x for name, xs in state.algorithm_state.items() for n, x in enumerate(xs)
+    }
 
     def wave(x: Tensor, seed: int) -> Tensor:
         g = torch.Generator().manual_seed(seed)

@@ -29,7 +29,7 @@ from tests.gpu.printed import interprets
 from tests.gpu.row_cases import CASES, TITANS, Case, apart, drawn, recipe, solved, told
 from torch import Tensor
 
-from recollect.choices.multiplying import multiplying
+from recollect.choices.matmul_precision import matmul_precision
 from recollect.engines.deep.chain import rows
 from recollect.engines.deep.chain.engine import _tried
 from recollect.engines.deep.chain.rows import agree
@@ -72,7 +72,7 @@ def there(case: Case) -> dict[str, Tensor]:
     """What the device says."""
     RAN.clear()
     with pretend.counted():
-        return solved(case, drawn(case), case.method, pretend.put)
+        return solved(case, drawn(case), case.engine, pretend.put)
 
 
 def parity(names: Sequence[str]) -> None:
@@ -164,7 +164,7 @@ def mutants() -> None:
         install(module)
         worst = max(apart(there(case), said).values())
         # Where products round their factors, numbers next to each other may come apart.
-        with pretend.counted(), multiplying("bf16"):
+        with pretend.counted(), matmul_precision("bf16"):
             trusted = agree(_tried, rows.LAUNCHERS[pretend.NAME], pretend.put(torch.ones(1)).device)
         print(json.dumps([wrong, worst, trusted]), flush=True)
 

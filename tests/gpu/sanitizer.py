@@ -30,9 +30,9 @@ FAULTS = 86
 
 def once() -> None:
     """All kernels, of two memories: products of warps, and in batches of 64 of warpgroups."""
-    recipe = rc.zoo.get("titans").recipe.but(memory=rc.memory.MLP())
+    recipe = rc.zoo.get("titans").recipe.replace(memory=rc.memory.MLP())
     walked(recipe, 40)
-    walked(replace(recipe, algorithm=replace(recipe.algorithm, batch=64)), 150)
+    walked(replace(recipe, algorithm=replace(recipe.algorithm, batch_size=64)), 150)
 
 
 def walked(recipe: rc.Recipe, T: int) -> None:
@@ -52,15 +52,15 @@ def walked(recipe: rc.Recipe, T: int) -> None:
     ]
     k = torch.nn.functional.normalize(k, dim=-1)
     with torch.no_grad():
-        y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")
-        layer, state = rc.MemoryLayer(128, 2, recipe, method="fused").cuda().eval(), None
-        over = recipe.algorithm.batch + 1  # a border
+        y, _ = rc.recall(recipe, q, k, v, gates, initial_memory=init, engine="fused")
+        layer, state = rc.MemoryLayer(128, 2, recipe, engine="fused").cuda().eval(), None
+        over = recipe.algorithm.batch_size + 1  # a border
         for token in torch.randn(over, 1, 1, 128, generator=g).cuda():
             told, state = layer(token, state)
             assert bool(told.isfinite().all())
     assert bool(y.isfinite().all())
     v.requires_grad_()
-    y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")
+    y, _ = rc.recall(recipe, q, k, v, gates, initial_memory=init, engine="fused")
     (slope,) = torch.autograd.grad(y.square().sum(), v)
     assert bool(slope.isfinite().all())
     torch.cuda.synchronize()

@@ -25,13 +25,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import recollect as rc
-from recollect.choices.multiplying import multiplying
+from recollect.choices.matmul_precision import matmul_precision
+from recollect.engines.common.problem import Problem
 from recollect.engines.fla import calls, choose, offer, recurrences
 from recollect.engines.fla.operators import function, gated_backward_raises
-from recollect.recall.bound import bind, named
-from recollect.recall.call import Call
-from recollect.recall.one_operation import memorise_as_one
-from recollect.recipe.sized import sized
+from recollect.functional.binding import bind, named
+from recollect.functional.one_operation import memorise_op
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -64,8 +63,8 @@ SIZES = {"H": 2, "K": 16, "V": 16}
 
 def _taken(recipe: rc.Recipe, dtype: torch.dtype, **sizes: int) -> str | None:
     """The operator for keys of a type, or ``None``."""
-    at = sized(recipe, **(SIZES | sizes))
-    fitting = [one for one in offer(at).operators if one.takes(dtype, at.features)]
+    at = bind(recipe, **(SIZES | sizes))
+    fitting = [one for one in offer(at).operators if one.takes(dtype, at.num_features)]
     return fitting[0].name if fitting else None
 
 
@@ -114,7 +113,7 @@ def _own(per: str | None, when: str = "after", **choices: Any) -> rc.Recipe:
         (_own("head", "after"), ANY),
         (_own("key", "after"), ANY),
         (_own("key", "after", bias=rc.bias.DotProduct()), GATE),
-        (_own("head", "before", algorithm=rc.algorithm.GradientDescent(steps=3)),
+        (_own("head", "before", algorithm=rc.algorithm.GradientDescent(updates_per_token=3)),
          "chunk_gated_delta_product"),
     ],
 )  # fmt: skip
@@ -139,8 +138,8 @@ def test_a_recipe_of_ones_own_takes_what_its_structure_does(
     ],
 )
 def test_what_is_not_covered_says_why(recipe: rc.Recipe, reason: str) -> None:
-    at = sized(recipe, **SIZES)
-    with pytest.raises(rc.RecipeError, match=rf"method='fla' cannot run this recipe: .*{reason}"):
+    at = bind(recipe, **SIZES)
+    with pytest.raises(rc.RecipeError, match=rf"engine='fla' cannot run this recipe: .*{reason}"):
         offer(at, "fla")
     said = offer(at)
     assert not said.operators
@@ -151,7 +150,7 @@ def test_keys_may_be_too_wide() -> None:
     recipe = rc.zoo.get("gated_delta_net").recipe
     assert _taken(recipe, torch.bfloat16, K=256) == DELTA
     assert _taken(recipe, torch.bfloat16, K=320) is None
-    assert "at most 256 features, not 320" in str(offer(sized(recipe, H=1, K=320, V=16)))
+    assert "at most 256 features, not 320" in str(offer(bind(recipe, H=1, K=320, V=16)))
     wide = rc.zoo.get("linear_attention").recipe
     assert _taken(wide, torch.bfloat16, K=320) == SUM
 
@@ -171,10 +170,10 @@ ON_HOPPER: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_presets_train_on_hopper_by_the_expected_operator(name: str) -> None:
-    at = sized(rc.zoo.get(name).recipe, **SIZES)
+    at = bind(rc.zoo.get(name).recipe, **SIZES)
     able = offer(at).without_gated_backward
     names = (
-        next(one.name for one in able if one.takes(dtype, at.features))
+        next(one.name for one in able if one.takes(dtype, at.num_features))
         for dtype in (torch.bfloat16, torch.float32)
     )
     assert tuple(names) == ON_HOPPER[name]
@@ -234,7 +233,7 @@ def _arguments(*, trains: bool) -> dict[str, Any]:
 
 
 def _recall(**arguments: Any) -> Tensor:
-    return rc.recall("gated_delta_net", **arguments, method="fla", precision="tf32")[0]
+    return rc.recall("gated_delta_net", **arguments, engine="fla", precision="tf32")[0]
 
 
 def test_without_a_gradient_the_faster_operator_runs(on_hopper: list[str]) -> None:
@@ -263,8 +262,8 @@ def test_a_compiled_call_trains(on_hopper: list[str]) -> None:
     """A compiled call is one operation of the graph, whose backward pass solves again."""
     arguments = _arguments(trains=True)
     recipe = rc.zoo.get("gated_delta_net").recipe
-    bound = named(bind(recipe, H=2, K=8, V=8, method="fla", precision="tf32"))
-    y, _ = memorise_as_one(Call(bound=bound, params={}, **arguments))
+    bound = named(bind(recipe, H=2, K=8, V=8, engine="fla", precision="tf32"))
+    y, _ = memorise_op(Problem(bound=bound, params={}, **arguments))
     assert on_hopper == [DELTA]
     torch.autograd.grad(y.sum(), arguments["q"])
     assert on_hopper == [DELTA, KDA]
@@ -279,13 +278,13 @@ def test_methods() -> None:
     given = {"lr": torch.rand(1, 5, 2)}
     y, _ = rc.recall("delta_net", q, k, v, given)
     for method in ("torch", "linear"):
-        assert torch.equal(rc.recall("delta_net", q, k, v, given, method=method)[0], y)
+        assert torch.equal(rc.recall("delta_net", q, k, v, given, engine=method)[0], y)
     with pytest.raises(rc.RecipeError, match="cannot run this call: its kernels run on cuda"):
-        rc.recall("delta_net", q, k, v, given, method="fla")
+        rc.recall("delta_net", q, k, v, given, engine="fla")
     with pytest.raises(rc.RecipeError, match=r"memory\.MLP is not linear"):
-        rc.zoo.get("titans").build(d_model=8, heads=1, method="fla")
+        rc.zoo.get("titans").build(d_model=8, num_heads=1, engine="fla")
     with pytest.raises(rc.RecipeError, match=r"memory\.MLP is not linear"):
-        rc.explain("titans", method="fla")
+        rc.explain("titans", engine="fla")
 
 
 def test_explain_says_which_and_why() -> None:
@@ -303,7 +302,7 @@ def test_explain_says_which_and_why() -> None:
         "chunk_gated_delta_product and chunk_gated_delta_rule, whose backward pass raises there"
     )
     assert "Hopper" not in rc.explain("gla").backend
-    assert "method='torch' does not take it" in rc.explain("delta_net", method="torch").backend
+    assert "engine='torch' does not take it" in rc.explain("delta_net", engine="torch").backend
 
 
 @pytest.fixture
@@ -322,7 +321,7 @@ def test_calls_that_are_not_taken_say_why() -> None:
 
     def refused(name: str, sentence: str, *x: Tensor, **given: Any) -> None:
         with pytest.raises(rc.RecipeError, match=f"cannot run this call: .*{sentence}"):
-            rc.recall(name, *x, method="fla", **given)
+            rc.recall(name, *x, engine="fla", **given)
 
     refused("delta_net", "TF32, and .* is 'highest'", grown, k, v, gates={"lr": lr})
     asked = {"gates": {"lr": lr}, "precision": "float32"}
@@ -341,7 +340,7 @@ def test_what_is_not_taken_goes_the_engines_way() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 8, requires_grad=True)
     given = {"lr": torch.rand(1, 20, 2)}
     y, _ = rc.recall("delta_net", q, k, v, given)
-    assert torch.equal(y, rc.recall("delta_net", q, k, v, given, method="torch")[0])
+    assert torch.equal(y, rc.recall("delta_net", q, k, v, given, engine="torch")[0])
 
 
 @pytest.mark.parametrize(
@@ -358,7 +357,7 @@ def test_what_is_not_taken_goes_the_engines_way() -> None:
 def test_kernels_multiply_what_was_asked_for(
     precision: str | None, given: torch.dtype, taken: torch.dtype | None
 ) -> None:
-    with multiplying(precision):
+    with matmul_precision(precision):
         assert choose.allowed(given) is taken
 
 

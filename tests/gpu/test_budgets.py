@@ -260,7 +260,7 @@ def test_precision_of_a_layer(names: tuple[str, ...], precision: str, bits: int)
     far, slope = FEWER.get(bits, (NEAR["y"], NEAR["gradient"]))
     for one in printed("measure", "--precision", precision, *names):
         name, recipe = one["name"], rc.zoo.get(one["name"]).recipe
-        engine = rc.select(recipe).engine
+        engine = rc.select_engine(recipe).engine
         exact = bits == 23 or engine.needs_digits(recipe) is not None
         most = max(NEAR["y"], FAR.get(name, 0.0)) if exact else far
         assert one["y"] <= most, name

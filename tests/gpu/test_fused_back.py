@@ -41,12 +41,14 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Of a sum of outputs, final weights and momentum with fixed weights, by input."""
     names = ["q", "k", "v", *x["gates"], "A1", "A2"]
-    tensors = [x["q"], x["k"], x["v"], *x["gates"].values(), *x["init"]]
+    tensors = [x["q"], x["k"], x["v"], *x["gates"].values(), *x["initial_memory"]]
     leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
     gates = dict(zip(x["gates"], leaves[3:], strict=False))
-    y, state = rc.recall(recipe, *leaves[:3], gates, init=leaves[-2:], method=method, **more)
+    y, state = rc.recall(
+        recipe, *leaves[:3], gates, initial_memory=leaves[-2:], engine=method, **more
+    )
     assert state is not None
-    parts = [y, *state.weights, *state.slots.get("momentum", ())]
+    parts = [y, *state.weights, *state.algorithm_state.get("momentum", ())]
     waves = (torch.arange(p.numel(), dtype=dtype, device=p.device).sin().view_as(p) for p in parts)
     loss = torch.stack([(p * wave).sum() for p, wave in zip(parts, waves, strict=True)]).sum()
     return dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))
@@ -60,7 +62,9 @@ SLOW = {
     "relu, no residual": (plain("relu", residual=False), 40, 64),
     "gelu by tanh": (plain("gelu_tanh"), 40, 64),
     "momentum, no shares": (
-        rc.Recipe(memory=rc.memory.MLP(expansion=3), algorithm=rc.algorithm.Momentum(batch=16)),
+        rc.Recipe(
+            memory=rc.memory.MLP(expansion=3), algorithm=rc.algorithm.Momentum(batch_size=16)
+        ),
         40,
         64,
     ),
@@ -68,7 +72,7 @@ SLOW = {
         rc.Recipe(
             memory=rc.memory.MLP(expansion=1),
             retention=rc.retention.Decay(),
-            algorithm=rc.algorithm.GradientDescent(batch=16, normalize=True),
+            algorithm=rc.algorithm.GradientDescent(batch_size=16, normalized_steps=True),
         ),
         40,
         64,
@@ -77,7 +81,7 @@ SLOW = {
         rc.Recipe(
             memory=rc.memory.MLP(expansion=2),
             bias=rc.bias.DotProduct(),
-            algorithm=rc.algorithm.Momentum(batch=16),
+            algorithm=rc.algorithm.Momentum(batch_size=16),
         ),
         40,
         64,
@@ -88,7 +92,7 @@ SLOW = {
     "64 tokens, momentum, no shares": (
         rc.Recipe(
             memory=rc.memory.MLP(activation="gelu_tanh", expansion=3, residual=False),
-            algorithm=rc.algorithm.Momentum(batch=64),
+            algorithm=rc.algorithm.Momentum(batch_size=64),
         ),
         150,
         64,

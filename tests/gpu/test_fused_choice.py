@@ -15,21 +15,21 @@ from recollect.engines import deep
 from recollect.engines.deep.fused import walk
 from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.select import ASKED, ENGINES
-from recollect.recipe.sized import sized
+from recollect.functional.binding import bind
 
 
 def built(recipe: rc.Recipe, K: int = 64, V: int = 64) -> Build | None:
-    return deep.fused_plan(sized(recipe, H=1, K=K, V=V)).fused
+    return deep.fused_plan(bind(recipe, H=1, K=K, V=V)).fused
 
 
 def test_nobody_gets_it_unasked() -> None:
     recipe = titans()
-    assert rc.select(recipe).engine.name == "deep"
+    assert rc.select_engine(recipe).engine.name == "deep"
     assert "fused" not in [engine.name for engine in ENGINES]
     assert [engine.name for engine in ASKED] == ["fused"]
-    found = rc.select(recipe, "fused")
+    found = rc.select_engine(recipe, "fused")
     assert found.engine.name == "fused" and "never run on a device yet" in found.how
-    said = str(rc.explain(recipe, method="fused"))
+    said = str(rc.explain(recipe, engine="fused"))
     assert "never run on a device yet" in said and "decoded tokens in float32" in said
 
 
@@ -46,14 +46,14 @@ def test_nobody_gets_it_unasked() -> None:
 )
 def test_other_recipes_are_refused_with_a_reason(name: str, reason: str) -> None:
     with pytest.raises(rc.RecipeError, match=reason):
-        rc.select(rc.zoo.get(name).recipe, "fused")
+        rc.select_engine(rc.zoo.get(name).recipe, "fused")
 
 
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
         (rc.Recipe(memory=rc.memory.MLP(depth=3)), "chain of 3 maps"),
-        (titans().but(features=rc.features.Polynomial()), "lifts keys"),
+        (titans().replace(features=rc.features.Polynomial()), "lifts keys"),
         (rc.Recipe(memory=rc.memory.MLP(activation="tanh")), "has no tanh"),
         (rc.Recipe(memory=rc.memory.MLP(), bias=rc.bias.Huber()), "not a·prediction"),
         (rc.Recipe(memory=rc.memory.MLP(), context=rc.context.Window(size=3)), "more than once"),
@@ -67,26 +67,30 @@ def test_the_rule_is_about_structure(recipe: rc.Recipe, reason: str) -> None:
 def test_sizes_decide_how_many_blocks_share_a_memory() -> None:
     one = built(titans())
     assert one is not None and (one.HS, one.CS, one.momentum, one.normalised) == (64, 4, True, True)
-    momentary = titans().but(algorithm=rc.algorithm.GradientDescent(batch=16, normalize=True))
+    momentary = titans().replace(
+        algorithm=rc.algorithm.GradientDescent(batch_size=16, normalized_steps=True)
+    )
     minus = built(momentary)
     assert minus is not None and (minus.HS, minus.CS, minus.momentum) == (128, 2, False)
     wide = built(momentary, 128, 128)
     assert wide is not None and (wide.HS, wide.CS) == (64, 8)
     most = built(titans(), 128, 128)
     assert most is not None and (most.HS, most.CS) == (32, 16)
-    five = rc.Recipe(memory=rc.memory.MLP(expansion=5), algorithm=rc.algorithm.Momentum(batch=16))
+    five = rc.Recipe(
+        memory=rc.memory.MLP(expansion=5), algorithm=rc.algorithm.Momentum(batch_size=16)
+    )
     assert built(five, 128, 128) is None  # 20 blocks
     assert built(titans(), 48, 48) is None
     for momentum in (False, True):
         kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
-        long = rc.Recipe(memory=rc.memory.MLP(), algorithm=kind(batch=64))
+        long = rc.Recipe(memory=rc.memory.MLP(), algorithm=kind(batch_size=64))
         found = built(long)
         assert found is not None and (found.R, found.HS, found.CS) == (64, 64, 4)
         found = built(long, 128, 128)
         sizes = (32, 16) if momentum else (64, 8)
         assert found is not None and sizes == (found.HS, found.CS)
     plain = rc.Recipe(
-        memory=rc.memory.MLP(residual=False), algorithm=rc.algorithm.Momentum(batch=16)
+        memory=rc.memory.MLP(residual=False), algorithm=rc.algorithm.Momentum(batch_size=16)
     )
     assert built(plain, 64, 128) is None
 
@@ -99,9 +103,9 @@ def call(method: str, K: int = 64, *, gradient: bool = False) -> list[Tensor]:
     each = torch.rand(3, 1, 20, 1, generator=g)
     gates = {"lr": 0.05 * each[0], "log_decay": -each[1], "momentum": 0.9 * each[2]}
     init = [0.1 * torch.randn(1, 1, *s, generator=g) for s in recipe.memory.shapes(K, K)]
-    y, state = rc.recall(recipe, q, k / 8, v, gates, init=init, method=method)
+    y, state = rc.recall(recipe, q, k / 8, v, gates, initial_memory=init, engine=method)
     assert state is not None
-    outcome = [y, *state.weights, *state.slots["momentum"]]
+    outcome = [y, *state.weights, *state.algorithm_state["momentum"]]
     return [*outcome, *torch.autograd.grad(y.sum(), v)] if gradient else outcome
 
 
@@ -114,7 +118,7 @@ def token(method: str, K: int = 64, dtype: torch.dtype = torch.float32) -> Tenso
     gates["log_decay"] = -gates["lr"]
     init = [0.1 * torch.randn(1, 2, *s, generator=g) for s in recipe.memory.shapes(K, K)]
     with torch.no_grad():
-        return rc.recall(recipe, q, k / 8, v, gates, init=init, method=method)[0]
+        return rc.recall(recipe, q, k / 8, v, gates, initial_memory=init, engine=method)[0]
 
 
 def test_tokens_without_a_device_are_the_batched_paths(monkeypatch: pytest.MonkeyPatch) -> None:

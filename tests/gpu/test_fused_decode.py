@@ -57,11 +57,13 @@ def decoded(
     **more: Any,
 ) -> Found:
     """Token by token, from a state or from ``init``."""
-    init, outputs = x.get("init") if state is None else None, []
+    init, outputs = x.get("initial_memory") if state is None else None, []
     for t in range(x["q"].shape[1]):
         with torch.no_grad():
             one = cut(x, t, t + 1)
-            y, state = rc.recall(recipe, **one, init=init, state=state, method=method, **more)
+            y, state = rc.recall(
+                recipe, **one, initial_memory=init, state=state, engine=method, **more
+            )
         init = None
         outputs.append(y)
     assert state is not None
@@ -70,7 +72,7 @@ def decoded(
 
 def averaged(**choices: Any) -> rc.Recipe:
     """Steps averaged over the open batch, as TTT's, with its learned correction."""
-    algorithm = rc.algorithm.GradientDescent(batch=16, reduce="mean", offset="static")
+    algorithm = rc.algorithm.GradientDescent(batch_size=16, reduction="mean", offset="learned")
     return rc.Recipe(memory=rc.memory.MLP(**choices), algorithm=algorithm)
 
 
@@ -88,7 +90,7 @@ SLOW = {
         rc.Recipe(
             memory=rc.memory.MLP(),
             bias=rc.bias.DotProduct(),
-            algorithm=rc.algorithm.Momentum(batch=16),
+            algorithm=rc.algorithm.Momentum(batch_size=16),
         ),
         33,
         64,
@@ -123,7 +125,7 @@ def test_what_a_state_keeps_beside_the_memory(
     recipe, x = by_keys(momentum=momentum), torch.randn(3, 40, 128)
     torch.manual_seed(0)
     batched, fused = (
-        rc.MemoryLayer(128, 2, recipe, method=method).eval() for method in ("deep", "fused")
+        rc.MemoryLayer(128, 2, recipe, engine=method).eval() for method in ("deep", "fused")
     )
     fused.load_state_dict(batched.state_dict())
     with torch.no_grad(), simulated(monkeypatch, folder) as ran:
@@ -133,7 +135,10 @@ def test_what_a_state_keeps_beside_the_memory(
             _, one = batched(x[:, t : t + 1], one)
             _, other = fused(x[:, t : t + 1], other)
             a, b = one.memory, other.memory
-            assert a.seen == b.seen == t + 1 and a.buffer.rates.keys() == b.buffer.rates.keys()
+            assert (
+                a.host_position == b.host_position == t + 1
+                and a.buffer.rates.keys() == b.buffer.rates.keys()
+            )
             assert torch.equal(a.position, b.position)
             assert torch.equal(a.buffer.mask, b.buffer.mask)
             pairs = zip(
@@ -163,7 +168,7 @@ def test_a_token_leaves_the_state_before_as_it_was(
     x, other = drawn(recipe, 17), drawn(recipe, 18)
     for T in (9, 15):
         with simulated(monkeypatch, folder):
-            _, state = decoded(recipe, {**cut(x, 0, T), "init": x["init"]})
+            _, state = decoded(recipe, {**cut(x, 0, T), "initial_memory": x["initial_memory"]})
             copied = [one.clone() for one in state.tensors()]
             first = decoded(recipe, cut(x, T, T + 1), state=state)
             second = decoded(recipe, cut(other, T, T + 1), state=state)
@@ -203,14 +208,16 @@ def test_a_token_goes_on_where_others_stopped(
     begin, tokens = 0, 0
     with simulated(monkeypatch, folder) as ran:
         for way, stop in zip(ways[::2], ways[1::2], strict=True):
-            part = cut(x, begin, stop) | ({"init": x["init"]} if state is None else {})
+            part = cut(x, begin, stop) | (
+                {"initial_memory": x["initial_memory"]} if state is None else {}
+            )
             if begin and "walk" not in way:
                 one, state = decoded(recipe, part, way, state)
                 tokens += stop - begin if way == "fused" else 0
             else:
                 with torch.no_grad():
                     method = "fused" if "walk" in way else way
-                    one, state = rc.recall(recipe, **part, state=state, method=method)
+                    one, state = rc.recall(recipe, **part, state=state, engine=method)
             assert state is not None
             outputs.append(one)
             begin = stop
@@ -229,11 +236,11 @@ def test_rows_that_came_differently_far_take_the_walk(
     recipe, lengths = titans(), torch.tensor([7, 3])
     x = drawn(recipe, 12, B=2)
     mask = (torch.arange(7) < lengths[:, None]).long()
-    prompt = cut(x, 0, 7) | {"init": x["init"]}
+    prompt = cut(x, 0, 7) | {"initial_memory": x["initial_memory"]}
     outcomes: list[Found] = []
     with simulated(monkeypatch, folder) as ran:
         for method in ("reference", "fused"):
-            _, state = rc.recall(recipe, **prompt, attention_mask=mask, method="reference")
+            _, state = rc.recall(recipe, **prompt, attention_mask=mask, engine="reference")
             outcomes.append(decoded(recipe, cut(x, 7, 12), method, state))
     assert "token" not in ran
     own = x["q"][:, 7:].double()
@@ -246,7 +253,7 @@ def test_what_the_kernel_is_not_for(
 ) -> None:
     recipe = titans()
     drawn_all = drawn(recipe, 3)
-    x = cut(drawn_all, 0, 1) | {"init": drawn_all["init"]}
+    x = cut(drawn_all, 0, 1) | {"initial_memory": drawn_all["initial_memory"]}
     if change == "float64":
         x |= {name: x[name].double() for name in ("q", "k", "v")}
     elif change == "two queries":
@@ -254,9 +261,9 @@ def test_what_the_kernel_is_not_for(
     else:
         x["v"].requires_grad_()
     with simulated(monkeypatch, folder) as ran:
-        y, _ = rc.recall(recipe, **x, method="fused")
+        y, _ = rc.recall(recipe, **x, engine="fused")
     assert "token" not in ran
-    said, _ = rc.recall(recipe, **x, method="reference")
+    said, _ = rc.recall(recipe, **x, engine="reference")
     assert far(y.detach(), said.detach().double()) < forth.NEAR
 
 
@@ -265,7 +272,7 @@ def missed(
 ) -> set[str]:
     """Barriers that can be left out of one token without changing a digit."""
     x = drawn(recipe, before + 1)
-    _, state = decoded(recipe, cut(x, 0, before) | {"init": x["init"]}, "deep")
+    _, state = decoded(recipe, cut(x, 0, before) | {"initial_memory": x["initial_memory"]}, "deep")
 
     def digits() -> list[Tensor]:
         y, after = decoded(recipe, cut(x, before, before + 1), state=state)
@@ -300,7 +307,7 @@ def test_a_static_decoder_takes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
     """Layers, from a prompt on: replayed in fixed tensors, as on a device without graphs."""
     torch.manual_seed(0)
     given: Any = (128, 2, by_keys())
-    layer = rc.MemoryLayer(*given, method="fused").eval()
+    layer = rc.MemoryLayer(*given, engine="fused").eval()
     batched = rc.MemoryLayer(*given).eval()
     batched.load_state_dict(layer.state_dict())
     x = torch.randn(1, 80, 128)
@@ -312,7 +319,7 @@ def test_a_static_decoder_takes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
             y = decoder(x[:, t : t + 1])
             said, state = batched(x[:, t : t + 1], state)
             apart = max(apart, far(y, said.double()))
-    assert ran.count("token") == 72 and decoder.graphs == decoder.period == 16
+    assert ran.count("token") == 72 and decoder.num_recorded == decoder.period == 16
     assert apart < 1e-5
     pairs = zip(decoder.state.memory.weights, state.memory.weights, strict=True)
     assert all(far(a, b.double()) < 1e-5 for a, b in pairs)
@@ -325,13 +332,13 @@ def test_a_layer_in_bfloat16(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     x, outcomes = torch.randn(1, 20, 128).bfloat16(), []
     for method in ("deep", "fused"):
         torch.manual_seed(0)
-        layer = rc.MemoryLayer(128, 2, recipe, method=method)
+        layer = rc.MemoryLayer(128, 2, recipe, engine=method)
         layer, state = layer.eval().bfloat16(), None
         with torch.no_grad(), simulated(monkeypatch, folder) as ran:
             for t in range(20):
                 y, state = layer(x[:, t : t + 1], state)
         assert state is not None
-        outcomes.append([y, *state.memory.weights, *state.memory.slots["momentum"]])
+        outcomes.append([y, *state.memory.weights, *state.memory.algorithm_state["momentum"]])
     assert ran == ["token"] * 20
     assert all(far(a, b.double()) < 1e-5 for a, b in zip(*outcomes, strict=True))
 

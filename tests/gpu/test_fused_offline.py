@@ -18,7 +18,7 @@ from recollect.engines import deep
 from recollect.engines.deep.fused.compiling import SOURCES, CompileError, compiled, find_nvrtc
 from recollect.engines.deep.fused.fitting import BLOCKS, CURVES, MOST_SHARED, Build, runs_on
 from recollect.engines.deep.fused.launch import FILES, threads_of
-from recollect.recipe.sized import sized
+from recollect.functional.binding import bind
 
 
 def build(
@@ -28,9 +28,9 @@ def build(
     recipe = rc.Recipe(
         memory=rc.memory.MLP(expansion=expansion),
         retention=rc.retention.Decay(),
-        algorithm=kind(batch=b, normalize=share),
+        algorithm=kind(batch_size=b, normalized_steps=share),
     )
-    return deep.fused_plan(sized(recipe, H=1, K=D, V=D)).fused
+    return deep.fused_plan(bind(recipe, H=1, K=D, V=D)).fused
 
 
 def report(kernel: str, one: Build, arch: str, folder: Path) -> str:

@@ -101,7 +101,7 @@ def test_tokens_are_the_definitions(
 def test_tokens_of_replayed_graphs(launched: list[str]) -> None:
     """A layer's tokens after a prompt by the walk, recorded as CUDA graphs."""
     torch.manual_seed(0)
-    layer = rc.MemoryLayer(256, 4, forth.by_keys(), method="fused").cuda().eval()
+    layer = rc.MemoryLayer(256, 4, forth.by_keys(), engine="fused").cuda().eval()
     x = torch.randn(3, 120, 256, device="cuda")
     with torch.no_grad():
         _, state = layer(x[:, :37])
@@ -109,7 +109,7 @@ def test_tokens_of_replayed_graphs(launched: list[str]) -> None:
         for t in range(37, 120):
             said, state = layer(x[:, t : t + 1], state)
             torch.testing.assert_close(decoder(x[:, t : t + 1]), said, rtol=1e-5, atol=1e-6)
-    assert decoder.graphs == decoder.period == 16
+    assert decoder.num_recorded == decoder.period == 16
     assert launched[0] == "walk" and set(launched[1:]) == {"token"}
 
 
@@ -120,7 +120,7 @@ def test_many_memories_at_once(launched: list[str]) -> None:
     y, _ = forth.walked(recipe, x)
     one = {name: part[5:6] for name, part in x.items() if isinstance(part, torch.Tensor)}
     gates = {name: gate[5:6] for name, gate in x["gates"].items()}
-    init = [w[5:6] for w in x["init"]]
-    alone, _ = forth.walked(recipe, {**one, "gates": gates, "init": init})
+    init = [w[5:6] for w in x["initial_memory"]]
+    alone, _ = forth.walked(recipe, {**one, "gates": gates, "initial_memory": init})
     assert launched == ["walk"] * 2
     assert back.far(alone.cpu(), y[5:6].cpu().double()) < forth.NEAR

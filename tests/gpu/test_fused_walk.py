@@ -44,7 +44,7 @@ def plain(activation: str = "silu", b: int = 16, **choices: Any) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.MLP(activation=activation, **choices),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.GradientDescent(batch=b),
+        algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
 
 
@@ -52,14 +52,16 @@ def titans(b: int = 16, **choices: Any) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.MLP(**choices),
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.Momentum(batch=b, normalize=True),
+        algorithm=rc.algorithm.Momentum(batch_size=b, normalized_steps=True),
     )
 
 
 def by_keys(*, momentum: bool = True) -> rc.Recipe:
     """What `titans` and `titans_minus` are without a norm."""
     kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
-    return titans().but(algorithm=kind(batch=16, normalize=True, limit="keys"))
+    return titans().replace(
+        algorithm=kind(batch_size=16, normalized_steps=True, batch_overlap="measured")
+    )
 
 
 def drawn(recipe: rc.Recipe, T: int, *, B: int = 1, H: int = 1, D: int = 64) -> Inputs:
@@ -74,7 +76,7 @@ def drawn(recipe: rc.Recipe, T: int, *, B: int = 1, H: int = 1, D: int = 64) -> 
         del gates["momentum"]
     if recipe.retention.decay is None:
         del gates["log_decay"]
-    return {"q": q, "k": k, "v": v, "gates": gates, "init": init}
+    return {"q": q, "k": k, "v": v, "gates": gates, "initial_memory": init}
 
 
 def told(recipe: rc.Recipe, x: Inputs, **more: Any) -> tuple[Tensor, rc.State]:
@@ -82,9 +84,9 @@ def told(recipe: rc.Recipe, x: Inputs, **more: Any) -> tuple[Tensor, rc.State]:
     wide = {name: x[name].double() for name in ("q", "k", "v") if name in x}
     gates = {name: gate.double() for name, gate in x["gates"].items()}
     state = more.pop("state", None)
-    init = None if state is not None else [w.double() for w in x["init"]]
+    init = None if state is not None else [w.double() for w in x["initial_memory"]]
     y, after = rc.recall(
-        recipe, **wide, gates=gates, init=init, state=state, method="reference", **more
+        recipe, **wide, gates=gates, initial_memory=init, state=state, engine="reference", **more
     )
     assert after is not None
     return y, after
@@ -92,7 +94,7 @@ def told(recipe: rc.Recipe, x: Inputs, **more: Any) -> tuple[Tensor, rc.State]:
 
 def walked(recipe: rc.Recipe, x: Inputs, **more: Any) -> tuple[Tensor, rc.State]:
     with torch.no_grad():
-        y, after = rc.recall(recipe, **x, method="fused", **more)
+        y, after = rc.recall(recipe, **x, engine="fused", **more)
     assert after is not None
     return y, after
 
@@ -109,8 +111,8 @@ def worst(
     own = x["q"].double() if recipe.memory.residual else 0.0
     errors = [far(y.double() - own, yy - own)]
     errors += map(far, state.weights, told_state.weights)
-    for name, slot in told_state.slots.items():
-        errors += map(far, state.slots[name], slot)
+    for name, slot in told_state.algorithm_state.items():
+        errors += map(far, state.algorithm_state[name], slot)
     # NaN is larger than everything.
     return max(float("inf") if e != e else e for e in errors)
 
@@ -131,7 +133,7 @@ SLOW = {
         rc.Recipe(
             memory=rc.memory.MLP(),
             bias=rc.bias.DotProduct(),
-            algorithm=rc.algorithm.Momentum(batch=16),
+            algorithm=rc.algorithm.Momentum(batch_size=16),
         ),
         40,
     ),
@@ -141,14 +143,14 @@ SLOW = {
     "64 tokens, momentum, no shares": (
         rc.Recipe(
             memory=rc.memory.MLP(activation="gelu_tanh", residual=False),
-            algorithm=rc.algorithm.Momentum(batch=64),
+            algorithm=rc.algorithm.Momentum(batch_size=64),
         ),
         150,
     ),
     "64 tokens, shares, no momentum": (
         rc.Recipe(
             memory=rc.memory.MLP(activation="relu", expansion=3),
-            algorithm=rc.algorithm.GradientDescent(batch=64, normalize=True),
+            algorithm=rc.algorithm.GradientDescent(batch_size=64, normalized_steps=True),
         ),
         150,
     ),
@@ -202,10 +204,10 @@ def test_a_walk_goes_on_where_another_engine_stopped(
         gates = {name: gate[:, start:stop] for name, gate in x["gates"].items()}
         return {**part, "gates": gates, **more}
 
-    first = rc.recall(recipe, **cut(0, 7, init=x["init"]), method="reference")
+    first = rc.recall(recipe, **cut(0, 7, initial_memory=x["initial_memory"]), engine="reference")
     with simulated(monkeypatch, folder) as ran, torch.no_grad():
-        second = rc.recall(recipe, **cut(7, 37, state=first[1]), method="fused")
-        third = rc.recall(recipe, **cut(37, 60, state=second[1]), method="fused")
+        second = rc.recall(recipe, **cut(7, 37, state=first[1]), engine="fused")
+        third = rc.recall(recipe, **cut(37, 60, state=second[1]), engine="fused")
     assert len(ran) == 2 and third[1] is not None
     whole = torch.cat([first[0], second[0], third[0]], dim=1)
     assert worst(recipe, x, (whole, third[1]), (y, kept)) < NEAR

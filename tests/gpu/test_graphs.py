@@ -24,7 +24,7 @@ __all__ = ["pytestmark"]
 
 QUICK = ("gated_delta_net", "rwkv7", "titans", "sliding_window_attention", "softmax_attention")
 COMPOSED = ("mac", "chain", "lm:titans", "lm:fox")
-MORE = ("mag", "together", "boosted", "lm:mac", "lm:delta_former", "beside attention")
+MORE = ("mag", "boosted", "lm:mac", "lm:delta_former", "beside attention")
 REFUSED = {
     "mesa_net": "cannot be recorded",
     **dict.fromkeys(("deep_transformer", "swdt", "dot"), "counts open inner batches"),
@@ -66,10 +66,10 @@ import os, torch
 from tests.gpu import pretend
 from tests.gpu.graphs import decoded
 import recollect.decoder.static as decoder
-rhythm, write = decoder._rhythm, decoder.write
-decoder._rhythm = lambda module: (rhythm(module)[0], 8)
+measure, write = decoder.warmup_and_period, decoder.copy_into
+decoder.warmup_and_period = lambda module: (measure(module)[0], 8)
 print("graphs" if "refused" not in decoded("titans") else "refused")
-decoder._rhythm, decoder.write = rhythm, lambda first, after: None
+decoder.warmup_and_period, decoder.copy_into = measure, lambda first, after: None
 print(decoded("gated_delta_net")["decoded"])
 try:
     with pretend.counted():
@@ -108,13 +108,13 @@ def test_that_a_wrong_graph_would_be_seen() -> None:
 )
 def test_cuda_graphs(name: str, compiled: bool) -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=64, heads=2).cuda().eval()
+    layer = rc.zoo.get(name).build(d_model=64, num_heads=2).cuda().eval()
     x = torch.randn(2, 400, 64, device="cuda")
     with torch.no_grad():
         _, state = layer(x[:, :7])
         slots = 400 if name == "softmax_attention" else None
-        decoder = rc.StaticDecoder(layer, state, slots=slots, compiled=compiled)
-        for t in range(7, 7 + decoder.warm + 3 * decoder.period + 20):
+        decoder = rc.StaticDecoder(layer, state, max_cache_len=slots, compile=compiled)
+        for t in range(7, 7 + decoder.warmup_tokens + 3 * decoder.period + 20):
             y, state = layer(x[:, t : t + 1], state)
             torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-4, atol=1e-5)
-    assert decoder.graphs == decoder.period
+    assert decoder.num_recorded == decoder.period

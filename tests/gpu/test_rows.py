@@ -44,7 +44,7 @@ HALVES = [NAMES[: len(NAMES) // 2], NAMES[len(NAMES) // 2 :]]
 
 def batches(case: Case) -> int:
     """Inner batches of a call, the open one too."""
-    return -(-case.T // case.recipe.algorithm.batch)
+    return -(-case.T // case.recipe.algorithm.batch_size)
 
 
 @needs_triton
@@ -294,7 +294,7 @@ def test_numbers_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         launching.launch(kernel, *rest)
 
     monkeypatch.setitem(rows.LAUNCHERS, "cuda", noting)
-    found, again = (solved(case, drawn(case), case.method, Tensor.cuda) for _ in range(2))
+    found, again = (solved(case, drawn(case), case.engine, Tensor.cuda) for _ in range(2))
     assert (ran["forward"] > 0) == case.taken
     assert all(torch.equal(x, again[part]) for part, x in found.items())
     far = apart(found, told(case))

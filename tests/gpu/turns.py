@@ -104,7 +104,7 @@ def main(names: list[str]) -> None:
             if (name, turn.__name__) in REFUSED:
                 continue
             torch.manual_seed(0)
-            cpu = rc.zoo.get(name).build(d_model=WIDTH, heads=2)
+            cpu = rc.zoo.get(name).build(d_model=WIDTH, num_heads=2)
             there = pretend.put_module(cpu)
             found: list[list[Tensor]] = []
             for layer, send in ((cpu, lambda x: x), (there, pretend.put)):

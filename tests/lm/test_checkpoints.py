@@ -166,7 +166,7 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
     "config a list": (raw("config.json", lambda b: b"[1]"), "must hold a mapping, not a list"),
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "another model type": (config(model_type="llama"), "holds a model of type 'llama'"),
-    "another schema": (config(schema=2), "has schema 2"),
+    "another schema": (config(schema=1), "has schema 1"),
     "negative size": (config(hidden_size=-32), r"hidden_size=...\) must be .* not -32"),
     "size as text": (config(hidden_size="32"), "not '32'"),
     "size not a number": (config(vocab_size=float("nan")), "not nan"),
@@ -188,8 +188,11 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
         recipe(lambda r: r["recipe"].update(bias={"member": "os.system"})),
         "no member named 'os.system' is registered",
     ),
-    "option of another type": (recipe(lambda r: r["options"].update(conv="4")), "not '4'"),
-    "option changed": (recipe(lambda r: r["options"].update(conv=5)), "conv.weight' has shape"),
+    "option of another type": (recipe(lambda r: r["options"].update(conv_size="4")), "not '4'"),
+    "option changed": (
+        recipe(lambda r: r["options"].update(conv_size=5)),
+        "conv.weight' has shape",
+    ),
     "tie without a rule": (
         recipe(lambda r: r["options"].update(ties=[{"target": "lr", "source": "log_decay"}])),
         "Tie needs rule",

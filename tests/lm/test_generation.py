@@ -82,7 +82,10 @@ def test_a_generator_moves_on_and_must_be_one() -> None:
 @pytest.mark.parametrize("name", ALL[:-1])
 def test_the_cache_grows_only_where_a_recipe_keeps_everything(name: str) -> None:
     net, preset = model(name), rc.zoo.get(name)
-    priced = rc.cost(preset.recipe, K=16, V=16).grows > 0 and not preset.options.persistent
+    priced = (
+        rc.cost(preset.recipe, K=16, V=16).state_bytes_per_token > 0
+        and not preset.options.persistent
+    )
     assert net.cache_grows == priced
     lengths = (5, 70) if priced else (3, 5, 21)  # 70 is beyond an inner batch of 64
     with torch.no_grad():

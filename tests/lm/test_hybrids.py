@@ -13,9 +13,15 @@ pytest.importorskip("transformers")
 
 from tests.lm.families import padded, text
 
-from recollect.blocks import AsContext, Boosted, Chain, Gated, Routed
-from recollect.blocks.routed import watched_routers
-from recollect.lm import Prompt, RecollectConfig, RecollectForCausalLM, count_parameters
+from recollect.blocks import (
+    MemoryAsContext,
+    MemoryAsGate,
+    MixtureOfMemories,
+    ResidualMemory,
+    Sequential,
+)
+from recollect.blocks.routed import record_routing
+from recollect.lm import CachedPrompt, RecollectConfig, RecollectForCausalLM, count_parameters
 
 VOCAB = 24
 HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
@@ -92,21 +98,21 @@ def test_greedy_and_beams_are_what_they_are_without_a_cache(name: str) -> None:
 def test_a_prompt_is_kept_in_a_file(name: str, tmp_path: Path) -> None:
     net = model(name)
     for length in (1, 2, 7):
-        prompt = Prompt.read(net, text(2, length))
+        prompt = CachedPrompt.prefill(net, text(2, length))
         path = prompt.save(tmp_path / "prompt.safetensors", net)
-        again = Prompt.load(path, net)
+        again = CachedPrompt.load(path, net)
         question = text(2, 2, seed=3)
-        expected = net.generate(**prompt.inputs(question), **HOW)
-        assert torch.equal(net.generate(**again.inputs(question), **HOW), expected)
+        expected = net.generate(**prompt.generate_kwargs(question), **HOW)
+        assert torch.equal(net.generate(**again.generate_kwargs(question), **HOW), expected)
 
 
 def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
     """Shapes of a state before and after a segment begins anew are both the model's."""
-    net = model(AsContext("gla", "softmax_attention", segment=2))
+    net = model(MemoryAsContext("gla", "softmax_attention", segment=2))
     for length in (2, 3, 4, 5):
-        prompt = Prompt.read(net, text(1, length))
+        prompt = CachedPrompt.prefill(net, text(1, length))
         path = prompt.save(tmp_path / f"{length}.safetensors", net)
-        assert Prompt.load(path, net).cache.seen == prompt.cache.seen
+        assert CachedPrompt.load(path, net).cache.seen == prompt.cache.seen
 
 
 @EVERY
@@ -115,7 +121,9 @@ def test_a_training_step_reaches_every_parameter(name: str) -> None:
     mixers = dict(rc.zoo.find(name).layers)  # type: ignore[union-attr]
     if "mac" in name:
         mac = mixers[name]
-        mixers = {name: AsContext(mac.memory, mac.attention, segment=4, persistent=mac.persistent)}
+        mixers = {
+            name: MemoryAsContext(mac.memory, mac.attention, segment=4, persistent=mac.persistent)
+        }
     net = model(mixers).train()
     ids = text(2, 21)
     net(ids, labels=ids).loss.backward()
@@ -132,7 +140,10 @@ def test_a_pattern_brings_its_mixers_and_says_where_mlps_stand() -> None:
     assert config.pattern == [*names, *names[:2]]
     assert config.followed == [True] * 5
     own = small(
-        {"memory": Gated("gla", "sliding_window_attention"), "swa": "sliding_window_attention"},
+        {
+            "memory": MemoryAsGate("gla", "sliding_window_attention"),
+            "swa": "sliding_window_attention",
+        },
         layers=["memory", "swa", "mlp"],
         num_hidden_layers=4,
     )
@@ -190,14 +201,16 @@ def test_names_and_entries_that_mean_nothing_are_refused() -> None:
 
 def test_whether_a_cache_grows_is_known() -> None:
     assert not model("titans_mac").cache_grows
-    assert model(Chain("gla", "softmax_attention")).cache_grows
+    assert model(Sequential("gla", "softmax_attention")).cache_grows
     assert not model("samba").cache_grows
 
 
 def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
-    net = model({"a": Routed(["gla"] * 3, top=1), "b": "delta_net"}, router_aux_loss_coef=0.5)
+    net = model(
+        {"a": MixtureOfMemories(["gla"] * 3, top=1), "b": "delta_net"}, router_aux_loss_coef=0.5
+    )
     ids, mask = padded()
-    with watched_routers(net) as seen:
+    with record_routing(net) as seen:
         held_out = net(ids, attention_mask=mask, labels=ids)
     routers = [block.layer.router for block in net.model.blocks if "0" in _parts(block.layer)]
     assert len(seen) == len(routers) == 2  # layers a, b, a
@@ -226,7 +239,7 @@ def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
 
 
 def test_checkpointed_layers_have_the_same_balance_gradient() -> None:
-    net, ids = model(Routed(["gla"] * 3, top=2)).train(), text(2, 9)
+    net, ids = model(MixtureOfMemories(["gla"] * 3, top=2)).train(), text(2, 9)
     found = []
     for checkpointed in (False, True):
         net.model.gradient_checkpointing = checkpointed
@@ -250,10 +263,12 @@ def _asked(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "mixer",
     [
-        Boosted("titans", "gla", clip=0.5),
-        Boosted("rls", "delta_net", read="before"),
-        Routed(["titans", "gla", "softmax_attention"], top=2),
-        Routed(["gla", Gated("gla", "sliding_window_attention")], top=1, shared="delta_net"),
+        ResidualMemory("titans", "gla", clip=0.5),
+        ResidualMemory("rls", "delta_net", read="before"),
+        MixtureOfMemories(["titans", "gla", "softmax_attention"], top=2),
+        MixtureOfMemories(
+            ["gla", MemoryAsGate("gla", "sliding_window_attention")], top=1, shared="delta_net"
+        ),
     ],
 )
 def test_numbers_of_the_new_compositions_are_counted(mixer: object) -> None:

@@ -57,7 +57,7 @@ def text(B: int = 2, length: int = T) -> Tensor:
 
 
 HYBRID = {
-    "deep": rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.GradientDescent(batch=4)),
+    "deep": rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.GradientDescent(batch_size=4)),
     "attention": "softmax_attention",
 }
 
@@ -148,7 +148,7 @@ def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
     made = config(["gla", "softmax_attention"], num_hidden_layers=3)
     made.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["schema"] == 1
+    assert written["schema"] == 2
     assert written["layers"] == ["gla", "softmax_attention"]
     assert written["recipes"]["gla"]["recipe"]["retention"]["per"] == "key"
     back = AutoConfig.from_pretrained(tmp_path)
@@ -265,7 +265,7 @@ def test_parameters_are_counted_and_matched() -> None:
         (lambda: config("gla", hiden_size=3), "no argument 'hiden_size'"),
         (lambda: config({"a": "gla"}, layers=["b"]), "not among: a"),
         (lambda: config({"a": 3}), "zoo name"),
-        (lambda: config("gla", method="kernel"), "cannot run"),
+        (lambda: config("gla", engine="kernel"), "cannot run"),
         (lambda: RecollectConfig(schema=9), "schema 9"),
         (lambda: RecollectConfig(recipes={"a": {"recipee": {}}}), "'options'"),
         (lambda: RecollectForCausalLM(RecollectConfig()), "no recipes"),
@@ -303,7 +303,7 @@ def test_what_is_no_table_of_token_ids_is_one_sentence() -> None:
             with pytest.raises(ValueError, match=said):
                 call(odd)
     calls = (net, lambda x: net(x, labels=x, return_dict=True), net.model, written)
-    for call in (*calls, lambda x: rc.lm.Prompt.read(net, x)):
+    for call in (*calls, lambda x: rc.lm.CachedPrompt.prefill(net, x)):
         with pytest.raises(ValueError, match=r"shape \[B, T\], not \[11\]: .* input_ids\[None\]"):
             call(ids[0])
         with pytest.raises(ValueError, match=r"int64, not torch.float32: .*inputs_embeds"):

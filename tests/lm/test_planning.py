@@ -25,6 +25,7 @@ from tests.lm.runs import gathers
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from typer.testing import CliRunner
 
+from recollect import plugins as modules
 from recollect.benchmarks.suites.memory import CASES, measure, measured, planned, ranks_of
 from recollect.choices import member
 from recollect.cli import plan as plan_command
@@ -36,7 +37,6 @@ from recollect.lm.planning.footprint import Counts, count, footprint
 from recollect.lm.planning.live_memory import LiveMemory
 from recollect.lm.training.arguments import share
 from recollect.lm.training.plan import TrainPlan
-from recollect.recipe import modules
 from recollect.report.units import readable
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}

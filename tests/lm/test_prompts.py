@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from tests.lm.families import every_family, model, padded, text
 
-from recollect.lm import CheckpointError, Prompt, RecollectForCausalLM
+from recollect.lm import CachedPrompt, CheckpointError, RecollectForCausalLM
 from recollect.lm.model.checkpoint import read_tensors
 from recollect.lm.prompt import _digest, _metadata, fingerprint
 
@@ -23,16 +23,17 @@ HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
 @pytest.mark.parametrize("name", [*every_family(), "hybrid"])
 def test_a_saved_prompt_is_resumed(name: str, tmp_path: Path) -> None:
     net, (ids, mask), more = model(name), padded(), text(2, 3, seed=5)
-    path = Prompt.read(net, ids, mask).save(tmp_path / "deep" / "p.safetensors", net)
-    prompt = Prompt.load(path, net)
+    path = CachedPrompt.prefill(net, ids, mask).save(tmp_path / "deep" / "p.safetensors", net)
+    prompt = CachedPrompt.load(path, net)
     assert prompt.cache.seen == ids.shape[1] - 1
     for _ in range(2):
         assert torch.equal(
-            net.generate(**prompt.inputs(), **HOW), net.generate(ids, attention_mask=mask, **HOW)
+            net.generate(**prompt.generate_kwargs(), **HOW),
+            net.generate(ids, attention_mask=mask, **HOW),
         )
     both = {"attention_mask": torch.cat([mask, torch.ones_like(more)], 1)}
     assert torch.equal(
-        net.generate(**prompt.inputs(more), num_beams=2, **HOW),
+        net.generate(**prompt.generate_kwargs(more), num_beams=2, **HOW),
         net.generate(torch.cat([ids, more], 1), num_beams=2, **both, **HOW),
     )
     assert [p.name for p in path.parent.iterdir()] == ["p.safetensors"]  # nothing half written
@@ -40,29 +41,31 @@ def test_a_saved_prompt_is_resumed(name: str, tmp_path: Path) -> None:
 
 def test_one_prompt_serves_several_questions() -> None:
     net, ids, more = model("gated_delta_net"), text(1), text(3, 2, seed=5)
-    made = net.generate(**Prompt.read(net, ids).inputs(more), **HOW)
+    made = net.generate(**CachedPrompt.prefill(net, ids).generate_kwargs(more), **HOW)
     want = net.generate(torch.cat([ids.expand(3, -1), more], 1), **HOW)
     assert torch.equal(made, want)
-    one = Prompt.read(net, ids[:, :1])  # nothing to read before the last column
-    assert torch.equal(net.generate(**one.inputs(), **HOW), net.generate(ids[:, :1], **HOW))
+    one = CachedPrompt.prefill(net, ids[:, :1])  # nothing to read before the last column
+    assert torch.equal(
+        net.generate(**one.generate_kwargs(), **HOW), net.generate(ids[:, :1], **HOW)
+    )
 
 
 def test_what_generate_returned_is_a_prompt(tmp_path: Path) -> None:
     net, ids = model("hybrid"), text()
     out = net.generate(ids, return_dict_in_generate=True, **HOW)
-    prompt = Prompt(input_ids=out.sequences, cache=out.cache)
-    back = Prompt.load(prompt.save(tmp_path / "p", net), net)
+    prompt = CachedPrompt(input_ids=out.sequences, cache=out.cache)
+    back = CachedPrompt.load(prompt.save(tmp_path / "p", net), net)
     want = net.generate(ids, **{**HOW, "max_new_tokens": 8})
-    assert torch.equal(net.generate(**back.inputs(), **HOW), want)
+    assert torch.equal(net.generate(**back.generate_kwargs(), **HOW), want)
     beams = net.generate(ids, num_beams=2, return_dict_in_generate=True, **HOW)
     with pytest.raises(ValueError, match="that of a beam search"):
-        Prompt(input_ids=beams.sequences, cache=beams.cache)
+        CachedPrompt(input_ids=beams.sequences, cache=beams.cache)
 
 
 def test_bfloat16_is_kept_bit_by_bit(tmp_path: Path) -> None:
     net = RecollectForCausalLM(model("hybrid").config).bfloat16().eval()
-    prompt = Prompt.read(net, text())
-    back = Prompt.load(prompt.save(tmp_path / "p", net), net)
+    prompt = CachedPrompt.prefill(net, text())
+    back = CachedPrompt.load(prompt.save(tmp_path / "p", net), net)
     for a, b in zip(prompt.cache, back.cache, strict=True):
         mine, its = a.to_dict(), b.to_dict()
         assert set(mine) == set(its)
@@ -83,12 +86,12 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
 
 def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None:
     net, path = model("gated_delta_net"), tmp_path / "p.safetensors"
-    Prompt.read(net, text()).save(path, net)
+    CachedPrompt.prefill(net, text()).save(path, net)
     whole = path.read_bytes()
 
     def refused(says: str, other: object = net) -> None:
         with pytest.raises(CheckpointError, match=says) as caught:
-            Prompt.load(path, other)  # type: ignore[arg-type]
+            CachedPrompt.load(path, other)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
 
     other = RecollectForCausalLM(net.config)
@@ -133,7 +136,7 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
         forged(changes, **fields)  # type: ignore[arg-type]
         refused(says)
     path.write_bytes(whole)
-    assert Prompt.load(path, net).cache.rows == 2
+    assert CachedPrompt.load(path, net).cache.rows == 2
     assert load_file(path)["input_ids"].shape == (2, 9)
 
 
@@ -141,7 +144,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     import os
 
     net, path = model("gated_delta_net"), tmp_path / "p"
-    prompt = Prompt.read(net, text())
+    prompt = CachedPrompt.prefill(net, text())
     prompt.save(path, net)
     before = path.read_bytes()
 
@@ -150,7 +153,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        Prompt.read(net, text(seed=9)).save(path, net)
+        CachedPrompt.prefill(net, text(seed=9)).save(path, net)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
@@ -160,12 +163,12 @@ def test_misuse_is_one_sentence() -> None:
     mask = torch.ones_like(ids)
     mask[0, -1] = 0
     with pytest.raises(ValueError, match="pad it on the left"):
-        Prompt.read(net, ids, mask)
-    prompt = Prompt.read(net, ids)
+        CachedPrompt.prefill(net, ids, mask)
+    prompt = CachedPrompt.prefill(net, ids)
     with pytest.raises(ValueError, match=r"more must have shape \[2, t\], not \[3, 2\]"):
-        prompt.inputs(text(3, 2))
+        prompt.generate_kwargs(text(3, 2))
     with pytest.raises(ValueError, match=r"attention_mask must have shape \[2, 9\]"):
-        Prompt(input_ids=ids, cache=prompt.cache, attention_mask=mask[:, 1:])
-    whole = Prompt(input_ids=ids[:, :-1], cache=prompt.cache)
+        CachedPrompt(input_ids=ids, cache=prompt.cache, attention_mask=mask[:, 1:])
+    whole = CachedPrompt(input_ids=ids[:, :-1], cache=prompt.cache)
     with pytest.raises(ValueError, match="give at least one token more"):
-        whole.inputs()
+        whole.generate_kwargs()

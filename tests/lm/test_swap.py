@@ -80,7 +80,7 @@ def softmax(name: str) -> tuple[rc.Recipe, rc.LayerOptions]:
     """The decoder's own attention as a recipe."""
     preset = rc.zoo.get("softmax_attention")
     rope = None if name == "gpt2" else BASE
-    return preset.recipe, dataclasses.replace(preset.options, rope=rope)
+    return preset.recipe, dataclasses.replace(preset.options, rope_theta=rope)
 
 
 def logits(net: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_what_is_kept_and_what_is_new_is_said() -> None:
     before = {n: x.clone() for n, x in net.model.layers[0].self_attn.named_parameters()}
     done = replace_attention(net, "gated_delta_net", layers=[0])
     layer = net.model.layers[0].self_attn.layer
-    assert (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 2, 8, 8)
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim) == (4, 2, 8, 8)
     q, k, v = layer.qkv.weight.split([32, 16, 16])
     for part, found in (("q", q), ("k", k), ("v", v), ("o", layer.out.weight)):
         assert torch.equal(before[f"{part}_proj.weight"], found)
@@ -204,7 +204,7 @@ def test_a_swapped_decoder_is_saved_and_loaded(name: str, tmp_path: Path) -> Non
     twin = type(net)(net.config)
     replace_attention(net, "gated_delta_net", layers=[1])
     assert type(twin.config) is not type(net.config)  # who shares a configuration keeps it
-    replace_attention(net, softmax(name), layers=[0], method="reference")
+    replace_attention(net, softmax(name), layers=[0], engine="reference")
     want = logits(net, ids, mask)
     net.save_pretrained(tmp_path / "one")
     assert {p.suffix for p in (tmp_path / "one").iterdir()} == {".json", ".safetensors"}  # no code
@@ -278,7 +278,7 @@ def test_without_recollect_a_swapped_decoder_is_not_loaded_in_part(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c: c.update(schema=9), "has schema 9 and this version of recollect reads schema 1"),
+        (lambda c: c.update(schema=9), "has schema 9 and this version of recollect reads schema 2"),
         (lambda c: c.pop("swaps"), "lacks its decoder or what replaced its layers"),
         (lambda c: c.update(swaps=[{"layers": [1]}]), "lacks its decoder or what replaced"),
         (lambda c: c.update(decoder_type="recollect_swapped"), "names the decoder 'recollect_sw"),
@@ -314,7 +314,7 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
         ("layers is empty", ValueError, {"recipe": "gla", "layers": []}),
         ("unknown|no architecture|nope", rc.RecipeError, {"recipe": "nope"}),
         ("zoo name, a preset", rc.RecipeError, {"recipe": 3}),
-        ("cannot run", rc.RecipeError, {"recipe": "gla", "method": "kernel"}),
+        ("cannot run", rc.RecipeError, {"recipe": "gla", "engine": "kernel"}),
     ):
         with pytest.raises(kind, match=says):
             replace_attention(net, **ask)

@@ -41,7 +41,7 @@ WHOLE = {
 }
 NUMBERS = ("lr", "warmup", "floor", "weight_decay", "clip")
 WORDS = {
-    "model": ("method", "size", "start"),
+    "model": ("engine", "size", "start"),
     "data": ("dataset", "name", "split", "heldout_split", "column", "tokenizer"),
     "run": ("out", "device"),
 }
@@ -225,7 +225,7 @@ RUNS: dict[str, tuple[Tables, tuple[str, ...]]] = {
     "an unknown recipe": ({"model": {"recipe": "delta_nett"}}, ("did you mean delta_net",)),
     "no such recipe file": ({"model": {"recipe": "none.json"}}, ("no file none.json",)),
     "an unknown option": ({"model": {"options": {"convolution": 1}}}, ("'convolution'",)),
-    "an unknown method": ({"model": {"method": "fast"}}, ("'fast' is unknown",)),
+    "an unknown engine": ({"model": {"engine": "fast"}}, ("'fast' is unknown",)),
     "heads that do not divide": ({"model": {"heads": 3}}, ("width", "heads")),
     "a model of 10^7 channels": (
         {"model": {"width": 10**7}},

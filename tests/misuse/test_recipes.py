@@ -65,7 +65,7 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "true": ("true", ("mapping of choices", "bool")),
     "another choice": ('{"loss": {"member": "L2"}}', ("no choice 'loss'", "bias")),
     "a long name": ('{"' + "x" * 5000 + '": 1}', ("no choice",)),
-    "another schema": ('{"schema": 2}', ("schema 2", "reads schema 1")),
+    "another schema": ('{"schema": 1}', ("schema 1", "reads schema 2")),
     "a schema in words": ('{"schema": "1"}', ("schema '1'",)),
     "a schema that is true": ('{"schema": true}', ("schema True",)),
     "a schema with a point": ('{"schema": 1.0}', ("schema 1.0",)),
@@ -82,10 +82,19 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nested too deep": (_text(50_000), ("nested too deep",)),
     "no member": ('{"bias": {}}', ('names its "member"',)),
     "a field and no member": ('{"bias": {"threshold": 1}}', ('names its "member"', "threshold")),
-    "a member that is a number": ('{"bias": {"member": 3}}', ("named by a word", "3")),
-    "a member that is null": ('{"bias": {"member": null}}', ("named by a word", "None")),
-    "a member that is a list": ('{"bias": {"member": ["L2"]}}', ("named by a word",)),
-    "a member that is true": ('{"bias": {"member": true}}', ("named by a word", "True")),
+    "a member that is a number": (
+        '{"bias": {"member": 3}}',
+        ("name of a member must be text", "3"),
+    ),
+    "a member that is null": (
+        '{"bias": {"member": null}}',
+        ("name of a member must be text", "None"),
+    ),
+    "a member that is a list": ('{"bias": {"member": ["L2"]}}', ("name of a member must be text",)),
+    "a member that is true": (
+        '{"bias": {"member": true}}',
+        ("name of a member must be text", "True"),
+    ),
     "nearly a member": ('{"memory": {"member": "Matriks"}}', ("did you mean 'Matrix'",)),
     "nearly another": ('{"bias": {"member": "huber"}}', ("did you mean 'Huber'",)),
     "nobody's member": ('{"bias": {"member": "Quux"}}', ("no member named 'Quux'", "import")),
@@ -113,16 +122,19 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a rate that is true": ('{"algorithm": {"member": "GradientDescent", "lr": true}}', ("True",)),
     "a rate that is null": ('{"algorithm": {"member": "GradientDescent", "lr": null}}', ("None",)),
     "a rate that is a list": ('{"algorithm": {"member": "GradientDescent", "lr": [1]}}', ("lr",)),
-    "a rate in words": ('{"algorithm": {"member": "GradientDescent", "lr": "1"}}', ("'token'",)),
+    "a rate in words": ('{"algorithm": {"member": "GradientDescent", "lr": "1"}}', ("'input'",)),
     "a batch with a point": (
-        '{"algorithm": {"member": "GradientDescent", "batch": 1.5}}',
+        '{"algorithm": {"member": "GradientDescent", "batch_size": 1.5}}',
         ("1.5",),
     ),
-    "a batch in words": ('{"algorithm": {"member": "GradientDescent", "batch": "2"}}', ("'2'",)),
-    "no batch": ('{"algorithm": {"member": "GradientDescent", "batch": 0}}', (">= 1", "0")),
+    "a batch in words": (
+        '{"algorithm": {"member": "GradientDescent", "batch_size": "2"}}',
+        ("'2'",),
+    ),
+    "no batch": ('{"algorithm": {"member": "GradientDescent", "batch_size": 0}}', (">= 1", "0")),
     "a batch beyond sizes": (
-        '{"algorithm": {"member": "GradientDescent", "batch": 1' + "0" * 40 + "}}",
-        ("batch", "64 bits"),
+        '{"algorithm": {"member": "GradientDescent", "batch_size": 1' + "0" * 40 + "}}",
+        ("batch_size", "64 bits"),
     ),
     "a window beyond sizes": (
         '{"context": {"member": "Window", "size": 1' + "0" * 400 + "}}",
@@ -133,7 +145,7 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
         '{"retention": {"member": "Decay", "when": "' + "x" * 5000 + '"}}',
         ("when", "must be one of"),
     ),
-    "a decay above 1": ('{"retention": {"member": "Decay", "rate": 1.5}}', ("(0, 1]", "1.5")),
+    "a decay above 1": ('{"retention": {"member": "Decay", "alpha": 1.5}}', ("(0, 1]", "1.5")),
     "a power below 1": ('{"bias": {"member": "Lp", "p": 0.5}}', ("p=", ">= 1")),
     "a member in a number": ('{"bias": {"member": "Lp", "p": {"member": "L2"}}}', ("p=",)),
     "a number in a slot": ('{"retention": {"member": "Lq", "decay": 3}}', ("decay", "3")),
@@ -265,12 +277,12 @@ MEMBERS: dict[str, tuple[Callable[[], object], str]] = {
     "a huge power": (lambda: rc.bias.Lp(p=HUGE), "401 digits"),
     "a rate without end": (lambda: rc.algorithm.GradientDescent(lr=float("inf")), "inf"),
     "a complex rate": (lambda: rc.algorithm.GradientDescent(lr=1j), "1j"),  # type: ignore[arg-type]
-    "a batch of bytes": (lambda: rc.algorithm.GradientDescent(batch=b"2"), "b'2'"),  # type: ignore[arg-type]
-    "a huge batch": (lambda: rc.algorithm.GradientDescent(batch=HUGE), "401 digits"),
+    "a batch of bytes": (lambda: rc.algorithm.GradientDescent(batch_size=b"2"), "b'2'"),  # type: ignore[arg-type]
+    "a huge batch": (lambda: rc.algorithm.GradientDescent(batch_size=HUGE), "401 digits"),
     "a window of true": (lambda: rc.context.Window(size=True), "True"),
     "a window of minus one": (lambda: rc.context.Window(size=-1), "-1"),
     "a window of nan": (lambda: rc.context.Window(size=float("nan")), "nan"),  # type: ignore[arg-type]
-    "another choice's name": (lambda: rc.Recipe().but(loss=1), "no choice 'loss'"),
+    "another choice's name": (lambda: rc.Recipe().replace(loss=1), "no choice 'loss'"),
 }
 
 
@@ -287,24 +299,24 @@ DECLARED: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "init nan": (lambda: rc.quantity(init=float("nan")), ("quantity(init=...)", "nan")),
     "init huge": (lambda: rc.quantity(init=HUGE), ("quantity(init=...)", "401 digits")),
     "init in words": (lambda: rc.quantity(init="a"), ("quantity(init=...)", "'a'")),  # type: ignore[arg-type]
-    "a word": (lambda: rc.quantity("tok"), ("quantity(default=...)", "'token'", "'tok'")),
+    "a word": (lambda: rc.quantity("tok"), ("quantity(default=...)", "'input'", "'tok'")),
     "a default below": (lambda: rc.quantity(-1.0, above=0), ("quantity(default=...)", "-1")),
     "no default": (lambda: rc.quantity(None), ("quantity(default=...)", "None")),  # type: ignore[arg-type]
     "a true default": (lambda: rc.quantity(True), ("quantity(default=...)", "True")),
     "a default of another kind": (
-        lambda: rc.quantity("token", kinds=("static",)),
-        ("quantity(default=...)", "'static'"),
+        lambda: rc.quantity("input", sources=("learned",)),
+        ("quantity(default=...)", "'learned'"),
     ),
     "bounds that cross": (lambda: rc.quantity(above=2, below=1), ("no number is",)),
     "bounds that meet": (lambda: rc.quantity(above=1, at_most=1), ("no number is",)),
-    "an integer below": (lambda: rc.integer(0, at_least=1), ("the default", ">= 1")),
-    "an integer with a point": (lambda: rc.integer(1.5), ("the default", "1.5")),
-    "an integer of true": (lambda: rc.integer(True), ("the default", "True")),
-    "no integer": (lambda: rc.integer(None), ("the default", "None")),
-    "a number below": (lambda: rc.number(-1.0, above=0), ("the default", "> 0")),
-    "a number in words": (lambda: rc.number("1"), ("the default", "'1'")),
-    "a flag in words": (lambda: rc.flag("yes"), ("the default", "'yes'")),  # type: ignore[arg-type]
-    "an option that is no word": (lambda: rc.option(3, "a"), ("the default", "'a'", "3")),
+    "an integer below": (lambda: rc.fields.integer(0, at_least=1), ("the default", ">= 1")),
+    "an integer with a point": (lambda: rc.fields.integer(1.5), ("the default", "1.5")),
+    "an integer of true": (lambda: rc.fields.integer(True), ("the default", "True")),
+    "no integer": (lambda: rc.fields.integer(None), ("the default", "None")),
+    "a number below": (lambda: rc.fields.number(-1.0, above=0), ("the default", "> 0")),
+    "a number in words": (lambda: rc.fields.number("1"), ("the default", "'1'")),
+    "a flag in words": (lambda: rc.fields.flag("yes"), ("the default", "'yes'")),  # type: ignore[arg-type]
+    "an option that is no word": (lambda: rc.fields.option(3, "a"), ("the default", "'a'", "3")),
 }
 
 
@@ -339,8 +351,8 @@ SIZES: dict[str, tuple[Callable[[], object], str]] = {
         for value in (-1, 1.5, "64", None, True, HUGE)
     },
     "cost(dtype_bytes=3)": (lambda: rc.cost(rc.Recipe(), dtype_bytes=3), "2, 4 or 8"),
-    "cost(method=fast)": (lambda: rc.cost(rc.Recipe(), method="fast"), "method='fast'"),
-    "cost(method=None)": (lambda: rc.cost(rc.Recipe(), method=None), "method=None"),  # type: ignore[arg-type]
+    "cost(engine=fast)": (lambda: rc.cost(rc.Recipe(), engine="fast"), "engine='fast'"),
+    "cost(engine=None)": (lambda: rc.cost(rc.Recipe(), engine=None), "engine=None"),  # type: ignore[arg-type]
 }
 
 

@@ -14,10 +14,10 @@ from tests.misuse.sentences import refuses
 from torch import Tensor
 
 import recollect as rc
-from recollect.recall.bound import bind
-from recollect.recall.call import Call
-from recollect.recall.recall import memorise
-from recollect.state.flat import text_tensor
+from recollect.engines.common.problem import Problem
+from recollect.functional.binding import bind
+from recollect.functional.recall import memorise
+from recollect.state.tree import encode_text
 
 R = rc.Recipe()
 LR = {"lr": torch.full((1, 2, 1), 0.5)}
@@ -38,7 +38,7 @@ def _state() -> rc.State:
 )
 def test_a_renamed_number_of_the_buffer(name: str, says: str) -> None:
     """As a flipped byte of a file's header renames it."""
-    layer = rc.zoo.get(name).build(d_model=8, heads=2)
+    layer = rc.zoo.get(name).build(d_model=8, num_heads=2)
     _, state = layer(torch.randn(1, 5, 8))
     flat = state.to_dict()
     rates = [key for key in flat if key.startswith("memory.buffer.rates.")]
@@ -51,9 +51,9 @@ def test_a_renamed_number_of_the_buffer(name: str, says: str) -> None:
 
 
 WRITERS = {
-    "noise": ("xyz\n\0", "names no recipe"),
-    "a list": ("[1]", "names no recipe"),
-    "lists in lists": ("[" * 50_000, "names no recipe"),
+    "noise": ("xyz\n\0", "is not the text of a recipe"),
+    "a list": ("[1]", "is not the text of a recipe"),
+    "lists in lists": ("[" * 50_000, "is not the text of a recipe"),
     "a line end": (json.dumps({"memory": {"member": "a\nb"}}), "memory is {'member': 'a\\nb'}"),
     "a line end in a field": (json.dumps({"memory": {"member": "M", "a\nb": 1}}), "'a\\nb'"),
     "half a pair": (json.dumps({"memory": {"member": "\ud800"}}), "\\ud800"),
@@ -63,7 +63,7 @@ WRITERS = {
 @pytest.mark.parametrize("what", WRITERS)
 def test_a_writer_that_was_altered(what: str) -> None:
     text, says = WRITERS[what]
-    state = rc.State.from_dict({**_state().to_dict(), "written_by": text_tensor(text)})
+    state = rc.State.from_dict({**_state().to_dict(), "recipe_id": encode_text(text)})
     refuses(
         lambda: rc.recall(R, *torch.randn(3, 1, 2, 1, 4), LR, state=state), says, error=ValueError
     )
@@ -71,10 +71,10 @@ def test_a_writer_that_was_altered(what: str) -> None:
 
 @pytest.mark.parametrize("writer", [5, b"x", ["a"]])
 def test_a_writer_of_another_type(writer: Any) -> None:
-    state = dataclasses.replace(_state(), written_by=writer)
+    state = dataclasses.replace(_state(), recipe_id=writer)
     refuses(
         lambda: rc.recall(R, *torch.randn(3, 1, 2, 1, 4), LR, state=state),
-        "names no recipe",
+        "is not the text of a recipe",
         error=ValueError,
     )
 
@@ -82,7 +82,7 @@ def test_a_writer_of_another_type(writer: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["titans", "value_less", "dot", "mesa_net"])
 def test_a_rounded_state(name: str, dtype: torch.dtype) -> None:
-    layer = rc.zoo.get(name).build(d_model=8, heads=2)
+    layer = rc.zoo.get(name).build(d_model=8, num_heads=2)
     _, state = layer(torch.randn(1, 5, 8))
     for tokens in (1, 3):
         refuses(
@@ -98,31 +98,35 @@ def test_a_rounded_state(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @torch.no_grad()
 def test_gates_of_another_type_at_a_decoded_token(name: str, dtype: torch.dtype) -> None:
-    layer = rc.zoo.get(name).build(d_model=8, heads=2)
+    layer = rc.zoo.get(name).build(d_model=8, num_heads=2)
     _, state = layer(torch.randn(1, 5, 8))
-    x = layer.associations(torch.randn(1, 1, 8), state)
+    x = layer.memory_inputs(torch.randn(1, 1, 8), state)
     bound = bind(layer.recipe, H=2, K=4, V=4)
 
-    def token(gates: dict[str, Tensor], *, sure: bool) -> Tensor:
+    def token(gates: dict[str, Tensor], *, trusted: bool) -> Tensor:
         return memorise(
-            Call(
+            Problem(
                 bound=bound, q=x.q, k=x.k, v=x.v, gates=gates, params=x.params,
-                state=state.memory, sure=sure,
+                state=state.memory, trusted=trusted,
             )
         )[0]  # fmt: skip
 
     cast = {key: gate.to(dtype) for key, gate in x.gates.items()}
     plain = {key: gate.float() for key, gate in cast.items()}
-    y = token(cast, sure=True)
+    y = token(cast, trusted=True)
     assert y.dtype == x.q.dtype
-    torch.testing.assert_close(y, token(plain, sure=False), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y, token(plain, trusted=False), rtol=1e-5, atol=1e-6)
 
 
 def _nested(kind: str) -> dict[str, Any]:
-    leaf = rc.blocks.Gated("gla", "sliding_window_attention").to_dict()
+    leaf = rc.blocks.MemoryAsGate("gla", "sliding_window_attention").to_dict()
     data = leaf
     for _ in range(3000):
-        data = {"mixer": "chain", "parts": [data]} if kind == "chain" else {**leaf, "memory": data}
+        data = (
+            {"mixer": "sequential", "parts": [data]}
+            if kind == "chain"
+            else {**leaf, "memory": data}
+        )
     return data
 
 
@@ -135,7 +139,7 @@ def test_mixers_nested_too_deep(kind: str) -> None:
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
 def test_whole_numbers_of_numpy_are_whole_numbers(kind: Any) -> None:
     layer = rc.MemoryLayer(
-        kind(16), kind(2), R, kv_heads=kind(1), head_dim=kind(4), depth=(kind(0), kind(2))
+        kind(16), kind(2), R, num_kv_heads=kind(1), head_dim=kind(4), depth=(kind(0), kind(2))
     )
     assert type(layer.d_model) is int and type(layer.depth[1]) is int
     assert R.shapes(kind(4), kind(4)) == R.shapes(4, 4)
@@ -153,15 +157,15 @@ def test_numbers_in_the_unit_that_was_given() -> None:
     huber = rc.Recipe(bias=rc.bias.Huber())
 
     def make(**options: Any) -> rc.MemoryLayer:
-        gate = rc.GateOptions(unit="rms", **options)
-        return rc.MemoryLayer(32, 2, huber, rc.LayerOptions(gates={"threshold": gate}))
+        gate = rc.GateOptions(unit="value_rms", **options)
+        return rc.MemoryLayer(32, 2, huber, rc.LayerOptions(gate_options={"threshold": gate}))
 
     refuses(
-        lambda: make(init=5.0, low=0.0, high=1.0, squash="sigmoid"),
+        lambda: make(init=5.0, low=0.0, high=1.0, activation="sigmoid"),
         "init must be in [0, 1], not 5",
         error=rc.RecipeError,
     )
-    refuses(lambda: make(low=-1.0), "softplus gives values >= -1,", error=rc.RecipeError)
+    refuses(lambda: make(low=-1.0), "softplus has values >= -1,", error=rc.RecipeError)
 
 
 def test_a_field_that_is_missing_is_said_once() -> None:

@@ -50,10 +50,10 @@ async function scenario() {
 
   // An option of a member, with the focus kept where it was.
   choose("a-algorithm", "GradientDescent");
-  at("a-algorithm-steps").focus();
-  choose("a-algorithm-steps", [...at("a-algorithm-steps").options].find((one) => one.textContent.startsWith("2")).value);
-  see("an option is turned", text("a-code").includes("GradientDescent(steps=2)"), text("a-code"));
-  see("the focus stays", document.activeElement === at("a-algorithm-steps"), "");
+  at("a-algorithm-updates_per_token").focus();
+  choose("a-algorithm-updates_per_token", [...at("a-algorithm-updates_per_token").options].find((one) => one.textContent.startsWith("2")).value);
+  see("an option is turned", text("a-code").includes("GradientDescent(updates_per_token=2)"), text("a-code"));
+  see("the focus stays", document.activeElement === at("a-algorithm-updates_per_token"), "");
   choose("a-system", "delta_net");
 
   // What cannot be.

@@ -9,7 +9,6 @@ import pytest
 
 from recollect.page import write
 from recollect.page.write import PAGE
-from recollect.report import FigureFiles
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
@@ -63,8 +62,6 @@ def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     from mkdocs.structure.files import Files
 
     monkeypatch.setattr(write, "render", lambda: "<!doctype html>")
-    drawing = FigureFiles(png=b"", svg="<svg/>", narrow="<svg/>")
-    monkeypatch.setattr("recollect.page.picture.draw", lambda: drawing)
     monkeypatch.setattr("recollect.page.systems.system_pages", lambda results: {"zoo/x.md": "# X"})
     hook = "src/recollect/page/site.py"
     path = tmp_path / "mkdocs.yml"
@@ -75,7 +72,7 @@ def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     config = load_config(str(path))
     files = config.plugins.on_files(Files([]), config=config)
     made = {file.src_uri: file for file in files}
-    assert {"zoo/x.md", "assets/memories-narrow.svg", "results/README.md"} <= made.keys()
+    assert {"zoo/x.md", "results/README.md"} <= made.keys()
     file = made[PAGE]
     assert file.dest_uri == PAGE
     assert file.content_string == "<!doctype html>"

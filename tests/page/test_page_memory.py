@@ -23,8 +23,8 @@ RETENTIONS = (
     rc.retention.Decay(),
     rc.retention.Decay(when="before"),
     rc.retention.Decay(per="key", when="before"),
-    rc.retention.Decay(rate=0.75),
-    rc.retention.Decay(rate="static"),
+    rc.retention.Decay(alpha=0.75),
+    rc.retention.Decay(alpha="learned"),
 )
 ALGORITHMS = (
     rc.algorithm.GradientDescent(),
@@ -32,9 +32,9 @@ ALGORITHMS = (
     rc.algorithm.GradientDescent(per="value"),
     rc.algorithm.Momentum(),
     rc.algorithm.Momentum(momentum=0.6),
-    rc.algorithm.Momentum(of="value"),
+    rc.algorithm.Momentum(momentum_on="value"),
     rc.algorithm.Implicit(),
-    rc.algorithm.Normalized(lr="token"),
+    rc.algorithm.NLMS(lr="input"),
 )
 
 
@@ -142,18 +142,21 @@ def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
         (rc.Recipe(memory=rc.memory.MLP()), ["memory.MLP"]),
         (rc.Recipe(features=rc.features.Relu()), ["features.Relu"]),
         (rc.Recipe(bias=rc.bias.Huber()), ["bias.Huber"]),
-        (rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=2)), ["algorithm.GradientDescent"]),
         (
-            rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduce="mean", offset=0.5)),
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(updates_per_token=2)),
             ["algorithm.GradientDescent"],
         ),
         (
-            rc.Recipe(algorithm=rc.algorithm.GradientDescent(normalize=True)),
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduction="mean", offset=0.5)),
             ["algorithm.GradientDescent"],
         ),
-        (rc.Recipe(algorithm=rc.algorithm.Momentum(normalize=True)), ["algorithm.Momentum"]),
+        (
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(normalized_steps=True)),
+            ["algorithm.GradientDescent"],
+        ),
+        (rc.Recipe(algorithm=rc.algorithm.Momentum(normalized_steps=True)), ["algorithm.Momentum"]),
         (rc.Recipe(context=rc.context.Prefix()), ["context.Prefix"]),
-        (rc.Recipe(algorithm=rc.algorithm.Momentum(batch=4)), ["algorithm.Momentum"]),
+        (rc.Recipe(algorithm=rc.algorithm.Momentum(batch_size=4)), ["algorithm.Momentum"]),
         (rc.Recipe(retention=rc.retention.Ball()), ["retention.Ball"]),
         (rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe())), ["bias.L2"]),
     ],

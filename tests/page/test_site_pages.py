@@ -110,9 +110,9 @@ def test_the_code_of_a_page_makes_its_system(family: str, pages: dict[str, str])
             assert made["recipe"] == system.recipe
             assert made.get("options", rc.LayerOptions()) == system.options
         elif "mixer" in made:
-            assert rc.blocks.mixer_of(made["mixer"]) == system.mixer
+            assert rc.blocks.as_mixer(made["mixer"]) == system.mixer
         else:
-            mixers = {key: rc.blocks.mixer_of(one) for key, one in made["layers"].items()}
+            mixers = {key: rc.blocks.as_mixer(one) for key, one in made["layers"].items()}
             assert tuple(mixers.items()) == system.layers
 
 
@@ -166,11 +166,16 @@ def test_the_picture_shows_what_was_computed() -> None:
 
     held, changed = picture.held_pairs(), picture.changing_map()
     at = picture.PAIRS.index
-    assert held["solved exactly: RLS"][at(12)] < 0.01 < 0.2 < held["solved exactly: RLS"][at(20)]
-    assert max(held["every pair kept: softmax attention"]) < 0.05
+    assert (
+        held["exact least squares: RLS"][at(12)]
+        < 0.01
+        < 0.2
+        < held["exact least squares: RLS"][at(20)]
+    )
+    assert max(held["all pairs stored: softmax attention"]) < 0.05
     assert all(a[at(1)] < 0.01 for a in held.values())
     end = {name: sum(y[-8:]) / 8 for name, y in changed.items()}
-    assert min(end, key=end.__getitem__) == "solved, and forgetting"
+    assert min(end, key=end.__getitem__) == "least squares that forgets"
     drawing = picture.draw()
     assert drawing.svg != drawing.narrow
     assert "<svg" in drawing.svg and "http://www.w3.org/2000/svg" in drawing.narrow

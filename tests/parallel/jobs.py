@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from recollect.blocks import AsContext, Chain, Gated
+from recollect.blocks import MemoryAsContext, MemoryAsGate, Sequential
 from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_groups
 from recollect.lm.sharding.checkpoints import whole_weights
 from recollect.lm.sharding.layout import Layout
@@ -54,9 +54,9 @@ def eps_of(name: str) -> float:
 COMPOSED: dict[str, Any] = {
     "hybrid": ["gated_delta_net", "softmax_attention"],
     # Three segments of a row of twelve, and learned tokens before each.
-    "as_context": AsContext("titans", "softmax_attention", segment=5, persistent=2),
-    "chain": Chain(
-        Gated("atlas", "softmax_attention", persistent=1), "gated_delta_net", persistent=2
+    "as_context": MemoryAsContext("titans", "softmax_attention", segment=5, persistent=2),
+    "chain": Sequential(
+        MemoryAsGate("atlas", "softmax_attention", persistent=1), "gated_delta_net", persistent=2
     ),
 }
 

@@ -12,7 +12,7 @@ from tests.parallel.ranks import on_ranks
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.parallel.segment import pieces_of
+from recollect.parallel.segment import local_pieces
 
 pytest.importorskip("transformers")
 
@@ -41,14 +41,14 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     cuts = CUTS[ranks]
     own = slice(cuts[rank], cuts[rank + 1])
     torch.manual_seed(0)
-    layer = rc.blocks.build(name, d_model=WIDTH, heads=2).double()
+    layer = rc.blocks.build(name, d_model=WIDTH, num_heads=2).double()
     x = torch.randn(1 if mode == "documents" else 2, T, WIDTH, dtype=torch.float64)
     whole: dict[str, Any] = {}
     local: dict[str, Any] = {}
     if mode == "documents":
         tokens = tuple(b - a for a, b in pairwise(cuts))
         whole["cu_seqlens"] = torch.tensor(BORDERS)
-        local["cu_seqlens"] = pieces_of(whole["cu_seqlens"], tokens, rank)[0]
+        local["cu_seqlens"] = local_pieces(whole["cu_seqlens"], tokens, rank)[0]
     if mode == "padding":
         mask = torch.ones(2, T, dtype=torch.long)
         mask[0, :3] = mask[1, 10:] = 0
@@ -65,8 +65,8 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _named(layer)}
     layer.zero_grad()
     piece = x[:, own].clone().requires_grad_()
-    with rc.parallel.context(layer, way=way) as along:
-        said, final = layer(piece, **local, output_state=states)
+    with rc.parallel.context(layer, strategy=way) as along:
+        said, final = layer(piece, **local, output_final_state=states)
         loss = (said * weights[:, own]).sum()
         (loss + (rank == 0) * _size(final) if states else loss).backward()
         along.reduce_gradients()
@@ -130,7 +130,9 @@ def test_layers_are_exact(ranks: int) -> None:
             mode = MODES[(index + 2 * more + ranks // 2) % 4]
             cases.append((name, mode, "auto"))
     if ranks == 2:
-        cases += [("gated_delta_net", mode, way) for mode in MODES for way in ("auto", "hand_over")]
+        cases += [
+            ("gated_delta_net", mode, way) for mode in MODES for way in ("auto", "sequential")
+        ]
     on_ranks(ranks, _check_layers, cases)
 
 
@@ -183,7 +185,7 @@ def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
         wanted = _train(one, None, batches)
         if documents:
             several.activation_checkpointing_enable()
-        with rc.parallel.context(several, way=way) as along:
+        with rc.parallel.context(several, strategy=way) as along:
             found = _train(several, along, batches)
         assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5, (name, way)
         for (key, p), q in zip(one.named_parameters(), several.parameters(), strict=True):
@@ -195,8 +197,11 @@ def test_training_along_two_ranks_is_training_on_one() -> None:
     """Every model by the ways it has; one of them in documents, with activations recomputed."""
     cases: list[tuple[str, str, bool]] = []
     for index, name in enumerate(MODELS):
-        leaf = name != "samba" and rc.parallel.way_of(rc.zoo.get(name).recipe).name == "hand_over"
-        ways = ("auto",) if leaf else ("auto", "hand_over")
+        leaf = (
+            name != "samba"
+            and rc.parallel.strategy_for(rc.zoo.get(name).recipe).name == "sequential"
+        )
+        ways = ("auto",) if leaf else ("auto", "sequential")
         cases += [(name, way, (index + i) % 2 == 0) for i, way in enumerate(ways)]
     on_ranks(2, _check_training, cases)
 
@@ -229,7 +234,7 @@ def _check_calls() -> None:
     wrappers = (model, _Wrapper(_Wrapper(model)), nn.parallel.DistributedDataParallel(model))
     for outer in wrappers:
         model.zero_grad()
-        with rc.parallel.context(outer, gradients="mean") as along:
+        with rc.parallel.context(outer, gradient_reduction="mean") as along:
             assert ("forward" in vars(model) and "forward" not in vars(outer)) or outer is model
             own, its = along.split(ids), along.split(mask)
             by_place = outer(own, its, None, None, own).loss
@@ -258,9 +263,9 @@ def _check_whole_rows() -> None:
     net, rank = _model("gated_delta_net"), dist.get_rank()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
     wanted = net(ids, labels=ids).loss
-    with pytest.raises(ValueError, match="splits=True is for language models"):
-        rc.parallel.context(net.model.blocks[0].layer, splits=True)
-    with rc.parallel.context(net, splits=True) as ranks:
+    with pytest.raises(ValueError, match="shard_inputs=True is for language models"):
+        rc.parallel.context(net.model.blocks[0].layer, shard_inputs=True)
+    with rc.parallel.context(net, shard_inputs=True) as ranks:
         assert abs(net(ids, labels=ids).loss - wanted) < 1e-5
         after = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         assert abs(net(ids, shift_labels=after).loss - wanted) < 1e-5
@@ -271,13 +276,13 @@ def _check_whole_rows() -> None:
             other[0, :2] = other[0, :2].flip(0)  # the same tokens, in another order
         assert bool((ids[0, 0] != ids[0, 1]).item())
         for given, said in (
-            (other, "rank 1 of a sequence was given other input_ids than rank 0"),
+            (other, "rank 1 of a sequence has other input_ids than rank 0"),
             (ids[:, : 11 - rank], "other tokens per row than rank 0"),
-            (ids[:, :1], "rows of 1 tokens cannot lie along 2 ranks"),
+            (ids[:, :1], "sequences of 1 tokens are too short for 2 ranks"),
         ):
             with pytest.raises(ValueError, match=said):
                 net(given)
-        with pytest.raises(ValueError, match="was given other labels than rank 0"):
+        with pytest.raises(ValueError, match="has other labels than rank 0"):
             net(ids, **({"labels": ids} if rank else {}))
 
 
@@ -298,7 +303,7 @@ def _check_use(rank: int) -> None:
     assert (model(ids[:, :1], cache=cache).logits - told).abs().max() < 1e-5
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
         model.zero_grad()
-        with rc.parallel.context(model, gradients=gradients) as along:
+        with rc.parallel.context(model, gradient_reduction=gradients) as along:
             own = along.split(ids)
             model(own, labels=own).loss.backward()
         total = model.lm_head.weight.grad.clone()
@@ -309,19 +314,19 @@ def _check_use(rank: int) -> None:
     with rc.parallel.context(model) as along:
         with pytest.raises(ValueError, match="end the other context first"):
             rc.parallel.context(model)
-        with pytest.raises(ValueError, match="are packed in one row, and there are 2"):
+        with pytest.raises(ValueError, match="must be packed in one sequence, not 2"):
             model(along.split(ids), cu_seqlens=torch.tensor([0, 11, 22]))
-        with pytest.raises(ValueError, match="position_ids is not followed along several ranks"):
+        with pytest.raises(ValueError, match="position_ids is not supported over several ranks"):
             model(along.split(ids), position_ids=torch.arange(6)[None])
     assert "forward" not in vars(model)
     with pytest.raises(ValueError, match="no sequence layer of recollect"):
         rc.parallel.context(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="routes tokens to memories"):
-        rc.parallel.context(rc.blocks.build("mixture_of_memories", d_model=16, heads=2))
-    with pytest.raises(ValueError, match="way must be auto or hand_over, not 'affine'"):
-        rc.parallel.context(model, way="affine")
-    with pytest.raises(ValueError, match="gradients must be sum or mean"):
-        rc.parallel.context(model, gradients="none")
+        rc.parallel.context(rc.blocks.build("mixture_of_memories", d_model=16, num_heads=2))
+    with pytest.raises(ValueError, match="strategy must be auto or sequential, not 'affine'"):
+        rc.parallel.context(model, strategy="affine")
+    with pytest.raises(ValueError, match="gradient_reduction must be sum or mean"):
+        rc.parallel.context(model, gradient_reduction="none")
 
 
 def test_a_model_is_used_along_two_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,12 @@ from tests.parallel.ranks import on_ranks
 from torch import Tensor
 
 import recollect as rc
-from recollect.parallel import memorise
+from recollect.engines.common.problem import Problem
+from recollect.functional.binding import bind
+from recollect.parallel import link, memorise
+from recollect.parallel.link import rank_group
 from recollect.parallel.pieces import pieces_for
-from recollect.parallel.segment import pieces_of
-from recollect.recall.bound import bind
-from recollect.recall.call import Call
+from recollect.parallel.segment import local_pieces
 from recollect.testing.inputs import Inputs, inputs, sizes
 
 T = 13
@@ -42,7 +44,7 @@ NAMES = {
         "retnet",
     ),
     "gather": ("softmax_attention", "sliding_window_attention", "fox", "local_linear_attention"),
-    "hand_over": ("titans", "atlas", "rls", "mesa_net", "mlstm", "delta_former", "dot"),
+    "sequential": ("titans", "atlas", "rls", "mesa_net", "mlstm", "delta_former", "dot"),
 }
 
 
@@ -89,7 +91,7 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
     whole, own = x.leaves(), x.leaves()
     y, state = rc.recall(
         recipe, whole.q, whole.k, whole.v, whole.gates,
-        params=whole.params, init=whole.init, method=method, **where,
+        params=whole.params, initial_memory=whole.init, engine=method, **where,
     )  # fmt: skip
     g = torch.Generator().manual_seed(3)
     weights = torch.randn(y.shape, generator=g, dtype=y.dtype)
@@ -100,7 +102,7 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
     piece = own.cut(start, stop)
     said, after = rc.parallel.recall(
         recipe, piece.q, piece.k, piece.v, piece.gates,
-        params=own.params, init=own.init, way=way, **where,
+        params=own.params, initial_memory=own.init, strategy=way, **where,
     )  # fmt: skip
     assert after is not None
     share = float(rank == 0)  # the state is the same on all ranks, and counts once
@@ -134,11 +136,11 @@ def test_segments_are_the_whole_sequence(ranks: int) -> None:
     cases: list[tuple[str, str, str, str]] = []
     for way, names in NAMES.items():
         for index, name in enumerate(names):
-            assert rc.parallel.way_of(rc.zoo.get(name).recipe).name == way
+            assert rc.parallel.strategy_for(rc.zoo.get(name).recipe).name == way
             cases.append((name, way, modes[(index + ranks // 2) % 3], "reference"))
         for mode in modes:
             cases += [
-                (names[0], one, mode, "reference") for one in dict.fromkeys((way, "hand_over"))
+                (names[0], one, mode, "reference") for one in dict.fromkeys((way, "sequential"))
             ]
     on_ranks(ranks, _check_all, cases)
 
@@ -151,8 +153,8 @@ def test_the_whole_zoo(ranks: int) -> None:
     for name in rc.zoo.names():
         if name == "memora_per_token":  # loses 1e-9 to its own arithmetic, split or not
             continue
-        way = rc.parallel.way_of(rc.zoo.get(name).recipe).name
-        for one in dict.fromkeys((way, "hand_over")):
+        way = rc.parallel.strategy_for(rc.zoo.get(name).recipe).name
+        for one in dict.fromkeys((way, "sequential")):
             cases += [(name, one, mode, "auto") for mode in ("rows", "documents")]
     on_ranks(ranks, _check_all, cases)
 
@@ -164,8 +166,10 @@ def _continue(rank: int) -> None:
         x = _given(recipe, "rows")[0]
         first, rest = x.cut(0, 4), x.cut(4, T)
         named: dict[str, Any] = {"params": x.params}
-        y, wanted = rc.recall(recipe, x.q, x.k, x.v, x.gates, init=x.init, **named)
-        _, before = rc.recall(recipe, first.q, first.k, first.v, first.gates, init=x.init, **named)
+        y, wanted = rc.recall(recipe, x.q, x.k, x.v, x.gates, initial_memory=x.init, **named)
+        _, before = rc.recall(
+            recipe, first.q, first.k, first.v, first.gates, initial_memory=x.init, **named
+        )
         own = rest.cut(2 * rank, 2 if rank == 0 else T)
         said, after = rc.parallel.recall(
             recipe, own.q, own.k, own.v, own.gates, state=before, **named
@@ -173,7 +177,7 @@ def _continue(rank: int) -> None:
         where = slice(4 + 2 * rank, 6 if rank == 0 else T)
         assert wanted is not None and after is not None
         assert _off(said, y[:, where]) < EXACT
-        assert after.seen == wanted.seen == T
+        assert after.host_position == wanted.host_position == T
         for a, b in zip(after.weights, wanted.weights, strict=True):
             assert _off(a, b) < EXACT
 
@@ -191,7 +195,7 @@ def _in_turn(rank: int) -> None:
     begun: list[int] = []
     met: list[bool] = []
 
-    def watched(call: Call) -> Any:
+    def watched(call: Problem) -> Any:
         begun.append(call.k.shape[0] * call.k.shape[2])
         if rank == 1:
             store.set(f"begun {pieces}", "")
@@ -207,7 +211,9 @@ def _in_turn(rank: int) -> None:
         for pieces in (4, 1):
             begun.clear()
             met.clear()
-            rc.parallel.recall(recipe, x, x, x, {"lr": x[..., 0]}, way="hand_over", pieces=pieces)
+            rc.parallel.recall(
+                recipe, x, x, x, {"lr": x[..., 0]}, strategy="sequential", microbatches=pieces
+            )
             assert begun == [4 // pieces] * pieces
             if rank == 0:
                 assert not met[0]
@@ -230,21 +236,23 @@ def test_ways_follow_from_structure() -> None:
         "entries": rc.Recipe(bias=dot, retention=decay(per="entry")),
     }
     for transition, recipe in wanted.items():
-        assert rc.parallel.way_of(recipe).transition == transition
+        assert rc.parallel.strategy_for(recipe).transition == transition
     per_value = rc.Recipe(bias=L2, retention=decay(per="value"))
-    assert rc.parallel.way_of(per_value).name == "hand_over"
-    assert "value channel" in rc.parallel.way_of(per_value).why
-    with pytest.raises(rc.RecipeError, match=r"way='affine' cannot run .* use way='auto'"):
-        rc.parallel.way_of(rc.zoo.get("titans").recipe, "affine")
-    with pytest.raises(ValueError, match=r"way must be auto, affine, gather or hand_over"):
-        rc.parallel.way_of(rc.Recipe(), "ring")
-    assert str(rc.parallel.way_of(rc.Recipe())) == rc.explain(rc.Recipe()).ranks
+    assert rc.parallel.strategy_for(per_value).name == "sequential"
+    assert "value channel" in rc.parallel.strategy_for(per_value).reason
+    with pytest.raises(
+        rc.RecipeError, match=r"strategy='affine' cannot run .* use strategy='auto'"
+    ):
+        rc.parallel.strategy_for(rc.zoo.get("titans").recipe, "affine")
+    with pytest.raises(ValueError, match=r"strategy must be auto, affine, gather or sequential"):
+        rc.parallel.strategy_for(rc.Recipe(), "ring")
+    assert str(rc.parallel.strategy_for(rc.Recipe())) == rc.explain(rc.Recipe()).ranks
 
 
 def test_pieces_cover_rows_and_heads_once() -> None:
     recipe = rc.Recipe()
     k = torch.zeros(3, 5, 4, 2)
-    call = Call(bound=bind(recipe, H=4, K=2, V=2), q=k, k=k, v=k, gates={}, params={})
+    call = Problem(bound=bind(recipe, H=4, K=2, V=2), q=k, k=k, v=k, gates={}, params={})
     for count, wanted in ((1, 1), (2, 2), (3, 3), (5, 3), (6, 6), (100, 12)):
         met = torch.zeros(3, 4)
         plan = [piece for row in pieces_for(call, count) for piece in row]
@@ -256,7 +264,7 @@ def test_pieces_cover_rows_and_heads_once() -> None:
 
 def test_documents_are_cut_at_the_borders_of_ranks() -> None:
     borders, tokens = torch.tensor([0, 5, 10, 18, 20]), (10, 3, 7)
-    found = [pieces_of(borders, tokens, rank) for rank in range(3)]
+    found = [local_pieces(borders, tokens, rank) for rank in range(3)]
     # The second document ends with the first rank, which hands on an empty third one.
     assert found[0][0].tolist() == [0, 5, 10, 10] and found[0][1] == [0, 1, 2]
     assert found[1][0].tolist() == [0, 3] and found[1][1] == [2]
@@ -270,7 +278,7 @@ def test_without_processes_there_is_one_sentence() -> None:
     x = torch.zeros(1, 2, 1, 2)
     with pytest.raises(ValueError, match="start the processes with torchrun"):
         rc.parallel.recall(rc.Recipe(), x, x, x, {"lr": x[..., 0]})
-    with pytest.raises(ValueError, match="causal=False reads what later tokens memorise"):
+    with pytest.raises(ValueError, match="causal=False reads associations of later tokens"):
         rc.parallel.recall(rc.Recipe(), x, x, x, {"lr": x[..., 0]}, causal=False)
 
 
@@ -287,16 +295,16 @@ def _disagree(rank: int) -> None:
     other = rc.Recipe(retention=rc.retention.Decay())
     with pytest.raises(ValueError, match=r"disagrees with rank 0 on the recipe"):
         run(recipe=other if rank else recipe)
-    with pytest.raises(ValueError, match="disagrees with rank 0 on the way"):
-        run(way="hand_over" if rank else "auto")
+    with pytest.raises(ValueError, match="disagrees with rank 0 on the strategy"):
+        run(strategy="sequential" if rank else "auto")
     with pytest.raises(ValueError, match="rank 1 has no token"):
         run(x[:, : 4 - 4 * rank])
     with pytest.raises(ValueError, match="must run from 0 to the 8 tokens of all ranks"):
         run(cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="at least one token"):
         run(cu_seqlens=torch.tensor([0, 4, 4, 8]))
-    with pytest.raises(ValueError, match="pieces must be a whole number"):
-        run(pieces=0)
+    with pytest.raises(ValueError, match="microbatches must be a whole number"):
+        run(microbatches=0)
 
 
 def test_ranks_that_disagree_are_told_apart() -> None:
@@ -314,3 +322,12 @@ def _alone(rank: int) -> None:
 @pytest.mark.slow
 def test_nobody_waits_for_ever() -> None:
     on_ranks(2, _alone, seconds=4, meet=False)
+
+
+def test_destroyed_process_groups_are_released() -> None:
+    for _ in range(3):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        rank_group(None)
+        dist.destroy_process_group()
+    gc.collect()
+    assert not link._links

@@ -66,11 +66,11 @@ def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
 def test_parts_of_a_layer_add_up(kv_heads: int) -> None:
     """Without processes: what two layers say, each of a part of the heads, adds up."""
     torch.manual_seed(0)
-    whole = rc.MemoryLayer(16, 4, "gated_delta_net", kv_heads=kv_heads).double()
+    whole = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     total = torch.zeros_like(x)
     for index in range(2):
-        part = rc.MemoryLayer(16, 4, "gated_delta_net", kv_heads=kv_heads).double()
+        part = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
         for name, weight in whole.named_parameters():
             cut = cuts(whole).get(name)
             owner, _, own = name.rpartition(".")
@@ -85,7 +85,7 @@ def test_parts_of_a_layer_add_up(kv_heads: int) -> None:
 def test_fixed_numbers_of_a_part_are_those_of_its_heads() -> None:
     layer = rc.zoo.get("retnet").build(16, 4)
     part = rc.zoo.get("retnet").build(16, 4)
-    number = next(x for x in layer.params.values() if x.source == "fixed")
+    number = next(x for x in layer.params.values() if x.source == "constant")
     place = next(n for n, x in layer.params.items() if x is number)
     keep_part(part, 1, 2)
     own = part.params[place](torch.zeros(1, 1, 16))
@@ -131,7 +131,7 @@ def write(place: Path, name: str, **changes: Any) -> None:
 def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
     wanted = {
         "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",
-        "heads": "tensor = 2 does not divide [model] heads = 1 of layer 0 (gated_delta_net)",
+        "heads": "tensor = 2 does not divide [model] num_heads = 1 of layer 0 (gated_delta_net)",
         "no heads": "layer 0 (ffn_relu) is a FeedForward, which has none",
         "batch": "[optimizer] batch = 3 is what all processes read together",
         "short": "context = 2 divides the 1 tokens of the shortest of 6 segments",

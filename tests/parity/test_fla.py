@@ -224,7 +224,7 @@ def test_gated_delta_product(n: int, gated: bool) -> None:
         return S
 
     recipe = rc.zoo.get("gated_delta_product" if gated else "delta_product").recipe
-    recipe = recipe.but(algorithm=rc.algorithm.GradientDescent(steps=n))
+    recipe = recipe.replace(algorithm=rc.algorithm.GradientDescent(updates_per_token=n))
     squeeze = (lambda x: x.squeeze(3)) if n == 1 else (lambda x: x)
     gates = {"lr": squeeze(beta)} | ({"log_decay": LOG} if gated else {})
     own, _ = rc.recall(recipe, Q, squeeze(k), squeeze(v), gates)

@@ -39,7 +39,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 class QuarticOfTests(rc.bias.Bias):
     """A user's own bias: only its loss is stated."""
 
-    scale: float | str = rc.quantity("token", above=0, init=1.0, travels=True)
+    scale: float | str = rc.quantity("input", above=0, init=1.0, per_association=True)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return ((prediction - value) / gates["scale"]).pow(4).sum(-1)
@@ -134,12 +134,12 @@ MEMORIES: dict[str, tuple[rc.memory.Memory, list[tuple[int, int]], Memory]] = {
         lambda W, x: x + layer_norm(of(W[1], gelu(of(W[0], x)))),
     ),
     "TTT-Linear": (
-        rc.memory.MLP(depth=1, norm="layer", biases=True),
+        rc.memory.MLP(depth=1, norm="layer", bias=True),
         [(D, D + 1)],
         lambda W, x: x + layer_norm(of(W[0], one(x))),
     ),
     "TTT-MLP": (
-        rc.memory.MLP(expansion=2, activation="gelu_tanh", norm="layer", biases=True),
+        rc.memory.MLP(expansion=2, activation="gelu_tanh", norm="layer", bias=True),
         [(M, D + 1), (D, M + 1)],
         lambda W, x: (
             x + layer_norm(of(W[1], one(functional.gelu(of(W[0], one(x)), approximate="tanh"))))
@@ -162,7 +162,7 @@ def recipe(memory: str, bias: str, batch: int) -> rc.Recipe:
     return rc.Recipe(
         memory=MEMORIES[memory][0],
         bias=BIASES[bias][0],
-        algorithm=rc.algorithm.GradientDescent(batch=batch, lr=LR),
+        algorithm=rc.algorithm.GradientDescent(batch_size=batch, lr=LR),
     )
 
 
@@ -185,8 +185,8 @@ def test_inner_gradient(bias: str, memory: str, method: str) -> None:
         *(K, K, X),
         gates,
         params={param.name: params[param.name] for param in made.params()},
-        init=tuple(start),
-        method=method,
+        initial_memory=tuple(start),
+        engine=method,
     )
     assert state is not None
     (gate,) = gates.values() or (torch.ones(B, T, H, dtype=torch.float64),)
@@ -235,7 +235,7 @@ def test_a_value_robust_error_of_zero(method: str) -> None:
     radius = torch.full((1, 1, 1), 0.3, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v, W, radius)]
     robust = recipe("matrix", "value-robust", 1)
-    y, state = rc.recall(robust, q, k, v, {"value_radius": radius}, init=W, method=method)
+    y, state = rc.recall(robust, q, k, v, {"value_radius": radius}, initial_memory=W, engine=method)
     assert state is not None
     assert torch.equal(state.weights[0][0], W)
     slopes = torch.autograd.grad((y * weight).sum(), leaves)

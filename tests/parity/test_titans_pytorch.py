@@ -97,12 +97,12 @@ def ours(module: Any, x: Tensor, memory: rc.memory.Memory, method: str) -> Tenso
     momentum = module.to_momentum is not None
     recipe = rc.zoo.get("titans" if momentum else "titans_minus").recipe
     algorithm = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
-    recipe = recipe.but(memory=memory, algorithm=algorithm(batch=BATCH))
+    recipe = recipe.replace(memory=memory, algorithm=algorithm(batch_size=BATCH))
     q, k, v, gates = wired(module, x)
     init = list(module.memory_model_parameters)
     if isinstance(memory, rc.memory.MLP):
         init = [w.transpose(-1, -2) for w in init]  # it multiplies from the right
-    y, _ = rc.recall(recipe, q, k, v, gates, init=tuple(init), method=method)
+    y, _ = rc.recall(recipe, q, k, v, gates, initial_memory=tuple(init), engine=method)
     y = y.transpose(1, 2)
     if module.retrieve_gate is not None:
         y = y * module.retrieve_gate(module.retrieve_norm(x))

@@ -70,8 +70,8 @@ def test_refused(precision: Any, said: str) -> None:
 
 
 def test_a_composition_hands_it_to_its_parts() -> None:
-    both = rc.blocks.Gated("gated_delta_net", "sliding_window_attention")
-    layer = rc.blocks.build(both, d_model=16, heads=2, precision="bf16")
+    both = rc.blocks.MemoryAsGate("gated_delta_net", "sliding_window_attention")
+    layer = rc.blocks.build(both, d_model=16, num_heads=2, precision="bf16")
     assert memories(layer) == ["bf16", "bf16"]
     config = rc.lm.RecollectConfig.from_recipes({"both": both}, precision={"both": "tf32"}, **SIZES)
     assert set(memories(rc.lm.RecollectForCausalLM(config))) == {"tf32"}

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import recollect as rc
 from recollect.choices.products import PRECISIONS
-from recollect.recall.one_operation import suits
+from recollect.functional.one_operation import use_custom_op
+from recollect.layer.memory_layer import make_call
 
 NAMES = ("gated_delta_net", "gla", "mamba", "rls", "titans", "fox", "delta_former", "dot")
 T = 20
@@ -30,9 +31,9 @@ Read = Callable[..., Tensor]
 def memory(name: str) -> tuple[rc.Recipe, list[Tensor], Callable[..., tuple[Tensor, Any]], Read]:
     """A recipe, tensors that gradients are asked for, its recall by bfloat16, and its read."""
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=16, heads=2)
+    layer = rc.zoo.get(name).build(d_model=16, num_heads=2)
     with torch.no_grad():
-        made = layer.associations(torch.randn(2, T, 16))
+        made = layer.memory_inputs(torch.randn(2, T, 16))
     given = {"q": made.q, "k": made.k, "v": made.v, **made.gates}
     given = {n: x.detach().clone().requires_grad_() for n, x in given.items()}
     params = {n: x.detach().clone() for n, x in made.params.items()}
@@ -41,7 +42,7 @@ def memory(name: str) -> tuple[rc.Recipe, list[Tensor], Callable[..., tuple[Tens
     def recall(cut: Any = slice(None), **more: Any) -> tuple[Tensor, Any]:
         q, k, v, *gates = (x[cut] for x in given.values())
         named = dict(zip(made.gates, gates, strict=True))
-        more = {"init": None if "state" in more else init, "precision": "bf16", **more}
+        more = {"initial_memory": None if "state" in more else init, "precision": "bf16", **more}
         return rc.recall(layer.recipe, q, k, v, named, params=params, **more)
 
     def read(q: Tensor, state: Any, **more: Any) -> Tensor:
@@ -173,7 +174,7 @@ def test_compiled_layers(name: str) -> None:
     """One graph, and the same bits; set to another precision it is compiled anew."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=16, heads=2)
+    layer = rc.zoo.get(name).build(d_model=16, num_heads=2)
     x, found = torch.randn(1, T, 16), {}
     for precision in ("bf16", "float32"):
         layer.precision = precision
@@ -196,13 +197,13 @@ def test_compiled_layers(name: str) -> None:
 def test_a_compiled_call_is_of_one_precision() -> None:
     """What a graph keeps a call under says its precision, and no such call is followed."""
     names = set[str]()
-    layer = rc.zoo.get("softmax_attention").build(d_model=16, heads=2)
-    made = layer.associations(torch.randn(1, 3, 16))
+    layer = rc.zoo.get("softmax_attention").build(d_model=16, num_heads=2)
+    made = layer.memory_inputs(torch.randn(1, 3, 16))
     for precision in (None, *PRECISIONS):
         layer.precision = precision
-        call = layer.call(made, None)
+        call = make_call(layer, made, None)
         names.add(str(call.bound.name))
-        assert suits(call) == (precision is not None)
+        assert use_custom_op(call) == (precision is not None)
     assert len(names) == 4
 
 
@@ -218,7 +219,7 @@ def test_a_compiled_function_around_recall() -> None:
 
 def test_a_static_decoder() -> None:
     torch.manual_seed(0)
-    layer = rc.zoo.get("titans").build(d_model=16, heads=2, precision="bf16")
+    layer = rc.zoo.get("titans").build(d_model=16, num_heads=2, precision="bf16")
     x = torch.randn(1, 24, 16)
     with torch.no_grad():
         _, state = layer(x[:, :4])
@@ -229,7 +230,7 @@ def test_a_static_decoder() -> None:
 
 
 def test_layers_carry_it_along() -> None:
-    layer = rc.zoo.get("gated_delta_net").build(d_model=16, heads=2, precision="bf16")
+    layer = rc.zoo.get("gated_delta_net").build(d_model=16, num_heads=2, precision="bf16")
     assert "precision='bf16'" in repr(layer)
     x = torch.randn(1, T, 16)
     for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -261,12 +262,12 @@ rc.memory.module_factory("precision_curved")(Curved)
 def test_a_module_as_a_memory() -> None:
     """It runs in the reference alone, which keeps all bits and says so."""
     memory = rc.memory.Module(factory="precision_curved")
-    recipe = rc.Recipe(memory=memory, algorithm=rc.algorithm.GradientDescent(lr=0.1, batch=4))
+    recipe = rc.Recipe(memory=memory, algorithm=rc.algorithm.GradientDescent(lr=0.1, batch_size=4))
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 10, 2, 4)
     init = [torch.randn(2, *shape) * 0.5 for shape in memory.shapes(4, 4)]
-    exact, _ = rc.recall(recipe, q, k, v, init=init)
-    assert torch.equal(rc.recall(recipe, q, k, v, init=init, precision="bf16")[0], exact)
+    exact, _ = rc.recall(recipe, q, k, v, initial_memory=init)
+    assert torch.equal(rc.recall(recipe, q, k, v, initial_memory=init, precision="bf16")[0], exact)
     said = "products of float32, not bf16: the reference is what others are compared with"
     assert said in str(rc.explain(recipe, precision="bf16"))
 
@@ -277,7 +278,7 @@ def test_drawn_recipes(count: int) -> None:
     assert outside  # registers its members, which are drawn too
     ran = 0
     for index, recipe in generate.valid(count, seed=11):
-        engine = rc.select(recipe).engine
+        engine = rc.select_engine(recipe).engine
         if engine.needs_digits(recipe) is not None:
             continue
         x = generate.small_inputs(recipe, index, longest=5)

@@ -63,9 +63,9 @@ def run(name: str, precision: str | None, mode: AbstractContextManager[Any]) -> 
     """Forward, backward and decoding of a preset's memory alone."""
     torch.manual_seed(0)
     preset = rc.zoo.get(name)
-    layer = preset.build(d_model=16, heads=2)
+    layer = preset.build(d_model=16, num_heads=2)
     with torch.no_grad():
-        made = layer.associations(torch.randn(1, T, 16))
+        made = layer.memory_inputs(torch.randn(1, T, 16))
     leaves = [x.detach().clone().requires_grad_() for x in (made.q, made.k, made.v)]
     gates = {n: x.detach().clone().requires_grad_() for n, x in made.gates.items()}
     params = {n: x.detach().clone().requires_grad_() for n, x in made.params.items()}
@@ -80,13 +80,13 @@ def run(name: str, precision: str | None, mode: AbstractContextManager[Any]) -> 
         return rc.recall(preset.recipe, q, k, v, now, params=params, precision=precision, **more)
 
     with mode:
-        y, _ = recall(slice(0, T), init=init)
+        y, _ = recall(slice(0, T), initial_memory=init)
         slopes = torch.autograd.grad(
             (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(),
             given, allow_unused=True, materialize_grads=True,
         )  # fmt: skip
         with torch.no_grad():
-            _, state = recall(slice(0, PROMPT), init=init)
+            _, state = recall(slice(0, PROMPT), initial_memory=init)
             decoded = []
             for t in range(PROMPT, T):
                 token, state = recall(slice(t, t + 1), state=state)
@@ -106,7 +106,7 @@ def every(names: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize("name", every(layers()))
 def test_products_of_bfloat16(name: str) -> None:
     recipe = rc.zoo.get(name).recipe
-    engine, watch = rc.select(recipe).engine, Unrounded()
+    engine, watch = rc.select_engine(recipe).engine, Unrounded()
     exact = run(name, None, nullcontext())
     found = run(name, "bf16", watch)
     if engine.needs_digits(recipe) is not None or name in NO_PRODUCTS:
@@ -134,7 +134,7 @@ def test_products_of_bfloat16(name: str) -> None:
 def test_memories_that_are_only_read(name: str) -> None:
     """Feed-forward networks: their pairs are learned, their products as asked for."""
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=16, heads=2)
+    layer = rc.zoo.get(name).build(d_model=16, num_heads=2)
     layer.out = None  # a projection, and no product of the memory's
     x, watch = torch.randn(1, T, 16), Unrounded()
     plain, _ = layer(x)
@@ -154,7 +154,7 @@ def test_nobody_asks_and_nothing_is_entered(name: str, monkeypatch: pytest.Monke
     def entered(precision: str) -> None:
         raise AssertionError(precision)
 
-    monkeypatch.setattr("recollect.choices.multiplying._entered", entered)
+    monkeypatch.setattr("recollect.choices.matmul_precision._enter", entered)
     run(name, None, nullcontext())
     with pytest.raises(AssertionError, match="bf16"):
         run(name, "bf16", nullcontext())
@@ -165,10 +165,10 @@ def test_nobody_asks_and_nothing_is_entered(name: str, monkeypatch: pytest.Monke
 def test_errors_do_not_grow_with_the_sequence(name: str) -> None:
     """The last quarter of 4,096 tokens that resemble each other, in bfloat16 as in docs/gpu.md."""
     torch.manual_seed(0)
-    layer = rc.zoo.get(name).build(d_model=64, heads=2)
+    layer = rc.zoo.get(name).build(d_model=64, num_heads=2)
     x = torch.randn(1, 4096, 64).cumsum(1) / torch.arange(1, 4097).sqrt()[:, None]
     with torch.no_grad():
-        made = layer.associations(x)
+        made = layer.memory_inputs(x)
         exact, _ = layer.learn(made, None)
         layer.precision = "bf16"
         y, _ = layer.learn(made, None)

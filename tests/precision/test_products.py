@@ -1,4 +1,4 @@
-"""`recollect.choices.multiplying`: the functions it catches, gradients, the process's switch."""
+"""`choices.matmul_precision`: the functions it catches, gradients, the process's switch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
-from recollect.choices.multiplying import innermost, multiplying, spacing
+from recollect.choices.matmul_precision import active, effective_eps, matmul_precision
 from recollect.choices.products import check_precision_name
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -22,10 +22,6 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def einsum(equation: str) -> Callable[..., Tensor]:
     return lambda *x: torch.einsum(equation, *x)
-
-
-def contract(x: Tensor, y: Tensor) -> Tensor:
-    return torch.tensordot(x, y, dims=([2, 0], [0, 1]))
 
 
 def added(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -65,21 +61,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], Shapes]] = {
     "bmm": (Tensor.bmm, ((2, 3, 4), (2, 4, 5))),
     "mv": (Tensor.mv, ((3, 4), (4,))),
     "dot": (torch.dot, ((4,), (4,))),
-    "inner": (torch.inner, ((2, 3, 4), (5, 4))),
     "addmm": (torch.addmm, ((5,), (3, 4), (4, 5))),
     "addmv": (torch.addmv, ((3,), (3, 4), (4,))),
     "baddbmm": (added, ((2, 3, 5), (2, 3, 4), (2, 4, 5))),
     "baddbmm, z repeated": (added, ((5,), (2, 3, 4), (2, 4, 5))),
     "baddbmm_": (added_in_place, ((2, 3, 5), (2, 3, 4), (2, 4, 5))),
     "linear": (functional.linear, ((2, 3, 4), (5, 4), (5,))),
-    "multi_dot": (lambda *x: torch.linalg.multi_dot(x), ((3, 4), (4, 5))),
-    "tensordot": (torch.tensordot, ((2, 3, 4), (3, 4, 5))),
-    "tensordot, named": (contract, ((4, 2, 3), (3, 4, 5))),
     "einsum": (einsum("bij,bkj->bik"), ((2, 3, 4), (2, 5, 4))),
     "einsum, implicit": (einsum("ij,jk"), ((3, 4), (4, 5))),
     "einsum, ellipsis": (einsum("...ij,...jk->...ki"), ((2, 1, 3, 4), (6, 4, 5))),
     "einsum, summed": (einsum("bthgk,bthk->bthg"), ((2, 3, 2, 2, 4), (2, 3, 2, 4))),
-    "einsum, repeated letter": (einsum("iij,jk->ik"), ((3, 3, 4), (4, 5))),
     "einsum, two sums": (einsum("abij,cij->abc"), ((2, 3, 4, 5), (6, 4, 5))),
 }
 WITHOUT_GRADIENT: dict[str, tuple[Callable[..., Tensor], Shapes]] = {
@@ -95,6 +86,14 @@ SUMMED: dict[str, tuple[Callable[..., Tensor], Shapes]] = {
     ),
     "nothing summed": (einsum("bi,bj->bij"), ((2, 3), (2, 4))),
     "traces": (einsum("ii,jj->"), ((3, 3), (4, 4))),
+}
+
+
+NOT_INTERCEPTED: dict[str, tuple[Callable[..., Tensor], Shapes]] = {
+    "inner": (torch.inner, ((2, 3, 4), (5, 4))),
+    "multi_dot": (lambda *x: torch.linalg.multi_dot(x), ((3, 4), (4, 5))),
+    "tensordot": (torch.tensordot, ((2, 3, 4), (3, 4, 5))),
+    "einsum of a diagonal": (einsum("iij,jk->ik"), ((3, 3, 4), (4, 5))),
 }
 
 
@@ -115,18 +114,27 @@ def test_products_of_rounded_factors(name: str) -> None:
     function, shapes = (CASES | WITHOUT_GRADIENT)[name]
     given = drawn(shapes)
     kept = [x.clone() for x in given]
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         found = function(*given)
     assert all(torch.equal(x, y) for x, y in zip(given, kept, strict=True))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), function(*factors(name, kept)), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", NOT_INTERCEPTED)
+def test_other_contractions_keep_the_precision_of_torch(name: str) -> None:
+    function, shapes = NOT_INTERCEPTED[name]
+    given = drawn(shapes)
+    with matmul_precision("bf16"):
+        found = function(*given)
+    assert torch.equal(found, function(*given))
+
+
 @pytest.mark.parametrize("name", [*CASES, *WITHOUT_GRADIENT, *SUMMED])
 def test_products_of_all_bits(name: str) -> None:
     function, shapes = (CASES | WITHOUT_GRADIENT | SUMMED)[name]
     given = drawn(shapes)
-    with multiplying("float32"):
+    with matmul_precision("float32"):
         found = function(*given)
     torch.testing.assert_close(found, function(*given), rtol=1e-5, atol=1e-5)
 
@@ -137,7 +145,7 @@ def test_gradients_are_products_of_rounded_factors(name: str) -> None:
     function, shapes = CASES[name]
     given = [x.requires_grad_() for x in drawn(shapes)]
     exact = [x.detach().requires_grad_() for x in factors(name, given)]
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         y = function(*given)
     watch = Unrounded()
     above = rounded(torch.linspace(-1, 1, max(y.numel(), 1))[: y.numel()].view_as(y))
@@ -153,7 +161,7 @@ def test_gradients_are_products_of_rounded_factors(name: str) -> None:
 
 def test_gradients_of_gradients_are_such_products() -> None:
     x, y = (x.requires_grad_() for x in drawn(((3, 4), (4, 5))))
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         z = x @ y
     watch = Unrounded()
     with watch:
@@ -170,16 +178,19 @@ def test_of_other_types_nothing_is_said() -> None:
     """As of ``torch.set_float32_matmul_precision``: float64 stays, and bfloat16 is what it is."""
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         x, y = (torch.randn(4, 4).to(dtype) for _ in "xy")
-        with multiplying("bf16"):
+        with matmul_precision("bf16"):
             assert torch.equal(x @ y, (x @ y).to(dtype))
             inside = x @ y
         assert torch.equal(inside, x @ y)
 
 
 def test_what_torch_refuses_it_refuses_itself() -> None:
-    with multiplying("bf16"), pytest.raises(RuntimeError, match=r"must match|cannot be multiplied"):
+    with (
+        matmul_precision("bf16"),
+        pytest.raises(RuntimeError, match=r"must match|cannot be multiplied"),
+    ):
         torch.ones(2, 3) @ torch.ones(2, 3)
-    assert innermost.mode is None
+    assert active.mode is None
 
 
 def test_attention_adds_its_mask_in_float32() -> None:
@@ -188,7 +199,7 @@ def test_attention_adds_its_mask_in_float32() -> None:
     mask = (-torch.arange(6.0)[:, None] * 300.37 + torch.arange(6.0) * 300.37).tril()
     mask = mask.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     exact = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         found = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2)
@@ -197,23 +208,23 @@ def test_attention_adds_its_mask_in_float32() -> None:
 def test_of_two_the_inner_one_says_and_leaving_brings_back_the_outer() -> None:
     (x,) = drawn(((4, 4),))
     exact, low = x @ x, rounded(x) @ rounded(x)
-    with multiplying("bf16"):
-        with multiplying("float32"):
+    with matmul_precision("bf16"):
+        with matmul_precision("float32"):
             assert torch.equal(x @ x, exact)
-            assert spacing(torch.float32) == torch.finfo(torch.float32).eps
-        with multiplying(None):
+            assert effective_eps(torch.float32) == torch.finfo(torch.float32).eps
+        with matmul_precision(None):
             assert torch.equal(x @ x, low)
-        with suppress(ZeroDivisionError), multiplying("float32"):
+        with suppress(ZeroDivisionError), matmul_precision("float32"):
             raise ZeroDivisionError
         assert torch.equal(x @ x, low)
-        assert spacing(torch.float32) == torch.finfo(torch.bfloat16).eps
+        assert effective_eps(torch.float32) == torch.finfo(torch.bfloat16).eps
     assert torch.equal(x @ x, exact)
 
 
 def test_other_threads_are_not_asked() -> None:
     (x,) = drawn(((4, 4),))
     found: list[Tensor] = []
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         thread = threading.Thread(target=lambda: found.append(x @ x))
         thread.start()
         thread.join()
@@ -223,7 +234,7 @@ def test_other_threads_are_not_asked() -> None:
 def test_modules_under_vmap() -> None:
     """As `rc.memory.Module` runs them: a batch of weights, and gradients through it."""
     w, x = (t.requires_grad_() for t in drawn(((3, 5, 4), (3, 2, 4))))
-    with multiplying("bf16"):
+    with matmul_precision("bf16"):
         y = torch.vmap(functional.linear)(x, w)
     watch = Unrounded()
     with watch:
@@ -261,7 +272,7 @@ class Overloads(torch.utils._python_dispatch.TorchDispatchMode):
 )
 def test_a_gpu_adds_in_float32() -> None:
     """In shapes alone: its kernels take bfloat16 and give float32, sums in place too."""
-    with FakeTensorMode(), Overloads() as watch, multiplying("bf16"):
+    with FakeTensorMode(), Overloads() as watch, matmul_precision("bf16"):
         x, y = (torch.empty(2, *shape, device="cuda") for shape in ((3, 4), (4, 5)))
         z = torch.empty(2, 3, 5, device="cuda")
         m, n = (torch.empty(shape, device="cuda") for shape in ((3, 4), (4, 5)))
@@ -361,7 +372,7 @@ def test_the_switch_is_turned_for_products_alone(
     x = torch.ones(3, 3, device=device, requires_grad=True)
     z = torch.ones(2, 3, 3, device=device)
     with Switch() as watch:
-        with multiplying(precision):
+        with matmul_precision(precision):
             y = torch.baddbmm(z, z, (x @ x).expand(2, 3, 3)).sum()
             inside = said()
         (dx,) = torch.autograd.grad(y, x, create_graph=True)
@@ -375,10 +386,10 @@ def test_the_switch_is_turned_for_products_alone(
 @pytest.mark.usefixtures("setting")
 def test_the_switch_is_turned_back_where_a_product_fails() -> None:
     before, x = said(), torch.ones(3, 3, device="meta")
-    with Switch(fails=True), multiplying("tf32"), pytest.raises(ZeroDivisionError):
+    with Switch(fails=True), matmul_precision("tf32"), pytest.raises(ZeroDivisionError):
         x @ x
     assert said() == before
-    assert innermost.mode is None
+    assert active.mode is None
 
 
 def test_what_was_inherited_stays_so() -> None:
@@ -387,7 +398,7 @@ def test_what_was_inherited_stays_so() -> None:
     x = torch.ones(3, 3, device="meta")
     try:
         backends.fp32_precision = "tf32"
-        with multiplying("float32"):
+        with matmul_precision("float32"):
             x @ x
         backends.fp32_precision = "ieee"
         assert backends.cuda.matmul.fp32_precision == "ieee"

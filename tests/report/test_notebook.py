@@ -83,11 +83,11 @@ def test_a_preset_names_its_papers(name: str) -> None:
 
 def test_a_composition() -> None:
     page = Page(rc.explain("titans_mac")._repr_html_())
-    assert "AsContext" in page.text
+    assert "MemoryAsContext" in page.text
 
 
 def test_a_diagnosis_has_a_row_per_head() -> None:
-    layer = rc.zoo.get("titans").build(d_model=8, heads=2)
+    layer = rc.zoo.get("titans").build(d_model=8, num_heads=2)
     found = rc.diagnose(layer, torch.randn(1, 20, 8))
     page = Page(found._repr_html_())
     assert page.heads[0] == "head"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.recall.compress import rewrite
+from recollect.functional.compress import rewrite
 from recollect.tasks import Exchange, exchange, spread_keys
 from recollect.tasks.exchange import welch
 
@@ -28,7 +28,7 @@ def wrong(
 ) -> tuple[int, int]:
     """Wrong answers along the way, and at the end."""
     y, state = rc.recall(
-        recipe, heads(stream.q), heads(stream.k), heads(stream.v), method=method, **options
+        recipe, heads(stream.q), heads(stream.k), heads(stream.v), engine=method, **options
     )
     asked = (y[0, :, 0].argmax(-1) != stream.holds).sum()
     assert state is not None
@@ -113,8 +113,8 @@ def test_a_cache_rewritten_every_n_swaps_follows_as_well(n: int, d: int) -> None
                 state=state,
             )  # fmt: skip
             assert torch.equal(y[0, :, 0].argmax(-1), stream.holds[piece])
-            assert state is not None and state.dual is not None
-            longest = max(longest, state.dual.k.shape[1])
+            assert state is not None and state.kernel_rows is not None
+            longest = max(longest, state.kernel_rows.k.shape[1])
             state = rewrite(recipe, state, heads(stream.keys))
     assert longest == 2 * n
     end = rc.read(recipe, heads(stream.keys), state=state)[0, :, 0]

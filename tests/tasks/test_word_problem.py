@@ -91,16 +91,18 @@ class Tracker(nn.Module):
     def __init__(self, steps: int, vocab: int, width: int = 32, heads: int = 2) -> None:
         super().__init__()
         preset = rc.zoo.get("delta_product")
-        recipe = preset.recipe.but(algorithm=rc.algorithm.GradientDescent(steps=steps))
+        recipe = preset.recipe.replace(
+            algorithm=rc.algorithm.GradientDescent(updates_per_token=steps)
+        )
         # A swap of i and j is a reflection along e_i − e_j, whose signs SiLU would take away.
-        options = replace(preset.options, conv=0, conv_activation="none")
+        options = replace(preset.options, conv_size=0, conv_activation="none")
         self.embed = nn.Embedding(vocab, width)
         self.layer = rc.MemoryLayer(width, heads, recipe, options)
         self.answer = nn.Linear(width, vocab - 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        return self.answer(x + self.layer(x, output_state=False)[0])
+        return self.answer(x + self.layer(x, output_final_state=False)[0])
 
 
 def trained(steps: int, *, updates: int = 400, seed: int = 0) -> Tensor:

@@ -85,7 +85,9 @@ def test_what_is_written_once() -> None:
 
 def test_softmax_recalls_sharp_keys_and_has_nothing_to_fit() -> None:
     kernel = rc.features.Exponential(temperature=0.02)
-    recipe = rc.zoo.get("softmax_attention").recipe.but(context=rc.context.Similar(kernel=kernel))
+    recipe = rc.zoo.get("softmax_attention").recipe.replace(
+        context=rc.context.KernelWeighted(kernel=kernel)
+    )
     assert stream_error(recipe, 20, K=16, V=4) < 0.1
     assert capacity_bound(recipe, 4, 4).pairs == math.inf
     with pytest.raises(rc.RecipeError, match="use stream_error"):

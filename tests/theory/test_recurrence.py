@@ -99,7 +99,7 @@ def test_one_side_is_the_identity_where_it_can_be() -> None:
 
 def test_momentum_of_the_write_is_in_c() -> None:
     """AM: C_t = η_t C_{t−1} + β_t v_t k_tᵀ, and the erasure is DeltaNet's."""
-    recipe = R(algorithm=algorithm.Momentum(of="value"))
+    recipe = R(algorithm=algorithm.Momentum(momentum_on="value"))
     k, v, gates = drawn(recipe)
     C = torch.zeros(V, K, dtype=torch.float64)
     for t, form in enumerate(general_form(recipe, k, v, gates=gates)):
@@ -111,7 +111,7 @@ def test_momentum_of_the_write_is_in_c() -> None:
 
 
 def test_several_associations_are_one_step() -> None:
-    recipe = R(algorithm=algorithm.GradientDescent(steps=2))
+    recipe = R(algorithm=algorithm.GradientDescent(updates_per_token=2))
     g = torch.Generator().manual_seed(0)
     k = torch.randn(3, 2, K, generator=g, dtype=torch.float64)
     v = torch.randn(3, 2, V, generator=g, dtype=torch.float64)
@@ -155,7 +155,7 @@ def test_what_has_no_such_form_is_refused() -> None:
     refused(R(retention=retention.Decay(per="value")), "no product A S B")
     refused(R(bias=bias.Lp(p=3.0)), "affine|no product")
     refused(rc.zoo.get("rls").recipe, "one step per token")
-    refused(R(algorithm=algorithm.GradientDescent(batch=4)), "one step per token")
+    refused(R(algorithm=algorithm.GradientDescent(batch_size=4)), "one step per token")
     with pytest.raises(rc.RecipeError, match="no single matrix"):
         general_form(rc.zoo.get("titans").recipe, *(torch.zeros(1, 4).double(),) * 2)
 

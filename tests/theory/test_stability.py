@@ -159,7 +159,7 @@ def test_findings_speak_where_they_hold() -> None:
     assert findings(rc.zoo.get("lru").recipe, 64, 64) == ()
     tracker = rounding(rc.features.Round())
     assert any("exchange" in line for line in findings(tracker, 36, 64))
-    other = tracker.but(bias=rc.bias.DotProduct())
+    other = tracker.replace(bias=rc.bias.DotProduct())
     assert not any("exchange" in line for line in findings(other, 36, 64))
     for decimals in (1, 2):
         rounded = rounding(rc.features.Round(decimals=decimals))

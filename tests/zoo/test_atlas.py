@@ -98,7 +98,7 @@ def recall(
 ) -> Tensor:
     known = {**NORM, "log_coefficients": LOG_A}
     params = {param.name: known[param.name] for param in recipe.params()}
-    return rc.recall(recipe, Q, KEY, X, gates, params=params, init=init, method=method)[0]
+    return rc.recall(recipe, Q, KEY, X, gates, params=params, initial_memory=init, engine=method)[0]
 
 
 def zoo(name: str, method: str = "auto", **gates: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def test_dla(method: str) -> None:
 @METHODS
 def test_dla_with_a_matrix_is_decaying_linear_attention(method: str) -> None:
     """M_t = α_t M_(t−1) + v_t k_tᵀ (ATLAS 51), whatever the inner batch."""
-    recipe = rc.zoo.get("dla").recipe.but(memory=LINEAR, features=PLAIN)
+    recipe = rc.zoo.get("dla").recipe.replace(memory=LINEAR, features=PLAIN)
     want = _attention(lambda t, i: (ALPHA[:, i + 1 : t + 1]).prod(1), Q, KEY)
     torch.testing.assert_close(recall(recipe, method, lr=torch.ones_like(LR), **DECAY), want, **TOL)
 
@@ -169,7 +169,7 @@ def test_swla(method: str) -> None:
 @METHODS
 def test_swla_of_one_association_is_linear_attention(method: str) -> None:
     one = torch.ones_like(LR)
-    recipe = rc.zoo.get("swla").recipe.but(features=PLAIN, context=rc.context.Window(size=1))
+    recipe = rc.zoo.get("swla").recipe.replace(features=PLAIN, context=rc.context.Window(size=1))
     got = recall(recipe, method, lr=one, window=one.unsqueeze(-1), log_decay=torch.zeros_like(LR))
     linear = recall(rc.zoo.get("linear_attention").recipe, method)
     torch.testing.assert_close(got, linear, **TOL)
@@ -210,13 +210,13 @@ def test_omega_net_with_base(method: str) -> None:
     recipe = rc.zoo.get("omega_net_with_base").recipe
     params = {"base_W2": POLY[0], "base_W1": POLY[1], "log_coefficients": LOG_A}
     gates = {"lr": LR, "window": GAMMA, **DECAY}
-    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, method=method)
+    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, engine=method)
     torch.testing.assert_close(got, want, **TOL)
 
 
 @METHODS
 def test_omega_net_of_one_association_is_titans_minus(method: str) -> None:
-    one = rc.zoo.get("omega_net").recipe.but(features=PLAIN, context=rc.context.Window(size=1))
+    one = rc.zoo.get("omega_net").recipe.replace(features=PLAIN, context=rc.context.Window(size=1))
     init = start((M, D), (D, M), seed=24)
     window = torch.ones(B, T, H, 1, dtype=torch.float64)
     got = recall(one, method, init, lr=LR, window=window, **DECAY)
@@ -307,9 +307,9 @@ def test_atlas_moves_at_the_border(name: str, memory, init, method: str) -> None
 def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> None:
     """η outside of the momentum or inside is the same where it does not change with t."""
     twin = rc.zoo.get("atlas_per_token").recipe
-    plain = twin.but(algorithm=replace(twin.algorithm, newton_steps=0, normalize=False))
-    omega_net = rc.zoo.get("omega_net").recipe.but(
-        memory=twin.memory, algorithm=rc.algorithm.Momentum(batch=16)
+    plain = twin.replace(algorithm=replace(twin.algorithm, ns_steps=0, normalized_steps=False))
+    omega_net = rc.zoo.get("omega_net").recipe.replace(
+        memory=twin.memory, algorithm=rc.algorithm.Momentum(batch_size=16)
     )
     gates = {**GATES, "lr": torch.full_like(LR, 0.05)}
     got, want = (recall(recipe, method, POLY, **gates) for recipe in (plain, omega_net))
@@ -321,12 +321,12 @@ def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> 
 def test_a_doubled_step_changes_atlas(name: str, method: str) -> None:
     """With η inside Newton–Schulz (D.4) it cancels; outside (eq. 32) it does not."""
     recipe = rc.zoo.get(name).recipe
-    recipe = recipe.but(algorithm=replace(recipe.algorithm, normalize=False))
+    recipe = recipe.replace(algorithm=replace(recipe.algorithm, normalized_steps=False))
     init = GATED if name == "atlas_plus_plus" else POLY
-    inner = recipe.but(algorithm=replace(recipe.algorithm, scale="inner"))
+    inner = recipe.replace(algorithm=replace(recipe.algorithm, lr_position="inside"))
     slow = {**GATES, "log_decay": 0.1 * ALPHA.log()}
     once, twice = ({**slow, "lr": torch.full_like(LR, eta)} for eta in (0.05, 0.1))
-    first = 16 if recipe.algorithm.every == "batch" else 0
+    first = 16 if recipe.algorithm.update_every == "batch" else 0
     outer = [recall(recipe, method, init, **gates)[:, first:] for gates in (once, twice)]
     assert (outer[0] - outer[1]).norm() > 0.01 * outer[0].norm()
     # The 1e-7 beside the norm is all that is left of η.

@@ -49,7 +49,7 @@ def test_fox_adds_the_sum_of_log_gates(method: str) -> None:
         return product(b, h, t, i) + DECAY[b, i + 1 : t + 1, h].sum()
 
     gates = {"log_decay": DECAY}
-    y, _ = rc.recall(rc.zoo.get("fox").recipe, Q, KEY, X, gates, method=method)
+    y, _ = rc.recall(rc.zoo.get("fox").recipe, Q, KEY, X, gates, engine=method)
     torch.testing.assert_close(y, softmax_over(logit), **TOL)
 
 
@@ -68,7 +68,7 @@ def test_bilinear_gate_multiplies_the_weights(method: str) -> None:
 
     recipe = rc.zoo.get("bilinear_gated_attention").recipe
     gates = {"gate_key": A, "gate_query": C}
-    y, _ = rc.recall(recipe, Q, KEY, X, gates, method=method)
+    y, _ = rc.recall(recipe, Q, KEY, X, gates, engine=method)
     torch.testing.assert_close(y, softmax_over(logit), **TOL)
 
 
@@ -78,19 +78,21 @@ def test_the_papers_bilinear_gate_is_a_plain_sum(method: str) -> None:
     recipe = rc.Recipe(
         memory=rc.memory.LocalConstant(),
         bias=rc.bias.DotProduct(),
-        context=rc.context.Similar(within=(rc.context.Bilinear(),)),
+        context=rc.context.KernelWeighted(restrictions=(rc.context.Bilinear(),)),
         algorithm=rc.algorithm.Analytic(),
     )
     score = (torch.einsum("bthk,bshk->bhts", Q, KEY) / math.sqrt(K)).exp()
     score = score * torch.einsum("bthk,bshk->bhts", C, A)
     want = torch.einsum("bhts,bshv->bthv", score.tril(), X)
-    y, _ = rc.recall(recipe, Q, KEY, X, {"gate_key": A, "gate_query": C}, method=method)
+    y, _ = rc.recall(recipe, Q, KEY, X, {"gate_key": A, "gate_query": C}, engine=method)
     torch.testing.assert_close(y, want, **TOL)
 
 
 def blocks(size: int, top: int, **options: object) -> rc.Recipe:
-    part = rc.context.Blocks(size=size, top=top, **options)  # type: ignore[arg-type]
-    return rc.zoo.get("moba").recipe.but(context=rc.context.Similar(within=(part,)))
+    part = rc.context.TopBlocks(size=size, top_k=top, **options)  # type: ignore[arg-type]
+    return rc.zoo.get("moba").recipe.replace(
+        context=rc.context.KernelWeighted(restrictions=(part,))
+    )
 
 
 @METHODS
@@ -110,7 +112,7 @@ def test_moba_sees_the_top_blocks_and_its_own(size: int, top: int, method: str) 
         seen = i // size in chosen(b, h, t)
         return product(b, h, t, i) if seen else torch.tensor(-math.inf).double()
 
-    y, _ = rc.recall(blocks(size, top), Q, KEY, X, method=method)
+    y, _ = rc.recall(blocks(size, top), Q, KEY, X, engine=method)
     torch.testing.assert_close(y, softmax_over(logit), **TOL)
 
 
@@ -118,7 +120,7 @@ def test_moba_sees_the_top_blocks_and_its_own(size: int, top: int, method: str) 
 def test_moba_with_all_blocks_is_softmax_attention(method: str) -> None:
     plain, _ = rc.recall(rc.zoo.get("softmax_attention").recipe, Q, KEY, X)
     for size in (4, 7, 64):
-        y, _ = rc.recall(blocks(size, -(-T // size)), Q, KEY, X, method=method)
+        y, _ = rc.recall(blocks(size, -(-T // size)), Q, KEY, X, engine=method)
         torch.testing.assert_close(y, plain, **TOL)
 
 
@@ -129,14 +131,14 @@ def test_the_current_block_is_seen_whatever_its_score() -> None:
     v = torch.arange(8.0).double().view(1, 8, 1, 1)
     y, _ = rc.recall(blocks(4, 1), q, k, v)
     torch.testing.assert_close(y[0, 4:, 0, 0], torch.tensor([4.0, 4.5, 5.0, 5.5]).double(), **TOL)
-    y, _ = rc.recall(blocks(4, 1, current=False), q, k, v)
+    y, _ = rc.recall(blocks(4, 1, include_current=False), q, k, v)
     torch.testing.assert_close(y[0, 4:, 0, 0], torch.full((4,), 1.5).double(), **TOL)
 
 
 def test_routers_learn_through_the_softmax_of_the_chosen_blocks() -> None:
     router = A.clone().requires_grad_()
     for share, learns in (("one", False), ("softmax", True)):
-        recipe = blocks(4, 2, score="router", share=share)
+        recipe = blocks(4, 2, score="router", weighting=share)
         y, _ = rc.recall(recipe, Q, KEY, X, {"router": router})
         assert y.requires_grad == learns
         if learns:
@@ -148,7 +150,7 @@ def test_routers_learn_through_the_softmax_of_the_chosen_blocks() -> None:
 def test_unnormalized_attention_is_a_plain_sum(method: str) -> None:
     score = (torch.einsum("bthk,bshk->bhts", Q, KEY) / math.sqrt(K)).exp()
     want = torch.einsum("bhts,bshv->bthv", score.tril(), X)
-    y, _ = rc.recall(rc.zoo.get("unnormalized_attention").recipe, Q, KEY, X, method=method)
+    y, _ = rc.recall(rc.zoo.get("unnormalized_attention").recipe, Q, KEY, X, engine=method)
     torch.testing.assert_close(y, want, **TOL)
 
 
@@ -159,7 +161,7 @@ def test_unnormalized_attention_is_linear_attention_with_enough_taylor_features(
     v = normal(1, 9, 1, 3, seed=9)
     recipe = rc.zoo.get("unnormalized_attention").recipe
     y, _ = rc.recall(recipe, q, k, v)
-    finite, _ = rc.recall(recipe.but(features=rc.features.Taylor(order=12)), q, k, v)
+    finite, _ = rc.recall(recipe.replace(features=rc.features.Taylor(order=12)), q, k, v)
     torch.testing.assert_close(y, finite, atol=1e-8, rtol=0)
 
 
@@ -168,19 +170,19 @@ def test_gaussian_and_exponential_agree_for_queries_and_keys_of_one_length() -> 
     q, k = (2.0 * functional.normalize(x, dim=-1) for x in (Q, KEY))
     for name in ("softmax_attention", "local_linear_attention", "local_quadratic_attention"):
         recipe = rc.zoo.get(name).recipe
-        gaussian = recipe.but(context=rc.context.Similar(kernel=rc.features.Gaussian()))
+        gaussian = recipe.replace(context=rc.context.KernelWeighted(kernel=rc.features.Gaussian()))
         y, y2 = (rc.recall(r, q, k, X)[0] for r in (recipe, gaussian))
         torch.testing.assert_close(y, y2, **TOL)
 
 
 def test_negative_weights_in_a_mean_are_refused() -> None:
     softmax = rc.zoo.get("softmax_attention").recipe
-    Similar = rc.context.Similar
+    Similar = rc.context.KernelWeighted
     with pytest.raises(rc.RecipeError, match=r"LinearKernel .* may be negative"):
-        softmax.but(context=Similar(kernel=rc.features.LinearKernel()))
+        softmax.replace(context=Similar(kernel=rc.features.LinearKernel()))
     with pytest.raises(rc.RecipeError, match=r"Bilinear\(link='sigmoid'\)"):
-        softmax.but(context=Similar(within=(rc.context.Bilinear(),)))
-    with pytest.raises(rc.RecipeError, match=r"context\.Similar\(within="):
-        rc.Recipe(context=rc.context.Blocks(size=2, top=1))
+        softmax.replace(context=Similar(restrictions=(rc.context.Bilinear(),)))
+    with pytest.raises(rc.RecipeError, match=r"context\.KernelWeighted\(restrictions="):
+        rc.Recipe(context=rc.context.TopBlocks(size=2, top_k=1))
     with pytest.raises(rc.RecipeError, match=r"not by Window\(size=3\)"):
-        softmax.but(context=Similar(within=(rc.context.Window(size=3),)))
+        softmax.replace(context=Similar(restrictions=(rc.context.Window(size=3),)))

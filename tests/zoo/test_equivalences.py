@@ -50,7 +50,7 @@ def zoo(
     **gates: Tensor,
 ) -> Tensor:
     recipe = rc.zoo.get(name).recipe
-    return rc.recall(recipe, q, k, v, gates, params=params, method=method)[0]
+    return rc.recall(recipe, q, k, v, gates, params=params, engine=method)[0]
 
 
 def walk(step: Step, q: Tensor = Q) -> Tensor:
@@ -126,7 +126,7 @@ def test_linear_attention_is_one_full_batch_step_on_least_squares() -> None:
     recipe = rc.Recipe(
         bias=rc.bias.L2(),
         context=rc.context.Prefix(),
-        algorithm=rc.algorithm.GradientDescent(steps=1, lr=1.0),
+        algorithm=rc.algorithm.GradientDescent(updates_per_token=1, lr=1.0),
     )
     y, _ = rc.recall(recipe, Q, RAW, X)
     torch.testing.assert_close(zoo("linear_attention", "auto", k=RAW), y, **TOL)

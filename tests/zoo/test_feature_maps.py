@@ -142,7 +142,7 @@ def test_rows_are_averages_by_their_kernel(name: str, method: str) -> None:
     length = 70 if method == "auto" else 25
     q, k = (functional.normalize(normal(1, length, H, K, seed=s), dim=-1) for s in (1, 2))
     v, params = normal(1, length, H, V, seed=3), moved(name)
-    y, _ = rc.recall(rc.zoo.get(name).recipe, q, k, v, params=params, method=method)
+    y, _ = rc.recall(rc.zoo.get(name).recipe, q, k, v, params=params, engine=method)
     torch.testing.assert_close(y, average(KERNELS[name], q, k, v, params), **TOL)
 
 
@@ -151,7 +151,7 @@ def test_dpfp_is_schlags_fast_weight_programmer(method: str) -> None:
     q, k = normal(B, T, H, K, seed=1), normal(B, T, H, K, seed=2)
     k[0, 3] = 0
     v, lr = normal(B, T, H, V, seed=3), torch.sigmoid(normal(B, T, H, seed=4))
-    y, _ = rc.recall(rc.zoo.get("dpfp").recipe, q, k, v, {"lr": lr}, method=method)
+    y, _ = rc.recall(rc.zoo.get("dpfp").recipe, q, k, v, {"lr": lr}, engine=method)
     torch.testing.assert_close(y, fast_weights(q, k, v, lr), **TOL)
 
 
@@ -231,7 +231,9 @@ def test_normalised_linear_attention_under_an_output_norm() -> None:
         bias=rc.bias.DotProduct(),
         algorithm=rc.algorithm.GradientDescent(lr=1.0),
     )
-    options = rc.LayerOptions(conv=0, conv_activation="none", qk_norm="none", output_gate="none")
+    options = rc.LayerOptions(
+        conv_size=0, conv_activation="none", qk_norm="none", output_gate="none"
+    )
     torch.manual_seed(0)
     layer, x = rc.MemoryLayer(D, H, recipe, options).double(), normal(2, N, D, seed=8)
     q, k, v = (

@@ -81,9 +81,11 @@ def test_several_heads_read_their_slices() -> None:
 @pytest.mark.parametrize("name", [*NETWORKS, "ffn_multi_head"])
 def test_it_is_a_read_over_persistent_pairs(name: str) -> None:
     layer, x = built(name, 3)
-    q = x.unflatten(-1, (layer.heads, layer.head_dim))
-    gates = {name: q for part in layer.recipe.context.within for name in part.reads}
-    y = rc.read(layer.recipe, q, gates=gates, init=layer.bundle()).flatten(2)
+    q = x.unflatten(-1, (layer.num_heads, layer.head_dim))
+    gates = {name: q for part in layer.recipe.context.restrictions for name in part.query_gates}
+    y = rc.read(layer.recipe, q, gates=gates, initial_memory=layer.initial_associations()).flatten(
+        2
+    )
     y = y if layer.out is None else layer.out(y)
     torch.testing.assert_close(layer(x)[0], y, **TOL)
 
@@ -98,7 +100,7 @@ def test_a_bundle_is_what_was_memorised_before_the_first_token() -> None:
         _, state = rc.recall(recipe, q[:, :5], *pairs)
         want, _ = rc.recall(recipe, q[:, 5:], k[:, 5:], v[:, 5:], state=state)
         init = (k[0, :5].transpose(0, 1), v[0, :5].transpose(0, 1))
-        y, _ = rc.recall(recipe, q[:, 5:], k[:, 5:], v[:, 5:], init=init)
+        y, _ = rc.recall(recipe, q[:, 5:], k[:, 5:], v[:, 5:], initial_memory=init)
         torch.testing.assert_close(y, want, **TOL)
 
 
@@ -107,12 +109,12 @@ def test_mistakes_are_named() -> None:
     q = torch.randn(1, 3, 1, 4)
     five, six = torch.ones(1, 5, 4), torch.ones(1, 6, 4)
     with pytest.raises(rc.RecipeError, match="bundle of associations"):
-        rc.read(recipe, q, gates={"gate_query": q}, init=five)
+        rc.read(recipe, q, gates={"gate_query": q}, initial_memory=five)
     with pytest.raises(rc.RecipeError, match="bundle of keys, values, gate_key"):
-        rc.read(recipe, q, gates={"gate_query": q}, init=(five, five))
+        rc.read(recipe, q, gates={"gate_query": q}, initial_memory=(five, five))
     with pytest.raises(rc.RecipeError, match="values must have shape"):
-        rc.read(recipe, q, gates={"gate_query": q}, init=(five, six, five))
+        rc.read(recipe, q, gates={"gate_query": q}, initial_memory=(five, six, five))
     with pytest.raises(rc.RecipeError, match="is written"):
         rc.zoo.get("delta_net").build(8, 2, options=rc.LayerOptions(persistent=4.0))
-    with pytest.raises(rc.RecipeError, match="conv=0"):
+    with pytest.raises(rc.RecipeError, match="conv_size=0"):
         rc.zoo.get("ffn_relu").build(8, 2, options=rc.LayerOptions(persistent=4.0))

@@ -28,7 +28,7 @@ ROOT = math.sqrt(K)
 def local(degree: int, ridge: float, kernel: rc.features.Kernel | None = None) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.LocalPolynomial(degree=degree),
-        context=rc.context.Similar(kernel=kernel or rc.features.Exponential()),
+        context=rc.context.KernelWeighted(kernel=kernel or rc.features.Exponential()),
         algorithm=rc.algorithm.Analytic(ridge=ridge),
     )
 
@@ -67,7 +67,7 @@ def test_equation_52(degree: int, method: str) -> None:
         A = Z.T @ torch.diag(w) @ Z + 0.3 * w.sum() * R
         return (v.T @ torch.diag(w) @ Z @ torch.linalg.inv(A))[:, 0]
 
-    y, _ = rc.recall(local(degree, 0.3), Q, KEY, X, method=method)
+    y, _ = rc.recall(local(degree, 0.3), Q, KEY, X, engine=method)
     torch.testing.assert_close(y, per_query(answer), **TOL)
 
 
@@ -83,7 +83,7 @@ def test_equation_54(method: str) -> None:
         slopes = (dv.T * w) @ dd @ torch.linalg.inv((dd.T * w) @ dd + 0.3 * torch.eye(K).double())
         return mean_v - slopes @ mean_d
 
-    y, _ = rc.recall(local(1, 0.3), Q, KEY, X, method=method)
+    y, _ = rc.recall(local(1, 0.3), Q, KEY, X, engine=method)
     torch.testing.assert_close(y, per_query(answer), **TOL)
 
 
@@ -112,7 +112,7 @@ def test_polynomials_are_reproduced_without_a_ridge(
         y = M0 + x @ M1.T
         return y + torch.einsum("...i,vij,...j->...v", x, M2, x) if degree == 2 else y
 
-    y, _ = rc.recall(local(degree, 0.0, kernel), Q, KEY, truth(KEY), method=method)
+    y, _ = rc.recall(local(degree, 0.0, kernel), Q, KEY, truth(KEY), engine=method)
     later = slice(2 * coefficients, None)
     # The solve squares the basis's condition, about 1e3 here.
     torch.testing.assert_close(y[:, later], truth(Q)[:, later], atol=1e-7, rtol=1e-7)
@@ -125,7 +125,7 @@ def test_polynomials_are_reproduced_without_a_ridge(
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_the_first_output_is_the_first_value(degree: int, method: str) -> None:
     """The ridge spares the constant, so a single association is repeated."""
-    y, _ = rc.recall(local(degree, 0.5), Q[:, :1], KEY[:, :1], X[:, :1], method=method)
+    y, _ = rc.recall(local(degree, 0.5), Q[:, :1], KEY[:, :1], X[:, :1], engine=method)
     torch.testing.assert_close(y, X[:, :1], **TOL)
 
 
@@ -144,7 +144,7 @@ def test_not_causal_reads_after_everything() -> None:
         last, _ = rc.recall(recipe, Q, KEY, X)
         torch.testing.assert_close(y[:, -1], last[:, -1], **TOL)
         torch.testing.assert_close(rc.read(recipe, Q, state=state), y, **TOL)
-        want, _ = rc.recall(recipe, Q, KEY, X, causal=False, method="reference")
+        want, _ = rc.recall(recipe, Q, KEY, X, causal=False, engine="reference")
         torch.testing.assert_close(y, want, **TOL)
 
 
@@ -168,7 +168,7 @@ def test_equation_43(method: str) -> None:
         near = (-(k - q).square().sum(-1) / (2 * ROOT)).exp()
         return v.T @ torch.linalg.inv(gram) @ near
 
-    y, _ = rc.recall(rc.zoo.get("kernel_regression_attention").recipe, Q, KEY, X, method=method)
+    y, _ = rc.recall(rc.zoo.get("kernel_regression_attention").recipe, Q, KEY, X, engine=method)
     torch.testing.assert_close(y, per_query(answer), **TOL)
 
 
@@ -178,7 +178,7 @@ def test_a_linear_kernel_is_ridge_least_squares(method: str) -> None:
         W = v.T @ k @ torch.linalg.inv(k.T @ k + 0.4 * torch.eye(K).double())
         return W @ q
 
-    y, _ = rc.recall(regression(rc.features.LinearKernel()), Q, KEY, X, method=method)
+    y, _ = rc.recall(regression(rc.features.LinearKernel()), Q, KEY, X, engine=method)
     torch.testing.assert_close(y, per_query(answer), **TOL)
 
 
@@ -200,8 +200,8 @@ def test_weights_and_decay_of_the_prefix(decay: float, method: str) -> None:
             for b in range(B)
         ]
     )
-    recipe = regression(rc.features.LinearKernel(), decay=decay, weight="token")
-    y, _ = rc.recall(recipe, Q, KEY, X, {"weight": weight}, method=method)
+    recipe = regression(rc.features.LinearKernel(), decay=decay, weight="input")
+    y, _ = rc.recall(recipe, Q, KEY, X, {"weight": weight}, engine=method)
     torch.testing.assert_close(y, want, **TOL)
     assert rc.explain(recipe).engine == ("kernel" if decay == 1.0 else "reference")
 
@@ -230,11 +230,11 @@ def test_what_has_no_gram_factor_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="not positive for"):
         regression(rc.features.ReluKernel())
     with pytest.raises(rc.RecipeError, match="Prefix"):
-        regression(rc.features.Gaussian()).but(context=rc.context.Online())
+        regression(rc.features.Gaussian()).replace(context=rc.context.Online())
     with pytest.raises(rc.RecipeError, match="under bias"):
-        regression(rc.features.Gaussian()).but(bias=rc.bias.DotProduct())
+        regression(rc.features.Gaussian()).replace(bias=rc.bias.DotProduct())
     with pytest.raises(rc.RecipeError, match="use bias"):
-        local(1, 0.1).but(bias=rc.bias.DotProduct())
+        local(1, 0.1).replace(bias=rc.bias.DotProduct())
 
 
 def along(size: float, K: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -268,14 +268,14 @@ def test_long_queries_were_a_singular_matrix(
     """The system held the constant's 1 beside monomials of 1e24."""
     q, k, v, seen = along(size, channels)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    y, _ = rc.recall(local(degree, 1.0), *leaves, method=method)
+    y, _ = rc.recall(local(degree, 1.0), *leaves, engine=method)
     torch.testing.assert_close(y[0, :, 0], seen, **TOL)
     assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
 
 
 def test_conjugate_gradients_returned_rounding_at_long_queries() -> None:
     q, k, v, _ = along(1e6, 5)
-    with pytest.raises(ValueError, match=r"with queries so long.*method='reference'"):
+    with pytest.raises(ValueError, match=r"with queries so long.*engine='reference'"):
         rc.recall(local(2, 1.0), q, k, v)
 
 
@@ -285,7 +285,7 @@ def test_a_ridge_lost_in_rounding_returned_noise() -> None:
     for method in ("reference", "kernel"):
         recipe = local(2, 1e-30) if method == "reference" else local(3, 1e-30)
         with pytest.raises(ValueError, match=r"a ridge of 1e-30 is lost in torch\.float64"):
-            rc.recall(recipe, 0 * k, k, v, method=method)
+            rc.recall(recipe, 0 * k, k, v, engine=method)
 
 
 @METHODS
@@ -294,9 +294,9 @@ def test_a_ridge_lost_in_rounding_returned_noise() -> None:
 def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, method: str) -> None:
     """Monomials of k − q are as large as the query squared: float32 held none of the ridge."""
     recipe, low = local(degree, 1e-2), [x.float() for x in (length * Q, KEY, X)]
-    expected, _ = rc.recall(recipe, *(x.double() for x in low), method="reference")
+    expected, _ = rc.recall(recipe, *(x.double() for x in low), engine="reference")
     try:
-        y, _ = rc.recall(recipe, *low, method=method)
+        y, _ = rc.recall(recipe, *low, engine=method)
     except ValueError as error:  # conjugate gradients, whose slopes are differences
         sentence = str(error)
     else:
@@ -304,12 +304,3 @@ def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, met
         return
     assert method != "reference"
     assert "normalise q and k" in sentence
-
-
-def test_former_names_of_a_recipes_answers() -> None:
-    """`Recipe.from_gram` and `Recipe.starts` are public: they go on answering."""
-    gram = rc.zoo.get("kernel_regression_attention").recipe
-    rows = rc.zoo.get("deep_transformer").recipe
-    assert [r.from_gram for r in (gram, rows)] == [r.solves_from_gram for r in (gram, rows)]
-    assert gram.from_gram and not rows.from_gram
-    assert rows.starts(4, 4, pairs=3) == rows.init_shapes(4, 4, pairs=3) != ()

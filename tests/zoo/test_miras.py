@@ -64,9 +64,9 @@ def recall(
         *(x[:, cut] for x in (Q, KEY, X)),
         {name: x[:, cut] for name, x in gates.items()},
         params=params,
-        init=init,
+        initial_memory=init,
         state=state,
-        method=method,
+        engine=method,
     )
     assert after is not None
     return y, after
@@ -153,10 +153,10 @@ def test_the_printed_link_stays_finite_where_the_memory_vanishes() -> None:
 def test_moneta_at_p_2_and_q_2_is_titans_minus() -> None:
     """ℓ_2 is twice the half square, and steps are measured by what they correct."""
     recipe = rc.zoo.get("moneta").recipe
-    flat = recipe.but(
-        bias=rc.bias.Lp(p=2, eps=0), retention=replace(recipe.retention, q=2, form="printed")
+    flat = recipe.replace(
+        bias=rc.bias.Lp(p=2, eps=0), retention=replace(recipe.retention, q=2, form="as_published")
     )
-    titans = rc.zoo.get("titans_minus").recipe.but(retention=rc.retention.Decay(per="value"))
+    titans = rc.zoo.get("titans_minus").recipe.replace(retention=rc.retention.Decay(per="value"))
     for method in ("auto", "reference"):
         got, want = recall(flat, method, **CHANNELS)[0], recall(titans, method, **CHANNELS)[0]
         torch.testing.assert_close(got, want, **TOL)
@@ -189,7 +189,7 @@ def test_yaad(method: str) -> None:
 
 @METHODS
 def test_yaad_without_a_threshold_is_titans_minus(method: str) -> None:
-    titans = rc.zoo.get("titans_minus").recipe.but(retention=rc.retention.Decay(per="value"))
+    titans = rc.zoo.get("titans_minus").recipe.replace(retention=rc.retention.Decay(per="value"))
     far = zoo("yaad", method, threshold=torch.full_like(DELTA, 1e9), **CHANNELS)
     torch.testing.assert_close(far, recall(titans, method, **CHANNELS)[0], **TOL)
 
@@ -224,7 +224,9 @@ def test_memora_in_batches(method: str) -> None:
 
 def memora_at_every_token() -> rc.Recipe:
     recipe = rc.zoo.get("memora").recipe
-    return recipe.but(algorithm=DESCENT(), retention=replace(recipe.retention, every="token"))
+    return recipe.replace(
+        algorithm=DESCENT(), retention=replace(recipe.retention, link_every="token")
+    )
 
 
 @METHODS
@@ -249,8 +251,8 @@ def test_memora_token_by_token_is_its_equation(method: str) -> None:
 def test_memora_stays_on_the_simplex(every: str, batch: int, dtype: torch.dtype) -> None:
     """Rows of every map sum to c and are not negative: to 1e-6 of c, in float32 too."""
     recipe = rc.zoo.get("memora").recipe
-    recipe = recipe.but(
-        retention=replace(recipe.retention, every=every), algorithm=DESCENT(batch=batch)
+    recipe = recipe.replace(
+        retention=replace(recipe.retention, link_every=every), algorithm=DESCENT(batch_size=batch)
     )
     inputs = [x.to(dtype) for x in (Q, KEY, X)]
     gates = {name: x.to(dtype) for name, x in CHANNELS.items()}
@@ -263,7 +265,7 @@ def test_memora_stays_on_the_simplex(every: str, batch: int, dtype: torch.dtype)
             *(x[:, t : t + 1] for x in inputs),
             {name: x[:, t : t + 1] for name, x in gates.items()},
             params=params,
-            init=init if state is None else None,
+            initial_memory=init if state is None else None,
             state=state,
         )
         assert state is not None
@@ -280,13 +282,13 @@ def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> 
     """The weights that are read now: by the reference's own loop over the open inner batch."""
     from recollect.engines.common.problem import Problem
     from recollect.engines.reference.token_loop import TokenLoop
-    from recollect.recipe.sized import sized
+    from recollect.functional.binding import bind
 
     empty = torch.zeros(B, 0, H, D, dtype=state.weights[0].dtype)
     rates = {} if state.buffer is None else {n: x[:, :0] for n, x in state.buffer.rates.items()}
     loop = TokenLoop(
         Problem(
-            sized=sized(recipe, H=H, K=D, V=D),
+            bound=bind(recipe, H=H, K=D, V=D),
             q=empty.unsqueeze(3),
             k=empty,
             v=empty,
@@ -370,8 +372,8 @@ def test_sigmoid_bregman(method: str) -> None:
 
 def test_sigmoid_token_by_token_is_mirror_descent() -> None:
     """logit W_t = logit W_(t−1) − η_t ∇ℓ(W_(t−1)), and entries stay in [0, 1]."""
-    recipe = rc.zoo.get("sigmoid_bregman").recipe.but(
-        algorithm=DESCENT(), retention=rc.retention.Bregman(map="sigmoid")
+    recipe = rc.zoo.get("sigmoid_bregman").recipe.replace(
+        algorithm=DESCENT(), retention=rc.retention.Bregman(link_function="sigmoid")
     )
     W = [torch.full((B, H, D, D), 0.5, dtype=torch.float64)]
     outputs = []
@@ -426,8 +428,8 @@ def test_f_divergences_stay_finite_where_a_weight_has_nearly_vanished(kind: str)
 def test_the_kl_divergence_is_memoras_rule(method: str) -> None:
     """α = 1: W ⊙ exp(−ζ − η∇) with rows that sum to c is c softmax(log W − η∇)."""
     keep = memora_at_every_token()
-    keep = keep.but(retention=replace(keep.retention, decay=None))
-    kl = keep.but(retention=rc.retention.FDivergence(kind="kl", scale=C))
+    keep = keep.replace(retention=replace(keep.retention, decay=None))
+    kl = keep.replace(retention=rc.retention.FDivergence(kind="kl", scale=C))
     # One holds log W, the other W.
     got, _ = recall(kl, method, init=tuple(simplex(w) for w in MLP), lr=LR)
     torch.testing.assert_close(got, recall(keep, method, lr=LR)[0], **TOL)
@@ -457,7 +459,7 @@ def test_value_robust(method: str) -> None:
 
 @METHODS
 def test_value_robust_at_radius_0_is_l2(method: str) -> None:
-    recipe = rc.zoo.get("value_robust").recipe.but(bias=rc.bias.L2())
+    recipe = rc.zoo.get("value_robust").recipe.replace(bias=rc.bias.L2())
     got = zoo("value_robust", method, value_radius=torch.zeros_like(LR), **HEADS)
     torch.testing.assert_close(got, recall(recipe, method, **HEADS)[0], **TOL)
 
@@ -471,7 +473,7 @@ def test_value_less(method: str) -> None:
     )
     got = zoo("value_less", method, **HEADS)
     torch.testing.assert_close(got, smooth(matrix, rows(ZERO)), **TOL)
-    exact = rc.zoo.get("value_less").recipe.but(bias=rc.bias.Lp(p=1, eps=0))
+    exact = rc.zoo.get("value_less").recipe.replace(bias=rc.bias.Lp(p=1, eps=0))
     sign = descent(matrix, lambda t: lambda p, v: (p - v).abs().sum(-1), ALPHA)
     want = walk(sign, matrix, rows(ZERO))
     torch.testing.assert_close(recall(exact, method, **HEADS)[0], want, **TOL)

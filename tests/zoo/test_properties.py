@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.explain import PROPERTIES, properties
+from recollect.explanation.naming import PROPERTIES, properties
 
 DECAY, DEEP, CAPACITY, OPTIMAL, CONTEXT = PROPERTIES
 ATTENTION = {CAPACITY, OPTIMAL, CONTEXT}

@@ -71,7 +71,9 @@ def test_every_preset_states_its_source(name: str) -> None:
     assert rc.Recipe.from_json(preset.recipe.to_json()) == preset.recipe
 
 
-NORMALIZED = [n for n in rc.zoo.names() if getattr(rc.zoo.get(n).recipe.algorithm, "normalize", 0)]
+NORMALIZED = [
+    n for n in rc.zoo.names() if getattr(rc.zoo.get(n).recipe.algorithm, "normalized_steps", 0)
+]
 
 
 def test_the_source_of_normalised_steps_has_other_equations() -> None:
@@ -131,7 +133,7 @@ def replaced(name: str, count: int) -> list[tuple[rc.zoo.Preset, set[str]]]:
             warnings.simplefilter("always")
             try:
                 member = generate.draw_member(rng, rng.choice(generate.members(choice)))
-                preset = rc.zoo.get(name).but(**{choice: member})
+                preset = rc.zoo.get(name).replace(**{choice: member})
             except rc.RecipeError:
                 continue
         assert len(caught) <= 1
@@ -148,19 +150,19 @@ def reset_by(warning: warnings.WarningMessage) -> list[str]:
 def options_of(preset: rc.zoo.Preset) -> dict[str, object]:
     """Its options by name, gates apart."""
     fields = vars(preset.options)
-    gates = {f"gates[{name!r}]": gate for name, gate in dict(preset.options.gates).items()}
-    return {**{name: x for name, x in fields.items() if name != "gates"}, **gates}
+    gates = {f"gates[{name!r}]": gate for name, gate in dict(preset.options.gate_options).items()}
+    return {**{name: x for name, x in fields.items() if name != "gate_options"}, **gates}
 
 
 def size_of(recipe: rc.Recipe) -> tuple[int, int]:
     """K and V that fit a recipe: pairs of channels, and as many as features where it says so."""
     K = next((K for K in (14, 16) if recipe.axes(K, K).get("F", 2) % 2 == 0), 14)
-    return K, recipe.axes(K, K)["F"] if recipe.memory.diagonal else K
+    return K, recipe.axes(K, K)["F"] if recipe.memory.is_elementwise else K
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_preset_with_another_choice_has_a_layer(count: int) -> None:
-    """Whatever `but` accepts, `build` accepts and `explain` explains."""
+    """Whatever `replace` accepts, `build` accepts and `explain` explains."""
     for name in rc.zoo.names():
         for preset, reset in replaced(name, count):
             K, V = size_of(preset.recipe)
@@ -173,7 +175,7 @@ def test_a_preset_with_another_choice_has_a_layer(count: int) -> None:
             assert all(option in preset.fidelity.deviations[-1] for option in reset)
 
 
-DESCENT = rc.algorithm.GradientDescent(normalize=True)
+DESCENT = rc.algorithm.GradientDescent(normalized_steps=True)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +185,21 @@ DESCENT = rc.algorithm.GradientDescent(normalize=True)
         ("titans", {"algorithm": rc.algorithm.Momentum()}, ["gates['lr']"]),
         ("gla", {"retention": rc.retention.Keep()}, ["gates['log_decay']"]),
         ("hgrn2", {"retention": rc.retention.Decay()}, ["ties (k by complement)"]),
-        ("lru", {"bias": rc.bias.Huber()}, ["phase"]),
-        ("omega_net", {"memory": rc.memory.Matrix()}, ["gates['norm_weight']", "last_map"]),
+        ("lru", {"bias": rc.bias.Huber()}, ["complex_decay"]),
+        (
+            "omega_net",
+            {"memory": rc.memory.Matrix()},
+            ["gates['norm_weight']", "last_map_init_scale"],
+        ),
         ("delta_product", {"algorithm": DESCENT}, ["gates['lr']"]),  # 0 to 2 in another unit
-        ("retnet_xpos", {"retention": rc.retention.Decay(rate="static")}, ["gates['decay']"]),
+        ("retnet_xpos", {"retention": rc.retention.Decay(alpha="learned")}, ["gates['decay']"]),
     ],
 )  # fmt: skip
 def test_a_warning_names_the_options_that_are_reset(
     name: str, changes: dict[str, rc.Member], options: list[str]
 ) -> None:
     with pytest.warns(UserWarning, match="layer options") as caught:
-        preset = rc.zoo.get(name).but(**changes)
+        preset = rc.zoo.get(name).replace(**changes)
     assert reset_by(caught[0]) == options
     assert caught[0].filename == __file__
     y, _ = preset.build(16, 2)(torch.randn(1, 5, 16))
@@ -202,15 +208,15 @@ def test_a_warning_names_the_options_that_are_reset(
 
 def test_a_system_without_a_layer_for_a_choice_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="reads learned pairs"):
-        rc.zoo.get("ffn_normalized").but(memory=rc.memory.LocalPolynomial())
+        rc.zoo.get("ffn_normalized").replace(memory=rc.memory.LocalPolynomial())
 
 
 def test_options_that_do_not_fit_are_not_explained() -> None:
     titans = rc.zoo.get("titans")
-    leaf = rc.blocks.Leaf(
-        recipe=titans.recipe.but(algorithm=rc.algorithm.Momentum()), options=titans.options
+    leaf = rc.blocks.RecipeMixer(
+        recipe=titans.recipe.replace(algorithm=rc.algorithm.Momentum()), options=titans.options
     )
-    with pytest.raises(rc.RecipeError, match="unit='share' needs steps"):
+    with pytest.raises(rc.RecipeError, match="unit='stability_limit' needs steps"):
         rc.explain(leaf)
 
 
@@ -244,7 +250,7 @@ def test_a_long_run_of_one_token_and_long_values_stay_finite(name: str, trained:
     x = torch.randn(1, 1, 32).expand(1, 4096, 32)
     with torch.no_grad():
         for times in (1.0, 10.0, 10.0):
-            layer.qkv.weight[-layer.sizes[2] :] *= times
+            layer.qkv.weight[-layer.qkv_sizes[2] :] *= times
             y, state = layer(x)
             assert state is not None
             assert y.isfinite().all()
@@ -285,11 +291,11 @@ def test_a_system_changed_by_one_choice_keeps_the_options_of_its_layer() -> None
     titans = rc.zoo.get("titans")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mine = titans.but(bias=rc.bias.Huber())
-    assert mine.recipe == titans.recipe.but(bias=rc.bias.Huber())
-    assert titans.but() is titans
-    layer = mine.build(d_model=16, heads=2)
+        mine = titans.replace(bias=rc.bias.Huber())
+    assert mine.recipe == titans.recipe.replace(bias=rc.bias.Huber())
+    assert titans.replace() is titans
+    layer = mine.build(d_model=16, num_heads=2)
     assert layer.options == titans.options != rc.MemoryLayer(16, 2, mine.recipe).options
     assert mine.name not in rc.zoo.names() and mine.fidelity.source == "titans"
     with pytest.raises(rc.RecipeError, match="no choice 'loss'"):
-        titans.but(loss=rc.bias.Huber())
+        titans.replace(loss=rc.bias.Huber())

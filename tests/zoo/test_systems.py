@@ -62,9 +62,10 @@ def around(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         u = sum(a[j] * padded[:, j : j + x.shape[1]] for j in range(w))  # type: ignore[assignment]
     if made.options.conv_activation == "silu":
         u = functional.silu(u)
-    q, k, v = u.split(made.sizes, -1)
+    q, k, v = u.split(made.qkv_sizes, -1)
     return tuple(  # type: ignore[return-value]
-        part.unflatten(-1, (made.kv_heads, -1)) if part.shape[-1] else part for part in (q, k, v)
+        part.unflatten(-1, (made.num_kv_heads, -1)) if part.shape[-1] else part
+        for part in (q, k, v)
     )
 
 
@@ -248,7 +249,7 @@ def test_an_entry_decay_is_its_factors(method: str) -> None:
         algorithm=rc.algorithm.GradientDescent(per="value"),
     )
     gates = {"lr": delta, "log_decay": -delta.unsqueeze(-1) * a}
-    want, _ = rc.recall(dense, Q, KEY, X, gates, method=method)
+    want, _ = rc.recall(dense, Q, KEY, X, gates, engine=method)
     torch.testing.assert_close(factored, want, **TOL)
 
 
@@ -348,9 +349,9 @@ def mixed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
 
 
 def shifted(made: rc.MemoryLayer, seen: dict[str, Tensor]) -> list[Tensor]:
-    weights = made.qkv.weight.split(made.sizes)
+    weights = made.qkv.weight.split(made.qkv_sizes)
     return [
-        (seen[name] @ w.T).unflatten(-1, (made.kv_heads, -1))
+        (seen[name] @ w.T).unflatten(-1, (made.num_kv_heads, -1))
         for name, w in zip("qkv", weights, strict=True)
     ]
 
@@ -469,17 +470,17 @@ def test_delta_product(method: str, gated: bool) -> None:
 @METHODS
 def test_delta_product_of_one_is_delta_net(method: str) -> None:
     recipe = rc.zoo.get("delta_product").recipe
-    one = recipe.but(algorithm=replace(recipe.algorithm, steps=1))  # type: ignore[type-var]
+    one = recipe.replace(algorithm=replace(recipe.algorithm, updates_per_token=1))  # type: ignore[type-var]
     assert one == rc.zoo.get("delta_net").recipe
     beta = uniform(0.0, 2.0, B, T, H, seed=84)
-    got = rc.recall(one, Q, KEY, X, {"lr": beta}, method=method)[0]
+    got = rc.recall(one, Q, KEY, X, {"lr": beta}, engine=method)[0]
     torch.testing.assert_close(got, zoo("delta_net", method, lr=beta), **TOL)
 
 
 def test_delta_products_rates_reach_two() -> None:
     made = rc.zoo.get("delta_product").build(D, 2)
     rates = made.gates["lr"]
-    assert float(rates.squash(torch.tensor(50.0))) == pytest.approx(2.0)
+    assert float(rates.activation(torch.tensor(50.0))) == pytest.approx(2.0)
     assert rates.shape == (2, 2)
 
 

@@ -36,7 +36,7 @@ METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
 def recall(recipe: rc.Recipe, method: str = "auto", **gates: Tensor) -> Tensor:
     linear = recipe.memory.linear
     init, params = (None, None) if linear else (MLP, NORM)
-    return rc.recall(recipe, Q, KEY, X, gates, params=params, init=init, method=method)[0]
+    return rc.recall(recipe, Q, KEY, X, gates, params=params, initial_memory=init, engine=method)[0]
 
 
 def zoo(name: str, method: str = "auto", **gates: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def test_titans_with_base(method: str) -> None:
     gates = {"lr": LR, "log_decay": ALPHA.log(), "momentum": THETA}
     params = dict(zip(("base_W2", "base_W1"), MLP, strict=True))
     recipe = rc.zoo.get("titans_with_base").recipe
-    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, method=method)
+    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, engine=method)
     torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
 
 
@@ -104,7 +104,7 @@ def test_without_momentum_titans_is_titans_minus(method: str) -> None:
 
 
 def test_a_linear_memory_token_by_token_is_the_linear_engines() -> None:
-    recipe = rc.zoo.get("titans").recipe.but(
+    recipe = rc.zoo.get("titans").recipe.replace(
         memory=rc.memory.Matrix(), algorithm=rc.algorithm.Momentum()
     )
     assert rc.explain(recipe).engine == "linear"
@@ -135,5 +135,5 @@ def test_a_token_that_is_repeated_does_not_make_an_untrained_memory_diverge(
     layer = MemoryLayer(256, 4, preset.recipe, preset.options)
     token = torch.nn.functional.rms_norm(torch.randn(1, 1, 256), (256,))
     with torch.no_grad():
-        y = layer(token.expand(1, 512, 256), output_state=False)[0]
+        y = layer(token.expand(1, 512, 256), output_final_state=False)[0]
     assert float(y.abs().max()) < 10

@@ -108,8 +108,8 @@ def ours(name: str, offset: Tensor, method: str, length: int = T) -> tuple[Tenso
         *(q, k, v),
         {"lr": lr},
         params={**NORM, "offset": offset},
-        init=joined(given(name)),
-        method=method,
+        initial_memory=joined(given(name)),
+        engine=method,
     )
     assert state is not None
     return y, state
@@ -147,7 +147,7 @@ def test_a_partial_batch_is_averaged_over_its_own_tokens(method: str) -> None:
         {"lr": LR[:, 19:]},
         params={**NORM, "offset": zero},
         state=state,
-        method=method,
+        engine=method,
     )
     torch.testing.assert_close(torch.cat([head, tail], 1), want, **TOL)
 
@@ -159,14 +159,14 @@ def test_rows_count_their_own_tokens() -> None:
     recipe, init = rc.zoo.get("ttt_linear").recipe, joined(given("ttt_linear"))
     params = {**NORM, "offset": OFFSET}
     full, _ = rc.recall(
-        recipe, Q, KEY, X, {"lr": LR}, params=params, init=init, attention_mask=mask
+        recipe, Q, KEY, X, {"lr": LR}, params=params, initial_memory=init, attention_mask=mask
     )
     alone, _ = rc.recall(
         recipe,
         *(x[:1, 7:] for x in (Q, KEY, X)),
         {"lr": LR[:1, 7:]},
         params=params,
-        init=init,
+        initial_memory=init,
     )
     torch.testing.assert_close(full[:1, 7:], alone, **TOL)
 
@@ -177,6 +177,6 @@ def test_the_layer_is_ready_to_train(name: str, share: float) -> None:
     layer = rc.zoo.get(name).build(128, 2)
     assert layer.options.qk_norm == "rms"
     x = torch.zeros(1, 3, 128)
-    lr = layer.associations(x).gates["lr"]
+    lr = layer.memory_inputs(x).gates["lr"]
     torch.testing.assert_close(lr, torch.full_like(lr, 2 * share))
     assert not layer.params["offset"](x[:, :1]).any()

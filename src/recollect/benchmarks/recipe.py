@@ -23,10 +23,10 @@ from recollect.benchmarks.suites.calls import (
     sdpa_case,
     tensors,
 )
-from recollect.fields import held, whole
-from recollect.recall.recall import recall
-from recollect.recipe.argument import Stated, named_system, recipe_of
+from recollect.fields import int_check, validate
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
+from recollect.recipe.resolve import RecipeLike, as_recipe, resolve_name
 from recollect.report.notebook import grid
 from recollect.zoo.preset import get
 
@@ -139,7 +139,7 @@ class RecipeBenchmark:
 
 
 def bench(
-    recipe: Stated,
+    recipe: RecipeLike,
     *,
     K: int = 64,
     V: int = 64,
@@ -180,11 +180,11 @@ def bench(
         ['pass', 'recipe', 'gated_delta_net', 'SDPA']
     """
     numbers = {"K": K, "V": V, "H": H, "T": T, "B": B, "rounds": rounds}
-    *sizes, rounds = (held(name, whole(1), size) for name, size in numbers.items())
+    *sizes, rounds = (validate(name, int_check(1), size) for name, size in numbers.items())
     K, V, H, T, B = sizes
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device={device!r} is not available: use 'cpu', or 'cuda' with a GPU")
-    timed = recipe_of(recipe, "bench")
+    timed = as_recipe(recipe, "bench")
     shape = Shape(B=B, T=T, H=H, K=K, V=V, device=device)
     cases: list[Case] = []
     for of, one in ((_RECIPE, timed), (PEERS[0], get(PEERS[0]).recipe)):
@@ -204,7 +204,7 @@ def bench(
         device=device,
         progress=progress,
     )
-    title = getattr(named_system(recipe), "name", timed.brief)
+    title = getattr(resolve_name(recipe), "name", timed.brief)
     return RecipeBenchmark(title=title, recipe=timed, shape=shape, result=result)
 
 
@@ -214,7 +214,7 @@ def _decode_case(recipe: Recipe, label: str, shape: Shape) -> Case:
     @torch.no_grad()
     def make() -> Callable[[], object]:
         longer = replace(shape, T=shape.T + 1)
-        q, k, v = tensors(longer, grad=False, n=recipe.associations)
+        q, k, v = tensors(longer, grad=False, n=recipe.associations_per_token)
         gates, params = gates_of(recipe, longer, grad=False), params_of(recipe, shape)
         init = init_of(recipe, shape, grad=False)
 
@@ -222,7 +222,7 @@ def _decode_case(recipe: Recipe, label: str, shape: Shape) -> Case:
             taken = {name: x[:, at] for name, x in gates.items()}
             return recall(recipe, q[:, at], k[:, at], v[:, at], taken, params=params, **options)
 
-        _, state = part(slice(shape.T), init=init)
+        _, state = part(slice(shape.T), initial_memory=init)
 
         @torch.no_grad()
         def call() -> object:

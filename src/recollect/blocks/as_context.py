@@ -1,16 +1,16 @@
-"""The layer of `AsContext`: a memory as the context of attention to segments (Titans' MAC).
+"""The layer of `MemoryAsContext`: a memory as the context of attention to segments (Titans' MAC).
 
-Segments come one after the other, because each reads what the one before it taught the memory. In
-a segment all tokens run at once. The attention layer runs over the stream
+Segments run in sequence, because each segment reads the memory that the previous one updated. The
+tokens of a segment run in parallel. The attention layer runs from an empty state over the stream
 
     p_1 … p_P, h_1, x_1, h_2, x_2, …, h_C, x_C
 
-from an empty state, and what it says at x_j is y_j. In a causal layer x_j then meets the persistent
-tokens, the retrievals h_1 … h_j and the tokens x_1 … x_j, which is the mask of eqs. 22–23; and the
-state of any causal layer continues the stream at any token.
+and its output at x_j is y_j. A causal layer then attends from x_j to the persistent tokens, the
+retrievals h_1 … h_j and the tokens x_1 … x_j, which is the mask of eqs. 22–23. The state of the
+attention layer continues the stream at any token.
 
-What one part says is another's input, and no residual stream is between them, so both h and what
-the memory learns have RMS 1 per channel but for learned weights, as a block's norm gives its layer.
+There is no residual stream between the parts. So h and the input of the memory are RMS-normalised,
+with learned weights, as in a pre-norm block.
 """
 
 from __future__ import annotations
@@ -22,297 +22,286 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.composed import Composed, GateOf, PersistentTokens, initial_memory_of, kept
-from recollect.blocks.compositions import AsContext
+from recollect.blocks.compositions import MemoryAsContext
+from recollect.blocks.layers import (
+    MixerLayer,
+    OutputGate,
+    PersistentTokens,
+    initial_memory_of,
+    trim_state,
+)
 from recollect.blocks.state import MixerState
-from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
+from recollect.functional.packing import compact, document_batches, prepend_tokens, scatter
+from recollect.functional.read import read
+from recollect.layer.memory_layer import NORM_EPS, MemoryLayer, state_after
 from recollect.layer.state import LayerState
-from recollect.recall.packing import CompactedBatch, compact, scatter
-from recollect.recall.reading import read
 
-__all__ = ["AsContextLayer", "Retrieval"]
+__all__ = ["MemoryAsContextLayer", "Retrieval"]
 
-BESIDE = ("conv", "phase", "shift")
+LAYER_TENSORS = ("conv", "phase", "shift")
+"""Tensors of a `LayerState` besides its memory."""
 
 
-class AsContextLayer(Composed):
-    """The layer of `AsContext`.
+class MemoryAsContextLayer(MixerLayer):
+    """The layer of `MemoryAsContext`.
 
-    Its state is that of the memory, the memory as it was when the open segment began, that of the
-    attention to the open segment, and what the last questions leave to the next (the tail of a
-    convolution): nothing of it grows with the text.
+    Its state has four parts of constant size: the state of the memory, the memory at the start of
+    the open segment, the attention's state of the open segment, and the tensors that the last
+    retrieval leaves to the next, such as the tail of a convolution.
 
     Args:
         d_model: width of the tokens.
-        mixer: what is composed.
-        parts: the layers of ``"memory"`` and ``"attention"``.
+        mixer: the composition.
+        parts: the layers ``"memory"`` and ``"attention"``.
     """
 
-    keeps_attention = True
+    resets_attention = True
 
-    def __init__(self, d_model: int, mixer: AsContext, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, d_model: int, mixer: MemoryAsContext, parts: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__(d_model, mixer, parts)
         self.segment, self.count = mixer.segment, mixer.persistent
         self.persistent = PersistentTokens(self.count, d_model) if self.count else None
         self.retrieved_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.learned_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
-        self.gate = GateOf(d_model)
+        self.gate = OutputGate(d_model)
         self.retrieval = Retrieval()
 
     @property
     def memory(self) -> MemoryLayer:
-        """The layer that learns what the attention says."""
+        """The layer that learns the outputs of the attention."""
         layer = self.parts["memory"]
         assert isinstance(layer, MemoryLayer)
         return layer
 
-    def mix(
+    def forward_checked(
         self,
         x: Tensor,
         state: MixerState | None,
         mask: Tensor | None,
-        borders: Tensor | None,
+        cu_seqlens: Tensor | None,
         *,
-        output_state: bool,
+        output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
-        if borders is not None:
-            return self._packed(x, state, borders, output_state=output_state)
+        if cu_seqlens is not None:
+            return self._forward_packed(x, state, cu_seqlens, output_final_state)
         if mask is None:
-            return self._rows(x, state, None)
+            return self._forward_rows(x, state, None)
         batch = compact(mask)
-        y, after = self._rows(batch.gather(x), state, batch.lengths)
-        return scatter(y, batch), after
+        y, final_state = self._forward_rows(batch.gather(x), state, batch.lengths)
+        return scatter(y, batch), final_state
 
-    def _packed(
-        self, x: Tensor, state: MixerState | None, borders: Tensor, *, output_state: bool
+    def _forward_packed(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor, output_final_state: bool
     ) -> tuple[Tensor, MixerState | None]:
-        """Documents as rows; where nobody wants their states, those of like lengths together.
+        """Run documents as rows; without a final state, in groups of similar length.
 
-        A row is as long as the longest beside it, and at most twice its own length then.
+        A row of a group is padded to at most twice its length.
         """
-        documents, flat, after = _documents(borders, x), torch.zeros_like(x[0]), None
-        for chosen in [None] if output_state else _of_like_length(documents.lengths):
-            group, before = documents, state
-            if chosen is not None:
-                lengths = documents.lengths[chosen]
-                index = documents.index[chosen, : int(lengths.max())]
-                group = CompactedBatch(index=index, lengths=lengths)
-                before = None if state is None else state.select(chosen)
-            real = group.real
-            rows = torch.where(real[..., None], x[0][group.index], 0.0)
-            y, after = self._rows(rows, before, group.lengths)
-            flat = flat.index_copy(0, group.index[real], y[real].to(flat.dtype))
-        return flat.unsqueeze(0), after
+        y, final_state = torch.zeros_like(x[0]), None
+        for batch in document_batches(cu_seqlens, x, in_one_batch=output_final_state):
+            initial = None if state is None else state.select(batch.documents)
+            outputs, final_state = self._forward_rows(batch.gather(x), initial, batch.lengths)
+            y = y.index_copy(0, batch.index[batch.mask], outputs[batch.mask].to(y.dtype))
+        return y.unsqueeze(0), final_state
 
-    def _rows(
+    def _forward_rows(
         self, x: Tensor, state: MixerState | None, lengths: Tensor | None
     ) -> tuple[Tensor, MixerState]:
-        """Rows without padding, or padded on the right only."""
-        now = self._start(x) if state is None else _Now.of(state)
-        pieces = [*_pieces(now.memory, x, lengths, self.segment)]
-        said = [self._piece(piece.take(x), now, piece) for piece in pieces]
-        return _joined(said, pieces, x), now.state()
+        """Run sequences without padding, or with padding on the right only."""
+        current = self._initial_state(x) if state is None else _SegmentState.of(state)
+        segments = [*_segments(current.memory, x, lengths, self.segment)]
+        outputs = [self._forward_segment(part.take(x), current, part) for part in segments]
+        return _concat_segments(outputs, segments, x), current.mixer_state()
 
-    def _start(self, x: Tensor) -> _Now:
-        """Before the first token."""
+    def _initial_state(self, x: Tensor) -> _SegmentState:
         _, memory = self.memory(x[:, :0])
         assert memory is not None
         _, attention = self.parts["attention"](x[:, :0])
-        return _Now(memory=memory, start=memory, asked=memory, attention=attention)
-
-    def _piece(self, x: Tensor, now: _Now, piece: _Piece) -> Tensor:
-        """Outputs of tokens of one segment per row; ``now`` moves on behind them."""
-        live, begins = piece.live, piece.begins
-        prefix = self.persistent is not None and begins is not False
-        if begins is True:
-            now.start, now.attention = now.memory, None
-        elif begins is not False:
-            now.start = now.memory.where(begins, now.start)
-            fresh = initial_memory_of(self.parts["attention"])
-            now.attention = now.attention.reset(begins, fresh)
-        h = _normed(self.retrieved_norm, self._retrieve(x, now, piece.lengths))
-        stream = torch.stack([h, x], dim=2).flatten(1, 2)  # h_1, x_1, h_2, x_2, ...
-        real = None if live is None else live.repeat_interleave(2, dim=1)
-        if prefix:
-            assert self.persistent is not None
-            learned = self.persistent.rows(x)
-            stream = torch.cat([learned, stream], dim=1)
-            if real is not None or begins is not True:
-                front = torch.ones_like(learned[..., 0], dtype=torch.bool)
-                if isinstance(begins, Tensor):
-                    front = front & begins[:, None]
-                there = torch.ones_like(stream[:, self.count :, 0], dtype=torch.bool)
-                real = torch.cat([front, there if real is None else real], dim=1)
-        y, after = self.parts["attention"](stream, now.attention, real)
-        if piece.index is not None:  # rows begin anew at different tokens, and leave empty slots
-            after = kept(self.parts["attention"], after, self.count + 2 * self.segment)
-        now.attention = after
-        y = y[:, self.count if prefix else 0 :][:, 1::2]
-        read_after, now.memory = self.memory(_normed(self.learned_norm, y), now.memory, live)
-        return self.gate(y, read_after)
-
-    def _retrieve(self, x: Tensor, now: _Now, lengths: Tensor | None) -> Tensor:
-        """h = M(q(x)) from the memory as it was when the segment began, without writing (21)."""
-        layer, asked = self.memory, now.asked
-        # Positions are the text's: those of the memory, which has learned as many tokens.
-        before = LayerState(
-            memory=now.memory.memory, conv=asked.conv, phase=asked.phase, shift=asked.shift
+        return _SegmentState(
+            memory=memory, segment_start=memory, query_state=memory, attention=attention
         )
-        h, now.asked = self.retrieval(x, layer, now.start, before, lengths)
+
+    def _forward_segment(self, x: Tensor, state: _SegmentState, part: _SegmentSlice) -> Tensor:
+        """Return the outputs of tokens of one segment per sequence, and update ``state``."""
+        valid, starts = part.valid, part.starts_segment
+        if starts is True:
+            state.segment_start, state.attention = state.memory, None
+        elif starts is not False:
+            state.segment_start = state.memory.where(starts, state.segment_start)
+            initial = initial_memory_of(self.parts["attention"])
+            state.attention = state.attention.reset(starts, initial)
+        h = _norm(self.retrieved_norm, self._retrieve(x, state, part.lengths))
+        stream = torch.stack([h, x], dim=2).flatten(1, 2)  # h_1, x_1, h_2, x_2, ...
+        mask = None if valid is None else valid.repeat_interleave(2, dim=1)
+        num_prefix_tokens = 0
+        if self.persistent is not None and starts is not False:
+            num_prefix_tokens = self.count
+            stream, mask = prepend_tokens(self.persistent.rows(x), stream, mask, starts)
+        y, state.attention = self.parts["attention"](stream, state.attention, mask)
+        if part.index is not None:
+            length = self.count + 2 * self.segment
+            state.attention = trim_state(self.parts["attention"], state.attention, length)
+        y = y[:, num_prefix_tokens:][:, 1::2]
+        learned = _norm(self.learned_norm, y)
+        memory_output, state.memory = self.memory(learned, state.memory, valid)
+        return self.gate(y, memory_output)
+
+    def _retrieve(self, x: Tensor, state: _SegmentState, lengths: Tensor | None) -> Tensor:
+        """Return h = M(q(x)) of the memory at the start of the segment, without writing (21)."""
+        # Positions are those of the text: the memory has learned all earlier tokens.
+        query_state = LayerState(memory=state.memory.memory, **_tensors(state.query_state))
+        h, state.query_state = self.retrieval(
+            x, self.memory, state.segment_start, query_state, lengths
+        )
         return h
 
 
 class Retrieval(nn.Module):
-    """A question to a memory layer: a call of its own, so that it may have hooks as the layer's."""
+    """Queries of a memory layer without writing; a module, so that hooks can be registered."""
 
     def forward(
         self,
         x: Tensor,
         layer: MemoryLayer,
         start: LayerState,
-        before: LayerState,
+        state: LayerState,
         lengths: Tensor | None,
     ) -> tuple[Tensor, LayerState]:
-        """What the layer says, and what stands beside its memory after these questions.
+        """Return the outputs of the layer, and its state after these queries.
 
         Args:
             x: tokens ``[B, T, d_model]``.
-            layer: that is asked; it writes nothing.
-            start: whose memory answers.
-            before: the memory that has learned the tokens before, and what stands beside it.
-            lengths: real tokens per row ``[B]``, where rows are padded on the right.
+            layer: layer that is read.
+            start: state whose memory is read.
+            state: state of the layer before the tokens; its memory is returned unchanged.
+            lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the
+                right.
         """
-        inputs = layer.associations(x, before, lengths)
+        inputs = layer.memory_inputs(x, state, lengths)
         params = inputs.params or None
         h = read(layer.recipe, inputs.q, gates=inputs.gates, state=start.memory, params=params)
-        after = LayerState(
-            memory=before.memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
-        )
-        return layer.outputs(h, inputs), after
+        return layer.output(h, inputs), state_after(inputs, state.memory)
 
 
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalise in the dtype of the weights."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
+def _tensors(state: LayerState) -> dict[str, Tensor]:
+    """Return the tensors of a layer's state besides its memory, by name."""
+    tensors = {name: getattr(state, name) for name in LAYER_TENSORS}
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
 @dataclass(kw_only=True)
-class _Now:
-    """Where a call has come to: states of the memory, and of the attention to the open segment."""
+class _SegmentState:
+    """State of a call: of the memory, and of the attention to the open segment.
+
+    Attributes:
+        memory: state of the memory.
+        segment_start: state of the memory at the start of the open segment.
+        query_state: state with the convolution, phase and token shift of the retrievals.
+        attention: state of the attention.
+    """
 
     memory: LayerState
-    start: LayerState
-    asked: LayerState
+    segment_start: LayerState
+    query_state: LayerState
     attention: Any
 
     @classmethod
-    def of(cls, state: MixerState) -> _Now:
+    def of(cls, state: MixerState) -> _SegmentState:
         memory, start = state.parts["memory"], state.parts["start"]
         assert isinstance(memory, LayerState) and isinstance(start, LayerState)
-        asked = LayerState(memory=memory.memory, **state.tensors)
-        attention = state.parts.get("attention")
-        return cls(memory=memory, start=start, asked=asked, attention=attention)
-
-    def state(self) -> MixerState:
-        beside = {name: getattr(self.asked, name) for name in BESIDE}
-        return MixerState(
-            parts={"memory": self.memory, "start": self.start, "attention": self.attention},
-            tensors={name: x for name, x in beside.items() if x is not None},
-            clock="memory",
+        return cls(
+            memory=memory,
+            segment_start=start,
+            query_state=LayerState(memory=memory.memory, **state.tensors),
+            attention=state.parts.get("attention"),
         )
+
+    def mixer_state(self) -> MixerState:
+        parts = {"memory": self.memory, "start": self.segment_start, "attention": self.attention}
+        return MixerState(parts=parts, tensors=_tensors(self.query_state), clock="memory")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """Tokens of one segment in every row.
+class _SegmentSlice:
+    """Tokens of one segment in every sequence.
 
     Attributes:
-        columns: of rows that have all come equally far;
-        index: of each row ``[B, w]``, where they have not.
-        live: ``[B, w]``, which of these are real; ``None`` where all are.
-        lengths: how many are ``[B]``.
-        begins: rows whose first token here begins a segment: all, none, or ``[B]``.
+        token_slice: slice of the tokens, if all sequences are at an equal position.
+        index: indices of each sequence's tokens ``[B, w]``, if not.
+        valid: mask ``[B, w]`` of the valid tokens; ``None`` if all are valid.
+        lengths: number of valid tokens ``[B]``; ``None`` if all are valid.
+        starts_segment: sequences whose first token starts a segment: all, none, or ``[B]``.
     """
 
-    columns: slice | None = None
+    token_slice: slice | None = None
     index: Tensor | None = None
-    live: Tensor | None = None
+    valid: Tensor | None = None
     lengths: Tensor | None = None
-    begins: Tensor | bool = False
+    starts_segment: Tensor | bool = False
 
     def take(self, x: Tensor) -> Tensor:
-        """Its tokens, 0 where there is none."""
+        """Return the tokens, and 0 at positions without a token."""
         if self.index is None:
-            return x[:, self.columns]  # type: ignore[index]
-        taken = x.gather(1, self.index[..., None].expand(-1, -1, x.shape[2]))
-        return taken if self.live is None else torch.where(self.live[..., None], taken, 0.0)
+            return x[:, self.token_slice]  # type: ignore[index]
+        tokens = x.gather(1, self.index[..., None].expand(-1, -1, x.shape[2]))
+        return tokens if self.valid is None else torch.where(self.valid[..., None], tokens, 0.0)
 
 
-def _pieces(memory: LayerState, x: Tensor, lengths: Tensor | None, C: int) -> Iterator[_Piece]:
-    """The rows of a call cut where segments of C tokens begin."""
+def _segments(
+    memory: LayerState, x: Tensor, lengths: Tensor | None, C: int
+) -> Iterator[_SegmentSlice]:
+    """Split the sequences of a call at the starts of segments of C tokens."""
     B, T = x.shape[:2]
-    seen = memory.seen if lengths is None else None
-    if seen is None:
-        places: list[int] = memory.position.tolist()
-        if lengths is None and len(set(places)) == 1:
-            seen = places[0]
-    if seen is not None:
-        start, stop = 0, C - seen % C
+    position = memory.host_position if lengths is None else None
+    if position is None:
+        positions: list[int] = memory.position.tolist()
+        if lengths is None and len(set(positions)) == 1:
+            position = positions[0]
+    if position is not None:
+        start, stop = 0, C - position % C
         while start < T:
-            begins = (seen + start) % C == 0
-            yield _Piece(columns=slice(start, min(stop, T)), begins=begins)
+            starts_segment = (position + start) % C == 0
+            token_slice = slice(start, min(stop, T))
+            yield _SegmentSlice(token_slice=token_slice, starts_segment=starts_segment)
             start, stop = stop, stop + C
         return
     device = x.device
     offset = memory.position.to(device) % C
     size = torch.full((B,), T, device=device) if lengths is None else lengths.to(device)
-    done, room = torch.zeros_like(size), C - offset
-    starting = offset == 0
-    while B and int((size - done).max()):
-        left = size - done
-        count = torch.minimum(left, room)
+    num_done, num_left, at_start = torch.zeros_like(size), C - offset, offset == 0
+    while B and int((size - num_done).max()):
+        count = torch.minimum(size - num_done, num_left)
         steps = torch.arange(int(count.max()), device=device)
-        live = steps < count[:, None]
-        index = (done[:, None] + steps).clamp_max(T - 1)
-        begins = starting & (count > 0)
-        every = bool(begins.all())
-        full = bool(live.all())
-        yield _Piece(
-            index=index,
-            live=None if full else live,
-            lengths=None if full else count,
-            begins=every or (begins if bool(begins.any()) else False),
+        valid = steps < count[:, None]
+        starts = at_start & (count > 0)
+        all_valid, all_start = bool(valid.all()), bool(starts.all())
+        yield _SegmentSlice(
+            index=(num_done[:, None] + steps).clamp_max(T - 1),
+            valid=None if all_valid else valid,
+            lengths=None if all_valid else count,
+            starts_segment=all_start or (starts if bool(starts.any()) else False),
         )
-        done, room, starting = done + count, torch.full_like(count, C), torch.ones_like(starting)
+        num_done, num_left = num_done + count, torch.full_like(count, C)
+        at_start = torch.ones_like(at_start)
 
 
-def _joined(said: list[Tensor], pieces: list[_Piece], x: Tensor) -> Tensor:
-    """What was said of every piece, at the columns that it came from."""
-    if not said:
+def _concat_segments(outputs: list[Tensor], segments: list[_SegmentSlice], x: Tensor) -> Tensor:
+    """Return the outputs of all segments at the positions of their tokens."""
+    if not outputs:
         return torch.zeros_like(x)
-    if pieces[0].index is None:
-        return torch.cat(said, dim=1)
-    out = torch.zeros_like(x, dtype=said[0].dtype)
-    for y, piece in zip(said, pieces, strict=True):
-        assert piece.index is not None
-        if piece.live is not None:
-            y = torch.where(piece.live[..., None], y, 0.0)
-        out = out.scatter_add(1, piece.index[..., None].expand_as(y), y)
+    if segments[0].index is None:
+        return torch.cat(outputs, dim=1)
+    out = torch.zeros_like(x, dtype=outputs[0].dtype)
+    for y, segment in zip(outputs, segments, strict=True):
+        assert segment.index is not None
+        if segment.valid is not None:
+            y = torch.where(segment.valid[..., None], y, 0.0)
+        out = out.scatter_add(1, segment.index[..., None].expand_as(y), y)
     return out
-
-
-def _documents(borders: Tensor, x: Tensor) -> CompactedBatch:
-    """Where the tokens of packed documents are, a row for each."""
-    starts = borders[:-1].to(device=x.device, dtype=torch.long)
-    lengths = borders.diff().to(device=x.device, dtype=torch.long)
-    steps = torch.arange(int(lengths.max()) if len(lengths) else 0, device=x.device)
-    index = (starts[:, None] + steps).clamp_max(max(x.shape[1] - 1, 0))
-    return CompactedBatch(index=index, lengths=lengths)
-
-
-def _of_like_length(lengths: Tensor) -> list[Tensor]:
-    """Documents by the power of two that their lengths reach; empty ones say nothing."""
-    groups: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            groups.setdefault(length.bit_length(), []).append(row)
-    return [torch.tensor(rows, device=lengths.device) for rows in groups.values()]

@@ -1,146 +1,158 @@
-"""Compositions of mixers: after each other, beside each other, one as the context of another.
+"""Compositions of mixers: in sequence, as a gate, as context, as a residual, or as a mixture.
 
-Each is frozen data with its equations. The layers are in `beside`, `as_context`, `boosted` and
-`routed`.
+Each composition is frozen data with its equations. The layers are in `sequential`, `as_context`,
+`residual_memory` and `routed`.
 """
-
-# More than 400 lines: every composition with its equations, arguments and an example.
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from recollect.blocks.mixers import Leaf, Mixer, Stream, mixer_of
-from recollect.fields import checked, integer, number, option
-from recollect.wording import shown
+from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
+from recollect.fields import integer, number, option, validated_field
+from recollect.messages import short_repr
 
-__all__ = ["SEVERAL", "AsContext", "Boosted", "Chain", "Gated", "Routed", "Together"]
+__all__ = [
+    "LIST_FIELDS",
+    "MemoryAsContext",
+    "MemoryAsGate",
+    "MixtureOfMemories",
+    "ResidualMemory",
+    "Sequential",
+]
 
-SEVERAL = ("parts", "memories")
-"""Fields that hold several mixers."""
+LIST_FIELDS = ("parts", "memories")
+"""Fields that are lists of mixers."""
 
 
 def _mixers(value: Any) -> tuple[Mixer, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError("needs at least one mixer")
-    return tuple(mixer_of(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
+    return tuple(as_mixer(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
 
 
-def _name(value: Any) -> str:
+def _gate_name(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"must be the name of a gate, not {shown(value)}")
+        raise ValueError(f"must be the name of a gate, not {short_repr(value)}")
     return value
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _gate_names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise ValueError(f"must be a list of names of gates, not {shown(value)}")
-    return tuple(_name(one) for one in value)  # pyright: ignore[reportUnknownVariableType]
+        raise ValueError(f"must be a list of names of gates, not {short_repr(value)}")
+    return tuple(_gate_name(one) for one in value)  # pyright: ignore[reportUnknownVariableType]
+
+
+class _ListMixer(Mixer):
+    """Base of compositions that take a list of mixers as positional arguments."""
+
+    list_field: ClassVar[str]
+
+    def _set_fields(self, **fields: Any) -> None:
+        """Set and check the fields of a frozen dataclass."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Mixer:
+        others = dict(fields)
+        return cls(*others.pop(cls.list_field), **others)
+
+    @property
+    def children(self) -> Mapping[str, Mixer]:
+        return {str(index): part for index, part in enumerate(getattr(self, self.list_field))}
 
 
 @dataclass(frozen=True, init=False)
-class Chain(Mixer):
-    """One mixer after the other, y = m_n(… m_1(x)): Titans' MAL is a memory, then attention.
+class Sequential(_ListMixer):
+    """Mixers in sequence: y = m_n(… m_1(x)). Titans' MAL is a memory followed by attention.
 
     Args:
-        *parts: mixers, or what stands for one (`mixer_of`), in the order in which tokens meet them.
-        persistent: learned tokens that stand before every document.
+        *parts: mixers, or values that `as_mixer` converts, in the order of application.
+        persistent: number of learned tokens in front of every document.
 
     Raises:
-        RecipeError: no part, or one whose window would lose the persistent tokens.
+        RecipeError: no part, or a window of attention that loses the persistent tokens.
 
     Examples:
-        >>> chain = rc.blocks.Chain("titans", "sliding_window_attention")
+        >>> chain = rc.blocks.Sequential("titans", "sliding_window_attention")
         >>> list(chain.children)
         ['0', '1']
         >>> rc.blocks.read_mixer(chain.to_dict()) == chain
         True
     """
 
-    kind: ClassVar[str] = "chain"
-    holds: ClassVar[tuple[str, ...]] = ("parts",)
+    kind: ClassVar[str] = "sequential"
+    mixer_fields: ClassVar[tuple[str, ...]] = ("parts",)
+    list_field: ClassVar[str] = "parts"
 
-    parts: tuple[Mixer, ...] = checked(dataclasses.MISSING, _mixers)
+    parts: tuple[Mixer, ...] = validated_field(dataclasses.MISSING, _mixers)
     persistent: int = integer(0, size=True)
 
     def __init__(self, *parts: Any, persistent: int = 0) -> None:
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "persistent", persistent)
-        self.__post_init__()
+        self._set_fields(parts=parts, persistent=persistent)
 
     def validate(self) -> None:
-        _check_persistent(self, self.persistent)
-
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {str(index): part for index, part in enumerate(self.parts)}
-
-    @classmethod
-    def rebuilt(cls, fields: Mapping[str, Any]) -> Mixer:
-        rest = {name: value for name, value in fields.items() if name != "parts"}
-        return cls(*fields["parts"], **rest)
+        _check_persistent(self.children, self.persistent)
 
     def streams(self, T: int) -> Mapping[str, Stream]:
-        return _after(self, T)
+        return {name: Stream(tokens=T + self.persistent) for name in self.children}
 
     def own_parameters(self, d_model: int) -> Mapping[str, int]:
         return {"other": d_model * self.persistent}
 
     @property
     def equations(self) -> tuple[str, ...]:
-        said = _behind(self.persistent)
+        output = _input_text(self.persistent)
         for name in self.children:
-            said = f"m_{name}({said})"
-        return (f"y = {said}",)
+            output = f"m_{name}({output})"
+        return (f"y = {output}",)
 
 
-@dataclass(frozen=True, init=False)
-class Gated(Mixer):
-    """Two mixers beside each other, one the gate of the other (Titans' MAG, eqs. 26–28).
+# Fields of mixers accept `Any`: the constructor converts names and presets by `as_mixer`.
+@dataclass(frozen=True)
+class MemoryAsGate(Mixer):
+    """Two mixers of the same tokens, one as the gate of the other (Titans' MAG, eqs. 26–28).
 
     y = w_a ⊙ RMS(attention(x)) ⊙ σ(w_m ⊙ RMS(memory(x))), w learned per channel.
 
     Args:
-        memory: the mixer whose normed output is the gate.
-        attention: the mixer whose normed output passes it.
-        persistent: learned tokens that stand before every document, for both.
+        memory: the mixer whose normalised output is the gate.
+        attention: the mixer whose normalised output is gated.
+        persistent: number of learned tokens in front of every document, for both mixers.
 
     Raises:
-        RecipeError: no mixer, or one whose window would lose the persistent tokens.
+        RecipeError: not a mixer, or a window of attention that loses the persistent tokens.
 
     Examples:
-        >>> rc.blocks.Gated("titans", "sliding_window_attention").persistent
+        >>> rc.blocks.MemoryAsGate("titans", "sliding_window_attention").persistent
         0
     """
 
-    kind: ClassVar[str] = "gated"
-    holds: ClassVar[tuple[str, ...]] = ("memory", "attention")
+    kind: ClassVar[str] = "memory_as_gate"
+    mixer_fields: ClassVar[tuple[str, ...]] = ("memory", "attention")
 
-    memory: Mixer = checked(dataclasses.MISSING, mixer_of)
-    attention: Mixer = checked(dataclasses.MISSING, mixer_of)
+    memory: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    attention: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    _: KW_ONLY
     persistent: int = integer(0, size=True)
 
-    def __init__(self, memory: Any, attention: Any, *, persistent: int = 0) -> None:
-        object.__setattr__(self, "memory", memory)
-        object.__setattr__(self, "attention", attention)
-        object.__setattr__(self, "persistent", persistent)
-        self.__post_init__()
-
     def validate(self) -> None:
-        _check_persistent(self, self.persistent)
+        _check_persistent(self.children, self.persistent)
 
     def streams(self, T: int) -> Mapping[str, Stream]:
-        return _after(self, T)
+        return {name: Stream(tokens=T + self.persistent) for name in self.children}
 
     def own_parameters(self, d_model: int) -> Mapping[str, int]:
         return {"norms": 2 * d_model, "other": d_model * self.persistent}
 
     @property
     def equations(self) -> tuple[str, ...]:
-        x = _behind(self.persistent)
+        x = _input_text(self.persistent)
         return (f"y = w_a ⊙ RMS(attention({x})) ⊙ σ(w_m ⊙ RMS(memory({x})))",)
 
     @property
@@ -148,65 +160,62 @@ class Gated(Mixer):
         return {"memory": self.memory, "attention": self.attention}
 
 
-@dataclass(frozen=True, init=False)
-class AsContext(Mixer):
+@dataclass(frozen=True)
+class MemoryAsContext(Mixer):
     """A memory as the context of attention to segments (Titans' MAC, eqs. 21–25).
 
-    For a segment S of C tokens that begins after the memory M has learned all segments before it::
+    For a segment of C tokens that starts after the memory M has learned all segments before it::
 
         h_j = w_h ⊙ RMS(M(q(x_j)))                            read, not written           (21)
         y_j = attention of x_j to [persistent, h_1 … h_j, x_1 … x_j]                      (22–23)
         M_j = M_(j−1) having learned z_j = w_z ⊙ RMS(y_j)                                 (24)
         o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(z_j))))                                  (25)
 
-    Token j meets retrievals of tokens ≤ j only, and all of them from the memory as it was when the
-    segment began. `docs/design/blocks.md` has the derivation, and why there are norms between.
+    Token j attends to retrievals of tokens ≤ j only. All retrievals of a segment read the memory as
+    of the start of the segment. `docs/design/blocks.md` has the derivation, and the reason for the
+    norms.
 
     Args:
         memory: a recipe that can be read without being written.
-        attention: any mixer; it begins anew with every segment.
+        attention: any mixer; its state is reset at the start of every segment.
         segment: C ≥ 1, counted from the start of a document.
-        persistent: learned tokens that stand before every segment.
+        persistent: number of learned tokens in front of every segment.
 
     Raises:
         RecipeError: a memory that cannot be read without writing, or a segment below 1.
 
     Examples:
-        >>> mac = rc.blocks.AsContext("titans", "softmax_attention", segment=128, persistent=8)
+        >>> mac = rc.blocks.MemoryAsContext(
+        ...     "titans", "softmax_attention", segment=128, persistent=8
+        ... )
         >>> mac.segment
         128
     """
 
-    kind: ClassVar[str] = "as_context"
-    holds: ClassVar[tuple[str, ...]] = ("memory", "attention")
+    kind: ClassVar[str] = "memory_as_context"
+    mixer_fields: ClassVar[tuple[str, ...]] = ("memory", "attention")
 
-    memory: Mixer = checked(dataclasses.MISSING, mixer_of)
-    attention: Mixer = checked(dataclasses.MISSING, mixer_of)
+    memory: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    attention: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    _: KW_ONLY
     segment: int = integer(at_least=1, size=True)
     persistent: int = integer(0, size=True)
 
-    def __init__(self, memory: Any, attention: Any, *, segment: int, persistent: int = 0) -> None:
-        object.__setattr__(self, "memory", memory)
-        object.__setattr__(self, "attention", attention)
-        object.__setattr__(self, "segment", segment)
-        object.__setattr__(self, "persistent", persistent)
-        self.__post_init__()
-
     def validate(self) -> None:
-        reason = _unreadable(self.memory)
+        reason = _why_not_readable(self.memory)
         if reason:
             raise ValueError(
-                f"AsContext reads its memory without writing, and {reason}: take another memory, "
-                "or Gated or Chain, which only write and read token by token"
+                f"MemoryAsContext reads its memory without writing, and {reason}: take another "
+                "memory, or MemoryAsGate or Sequential, which only write and read token by token"
             )
-        _check_persistent(self, self.persistent, of={"attention": self.attention})
+        _check_persistent({"attention": self.attention}, self.persistent)
 
     def streams(self, T: int) -> Mapping[str, Stream]:
         segments = max(1, -(-T // self.segment))
         tokens = self.persistent + 2 * min(self.segment, T)
         return {
-            "memory": Stream(tokens=T, asks=self.segment),
-            "attention": Stream(rows=segments, tokens=tokens, per_token=2, fresh=True),
+            "memory": Stream(tokens=T, retrieval_segment=self.segment),
+            "attention": Stream(rows=segments, tokens=tokens, tokens_per_token=2, restarts=True),
         }
 
     def own_parameters(self, d_model: int) -> Mapping[str, int]:
@@ -215,9 +224,9 @@ class AsContext(Mixer):
     @property
     def equations(self) -> tuple[str, ...]:
         context = "[p, h_1 … h_j, x_1 … x_j]" if self.persistent else "[h_1 … h_j, x_1 … x_j]"
-        began = f"M as it was when the segment of {self.segment} tokens began"
+        memory = f"M as it was when the segment of {self.segment} tokens began"
         return (
-            f"h_j = w_h ⊙ RMS(M(q(x_j))), {began}",
+            f"h_j = w_h ⊙ RMS(M(q(x_j))), {memory}",
             f"y_j = attention of x_j to {context}, of this segment",
             "M_j = M_(j−1) having learned z_j = w_z ⊙ RMS(y_j)",
             "o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(z_j))))",
@@ -229,68 +238,12 @@ class AsContext(Mixer):
 
     @property
     def grows(self) -> bool:
-        return self.memory.grows  # the attention begins anew with every segment
+        return self.memory.grows  # the state of the attention is reset with every segment
 
 
-@dataclass(frozen=True, init=False)
-class Together(Mixer):
-    """Mixers beside each other, summed: y = m_1(x) + … + m_n(x).
-
-    A slow memory of everything and a fast one of the latest are read by every token, and neither
-    sees what the other says. Each part has its own projections, norm and output map, which is
-    where weights of the sum would stand: there are no others.
-
-    Args:
-        *parts: mixers, or what stands for one (`mixer_of`).
-        persistent: learned tokens that stand before every document, for all of them.
-
-    Raises:
-        RecipeError: no part, or one whose window would lose the persistent tokens.
-
-    Examples:
-        >>> both = rc.blocks.Together("retnet", "sliding_window_attention")
-        >>> both.equations
-        ('y = m_0(x) + m_1(x)',)
-    """
-
-    kind: ClassVar[str] = "together"
-    holds: ClassVar[tuple[str, ...]] = ("parts",)
-
-    parts: tuple[Mixer, ...] = checked(dataclasses.MISSING, _mixers)
-    persistent: int = integer(0, size=True)
-
-    def __init__(self, *parts: Any, persistent: int = 0) -> None:
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "persistent", persistent)
-        self.__post_init__()
-
-    def validate(self) -> None:
-        _check_persistent(self, self.persistent)
-
-    @classmethod
-    def rebuilt(cls, fields: Mapping[str, Any]) -> Mixer:
-        rest = {name: value for name, value in fields.items() if name != "parts"}
-        return cls(*fields["parts"], **rest)
-
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {str(index): part for index, part in enumerate(self.parts)}
-
-    def streams(self, T: int) -> Mapping[str, Stream]:
-        return _after(self, T)
-
-    def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        return {"other": d_model * self.persistent}
-
-    @property
-    def equations(self) -> tuple[str, ...]:
-        x = _behind(self.persistent)
-        return ("y = " + " + ".join(f"m_{name}({x})" for name in self.children),)
-
-
-@dataclass(frozen=True, init=False)
-class Boosted(Mixer):
-    """A second memory that learns what the first one gets wrong (Lai et al. 2025).
+@dataclass(frozen=True)
+class ResidualMemory(Mixer):
+    """A second memory that learns the errors of the first one (Lai et al. 2025).
 
     With q, k, v of the first part's layer, M the first memory and R the second::
 
@@ -298,99 +251,86 @@ class Boosted(Mixer):
         M_t = M_(t−1) having learned (k_t, v_t),   R_t = R_(t−1) having learned (k_t, r_t)
         y_t = a_t M_t(q_t) + g_t R_t(q_t)
 
-    M_(t−1)(k_t) is what the first memory says of the key before the token is written: token t sees
-    no later one. The layer's norm, gate and output map follow the sum.
+    M_(t−1)(k_t) is the output of the first memory for the key before the token is written, so token
+    t depends on no later token. The layer's norm, gate and output map follow the sum.
 
     Args:
         first: a recipe with its layer.
-        second: a recipe, and of its layer the options of gates, params and initial memory; queries,
+        second: a recipe with the layer options of its gates, params and initial memory; queries,
             keys and values are those of ``first``.
-        clip: c > 0, each channel of r_t is held within [−c, c]; ``None`` leaves it.
-        read: ``"after"``: M_t(q_t); ``"before"``: M_(t−1)(q_t), so that of token t's association
-            y_t knows only what R_t says.
+        clip: c > 0: each channel of r_t is clipped to [−c, c]; ``None``: no clipping.
+        read: ``"after"``: M_t(q_t); ``"before"``: M_(t−1)(q_t), so that only R_t contributes
+            token t's own association to y_t.
         share: names of gates that the second memory takes from the first.
-        weigh_first: name of the first recipe's gate that is a_t, one number per head; a logarithm
-            (``"log_decay"``) enters as what it is the logarithm of. 1 when omitted.
-        weigh_second: name of the second recipe's gate that is g_t.
+        weigh_first: name of the first recipe's gate that is a_t, one value per head. A logarithm
+            such as ``"log_decay"`` is exponentiated. Default: a_t = 1.
+        weigh_second: name of the second recipe's gate that is g_t. Default: g_t = 1.
 
     Raises:
-        RecipeError: a part that is a composition; a first memory that cannot be read without
-            writing; gates that are not there.
+        RecipeError: a part that is a composition, a first memory that cannot be read without
+            writing, or the name of a gate that a recipe does not have.
 
     Examples:
-        >>> boosted = rc.blocks.Boosted("gated_delta_net", "gated_delta_net", share=["log_decay"])
+        >>> boosted = rc.blocks.ResidualMemory(
+        ...     "gated_delta_net", "gated_delta_net", share=["log_decay"]
+        ... )
         >>> boosted.equations[0]
         'r_t = v_t − M_(t−1)(k_t)'
     """
 
-    kind: ClassVar[str] = "boosted"
-    holds: ClassVar[tuple[str, ...]] = ("first", "second")
+    kind: ClassVar[str] = "residual_memory"
+    mixer_fields: ClassVar[tuple[str, ...]] = ("first", "second")
 
-    first: Mixer = checked(dataclasses.MISSING, mixer_of)
-    second: Mixer = checked(dataclasses.MISSING, mixer_of)
+    first: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    second: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    _: KW_ONLY
     clip: float | None = number(None, above=0, optional=True)
     read: str = option("after", "before")
-    share: tuple[str, ...] = checked((), _names)
-    weigh_first: str | None = checked(None, _name, optional=True)
-    weigh_second: str | None = checked(None, _name, optional=True)
-
-    def __init__(
-        self,
-        first: Any,
-        second: Any,
-        *,
-        clip: float | None = None,
-        read: str = "after",
-        share: Sequence[str] = (),
-        weigh_first: str | None = None,
-        weigh_second: str | None = None,
-    ) -> None:
-        given = {"first": first, "second": second, "clip": clip, "read": read, "share": share}
-        given |= {"weigh_first": weigh_first, "weigh_second": weigh_second}
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
-        self.__post_init__()
+    share: tuple[str, ...] | list[str] = validated_field((), _gate_names)
+    weigh_first: str | None = validated_field(None, _gate_name, optional=True)
+    weigh_second: str | None = validated_field(None, _gate_name, optional=True)
 
     def validate(self) -> None:
-        reason = _unreadable(self.first) or _gated_reads(self.first)
+        reason = _why_not_readable(self.first) or _why_read_is_gated(self.first)
         if reason:
             raise ValueError(
-                f"Boosted asks its first memory for a key before it is written, and {reason}: take "
-                "another first memory, or Together, which only adds what is read"
-            )
-        if not isinstance(self.second, Leaf) or self.second.options.persistent:
-            raise ValueError(
-                "the second memory of Boosted learns the residuals of the first, which needs one "
-                "recipe that is written: take a recipe, or Together or Chain for a composition"
+                "ResidualMemory reads its first memory at a key before the key is written, and "
+                f"{reason}: take another first memory"
             )
         first, second = self.first, self.second
-        assert isinstance(first, Leaf)
-        for part in (first, second):
-            if part.recipe.associations > 1:
-                raise ValueError(
-                    f"Boosted takes one association per token, and {part.recipe.algorithm.title} "
-                    f"takes {part.recipe.associations}: use steps=1"
-                )
-        if second.recipe.memory.diagonal != first.recipe.memory.diagonal:
+        if not isinstance(second, RecipeMixer) or second.options.persistent:
             raise ValueError(
-                "Boosted gives both memories the same keys and values, and one has a weight per "
-                "channel and the other a matrix: take two of a kind"
+                "the second memory of ResidualMemory learns the residuals of the first, which "
+                "needs one recipe that is written: take a recipe, or Sequential for a composition"
+            )
+        assert isinstance(first, RecipeMixer)
+        for part in (first, second):
+            if part.recipe.associations_per_token > 1:
+                raise ValueError(
+                    "ResidualMemory takes one association per token, and "
+                    f"{part.recipe.algorithm.title} "
+                    f"takes {part.recipe.associations_per_token}: use updates_per_token=1"
+                )
+        if second.recipe.memory.is_elementwise != first.recipe.memory.is_elementwise:
+            raise ValueError(
+                "the memories of ResidualMemory share keys and values, so both must have one "
+                "weight per channel, or both a matrix"
             )
         gates = [{gate.name: gate.axes for gate in leaf.recipe.gates()} for leaf in (first, second)]
         for name in self.share:
             if any(name not in known for known in gates) or gates[0][name] != gates[1][name]:
                 both = [n for n in gates[0] if gates[1].get(n) == gates[0][n]]
                 raise ValueError(
-                    f"Boosted(share=...) names {name!r}, which is no gate of both memories; both "
-                    f"have: {', '.join(both) or 'none'}"
+                    f"ResidualMemory(share=...) names {name!r}, which is not a gate of both "
+                    f"memories; both have: {', '.join(both) or 'none'}"
                 )
-        weighing = (("weigh_first", self.weigh_first), ("weigh_second", self.weigh_second))
-        for (field, name), known in zip(weighing, gates, strict=True):
+        weights = (("weigh_first", self.weigh_first), ("weigh_second", self.weigh_second))
+        for (field, name), known in zip(weights, gates, strict=True):
             if name is not None and known.get(name) != ():
                 scalars = [n for n, axes in known.items() if axes == ()]
                 raise ValueError(
-                    f"Boosted({field}={name!r}) is no gate of that memory with one number per "
-                    f"head; it has: {', '.join(scalars) or 'none'}"
+                    f"ResidualMemory({field}={name!r}) is no gate of that memory with one number "
+                    f"per head; it has: {', '.join(scalars) or 'none'}"
                 )
 
     @property
@@ -403,87 +343,84 @@ class Boosted(Mixer):
     @property
     def equations(self) -> tuple[str, ...]:
         error = "v_t − M_(t−1)(k_t)"
-        said = error if self.clip is None else f"clip({error}, ±{self.clip:g})"
+        residual = error if self.clip is None else f"clip({error}, ±{self.clip:g})"
         at = "t" if self.read == "after" else "(t−1)"
+        first, second = self.first, self.second
+        assert isinstance(first, RecipeMixer) and isinstance(second, RecipeMixer)
         weights = [
-            "" if name is None else f"exp({name})_t " if name.startswith("log_") else f"{name}_t "
-            for name in (self.weigh_first, self.weigh_second)
+            "" if name is None else f"exp({name})_t " if name in logs else f"{name}_t "
+            for name, logs in (
+                (self.weigh_first, first.recipe.log_gates),
+                (self.weigh_second, second.recipe.log_gates),
+            )
         ]
         shared = f", with the first's {', '.join(self.share)}" if self.share else ""
         return (
-            f"r_t = {said}",
+            f"r_t = {residual}",
             f"M learns (k_t, v_t), R learns (k_t, r_t){shared}",
             f"y_t = {weights[0]}M_{at}(q_t) + {weights[1]}R_t(q_t)",
         )
 
 
 @dataclass(frozen=True, init=False)
-class Routed(Mixer):
+class MixtureOfMemories(_ListMixer):
     """A mixture of memories: each token is written to and read from k of M (Du et al. 2025).
 
     With p = softmax(W x_t) over the M memories, S the k largest of them and m_j the mixers::
 
         y_t = Σ_(j ∈ S) p_j / (Σ_(i ∈ S) p_i) · m_j(x_t) + m_shared(x_t)
 
-    A memory that is not in S does not know that there was a token: nothing of it decays, its
-    convolution, positions and windows count the tokens that came to it. At ``top=1`` the weight is
-    1 whatever p is, so the router learns from the balance alone.
+    The state of a memory outside S does not change: it does not decay, and its convolution,
+    positions and windows count its own tokens only. At ``top=1`` the weight is 1 for every p, so
+    the router learns from the balance loss only.
 
     A model adds ``router_aux_loss_coef`` times the load-balancing loss to its training loss
-    (Fedus et al. 2022, eqs. 4–6): M Σ_j f_j P_j, f_j the share of tokens that came to memory j and
-    P_j the mean of p_j; k where all are equally used.
+    (Fedus et al. 2022, eqs. 4–6): M Σ_j f_j P_j, f_j the fraction of tokens that are routed to
+    memory j and P_j the mean of p_j. The loss is k if all memories are used equally.
 
     Args:
-        *memories: M mixers, or what stands for one (`mixer_of`); one list of them will do.
+        *memories: M mixers, or values that `as_mixer` converts; also one list of them.
         top: k, from 1 to M.
-        shared: one that sees every token, or ``None``.
+        shared: mixer of all tokens, or ``None``.
 
     Raises:
         RecipeError: no memory, or a ``top`` above their number.
 
     Examples:
-        >>> mixture = rc.blocks.Routed(["gla"] * 4, top=2, shared="gla")
+        >>> mixture = rc.blocks.MixtureOfMemories(["gla"] * 4, top=2, shared="gla")
         >>> list(mixture.children)
         ['0', '1', '2', '3', 'shared']
     """
 
-    kind: ClassVar[str] = "routed"
-    holds: ClassVar[tuple[str, ...]] = ("memories", "shared")
+    kind: ClassVar[str] = "mixture_of_memories"
+    mixer_fields: ClassVar[tuple[str, ...]] = ("memories", "shared")
+    list_field: ClassVar[str] = "memories"
 
-    memories: tuple[Mixer, ...] = checked(dataclasses.MISSING, _mixers)
+    memories: tuple[Mixer, ...] = validated_field(dataclasses.MISSING, _mixers)
     top: int = integer(at_least=1)
-    shared: Mixer | None = checked(None, mixer_of, optional=True)
+    shared: Mixer | None = validated_field(None, as_mixer, optional=True)
 
     def __init__(self, *memories: Any, top: int, shared: Any = None) -> None:
         if len(memories) == 1 and isinstance(memories[0], list | tuple):
             memories = tuple(memories[0])  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        object.__setattr__(self, "memories", memories)
-        object.__setattr__(self, "top", top)
-        object.__setattr__(self, "shared", shared)
-        self.__post_init__()
-
-    @classmethod
-    def rebuilt(cls, fields: Mapping[str, Any]) -> Mixer:
-        rest = {name: value for name, value in fields.items() if name != "memories"}
-        return cls(*fields["memories"], **rest)
+        self._set_fields(memories=memories, top=top, shared=shared)
 
     def validate(self) -> None:
         if self.top > len(self.memories):
             raise ValueError(
-                f"Routed(top={self.top}) chooses among {len(self.memories)} memories: give more "
-                "memories, or a smaller top"
+                f"MixtureOfMemories(top={self.top}) chooses among {len(self.memories)} memories: "
+                "give more memories, or a smaller top"
             )
 
     @property
     def children(self) -> Mapping[str, Mixer]:
-        memories = {str(index): part for index, part in enumerate(self.memories)}
+        memories = super().children
         return memories if self.shared is None else {**memories, "shared": self.shared}
 
     def streams(self, T: int) -> Mapping[str, Stream]:
         M = len(self.memories)
-        each = Stream(tokens=-(-T * self.top // M), per_token=self.top / M)
-        shared = {} if self.shared is None else {"shared": Stream(tokens=T)}
-        return {**{str(index): each for index in range(M)}, **shared}
+        routed = Stream(tokens=-(-T * self.top // M), tokens_per_token=self.top / M)
+        return {name: Stream(tokens=T) if name == "shared" else routed for name in self.children}
 
     def own_parameters(self, d_model: int) -> Mapping[str, int]:
         return {"gates": d_model * len(self.memories)}
@@ -497,68 +434,67 @@ class Routed(Mixer):
         )
 
 
-def _after(mixer: Chain | Gated | Together, T: int) -> Mapping[str, Stream]:
-    """Every part runs over the persistent tokens and the text."""
-    return {name: Stream(tokens=T + mixer.persistent) for name in mixer.children}
-
-
-def _behind(persistent: int) -> str:
-    """What parts see that all see the text."""
+def _input_text(persistent: int) -> str:
+    """Input of parts that run over the persistent tokens and the text."""
     return "[p, x]" if persistent else "x"
 
 
-def _unreadable(mixer: Mixer) -> str:
-    """Why a mixer cannot be read without writing; nothing where it can."""
-    if not isinstance(mixer, Leaf):
-        return f"rc.blocks.{type(mixer).__name__} is no single memory"
+def _why_not_readable(mixer: Mixer) -> str:
+    """Return the reason why a mixer cannot be read without writing; empty if it can."""
+    if not isinstance(mixer, RecipeMixer):
+        return f"rc.blocks.{type(mixer).__name__} is not a single memory"
     memory = mixer.recipe.memory
     if mixer.options.persistent:
         return "LayerOptions(persistent=...) is never written"
-    if mixer.options.skip:
-        return "LayerOptions(skip=True) adds the value that a token writes to what it reads"
+    if mixer.options.value_skip:
+        return "LayerOptions(value_skip=True) adds the value of a token to its output"
     if memory.read.bonus != 0.0:
         return f"{memory.brief} reads the token's own association with a bonus"
     return ""
 
 
-def _gated_reads(mixer: Mixer) -> str:
-    """Why what a query reads depends on more than the memory and the query; nothing where not."""
-    assert isinstance(mixer, Leaf)
+def _why_read_is_gated(mixer: Mixer) -> str:
+    """Return the reason why an output depends on more than memory and query; empty if not."""
+    assert isinstance(mixer, RecipeMixer)
     recipe = mixer.recipe
     if recipe.memory.read.when != "after":
-        return f"{recipe.memory.brief} reads before it writes, which read='before' asks of Boosted"
-    names = {name for part in recipe.context.within for name in part.reads}
-    names |= {gate.name for gate in recipe.retention.gates() if "decay" not in gate.name}
-    if names:
-        return f"what it reads is weighed by the reading token's own {', '.join(sorted(names))}"
+        return f"{recipe.memory.brief} reads before it writes: set read='before' of ResidualMemory"
+    if recipe.read_gates:
+        names = ", ".join(sorted(recipe.read_gates))
+        return f"its output also depends on the gates {names} of the reading token"
     return ""
 
 
-def _check_persistent(
-    mixer: Mixer, persistent: int, *, of: Mapping[str, Mixer] | None = None
-) -> None:
-    """That tokens before the text stay visible: no window of attention may lose them."""
-    for name, leaf, ahead in _behind_tokens(mixer.children if of is None else of, persistent):
+def _check_persistent(parts: Mapping[str, Mixer], persistent: int) -> None:
+    """Check that no window of attention loses the tokens in front of the text."""
+    for name, leaf, num_prefix_tokens in _leaves_with_prefix(parts, persistent):
         context = leaf.recipe.context
-        keeps, first = context.keeps, context.first
-        if leaf.recipe.nonparametric and keeps is not None and first < ahead:
+        keeps, num_sinks = context.num_kept, context.num_sinks
+        if leaf.recipe.nonparametric and keeps is not None and num_sinks < num_prefix_tokens:
             raise ValueError(
-                f"persistent={ahead} tokens are to be seen by every token, and the window "
-                f"of {name}, {context.brief}, loses them: restrict it by context.SinkWindow("
-                f"size={keeps - first}, first={ahead})"
+                f"all tokens must read the persistent={num_prefix_tokens} tokens, which leave the "
+                f"window of {name}, {context.brief}: restrict it by "
+                f"context.SinkWindow(size={keeps - num_sinks}, num_sinks={num_prefix_tokens})"
             )
 
 
-def _behind_tokens(parts: Mapping[str, Mixer], ahead: int) -> Iterator[tuple[str, Leaf, int]]:
-    """Recipes that read on from tokens before the text, and how many; segments begin without."""
+def _leaves_with_prefix(
+    parts: Mapping[str, Mixer], num_prefix_tokens: int
+) -> Iterator[tuple[str, RecipeMixer, int]]:
+    """Yield the recipes that run over tokens in front of the text, and the number of tokens.
+
+    Segments of `MemoryAsContext` start without these tokens, and memories of `MixtureOfMemories`
+    receive some of them only.
+    """
     for name, part in parts.items():
-        if isinstance(part, Leaf):
-            yield name, part, ahead
-        elif isinstance(part, Boosted):
-            for path, leaf in part.leaves.items():
-                yield f"{name}.{path}", leaf, ahead
-        elif isinstance(part, Routed) and part.shared is not None:  # the others see some of them
-            yield from _behind_tokens({f"{name}.shared": part.shared}, ahead)
-        elif isinstance(part, Chain | Gated | Together):
-            for path, leaf, more in _behind_tokens(part.children, ahead + part.persistent):
-                yield f"{name}.{path}", leaf, more
+        if isinstance(part, RecipeMixer):
+            yield name, part, num_prefix_tokens
+            continue
+        children: Mapping[str, Mixer] = {}
+        if isinstance(part, Sequential | MemoryAsGate | ResidualMemory):
+            children = part.children
+        elif isinstance(part, MixtureOfMemories) and part.shared is not None:
+            children = {"shared": part.shared}
+        inner = num_prefix_tokens + getattr(part, "persistent", 0)
+        for path, leaf, count in _leaves_with_prefix(children, inner):
+            yield f"{name}.{path}", leaf, count

@@ -1,143 +1,166 @@
-"""What a composition costs: the price of each of its recipes on the stream that it runs over.
+"""Cost of a composition: the cost of each of its recipes on the stream that it runs over.
 
-==========  =====================================================================================
-Chain       every part over T tokens, and the persistent ones
-Gated       the same, and so Together
-AsContext   the memory over T tokens, and as many reads of it as it stood when their segment
-            began; the attention over ⌈T/C⌉ rows of 2C tokens and the persistent ones; of the
-            state, the memory twice (as it is, and as it stood when the segment began) and the
-            attention when a segment is full
-Boosted     both over T tokens, the first with one more query per token, which is the key
-Routed      the shared one over T tokens, each of M memories over ⌈T k / M⌉
-==========  =====================================================================================
+==================  =======================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from recollect.blocks.mixers import Leaf, Mixer, Stream, mixer_of
-from recollect.cost import BASELINE, Cost, reading
-from recollect.cost import cost as cost_of_recipe
-from recollect.fields import as_whole
+from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
+from recollect.costs import BASELINE, Cost, Workload, read_cost, recipe_cost
+from recollect.recipe.resolve import as_recipe
 
-__all__ = ["EARLIER", "LeafStream", "cost", "priced", "retrieval", "streams"]
+__all__ = [
+    "SEGMENT_START_SUFFIX",
+    "LeafWorkload",
+    "cost",
+    "leaf_cost",
+    "leaf_workloads",
+    "retrieval_flops",
+]
 
-EARLIER = " when the segment began"
-"""Ends the names of what is kept of a memory as it stood earlier."""
+SEGMENT_START_SUFFIX = " when the segment began"
+"""Suffix of the names of state parts at the start of the segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeafStream:
-    """What one recipe of a composition runs over.
+class LeafWorkload:
+    """A recipe of a composition, and the sequences that it runs over.
 
     Attributes:
         name: of the recipe, as in `Mixer.leaves`.
         leaf: the recipe.
-        stream: rows and tokens, all compositions around it counted.
+        stream: sequences and tokens, including the compositions around it.
     """
 
     name: str
-    leaf: Leaf
+    leaf: RecipeMixer
     stream: Stream
 
 
-def streams(mixer: Mixer, T: int) -> Iterator[LeafStream]:
-    """The streams of all recipes of a mixer.
-
-    Args:
-        mixer: of which.
-        T: tokens of the text.
-    """
-    if isinstance(mixer, Leaf):
-        yield LeafStream(name="", leaf=mixer, stream=Stream(tokens=T))
+def leaf_workloads(mixer: Mixer, T: int) -> Iterator[LeafWorkload]:
+    """Yield all recipes of a mixer with their streams, for a text of T tokens."""
+    if isinstance(mixer, RecipeMixer):
+        yield LeafWorkload(name="", leaf=mixer, stream=Stream(tokens=T))
         return
     for name, outer in mixer.streams(T).items():
-        for found in streams(mixer.children[name], outer.tokens):
-            inner = found.stream
+        for part in leaf_workloads(mixer.children[name], outer.tokens):
+            inner = part.stream
             stream = Stream(
                 rows=outer.rows * inner.rows,
                 tokens=inner.tokens,
-                per_token=outer.per_token * inner.per_token,
+                tokens_per_token=outer.tokens_per_token * inner.tokens_per_token,
                 queries=outer.queries + inner.queries,
-                asks=outer.asks or inner.asks,
-                fresh=outer.fresh or inner.fresh,
+                retrieval_segment=outer.retrieval_segment or inner.retrieval_segment,
+                restarts=outer.restarts or inner.restarts,
             )
-            path = f"{name}.{found.name}" if found.name else name
-            yield LeafStream(name=path, leaf=found.leaf, stream=stream)
+            path = f"{name}.{part.name}" if part.name else name
+            yield LeafWorkload(name=path, leaf=part.leaf, stream=stream)
 
 
-def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
-    """What one call over T tokens costs, of a recipe or of a composition of several.
+def cost(
+    recipe: Any,
+    *,
+    K: int = 64,
+    V: int = 64,
+    H: int = 1,
+    T: int = 4096,
+    B: int = 1,
+    G: int = 1,
+    dtype_bytes: int = 4,
+    engine: str = "auto",
+) -> Cost:
+    """Return the cost of one call over T tokens, of a recipe or of a composition.
+
+    `recollect.costs` lists the formulas. Sizes are those of every recipe of a composition.
 
     Args:
-        recipe: a recipe, a mixer, a preset or a name of the zoo; sizes are those of every part.
+        recipe: a recipe, a mixer, a preset or a name of the zoo.
+        K: key channels, ≥ 1.
+        V: value channels, ≥ 1.
+        H: memories (heads of keys and values), ≥ 1.
         T: tokens, ≥ 0.
-        B: rows, ≥ 1.
-        **sizes: K, V, H, G, dtype_bytes and method, as in `recollect.cost.cost`.
+        B: sequences, ≥ 1.
+        G: query heads per memory, ≥ 1.
+        dtype_bytes: of q, k and v: 2, 4 or 8; states have 4, or 8 when these have 8.
+        engine: as for `recollect.recall`.
 
     Raises:
-        RecipeError: sizes that a recipe cannot have, a method that cannot run it, or an engine
-            that states no cost.
-        ValueError: a size that is no whole number or below its least, or an unknown method.
+        RecipeError: sizes that a recipe cannot have, an engine that cannot run it, or an engine
+            without counted costs.
+        ValueError: a size that is no whole number or below its minimum, or an unknown engine.
 
     Examples:
-        >>> mac = rc.blocks.AsContext("gated_delta_net", "softmax_attention", segment=64)
+        >>> price = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=128)
+        >>> longer = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=256)
+        >>> longer.total == 2 * price.total, price.state_bytes_per_token
+        (True, 0)
+        >>> rc.cost("softmax_attention", K=16, V=16, H=2, T=128).state_bytes_per_token
+        257
+        >>> mac = rc.blocks.MemoryAsContext("gated_delta_net", "softmax_attention", segment=64)
         >>> price = rc.cost(mac, K=16, V=16, H=2, T=1024)
-        >>> price.grows, price.state_bytes == rc.cost(mac, K=16, V=16, H=2, T=2048).state_bytes
+        >>> longer = rc.cost(mac, K=16, V=16, H=2, T=2048)
+        >>> price.state_bytes_per_token, price.state_bytes == longer.state_bytes
         (0, True)
     """
-    mixer = _composition(recipe)
-    if mixer is None:
-        return cost_of_recipe(recipe, T=T, B=B, **sizes)
+    workload = Workload(K=K, V=V, H=H, T=T, B=B, G=G, dtype_bytes=dtype_bytes, engine=engine)
+    if isinstance(recipe, str | Mixer) or hasattr(recipe, "mixer"):
+        mixer = as_mixer(recipe)
+        if not isinstance(mixer, RecipeMixer):
+            return _composition_cost(mixer, workload)
+    return recipe_cost(as_recipe(recipe, "rc.cost"), workload)
+
+
+def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:
     forward: dict[str, int] = {}
     state: dict[str, int] = {}
-    training = decode = grows = moved = steps = 0
+    training = decode = state_bytes_per_token = min_bytes_moved = steps = 0
     seconds = 0.0
-    hows, notes = list[str](), list[str]()
-    for found in streams(mixer, T):
-        recipe, stream = found.leaf.recipe, found.stream
-        if found.leaf.options.persistent:
+    descriptions: list[str] = []
+    notes: list[str] = []
+    for part in leaf_workloads(mixer, workload.T):
+        if part.leaf.options.persistent:
             continue  # learned pairs are weights, like those of an MLP
-        price = priced(found, B=B, **sizes)
-        held = cost_of_recipe(recipe, T=stream.tokens, B=B, **more_queries(stream, sizes))
-        more, last = retrieval(found, B=B, **sizes), 0
-        if stream.asks:
-            began = stream.tokens - stream.tokens % stream.asks
-            read = {name: size for name, size in sizes.items() if name != "dtype_bytes"}
-            last = reading(recipe, 1, T=began, B=B, **read)
-        forward |= {f"{found.name} {part}": flops for part, flops in price.forward.items()}
-        if more:
-            forward[f"{found.name} retrieval"] = more
-        state |= {f"{found.name} {part}": size for part, size in held.state.items()}
-        if stream.asks:
-            state |= {f"{found.name} {part}{EARLIER}": x for part, x in held.state.items()}
-        training += price.training + 3 * more
-        decode += round((held.decode + last) * stream.per_token)
-        if not stream.fresh:
-            grows += round(held.grows * (1 + bool(stream.asks)) * stream.per_token)
-        moved += price.moved
+        name, recipe, stream = part.name, part.leaf.recipe, part.stream
+        price, retrieval = leaf_cost(part, workload), retrieval_flops(part, workload)
+        row = _leaf_workload(part, workload)
+        row_cost, last_read, copies = recipe_cost(recipe, row), 0, 1
+        forward |= {f"{name} {key}": flops for key, flops in price.forward_flops.items()}
+        if retrieval:
+            forward[f"{name} retrieval"] = retrieval
+        state |= {f"{name} {key}": size for key, size in row_cost.state.items()}
+        if stream.retrieval_segment:
+            before_segment = replace(
+                workload, T=stream.tokens - stream.tokens % stream.retrieval_segment
+            )
+            last_read, copies = read_cost(recipe, before_segment, 1), 2
+            state |= {
+                f"{name} {key}{SEGMENT_START_SUFFIX}": size for key, size in row_cost.state.items()
+            }
+        training += price.training + 3 * retrieval
+        decode += round((row_cost.decode + last_read) * stream.tokens_per_token)
+        if not stream.restarts:
+            grows = row_cost.state_bytes_per_token * copies * stream.tokens_per_token
+            state_bytes_per_token += round(grows)
+        min_bytes_moved += price.min_bytes_moved
         steps += price.sequential_steps
         seconds += price.cpu_seconds
-        hows.append(f"{found.name}: {held.engine} ({held.how})")
-        notes += [f"{found.name}: {note}" for note in held.notes]
-    baseline = cost_of_recipe(BASELINE, T=T, B=B, **{**sizes, "method": "auto"})
+        descriptions.append(f"{name}: {row_cost.engine} ({row_cost.how})")
+        notes += [f"{name}: {note}" for note in row_cost.notes]
+    w, baseline = workload, recipe_cost(BASELINE, replace(workload, engine="auto"))
     return Cost(
         engine=type(mixer).__name__,
-        how="; ".join(hows),
-        sizes={
-            "B": B,
-            "T": T,
-            **{k: n for k, v in sizes.items() if (n := as_whole(v)) is not None},
-        },
-        forward=forward,
+        how="; ".join(descriptions),
+        sizes={"B": w.B, "T": w.T, "H": w.H, "G": w.G, "K": w.K, "V": w.V},
+        forward_flops=forward,
         training=training,
         decode=decode,
         state=state,
-        grows=grows,
-        moved=moved,
+        state_bytes_per_token=state_bytes_per_token,
+        min_bytes_moved=min_bytes_moved,
         sequential_steps=steps,
         cpu_seconds=seconds,
         relative_time=seconds / baseline.cpu_seconds,
@@ -145,47 +168,22 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
     )
 
 
-def more_queries(stream: Stream, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes with the further queries of a stream.
-
-    Args:
-        stream: of a recipe.
-        sizes: as in `recollect.cost.cost`.
-    """
-    return {**sizes, "G": sizes.get("G", 1) + stream.queries}
+def _leaf_workload(part: LeafWorkload, workload: Workload) -> Workload:
+    """Return the workload of one sequence of a recipe's stream."""
+    return replace(workload, T=part.stream.tokens, G=workload.G + part.stream.queries)
 
 
-def priced(found: LeafStream, *, B: int = 1, **sizes: Any) -> Cost:
-    """The price of a recipe on all rows of its stream, without what is read beside.
-
-    Args:
-        found: the recipe and its stream.
-        B: texts.
-        **sizes: as in `recollect.cost.cost`.
-    """
-    stream = found.stream
-    sizes = more_queries(stream, sizes)
-    return cost_of_recipe(found.leaf.recipe, T=stream.tokens, B=B * stream.rows, **sizes)
+def leaf_cost(part: LeafWorkload, workload: Workload) -> Cost:
+    """Return the cost of a recipe on all sequences of its stream, without retrievals."""
+    rows = replace(_leaf_workload(part, workload), B=workload.B * part.stream.rows)
+    return recipe_cost(part.leaf.recipe, rows)
 
 
-def retrieval(found: LeafStream, *, B: int = 1, dtype_bytes: int = 4, **sizes: Any) -> int:
-    """FLOPs of what all tokens of a stream read without writing, segment by segment.
-
-    Args:
-        found: a recipe and its stream; 0 where nothing asks.
-        B: texts.
-        dtype_bytes: does not matter here.
-        **sizes: K, V, H, G and method, as in `recollect.cost.cost`.
-    """
-    recipe, T, C = found.leaf.recipe, found.stream.tokens, found.stream.asks
-    rows = B * found.stream.rows
-    starts = range(0, T, C) if C else ()
-    return sum(reading(recipe, min(C, T - at), T=at, B=rows, **sizes) for at in starts)
-
-
-def _composition(value: Any) -> Mixer | None:
-    """The composition that this states; ``None`` for what `recollect.cost.cost` takes itself."""
-    if not isinstance(value, str | Mixer) and not hasattr(value, "mixer"):
-        return None
-    mixer = mixer_of(value)
-    return None if isinstance(mixer, Leaf) else mixer
+def retrieval_flops(part: LeafWorkload, workload: Workload) -> int:
+    """Return the FLOPs of all reads without writing of a stream, segment by segment."""
+    T, C = part.stream.tokens, part.stream.retrieval_segment
+    rows = replace(workload, B=workload.B * part.stream.rows)
+    return sum(
+        read_cost(part.leaf.recipe, replace(rows, T=start), min(C, T - start))
+        for start in (range(0, T, C) if C else ())
+    )

@@ -1,8 +1,7 @@
-"""Sequence mixers as data: a recipe, or a composition of several, frozen and written to JSON.
+"""Sequence mixers as data: a recipe, or a composition of several mixers.
 
-A recipe states one memory. The models of the literature put several to work together: one after the
-other, beside each other, or one as the context of the other. What is composed, and how, is data
-like the recipes themselves, so it is compared, hashed and saved like them.
+A recipe is one memory. Many published models combine several: in sequence, in parallel, or one as
+the context of another. A composition is data like a recipe: it is compared, hashed and saved.
 """
 
 from __future__ import annotations
@@ -15,117 +14,118 @@ from typing import Any, ClassVar
 
 from recollect.choices.member import RecipeError
 from recollect.layer.options import LayerOptions, Options
+from recollect.messages import short_repr
 from recollect.recipe.recipe import Recipe
-from recollect.wording import shown
 
-__all__ = ["Leaf", "Mixer", "Stream", "mixer_of"]
+__all__ = ["Mixer", "RecipeMixer", "Stream", "as_mixer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What one of a composition's mixers runs over, for a text of T tokens.
+    """Input of one of a composition's mixers, for a text of T tokens.
 
     Attributes:
-        rows: streams beside or after each other, per text.
-        tokens: of each.
-        per_token: how many of them come with each token of the text.
-        queries: further queries of every memory per token.
-        asks: C, where every token also reads the memory without writing, as it stood when its
-            segment of C tokens began; 0 where none does.
-        fresh: whether each of the rows begins anew, and only the last is remembered.
+        rows: number of sequences per text.
+        tokens: number of tokens of each sequence.
+        tokens_per_token: number of tokens of the stream per token of the text.
+        queries: number of additional queries of every memory per token.
+        retrieval_segment: C if every token also reads the memory as of the start of its C-token
+            segment, without writing; else 0.
+        restarts: whether every sequence starts with an empty state, and only the state of the last
+            sequence is kept.
     """
 
     rows: int = 1
     tokens: int
-    per_token: float = 1
+    tokens_per_token: float = 1
     queries: int = 0
-    asks: int = 0
-    fresh: bool = False
+    retrieval_segment: int = 0
+    restarts: bool = False
 
 
 class Mixer(Options):
-    """A way to mix the tokens of a sequence, causally: a recipe, or a composition of mixers.
+    """A causal sequence mixer: a recipe, or a composition of mixers.
 
     Attributes:
-        kind: its name in JSON.
-        holds: its fields that hold mixers.
+        kind: name of the class in JSON.
+        mixer_fields: names of the fields that contain mixers.
 
     Examples:
-        >>> mixer = rc.blocks.Chain("gated_delta_net", "sliding_window_attention")
+        >>> mixer = rc.blocks.Sequential("gated_delta_net", "sliding_window_attention")
         >>> isinstance(mixer, rc.blocks.Mixer), list(mixer.children)
         (True, ['0', '1'])
     """
 
     kind: ClassVar[str]
-    holds: ClassVar[tuple[str, ...]] = ()
+    mixer_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def children(self) -> Mapping[str, Mixer]:
-        """The mixers that this one composes, by name."""
+        """Mixers of the composition, by name."""
         return {}
 
     @property
-    def leaves(self) -> Mapping[str, Leaf]:
-        """All recipes of the composition, by the names that lead to them joined with dots."""
-        found: dict[str, Leaf] = {}
+    def leaves(self) -> Mapping[str, RecipeMixer]:
+        """All recipes of the composition, by the dotted path of names."""
+        leaves: dict[str, RecipeMixer] = {}
         for name, child in self.children.items():
             for path, leaf in child.leaves.items():
-                found[f"{name}.{path}" if path else name] = leaf
-        return found
+                leaves[f"{name}.{path}" if path else name] = leaf
+        return leaves
 
     @property
     def equations(self) -> tuple[str, ...]:
-        """How its children work together, a line each."""
+        """Equations of the composition, one per line."""
         return ()
 
     @property
     def grows(self) -> bool:
-        """Whether its state grows with the text: all associations, or a row per key."""
+        """Whether the state grows with the text."""
         return any(child.grows for child in self.children.values())
 
     def streams(self, T: int) -> Mapping[str, Stream]:
-        """What each of its children runs over.
+        """Return the input of each child.
 
         Args:
-            T: tokens of the text.
+            T: number of tokens of the text.
         """
         return {name: Stream(tokens=T) for name in self.children}
 
     def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        """Trained numbers of what composes the children, by part.
+        """Return the number of parameters outside the children, by kind.
 
         Args:
             d_model: width of the tokens.
         """
         return {}
 
-    def with_leaves(self, change: Callable[[Leaf], Leaf]) -> Mixer:
-        """The same composition of changed recipes.
+    def map_leaves(self, change: Callable[[RecipeMixer], RecipeMixer]) -> Mixer:
+        """Return the composition with every recipe replaced.
 
         Args:
-            change: what each of them becomes.
+            change: function from a recipe to its replacement.
         """
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, Mixer):
-                value = value.with_leaves(change)
+                value = value.map_leaves(change)
             elif isinstance(value, tuple):
-                value = tuple(x.with_leaves(change) if isinstance(x, Mixer) else x for x in value)  # pyright: ignore[reportUnknownVariableType]
+                value = tuple(x.map_leaves(change) if isinstance(x, Mixer) else x for x in value)  # pyright: ignore[reportUnknownVariableType]
             changed[field.name] = value
-        return self.rebuilt(changed)
+        return self.from_fields(changed)
 
     @classmethod
-    def rebuilt(cls, fields: Mapping[str, Any]) -> Mixer:
-        """A composition of these fields by name.
+    def from_fields(cls, fields: Mapping[str, Any]) -> Mixer:
+        """Return a composition with the given fields.
 
         Args:
-            fields: as the constructor takes them.
+            fields: values by name, as the constructor takes them.
         """
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, every default written out."""
+        """Return plain data, with all defaults."""
         data: dict[str, Any] = {"mixer": self.kind}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -137,18 +137,18 @@ class Mixer(Options):
         return data
 
 
-def mixer_of(value: Any) -> Mixer:
-    """What may stand for a mixer, as one.
+def as_mixer(value: Any) -> Mixer:
+    """Convert a value to a mixer.
 
     Args:
-        value: a mixer, a recipe (or with its options, as a tuple), what has both (a preset), what
-            has a mixer, or a name of the zoo.
+        value: a mixer, a recipe, a tuple of recipe and options, an object with both (a preset), an
+            object with a mixer (a hybrid), or a name of the zoo.
 
     Raises:
-        RecipeError: something else, or a name that nothing has.
+        RecipeError: another value, or an unknown name.
 
     Examples:
-        >>> rc.blocks.mixer_of(rc.Recipe()).kind
+        >>> rc.blocks.as_mixer(rc.Recipe()).kind
         'leaf'
     """
     if isinstance(value, str):  # mixers do not depend on the zoo: a name imports it
@@ -156,34 +156,34 @@ def mixer_of(value: Any) -> Mixer:
     if isinstance(value, Mixer):
         return value
     if isinstance(value, Recipe):
-        return Leaf(recipe=value)
+        return RecipeMixer(recipe=value)
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Recipe):  # pyright: ignore[reportUnknownArgumentType]
-        return Leaf(recipe=value[0], options=value[1])
+        return RecipeMixer(recipe=value[0], options=value[1])
     recipe, options = getattr(value, "recipe", None), getattr(value, "options", None)
     if isinstance(recipe, Recipe) and isinstance(options, LayerOptions):
-        return Leaf(recipe=recipe, options=options)
+        return RecipeMixer(recipe=recipe, options=options)
     mixer = getattr(value, "mixer", None)
     if isinstance(mixer, Mixer):
         return mixer
     raise RecipeError(
-        "a mixer is given as a zoo name, a preset, an rc.Recipe, (recipe, options) or one of "
-        f"rc.blocks, not {shown(value)}"
+        "a mixer must be a zoo name, a preset, an rc.Recipe, (recipe, options) or one of "
+        f"rc.blocks, not {short_repr(value)}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf(Mixer):
+class RecipeMixer(Mixer):
     """A recipe with the options of its layer.
 
     Args:
         recipe: the regression problem.
-        options: what is not regression.
+        options: options of the layer.
 
     Raises:
-        RecipeError: something else in the place of either.
+        RecipeError: values of another type.
 
     Examples:
-        >>> leaf = rc.blocks.mixer_of("gated_delta_net")
+        >>> leaf = rc.blocks.as_mixer("gated_delta_net")
         >>> leaf.recipe == rc.zoo.get("gated_delta_net").recipe
         True
     """
@@ -195,21 +195,25 @@ class Leaf(Mixer):
 
     def validate(self) -> None:
         if not isinstance(self.recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"a leaf holds an rc.Recipe, not {shown(self.recipe)}")
+            raise ValueError(
+                f"the recipe of a leaf must be an rc.Recipe, not {short_repr(self.recipe)}"
+            )
         if not isinstance(self.options, LayerOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"a leaf's options are rc.LayerOptions, not {shown(self.options)}")
+            raise ValueError(
+                f"a leaf's options are rc.LayerOptions, not {short_repr(self.options)}"
+            )
 
     @property
-    def leaves(self) -> Mapping[str, Leaf]:
+    def leaves(self) -> Mapping[str, RecipeMixer]:
         return {"": self}
 
     @property
     def grows(self) -> bool:
         if self.options.persistent:
             return False
-        return self.recipe.span is None or self.recipe.dual
+        return self.recipe.buffer_size is None or self.recipe.uses_kernel_rows
 
-    def with_leaves(self, change: Callable[[Leaf], Leaf]) -> Mixer:
+    def map_leaves(self, change: Callable[[RecipeMixer], RecipeMixer]) -> Mixer:
         return change(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The layer of `Routed`: every token is written to and read from some of its memories.
+"""The layer of `MixtureOfMemories`: every token is written to and read from some of its memories.
 
-A memory runs over the tokens that came to it, gathered to the left of its own rows, so that the
-others are not there for it: no decay, convolution, position or window counts them.
+Each memory runs over a gathered sequence of its own tokens. Its decay, convolution, positions and
+windows therefore count these tokens only.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.composed import Composed, kept
-from recollect.blocks.compositions import Routed
+from recollect.blocks.compositions import MixtureOfMemories
+from recollect.blocks.layers import MixerLayer, trim_state
 from recollect.blocks.state import MixerState
-from recollect.choices.devices import holds
-from recollect.recall.packing import compact
+from recollect.choices.runtime import has_data
+from recollect.functional.packing import compact
 
-__all__ = ["RoutedLayer", "Router", "Routing", "watched_routers"]
+__all__ = ["MixtureOfMemoriesLayer", "Router", "Routing", "record_routing"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Where the tokens of a call went.
+    """The memories that the tokens of a call are routed to.
 
     Attributes:
         probabilities: p ``[B, T, M]``.
-        chosen: the k memories of each token ``[B, T, k]``.
-        weights: of these, summing to 1, ``[B, T, k]``.
-        real: ``[B, T]``, which tokens there are; ``None`` where all are real.
+        chosen: indices of the k memories of each token ``[B, T, k]``.
+        weights: weights of these memories ``[B, T, k]``; they sum to 1.
+        real: mask ``[B, T]`` of the valid tokens; ``None`` if all are valid.
     """
 
     probabilities: Tensor
@@ -41,23 +41,24 @@ class Routing:
 
     @property
     def balance_loss(self) -> Tensor:
-        """M Σ_j f_j P_j: f_j the share of tokens that came to memory j, P_j the mean of p_j.
+        """M Σ_j f_j P_j: f_j the fraction of tokens routed to memory j, P_j the mean of p_j.
 
-        It is k where all memories are used alike, and up to M where the same ones always are. Its
-        gradient goes through P alone. 0 without a token.
+        The loss is k if all memories are used equally, and at most M. Its gradient flows through P
+        only. Without tokens it is 0.
         """
         M = self.probabilities.shape[-1]
-        came = nn.functional.one_hot(self.chosen, M).sum(-2).to(self.probabilities.dtype)
-        real = torch.ones_like(came[..., :1]) if self.real is None else self.real[..., None]
-        count = real.sum().clamp_min(1)
-        shares = [
-            torch.where(real != 0, x, 0.0).sum((0, 1)) / count for x in (came, self.probabilities)
-        ]
-        return M * (shares[0] * shares[1]).sum()
+        assigned = nn.functional.one_hot(self.chosen, M).sum(-2).to(self.probabilities.dtype)
+        valid = torch.ones_like(assigned[..., :1]) if self.real is None else self.real[..., None]
+        count = valid.sum().clamp_min(1)
+        f, P = (
+            torch.where(valid != 0, x, 0.0).sum((0, 1)) / count
+            for x in (assigned, self.probabilities)
+        )
+        return M * (f * P).sum()
 
 
 class Router(nn.Module):
-    """p = softmax(W x) over M memories, in float32 at the least, and the k largest of them.
+    """p = softmax(W x) over M memories, in at least float32, and its k largest entries.
 
     Args:
         d_model: width of the tokens.
@@ -70,139 +71,145 @@ class Router(nn.Module):
         self.scores = nn.Linear(d_model, memories, bias=False)
         self.top = top
 
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Routing:
-        """Where tokens ``[B, T, d_model]`` go.
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        """Route tokens ``[B, T, d_model]``.
 
         Args:
             x: tokens.
-            real: ``[B, T]``, nonzero at those that there are.
+            mask: ``[B, T]``, nonzero at valid tokens.
         """
-        if real is not None:
-            x = torch.where(real[..., None] != 0, x, 0.0)
+        if mask is not None:
+            x = torch.where(mask[..., None] != 0, x, 0.0)
         scores = self.scores(x)
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        p = scores.softmax(-1, dtype=wide)
+        p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         largest, chosen = p.topk(self.top, dim=-1)
         weights = largest / largest.sum(-1, keepdim=True)
-        return Routing(probabilities=p, chosen=chosen, weights=weights, real=real)
+        return Routing(probabilities=p, chosen=chosen, weights=weights, real=mask)
 
 
 @contextlib.contextmanager
-def watched_routers(model: nn.Module) -> Iterator[list[Routing]]:
-    """Collect where the calls of a model inside the block send their tokens, router by router.
+def record_routing(model: nn.Module) -> Iterator[list[Routing]]:
+    """Record the routing of every router that is called inside the context.
 
     Args:
-        model: any module; without a router nothing is collected.
+        model: any module; the list stays empty if it has no router.
     """
-    found: list[Routing] = []
+    routings: list[Routing] = []
 
-    def note(module: nn.Module, given: Any, routing: Any) -> None:
-        found.append(routing)
+    def hook(module: nn.Module, args: Any, routing: Any) -> None:
+        routings.append(routing)
 
     hooks = [
-        module.register_forward_hook(note)
+        module.register_forward_hook(hook)
         for module in model.modules()
         if isinstance(module, Router)
     ]
     try:
-        yield found
+        yield routings
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
-class RoutedLayer(Composed):
-    """The layer of `Routed`.
+class MixtureOfMemoriesLayer(MixerLayer):
+    """The layer of `MixtureOfMemories`.
 
     Args:
         d_model: width of the tokens.
-        mixer: what is composed.
-        parts: the layers of the memories by number, and of ``"shared"``, if there is one.
+        mixer: the composition.
+        parts: the layers of the memories by index, and of ``"shared"``, if there is one.
     """
 
-    def __init__(self, d_model: int, mixer: Routed, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, d_model: int, mixer: MixtureOfMemories, parts: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__(d_model, mixer, parts)
         self.router = Router(d_model, len(mixer.memories), mixer.top)
 
-    def mix(
+    def forward_checked(
         self,
         x: Tensor,
         state: MixerState | None,
         mask: Tensor | None,
-        borders: Tensor | None,
+        cu_seqlens: Tensor | None,
         *,
-        output_state: bool,
+        output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
-        if not holds(x):
+        if not has_data(x):
             raise ValueError(
-                "a router sends tokens by its numbers, and tensors of the meta device and fake "
-                "ones have shapes alone: give real tensors"
+                "a router needs the values of tokens, and tensors of the meta device and fake "
+                "tensors have shapes only: give tensors with values"
             )
-        before: Mapping[str, Any] = dict.fromkeys(self.parts) if state is None else state.parts
+        states: Mapping[str, Any] = dict.fromkeys(self.parts) if state is None else state.parts
         routing = self.router(x, mask)
-        parts: dict[str, Any] = {}
+        final_states: dict[str, Any] = dict.fromkeys(self.parts)
         y = None
         if "shared" in self.parts:
-            how = {"attention_mask": mask, "cu_seqlens": borders, "output_state": output_state}
-            y, parts["shared"] = self.parts["shared"](x, before["shared"], **how)
-        for index in range(routing.probabilities.shape[-1]):
-            name, here = str(index), routing.chosen == index
-            came = here.any(-1) if mask is None else here.any(-1) & (mask != 0)
-            weight = torch.where(here, routing.weights, 0.0).sum(-1, keepdim=True)
-            said, parts[name] = self._memory(
-                name, x, weight, before[name], came, borders, output_state=output_state
+            y, final_states["shared"] = self.parts["shared"](
+                *(x, states["shared"], mask, cu_seqlens), output_final_state=output_final_state
             )
-            y = said if y is None else y + said
+        for index in range(routing.probabilities.shape[-1]):
+            name, is_chosen = str(index), routing.chosen == index
+            assigned = is_chosen.any(-1) if mask is None else is_chosen.any(-1) & (mask != 0)
+            weight = torch.where(is_chosen, routing.weights, 0.0).sum(-1, keepdim=True)
+            output, final_states[name] = self._run_memory(
+                *(name, x, weight, states[name], assigned, cu_seqlens, output_final_state)
+            )
+            y = output if y is None else y + output
         assert y is not None
-        if not output_state:
+        if not output_final_state:
             return y, None
-        order = {name: parts[name] for name in self.parts}
-        if "shared" in parts:
-            return y, MixerState(parts=order, clock="shared")
-        position = _counted(x, state, mask, borders)
-        return y, MixerState(parts=order, tensors={"position": position}, clock="position")
+        if "shared" in self.parts:
+            return y, MixerState(parts=final_states, clock="shared")
+        position = _token_count(x, state, mask, cu_seqlens)
+        return y, MixerState(parts=final_states, tensors={"position": position}, clock="position")
 
-    def _memory(
+    def _run_memory(
         self,
         name: str,
         x: Tensor,
         weight: Tensor,
-        before: Any,
-        came: Tensor,
-        borders: Tensor | None,
-        *,
-        output_state: bool,
+        state: Any,
+        assigned: Tensor,
+        cu_seqlens: Tensor | None,
+        output_final_state: bool,
     ) -> tuple[Tensor, Any]:
-        """What one memory says of the tokens that came to it, weighed, and 0 of all others."""
+        """Return the weighted outputs of one memory at its own tokens, and 0 at others."""
         part = self.parts[name]
-        if borders is not None:
-            index = came[0].nonzero().squeeze(1)
-            count = torch.cat([came.new_zeros(1, dtype=torch.long), came[0].long().cumsum(0)])
-            ends = count[borders.to(device=x.device, dtype=torch.long)].to(borders)
-            y, after = part(x[:, index], before, None, ends, output_state=output_state)
+        if cu_seqlens is not None:
+            index = assigned[0].nonzero().squeeze(1)
+            count = torch.cat(
+                [assigned.new_zeros(1, dtype=torch.long), assigned[0].long().cumsum(0)]
+            )
+            ends = count[cu_seqlens.to(device=x.device, dtype=torch.long)].to(cu_seqlens)
+            y, final_state = part(
+                *(x[:, index], state, None, ends), output_final_state=output_final_state
+            )
             y = y * weight[:, index].to(y.dtype)
-            return torch.zeros_like(x, dtype=y.dtype).index_copy(1, index, y), after
-        batch = compact(came)
+            return torch.zeros_like(x, dtype=y.dtype).index_copy(1, index, y), final_state
+        batch = compact(assigned)
         longest = int(batch.lengths.max()) if len(batch.lengths) else 0
-        index, real = batch.index[:, :longest], batch.real[:, :longest]
-        taken = x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
-        taken = torch.where(real[..., None], taken, 0.0)
-        level = bool(real.all())
-        y, after = part(taken, before, None if level else real, output_state=output_state)
-        if after is not None and not level:  # rows that got fewer tokens have empty slots
-            most = int(after.position.max())
-            after = kept(part, after, most)
-        y = torch.where(real[..., None], y * weight.gather(1, index[..., None]).to(y.dtype), 0.0)
+        index, valid = batch.index[:, :longest], batch.mask[:, :longest]
+        tokens = x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+        tokens = torch.where(valid[..., None], tokens, 0.0)
+        is_dense = bool(valid.all())
+        y, final_state = part(
+            *(tokens, state, None if is_dense else valid), output_final_state=output_final_state
+        )
+        if final_state is not None and not is_dense:  # shorter sequences have empty slots
+            max_tokens = int(final_state.position.max())
+            final_state = trim_state(part, final_state, max_tokens)
+        y = torch.where(valid[..., None], y * weight.gather(1, index[..., None]).to(y.dtype), 0.0)
         out = torch.zeros_like(x, dtype=y.dtype)
-        return out.scatter(1, index[..., None].expand_as(y), y), after
+        return out.scatter(1, index[..., None].expand_as(y), y), final_state
 
 
-def _counted(
-    x: Tensor, state: MixerState | None, mask: Tensor | None, borders: Tensor | None
+def _token_count(
+    x: Tensor, state: MixerState | None, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Tokens that each row has seen ``[B]``, after a call."""
-    if borders is not None:
-        count = borders.diff().to(device=x.device, dtype=torch.long)
+    """Return the number of tokens of each sequence after a call ``[B]``."""
+    if cu_seqlens is not None:
+        count = cu_seqlens.diff().to(device=x.device, dtype=torch.long)
     elif mask is not None:
         count = (mask != 0).sum(1)
     else:

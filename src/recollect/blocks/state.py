@@ -1,38 +1,35 @@
-"""The state of a composition: the states of its parts, and what it keeps beside them."""
+"""State of a composition: the states of its parts, and its own tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recollect.layer.state import LayerState
-from recollect.state.flat import read_text, text_tensor
-from recollect.state.moving import brief, mover
 from recollect.state.state import State
+from recollect.state.tree import TensorTree, where_rows
 
-__all__ = ["AnyState", "MixerState", "state_from"]
+__all__ = ["AnyState", "MixerState", "state_from_dict"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixerState:
-    """What a composition remembers between calls; rows are independent sequences.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MixerState(TensorTree):
+    """State of a composition. Its batch elements are independent sequences.
 
-    It has the interface of `LayerState`, so caches, beams and truncated backpropagation treat both
-    alike.
+    It has the interface of `LayerState`, for caches, beams and truncated backpropagation.
 
     Attributes:
         parts: the states of the parts by name.
-        tensors: what the composition keeps beside them, rows first.
-        clock: the part that sees every token of the text; where none does, the tensor that counts
-            them.
-        prefix: learned tokens that this part saw before the text.
+        tensors: further tensors of the composition by name, batch first.
+        clock: name of the part, or else of the tensor, that counts the tokens of the text.
+        prefix: number of learned tokens that this part read before the text.
 
     Examples:
-        >>> layer = rc.blocks.build(rc.blocks.Chain("gla", "delta_net"), d_model=8, heads=2)
+        >>> both = rc.blocks.Sequential("gla", "delta_net")
+        >>> layer = rc.blocks.build(both, d_model=8, num_heads=2)
         >>> y, state = layer(torch.randn(2, 5, 8))
         >>> state.position
         tensor([5, 5])
@@ -46,165 +43,75 @@ class MixerState:
     prefix: int = 0
 
     @property
-    def _counter(self) -> AnyState | None:
+    def _position_part(self) -> AnyState | None:
         return self.parts.get(self.clock)
 
     @property
     def position(self) -> Tensor:
-        """Tokens of the text that were seen ``[B]``."""
-        seen = self._counter.position if self._counter else self.tensors[self.clock]
-        return (seen - self.prefix).clamp_min(0) if self.prefix else seen
+        """Number of tokens of the text ``[B]``."""
+        part = self._position_part
+        position = self.tensors[self.clock] if part is None else part.position
+        return (position - self.prefix).clamp_min(0) if self.prefix else position
 
     @property
-    def seen(self) -> int | None:
-        """Tokens that every row has seen, where the host knows it (`State.seen`)."""
-        seen = self._counter.seen if self._counter else None
-        return None if seen is None else max(seen - self.prefix, 0)
+    def host_position(self) -> int | None:
+        """Number of tokens of every batch element, if the host knows it."""
+        part = self._position_part
+        position = None if part is None else part.host_position
+        return None if position is None else max(position - self.prefix, 0)
 
     @property
     def rows(self) -> int:
-        """B."""
-        return self._counter.rows if self._counter else self.tensors[self.clock].shape[0]
+        """Batch size B."""
+        return self.position.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        own = sum(x.numel() * x.element_size() for x in self.tensors.values())
-        return own + sum(part.nbytes for part in self.parts.values())
-
-    def _changed(
-        self, of_part: Callable[[Any], Any], of_tensor: Callable[[Tensor], Tensor]
-    ) -> MixerState:
-        return MixerState(
-            parts={name: of_part(part) for name, part in self.parts.items()},
-            tensors={name: of_tensor(x) for name, x in self.tensors.items()},
-            clock=self.clock,
-            prefix=self.prefix,
-        )
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
-        """Apply ``f`` to every tensor; the root of most methods below."""
-        return self._changed(lambda part: part.map(f), f)
-
-    def memories(self, f: Callable[[State], State]) -> MixerState:
-        """Apply ``f`` to the state of every memory in it.
-
-        Args:
-            f: of the state of one memory.
-        """
-        return self._changed(lambda part: part.memories(f), lambda x: x)
-
-    def detach(self) -> MixerState:
-        """Cut the graph (truncated backpropagation)."""
-        return self.map(Tensor.detach)
-
-    def select(self, rows: Tensor) -> MixerState:
-        """Rows by index, e.g. the survivors of a beam."""
-        return self.map(lambda x: x.index_select(0, rows.to(x.device)))
-
-    def repeat(self, n: int) -> MixerState:
-        """Each row n times in a row."""
-        return self.map(lambda x: x.repeat_interleave(n, dim=0))
-
-    def to(
-        self,
-        *where: torch.device | str | torch.dtype | Tensor,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> MixerState:
-        """Move, as `torch.Tensor.to` does; a dtype applies to floating-point tensors.
-
-        Args:
-            where: a device, a dtype, or a tensor that has both.
-            device: where tensors go; they stay when omitted.
-            dtype: of floating-point tensors; theirs when omitted.
-
-        Raises:
-            ValueError: something else, or one of them twice.
-        """
-        return self.map(mover(where, device, dtype))
-
-    def __repr__(self) -> str:
-        """Types and shapes, and no numbers."""
-        return brief(self)
+    def map_memories(self, f: Callable[[State], State]) -> MixerState:
+        """Apply ``f`` to the state of every memory."""
+        return replace(self, parts={n: part.map_memories(f) for n, part in self.parts.items()})
 
     def reset(self, mask: Tensor, init: Mapping[str, Any] | None = None) -> MixerState:
-        """Rows where ``mask [B]`` is True start anew.
-
-        ``layer.initial_memory`` gives the ``init`` of parts that learned one.
+        """Restart the batch elements at which ``mask`` is True.
 
         Args:
-            mask: ``[B]``, True where a row starts anew.
-            init: initial memories by part; zeros for those that are missing.
+            mask: ``[B]``, True for batch elements that restart.
+            init: initial memories by part, for example ``layer.initial_memory``; zeros for missing
+                parts.
         """
-        given: Mapping[str, Any] = {} if init is None else init
-
-        def clear(x: Tensor) -> Tensor:
-            rows = mask.to(x.device).view(-1, *(1,) * (x.dim() - 1))
-            return torch.where(rows, torch.zeros((), dtype=x.dtype, device=x.device), x)
-
-        return MixerState(
-            # A part that is read at another time than it is written starts as the one it is of.
-            parts={name: part.reset(mask, given.get(name)) for name, part in self.parts.items()},
-            tensors={name: clear(x) for name, x in self.tensors.items()},
-            clock=self.clock,
-            prefix=self.prefix,
+        init = {} if init is None else init
+        return replace(
+            self,
+            parts={name: part.reset(mask, init.get(name)) for name, part in self.parts.items()},
+            tensors={n: where_rows(mask, x.new_zeros(()), x) for n, x in self.tensors.items()},
         )
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Flat names to plain tensors, ready for safetensors."""
-        flat = {"clock": text_tensor(self.clock), "prefix": torch.tensor(self.prefix)}
-        flat |= {f"tensors.{name}": x.contiguous() for name, x in self.tensors.items()}
-        for name, part in self.parts.items():
-            flat |= {f"parts.{name}.{inner}": x for inner, x in part.to_dict().items()}
-        # A memory and how it stood earlier may share what was not written since; files may not.
-        held: set[int] = set()
+        """Return contiguous tensors by dotted name, ready for safetensors."""
+        flat, used = super().to_dict(), set[int]()
         for name, x in flat.items():
-            if x.data_ptr() in held:
-                flat[name] = x.clone()
-            held.add(x.data_ptr())
+            # Two parts may share a tensor, which safetensors refuses.
+            flat[name] = x.clone() if x.data_ptr() in used else x
+            used.add(x.data_ptr())
         return flat
 
     @classmethod
-    def from_dict(cls, flat: Mapping[str, Tensor]) -> MixerState:
-        """Rebuild what `to_dict` wrote.
-
-        Raises:
-            ValueError: a name that no state has, or one that is missing.
-        """
-        clock, prefix = read_text(flat, "clock"), flat.get("prefix")
-        inner: dict[str, dict[str, Tensor]] = {}
-        tensors: dict[str, Tensor] = {}
-        for name, x in flat.items():
-            head, _, rest = name.partition(".")
-            if head == "parts" and "." in rest:
-                part, _, last = rest.partition(".")
-                inner.setdefault(part, {})[last] = x
-            elif head == "tensors" and rest:
-                tensors[rest] = x
-            elif name not in ("clock", "prefix"):
-                raise ValueError(f"{name!r} is no part of a composition's state")
-        if clock is None or (clock not in inner and clock not in tensors) or prefix is None:
-            raise ValueError("this is no state of a composition: its clock or prefix is missing")
-        return cls(
-            parts={name: state_from(part) for name, part in inner.items()},
-            tensors=tensors,
-            clock=clock,
-            prefix=int(prefix),
-        )
+    def _read(cls, flat: Mapping[str, Tensor], prefix: str) -> MixerState:
+        state = super()._read(flat, prefix)
+        if state.clock not in {*state.parts, *state.tensors}:
+            raise ValueError(f"this is no state of a composition: it has no part {state.clock!r}")
+        return state
 
 
 AnyState = LayerState | MixerState
-"""The state of a recipe's layer, or of a composition of several."""
+"""State of a recipe's layer, or of a composition."""
 
 
-def state_from(flat: Mapping[str, Tensor]) -> AnyState:
-    """Rebuild what either kind of state wrote with ``to_dict``.
+def state_from_dict(flat: Mapping[str, Tensor]) -> AnyState:
+    """Rebuild either kind of state from the result of its ``to_dict``.
 
     Args:
         flat: tensors by name.
 
     Raises:
-        ValueError: a name that no state has, or one that is missing.
+        ValueError: a name that no state has, or a missing one.
     """
     return MixerState.from_dict(flat) if "clock" in flat else LayerState.from_dict(flat)

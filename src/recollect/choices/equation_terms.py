@@ -1,8 +1,7 @@
 """Signed terms of equations, from which `explain` renders a recipe.
 
-A term is a signed number times factors, so that a minus never meets another minus as text. Members
-return terms (`Bias.error_terms`, `Memory.outer`, `Algorithm.moves`), and only `render_sum` makes a
-string of a sum.
+A term is a signed number times factors, which avoids double minus signs in text. Members return
+terms (`Bias.error_terms`, `Algorithm.update_equations`). Only `render_sum` converts a sum to text.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ class Term:
     factors: tuple[str, ...]
     coefficient: float = 1.0
 
-    def times(self, *left: float | str) -> Term:
-        """This term with factors put before it; numbers go into the coefficient."""
-        coefficient, words = self.coefficient, []
-        for factor in left:
+    def times(self, *factors: float | str) -> Term:
+        """Return this term with factors before it; numbers multiply the coefficient."""
+        coefficient, symbols = self.coefficient, list[str]()
+        for factor in factors:
             if isinstance(factor, str):
-                words.append(factor)
+                symbols.append(factor)
             else:
                 coefficient *= factor
-        return Term((*words, *self.factors), coefficient)
+        return Term((*symbols, *self.factors), coefficient)
 
     def __neg__(self) -> Term:
         return Term(self.factors, -self.coefficient)
@@ -50,7 +49,7 @@ Terms = tuple[Term, ...]
 
 
 def render_sum(terms: Iterable[Term]) -> str:
-    """A sum as it is written: ``a − b + c``; terms of coefficient 0 are left out."""
+    """Return the text of a sum, ``a − b + c``, without terms of coefficient 0."""
     text = ""
     for term in terms:
         if term.coefficient == 0:
@@ -63,12 +62,12 @@ def render_sum(terms: Iterable[Term]) -> str:
 
 
 def format_number(x: float | str) -> str:
-    """A number as it is written, a letter as it is."""
+    """Return the text of a number; letters are returned unchanged."""
     return x if isinstance(x, str) else f"{x:.4g}".replace("-", "−")
 
 
 def parenthesise(text: str) -> str:
-    """``text`` in parentheses, unless it is one factor already."""
+    """Return a text in parentheses, unless it is a single factor."""
     depth = 0
     for index, letter in enumerate(text):
         depth += (letter in "(⟨") - (letter in ")⟩")
@@ -80,7 +79,7 @@ def parenthesise(text: str) -> str:
 
 
 def power(exponent: float) -> str:
-    """An exponent as superscript; nothing for 1."""
+    """Return an exponent as superscript, empty for 1."""
     if exponent == 1:
         return ""
     if exponent == int(exponent):
@@ -90,12 +89,12 @@ def power(exponent: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """g_t as it is written.
+    """Text of g_t.
 
     Attributes:
-        terms: in the form that reads best by itself, e.g. (W k) kᵀ − v kᵀ.
-        compact: as one term, e.g. (W k − v) kᵀ.
-        erase, write: the parts with and without the prediction, for errors affine in it.
+        terms: expanded form, e.g. (W k) kᵀ − v kᵀ.
+        compact: a single term, e.g. (W k − v) kᵀ.
+        erase, write: parts with and without the prediction, for errors affine in it.
     """
 
     terms: Terms
@@ -103,6 +102,6 @@ class Gradient:
     erase: Terms = ()
     write: Terms = ()
 
-    def scaled(self, *left: float | str, compact: bool = False) -> Terms:
-        """Every term times a factor."""
-        return tuple(term.times(*left) for term in (self.compact if compact else self.terms))
+    def scaled(self, *factors: float | str, compact: bool = False) -> Terms:
+        """Return the terms times factors."""
+        return tuple(term.times(*factors) for term in (self.compact if compact else self.terms))

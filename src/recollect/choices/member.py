@@ -1,18 +1,15 @@
-"""Members of a choice: frozen data that states its numbers, and nothing else.
+"""Members of a choice: frozen data with declared quantities.
 
-A member is a frozen, keyword-only dataclass whose fields are JSON scalars, tuples, or other
-members. A number that may be learned or depend on the token is a *quantity* and is given in one of
-three ways:
+A member is a frozen, keyword-only dataclass. Its fields are JSON scalars, tuples, or other members.
+A number that may be learned or depend on the token is a *quantity* with one of three values:
 
 * a float: a constant of the recipe;
-* ``"token"``: a gate, one value per token, handed to ``recall`` in ``gates``;
-* ``"static"``: a param, one value per head, handed to ``recall`` in ``params``.
+* ``"input"``: a gate, one value per token, passed to ``recall`` in ``gates``;
+* ``"learned"``: a param, one value per head, passed to ``recall`` in ``params``.
 
-Members declare what they need (`Member.gates`, `Member.params`) and why they may not fit a recipe
-(`Member.requires`); engines ask for structure and never for a member's type.
+Members declare their tensors (`Member.gates`, `Member.params`) and their conflicts with a recipe
+(`Member.requires`). Engines use declared structure, never a member's type.
 """
-
-# More than 400 lines: what a member is, with an example on each public name.
 
 from __future__ import annotations
 
@@ -26,54 +23,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
-from recollect.choices.fields import (
-    RULE,
-    Domain,
-    Gate,
-    Param,
-    Quantity,
-    Range,
-    check_quantity,
-    check_slot,
-    domain,
-    flag,
-    integer,
-    number,
-    option,
-    quantity,
-    slot,
-    text,
-)
-from recollect.fields import LARGEST
-from recollect.wording import named_arguments, nearest, shown
+from recollect.fields import LARGEST, Gate, Param, Quantity, Range, field_spec, quantity_of
+from recollect.messages import short_repr, suggest_arguments, suggestion
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = [
-    "Domain",
-    "Gate",
     "Member",
-    "MemberError",
-    "Param",
-    "Range",
     "RecipeError",
-    "domain",
-    "flag",
-    "integer",
+    "all_members",
+    "decode",
+    "get_member",
     "member",
-    "not_too_deep",
-    "number",
-    "option",
-    "quantity",
-    "registered",
-    "slot",
-    "text",
+    "recursion_error_as",
+    "registered_name",
 ]
 
 
 class RecipeError(ValueError):
-    """A recipe, or a member of one, that has no meaning: says what conflicts and what would fit.
+    """Error of a recipe or member without a meaning, with the conflict and a remedy.
 
     Examples:
         >>> rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=-1.0))
@@ -83,67 +52,56 @@ class RecipeError(ValueError):
     """
 
 
-MemberError = RecipeError
-"""A member that cannot be made is a recipe that cannot be made: one error to catch."""
-
-
 class Member:
-    """Base of every member of every choice; see the module's docstring."""
+    """Base class of the members of all choices, see `recollect.choices.member`."""
 
     choice: str = ""
 
     @classmethod
     def choices(cls) -> frozenset[str]:
-        """The slots this member fits: its own kind and those of its bases."""
+        """Return the choices of this class and of its bases."""
         return frozenset(b.__dict__["choice"] for b in cls.__mro__ if "choice" in b.__dict__)
 
     @property
     def title(self) -> str:
-        """How errors name this member, e.g. ``retention.Decay``."""
+        """Name of this member in errors, e.g. ``retention.Decay``."""
         return f"{self.choice}.{type(self).__name__}"
 
     def __post_init__(self) -> None:
         for field in self._fields():
             value = getattr(self, field.name)
-            rule = field.metadata.get(RULE)
+            spec = field_spec(field) or quantity_of(field)
             try:
-                if isinstance(rule, Quantity):
-                    value = check_quantity(value, rule)
-                elif isinstance(rule, Domain):
-                    value = check_slot(value, rule, Member)
-                elif rule is not None:
-                    value = rule(value)
-                else:
-                    value = _plain(value)
+                value = _to_plain_data(value) if spec is None else spec.validated(value)
             except ValueError as error:
                 raise RecipeError(f"{self.title}({field.name}=...) {error}") from None
             object.__setattr__(self, field.name, value)
         self.validate()
 
     def validate(self) -> None:
-        """Hook: checks that involve several fields of this member; raises `RecipeError`."""
+        """Check several fields together; raises `RecipeError`. Override it in a member."""
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
-        """Yield one sentence for each reason why this member cannot stand in ``recipe``."""
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        """Yield one message per conflict of this member with ``recipe``."""
         for part in self.parts():
             yield from part.requires(recipe)
 
-    def _handed_params(self, what: str) -> None:
-        """Refuse numbers that code which is handed learned tensors alone would miss."""
-        own: set[str] = set()
+    def _require_params_only(self, method: str) -> None:
+        """Raise if a quantity is not a param, for a method that receives params only."""
+        names: set[str] = set()
         for name, _, value in self._quantities():
-            own |= {name, f"log_{name}"}
-            if value != "static":
+            names |= {name, f"log_{name}"}
+            if value != "learned":
                 raise RecipeError(
-                    f"{self.title} gives the number {name!r} as {value!r}, and {what} is handed "
-                    "params only: give it as 'static', or declare a constant as a plain field"
+                    f"{self.title} declares the number {name!r} as {value!r}, and {method} "
+                    "receives params only: use 'learned', or declare a constant as a plain field"
                 )
-        inside = {gate.name for part in self.parts() for gate in part.gates()}
+        names |= {gate.name for part in self.parts() for gate in part.gates()}
         for gate in self.gates():
-            if gate.name not in inside | own:
+            if gate.name not in names:
                 raise RecipeError(
-                    f"{self.title} asks for the gate {gate.name!r}, and {what} is handed params "
-                    "only: ask for a param"
+                    f"{self.title} declares the gate {gate.name!r}, and {method} receives params "
+                    "only: declare a param"
                 )
 
     @classmethod
@@ -155,11 +113,11 @@ class Member:
 
     @classmethod
     def has_field(cls, name: str) -> bool:
-        """Whether it is made with a field of that name, so that it can be made with another."""
+        """Whether the member has a constructor field with this name."""
         return any(field.name == name for field in cls._fields())
 
     def parts(self) -> Iterator[Member]:
-        """Members held in this member's fields."""
+        """Yield the members in this member's fields."""
         for field in self._fields():
             value = getattr(self, field.name)
             for item in value if isinstance(value, tuple) else (value,):
@@ -168,138 +126,161 @@ class Member:
 
     def _quantities(self) -> Iterator[tuple[str, Quantity, float | str]]:
         for field in self._fields():
-            spec = field.metadata.get(RULE)
-            if isinstance(spec, Quantity):
+            if (spec := quantity_of(field)) is not None:
                 yield spec.name or field.name, spec, getattr(self, field.name)
 
     def gates(self) -> tuple[Gate, ...]:
-        """The per-token numbers that this member and its parts ask for."""
-        own = [
+        """Return the gates of this member and its parts."""
+        gates = [
             Gate(
-                name=f"log_{name}" if spec.log or value == "log_token" else name,
+                name=f"log_{name}" if spec.log or value == "log_input" else name,
                 owner=self.title,
                 axes=spec.axes_of(self),
-                range=Range() if value == "log_token" else spec.gate_range(),
-                init=math.log(spec.init) if spec.log or value == "log_token" else spec.init,
-                travels=spec.travels or self.choice == "bias",
+                range=Range() if value == "log_input" else spec.gate_range(),
+                init=math.log(spec.init) if spec.log or value == "log_input" else spec.init,
+                per_association=spec.per_association or self.choice == "bias",
+                role=spec.role,
+                is_log=spec.log or value == "log_input",
             )
             for name, spec, value in self._quantities()
-            if value in ("token", "log_token")
+            if value in ("input", "log_input")
         ]
-        return (*own, *(gate for part in self.parts() for gate in part.gates()))
+        return (*gates, *(gate for part in self.parts() for gate in part.gates()))
 
     def params(self) -> tuple[Param, ...]:
-        """The learned tensors that this member and its parts ask for."""
-        own = [
+        """Return the params of this member and its parts."""
+        params = [
             Param(
                 name=name,
                 owner=self.title,
                 axes=spec.axes_of(self),
                 range=spec.range,
                 init=spec.init,
-                per_token="token" in spec.kinds,
+                per_token="input" in spec.sources,
+                role=spec.role,
+                is_log=spec.log,
             )
             for name, spec, value in self._quantities()
-            if value == "static"
+            if value == "learned"
         ]
-        return (*own, *(param for part in self.parts() for param in part.params()))
+        return (*params, *(param for part in self.parts() for param in part.params()))
 
     def constants(self) -> dict[str, float]:
-        """Resolved constants by the name an engine asks for (decays as logs)."""
-        own = {
+        """Return the constants by engine-side name (decays as logs)."""
+        return {
             (f"log_{name}" if spec.log else name): math.log(value) if spec.log else value
-            for name, spec, value in self._quantities()
-            if not isinstance(value, str)
+            for name, spec, value in self._constants()
         }
+
+    def _constants(self) -> Iterator[tuple[str, Quantity, float]]:
+        for name, spec, value in self._quantities():
+            if not isinstance(value, str):
+                yield name, spec, value
         for part in self.parts():
-            own.update(part.constants())
-        return own
+            yield from part._constants()
+
+    def quantity_names(self) -> tuple[str, ...]:
+        """Return the names of all quantities of this member and its parts, without ``log_``."""
+        return (
+            *(gate.base_name for gate in self.gates()),
+            *(param.name for param in self.params()),
+            *(name for name, _, _ in self._constants()),
+        )
+
+    def role_of(self, name: str) -> str | None:
+        """Return the role of a quantity; ``None`` if this member and its parts do not have it."""
+        roles = {gate.base_name: gate.role for gate in self.gates()}
+        roles |= {param.name: param.role for param in self.params()}
+        roles |= {constant: spec.role for constant, spec, _ in self._constants()}
+        return roles.get(name)
+
+    @functools.cached_property
+    def log_decays(self) -> frozenset[str]:
+        """Engine-side names of the logarithms of decays."""
+        constants = {f"log_{n}" for n, x, _ in self._constants() if x.log and x.role == "decay"}
+        gates = {x.name for x in self.gates() if x.is_log and x.role == "decay"}
+        params = {f"log_{x.name}" for x in self.params() if x.is_log and x.role == "decay"}
+        return frozenset(constants | gates | params)
 
     @functools.cached_property
     def numbers(self) -> dict[str, tuple[str, ...]]:
-        """Axes after the head of every number, by the name engines know it by (decays as logs).
+        """Axes after the head of every declared quantity, by engine-side name (decays as logs).
 
-        Gates with their axes, params that are quantities with theirs, constants with none. What a
-        member declares stands here, whatever its field is called; what it does not is not here.
+        Constants have no axes.
         """
-        logs, statics = self.logs(), self.static_quantities()
-        found: dict[str, tuple[str, ...]] = dict.fromkeys(self.constants(), ())
+        statics = self.static_quantities()
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(self.constants(), ())
         for param in self.params():
             if param.name in statics:
-                found[f"log_{param.name}" if param.name in logs else param.name] = param.axes
-        return found | {gate.name: gate.axes for gate in self.gates()}
+                axes[f"log_{param.name}" if param.is_log else param.name] = param.axes
+        return axes | {gate.name: gate.axes for gate in self.gates()}
 
     def varies(self, name: str, neutral: float) -> bool:
-        """Whether it declares that number, and as anything but the constant ``neutral``.
+        """Whether the member declares a quantity other than the constant ``neutral``.
 
         Args:
-            name: as engines know it: ``"lr"``, ``"log_decay"``.
-            neutral: the constant that would change nothing.
+            name: engine-side name, e.g. ``"lr"`` or ``"log_decay"``.
+            neutral: constant without an effect.
         """
         return name in self.numbers and self.constants().get(name) != neutral
 
     def field_of(self, name: str) -> str | None:
-        """The field of its own quantity of that name (``"decay"``, ``"lr"``), if it has one."""
+        """Return the field of a quantity (``"decay"``, ``"lr"``), or ``None``."""
         for field in self._fields():
-            spec = field.metadata.get(RULE)
-            if isinstance(spec, Quantity) and (spec.name or field.name) == name:
+            spec = quantity_of(field)
+            if spec is not None and (spec.name or field.name) == name:
                 return field.name
         return None
 
     def static_quantities(self) -> frozenset[str]:
-        """Names of the params that are numbers given as ``"static"``, one per head."""
-        own = {name for name, _, value in self._quantities() if value == "static"}
-        for part in self.parts():
-            own |= part.static_quantities()
-        return frozenset(own)
+        """Return the names of the quantities with the value ``"learned"``, one per head."""
+        names = {name for name, _, value in self._quantities() if value == "learned"}
+        return frozenset(names).union(*(part.static_quantities() for part in self.parts()))
 
     def logs(self) -> frozenset[str]:
-        """Names of params whose engine-side value is the logarithm (``log_<name>``)."""
-        own = {name for name, spec, value in self._quantities() if spec.log and value == "static"}
-        for part in self.parts():
-            own |= part.logs()
-        return frozenset(own)
+        """Return the names of params that engines receive as logarithms, ``log_<name>``."""
+        return frozenset(param.name for param in self.params() if param.is_log)
 
-    # -- in words and equations, for `recollect.explain` ------------------------------------------
+    # -- text for `recollect.explain` --------------------------------------------------------------
 
     shown: ClassVar[tuple[str, ...]] = ()
-    """Fields that `brief` always writes, because the member says little without them."""
+    """Fields that `brief` contains even if they have their defaults."""
 
     def symbol(self, field: str, at: str = "t") -> float | str:
-        """How a quantity stands in an equation: its number, or its letter.
+        """Return a quantity in an equation: the number of a constant, else its letter.
 
-        A gate carries the index of its token, ``η_t``; a param does not.
+        A gate has the index of its token, ``η_t``; a param has none.
 
         Args:
             field: name of a quantity's field.
-            at: index of the token that a gate carries.
+            at: index of the token.
         """
         value = getattr(self, field)
-        (spec,) = (f.metadata.get(RULE) for f in self._fields() if f.name == field)
-        assert isinstance(spec, Quantity)
+        (spec,) = (quantity_of(f) for f in self._fields() if f.name == field)
+        assert spec is not None
         if not isinstance(value, str):
             return value
         letter = spec.letter or field
-        return letter if value == "static" else f"{letter}_{at}"
+        return letter if value == "learned" else f"{letter}_{at}"
 
     @property
     def brief(self) -> str:
-        """The member as one would type it: ``Lq(q=4, decay=Decay())``."""
-        said = []
+        """The member as code: ``Lq(q=4, decay=Decay())``."""
+        fields: list[str] = []
         for field in self._fields():
             value = getattr(self, field.name)
             if value != field.default or field.name in self.shown:
-                said.append(f"{field.name}={_brief(value)}")
-        return f"{type(self).__name__}({', '.join(said)})"
+                fields.append(f"{field.name}={_brief(value)}")
+        return f"{type(self).__name__}({', '.join(fields)})"
 
     def notes(self) -> tuple[str, ...]:
-        """What the symbols that this member puts into an equation mean."""
+        """Return the definitions of this member's symbols in equations."""
         return tuple(note for part in self.parts() for note in part.notes())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the registered name under ``"member"`` and every field, defaults too."""
+        """Return plain data: the registered name under ``"member"`` and all fields."""
         return {
-            "member": type(self).__name__,
+            "member": registered_name(type(self)),
             **{field.name: _encode(getattr(self, field.name)) for field in self._fields()},
         }
 
@@ -315,14 +296,14 @@ def _brief(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _plain(value: Any) -> Any:
-    """Accept what JSON can hold, turning lists into tuples; refuse the rest."""
+def _to_plain_data(value: Any) -> Any:
+    """Return a JSON value or member, with lists as tuples; raise a ValueError for other types."""
     if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(_to_plain_data(item) for item in value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"must be finite, not {value!r}")
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"must be a whole number of at most 64 bits, not {shown(value)}")
+        raise ValueError(f"must be a whole number of at most 64 bits, not {short_repr(value)}")
     if value is None or isinstance(value, bool | int | float | str | Member):
         return value
     raise ValueError(
@@ -339,33 +320,45 @@ def _encode(value: Any) -> Any:
     return value
 
 
-_REGISTRY: dict[str, type[Member]] = {}
+_REGISTRY: dict[tuple[str, str, str], type[Member]] = {}
+"""Member classes by package (the module for a user's class), choice and class name."""
+
+
+def _is_builtin(cls: type[Member]) -> bool:
+    return cls.__module__.partition(".")[0] == "recollect"
+
+
+def registered_name(cls: type[Member]) -> str:
+    """Return the name of a member class in saved data, with the module of a user's class."""
+    return cls.__name__ if _is_builtin(cls) else f"{cls.__module__}:{cls.__name__}"
+
 
 M = TypeVar("M", bound=type[Member])
 
 
-# No field_specifiers: to a type checker, what a field is assigned is its default, as to a reader.
+# No field_specifiers: type checkers then read the assigned value as the default of a field.
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def member(cls: M) -> M:
-    """Class decorator: freeze a member, make it keyword-only, and register it by its class name.
+    """Freeze a member, make it keyword-only, and register it by its choice and class name.
 
     Annotate the fields, so that type checkers accept them as arguments: ``scale: float | str`` for
-    a quantity. Without annotations a member runs all the same.
+    a quantity. A member works without annotations too.
 
     Raises:
-        RecipeError: the name is taken by another class, or the class extends no choice.
+        RecipeError: the choice and module have another class of this name, or the class extends
+            no choice.
 
     Examples:
         >>> @rc.member
         ... class Cubic(rc.bias.Bias):
-        ...     scale: float = rc.number(1.0, above=0)
+        ...     scale: float = rc.fields.number(1.0, above=0)
         ...
         ...     def loss(self, prediction, value, gates):
         ...         return self.scale * (prediction - value).abs().pow(3).sum(-1) / 3
         ...
         >>> Cubic(scale=2).brief
         'Cubic(scale=2)'
-        >>> rc.select(rc.Recipe(bias=Cubic())).engine.name
+        >>> rc.select_engine(rc.Recipe(bias=Cubic())).engine.name
         'deep'
     """
     if not issubclass(cls, Member) or not cls.choice:
@@ -375,102 +368,133 @@ def member(cls: M) -> M:
             "rc.algorithm.Algorithm"
         )
     for base in cls.__mro__[1:]:
-        if _REGISTRY.get(base.__name__) is base:
+        if base in _REGISTRY.values():
             raise RecipeError(
-                f"{cls.__name__} extends the member {base.__name__}, whose declarations speak of "
-                f"its own code and not of yours: extend what {base.__name__} extends instead"
+                f"{cls.__name__} extends the member {base.__name__}, whose declarations describe "
+                f"its own code: extend a base class of {base.__name__} instead"
             )
-    # A field may be stated without an annotation: `scale = rc.quantity("token")`.
+    # Fields without annotations are allowed: `scale = rc.quantity("input")`.
     annotations = inspect.get_annotations(cls)
     for name, value in list(cls.__dict__.items()):
         if isinstance(value, dataclasses.Field) and name not in annotations:
             annotations = {**annotations, name: "float | str"}
     cls.__annotations__ = annotations
-    made = named_arguments(dataclass(frozen=True, kw_only=True)(cls))
-    known = _REGISTRY.get(made.__name__)
-    if known is not None and (known.__module__, known.__qualname__) != (
-        made.__module__,
-        made.__qualname__,
-    ):
+    frozen = suggest_arguments(dataclass(frozen=True, kw_only=True)(cls))
+    package = "recollect" if _is_builtin(frozen) else frozen.__module__
+    key = (package, frozen.choice, frozen.__name__)
+    existing = _REGISTRY.get(key, frozen)
+    if (existing.__module__, existing.__qualname__) != (frozen.__module__, frozen.__qualname__):
         raise RecipeError(
-            f"a member named {made.__name__} exists already in {known.__module__}; "
+            f"a member named {frozen.__name__} exists already in {existing.__module__}; "
             "choose another class name"
         )
-    _REGISTRY[made.__name__] = made
-    return made
+    _REGISTRY[key] = frozen
+    return frozen
 
 
-def registered(name: object) -> type[Member]:
-    """The member class of that name.
+def get_member(name: object, choice: str | None = None) -> type[Member]:
+    """Return the registered member class of a name, without importing a module.
+
+    A bare name means the library's class if there is one. A name with a module means a user's
+    class, from that module if several have it.
+
+    Args:
+        name: result of `registered_name`, or the class name.
+        choice: preferred choice if members of several choices have the name.
 
     Raises:
-        RecipeError: it is no name, or nobody registered it; loading a recipe never imports or runs
-            code.
+        RecipeError: the name is not a string, no class has it, or several have it.
     """
     if not isinstance(name, str):
         raise RecipeError(
-            f'a member is named by a word, such as {{"member": "L2"}}, and not by {shown(name)}'
+            f'the name of a member must be text, such as {{"member": "L2"}}, not {short_repr(name)}'
         )
-    if name not in _REGISTRY:
-        near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.7)
+    module, _, word = name.rpartition(":")
+    allowed = [cls for cls in all_members() if not (module and _is_builtin(cls))]
+    matches = [cls for cls in allowed if cls.__name__ == word]
+    matches = [cls for cls in matches if choice in cls.choices()] or matches
+    if module:
+        matches = [cls for cls in matches if cls.__module__ == module] or matches
+    else:
+        matches = [cls for cls in matches if _is_builtin(cls)] or matches
+    if len(matches) > 1:
+        names = " or ".join(sorted(registered_name(cls) for cls in matches))
+        raise RecipeError(f"several members are named {short_repr(word)}: write {names}")
+    if not matches:
+        near = difflib.get_close_matches(word, [cls.__name__ for cls in allowed], n=1, cutoff=0.7)
         hint = f"did you mean {near[0]!r}? For one of your own, " if near else ""
+        origin = f" (it was saved from the module {short_repr(module)})" if module else ""
         raise RecipeError(
-            f"no member named {shown(name)} is registered: {hint}import the module that defines it "
-            "(its class carries @rc.member) before loading this recipe"
+            f"no member named {short_repr(word)} is registered: {hint}import the module that "
+            f"defines it (its class has @rc.member) before loading this recipe{origin}"
         )
-    return _REGISTRY[name]
+    return matches[0]
 
 
-def all_members() -> dict[str, type[Member]]:
-    """Every registered member class by name."""
-    return dict(_REGISTRY)
+def all_members() -> tuple[type[Member], ...]:
+    """Return all registered member classes, in order of definition."""
+    return tuple(_REGISTRY.values())
 
 
 @contextmanager
-def not_too_deep(what: str) -> Generator[None, None, None]:
-    """Inside, nested data are followed; deeper than Python can, one sentence says so.
+def recursion_error_as(subject: str) -> Generator[None, None, None]:
+    """Replace a RecursionError by a `RecipeError` on nested data.
 
     Args:
-        what: is nested, in the plural.
+        subject: the nested data in the message, in the plural.
 
     Raises:
-        RecipeError: in place of a RecursionError.
+        RecipeError: the code inside raises a RecursionError.
     """
     try:
         yield
     except RecursionError:
-        raise RecipeError(f"{what} are nested too deep: use fewer") from None
+        raise RecipeError(f"{subject} are nested too deep: use fewer") from None
 
 
-def decode(data: Any) -> Any:
-    """Rebuild members from `Member.to_dict` data; plain values pass through.
+def decode(data: Any, choice: str | None = None) -> Any:
+    """Rebuild members from `Member.to_dict` data; plain values are returned unchanged.
+
+    Args:
+        data: plain data.
+        choice: preferred choice of a member.
 
     Raises:
-        RecipeError: unknown member or field, or a value its field refuses.
+        RecipeError: an unknown member or field, or an invalid value.
     """
     if isinstance(data, list):
-        return tuple(decode(item) for item in data)
+        return tuple(decode(item, choice) for item in data)
     if not isinstance(data, dict):
         return data
     if "member" not in data:
-        has = f"; it has {', '.join(map(shown, list(data)[:4]))}" if data else ", and is empty"
-        raise RecipeError(f'a table of a recipe names its "member"{has}: add "member" = "..."')
-    cls = registered(data["member"])
+        keys = f"it has {', '.join(map(short_repr, list(data)[:4]))}" if data else "it is empty"
+        raise RecipeError(f'a table of a recipe names its "member"; {keys}: add "member" = "..."')
+    cls = get_member(data["member"], choice)
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - names - {"member"}, key=str)
     if unknown:
-        said = shown(unknown[0])
-        hint = nearest(str(unknown[0]), sorted(names))
-        raise RecipeError(f"{cls.__name__} has no field {said}; {hint}")
+        hint = suggestion(str(unknown[0]), sorted(names))
+        raise RecipeError(f"{cls.__name__} has no field {short_repr(unknown[0])}; {hint}")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        given = (
+        is_optional = (
             field.default is not dataclasses.MISSING
             or field.default_factory is not dataclasses.MISSING
         )
-        if field.init and not given and field.name not in data:
+        if field.init and not is_optional and field.name not in data:
             raise RecipeError(f"{cls.__name__} needs {field.name}, which is missing")
     try:
-        return cls(**{key: decode(value) for key, value in data.items() if key != "member"})
+        return cls(
+            **{
+                field.name: decode(data[field.name], _slot_choice(field))
+                for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+                if field.name in data
+            }
+        )
     except TypeError as error:
-        said = str(error).removeprefix(f"{cls.__name__}.__init__() ")
-        raise RecipeError(f"{cls.__name__}: {said}") from None
+        message = str(error).removeprefix(f"{cls.__name__}.__init__() ")
+        raise RecipeError(f"{cls.__name__}: {message}") from None
+
+
+def _slot_choice(field: dataclasses.Field[Any]) -> str | None:
+    spec = field_spec(field)
+    return spec.choices[0] if spec is not None and spec.kind == "slot" else None

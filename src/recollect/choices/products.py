@@ -1,16 +1,15 @@
-"""The product of two matrices of float32 numbers, of all their bits or of fewer.
+"""The product of two float32 matrices at full or reduced precision.
 
-===========  ==================================================================================
-precision    what x y multiplies; it adds in float32
-===========  ==================================================================================
-``float32``  all 24 bits, whatever the process allows
-``tf32``     11 bits where the device has TF32 (CUDA); elsewhere as ``float32``
-``bf16``     x and y rounded to bfloat16, 8 bits
-===========  ==================================================================================
+===========  ====================================================================================
+precision    factors of the product; sums are always float32
+===========  ====================================================================================
+``float32``  all 24 bits, independent of PyTorch's setting
+``tf32``     11 bits on a device with TF32 (CUDA); elsewhere as ``float32``
+``bf16``     rounded to bfloat16, 8 bits
+===========  ====================================================================================
 
-A product's gradients are products of the same precision, any number of times, also where autograd
-takes them later, in a thread of its own. PyTorch's switch for TF32 belongs to the process, so it is
-turned for one product and turned back.
+Gradients of any order are products of that precision, in all threads of autograd.
+PyTorch's TF32 setting is global to the process. It is changed for one product at a time.
 """
 
 from __future__ import annotations
@@ -22,102 +21,102 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import without_autocast
-from recollect.wording import shown
+from recollect.choices.runtime import without_autocast
+from recollect.messages import short_repr
 
-__all__ = ["PRECISIONS", "add_product", "check_precision_name", "product", "recorded"]
+__all__ = ["PRECISIONS", "add_product", "check_precision_name", "needs_grad", "product"]
 
 PRECISIONS = ("float32", "tf32", "bf16")
-"""What may be asked for; ``None`` leaves it to PyTorch's own setting."""
+"""Valid names. ``None`` keeps PyTorch's own setting."""
 
 
-def check_precision_name(precision: object, where: str = "precision") -> None:
-    """That a precision is one of `PRECISIONS`, or ``None``.
+def check_precision_name(precision: object, name: str = "precision") -> None:
+    """Raise unless a precision is one of `PRECISIONS` or ``None``.
 
     Args:
-        precision: as the caller gave it.
-        where: what it was given as, for the message.
+        precision: value of the caller.
+        name: name of the argument or field, for the message.
 
     Raises:
-        ValueError: something else.
+        ValueError: the value is not valid.
     """
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(
-            f"{where} must be 'float32', 'tf32' or 'bf16', or None for what PyTorch is set to, not "
-            f"{shown(precision)}"
+            f"{name} must be 'float32', 'tf32' or 'bf16', or None for PyTorch's own setting, not "
+            f"{short_repr(precision)}"
         )
 
 
-def recorded(*tensors: Tensor) -> bool:
-    """Whether somebody may ask for a gradient of what is made of these tensors."""
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether a gradient of a result of these tensors may be needed."""
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def product(x: Tensor, y: Tensor, precision: str) -> Tensor:
-    """x y of ``[n, k]`` and ``[k, m]``, or of ``[b, n, k]`` and ``[b, k, m]``.
+    """Return x y of ``[n, k]`` and ``[k, m]``, or of ``[b, n, k]`` and ``[b, k, m]``.
 
     Args:
         x, y: float32.
-        precision: of `PRECISIONS`.
+        precision: one of `PRECISIONS`.
     """
-    if recorded(x, y):
+    if needs_grad(x, y):
         return cast(Tensor, _Product.apply(x, y, precision))
-    return _multiplied(x, y, precision)
+    return _matmul(x, y, precision)
 
 
 def add_product(
     z: Tensor, x: Tensor, y: Tensor, precision: str, *, beta: Any, alpha: Any, out: Tensor | None
 ) -> Tensor:
-    """beta z + alpha x y of three axes in one pass, where nothing is `recorded`.
+    """Return beta z + alpha x y of three-dimensional tensors in one pass, without gradients.
 
     Args:
         z: ``[b, n, m]``, float32.
         x, y: as for `product`.
-        precision: of `PRECISIONS`.
+        precision: one of `PRECISIONS`.
         beta, alpha: numbers.
-        out: where it goes; may be ``z``.
+        out: output tensor, possibly ``z``.
     """
     if precision != "bf16":
-        return _switched(
+        return _with_fp32_precision(
             *(torch.baddbmm, x.device.type, precision, z, x, y),
             beta=beta, alpha=alpha, out=out,
         )  # fmt: skip
-    if not _adds_wider(x):
+    if not _has_fp32_accumulate(x):
         wide = (factor.to(torch.bfloat16).to(torch.float32) for factor in (x, y))
         return torch.baddbmm(z, *wide, beta=beta, alpha=alpha, out=out)
-    # torch's own sum of this kind has no shapes alone, and takes what stands in `out` for z.
-    found = _multiplied(x, y, precision)
+    # baddbmm with out_dtype has no meta kernel and reads z from `out`.
+    result = _matmul(x, y, precision)
     if beta == 0:
-        return torch.mul(found, alpha, out=out)
-    return torch.add(z if beta == 1 else beta * z, found, alpha=alpha, out=out)
+        return torch.mul(result, alpha, out=out)
+    return torch.add(z if beta == 1 else beta * z, result, alpha=alpha, out=out)
 
 
-def _multiplied(x: Tensor, y: Tensor, precision: str) -> Tensor:
+def _matmul(x: Tensor, y: Tensor, precision: str) -> Tensor:
     multiply: Any = torch.mm if x.dim() == 2 else torch.bmm
     if precision != "bf16":
-        return _switched(multiply, x.device.type, precision, x, y)
+        return _with_fp32_precision(multiply, x.device.type, precision, x, y)
     x, y = x.to(torch.bfloat16), y.to(torch.bfloat16)
-    if _adds_wider(x):
+    if _has_fp32_accumulate(x):
         return cast(Tensor, multiply(x, y, torch.float32))
-    # Products of 8 bits fit into 16: these sums are the same.
+    # The product of two 8-bit mantissas is exact in float32, so the sums are equal.
     return cast(Tensor, multiply(x.to(torch.float32), y.to(torch.float32)))
 
 
-def _adds_wider(x: Tensor) -> bool:
-    """Whether torch gives float32 sums of bfloat16 products on this device."""
+def _has_fp32_accumulate(x: Tensor) -> bool:
+    """Whether torch returns float32 sums of bfloat16 products on this device."""
     return x.device.type == "cuda" and torch.version.hip is None
 
 
 class _Product(torch.autograd.Function):
-    """A product whose gradients are products like it."""
+    """Product with gradients of the same precision."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, precision: str) -> Tensor:
-        return _multiplied(x, y, precision)
+        return _matmul(x, y, precision)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
@@ -125,38 +124,38 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, y)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, y), (g,), needs = ctx.saved_tensors, above, ctx.needs_input_grad
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, y), (g,), needs = ctx.saved_tensors, grad_outputs, ctx.needs_input_grad
         with without_autocast(g.device.type):
             dx = product(g, y.mT, ctx.precision) if needs[0] else None
             dy = product(x.mT, g, ctx.precision) if needs[1] else None
         return dx, dy, None
 
 
-# -- the process's switch -------------------------------------------------------------------------
+# -- the TF32 setting of the process ---------------------------------------------------------------
 
-_turning = threading.Lock()
+_precision_lock = threading.Lock()
 
 
-def _switched(
+def _with_fp32_precision(
     multiply: Callable[..., Tensor], device: str, precision: str, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """One product with the process's switch where it is asked to be.
+    """Run one product with the TF32 setting of the precision, then restore the setting.
 
-    PyTorch has an old and a new name for the switch, and refuses to read the old one where the new
-    one says more than it can. Products read the new one, and nobody reads the old one meanwhile.
+    PyTorch has an old and a new name for the setting, and raises if the old one is read while they
+    differ. Products read the new one, and the lock excludes other readers.
     """
     backends: Any = torch.backends
-    switch = backends.mkldnn.matmul if device in ("cpu", "xpu") else backends.cuda.matmul
-    wanted = "tf32" if precision == "tf32" and device != "cpu" else "ieee"
-    with _turning:
-        before = switch.fp32_precision
-        if before == wanted or (before == "none" and wanted == "ieee"):
+    setting = backends.mkldnn.matmul if device in ("cpu", "xpu") else backends.cuda.matmul
+    target = "tf32" if precision == "tf32" and device != "cpu" else "ieee"
+    with _precision_lock:
+        previous = setting.fp32_precision
+        if previous == target or (previous == "none" and target == "ieee"):
             return multiply(*args, **kwargs)
-        switch.fp32_precision = "none"
-        inherited = switch.fp32_precision == before  # from what is said for all of torch
-        switch.fp32_precision = wanted
+        setting.fp32_precision = "none"
+        inherited = setting.fp32_precision == previous  # from the setting for all of torch
+        setting.fp32_precision = target
         try:
             return multiply(*args, **kwargs)
         finally:
-            switch.fp32_precision = "none" if inherited else before
+            setting.fp32_precision = "none" if inherited else previous

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ import recollect as rc
 from recollect.choices.member import RecipeError
 from recollect.report.ranks import is_of_all, rank, speaks, world_size
 from recollect.report.signals import ENDINGS, Ended, answered, received
-from recollect_command import MISSING, leave
+from recollect_command import MISSING
 
 if TYPE_CHECKING:
     import typer
@@ -154,7 +155,7 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
         with _interrupts():
             try:
                 if imports:
-                    from recollect.recipe.modules import import_modules
+                    from recollect.plugins import import_modules
 
                     import_modules(imports)
                 command(*args, **options)
@@ -201,7 +202,9 @@ def _interrupts() -> Iterator[None]:
         caller = frame
         while caller is not None:
             if caller.f_code.co_filename.startswith("<frozen importlib"):
-                leave(number, frame)
+                # No exception: the import might turn it into another one.
+                os.write(2, b"recollect: interrupted\n")
+                os._exit(128 + number)
             caller = caller.f_back
         if number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -21,9 +21,9 @@ from recollect.cli.console import (
     stated,
 )
 from recollect.cli.progress import CompareDisplay
+from recollect.messages import renamed_arguments
 from recollect.report.ownership import owned_folder
 from recollect.report.terminal import Column, TerminalTable
-from recollect.wording import worded
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.comparison import Comparison
@@ -41,7 +41,7 @@ SIZES = (
 TASKS = ("text", "mqar", "capacity")
 
 
-@worded({name.replace("-", "_"): f"--{name}" for name in SIZES})
+@renamed_arguments({name.replace("-", "_"): f"--{name}" for name in SIZES})
 def compare(
     models: Annotated[
         str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")
@@ -82,7 +82,7 @@ def compare(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps; a GPU if there is one by default.")
     ] = None,
-    method: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
     layer_options: Annotated[
         str,
         typer.Option(
@@ -121,11 +121,11 @@ def compare(
         raise ValueError("--text and --dataset exclude each other: give one text")
     if column is not None and not text and dataset is None:
         raise ValueError("--column names a field of --text or --dataset: give one of them")
-    with worded({"corpus": "--dataset", "text": "--text", "tasks": "--task"}):
+    with renamed_arguments({"corpus": "--dataset", "text": "--text", "tasks": "--task"}):
         check_text_is_read(task, text=text or None, corpus=dataset)
     corpus = None if dataset is None else stream_text(dataset, column=column or "text")
     sizes = {
-        name: DEFAULTS[name].but(
+        name: DEFAULTS[name].replace(
             steps=steps,
             lr=lr,
             width=width,
@@ -148,7 +148,7 @@ def compare(
     place = out if rows is None else rows
     check_writable(place)
     if text:
-        with worded({"text": "--text", "column": "--column"}):
+        with renamed_arguments({"text": "--text", "column": "--column"}):
             corpus = read_corpus(text, column=column or "text")
     console = console_of_page(stderr=as_json)
     display = CompareDisplay(console, models=len(chosen) * max(1, seeds), tasks=len(set(task)))
@@ -163,7 +163,7 @@ def compare(
                 parameters=parameters,
                 corpus=corpus,
                 seed=seed,
-                method=method,
+                engine=engine,
                 layer_options=layer_options,
                 jobs=jobs,
                 device=device,
@@ -181,7 +181,7 @@ def compare(
             sizes=sizes,
             seed=seed,
             seeds=seeds,
-            method=method,
+            engine=engine,
             layer_options=layer_options,
             parameters=parameters,
             jobs=jobs,

@@ -49,10 +49,10 @@ def coordinates(
     check_exists(config)
     from recollect.lm.training.plan import load_plan
     from recollect.lm.width.of_plan import check_plan
-    from recollect.recipe.modules import import_modules
+    from recollect.plugins import import_modules
 
     run = load_plan(config)
-    import_modules(run.imports, beside=run.beside, said="import")
+    import_modules(run.imports, folder=run.beside, option="import")
     found = check_plan(
         run,
         widths=sizes,

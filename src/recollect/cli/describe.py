@@ -76,7 +76,7 @@ def _row(preset: Any) -> dict[str, Any]:
     recipe, explained = preset.recipe, rc.explain(preset)
     price = explained.cost
     size = None if price is None else price.state_bytes
-    grows = 0 if price is None else price.grows
+    grows = 0 if price is None else price.state_bytes_per_token
     return {
         "row": preset.row,
         "name": preset.name,
@@ -98,7 +98,9 @@ def _hybrid_row(hybrid: Any) -> dict[str, Any]:
     explained = rc.explain(hybrid)
     parts = explained.parts.values()
     prices = [price for price in explained.costs.values() if price is not None]
-    grows, size = (sum(getattr(p, name) for p in prices) for name in ("grows", "state_bytes"))
+    grows, size = (
+        sum(getattr(p, name) for p in prices) for name in ("state_bytes_per_token", "state_bytes")
+    )
     return {
         "row": hybrid.row,
         "name": hybrid.name,
@@ -136,7 +138,7 @@ def explain(
         str,
         typer.Argument(metavar="NAME_OR_FILE", help="An architecture, or a .json/.toml recipe."),
     ],
-    method: Annotated[str, typer.Option(help="Explain as if this engine were asked for.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Explain as if this engine were asked for.")] = "auto",
     precision: Annotated[
         str | None, typer.Option(help="And this precision of products: float32, tf32 or bf16.")
     ] = None,
@@ -147,7 +149,7 @@ def explain(
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
     recipe = named_or_loaded(name)
-    explained = rc.explain(recipe, method=method, precision=precision, full=full)
+    explained = rc.explain(recipe, engine=engine, precision=precision, full=full)
     if as_json:
         print_json(explained.to_dict())
     else:

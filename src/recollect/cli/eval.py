@@ -18,8 +18,8 @@ from recollect.cli.console import (
     console_of_page,
     said,
 )
+from recollect.messages import renamed_arguments
 from recollect.report.terminal import Column, TerminalTable
-from recollect.wording import worded
 
 if TYPE_CHECKING:
     from recollect.experiments.framework.beside import Beside
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["eval"]
 
 
-@worded({name: f"--{name}" for name in ("batch", "limit", "context", "text")})
+@renamed_arguments({name: f"--{name}" for name in ("batch", "limit", "context", "text")})
 def eval(  # noqa: A001
     model: Annotated[
         str, typer.Argument(help="Folder of a saved model or its run, or a hub name.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from recollect.lm.model.model import RecollectForCausalLM
-    from recollect.lm.prompt import Prompt
+    from recollect.lm.prompt import CachedPrompt
 
 __all__ = ["generate"]
 
@@ -170,7 +170,7 @@ def _inputs(
     read = _read(model, more, saved)
     if save is not None:
         read.save(save, model)
-    return read.inputs()
+    return read.generate_kwargs()
 
 
 def _prompt_tokens(model: Any, tokenizer: Any, prompt: str, *, begins: bool) -> torch.Tensor:
@@ -190,16 +190,16 @@ def _prompt_tokens(model: Any, tokenizer: Any, prompt: str, *, begins: bool) -> 
     return torch.tensor([ids], dtype=torch.long, device=model.device)
 
 
-def _read(model: RecollectForCausalLM, more: torch.Tensor, saved: Path | None) -> Prompt:
+def _read(model: RecollectForCausalLM, more: torch.Tensor, saved: Path | None) -> CachedPrompt:
     """The prompt read but for its last token, after what was read before."""
-    from recollect.lm.prompt import Prompt
+    from recollect.lm.prompt import CachedPrompt
 
     if saved is None:
-        return Prompt.read(model, more)
-    before = Prompt.load(saved, model)
+        return CachedPrompt.prefill(model, more)
+    before = CachedPrompt.load(saved, model)
     if before.input_ids.shape[0] != 1:
         raise ValueError(f"{saved} holds {before.input_ids.shape[0]} texts, and one is continued")
-    return before.extended(model, more) if more.shape[1] else before
+    return before.extend(model, more) if more.shape[1] else before
 
 
 @dataclass(frozen=True, kw_only=True)

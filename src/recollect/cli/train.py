@@ -15,8 +15,8 @@ import typer
 
 from recollect.cli.console import INTERRUPTED, check_exists, console_of_page, said
 from recollect.cli.progress import TrainDisplay
+from recollect.messages import renamed_arguments
 from recollect.report.ranks import is_first, world_size
-from recollect.wording import worded
 
 if TYPE_CHECKING:
     from recollect.lm.training.plan import TrainPlan
@@ -67,7 +67,7 @@ def train(
             console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     try:
-        with TrainDisplay(console, plan.steps) as display, worded(words):
+        with TrainDisplay(console, plan.steps) as display, renamed_arguments(words):
             result = run(
                 plan,
                 resume=resume,
@@ -144,9 +144,9 @@ def _plan(
     if out is not None:
         plan = replace(plan, run=replace(plan.run, out=out))
     if steps is not None:
-        with worded({"[optimizer] steps": "--steps"}):
+        with renamed_arguments({"[optimizer] steps": "--steps"}):
             plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
     if device is not None:
-        with worded(words):
+        with renamed_arguments(words):
             plan = replace(plan, run=replace(plan.run, device=device))
     return plan

@@ -1,4 +1,4 @@
-"""Decoding token after token with what a token needs decided once."""
+"""Decoding token by token, with decisions and memory layouts that are made once."""
 
 from recollect.decoder.static import StaticDecoder
 

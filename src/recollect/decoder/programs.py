@@ -1,10 +1,9 @@
 """A step of decoding as one compiled program.
 
-A token of a memory is a hundred small operations, and most of its time is what torch spends around
-each. The step is traced with everything that the host decides already decided (tokens seen, sizes),
-as operations on tensors alone, inner gradients among them, and TorchInductor brings together what
-stands between its products. It is traced on tensors without numbers: a step that asks for a number
-cannot be traced, where one with numbers would be traced wrong.
+A token of a memory runs about a hundred small operations, and torch's overhead dominates. The step
+is traced to tensor operations, including inner gradients, with all decisions of the host fixed
+(position, sizes). TorchInductor then fuses the operations between products. Tracing uses fake
+tensors, so that a step that depends on a value raises an error.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from recollect.choices.devices import autocasts, written_down
-from recollect.decoder.states import put, tensors_of
+from recollect.choices.runtime import autocast_enabled, tracing_mode
+from recollect.decoder.states import tensors_of, with_tensors
 
 __all__ = ["DEVICE_OPTIONS", "Program", "Step", "program_of", "traced"]
 
 DEVICE_OPTIONS: dict[str, Any] = {"combo_kernels": True}
-"""TorchInductor's where launches are the time: stretches that do not wait for each other are one.
-A CPU has them in one function anyway."""
+"""Options of TorchInductor for GPUs: independent kernels are combined into one launch."""
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
-"""From a token and a state to the output and the state after it."""
+"""Function from a token and a state to the output and the next state."""
 
 
 @dataclass(frozen=True)
@@ -36,79 +34,82 @@ class Program:
     """A compiled step.
 
     Attributes:
-        compiled: from the token and a state's tensors to the output and the tensors of the next.
-        after: what these tensors make up.
+        compiled: function from a token and the tensors of a state to the output and the tensors of
+            the next state.
+        state_template: a state with the structure of these tensors.
     """
 
     compiled: Callable[..., Sequence[Tensor]]
-    after: Any
+    state_template: Any
 
     def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The step."""
+        """Run the step."""
         y, tensors = self.run(x, tensors_of(state))
         return y, self.state(tensors)
 
     def run(self, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The step, from tensors to tensors.
+        """Run the step with the tensors of a state.
 
         Args:
-            x: the token. tensors: of the state before it.
+            x: the token.
+            tensors: tensors of the state before the token.
         """
-        with _as_traced(x):
-            y, *left = self.compiled(x, *tensors)
-        return y, left
+        with _without_autocast(x):
+            y, *outputs = self.compiled(x, *tensors)
+        return y, outputs
 
     def state(self, tensors: Sequence[Tensor]) -> Any:
-        """The state after the step.
+        """Return the state after the step.
 
         Args:
-            tensors: that the step left.
+            tensors: tensors from `run`.
         """
-        return put(self.after, tensors)
+        return with_tensors(self.state_template, tensors)
 
 
 def program_of(step: Step, x: Tensor, state: Any) -> Program:
-    """Trace a step and compile it, for tokens and states of these sizes and as many tokens seen.
+    """Trace and compile a step, for tokens and states of these sizes and this position.
 
     Args:
-        step: without gradients. What it reads beside its arguments (weights) is read anew each
-            time.
+        step: the step, without gradients. Its weights are read at every run.
         x: a token.
-        state: before it, of contiguous tensors, as those of the states after it are.
+        state: state before the token, with contiguous tensors.
 
     Raises:
-        RuntimeError: the step asks for a number; or there is no compiler.
+        RuntimeError: the step depends on a value of a tensor, or no compiler is installed.
     """
     from torch._inductor import compile as compiled  # loads the compiler, which takes seconds
 
-    graph, after = traced(step, x, state)
+    graph, state_template = traced(step, x, state)
     options = {} if x.device.type == "cpu" else DEVICE_OPTIONS
-    with _as_traced(x):
-        found = compiled(graph, [x, *tensors_of(state)], options)
-    return Program(compiled=cast("Callable[..., Sequence[Tensor]]", found), after=after)
+    with _without_autocast(x):
+        program = compiled(graph, [x, *tensors_of(state)], options)
+    return Program(
+        compiled=cast("Callable[..., Sequence[Tensor]]", program), state_template=state_template
+    )
 
 
-def _as_traced(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast's casts are in the trace, where it was on; nothing is cast again."""
+def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Disable autocast, whose casts are already in the trace."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocast_enabled(kind) else nullcontext()
 
 
 def traced(step: Step, x: Tensor, state: Any) -> tuple[GraphModule, Any]:
-    """The operations of a step, from the token and the state's tensors; and the state they leave.
+    """Return the operations of a step on tensors, and the state after it as a template.
 
     Args:
         step, x, state: as in `program_of`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    left: list[Any] = []
+    outputs: list[Any] = []
 
     def flat(x: Tensor, *tensors: Tensor) -> list[Tensor]:
-        y, after = step(x, put(state, tensors))
-        left[:] = [after]
-        return [y, *(one.contiguous() for one in tensors_of(after))]
+        y, state_template = step(x, with_tensors(state, tensors))
+        outputs[:] = [state_template]
+        return [y, *(x.contiguous() for x in tensors_of(state_template))]
 
-    with written_down():
+    with tracing_mode():
         trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
-        return trace(x, *tensors_of(state)), left[0]
+        return trace(x, *tensors_of(state)), outputs[0]

@@ -1,11 +1,11 @@
-"""The tensors of a layer's state, or of a language model's cache: one by one, and put back.
+"""Operations on the tensors of a layer's state or of a language model's cache.
 
-And states that grow with the text, in a fixed number of slots (`Slots`).
+`Slots` gives states that grow with the text a fixed number of slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,70 +14,73 @@ from torch import Tensor
 
 from recollect.state.state import State
 
-__all__ = ["Slots", "counted", "mapped", "put", "seen_of", "tensors_of", "write"]
+__all__ = [
+    "Slots",
+    "copy_into",
+    "host_position",
+    "map_state",
+    "snapshot",
+    "tensors_of",
+    "with_tensors",
+]
 
 
 def _states(state: Any) -> Sequence[Any]:
     return state.states if hasattr(state, "states") else (state,)
 
 
-def seen_of(state: Any) -> int | None:
-    """Tokens that every row of every layer has seen, where the host knows it."""
-    seen = {one.seen for one in _states(state)}
-    return seen.pop() if len(seen) == 1 else None
-
-
-def mapped(state: Any, f: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``f`` to every tensor of a layer's state, or of all layers' in a cache."""
-    return state.map((lambda one: one.map(f)) if hasattr(state, "states") else f)
-
-
-def counted(state: Any, columns: int) -> Any:
-    """A copy whose numbers of the host are those of its tensors, not those of the recorded step.
-
-    Args:
-        state: of a layer, or a language model's cache.
-        columns: that the cache has seen.
-    """
-    if hasattr(state, "states"):
-        return type(state)([counted(one, columns) for one in state.states], columns)
-    return type(state).from_dict(state.map(Tensor.clone).to_dict())
-
-
-def put(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """The state with other tensors in their places, in the order of `tensors_of`."""
-    found = iter(tensors)
-    return mapped(state, lambda _: next(found))
+def host_position(state: Any) -> int | None:
+    """Return the number of tokens of every layer and batch element, if the host knows it."""
+    positions = {one.host_position for one in _states(state)}
+    return positions.pop() if len(positions) == 1 else None
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """Its tensors one by one."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    mapped(state, note)
-    return found
+    """Return all tensors of a layer's state or of a cache."""
+    return [x for one in _states(state) for x in one.flatten()[1]]
 
 
-def write(first: Any, after: Any) -> None:
-    """Put the numbers of one state into the tensors of another."""
-    there, new = tensors_of(first), tensors_of(after)
-    owned = {_place_of(x) for x in there}
-    # What is only a view of a tensor that will be written to is read before any is.
-    fresh = [
-        x.clone() if x is not old and _place_of(x) in owned else x
-        for old, x in zip(there, new, strict=True)
+def with_tensors(state: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a copy with other tensors, in the order of `tensors_of`."""
+    remaining = iter(tensors)
+    if hasattr(state, "states"):
+        return state.map(lambda one: one.with_tensors(remaining))
+    return state.with_tensors(remaining)
+
+
+def map_state(state: Any, f: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``f`` to every tensor."""
+    return with_tensors(state, [f(x) for x in tensors_of(state)])
+
+
+def snapshot(state: Any, num_columns: int) -> Any:
+    """Return a copy whose host positions are read from its tensors.
+
+    Args:
+        state: state of a layer, or the cache of a language model.
+        num_columns: columns that the cache has read.
+    """
+    if hasattr(state, "states"):
+        return type(state)([snapshot(one, num_columns) for one in state.states], num_columns)
+    return type(state).from_dict(state.map(Tensor.clone).to_dict())
+
+
+def copy_into(first: Any, new_state: Any) -> None:
+    """Copy the values of a new state into the tensors of the first state."""
+    old_tensors, new_tensors = tensors_of(first), tensors_of(new_state)
+    storages = {_storage_id(x) for x in old_tensors}
+    # Views of target tensors are cloned before any target is overwritten.
+    sources = [
+        x.clone() if x is not old and _storage_id(x) in storages else x
+        for old, x in zip(old_tensors, new_tensors, strict=True)
     ]
-    for old, x in zip(there, fresh, strict=True):
+    for old, x in zip(old_tensors, sources, strict=True):
         if x is not old:
             old.copy_(x)
 
 
-def _place_of(x: Tensor) -> int:
-    """A name of the memory that a tensor is in, which views share."""
+def _storage_id(x: Tensor) -> int:
+    """Return an identifier of the storage of a tensor, which its views share."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
@@ -88,43 +91,51 @@ def _place_of(x: Tensor) -> int:
 class Slots:
     """Associations of a state that grows with the text, aligned right in a fixed number of slots.
 
-    A state says by its masks which slots hold nothing, so one with empty slots in front is the same
-    state; a token adds a slot behind, and one that is empty in front makes room for it.
+    Masks mark empty slots, so empty slots on the left do not change a state. A token adds a slot on
+    the right, and one empty slot on the left is dropped.
 
     Attributes:
-        size: how many. grows: of every memory in the order of `_memories`, whether it keeps ever
-            more associations, and whether it keeps ever more rows by key.
+        size: number of slots.
+        grows: for every memory in the order of `_memories`, whether its buffer grows, and whether
+            its kernel rows grow.
     """
 
     size: int
     grows: tuple[tuple[bool, bool], ...]
 
     @classmethod
-    def of(cls, before: Any, after: Any, size: int) -> Slots:
-        """What a token has made larger.
+    def of(cls, old_state: Any, new_state: Any, size: int) -> Slots:
+        """Return slots for the parts of a state that grew with one token.
 
         Args:
-            before, after: states around one token. size: slots.
+            old_state: state before the token.
+            new_state: state after the token.
+            size: number of slots.
         """
-        pairs = zip(_memories(before), _memories(after), strict=True)
+        pairs = zip(_memories(old_state), _memories(new_state), strict=True)
         return cls(
-            size, tuple((_more(a.buffer, b.buffer), _more(a.dual, b.dual)) for a, b in pairs)
+            size,
+            tuple(
+                (_has_grown(a.buffer, b.buffer), _has_grown(a.kernel_rows, b.kernel_rows))
+                for a, b in pairs
+            ),
         )
 
     def used(self, state: Any) -> int:
-        """The most slots that a memory of a state without empty ones takes.
+        """Return the largest number of slots of a memory in a state without empty slots.
 
         Args:
-            state: as a module leaves it.
+            state: a state that a module returned.
         """
         pairs = zip(_memories(state), self.grows, strict=True)
-        return max((_held(one, grown) for one, grown in pairs), default=0)
+        return max((_num_slots(one, growing) for one, growing in pairs), default=0)
 
     def fixed(self, state: Any, size: int | None = None) -> Any:
-        """The state in so many slots: empty ones are put in front, or taken away there.
+        """Return the state with a fixed number of slots: add or drop empty ones on the left.
 
         Args:
-            state: of which no more slots are in use. size: `size` when omitted.
+            state: a state with at most this number of used slots.
+            size: number of slots. Default: `size`.
         """
         slots, grows = self.size if size is None else size, iter(self.grows)
 
@@ -134,40 +145,46 @@ class Slots:
                 return x[:, -missing:]
             return torch.cat([x.new_zeros(x.shape[0], missing, *x.shape[2:]), x], dim=1)
 
-        def one(memory: State) -> State:
-            buffers, rows = next(grows)
-            if not (buffers or rows):
+        def fit_memory(memory: State) -> State:
+            buffer_grows, rows_grow = next(grows)
+            if not (buffer_grows or rows_grow):
                 return memory
-            buffer, dual = memory.buffer, memory.dual
+            buffer, kernel_rows = memory.buffer, memory.kernel_rows
+            if buffer_grows and buffer is not None:
+                buffer = buffer.map(fit)
+            if rows_grow and kernel_rows is not None:
+                kernel_rows = kernel_rows.map(fit)
             return replace(
                 memory,
-                buffer=buffer.map(fit) if buffers and buffer is not None else buffer,
-                dual=dual.map(fit) if rows and dual is not None else dual,
+                buffer=buffer,
+                kernel_rows=kernel_rows,
                 cache={},
-                known=None,  # rows that have seen as many tokens have no empty slots
+                position_on_host=None,  # it would imply that there are no empty slots
             )
 
         if hasattr(state, "states"):
-            return state.map(lambda layer: layer.memories(one))
-        return state.memories(one)
+            return state.map(lambda layer: layer.map_memories(fit_memory))
+        return state.map_memories(fit_memory)
 
 
 def _memories(state: Any) -> list[State]:
-    found: list[State] = []
+    memories: list[State] = []
 
-    def note(memory: State) -> State:
-        found.append(memory)
+    def record(memory: State) -> State:
+        memories.append(memory)
         return memory
 
-    for one in _states(state):
-        one.memories(note)
-    return found
+    for layer_state in _states(state):
+        layer_state.map_memories(record)
+    return memories
 
 
-def _more(before: Any, after: Any) -> bool:
-    return after is not None and (before is None or after.k.shape[1] > before.k.shape[1])
+def _has_grown(old_state: Any, new_state: Any) -> bool:
+    return new_state is not None and (
+        old_state is None or new_state.k.shape[1] > old_state.k.shape[1]
+    )
 
 
-def _held(memory: State, grown: tuple[bool, bool]) -> int:
-    parts = zip((memory.buffer, memory.dual), grown, strict=True)
+def _num_slots(memory: State, growing: tuple[bool, bool]) -> int:
+    parts = zip((memory.buffer, memory.kernel_rows), growing, strict=True)
     return max((part.k.shape[1] for part, yes in parts if yes and part is not None), default=0)

@@ -1,20 +1,19 @@
-"""One token at a time in tensors that stay where they are, so that a CUDA graph can record it.
+"""Decoding in tensors at fixed addresses, for CUDA graphs.
 
-A decoded token is bound by what the host says, not by what the device does: a Titans layer asks
-for about a hundred operations a token. A CUDA graph says them once; but it replays addresses and
-shapes, so state must be found where it was, and what the host decides must come out alike at each
-replay. Here the host decides by one number, how many tokens were seen, and by that only through its
-place in the open inner batch (or MAC's segment). So a decoder records one graph per place: the
-state that graph i leaves is what graph i + 1 was recorded on, and the last one writes into the
-first one's::
+Decoding is bound by launches: a Titans layer launches about a hundred operations per token. A CUDA
+graph removes launches but replays fixed addresses and shapes. The state must therefore stay in
+place, and decisions of the host must repeat. The host decides by the phase of the token: its
+position in the open inner batch or in the segment of `MemoryAsContext`. A decoder records one graph
+per phase. Graph i + 1 reads the state that graph i wrote, and the last graph writes into the first
+state::
 
     state₀ --graph 0--> state₁ --graph 1--> ... --graph p−1--> copied into state₀
 
-A state that grows with the text (attention's cache) is kept in a fixed number of slots: empty ones
-stand in front, each token takes one, and masks say which hold nothing (`states.Slots`).
+A state that grows with the text (a KV cache) has a fixed number of slots with a mask of the filled
+ones (`states.Slots`).
 
-Where it is asked to, a compiler first makes one program of each place's operations (`programs`):
-fewer and larger ones. Then a CPU decodes several times as fast too, and needs no fixed tensors.
+With ``compile=True`` TorchInductor first compiles the operations of each phase (`programs`), which
+is also several times faster on a CPU.
 """
 
 from __future__ import annotations
@@ -26,60 +25,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.devices import autocasts, constants
-from recollect.decoder.fitting import inside, refuse, rhythm, without_slots
+from recollect.choices.runtime import autocast_enabled, cached_constants
 from recollect.decoder.programs import Program, Step, program_of
-from recollect.decoder.states import Slots, counted, mapped, seen_of, tensors_of, write
-from recollect.fields import held, whole
+from recollect.decoder.states import (
+    Slots,
+    copy_into,
+    host_position,
+    map_state,
+    snapshot,
+    tensors_of,
+)
+from recollect.decoder.support import is_composition_part, refuse, warmup_and_period, why_no_slots
+from recollect.fields import int_check, validate
 from recollect.layer.memory_layer import MemoryLayer
 
 __all__ = ["StaticDecoder"]
 
-MOST = 256
-"""Graphs or programs of one decoder: each keeps what it computes."""
+MAX_GRAPHS = 256
+"""Maximum number of graphs or programs of one decoder; each stores its outputs."""
 
 Recorded = tuple[Any, Callable[[], object]]
 Record = Callable[[Callable[[], Any]], Recorded]
 
 
 class StaticDecoder:
-    """Decodes token after token, as calling the module does, in tensors that stay where they are.
+    """Decode one token per call, with the results of the module, in tensors at fixed addresses.
 
-    On a CUDA device each place of the inner batch is recorded as a CUDA graph the first time that
-    it is met, after the buffers of the state have filled once, and replayed from then on: the host
-    then says one operation per token. On other devices the operations run one by one.
+    On a CUDA device each phase of the inner batch is recorded as a CUDA graph after the buffers of
+    the state have filled once. Later tokens replay the graph with one launch. On other devices the
+    operations run one by one.
 
-    With ``compiled=True`` TorchInductor compiles each place the first time that it is met, on every
-    device: seconds a place, several times the speed of a token after that (`docs/language-models`),
-    and numbers that differ by rounding. Linear memories have one place, deep ones as many as their
-    inner batch has tokens. On a CPU it needs a C++ compiler.
+    With ``compile=True`` TorchInductor compiles each phase at its first token, on every device. It
+    takes seconds per phase, makes tokens several times faster (`docs/language-models`), and changes
+    results by rounding. Linear memories have one phase, deep ones one per token of the inner batch.
+    On a CPU it needs a C++ compiler.
 
-    What comes back may be the same tensor each time the same place is met: use it, or copy it,
-    before the next call. No gradients; the module must be in ``eval()`` where it has dropout, and
-    its parameters may change in place between calls only where no inner batch is open.
+    Calls of one phase may return one tensor: use it, or copy it, before the next call. There are no
+    gradients. A module with dropout must be in ``eval()`` mode. Parameters may change in place
+    between calls only if no inner batch is open.
 
     Args:
         module: a `MemoryLayer`, a composition or a language model.
-        state: after the prompt: a layer's state, or a language model's cache. It stays as it is.
-        slots: for states that grow with the text (attention's cache): how many associations a
-            memory may hold, the prompt's among them. Each token takes the time and memory of so
-            many.
-        compiled: whether a compiler brings a token's operations together.
-        record: runs a function of no arguments once and returns what it returned, with a function
-            that runs it again into the same tensors. CUDA graphs on CUDA devices when omitted.
+        state: state of a layer, or cache of a language model, after the prompt. It is not changed.
+        max_cache_len: number of slots of states that grow with the text (a KV cache), including the
+            prompt. Each token takes the time and memory of all slots.
+        compile: whether TorchInductor compiles the operations of a token.
+        record: function that runs a function without arguments once. It returns the result, and a
+            function that repeats the run into the tensors of this result. Default: CUDA graphs on
+            CUDA devices.
 
     Attributes:
-        period: tokens after which the host decides alike again, and so graphs.
-        warm: tokens until every buffer of the state has filled.
+        period: number of phases, and of graphs.
+        warmup_tokens: number of tokens until every buffer of the state is full.
 
     Raises:
-        ValueError: no state; one that grows with the text and no slots; rows that have come
-            differently far in an inner batch; more places than can be recorded; and, at the call
-            that would record or compile it, a module that asks for a value, or no compiler; at the
-            first call, more associations in the state than slots.
+        ValueError: no state; a state that grows with the text, without ``max_cache_len``; batch
+            elements at different positions of an inner batch; or more phases than `MAX_GRAPHS`. The
+            first call raises it if the state has more than ``max_cache_len`` associations. The call
+            that records or compiles a phase raises it for a module that depends on a value of a
+            tensor, or without a compiler.
 
     Examples:
-        >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+        >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
         >>> x = torch.randn(2, 6, 8)
         >>> _, state = layer(x[:, :5])
         >>> decoder = rc.StaticDecoder(layer, state)
@@ -95,14 +102,14 @@ class StaticDecoder:
         module: nn.Module,
         state: Any,
         *,
-        slots: int | None = None,
-        compiled: bool = False,
+        max_cache_len: int | None = None,
+        compile: bool = False,  # noqa: A002
         record: Record | None = None,
     ) -> None:
         if state is None or not hasattr(state, "map"):
             raise ValueError(
-                "a static decoder goes on from a state: read the prompt first, and give the state "
-                f"(or the cache) that came back, not {state!r}"
+                f"a static decoder needs the state after the prompt, not {state!r}: run the module "
+                "on the prompt, and pass the state or cache that it returns"
             )
         if hasattr(state, "states") != hasattr(module, "lm_head"):
             raise ValueError(
@@ -112,65 +119,69 @@ class StaticDecoder:
         growing = False
         for name, part in module.named_modules():
             grows = getattr(getattr(part, "mixer", None), "grows", None)
-            if grows is None and isinstance(part, MemoryLayer) and not inside(module, name):
-                grows = part.recipe.span is None or part.recipe.dual
-            if grows and slots is None:
-                what = f"the state of {name or 'this layer'} grows with the text"
+            if (
+                grows is None
+                and isinstance(part, MemoryLayer)
+                and not is_composition_part(module, name)
+            ):
+                grows = part.recipe.buffer_size is None or part.recipe.uses_kernel_rows
+            if grows and max_cache_len is None:
                 refuse(
-                    f"{what}, and a graph has one size: say how many tokens it may hold "
-                    "(slots=...), give it a window, or decode without"
+                    f"the state of {name or 'this layer'} grows with the text, and a graph has "
+                    "fixed sizes: set max_cache_len=..., use a window, or decode without "
+                    "StaticDecoder"
                 )
             growing |= bool(grows)
-        if slots is not None:
-            held("StaticDecoder(slots=...)", whole(1), slots)
+        if max_cache_len is not None:
+            validate("StaticDecoder(max_cache_len=...)", int_check(1), max_cache_len)
             if not growing:
                 raise ValueError(
-                    "StaticDecoder(slots=...) is for states that grow with the text, and this one "
-                    "does not: leave it out"
+                    "StaticDecoder(max_cache_len=...) is for states that grow with the text, and "
+                    "this one does not: leave it out"
                 )
-            if why := next(filter(None, map(without_slots, module.modules())), None):
-                refuse(f"{why}: decode without")
-        self._module, self._size = module, slots
-        self._slots: Slots | None = None  # after the first token, which shows what grows
-        self._used = 0
-        self.warm, self.period = rhythm(module)
-        if self.period > MOST:
+            if why := next(filter(None, map(why_no_slots, module.modules())), None):
+                refuse(f"{why}: decode without StaticDecoder")
+        self._module, self._size = module, max_cache_len
+        self._slots: Slots | None = None  # set by the first token
+        self._num_used = 0
+        self.warmup_tokens, self.period = warmup_and_period(module)
+        if self.period > MAX_GRAPHS:
             refuse(
-                f"its inner batches and segments meet again after {self.period} tokens, each of "
-                f"which would be a graph of its own (at most {MOST}): decode without"
+                f"its inner batches and segments repeat after {self.period} tokens, and each would "
+                f"need a graph (at most {MAX_GRAPHS}): decode without StaticDecoder"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._state = mapped(state, Tensor.clone)
-        self._seen = seen_of(state)
-        if self._seen is None and self.period > 1:
+            self._state = map_state(state, Tensor.clone)
+        self._position = host_position(state)
+        if self._position is None and self.period > 1:
             refuse(
-                "its rows have come differently far in their inner batches (padding, packing or a "
-                "reset): decode them apart, or without a static decoder"
+                "its batch elements are at different positions of their inner batches (padding, "
+                "packing or a reset): decode them separately, or without a static decoder"
             )
-        self._compiled, self._record = compiled, record
-        self._places: list[Callable[[], Tensor]] = []
+        self._compiled, self._record = compile, record
+        self._captured: list[Callable[[], Tensor]] = []
         self._first: Any = None
-        self._left: tuple[Program, list[Tensor]] | None = None
+        self._program_output: tuple[Program, list[Tensor]] | None = None
         self._input: Tensor | None = None
-        self._held: tuple[Tensor, ...] = ()
-        self._columns, self._done = getattr(state, "seen", None) or 0, 0
+        self._kept_constants: tuple[Tensor, ...] = ()
+        self._columns, self._num_decoded = getattr(state, "seen", None) or 0, 0
 
     @property
-    def graphs(self) -> int:
-        """How many places were recorded or compiled so far, of ``period``."""
-        return len(self._places)
+    def num_recorded(self) -> int:
+        """Number of phases that were recorded or compiled, of ``period``."""
+        return len(self._captured)
 
     @property
     def state(self) -> Any:
-        """The state after the last token: a copy, from which the module itself goes on."""
+        """State after the last token, as a copy that the module can continue."""
         with torch.inference_mode(False), torch.no_grad():
-            now = self._now()
+            now = self._current_state()
             if self._slots is not None:
-                now = self._slots.fixed(now, self._used)
-            return counted(now, self._columns + self._done)
+                now = self._slots.fixed(now, self._num_used)
+            return snapshot(now, self._columns + self._num_decoded)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The output of one token.
+        """Return the output of one token.
 
         Args:
             x: ``[B, 1, d_model]`` for a layer, the token ``[B, 1]`` for a language model.
@@ -179,188 +190,204 @@ class StaticDecoder:
             ``[B, 1, d_model]``, or the logits ``[B, 1, vocab]``.
 
         Raises:
-            ValueError: not one token; another shape or type than that of the first call; or no slot
-                left.
+            ValueError: not one token; another shape or type than in the first call; or no free
+                slot.
         """
         if x.dim() < 2 or x.shape[1] != 1:
             raise ValueError(f"one token at a time: [B, 1, ...], not {list(x.shape)}")
-        kept = self._input
-        if kept is not None and _kind(x) != _kind(kept):
-            first, now = (f"{list(one.shape)} of {one.dtype} on {one.device}" for one in (kept, x))
-            raise ValueError(
-                f"a decoder keeps its sizes: the first call's input was {first}, this one is "
-                f"{now}; make another decoder"
+        fixed_input = self._input
+        if fixed_input is not None and _signature(x) != _signature(fixed_input):
+            expected, actual = (
+                f"{list(t.shape)} of {t.dtype} on {t.device}" for t in (fixed_input, x)
             )
-        if self._slots is not None and self._used == self._size:
             raise ValueError(
-                f"all {self._size} slots hold a token: make another decoder with more, from this "
-                "one's state"
+                f"a decoder has fixed sizes: the first input was {expected}, and this one is "
+                f"{actual}; create another decoder"
             )
-        # What is written to again and again must be no tensor of inference mode.
+        if self._slots is not None and self._num_used == self._size:
+            raise ValueError(
+                f"all {self._size} slots are full: create a decoder with more slots from the state "
+                "of this one"
+            )
+        # Tensors that are written to repeatedly must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if kept is None or self._first is None:
-                self._input = x.clone()  # a state may hold the last token's
+            if fixed_input is None or self._first is None:
+                self._input = x.clone()  # the state may store the input
             else:
-                kept.copy_(x)
+                fixed_input.copy_(x)
             try:
                 with _without_copies(x.device.type):
                     y = self._next()
             except Exception:
-                self._input = kept  # what was refused decides no sizes
+                self._input = fixed_input  # a refused input does not fix the sizes
                 raise
-        self._done += 1
-        self._used += self._slots is not None
-        if self._seen is not None:
-            self._seen += 1
+        self._num_decoded += 1
+        self._num_used += self._slots is not None
+        if self._position is not None:
+            self._position += 1
         return y
 
     def _next(self) -> Tensor:
-        place, warm = 0, self._done >= self.period
-        if self._seen is not None:
-            place, warm = self._seen % self.period, warm and self._seen >= self.warm
+        phase, is_warm = 0, self._num_decoded >= self.period
+        if self._position is not None:
+            phase, is_warm = (
+                self._position % self.period,
+                is_warm and self._position >= self.warmup_tokens,
+            )
         if self._size is not None and self._slots is None:
-            return self._grown()
-        if not self._places and not (warm and place == 0):
-            y, self._state = self._step(self._given(), self._state)
+            return self._first_growing_token()
+        if not self._captured and not (is_warm and phase == 0):
+            y, self._state = self._step(self._input_token(), self._state)
             return y
-        return self._places[place]() if place < len(self._places) else self._met()
+        return self._captured[phase]() if phase < len(self._captured) else self._capture_phase()
 
-    def _grown(self) -> Tensor:
-        """The first token of a state that grows, after which it has its slots."""
+    def _first_growing_token(self) -> Tensor:
+        """Run the first token of a state that grows, and put the state into slots."""
         assert self._size is not None
-        y, after = self._step(self._given(), self._state)
-        slots = Slots.of(self._state, after, self._size)
-        used = slots.used(after)
+        y, new_state = self._step(self._input_token(), self._state)
+        slots = Slots.of(self._state, new_state, self._size)
+        used = slots.used(new_state)
         if used > self._size:
             raise ValueError(
-                f"StaticDecoder(slots={self._size}) has no room for {used} tokens, the prompt's "
-                "among them: give more slots"
+                f"StaticDecoder(max_cache_len={self._size}) has too few slots for {used} tokens, "
+                "including the prompt: increase max_cache_len"
             )
-        self._state, self._slots, self._used = slots.fixed(after), slots, used - 1
+        self._state, self._slots, self._num_used = slots.fixed(new_state), slots, used - 1
         return y
 
-    def _now(self) -> Any:
-        """The state after the last token, of which a program leaves the tensors alone."""
-        if self._left is not None:
-            program, tensors = self._left
-            self._state, self._left = program.state(tensors), None
+    def _current_state(self) -> Any:
+        """Return the state after the last token, built from the tensors of a program."""
+        if self._program_output is not None:
+            program, tensors = self._program_output
+            self._state, self._program_output = program.state(tensors), None
         return self._state
 
-    def _given(self) -> Tensor:
+    def _input_token(self) -> Tensor:
         assert self._input is not None
         return self._input
 
     def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The module's own step, its state in as many slots as before."""
+        """Run the module, with its state in a fixed number of slots."""
         if hasattr(state, "states"):
             out = self._module(x, cache=state, use_cache=True)
             y = out.logits
-            # Its name in transformers since 5.24, and the one before.
-            after = out.cache if hasattr(out, "cache") else out.past_key_values
+            # The field is `cache` since transformers 5.24.
+            new_state = out.cache if hasattr(out, "cache") else out.past_key_values
         else:
-            y, after = self._module(x, state)
-        return y, after if self._slots is None else self._slots.fixed(after)
+            y, new_state = self._module(x, state)
+        return y, new_state if self._slots is None else self._slots.fixed(new_state)
 
-    def _met(self) -> Tensor:
-        """The next place for the first time: compiled, recorded, and run."""
-        x, step = self._given(), self._step
-        if not self._places:
-            self._state = mapped(self._state, lambda one: one.contiguous())
-        before = self._now()
+    def _capture_phase(self) -> Tensor:
+        """Compile, record and run the next phase."""
+        x, step = self._input_token(), self._step
+        if not self._captured:
+            self._state = map_state(self._state, Tensor.contiguous)
+        old_state = self._current_state()
         try:
             if self._compiled:
-                step = program = program_of(self._step, x, before)
+                step = program = program_of(self._step, x, old_state)
                 if self._record is None and x.device.type != "cuda":
-                    self._places.append(lambda: self._ran(program))
-                    return self._ran(program)
-                step(x, before)  # what a compiler leaves to the first call must not be recorded
-            return self._recorded(step, before)
+                    self._captured.append(lambda: self._run_program(program))
+                    return self._run_program(program)
+                step(x, old_state)  # compiled lazily, which must not be recorded
+            return self._recorded(step, old_state)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            name = type(self._module).__name__
-            if self._compiled and "compiler" in str(error).lower():
-                why = f": there is no C++ compiler that works ({_first_line(error)})"
-            else:
-                why = (
-                    ", for example because its solver asks after each step whether it has "
-                    f"converged: decode without ({_first_line(error)})"
-                )
-            what = "compiled" if self._compiled else "recorded as a graph"
-            raise ValueError(f"{name} cannot be {what}{why}") from error
+            self._step(x, old_state)  # raises the module's own error, if it has one
+            reason = "its step depends on a value of a tensor, for example a solver's residual"
+            if self._compiled and _lacks_compiler(error):
+                reason = "no working C++ compiler was found"
+            action = "compiled" if self._compiled else "recorded as a graph"
+            raise ValueError(
+                f"{type(self._module).__name__} cannot be {action}: {reason} "
+                f"({_first_line(error)}); decode without StaticDecoder"
+            ) from error
 
-    def _ran(self, program: Program) -> Tensor:
-        """A token by a program, which needs no fixed tensors."""
-        tensors = tensors_of(self._state) if self._left is None else self._left[1]
-        y, left = program.run(self._given(), tensors)
-        self._left = program, left
+    def _run_program(self, program: Program) -> Tensor:
+        """Run a compiled program, which needs no fixed tensors."""
+        tensors = (
+            tensors_of(self._state) if self._program_output is None else self._program_output[1]
+        )
+        y, tensors_after = program.run(self._input_token(), tensors)
+        self._program_output = program, tensors_after
         return y
 
-    def _recorded(self, step: Step, before: Any) -> Tensor:
-        """Record the next place, and run it."""
-        x, last = self._given(), len(self._places) == self.period - 1
-        if not self._places:
-            self._first = before = mapped(before, Tensor.clone)
+    def _recorded(self, step: Step, old_state: Any) -> Tensor:
+        """Record the next phase and run it."""
+        x, last = self._input_token(), len(self._captured) == self.period - 1
+        if not self._captured:
+            self._first = old_state = map_state(old_state, Tensor.clone)
         if self._record is None:
-            self._record = _cuda_graphs() if x.device.type == "cuda" else _again
+            self._record = _cuda_graphs() if x.device.type == "cuda" else _without_graph
 
         def run() -> tuple[Tensor, Any]:
-            y, after = step(x, before)
+            y, new_state = step(x, old_state)
             if last:
-                write(self._first, after)
-            return y, after
+                copy_into(self._first, new_state)
+            return y, new_state
 
-        (y, after), again = self._record(run)
-        self._state = after = self._first if last else after
+        (y, new_state), replay = self._record(run)
+        self._state = new_state = self._first if last else new_state
 
         def replayed() -> Tensor:
-            again()
-            self._state = after
+            replay()
+            self._state = new_state
             return y
 
-        self._places.append(replayed)
-        self._held = constants()  # what a graph reads must not be freed
+        self._captured.append(replayed)
+        self._kept_constants = cached_constants()  # graphs read them
         return y
 
 
-def _again(run: Callable[[], Any]) -> Recorded:
-    """No graph: the same operations once more, into the tensors of the first time."""
-    y, after = run()
-    after = mapped(after, torch.Tensor.contiguous)  # written to below: no view of one number
-    kept = [y, *tensors_of(after)]
+def _without_graph(run: Callable[[], Any]) -> Recorded:
+    """Run the operations without a graph; later runs write into the tensors of the first."""
+    y, new_state = run()
+    # Expanded tensors share entries, and cannot be written to.
+    new_state = map_state(new_state, Tensor.contiguous)
+    fixed_input = [y, *tensors_of(new_state)]
 
-    def again() -> None:
-        told, state = run()
-        for old, x in zip(kept, [told, *tensors_of(state)], strict=True):
+    def replay() -> None:
+        output, state = run()
+        for old, x in zip(fixed_input, [output, *tensors_of(state)], strict=True):
             if x is not old:
                 old.copy_(x)
 
-    return (y, after), again
+    return (y, new_state), replay
 
 
 def _cuda_graphs() -> Record:
-    """Records CUDA graphs that share one pool of memory."""
+    """Return a function that records CUDA graphs in a shared memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Callable[[], Any]) -> Recorded:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            found = run()
-        graph.replay()  # while it is recorded nothing runs
-        return found, graph.replay
+            result = run()
+        graph.replay()  # recording does not run the operations
+        return result, graph.replay
 
     return record
 
 
 def _without_copies(kind: str) -> AbstractContextManager[object]:
-    """Autocast, where it is on, keeps no copies of weights: a graph would read them when gone."""
-    if not autocasts(kind):
+    """Disable autocast's cache of weights, which a graph would read after they are freed."""
+    if not autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
-def _kind(x: Tensor) -> tuple[object, ...]:
+def _signature(x: Tensor) -> tuple[object, ...]:
     return x.shape, x.dtype, x.device
+
+
+def _lacks_compiler(error: BaseException | None) -> bool:
+    """Return whether an error of TorchInductor, or its cause, is about the compiler."""
+    from torch._inductor import exc
+
+    if error is None or isinstance(error, exc.InvalidCxxCompiler | exc.CppCompileError):
+        return error is not None
+    return _lacks_compiler(getattr(error, "inner_exception", None) or error.__cause__)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from recollect.choices.member import RecipeError
 from recollect.engines.common.sizes import Counted, Sizes
-from recollect.engines.select import select
+from recollect.engines.select import select_engine
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["fewer_steps"]
 
 CHANGES = (
-    ("algorithm", "batch", 16),
-    ("algorithm", "every", "batch"),
+    ("algorithm", "batch_size", 16),
+    ("algorithm", "update_every", "batch"),
     ("retention", "when", "after"),
-    ("retention", "every", "batch"),
+    ("retention", "link_every", "batch"),
     ("retention", "per", "head"),
 )
 """Choice, field and value of the changes that are tried, alone and together."""
@@ -62,8 +62,8 @@ def _counted(
     try:
         for choice, name, value in changes:
             members[choice] = replace(members[choice], **{name: value})
-        changed = recipe.but(**members)
-        engine = select(changed).engine
+        changed = recipe.replace(**members)
+        engine = select_engine(changed).engine
     except (RecipeError, TypeError, ValueError):  # a field that is derived, or a refused value
         return
     if engine.cost is not None:

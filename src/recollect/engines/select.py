@@ -16,14 +16,14 @@ from recollect.choices.member import RecipeError
 from recollect.engines import deep, kernel, least_squares, linear, reference
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.sizes import Counted, Sizes
-from recollect.recipe.argument import takes_recipe
-from recollect.recipe.sized import SizedRecipe
+from recollect.recipe.bound import BoundRecipe
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["ASKED", "ENGINES", "Engine", "Selection", "select"]
+__all__ = ["ASKED", "ENGINES", "Engine", "Selection", "select_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Engine:
         describes: how it would run it, in a few words.
         run: outputs and final state of a problem.
         plan: what `run` asks of the recipe and the sizes, derived once for all calls and handed to
-            it as `Problem.plan`.
-        torch_plan: the same where operations of torch alone are asked for (``method="torch"``);
+            it as `BoundRecipe.plan`.
+        torch_plan: the same where operations of torch alone are asked for (``engine="torch"``);
             ``None`` where `plan` takes nothing else.
         token: the same of one token that goes on from a state, straight from what a layer made and
             need not be looked at again (`recollect.engines.linear.decode.token` has the arguments);
@@ -51,7 +51,7 @@ class Engine:
             of a layer's decoded token only the outputs are checked.
         follows: whether a compiled layer lets the compiler follow calls of a recipe with so many
             tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each
-            over as one operation (`recollect.recall.one_operation`).
+            over as one operation (`recollect.functional.one_operation`).
         needs_digits: why its products of a recipe stay float32 whatever precision is asked for;
             ``None`` where they take what is asked for (`recollect.choices.products.PRECISIONS`).
         rounded: whether it goes on from a memory whose tensors were rounded to half precision.
@@ -69,10 +69,10 @@ class Engine:
     shows_nan: bool = False
     rounded: bool = False
     inner_gradients: Callable[[Recipe], bool] = lambda recipe: True
-    plan: Callable[[SizedRecipe], Any] | None = None
-    torch_plan: Callable[[SizedRecipe], Any] | None = None
+    plan: Callable[[BoundRecipe], Any] | None = None
+    torch_plan: Callable[[BoundRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
-    follows: Callable[[SizedRecipe, int], bool] | None = None
+    follows: Callable[[BoundRecipe, int], bool] | None = None
     needs_digits: Callable[[Recipe], str | None] = lambda recipe: None
 
     def products(self, recipe: Recipe, precision: str | None) -> str | None:
@@ -183,46 +183,46 @@ class Selection:
         return "\n".join(lines)
 
 
-@takes_recipe
-def select(recipe: Recipe, method: str = "auto") -> Selection:
+def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
     """Choose an engine for a recipe.
 
     Args:
         recipe: to be run.
-        method: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
+        engine: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
             Triton kernels, and ``"fla"`` the engine whose products flash-linear-attention takes.
             ``"fused"`` is never chosen by itself: `deep`, with a CUDA kernel that multiplies in
             bfloat16.
 
     Raises:
-        ValueError: an unknown method.
-        RecipeError: no recipe, or a method asked for by name that cannot run this recipe.
+        ValueError: an unknown engine.
+        RecipeError: no recipe, or an engine requested by name that cannot run this recipe.
 
     Examples:
-        >>> rc.select(rc.zoo.get("titans").recipe).engine.name
+        >>> rc.select_engine(rc.zoo.get("titans").recipe).engine.name
         'deep'
-        >>> rc.select(rc.Recipe(), "reference").engine.name
+        >>> rc.select_engine(rc.Recipe(), "reference").engine.name
         'reference'
     """
-    names = [engine.name for engine in (*ENGINES, *ASKED)]
-    if method in ("torch", "fla"):
-        method = "auto"
-    if method not in ("auto", *names):
+    recipe = as_recipe(recipe, "select_engine")
+    names = [one.name for one in (*ENGINES, *ASKED)]
+    if engine in ("torch", "fla"):
+        engine = "auto"
+    if engine not in ("auto", *names):
         raise ValueError(
-            f"method={method!r} is unknown: use 'auto', 'torch', 'fla' or one of {', '.join(names)}"
+            f"engine={engine!r} is unknown: use 'auto', 'torch', 'fla' or one of {', '.join(names)}"
         )
     refused: dict[str, list[str]] = {}
-    asked = [engine for engine in ASKED if engine.name == method]
-    for engine in asked or ENGINES:
-        reasons = engine.refuses(recipe)
-        if method == engine.name and reasons:
+    asked = [one for one in ASKED if one.name == engine]
+    for candidate in asked or ENGINES:
+        reasons = candidate.refuses(recipe)
+        if engine == candidate.name and reasons:
             able = [e.name for e in ENGINES if not e.refuses(recipe)]
             raise RecipeError(
-                f"method={method!r} cannot run this recipe: {reasons[0]}; these can: "
+                f"engine={engine!r} cannot run this recipe: {reasons[0]}; these can: "
                 f"{', '.join(able)}"
             )
-        if not reasons and method in ("auto", engine.name):
-            return Selection(engine=engine, how=engine.describes(recipe), refused=refused)
+        if not reasons and engine in ("auto", candidate.name):
+            return Selection(engine=candidate, how=candidate.describes(recipe), refused=refused)
         if reasons:
-            refused[engine.name] = reasons
+            refused[candidate.name] = reasons
     raise AssertionError("the reference runs every recipe")

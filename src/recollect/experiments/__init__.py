@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from recollect.experiments.framework.experiment import Claim, Experiment, Verdict
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.table import add_rows, write_rows_table
     from recollect.experiments.comparison.tasks import read_corpus
     from recollect.experiments.comparison.training import Schedule
-from recollect.wording import suggests
 
 __all__ = [
     "EXPERIMENTS",
@@ -82,7 +82,8 @@ _TRAINING = {
 
 def __getattr__(name: str) -> Any:
     if name not in _TRAINING:
-        return suggests("recollect.experiments", __all__)(name)
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
     importlib.import_module("recollect.lm")  # says what to install where it cannot be loaded
     return getattr(importlib.import_module(f"recollect.experiments.{_TRAINING[name]}"), name)
 

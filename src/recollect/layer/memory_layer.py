@@ -5,71 +5,74 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.engines.common.problem import Problem
+from recollect.functional.checks import refuse_transforms
+from recollect.functional.packing import CompactedBatch, compact, scatter
+from recollect.functional.recall import memorise
 from recollect.layer.checks import (
     check_depth,
     check_options,
     check_sizes,
     check_state,
     check_tokens,
-    stated_layer,
+    resolve_layer,
 )
-from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import scaled
-from recollect.layer.numbers import RecipeNumbers
+from recollect.layer.gates import normalize_to_length
 from recollect.layer.options import LayerOptions
-from recollect.layer.rotation import (
-    Phase,
-    angles,
-    check_phase,
+from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.rotary import (
+    ComplexDecayPhase,
     positions,
-    rotate,
-    turn,
+    rope_cos_sin,
+    rotate_by_phase,
+    rotate_pairs,
 )
-from recollect.layer.state import Associations, LayerState
+from recollect.layer.short_conv import ShortConvolution
+from recollect.layer.state import LayerState, MemoryInputs
 from recollect.layer.token_shift import TokenShift
-from recollect.recall.modes import refuse_transforms
-from recollect.recall.packing import CompactedBatch, compact, scatter
-from recollect.recipe.argument import Stated
-from recollect.wording import hinted
+from recollect.messages import suggest_arguments
+from recollect.recipe.resolve import RecipeLike
+from recollect.state.state import State
 
-__all__ = ["MemoryLayer"]
+__all__ = ["MemoryLayer", "make_call", "run_memory", "state_after"]
 
 NORM_EPS = 1e-6
 
 
-class MemoryLayer(RecipeNumbers):
+class MemoryLayer(RecipeModule):
     """A sequence layer whose memory is a recipe.
 
     x → linear q, k, v → causal depthwise convolution → SiLU → (RoPE) → L2 norm of q and k per head
-    → `recall` → RMS norm per head → ⊙ SiLU(linear(x)) → linear, each as its options say
-    (MIRAS 5.4, ATLAS 5.1). Gates and params are made from what the recipe declares.
+    → `recall` → RMS norm per head → ⊙ SiLU(linear(x)) → linear, each according to the options
+    (MIRAS 5.4, ATLAS 5.1). The recipe declares the gates and params.
 
     Args:
         d_model: width of the tokens.
-        heads: query heads.
-        recipe: the regression problem each head solves; the name of an architecture, or a preset,
-            will do.
-        options: what is not regression. Default: the preset's own, `LayerOptions` of a recipe.
-        kv_heads: H, number of memories, of which ``heads`` is a multiple (grouped heads). Default:
-            heads.
-        head_dim: K, size of queries and keys. Default: d_model / heads.
+        num_heads: number of query heads.
+        recipe: the regression problem of each head, a preset, or the name of an architecture.
+        options: everything but the regression. Default: the preset's options, `LayerOptions()` for
+            a recipe.
+        num_kv_heads: H, number of memories; ``num_heads`` is a multiple (grouped heads).
+            Default: ``num_heads``.
+        head_dim: K, size of queries and keys. Default: d_model / num_heads.
         value_dim: V, size of values. Default: K.
-        method: engine, as in `recall`; the attribute of the same name may be set later.
-        chunk_size: an execution detail, as in `recall`.
-        precision: of the memory's products, as in `recall`; the attribute of the same name may be
-            set later.
+        engine: engine, as in `recall`; the attribute with this name can be set later.
+        chunk_size: number of tokens per chunk, as in `recall`.
+        precision: precision of the memory's matrix products, as in `recall`; the attribute with
+            this name can be set later.
         depth: (index of this layer, number of layers), for decays that depend on it.
 
     Shapes: x ``[B, T, d_model]`` → y ``[B, T, d_model]``.
 
     Raises:
         RecipeError: sizes or options that do not fit the recipe.
-        ValueError: an unknown method or precision.
+        ValueError: an unknown engine or precision.
 
     Examples:
         >>> recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
@@ -82,77 +85,81 @@ class MemoryLayer(RecipeNumbers):
         True
     """
 
-    @hinted
+    @suggest_arguments
     def __init__(
         self,
         d_model: int,
-        heads: int,
-        recipe: Stated,
+        num_heads: int,
+        recipe: RecipeLike,
         options: LayerOptions | None = None,
         *,
-        kv_heads: int | None = None,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        method: str = "auto",
+        engine: str = "auto",
         chunk_size: int | None = None,
         precision: str | None = None,
         depth: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
-        recipe, options = stated_layer(d_model, recipe, options)
-        d_model, heads, kv_heads, head_dim, value_dim = check_sizes(
-            d_model, heads, kv_heads, head_dim, value_dim, recipe, options
+        recipe, options = resolve_layer(d_model, recipe, options)
+        d_model, num_heads, num_kv_heads, head_dim, value_dim = check_sizes(
+            d_model, num_heads, num_kv_heads, head_dim, value_dim, recipe, options
         )
-        depth = check_depth(depth)
-        self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
-        self.head_dim = head_dim or options.key_dim or d_model // heads
-        self.value_dim = value_dim or head_dim or d_model // heads
+        self.d_model, self.num_heads = d_model, num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_dim = head_dim or options.key_dim or d_model // num_heads
+        self.value_dim = value_dim or head_dim or d_model // num_heads
         self._recipe, self.options = recipe, options
-        self.chunk_size, self.depth = chunk_size, depth
+        self.chunk_size, self.depth = chunk_size, check_depth(depth)
         check_options(recipe, options)
-        self._bind(method, precision)
+        self._bind(engine, precision)
 
-        per_memory = self.kv_heads * recipe.associations
-        self.sizes = [
-            heads * self.head_dim,
-            per_memory * self.head_dim,
-            per_memory * self.value_dim,
+        per_token = self.num_kv_heads * recipe.associations_per_token
+        self.qkv_sizes = [
+            num_heads * self.head_dim,
+            per_token * self.head_dim,
+            per_token * self.value_dim,
         ]
-        self.sharing = [heads, per_memory]  # query heads, and keys of a token
-        self._make_ties()
+        self.qk_heads = [num_heads, per_token]  # query heads, and keys of a token
+        self._build_ties()
         if options.qk == "ones":
-            self.sizes[:2] = 0, 0
+            self.qkv_sizes[:2] = 0, 0
         elif self.ties.makes_keys:
-            self.sizes[1] = 0
-        width = heads * self.value_dim
-        # One product for q, k and v, and one convolution: fewer, larger operations.
-        self.qkv = nn.Linear(d_model, sum(self.sizes), bias=False)
-        self.conv = ShortConvolution(sum(self.sizes), options.conv) if options.conv else None
-        self.tail = (options.conv - 1, sum(self.sizes)) if options.conv else None
-        self.norm = (
-            nn.RMSNorm(self.value_dim, eps=NORM_EPS) if options.output_norm == "rms" else None
-        )
-        gated = options.output_gate == "silu"
-        self.output_gate = nn.Linear(d_model, width, bias=False) if gated else None
+            self.qkv_sizes[1] = 0
+        width, channels = num_heads * self.value_dim, sum(self.qkv_sizes)
+        # One product and one convolution for q, k and v: fewer and larger operations.
+        self.qkv = nn.Linear(d_model, channels, bias=False)
+        self.conv = ShortConvolution(channels, options.conv_size) if options.conv_size else None
+        self.conv_state_shape = (options.conv_size - 1, channels) if options.conv_size else None
+        has_norm, has_gate = options.output_norm == "rms", options.output_gate == "silu"
+        self.norm = nn.RMSNorm(self.value_dim, eps=NORM_EPS) if has_norm else None
+        self.output_gate = nn.Linear(d_model, width, bias=False) if has_gate else None
         self.out = nn.Linear(width, d_model, bias=False)
-        self._make_numbers()
+        self._build_gates()
         self.phase = None
-        if options.phase != "none":
-            size = self.value_dim if recipe.memory.diagonal else self.head_dim
-            check_phase(options, size)
-            self.phase = Phase(options.phase, d_model=d_model, heads=self.kv_heads, size=size)
+        if options.complex_decay != "none":
+            self.phase = ComplexDecayPhase(
+                options.complex_decay,
+                d_model=d_model,
+                heads=self.num_kv_heads,
+                size=self.value_dim if recipe.memory.is_elementwise else self.head_dim,
+            )
         self.shift = None
-        if options.shift != "none":
-            made = [name for name, number in self.gates.items() if number.source == "input"]
-            streams = [*(name for name, size in zip("qkv", self.sizes, strict=True) if size), *made]
-            self.shift = TokenShift(options.shift, d_model, [*streams, *(["out"] if gated else [])])
+        if options.token_shift != "none":
+            streams = [name for name, size in zip("qkv", self.qkv_sizes, strict=True) if size]
+            streams += [name for name, gate in self.gates.items() if gate.source == "input"]
+            streams += ["out"] if has_gate else []
+            self.shift = TokenShift(options.token_shift, d_model, streams)
         self.skip = (
-            nn.Parameter(torch.ones(self.kv_heads, self.value_dim)) if options.skip else None
+            nn.Parameter(torch.ones(self.num_kv_heads, self.value_dim))
+            if options.value_skip
+            else None
         )
-        self.memory = self._initial_memory()
+        self.memory = self._build_initial_memory()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew."""
+        """Sample new values of all weights."""
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # type: ignore[operator]
@@ -166,22 +173,23 @@ class MemoryLayer(RecipeNumbers):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         *,
-        output_state: bool = True,
+        output_final_state: bool = True,
     ) -> tuple[Tensor, LayerState | None]:
-        """Outputs and the state after the last token.
+        """Return outputs and the state after the last token.
 
         Args:
             x: tokens ``[B, T, d_model]``.
-            state: of an earlier call, to continue from.
-            attention_mask: ``[B, T]``, nonzero at real tokens, padded on either side. Masked tokens
-                occupy no slot anywhere, as if each row were run alone, and their output is 0.
-            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row (B = 1); nothing leaks
-                across them, and states have one row per document.
-            output_state: False returns ``None`` in place of the state.
+            state: state of an earlier call, to continue from.
+            attention_mask: ``[B, T]``, nonzero at valid tokens, padded on either side. Outputs are
+                those of each sequence without its masked tokens, and 0 at masked tokens.
+            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1). The
+                documents are independent, and states have one row per document.
+            output_final_state: whether to return the state; if not, ``None``.
 
         Raises:
             ValueError: shapes, types or devices that do not fit, or a state of another layer.
-            RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
+            RuntimeError: a call inside a transform of `torch.func`, or with forward-mode
+                derivatives.
         """
         if not torch.compiler.is_compiling():
             refuse_transforms(itertools.chain((x,), self.parameters()))
@@ -190,197 +198,265 @@ class MemoryLayer(RecipeNumbers):
         check_state(
             state,
             rows=x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            tail=self.tail,
+            conv_state_shape=self.conv_state_shape,
             phase=self.phase is not None,
             shift=self.shift is not None,
         )
-        if attention_mask is None:
-            return self._dense(x, state, None, cu_seqlens, output_state)
-        batch = compact(attention_mask)
-        y, after = self._dense(batch.gather(x), state, batch, None, output_state)
-        return scatter(y, batch), after
+        batch, lengths, tokens = None, None, x
+        if attention_mask is not None:
+            batch = compact(attention_mask)
+            lengths, tokens = batch.lengths, batch.gather(x)
+        inputs = self.memory_inputs(tokens, state, lengths, cu_seqlens)
+        y, memory = run_memory(
+            *(self, inputs, state),
+            batch=batch,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+        )
+        final_state = None if memory is None else state_after(inputs, memory)
+        y = self.output(y, inputs)
+        return y if batch is None else scatter(y, batch), final_state
 
-    def associations(
+    def memory_inputs(
         self,
         x: Tensor,
         state: LayerState | None = None,
         lengths: Tensor | None = None,
-        borders: Tensor | None = None,
-    ) -> Associations:
-        """Return the queries, keys, values and gates that the layer makes of tokens.
+        cu_seqlens: Tensor | None = None,
+    ) -> MemoryInputs:
+        """Return the queries, keys, values and gates of tokens.
 
         They are the arguments of `recollect.recall`, after the projections, the convolution,
         rotations and norms.
 
         Args:
             x: tokens ``[B, T, d_model]``.
-            state: of the tokens before.
-            lengths: real tokens per sequence ``[B]``, if sequences are padded on the right.
-            borders: ``[N + 1]`` boundaries of N documents packed in one sequence.
+            state: state after the previous tokens.
+            lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the
+                right.
+            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
 
         Returns:
-            ``q [B, T, heads, K]``, ``k [B, T, kv_heads, K]``, ``v [B, T, kv_heads, V]``, ``gates``
-            and ``params`` by name. Keys and values are ``[B, T, kv_heads, n, ·]`` if a token has
-            n > 1 associations.
+            ``q [B, T, heads, K]``, ``k [B, T, num_kv_heads, K]``, ``v [B, T, num_kv_heads, V]``,
+            ``gates`` and ``params`` by name. Keys and values are ``[B, T, num_kv_heads, n, ·]`` if
+            a token has n > 1 associations.
 
         Examples:
-            >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
-            >>> inputs = layer.associations(torch.randn(1, 6, 8))
+            >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
+            >>> inputs = layer.memory_inputs(torch.randn(1, 6, 8))
             >>> inputs.k.shape, sorted(inputs.gates)
             (torch.Size([1, 6, 2, 4]), ['log_decay', 'lr'])
             >>> y, state = rc.recall(layer, inputs.q, inputs.k, inputs.v, inputs.gates)
             >>> rc.read(layer, inputs.k[:, :1], state=state).shape  # the first value, read back
             torch.Size([1, 1, 2, 4])
         """
-        options, n = self.options, self.recipe.associations
-        seen, last = self.streams(x, state, lengths, borders)
-        u, tail, conv = self.project(x, seen), None, self.conv
+        options, n, K = self.options, self.recipe.associations_per_token, self.head_dim
+        shifted, last_token = self.shift_tokens(x, state, lengths, cu_seqlens)
+        u, conv_state, conv = self.project_qkv(x, shifted), None, self.conv
         if conv is not None:
-            tail = None if state is None else state.conv
-            u, tail = conv(u, tail, lengths=lengths, borders=borders)
+            conv_state = None if state is None else state.conv
+            u, conv_state = conv(u, conv_state, lengths=lengths, cu_seqlens=cu_seqlens)
         if options.conv_activation == "silu":
             u = functional.silu(u)
-        qk, v = u.split_with_sizes([self.sizes[0] + self.sizes[1], self.sizes[2]], dim=-1)
-        lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
-        v = v.view(*x.shape[:2], *lead, self.value_dim)
-        values = self.values(x, seen)
-        # Queries, then keys. Where both are projected they are heads of one tensor: what is done
-        # to each vector is done at once.
+        qk_width = self.qkv_sizes[0] + self.qkv_sizes[1]
+        projected, v = u.split_with_sizes([qk_width, self.qkv_sizes[2]], dim=-1)
+        heads = (self.num_kv_heads, n) if n > 1 else (self.num_kv_heads,)
+        v = v.view(*x.shape[:2], *heads, self.value_dim)
+        values = self.compute_gates(x, shifted)
+        # Queries, then keys. If both are projected, they are heads of one tensor, so that each
+        # operation below runs once.
         if options.qk == "ones":
-            parts = [v.new_ones(*x.shape[:2], h, self.head_dim) for h in self.sharing]
-        elif self.sizes[1]:
-            parts = [qk.view(*x.shape[:2], sum(self.sharing), self.head_dim)]
+            qk = [v.new_ones(*x.shape[:2], count, K) for count in self.qk_heads]
+        elif self.qkv_sizes[1]:
+            qk = [projected.view(*x.shape[:2], sum(self.qk_heads), K)]
         else:
-            q = qk.unflatten(-1, (self.heads, self.head_dim))
-            parts = [q, self.ties.keys(None, values, q)]
-        if options.rope is not None:
+            q = projected.unflatten(-1, (self.num_heads, K))
+            qk = [q, self.ties.keys(None, values, q)]
+        if options.rope_theta is not None:
             start = None if state is None else state.position
-            cos, sin = angles(positions(x, start, borders), self.head_dim, options.rope)
-            parts = [rotate(part, cos, sin) for part in parts]
-            for name in self.key_gates:
-                values[name] = rotate(values[name], cos, sin)
-        written, phase, after_phase = v, None, None
+            cos, sin = rope_cos_sin(positions(x, start, cu_seqlens), K, options.rope_theta)
+            qk = [rotate_pairs(part, cos, sin) for part in qk]
+            for name in self.key_like_gates:
+                values[name] = rotate_pairs(values[name], cos, sin)
+        rotated_v, phase, final_phase = v, None, None
         if self.phase is not None:
             start = None if state is None else state.phase
-            phase, after_phase = self.phase(x, start, lengths=lengths, borders=borders)
-            if self.recipe.memory.diagonal:
-                written = turn(v, phase)
+            phase, final_phase = self.phase(x, start, lengths=lengths, cu_seqlens=cu_seqlens)
+            if self.recipe.memory.is_elementwise:
+                rotated_v = rotate_by_phase(v, phase)
             else:
-                parts = [turn(part, phase) for part in self._apart(parts)]
+                qk = [rotate_by_phase(part, phase) for part in self._split_qk(qk)]
         if options.qk_norm in ("l2", "rms"):
-            length = math.sqrt(self.head_dim) if options.qk_norm == "rms" else 1.0
-            parts = [scaled(part, length) for part in parts]
-            for name in self.key_gates:
-                values[name] = scaled(values[name], length)
-        q, k = self._apart(parts)
+            length = math.sqrt(K) if options.qk_norm == "rms" else 1.0
+            qk = [normalize_to_length(part, length) for part in qk]
+            for name in self.key_like_gates:
+                values[name] = normalize_to_length(values[name], length)
+        q, k = self._split_qk(qk)
         if options.qk_norm == "scaled":
-            k = k * self.head_dim**-0.5
+            k = k * K**-0.5
         if options.ties:
-            values = self.ties.numbers(values, k, self.gates)
+            values = self.ties.apply_ties(values, k, self.gates)
         if self.ties.key is not None and not self.ties.makes_keys:
             k = self.ties.keys(k, values, q)
-        values, params = self._limited(values)
-        return Associations(
+        gates, params = self._apply_stability_limit(values)
+        return MemoryInputs(
             q=q,
             k=k,
-            v=written.to(q.dtype),
-            gates=values,
+            v=rotated_v.to(q.dtype),
+            gates=gates,
             params=params,
-            plain=v,
+            unrotated_values=v,
             phase=phase,
-            gated=seen.get("out", x),
-            conv=tail,
-            turned=after_phase,
-            shift=last,
+            gate_input=shifted.get("out", x),
+            conv=conv_state,
+            final_phase=final_phase,
+            shift=last_token,
         )
 
-    def _apart(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]``."""
-        if len(parts) == 1:
-            q, k = parts[0].split_with_sizes(self.sharing, dim=2)
-            n = self.recipe.associations
-            return q, k.unflatten(2, (self.kv_heads, n)) if n > 1 else k
-        return parts
+    def _split_qk(self, qk: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]``."""
+        if len(qk) == 1:
+            q, k = qk[0].split_with_sizes(self.qk_heads, dim=2)
+            n = self.recipe.associations_per_token
+            return q, k.unflatten(2, (self.num_kv_heads, n)) if n > 1 else k
+        return qk
 
-    def _dense(
-        self,
-        x: Tensor,
-        state: LayerState | None,
-        batch: CompactedBatch | None,
-        borders: Tensor | None,
-        output_state: bool,
-    ) -> tuple[Tensor, LayerState | None]:
-        """Rows without padding, or padded on the right only."""
-        lengths = None if batch is None else batch.lengths
-        inputs = self.associations(x, state, lengths, borders)
-        y, memory = self.learn(
-            inputs, state, batch=batch, borders=borders, output_state=output_state
-        )
-        after = None
-        if memory is not None:
-            after = LayerState(
-                memory=memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
-            )
-        return self.outputs(y, inputs), after
-
-    def outputs(self, y: Tensor, inputs: Associations) -> Tensor:
-        """What the layer makes of what its memory said: the norm, the gate and the last map.
+    def output(self, y: Tensor, inputs: MemoryInputs) -> Tensor:
+        """Apply the norm, the gate and the output map to the outputs of the memory.
 
         Args:
-            y: read from the memory, ``[B, T, heads, V]``.
-            inputs: of the same tokens.
+            y: outputs of the memory ``[B, T, heads, V]``.
+            inputs: inputs of the memory at the tokens.
         """
-        if inputs.phase is not None and self.recipe.memory.diagonal:
-            y = turn(y, inputs.phase, back=True)
+        if inputs.phase is not None and self.recipe.memory.is_elementwise:
+            y = rotate_by_phase(y, inputs.phase, inverse=True)
         if self.skip is not None:
-            v = inputs.plain
-            y = y + (self.skip.to(v.dtype) * v).repeat_interleave(self.heads // self.kv_heads, 2)
-        norm, gate = self.norm, self.output_gate  # a module is found slowly: once each
+            v = inputs.unrotated_values
+            group_size = self.num_heads // self.num_kv_heads
+            y = y + (self.skip.to(v.dtype) * v).repeat_interleave(group_size, 2)
+        norm, gate = self.norm, self.output_gate  # access to a submodule is slow: once each
         if norm is not None:
             y = norm(y.to(norm.weight.dtype)).to(y.dtype)
         y = y.flatten(2)
         if gate is not None:
-            y = y * functional.silu(gate(inputs.gated))
+            y = y * functional.silu(gate(inputs.gate_input))
         return self.out(y)
 
-    def streams(
-        self, x: Tensor, state: LayerState | None, lengths: Tensor | None, borders: Tensor | None
+    def shift_tokens(
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """What a projection sees in place of x, by name, and the last token where it is needed.
+        """Return the shifted inputs of projections by name, and the last token for the next call.
 
         Args:
             x: tokens ``[B, T, d_model]``.
-            state: of the tokens before.
-            lengths: real tokens per row ``[B]``, where rows are padded on the right.
-            borders: ``[N + 1]`` borders of N documents packed in one row.
+            state: state after the previous tokens.
+            lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the
+                right.
+            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
         """
         if self.shift is None:
             return {}, None
-        tail = None if state is None else state.shift
-        return self.shift(x, tail, lengths=lengths, borders=borders)
+        last_token = None if state is None else state.shift
+        return self.shift(x, last_token, lengths=lengths, cu_seqlens=cu_seqlens)
 
-    def project(self, x: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
-        """q, k and v beside each other, as the convolution takes them.
+    def project_qkv(self, x: Tensor, shifted: Mapping[str, Tensor]) -> Tensor:
+        """Return q, k and v along one axis, as the convolution takes them.
 
         Args:
             x: tokens ``[B, T, d_model]``.
-            seen: of `streams`.
+            shifted: inputs of projections by name, from `shift_tokens`.
         """
         if self.shift is None:
             return self.qkv(x)
-        weights = self.qkv.weight.split(self.sizes)
+        weights = self.qkv.weight.split(self.qkv_sizes)
         bias = self.qkv.bias
-        biases = [None] * 3 if bias is None else bias.split(self.sizes)
-        parts = zip("qkv", weights, biases, strict=True)
-        seen_by = [functional.linear(seen[name], w, b) for name, w, b in parts if w.numel()]
-        return torch.cat(seen_by, -1)
+        biases = [None] * 3 if bias is None else bias.split(self.qkv_sizes)
+        maps = zip("qkv", weights, biases, strict=True)
+        return torch.cat(
+            [functional.linear(shifted[name], w, b) for name, w, b in maps if w.numel()], -1
+        )
 
     def extra_repr(self) -> str:
-        """Sizes, and the engine that runs the recipe."""
-        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        engine = self._bound.engine.name
-        asked = "" if self.precision is None else f", precision={self.precision!r}"
+        """Return the sizes, and the engine of the recipe."""
+        has_groups = self.num_kv_heads != self.num_heads
+        groups = f", num_kv_heads={self.num_kv_heads}" if has_groups else ""
+        precision = "" if self.precision is None else f", precision={self.precision!r}"
         return (
-            f"{self.d_model}, heads={self.heads}{grouped}, K={self.head_dim}, V={self.value_dim}, "
-            f"method={self.method!r} ({engine}){asked}"
+            f"{self.d_model}, num_heads={self.num_heads}{groups}, K={self.head_dim}, "
+            f"V={self.value_dim}, engine={self.engine!r} ({self._bound.engine.name}){precision}"
         )
+
+
+def run_memory(
+    layer: RecipeModule,
+    inputs: MemoryInputs,
+    state: LayerState | None,
+    *,
+    batch: CompactedBatch | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, State | None]:
+    """Write and read the memory of a layer; return outputs ``[B, T, heads, V]`` and its state.
+
+    Args:
+        layer: layer of the memory.
+        inputs: inputs of the memory.
+        state: state before the first token.
+        batch: positions of the tokens in their padded sequences.
+        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
+        output_final_state: whether to return the state; if not, ``None``.
+    """
+    call = make_call(
+        *(layer, inputs, None if state is None else state.memory),
+        batch=batch,
+        cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state,
+    )
+    if torch.compiler.is_compiling():
+        # The import loads the compiler, which is slow.
+        from recollect.functional.one_operation import memorise_op, use_custom_op
+
+        if use_custom_op(call):
+            return memorise_op(call)
+    return memorise(call)
+
+
+def make_call(
+    layer: RecipeModule,
+    inputs: MemoryInputs,
+    state: State | None,
+    *,
+    batch: CompactedBatch | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = True,
+) -> Problem:
+    """Return the call of a layer's memory, with the arguments of `run_memory`."""
+    bound = layer._bound
+    sources = [*layer.params.parameters(), *layer.ties.parameters()] if bound.params else ()
+    return Problem(
+        bound=bound,
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        gates=inputs.gates,
+        params=inputs.params,
+        initial_memory=layer.initial_memory if state is None else None,
+        state=cast(State, state),
+        cu_seqlens=cu_seqlens,
+        chunk_size=layer.chunk_size,
+        output_final_state=output_final_state,
+        lengths=None if batch is None else batch.lengths,
+        source_index=None if batch is None else batch.index,
+        # Gates of a decoded token come from the projections of the prompt, which were checked.
+        trusted=state is not None and inputs.q.shape[1] == 1,
+        param_sources=sources,
+    )
+
+
+def state_after(inputs: MemoryInputs, memory: State) -> LayerState:
+    """Return the state of a layer after its inputs, with the state of its memory."""
+    return LayerState(memory=memory, conv=inputs.conv, phase=inputs.final_phase, shift=inputs.shift)

@@ -1,7 +1,6 @@
 """Layer options: everything about a memory layer that is not the regression problem.
 
-A recipe says what is memorised and how. How tokens become queries, keys, values and gates, and what
-happens to the output, is said here, as plain data beside the recipe.
+They declare the computation of queries, keys, values and gates, and the steps after the read.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from recollect.choices.member import RecipeError
 from recollect.fields import (
     REAL,
     Validated,
-    checked,
     flag,
+    float_check,
+    int_check,
     integer,
     number,
     option,
-    real,
     text,
-    whole,
+    validated_field,
 )
-from recollect.recipe.limit import step_limit
-from recollect.wording import named_arguments
+from recollect.messages import suggest_arguments
+from recollect.recipe.stability import step_limit
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 __all__ = ["GateOptions", "LayerOptions", "Options", "Tie"]
 
-TIES = {
+TIE_TARGETS = {
     "complement": "k",
     "blend": "k",
     "direction": "probe",
@@ -42,11 +41,11 @@ TIES = {
     "implicit": "",
     "diagonal": "",
 }
-"""Rules of ties, and what each can make: keys, a probe, or (empty) a number of the recipe."""
+"""Targets of the rules of ties: keys, a probe, or (empty) a gate or param of the recipe."""
 
 
 class Options(Validated):
-    """Fields that are checked, and refused as what has no meaning in a recipe."""
+    """Base of options whose fields are checked; a wrong value raises `RecipeError`."""
 
     def __post_init__(self) -> None:
         try:
@@ -55,17 +54,17 @@ class Options(Validated):
             raise RecipeError(str(error)) from None
 
     @classmethod
-    def said(cls, field: str) -> str:
+    def field_label(cls, field: str) -> str:
         return f"{cls.__name__}({field}=...)"
 
 
 def _conv(value: Any) -> int:
-    return 0 if value is None else whole()(value)
+    return 0 if value is None else int_check()(value)
 
 
 def _init(value: Any) -> float | tuple[float, ...]:
     several = isinstance(value, list | tuple)
-    return tuple(map(real(REAL), value)) if several else real(REAL)(value)
+    return tuple(map(float_check(REAL), value)) if several else float_check(REAL)(value)
 
 
 def _gates(value: Any) -> tuple[tuple[str, GateOptions], ...]:
@@ -96,86 +95,90 @@ def _fields(cls: type, data: object) -> dict[str, Any]:
     return dict(data)
 
 
-@named_arguments
+@suggest_arguments
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Options):
-    """Where one number of the recipe comes from: a gate (per token), or a param (per head).
+    """Source, activation and initial value of a gate (per token) or a param (per head).
 
-    The number is ``squash(z)``; z is a projection of the token plus a bias (``"input"``), the bias
-    alone (``"learned"``), or the number is the initial value for good (``"fixed"``). What is left
-    ``None`` follows from what the recipe declares about the number, see `recollect.layer`.
+    The value is ``activation(z)``. z is a projection of the token plus a bias (``"input"``) or a
+    bias (``"learned"``); with ``"constant"`` the value stays at its initial value. Options that are
+    ``None`` follow from the declaration of the recipe, see `recollect.layer.gates`.
 
     Args:
-        source: ``"input"``, ``"learned"`` or ``"fixed"``; gates default to the first, params to the
-            second and cannot have the first.
-        unit: ``"share"``, of the rate ``"lr"`` of normalised steps: a share s of the limit beyond
-            which one repeated association diverges, η_t = s_t · 2 (1 − θ_t) / (b Σγ), see
-            `recollect.recipe.limit`; between 0 and 1 and beginning at one half unless said
-            otherwise, at every width, inner batch, window and momentum. ``"rms"``, of numbers that
-            are compared with values or errors: √V, the length of a value whose channels have unit
-            root mean square; ``init``, ``low`` and ``high`` are stated in it. ``"mean"``, of the
-            correction ``"offset"`` of averaged steps: 1/place, what the mean gives a step at its
-            place in the inner batch; ``init``, ``low`` and ``high`` are stated in it, so that
-            ``low=-0.8`` keeps at least a fifth, while what is learned stays in the correction's
-            own unit and moves as far at every place. ``"own"``: as `recollect.recall` takes the
-            number. ``None``: a share for the rates of tokens where
-            steps are normalised, else its own.
-        squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
+        source: ``"input"``, ``"learned"`` or ``"constant"``. Default: ``"input"`` for gates and
+            ``"learned"`` for params, which cannot depend on the input.
+        unit: unit of the value. ``"stability_limit"``, for the rate ``"lr"`` of normalised steps: a
+            multiple s of the limit beyond which one repeated association diverges,
+            η_t = s_t · 2 (1 − θ_t) / (b Σγ), see `recollect.recipe.stability`. s is in (0, 1) and
+            starts at 0.5 by default. ``"value_rms"``, for values that are compared with values or
+            errors: √V, the length of a value whose channels have unit root mean square; ``init``,
+            ``low`` and ``high`` are in this unit. ``"batch_mean"``, for the correction ``"offset"``
+            of averaged steps: 1/position, the weight of a step at its position in the inner batch;
+            ``init``, ``low`` and ``high`` are in this unit, but the learned value is not, so that
+            it changes equally fast at every position. ``"raw"``: as `recollect.recall` takes the
+            value. Default: ``"stability_limit"`` for the rate of a token if steps are normalised,
+            else ``"raw"``.
+        activation: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
-            ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"celu"``: z above
-            0, and −low (exp(−z/low) − 1) below, which ends at ``low`` < 0. ``"identity"``: z.
-        low, high: ends of the squashing, e.g. 0 and 2 for a delta rule with negative eigenvalues; a
-            share ends at 1 unless ``high`` says otherwise.
-        temperature: > 0; larger values hold a log decay nearer to its upper end.
-        init: value at a zero input, in the number's own unit (a logarithm for log decays) or in
-            ``unit``, one for all heads or one per head. ``None``: the initial value that the recipe
-            declares. If ``low`` or ``high`` excludes that value or is close to it, the gate starts
-            inside the range: at a twentieth of the range from that end, or nearer only if the
-            declared value is nearer to its own end.
-        spread: ≥ 1. Memory times −1/log α of a decay start geometrically spread over the heads
-            (over the channels, when per channel), from 1/spread to spread times that of ``init``.
-        rank: of the projection; 0 is a full matrix. ``None``: 32 for gates per channel, else full.
-        schedule: initial decays by head h and by layer l of L, in place of ``init``.
+            ``"exp"``: low + exp(z), or high − exp(z) without a lower end. ``"celu"``: z above 0,
+            and −low (exp(−z/low) − 1) below, with the lower end ``low`` < 0. ``"identity"``: z.
+        low, high: ends of the range, e.g. 0 and 2 for a delta rule with negative eigenvalues. A
+            multiple of the stability limit has ``high=1`` by default.
+        temperature: > 0; a larger value keeps a log decay closer to its upper end.
+        init: value at a zero input, a logarithm for log decays: one value, or one per head.
+            Default: the initial value that the recipe declares. If ``low`` or ``high`` excludes
+            that value or is close to it, the gate starts inside the range: at a twentieth of the
+            range from that end, or closer if the declared value is closer to its own end.
+        head_spread: ≥ 1. Initial memory times −1/log α of a decay are spread geometrically over the
+            heads (or over the channels, if per channel), from 1/head_spread to head_spread times
+            that of ``init``.
+        rank: rank of the projection; 0 is a full matrix. Default: 32 for gates per channel, else 0.
+        init_schedule: initial decays by head h and by layer l of L, instead of ``init``.
             ``"dyadic"``: α = 1 − 2^(−5−h). ``"alibi"``: log α = −2^(−8(h+1)/H)·(1 − l/L).
             ``"xpos"``: dyadic, times ζ_i^(1/512) for each pair i of K channels, ζ_i =
-            (2i/K + 0.4)/1.4. ``"integers"``: 1, 2, … along the last axis, of any number ≥ 0.
+            (2i/K + 0.4)/1.4. ``"integers"``: 1, 2, … along the last axis, of any gate ≥ 0.
 
     Raises:
         RecipeError: a value that its field refuses.
 
     Examples:
-        >>> options = rc.LayerOptions(gates={"lr": rc.GateOptions(low=0.0, high=2.0)})
+        >>> options = rc.LayerOptions(gate_options={"lr": rc.GateOptions(low=0.0, high=2.0)})
         >>> layer = rc.MemoryLayer(8, 2, rc.Recipe(), options)
         >>> y, state = layer(torch.randn(1, 4, 8))
         >>> y.shape
         torch.Size([1, 4, 8])
     """
 
-    source: str | None = option(None, "input", "learned", "fixed", optional=True)
-    unit: str | None = option(None, "share", "rms", "mean", "own", optional=True)
-    squash: str | None = option(
+    source: str | None = option(None, "input", "learned", "constant", optional=True)
+    unit: str | None = option(
+        None, "stability_limit", "value_rms", "batch_mean", "raw", optional=True
+    )
+    activation: str | None = option(
         None, "sigmoid", "softplus", "logsigmoid", "exp", "celu", "identity", optional=True
     )
     low: float | None = number(None, optional=True)
     high: float | None = number(None, optional=True)
     temperature: float = number(1.0, above=0)
-    init: float | tuple[float, ...] | None = checked(None, _init, optional=True)
-    spread: float | None = number(None, at_least=1, optional=True)
+    init: float | tuple[float, ...] | None = validated_field(None, _init, optional=True)
+    head_spread: float | None = number(None, at_least=1, optional=True)
     rank: int | None = integer(None, optional=True)
-    schedule: str | None = option(None, "dyadic", "alibi", "integers", "xpos", optional=True)
+    init_schedule: str | None = option(None, "dyadic", "alibi", "integers", "xpos", optional=True)
 
     def validate(self) -> None:
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise RecipeError(
                 f"GateOptions(low={self.low:g}, high={self.high:g}): low must be below high"
             )
-        if self.schedule is not None and (self.init is not None or self.spread is not None):
+        if self.init_schedule is not None and (
+            self.init is not None or self.head_spread is not None
+        ):
             raise RecipeError(
-                f"GateOptions(schedule={self.schedule!r}) gives the values: drop init and spread"
+                f"GateOptions(init_schedule={self.init_schedule!r}) gives the values: drop "
+                "init and head_spread"
             )
 
-    def lengths(self, length: float) -> GateOptions:
-        """Convert options stated in √V to the number's own unit.
+    def in_value_units(self, length: float) -> GateOptions:
+        """Convert options in units of √V to the unit of the declaration.
 
         Args:
             length: √V.
@@ -193,30 +196,30 @@ class GateOptions(Options):
             high=scaled(self.high),
         )
 
-    def unit_of(self, name: str, recipe: Recipe) -> str | None:
-        """The unit of a number of a recipe; ``None`` where it is stated as the recipe takes it.
+    def resolve_unit(self, name: str, recipe: Recipe) -> str | None:
+        """Return the unit of a gate or param; ``None`` for the unit of its declaration.
 
-        What these options leave open is a share for the rate that a token has of measured steps:
-        one of a size of its own would be right for one inner batch, window and momentum only
-        (`recollect.recipe.limit`).
+        By default, the rate of a token is a multiple of the stability limit if steps are
+        normalised: another unit fits one inner batch, window and momentum only
+        (`recollect.recipe.stability`).
 
         Args:
-            name: of the gate or param.
-            recipe: that asks for it.
+            name: name of the gate or param.
+            recipe: recipe that declares it.
         """
         unit = self.unit
         if unit is None and name == "lr" and step_limit(recipe) is not None:
-            unit = "share" if "lr" in {gate.name for gate in recipe.gates()} else None
-        return None if unit == "own" else unit
+            unit = "stability_limit" if "lr" in {gate.name for gate in recipe.gates()} else None
+        return None if unit == "raw" else unit
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, every default written out."""
+        """Return plain data, with all defaults."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**data, "init": list(self.init) if isinstance(self.init, tuple) else self.init}
 
     @classmethod
     def from_dict(cls, data: object) -> GateOptions:
-        """Rebuild what `to_dict` wrote; fields left out take their defaults.
+        """Return options from the result of `to_dict`; missing fields have their defaults.
 
         Raises:
             RecipeError: an unknown field, or a value its field refuses.
@@ -226,23 +229,23 @@ class GateOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Tie(Options):
-    """One number that follows another instead of a projection of its own.
+    """A gate, param, key or probe that is computed from another one.
 
     Args:
         target: ``"k"``, or a gate or param of the recipe.
-        source: the gate or param it follows, or ``"k"``, the keys before a tie of their own.
-        rule: what it then is. Learned numbers of its own are c (for a tied gate) and ξ (per head
-            and channel):
+        source: a gate or param of the recipe, or ``"k"``, the keys before their own tie.
+        rule: formula of the target, with a learned c (the target's own projection) and a learned ξ
+            (per head and channel):
 
             * ``"complement"``: k = 1 − α, α = exp(source) per key channel (HGRN2).
             * ``"blend"``: k ⊙ (1 + ξ (source − 1)), a source per key channel (RWKV-7's k̃).
             * ``"direction"``: the probe (k ⊙ ξ)/‖k ⊙ ξ‖, source ``"k"`` (RWKV-7's κ̂).
             * ``"rate"``: c · source (Mamba-2's one Δ drives ``lr``, and log α = −aΔ).
             * ``"negative"``: −source (Mamba's Δ).
-            * ``"variance"``: target · √(1 − α²), α that of the source, a decay (LRU, RG-LRU).
+            * ``"variance"``: target · √(1 − α²), α the source, a decay (LRU, RG-LRU).
             * ``"implicit"``: target/(1 + target ‖k‖²), source ``"k"`` (Longhorn).
             * ``"diagonal"``: the decay per entry log(1 − source_v k_n²), of a rate η in [0, 1/‖k‖²)
-              per value channel: the diagonal of a delta rule's erasure (Longhorn's own layer).
+              per value channel: the diagonal of a delta rule's erasure (Longhorn's layer).
 
     Raises:
         RecipeError: a value that its field refuses.
@@ -257,13 +260,13 @@ class Tie(Options):
 
     target: str = text()
     source: str = text()
-    rule: str = option(dataclasses.MISSING, *TIES)
+    rule: str = option(dataclasses.MISSING, *TIE_TARGETS)
 
     def validate(self) -> None:
         if self.target == self.source:
             raise RecipeError(f"Tie: {self.target!r} cannot follow itself")
-        if self.target != (TIES[self.rule] or self.target) or (
-            self.target in ("k", "probe") and not TIES[self.rule]
+        if self.target != (TIE_TARGETS[self.rule] or self.target) or (
+            self.target in ("k", "probe") and not TIE_TARGETS[self.rule]
         ):
             raise RecipeError(
                 f"Tie(rule={self.rule!r}) cannot make {self.target!r}: complement and blend make "
@@ -276,12 +279,12 @@ class Tie(Options):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {"target": self.target, "source": self.source, "rule": self.rule}
 
     @classmethod
     def from_dict(cls, data: object) -> Tie:
-        """Rebuild what `to_dict` wrote.
+        """Return a tie from the result of `to_dict`.
 
         Raises:
             RecipeError: an unknown or missing field, or a value its field refuses.
@@ -289,71 +292,76 @@ class Tie(Options):
         fields = _fields(cls, data)
         for name in ("target", "source", "rule"):
             if name not in fields:
-                raise RecipeError(f"Tie needs {name}: what follows what, and by which rule")
+                raise RecipeError(f"Tie needs {name}: set target, source and rule")
         return cls(**fields)
 
 
-@named_arguments
+@suggest_arguments
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(Options):
-    """What a `MemoryLayer` does around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
+    """Options of a `MemoryLayer` around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
 
     Args:
-        conv: width of the causal depthwise convolution on q, k and v; 0 or ``None`` is none.
-        conv_activation: ``"silu"`` or ``"none"``, after the convolution (also when there is none).
+        conv_size: width of the causal depthwise convolution on q, k and v; 0 or ``None``: none.
+        conv_activation: ``"silu"`` or ``"none"``, after the convolution (also without one).
         qk_norm: ``"l2"``: queries and keys of unit length per head; ``"rms"``: of length √K;
             ``"scaled"``: keys times K^(−1/2); or ``"none"``.
         qk: ``"input"``: queries and keys are projections; ``"ones"``: they are 1 in every channel
-            (a vector memory that only adds up).
-        key_dim: K, when the layer is not told ``head_dim`` (Mamba's 16); V stays d_model / heads.
-        rope: base of the rotary position embedding on q and k, e.g. 10000.0; ``None`` is none.
-        phase: a complex decay's angle per pair of channels: from the token (``"input"``), a learned
-            constant (``"learned"``), or ``"none"``. Pairs (i, i + D/2) are then real and imaginary
-            parts, and share their decay; see `recollect.layer.rotation`.
-        shift: every projection sees x_t + μ ⊙ (x_{t−1} − x_t), with a learned μ per channel
-            (``"static"``), one that depends on the token too (``"input"``), or ``"none"``.
-        skip: adds D ⊙ v to what is read, D learned per channel, 1 at the start.
+            (for a vector memory that sums).
+        key_dim: K, if the layer has no ``head_dim`` (Mamba's 16); V stays d_model / num_heads.
+        rope_theta: base of the rotary position embedding on q and k, e.g. 10000.0; ``None``: no
+            embedding.
+        complex_decay: angle of a complex decay per pair of channels: from the token (``"input"``),
+            a learned constant (``"learned"``), or ``"none"``. Pairs (i, i + D/2) are real and
+            imaginary parts, and share their decay; see `recollect.layer.rotary`.
+        token_shift: the input of every projection is x_t + μ ⊙ (x_{t−1} − x_t), with a learned μ
+            per channel (``"learned"``), one that also depends on the token (``"input"``), or none
+            (``"none"``).
+        value_skip: whether to add D ⊙ v to the memory's output, D learned per channel, initially 1.
         output_norm: ``"rms"`` per head, or ``"none"``.
         output_gate: ``"silu"``: the output is multiplied by SiLU(linear(x)); or ``"none"``.
-        gates: for gates and params of the recipe by name; those not named follow their
-            declarations. Any mapping is accepted, pairs are kept.
-        ties: numbers that follow others.
-        memory_scale: deviation of a deep memory's initial weights, in units of in^(−1/2). Weights
-            behind a link (a softmax, a power) may need other units than those that are read. Beside
-            a base (`memory.MLP`) they begin at zero, and neither this nor ``last_map`` applies.
-        last_map: of the last map's initial weights, a factor more; 0 is a memory that says nothing
-            until something is written (but for its residual). For memories made of linear maps.
-        persistent: the layer reads this many learned pairs per head and channel of d_model, in
-            place of its tokens (`FeedForward`); 0 memorises the tokens.
-        joined: with ``persistent``, all heads are one memory of d_model channels.
-        anchors: learned pairs that a deep memory over a kernel's features starts from.
+        gate_options: `GateOptions` of gates and params by name. Default: from their declarations.
+            Any mapping is accepted and stored as pairs.
+        ties: gates, keys and probes that are computed from others (`Tie`).
+        memory_init_scale: standard deviation of a deep memory's initial weights, in units of
+            in^(−1/2). Weights behind a link (a softmax, a power) may need other units than those
+            that are read. Memories with static weights (`memory.MLP`) start at zero, without this
+            scale and ``last_map_init_scale``.
+        last_map_init_scale: additional factor of the last map's initial weights. At 0 the memory
+            outputs only its residual until the first write. For memories made of linear maps.
+        persistent: number of learned pairs per head and channel of d_model that the layer reads
+            instead of its tokens (`FeedForward`); 0 memorises the tokens.
+        joined: with ``persistent``, whether all heads are one memory of d_model channels.
+        num_anchors: number of learned pairs that initialise a deep memory over a kernel's features.
 
     Raises:
         RecipeError: a value that its field refuses.
 
     Examples:
-        >>> options = rc.LayerOptions(conv=0, rope=10000.0, output_gate="none")
+        >>> options = rc.LayerOptions(conv_size=0, rope_theta=10000.0, output_gate="none")
         >>> layer = rc.MemoryLayer(8, 2, rc.Recipe(), options)
-        >>> layer.options.conv, layer.options.qk_norm
+        >>> layer.options.conv_size, layer.options.qk_norm
         (0, 'l2')
     """
 
-    conv: int = checked(4, _conv)
+    conv_size: int = validated_field(4, _conv)
     conv_activation: str = option("silu", "none")
     qk_norm: str = option("l2", "rms", "scaled", "none")
     qk: str = option("input", "ones")
     key_dim: int | None = integer(None, at_least=1, optional=True)
-    rope: float | None = number(None, above=1, optional=True)
-    phase: str = option("none", "input", "learned")
-    shift: str = option("none", "static", "input")
-    skip: bool = flag(False)
+    rope_theta: float | None = number(None, above=1, optional=True)
+    complex_decay: str = option("none", "input", "learned")
+    token_shift: str = option("none", "learned", "input")
+    value_skip: bool = flag(False)
     output_norm: str = option("rms", "none")
     output_gate: str = option("silu", "none")
-    gates: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = checked((), _gates)
-    ties: tuple[Tie, ...] = checked((), _ties)
-    memory_scale: float = number(1.0, above=0)
-    last_map: float = number(1.0, at_least=0)
-    anchors: int = integer(16, at_least=1)
+    gate_options: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = validated_field(
+        (), _gates
+    )
+    ties: tuple[Tie, ...] = validated_field((), _ties)
+    memory_init_scale: float = number(1.0, above=0)
+    last_map_init_scale: float = number(1.0, at_least=0)
+    num_anchors: int = integer(16, at_least=1)
     persistent: float = number(0.0, at_least=0)
     joined: bool = flag(False)
 
@@ -364,32 +372,34 @@ class LayerOptions(Options):
         early = any(tie.source in rest - {"k"} for tie, rest in pairs)
         if len(set(targets)) < len(targets) or early:
             raise RecipeError(
-                "LayerOptions(ties=...): a number follows one other, which follows none or was "
-                "tied before"
+                "LayerOptions(ties=...): each target needs one tie, and the tie of its source must "
+                "come first"
             )
 
     def gate(self, name: str) -> GateOptions:
-        """Options of one gate or param; those of `GateOptions()` when nothing was said."""
-        return dict(self.gates).get(name, GateOptions())
+        """Return the options of one gate or param; `GateOptions()` by default."""
+        return dict(self.gate_options).get(name, GateOptions())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, every default written out."""
+        """Return plain data, with all defaults."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        gates = {name: gate.to_dict() for name, gate in dict(self.gates).items()}
-        return {**data, "gates": gates, "ties": [tie.to_dict() for tie in self.ties]}
+        gates = {name: gate.to_dict() for name, gate in dict(self.gate_options).items()}
+        return {**data, "gate_options": gates, "ties": [tie.to_dict() for tie in self.ties]}
 
     @classmethod
     def from_dict(cls, data: object) -> LayerOptions:
-        """Rebuild what `to_dict` wrote; fields left out take their defaults.
+        """Return options from the result of `to_dict`; missing fields have their defaults.
 
         Raises:
             RecipeError: an unknown field, or a value its field refuses.
         """
         fields = _fields(cls, data)
-        gates = fields.get("gates", {})
+        gates = fields.get("gate_options", {})
         if not isinstance(gates, Mapping):
-            raise RecipeError(f"LayerOptions: gates is a mapping, not {type(gates).__name__}")
-        fields["gates"] = {name: GateOptions.from_dict(gate) for name, gate in gates.items()}
+            raise RecipeError(
+                f"LayerOptions: gate_options is a mapping, not {type(gates).__name__}"
+            )
+        fields["gate_options"] = {name: GateOptions.from_dict(gate) for name, gate in gates.items()}
         ties = fields.get("ties", ())
         if not isinstance(ties, list | tuple):
             raise RecipeError(f"LayerOptions: ties is a list, not {type(ties).__name__}")

@@ -1,4 +1,4 @@
-"""Ties: gates, keys and probes computed from other gates or keys, as `options.Tie` says."""
+"""Ties: gates, keys and probes that are computed from other gates or keys (`options.Tie`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.features.finite import Identity
-from recollect.choices.fields import Gate, Param
-from recollect.layer.gates import GateProjection, scaled
+from recollect.fields import Gate, Param
+from recollect.layer.gates import GateProjection, normalize_to_length
 from recollect.layer.options import LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["OWNED", "Ties", "tie_misfits"]
+__all__ = ["RULES_WITH_OWN_VALUE", "Ties", "tie_misfits"]
 
-OWNED = ("rate", "variance", "implicit")
-"""Rules whose target has a number of its own, which the source then changes."""
+RULES_WITH_OWN_VALUE = ("rate", "variance", "implicit")
+"""Rules that change a target with a projection of its own."""
 
-NEARLY = 1 - 1e-6
-"""Largest share of an entry that a diagonal erasure takes in one step: log 0 has no gradient."""
+MAX_ERASURE = 1 - 1e-6
+"""Largest fraction that a diagonal erasure removes in one step: log 0 has no gradient."""
 
 
 def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, str]]:
@@ -33,16 +33,16 @@ def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, st
             message = f"{tie} ties gates that this recipe does not have; it has: "
             yield tie, f"{message}{', '.join(sorted(known)) or 'none'}"
             continue
-        reason = _misfit(tie, recipe, gates, known)
+        reason = _incompatibility(tie, recipe, gates, known)
         if reason is not None:
             yield tie, f"{tie} {reason}"
 
 
-def _misfit(
+def _incompatibility(
     tie: Tie, recipe: Recipe, gates: Mapping[str, object], known: Mapping[str, Gate | Param]
 ) -> str | None:
-    """What the rule needs and the recipe lacks."""
-    plain = recipe.features == Identity() and recipe.associations == 1
+    """Return the requirement of the rule that the recipe does not meet, or ``None``."""
+    plain = recipe.features == Identity() and recipe.associations_per_token == 1
     axes = {name: item.axes for name, item in known.items()}
     source, target = axes.get(tie.source), axes.get(tie.target)
     if tie.rule == "complement" and (source != ("F",) or not plain or tie.source not in gates):
@@ -60,8 +60,8 @@ def _misfit(
         return f"needs numbers of one shape, not {' and '.join(both)}"
     if tie.rule == "negative" and not (tie.source in gates and tie.target in gates):
         return "needs two gates"
-    if tie.rule == "variance" and "decay" not in tie.source:
-        return f"follows a decay, and {tie.source!r} is none"
+    if tie.rule == "variance" and known[tie.source].role != "decay":
+        return f"needs a decay as source, not {tie.source!r}"
     if tie.rule == "implicit" and not plain:
         return "needs keys that are their own features, and one association per token"
     if tie.rule == "diagonal" and (target != ("V", "F") or source != ("V",) or not plain):
@@ -73,35 +73,36 @@ def _misfit(
 
 
 class Ties(nn.Module):
-    """What the ties of a layer compute, and what they learn.
+    """Rules and learned factors ξ ``[H, K]`` of the ties of a layer.
 
     Args:
-        options: with the ties.
-        heads: H. key_dim: K, of the learned ξ ``[H, K]``.
+        options: options with the ties.
+        heads: H.
+        key_dim: K.
     """
 
-    def __init__(self, options: LayerOptions, *, heads: int, key_dim: int) -> None:
+    def __init__(self, options: LayerOptions, recipe: Recipe, *, heads: int, key_dim: int) -> None:
         super().__init__()
-        self.ties = options.ties
+        self.ties, self.log_gates = options.ties, recipe.log_gates
         self.factors = nn.ParameterDict(
-            {tie.target: torch.empty(heads, key_dim) for tie in options.ties if _learns(tie)}
+            {tie.target: torch.empty(heads, key_dim) for tie in options.ties if _has_parameter(tie)}
         )
         self.key = next((tie for tie in options.ties if tie.target == "k"), None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the start: every factor is 1."""
+        """Set every factor to 1."""
         for factor in self.factors.values():
             nn.init.ones_(factor)
 
     @property
     def makes_keys(self) -> bool:
-        """Whether keys need no projection."""
+        """Whether keys have no projection."""
         return self.key is not None and self.key.rule == "complement"
 
     def keys(self, k: Tensor | None, values: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The keys, tied or not."""
+        """Return the keys, after their tie if there is one."""
         if self.key is None:
             assert k is not None
             return k
@@ -111,22 +112,24 @@ class Ties(nn.Module):
         blend = 1 + self.factors["k"].to(source.dtype) * (source - 1)
         return k * blend.to(k.dtype)
 
-    def numbers(
+    def apply_ties(
         self, values: dict[str, Tensor], k: Tensor, gates: nn.ModuleDict
     ) -> dict[str, Tensor]:
-        """Every gate and param by name, with the tied ones in place.
+        """Return all gates and params by name, with ties applied.
 
         Args:
-            values: those that the layer made. k: keys, before ties. gates: what made its gates.
+            values: gates and params of the layer's projections.
+            k: keys before ties.
+            gates: projections of the gates.
         """
         tied = dict(values)
         for tie in self.ties:
             if tie.target != "k":
                 source = k if tie.source == "k" else tied[tie.source]
-                tied[tie.target] = self._tied(tie, tied, source, k, gates)
+                tied[tie.target] = self._tied_value(tie, tied, source, k, gates)
         return tied
 
-    def _tied(
+    def _tied_value(
         self,
         tie: Tie,
         values: Mapping[str, Tensor],
@@ -137,25 +140,25 @@ class Ties(nn.Module):
         if tie.rule == "negative":
             return -source
         if tie.rule == "direction":
-            return scaled(k * self.factors[tie.target].to(k.dtype), 1.0)
+            return normalize_to_length(k * self.factors[tie.target].to(k.dtype), 1.0)
         if tie.rule == "diagonal":
-            taken = source.unsqueeze(-1) * k.to(source.dtype).square().unsqueeze(-2)
-            return torch.log1p(-taken.clamp_max(NEARLY))
-        own = values[tie.target]
+            erased = source.unsqueeze(-1) * k.to(source.dtype).square().unsqueeze(-2)
+            return torch.log1p(-erased.clamp_max(MAX_ERASURE))
+        value = values[tie.target]
         if tie.rule == "variance":
             alpha = source
-            if tie.source.startswith("log_"):
+            if tie.source in self.log_gates:
                 alpha = (source * values.get("decay_scale", source.new_ones(()))).exp()
-            return own * (1 - alpha.square()).clamp_min(1e-12).sqrt()
+            return value * (1 - alpha.square()).clamp_min(1e-12).sqrt()
         if tie.rule == "implicit":
-            size = k.to(own.dtype).square().sum(-1)
-            size = size.view(*size.shape, *(1,) * (own.dim() - size.dim()))
-            return own / (1 + own * size)
-        # Its own value is what it is where the other gate is at its start.
-        number = cast(GateProjection, gates[tie.source])
-        pace = source / number.start(source.device, source.dtype)
-        return own * pace.view(*pace.shape, *(1,) * (own.dim() - pace.dim()))
+            size = k.to(value.dtype).square().sum(-1)
+            size = size.view(*size.shape, *(1,) * (value.dim() - size.dim()))
+            return value / (1 + value * size)
+        # The value is that of the target's own projection if the source is at its initial value.
+        projection = cast(GateProjection, gates[tie.source])
+        ratio = source / projection.value_at_zero(source.device, source.dtype)
+        return value * ratio.view(*ratio.shape, *(1,) * (value.dim() - ratio.dim()))
 
 
-def _learns(tie: Tie) -> bool:
+def _has_parameter(tie: Tie) -> bool:
     return tie.rule in ("blend", "direction")

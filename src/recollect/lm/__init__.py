@@ -43,7 +43,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters, match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
-from recollect.lm.prompt import Prompt
+from recollect.lm.prompt import CachedPrompt
 from recollect.lm.sharding.processes import ProcessEnded
 from recollect.lm.swap import replace_attention
 from recollect.lm.swap_loading import register
@@ -56,6 +56,7 @@ from recollect.lm.width.rules import Rule, scale_for_width, width_rules
 
 __all__ = [
     "PAPER_SIZES",
+    "CachedPrompt",
     "CheckpointError",
     "Coordinate",
     "Coordinates",
@@ -66,7 +67,6 @@ __all__ = [
     "PaperSize",
     "ProcessEnded",
     "Progress",
-    "Prompt",
     "RecollectCache",
     "RecollectConfig",
     "RecollectForCausalLM",

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from recollect.blocks.state import state_from
+from recollect.blocks.state import state_from_dict
 from recollect.lm.model.arguments import check_token_ids
 from recollect.lm.model.cache import CACHE, RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
@@ -28,20 +28,20 @@ from recollect.report.files import write_atomic
 if TYPE_CHECKING:
     from recollect.lm.model.model import RecollectForCausalLM
 
-__all__ = ["Prompt", "fingerprint"]
+__all__ = ["CachedPrompt", "fingerprint"]
 
 FORMAT = 1
-WRITER = "memory.written_by"
+WRITER = "memory.recipe_id"
 """The end of the names of who wrote a memory."""
 # What says how a model runs or is saved, not what it computes.
 SILENT = (
-    *("method", "use_cache", "loss_chunk_size", "dtype", "architectures", "transformers_version"),
+    *("engine", "use_cache", "loss_chunk_size", "dtype", "architectures", "transformers_version"),
     *("_name_or_path", "auto_map"),
 )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prompt:
+class CachedPrompt:
     """A prompt and the model's states after all but its last token.
 
     Args:
@@ -58,12 +58,13 @@ class Prompt:
         ...     num_attention_heads=2,
         ... )
         >>> model = rc.lm.RecollectForCausalLM(config).eval()
-        >>> prompt = rc.lm.Prompt.read(model, torch.tensor([[1, 2, 3]]))
+        >>> prompt = rc.lm.CachedPrompt.prefill(model, torch.tensor([[1, 2, 3]]))
         >>> question = torch.tensor([[4, 5]])
-        >>> model.generate(**prompt.inputs(question), max_new_tokens=2, do_sample=False).shape
+        >>> kwargs = prompt.generate_kwargs(question)
+        >>> model.generate(**kwargs, max_new_tokens=2, do_sample=False).shape
         torch.Size([1, 7])
         >>> _ = prompt.save("prompt.safetensors", model)
-        >>> rc.lm.Prompt.load("prompt.safetensors", model).input_ids
+        >>> rc.lm.CachedPrompt.load("prompt.safetensors", model).input_ids
         tensor([[1, 2, 3]])
     """
 
@@ -92,9 +93,9 @@ class Prompt:
 
     @classmethod
     @torch.no_grad()
-    def read(
+    def prefill(
         cls, model: RecollectForCausalLM, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> Prompt:
+    ) -> CachedPrompt:
         """Read all columns but the last, with which generation begins.
 
         Args:
@@ -117,7 +118,7 @@ class Prompt:
         return cls(input_ids=input_ids, cache=cache, attention_mask=attention_mask)
 
     @torch.no_grad()
-    def extended(self, model: RecollectForCausalLM, more: Tensor) -> Prompt:
+    def extend(self, model: RecollectForCausalLM, more: Tensor) -> CachedPrompt:
         """This text and ``more [B, t]`` after it, read but for the last column.
 
         Args:
@@ -127,16 +128,16 @@ class Prompt:
         Raises:
             ValueError: rows that are not this text's.
         """
-        inputs = self.inputs(more)
+        inputs = self.generate_kwargs(more)
         ids, mask, seen = inputs["input_ids"], inputs["attention_mask"], self.cache.seen
         cache = inputs[CACHE]
         if ids.shape[1] - 1 > seen:
             fresh = {"attention_mask": mask[:, :-1], "use_cache": True, "logits_to_keep": 1}
             out = model(ids[:, seen:-1], cache=cache, **fresh)
             cache = cache_of(out)
-        return Prompt(input_ids=ids, cache=cache, attention_mask=mask)
+        return CachedPrompt(input_ids=ids, cache=cache, attention_mask=mask)
 
-    def inputs(self, more: Tensor | None = None) -> dict[str, Any]:
+    def generate_kwargs(self, more: Tensor | None = None) -> dict[str, Any]:
         """What ``model.generate`` takes to go on, after ``more [B, t]`` tokens.
 
         A prompt of one row takes ``more`` of any number of rows.
@@ -163,7 +164,7 @@ class Prompt:
             )
         return {"input_ids": ids, "attention_mask": mask, CACHE: prompt.cache}
 
-    def repeat(self, n: int) -> Prompt:
+    def repeat(self, n: int) -> CachedPrompt:
         """Each row n times in a row."""
         mask = self.attention_mask
         return replace(
@@ -200,7 +201,7 @@ class Prompt:
         return write_atomic(path, save(tensors, metadata={"recollect": json.dumps(written)}))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: RecollectForCausalLM) -> Prompt:
+    def load(cls, path: str | os.PathLike[str], model: RecollectForCausalLM) -> CachedPrompt:
         """Read what `save` wrote, onto the model's device.
 
         Args:
@@ -224,7 +225,7 @@ class Prompt:
         ids, mask = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
         try:
             states = [
-                state_from(_under(f"layers.{index}.", tensors))
+                state_from_dict(_under(f"layers.{index}.", tensors))
                 for index in range(written["layers"])
             ]
             if ids is None or len(tensors) != sum(len(state.to_dict()) for state in states):
@@ -236,9 +237,9 @@ class Prompt:
             raise CheckpointError(f"{path} holds no prompt of this model: {error}") from None
         return prompt._to(model.device)
 
-    def _to(self, device: torch.device) -> Prompt:
+    def _to(self, device: torch.device) -> CachedPrompt:
         mask = self.attention_mask
-        return Prompt(
+        return CachedPrompt(
             input_ids=self.input_ids.to(device),
             cache=self.cache.map(lambda state: state.to(device=device)),
             attention_mask=None if mask is None else mask.to(device),

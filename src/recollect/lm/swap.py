@@ -106,27 +106,32 @@ class SwappedAttention(nn.Module):
         where = columns(attention_mask, hidden_states, others.get("cu_seq_lens_q"))
         cache = one_cache(cache, past_key_values)
         if cache is None:
-            y, _ = _run(self.layer, hidden_states, None, where, output_state=False)
+            y, _ = _run(self.layer, hidden_states, None, where, output_final_state=False)
             return self.dropout(y), None
         slot = _slot(cache, self.layer_idx)
-        y, after = _run(self.layer, hidden_states, slot, where, output_state=True)
+        y, after = _run(self.layer, hidden_states, slot, where, output_final_state=True)
         slot.advance(after, hidden_states.shape[1])
         return self.dropout(y), None
 
 
 def _run(
-    layer: MemoryLayer, x: Tensor, slot: StateLayer | None, where: Columns, *, output_state: bool
+    layer: MemoryLayer,
+    x: Tensor,
+    slot: StateLayer | None,
+    where: Columns,
+    *,
+    output_final_state: bool,
 ) -> tuple[Tensor, Any]:
     state = None if slot is None else slot.state
     if where.borders is None:
-        return layer(x, state, where.mask, output_state=output_state)
-    if output_state:
+        return layer(x, state, where.mask, output_final_state=output_final_state)
+    if output_final_state:
         raise ValueError(
             "packed documents end where others begin, so there is no one state to go on from: pass "
             "use_cache=False, or one document per row"
         )
     # All rows in one: documents know nothing of each other anyway.
-    y, _ = layer(x.reshape(1, -1, x.shape[-1]), None, None, where.borders, output_state=False)
+    y, _ = layer(x.reshape(1, -1, x.shape[-1]), None, None, where.borders, output_final_state=False)
     return y.view_as(x), None
 
 
@@ -175,7 +180,7 @@ def replace_attention(
     recipe: Named,
     layers: Iterable[int] | None = None,
     *,
-    method: str = "auto",
+    engine: str = "auto",
 ) -> Swap:
     """Put a recipe in place of a decoder's attention; the model is changed in place.
 
@@ -193,7 +198,7 @@ def replace_attention(
             for all three) and a map back; Llama, Qwen, Mistral, Phi-3 and GPT-2 are such.
         recipe: a zoo name, a preset, a recipe, or a recipe with its options.
         layers: indices, negative ones from the end; all when omitted.
-        method: engine, as in `recall`.
+        engine: engine, as in `recall`.
 
     Returns:
         What was kept, what is new and what was dropped, by layer.
@@ -216,9 +221,9 @@ def replace_attention(
         torch.Size([1, 3, 32])
     """
     made, options = resolved(recipe)
-    swap = place_layers(model, (made, options), layers, method=method)
+    swap = place_layers(model, (made, options), layers, engine=engine)
     indices = [layer.index for layer in swap.layers]
-    record(model, layers=indices, recipe=made, options=options, method=method)
+    record(model, layers=indices, recipe=made, options=options, engine=engine)
     return swap
 
 
@@ -228,7 +233,7 @@ def place_layers(
     recipe: tuple[Recipe, LayerOptions],
     layers: Iterable[int] | None,
     *,
-    method: str,
+    engine: str,
 ) -> Swap:
     """`replace_attention` of the modules alone; the configuration stays as it is."""
     attentions = _attentions(model)
@@ -255,10 +260,10 @@ def place_layers(
             sizes.heads,
             made,
             options,
-            kv_heads=sizes.kv_heads,
+            num_kv_heads=sizes.kv_heads,
             head_dim=options.key_dim or sizes.head_dim,
             value_dim=sizes.head_dim,
-            method=method,
+            engine=engine,
             depth=(index, depth),
         )
         reports.append(_take_over(layer, old, sizes, index=index, name=name))
@@ -360,10 +365,10 @@ def _take_over(
 ) -> SwappedLayer:
     """Copy the maps whose shapes are the same; what else there is stays as it was drawn."""
     kept: list[str] = []
-    parts = dict(zip("qkv", layer.qkv.weight.split(layer.sizes), strict=True))
+    parts = dict(zip("qkv", layer.qkv.weight.split(layer.qkv_sizes), strict=True))
     biased = any(sizes.maps[part][1] is not None for part in "qkv")
-    biases = torch.zeros(sum(layer.sizes))
-    places = dict(zip("qkv", biases.split(layer.sizes), strict=True))
+    biases = torch.zeros(sum(layer.qkv_sizes))
+    places = dict(zip("qkv", biases.split(layer.qkv_sizes), strict=True))
     for part, target in (*parts.items(), ("o", layer.out.weight)):
         weight, bias = sizes.maps[part]
         if weight.shape != target.shape:

@@ -19,15 +19,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from recollect.lm.model.checkpoint import AGAIN, CheckpointError, check_attributes
 from recollect.lm.publishing.remote_code import RemoteConfig
+from recollect.messages import short_repr
 from recollect.recipe.recipe import Recipe
-from recollect.wording import shown
 
 __all__ = ["SWAPPED", "decoder_config", "record", "swapped_type"]
 
 SWAPPED = "recollect_swapped"
 """The model type in the file."""
 
-SCHEMA = 1
+SCHEMA = 2
 
 # Stands where a plain decoder's configuration expects a number: its message then quotes this.
 _INSTEAD = (
@@ -41,7 +41,7 @@ class _Swapped(RemoteConfig):
     """What a decoder's configuration has more when layers were replaced.
 
     Attributes:
-        swaps: what was done, in order: layers, recipe, options and method of each.
+        swaps: what was done, in order: layers, recipe, options and engine of each.
     """
 
     swaps: list[dict[str, Any]]
@@ -102,13 +102,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def record(model: nn.Module, *, layers: list[int], recipe: Any, options: Any, method: str) -> None:
+def record(model: nn.Module, *, layers: list[int], recipe: Any, options: Any, engine: str) -> None:
     """Write a replacement into a model's configuration; others that share it keep theirs."""
     old: Any = model.config
     new = copy.deepcopy(old)
     new.__class__ = swapped_type(type(old))
     swap = {"layers": layers, "recipe": recipe.to_dict(), "options": options.to_dict()}
-    new.swaps = [*getattr(old, "swaps", []), {**swap, "method": method}]
+    new.swaps = [*getattr(old, "swaps", []), {**swap, "engine": engine}]
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = new
@@ -124,11 +124,12 @@ def decoder_config(data: Mapping[str, Any]) -> tuple[type[PretrainedConfig], dic
     where = "config.json of a decoder with replaced layers"
     if data.get("schema") != SCHEMA:
         raise CheckpointError(
-            f"{where} has schema {shown(data.get('schema'))} and this version of recollect "
-            f"reads schema {SCHEMA}: install the version that wrote it"
+            f"{where} has schema {short_repr(data.get('schema'))} and this version of recollect "
+            f"reads schema {SCHEMA}: rename its fields as "
+            "CHANGELOG.md lists, or install the version that wrote it"
         )
     kind, inside, swaps = data.get("decoder_type"), data.get("decoder"), data.get("swaps")
-    wanted = {"layers", "recipe", "options", "method"}
+    wanted = {"layers", "recipe", "options", "engine"}
     if (
         not isinstance(inside, Mapping)
         or not isinstance(swaps, list)

@@ -81,7 +81,7 @@ def _swapped_model(
         for swap in config.swaps:
             recipe, options = Recipe.from_dict(swap["recipe"]), swap["options"]
             named = recipe, LayerOptions.from_dict(options)
-            place_layers(self, named, swap["layers"], method=swap["method"])
+            place_layers(self, named, swap["layers"], engine=swap["engine"])
 
     def _configured(folder: Path, written: dict[str, Any]) -> Any:
         if written.get("model_type") != SWAPPED:

@@ -12,8 +12,14 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from recollect.choices.fields import Quantity
-from recollect.choices.member import RULE, Member, RecipeError, all_members, decode, domain
+from recollect.choices.member import (
+    Member,
+    RecipeError,
+    all_members,
+    decode,
+    registered_name,
+)
+from recollect.fields import field_spec, quantity_of
 from recollect.recipe.recipe import CHOICES, Recipe
 
 __all__ = ["Data", "Knobs", "key_of", "summary"]
@@ -67,7 +73,7 @@ class Knobs:
     def _look(self, member: Member) -> None:
         data = member.to_dict()
         for field in dataclasses.fields(type(member)):  # type: ignore[arg-type]
-            values = self._seen.setdefault((type(member).__name__, field.name), [])
+            values = self._seen.setdefault((data["member"], field.name), [])
             if data[field.name] not in values:
                 values.append(data[field.name])
         for part in member.parts():
@@ -81,7 +87,7 @@ class Knobs:
         """
         return [
             name
-            for name, cls in all_members().items()
+            for name, cls in _classes().items()
             if choice in cls.choices() and self._first(cls) is not None
         ]
 
@@ -95,19 +101,19 @@ class Knobs:
         Raises:
             RecipeError: the choice has no such member, or it cannot be made without code.
         """
-        cls = all_members().get(name)
+        cls = _classes().get(name)
         data = None if cls is None or choice not in cls.choices() else self._first(cls)
         if data is None:
             raise RecipeError(f"{choice} has no knob {name!r}; it has {self.members(choice)}")
         return data
 
     def _first(self, cls: type[Member]) -> Data | None:
-        given: Data = {"member": cls.__name__}
+        given: Data = {"member": registered_name(cls)}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             missing = dataclasses.MISSING
             if field.default is missing and field.default_factory is missing:
-                rule = domain(field)
-                seen = self._seen.get((cls.__name__, field.name), [])
+                rule = field_spec(field)
+                seen = self._seen.get((registered_name(cls), field.name), [])
                 if not seen and (rule is None or rule.kind != "integer"):
                     return None  # the name of code of the user's
                 given[field.name] = seen[0] if seen else _REQUIRED_SIZE
@@ -122,7 +128,7 @@ class Knobs:
         Args:
             name: of the member.
         """
-        cls = all_members()[name]
+        cls = _classes()[name]
         data, missing = self._first(cls) or {}, dataclasses.MISSING
         return {
             field.name: data[field.name]
@@ -136,20 +142,20 @@ class Knobs:
         Args:
             name: of the member. field: of the member.
         """
-        cls = all_members()[name]
+        cls = _classes()[name]
         (declared,) = (x for x in dataclasses.fields(cls) if x.name == field)  # type: ignore[arg-type]
         first = self._first(cls) or {}
         found: list[Any] = [first[field]] if field in first else []
-        rule, seen = declared.metadata.get(RULE), self._seen.get((name, field), [])
-        if isinstance(rule, Quantity):
-            found += [*rule.kinds, *seen]
+        rule, seen = quantity_of(declared), self._seen.get((name, field), [])
+        if rule is not None:
+            found += [*rule.sources, *seen]
             if all(isinstance(x, str) for x in found) and rule.range.contains(rule.init):
                 found.append(rule.init)  # a constant, too
         else:
-            said = domain(declared)
+            said = field_spec(declared)
             if said is not None:
                 found += [None] * said.optional
-                found += {"option": [*said.words], "flag": [False, True]}.get(said.kind, [])
+                found += {"option": [*said.choices], "flag": [False, True]}.get(said.kind, [])
             found += seen
             sizes = [] if said is None or said.kind != "integer" else _distinct(found)
             if len(sizes) == 1 and sizes[0] is not None:
@@ -175,9 +181,14 @@ class Knobs:
         Args:
             name: of the member.
         """
-        cls = all_members()[name]
+        cls = _classes()[name]
         found = [(x.name, self.values(name, x.name)) for x in dataclasses.fields(cls)]  # type: ignore[arg-type]
         return [(field, values) for field, values in found if len(values) > 1]
+
+
+def _classes() -> dict[str, type[Member]]:
+    """Every registered member class by its name in saved data."""
+    return {registered_name(cls): cls for cls in all_members()}
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
@@ -191,5 +202,5 @@ def summary(name: str) -> str:
     Args:
         name: of the member.
     """
-    text = inspect.getdoc(all_members()[name]) or ""
+    text = inspect.getdoc(_classes()[name]) or ""
     return text.split("\n\n")[0].replace("\n", " ").replace("``", "").replace("`", "")

@@ -1,4 +1,6 @@
-"""The first page's picture: five answers to one regression problem, made by `rc.recall`.
+"""The picture of README and the first page: five answers to one regression problem.
+
+    python -m recollect.page.picture docs/assets
 
 Left, how much a memory of 16 × 16 holds; right, how it takes to a map that changes. The recipes
 differ in one or two choices; nothing is trained, and nothing is drawn that was not computed here.
@@ -6,7 +8,9 @@ differ in one or two choices; nothing is trained, and nothing is drawn that was 
 
 from __future__ import annotations
 
+import sys
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from recollect.choices import algorithm, bias, context, features, memory, retention
-from recollect.recall.reading import read
-from recollect.recall.recall import recall
+from recollect.functional.read import read
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles, Series, draw_line, figure_files, new_canvas
 
@@ -37,16 +41,16 @@ RECIPES = {
     "Hebbian: linear attention": Recipe(
         bias=bias.DotProduct(), algorithm=algorithm.GradientDescent(lr=1.0)
     ),
-    "one gradient step: DeltaNet": Recipe(algorithm=algorithm.GradientDescent(lr=1.0)),
-    "solved exactly: RLS": Recipe(
+    "gradient step: DeltaNet": Recipe(algorithm=algorithm.GradientDescent(lr=1.0)),
+    "exact least squares: RLS": Recipe(
         context=context.Prefix(), algorithm=algorithm.LeastSquares(ridge=1e-4)
     ),
-    "solved, and forgetting": Recipe(
+    "least squares that forgets": Recipe(
         context=context.Prefix(decay=0.85), algorithm=algorithm.LeastSquares(ridge=1e-4)
     ),
-    "every pair kept: softmax attention": Recipe(
+    "all pairs stored: softmax attention": Recipe(
         memory=memory.LocalConstant(),
-        context=context.Similar(kernel=features.Exponential(temperature=0.08)),
+        context=context.KernelWeighted(kernel=features.Exponential(temperature=0.08)),
         retention=retention.Keep(),
         algorithm=algorithm.Analytic(),
     ),
@@ -67,7 +71,7 @@ def held_pairs() -> dict[str, list[float]]:
 
     Examples:
         >>> from recollect.page.picture import PAIRS, held_pairs
-        >>> found = held_pairs()["solved exactly: RLS"]
+        >>> found = held_pairs()["exact least squares: RLS"]
         >>> found[PAIRS.index(16)] < 0.05 < found[PAIRS.index(20)]
         True
     """
@@ -126,10 +130,10 @@ def draw() -> FigureFiles:
         _panel(left, held_pairs(), list(PAIRS))
         _panel(right, changing_map(), list(range(1, LENGTH + 1)))
         left.axvline(WIDTH, color="0.2", linestyle=":", linewidth=1.2)
-        left.text(WIDTH + 0.6, 1.5, "as many as features", fontsize=8.5)
+        left.text(WIDTH + 0.6, 1.5, "one pair per feature", fontsize=8.5)
         right.axvline(CHANGE + 0.5, color="0.2", linestyle=":", linewidth=1.2)
-        right.text(CHANGE + 2, 1.5, "another map", fontsize=8.5)
-        left.set_title("How much does it hold?", loc="left", fontsize=11, fontweight="bold")
+        right.text(CHANGE + 2, 1.5, "the map changes", fontsize=8.5)
+        left.set_title("How many pairs does it store?", loc="left", fontsize=11, fontweight="bold")
         right.set_title("What if the map changes?", loc="left", fontsize=11, fontweight="bold")
         left.set_xlabel("pairs written into 16 × 16 numbers")
         right.set_xlabel("tokens")
@@ -145,3 +149,9 @@ def _panel(axes: Axes, curves: dict[str, list[float]], x: list[int]) -> None:
         line = Series(name=name, x=x, y=y)
         draw_line(axes, line, place, marks=8, markersize=4.5, linewidth=1.7)
     axes.set_ylim(0, 1.6)
+
+
+if __name__ == "__main__":
+    files = draw()
+    for name, text in {"memories.svg": files.svg, "memories-narrow.svg": files.narrow}.items():
+        Path(sys.argv[1], name).write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 
 import recollect
 from recollect import zoo
-from recollect.blocks.mixers import Leaf, Mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.choices.member import Member
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import CHOICES, Recipe
@@ -101,13 +101,13 @@ def _place(member: Member) -> str:
 
 
 def _mixer(mixer: Mixer) -> str:
-    if isinstance(mixer, Leaf):
+    if isinstance(mixer, RecipeMixer):
         for name in zoo.names():
             preset = zoo.get(name)
             if (preset.recipe, preset.options) == (mixer.recipe, mixer.options):
                 return f'"{name}"'
         parts = {"recipe": as_python(mixer.recipe), "options": as_python(mixer.options)}
-        return _call("rc.blocks.Leaf", parts)
+        return _call("rc.blocks.RecipeMixer", parts)
     said, several = _said(mixer), ""
     parameters = inspect.signature(type(mixer)).parameters
     for field in dataclasses.fields(mixer):  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""What the documentation has beside its written pages: `mkdocs.yml` names this file as a hook.
+"""Generated pages of the documentation: `mkdocs.yml` names this file as a hook.
 
-The page of six knobs, a page for every system of the zoo, the first page's picture, and the reports
-of `results/`, which stand outside the documentation's folder.
+They are the page of the six choices, a page for each system of the zoo, and the reports of
+`results/`, a folder outside of the documentation's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from recollect.page.write import PAGE, render
 __all__ = ["on_config", "on_files"]
 
 _NONE = "# Results\n\nThis copy of the sources comes without measured results.\n"
-_PICTURES = ("assets/memories.svg", "assets/memories-narrow.svg")
 _LINK = re.compile(r"\]\(([^)#:]+\.(?:png|svg))\)")
 
 
@@ -49,12 +48,8 @@ def on_files(files: Any, *, config: Any) -> Any:
     """
     from mkdocs.structure.files import File
 
-    from recollect.page.picture import draw
-
     root = _root(config)
     made: dict[str, str] = {PAGE: render(), **system_pages(root / "results")}
-    drawing = draw()
-    made.update(zip(_PICTURES, (drawing.svg, drawing.narrow), strict=True))
     made.update(_results(root))
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from recollect import zoo
-from recollect.blocks.mixers import Leaf, Mixer
-from recollect.cost import Cost
-from recollect.explain.composition import Composition
-from recollect.explain.explain import Explanation, explain
+from recollect.blocks.mixers import Mixer, RecipeMixer
+from recollect.costs import Cost
+from recollect.explanation.composition import Composition
+from recollect.explanation.explain import Explanation, explain
 from recollect.layer.options import LayerOptions
 from recollect.page.measured import bits_per_byte, measured
 from recollect.page.python_text import as_python
@@ -103,7 +103,7 @@ def _row(name: str, results: Path) -> tuple[str, ...]:
 def _kept(cost: Cost | None) -> str:
     if cost is None:
         return "–"
-    return f"{readable(cost.state_bytes, 'B')}{', grows' if cost.grows else ''}"
+    return f"{readable(cost.state_bytes, 'B')}{', grows' if cost.state_bytes_per_token else ''}"
 
 
 def _flops(cost: Cost | None) -> str:
@@ -192,7 +192,7 @@ def _of_preset(preset: Preset) -> list[str]:
     code += f"\nlayer = rc.MemoryLayer(64, 4, {given})"
     if preset.options.persistent:
         code = code.rpartition("\n")[0] + (
-            f'\nlayer = rc.zoo.get("{preset.name}").build(d_model=64, heads=4)'
+            f'\nlayer = rc.zoo.get("{preset.name}").build(d_model=64, num_heads=4)'
         )
     lines += [
         "## Recipe",
@@ -248,7 +248,7 @@ def _composed(hybrid: Hybrid) -> str:
         ((_, mixer),) = hybrid.layers
         return (
             f"import recollect as rc\n\nmixer = {as_python(mixer)}\n"
-            f'layer = rc.zoo.find("{hybrid.name}").build(d_model=64, heads=4)  # the same'
+            f'layer = rc.zoo.find("{hybrid.name}").build(d_model=64, num_heads=4)  # the same'
         )
     lines = "".join(f'    "{name}": {as_python(mixer)},\n' for name, mixer in hybrid.layers)
     return (
@@ -261,7 +261,7 @@ def _systems(mixer: Mixer) -> list[str]:
     """Names of the systems that its parts are."""
     found: list[str] = []
     for leaf in mixer.leaves.values():
-        text = as_python(leaf) if isinstance(leaf, Leaf) else ""
+        text = as_python(leaf) if isinstance(leaf, RecipeMixer) else ""
         found += [text.strip('"')] if text.startswith('"') else []
     return found
 

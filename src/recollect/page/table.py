@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import recollect
 from recollect import zoo
 from recollect.choices import algorithm, bias, context, features, memory, retention
-from recollect.choices.member import RecipeError, all_members
-from recollect.explain.explain import Explanation, explain
+from recollect.choices.member import RecipeError, all_members, registered_name
+from recollect.explanation.explain import Explanation, explain
 from recollect.page.knobs import Data, Knobs, key_of, summary
 from recollect.recipe.recipe import CHOICES, Recipe
 
@@ -212,8 +212,9 @@ def _choice(table: _Table, choice: str, firsts: Sequence[int], bases: Sequence[i
 def _classes(knobs: Knobs) -> dict[str, Data]:
     """Where each member is found under ``rc``, its fields, and those that need not be said."""
     found: dict[str, Data] = {}
-    for name, cls in all_members().items():
-        rooms = [room for room in CHOICES if getattr(_ROOMS[room], name, None) is cls]
+    for cls in all_members():
+        name = registered_name(cls)
+        rooms = [room for room in CHOICES if getattr(_ROOMS[room], cls.__name__, None) is cls]
         found[name] = {
             "room": rooms[0] if rooms else None,
             "fields": [field.name for field in dataclasses.fields(cls)],  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Memories whose write is affine in the weights: all ranks at once, one gather, then each reads.
+"""Memories with affine writes: all ranks run in parallel, and one gather joins their results.
 
-With z = [A, S] the weights and their momentum beside each other, a segment does z → z M + B, row by
-row of the memory. Every rank runs its segment from zero, which gives B and the outputs y⁰_t. What
-the state z₀ before the segment adds to an output is z₀ u_t, where u_t is what rows of the identity
-would read: `docs/design/parallel.md` has the derivation.
+With z = [A, S] the weights and their momentum, concatenated, a segment maps z → z M + B for every
+row of the memory. Every rank runs its segment from zero, which gives B and the outputs y⁰_t. The
+state z₀ before the segment adds z₀ u_t to an output, with u_t the outputs of a memory that starts
+from the rows of the identity. `docs/design/parallel.md` has the derivation.
 """
 
 from __future__ import annotations
@@ -26,127 +26,128 @@ Run = Callable[[Problem], tuple[Tensor, State]]
 
 
 def joined_weights(state: State) -> Tensor:
-    """z = [A, S]: weights, a memory of ones as their last row, and their momentum beside them."""
+    """Return z = [A, S]: weights, with the normaliser as the last row, and their momentum."""
     (A,) = state.weights
-    if state.ones is not None:
-        A = torch.cat([A, state.ones], dim=-2)
-    return torch.cat([A, *(x for slot in state.slots.values() for x in slot)], dim=-1)
+    if state.normalizer is not None:
+        A = torch.cat([A, state.normalizer], dim=-2)
+    return torch.cat([A, *(x for slot in state.algorithm_state.values() for x in slot)], dim=-1)
 
 
 def affine_run(
-    run: Run, transition: str, segment: Segment, given: Tensor, rest: Tensor | None
+    run: Run, transition: str, segment: Segment, initial: Tensor, last_piece: Tensor | None
 ) -> Run:
-    """An engine's run for a segment whose problems come with a state of zeros.
+    """Return a run function for a segment whose problem has a state of zeros.
 
     Args:
-        run: the engine's.
-        transition: `Way.transition`.
-        segment: this rank's.
-        given: z before the first token of all.
-        rest: z after a later piece of this segment, which then goes on to the next rank.
+        run: run function of the engine.
+        transition: `Strategy.transition`.
+        segment: segment of this rank.
+        initial: z before the first token of the sequence.
+        last_piece: z after a later piece of this segment, which the next rank continues.
     """
-    ways = {"keys": _by_keys, "decays": _by_decays, "entries": _by_entries}
+    transitions = {"keys": _by_keys, "decays": _by_decays, "entries": _by_entries}
 
-    def across(problem: Problem) -> tuple[Tensor, State]:
-        return ways[transition](problem, run, segment, given, rest)
+    def run_segment(problem: Problem) -> tuple[Tensor, State]:
+        return transitions[transition](problem, run, segment, initial, last_piece)
 
-    return across
+    return run_segment
 
 
-def _reached(segment: Segment, given: Tensor, rest: Tensor | None) -> Tensor:
-    """z where this rank's first piece begins, if no earlier rank has anything to say of it."""
-    return given if segment.from_start else torch.zeros_like(given)
+def _segment_start(segment: Segment, initial: Tensor, last_piece: Tensor | None) -> Tensor:
+    """Return z before this rank's first piece, without contributions of earlier ranks."""
+    return initial if segment.includes_start else torch.zeros_like(initial)
 
 
 # -- a matrix over key features -------------------------------------------------------------------
 
 
 def _by_keys(
-    problem: Problem, run: Run, segment: Segment, given: Tensor, rest: Tensor | None
+    problem: Problem, run: Run, segment: Segment, initial: Tensor, last_piece: Tensor | None
 ) -> tuple[Tensor, State]:
-    """z → z M + B; M and u_t are what rows of the identity become and read beside the values."""
+    """Run z → z M + B; M and u_t come from rows of the identity, appended to the memory's rows."""
     state = problem.state
-    V, n = problem.v.shape[-1], 1 + len(state.slots)
+    V, n = problem.v.shape[-1], 1 + len(state.algorithm_state)
     F = state.weights[0].shape[-1]
     rows = n * F
-    identity = torch.eye(rows, dtype=given.dtype, device=given.device)
-    parts = list(identity.expand(*given.shape[:2], rows, rows).split(F, -1))
-    wide = [
-        torch.cat([old, more], dim=-2) for old, more in zip(_matrices(state), parts, strict=True)
+    identity = torch.eye(rows, dtype=initial.dtype, device=initial.device)
+    parts = list(identity.expand(*initial.shape[:2], rows, rows).split(F, -1))
+    extended = [
+        torch.cat([old, new], dim=-2) for old, new in zip(_matrices(state), parts, strict=True)
     ]
     blank = problem.v.new_zeros(*problem.v.shape[:-1], rows)
-    y, after = run(
+    y, final = run(
         replace(
             problem,
             v=torch.cat([problem.v, blank], dim=-1),
-            state=_with(replace(state, cache={}), wide),
+            state=_with_matrices(replace(state, cache={}), extended),
         )
     )
-    after_all = torch.cat(_matrices(after), dim=-1)  # [B, H, V + nF, nF]
-    onward = after_all
-    if rest is not None:
-        onward = torch.cat([rest, torch.zeros_like(after_all[:, :, V:])], dim=-2)
-    every = segment.exchange.gather(onward)
-    z = _reached(segment, given, rest)
-    for said in every[segment.reach : segment.rank]:
-        z = z @ said[:, :, V:] + said[:, :, :V]
-    said = torch.einsum("bhvf,bthgf->bthgv", z, y[..., V:].to(z.dtype))
-    y = y[..., :V] + said.to(y.dtype)
-    z = z @ after_all[:, :, V:] + after_all[:, :, :V]
-    return y, _moved(problem, z, n)
+    final_tensor = torch.cat(_matrices(final), dim=-1)  # [B, H, V + nF, nF]
+    outgoing = final_tensor
+    if last_piece is not None:
+        outgoing = torch.cat([last_piece, torch.zeros_like(final_tensor[:, :, V:])], dim=-2)
+    messages = segment.exchange.gather(outgoing)
+    z = _segment_start(segment, initial, last_piece)
+    for message in messages[segment.first_source_rank : segment.rank]:
+        z = z @ message[:, :, V:] + message[:, :, :V]
+    contribution = torch.einsum("bhvf,bthgf->bthgv", z, y[..., V:].to(z.dtype))
+    y = y[..., :V] + contribution.to(y.dtype)
+    z = z @ final_tensor[:, :, V:] + final_tensor[:, :, :V]
+    return y, _state_after(problem, z, n)
 
 
 def _matrices(state: State) -> list[Tensor]:
-    return [*state.weights, *(x for slot in state.slots.values() for x in slot)]
+    return [*state.weights, *(x for slot in state.algorithm_state.values() for x in slot)]
 
 
-def _with(state: State, tensors: list[Tensor]) -> State:
-    slots = {name: (x,) for name, x in zip(state.slots, tensors[1:], strict=True)}
-    return replace(state, weights=(tensors[0],), slots=slots)
+def _with_matrices(state: State, tensors: list[Tensor]) -> State:
+    slots = {name: (x,) for name, x in zip(state.algorithm_state, tensors[1:], strict=True)}
+    return replace(state, weights=(tensors[0],), algorithm_state=slots)
 
 
-def _moved(problem: Problem, z: Tensor, n: int) -> State:
-    state = _with(problem.state, list(z.chunk(n, -1)))
-    return problem.after(weights=state.weights, slots=state.slots)
+def _state_after(problem: Problem, z: Tensor, n: int) -> State:
+    state = _with_matrices(problem.state, list(z.chunk(n, -1)))
+    return problem.final_state(weights=state.weights, algorithm_state=state.algorithm_state)
 
 
 # -- decays ---------------------------------------------------------------------------------------
 
 
 def _by_decays(
-    problem: Problem, run: Run, segment: Segment, given: Tensor, rest: Tensor | None
+    problem: Problem, run: Run, segment: Segment, initial: Tensor, last_piece: Tensor | None
 ) -> tuple[Tensor, State]:
-    """A → A ⊙ (r cᵀ) + B, with r and c the products of the decays of rows and columns."""
-    y, after = run(problem)
+    """Run A → A ⊙ (r cᵀ) + B, with r and c the products of the decays of rows and columns."""
+    y, final = run(problem)
     p = linear_problem(problem)
-    rows, columns = _totals(p, diagonal=problem.recipe.memory.diagonal)
-    (B,) = after.weights
+    rows, columns = _cumulative_log_decays(p, diagonal=problem.recipe.memory.is_elementwise)
+    (B,) = final.weights
     last = (rows[:, -1].exp(), columns[:, -1].exp())
-    z = _composed(segment, given, rest, B, last)
+    z = _compose_decays(segment, initial, last_piece, B, last)
     if problem.recipe.memory.read.when == "before":
         rows, columns = (
             torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1) for x in (rows, columns)
         )
     r, c = rows.exp(), columns.exp()  # [B, T, H, V or 1], [B, T, H, F or 1]
-    if problem.recipe.memory.diagonal:
-        said = p.q * (z[:, None] * r).unsqueeze(3)
+    if problem.recipe.memory.is_elementwise:
+        contribution = p.q * (z[:, None] * r).unsqueeze(3)
     else:
-        said = torch.einsum("bhvf,bthgf->bthgv", z, p.q * c.unsqueeze(3)) * r.unsqueeze(3)
-    y = y + said.to(y.dtype)
-    return y, problem.after(weights=(_decayed(z, last) + B,))
+        contribution = torch.einsum("bhvf,bthgf->bthgv", z, p.q * c.unsqueeze(3))
+        contribution = contribution * r.unsqueeze(3)
+    y = y + contribution.to(y.dtype)
+    return y, problem.final_state(weights=(_decayed(z, last) + B,))
 
 
-def _totals(p: LinearProblem, *, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """Logarithms of the products of decays up to each token: of rows, and of columns."""
-    live = None if p.live is None else p.live[..., None]
+def _cumulative_log_decays(p: LinearProblem, *, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """Return the cumulative log decays of rows and of columns up to each token."""
+    valid = None if p.live is None else p.live[..., None]
     zero = p.lr.new_zeros(*p.k.shape[:3])[..., :1, None].expand(*p.k.shape[:3], 1)
 
     def total(x: Tensor | None) -> Tensor:
         if x is None:
             return zero
         x = x if x.dim() == 4 else x.unsqueeze(-1)
-        if live is not None:
-            x = torch.where(live[..., None], x, 0.0)
+        if valid is not None:
+            x = torch.where(valid[..., None], x, 0.0)
         return cumulated(x, 1).to(x.dtype)
 
     rows, columns = total(p.log_decay_value), total(p.log_decay)
@@ -158,42 +159,43 @@ def _decayed(z: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
     return z * rows if z.dim() == 3 else z * rows.unsqueeze(-1) * columns.unsqueeze(-2)
 
 
-def _composed(
+def _compose_decays(
     segment: Segment,
-    given: Tensor,
-    rest: Tensor | None,
+    initial: Tensor,
+    last_piece: Tensor | None,
     B: Tensor,
     by: tuple[Tensor, ...],
 ) -> Tensor:
-    """A where this rank's first piece begins, of segments that decay and add."""
-    onward = (B, *by)
-    if rest is not None:
-        onward = (rest, *(torch.zeros_like(x) for x in by))
-    parts = [x.flatten(2) for x in onward]
-    every = segment.exchange.gather(torch.cat(parts, dim=-1))
-    z = _reached(segment, given, rest)
+    """Return A before this rank's first piece, from segments that decay and add."""
+    outgoing = (B, *by)
+    if last_piece is not None:
+        outgoing = (last_piece, *(torch.zeros_like(x) for x in by))
+    parts = [x.flatten(2) for x in outgoing]
+    messages = segment.exchange.gather(torch.cat(parts, dim=-1))
+    z = _segment_start(segment, initial, last_piece)
     sizes = [x.shape[-1] for x in parts]
-    for said in every[segment.reach : segment.rank]:
-        written, *decays = (
-            x.view(like.shape) for x, like in zip(said.split(sizes, -1), onward, strict=True)
+    for message in messages[segment.first_source_rank : segment.rank]:
+        added, *decays = (
+            x.view(like.shape) for x, like in zip(message.split(sizes, -1), outgoing, strict=True)
         )
-        z = (z * decays[0] if len(decays) == 1 else _decayed(z, (decays[0], decays[1]))) + written
+        z = (z * decays[0] if len(decays) == 1 else _decayed(z, (decays[0], decays[1]))) + added
     return z
 
 
 def _by_entries(
-    problem: Problem, run: Run, segment: Segment, given: Tensor, rest: Tensor | None
+    problem: Problem, run: Run, segment: Segment, initial: Tensor, last_piece: Tensor | None
 ) -> tuple[Tensor, State]:
-    """A → A ⊙ E + B; outputs are those of a second run, from what the gather found."""
-    after = run(replace(problem, q=problem.q[:, :, :, :1]))[1]
+    """Run A → A ⊙ E + B; a second run from the gathered state gives the outputs."""
+    final = run(replace(problem, q=problem.q[:, :, :, :1]))[1]
     p = linear_problem(problem)
-    log = p.log_decay
-    assert log is not None
+    log_decay = p.log_decay
+    assert log_decay is not None
     if p.live is not None:
-        log = torch.where(p.live.view(*p.live.shape, *(1,) * (log.dim() - 2)), log, 0.0)
-    total = log.double().clamp_min(-1e30).sum(1).to(log.dtype)
+        valid = p.live.view(*p.live.shape, *(1,) * (log_decay.dim() - 2))
+        log_decay = torch.where(valid, log_decay, 0.0)
+    total = log_decay.double().clamp_min(-1e30).sum(1).to(log_decay.dtype)
     if p.decay_scale is not None:
         total = scaled(total.unsqueeze(-1), p.decay_scale)
-    (B,) = after.weights
-    z = _composed(segment, given, rest, B, (total.exp(),))
+    (B,) = final.weights
+    z = _compose_decays(segment, initial, last_piece, B, (total.exp(),))
     return run(replace(problem, state=replace(problem.state, weights=(z,), cache={})))

@@ -1,9 +1,8 @@
-"""What ranks that hold one sequence send each other, with the reverse way in the backward pass.
+"""Exchanges between the ranks of one sequence, in the forward and backward pass.
 
-Every rank calls the same exchanges in the same order. In the backward pass the order is reversed,
-and no exchange may be left out because a rank had no use for what it received: so the exchanges of
-one call form a chain (each takes a number that the one before returned), and `Exchange.tie` hangs
-its end on the outputs.
+Every rank runs every exchange of a call in one order, and in the reverse order in the backward
+pass. A dummy scalar is threaded through all exchanges of a call, and
+`Exchange.attach_to_outputs` attaches it to the outputs. Backward then runs every exchange.
 
 Messages from rank r to r + 1 are sent without waiting for the receiver.
 """
@@ -18,77 +17,81 @@ import torch
 from torch import Tensor
 
 from recollect.parallel.functions import (
-    Begin,
+    BroadcastState,
+    EndChain,
     Gather,
-    Hand,
-    Mapped,
-    Share,
-    Take,
-    Tie,
-    filled,
-    parts_of,
+    RecvState,
+    SendState,
+    StartChain,
 )
 from recollect.parallel.link import Ranks
 from recollect.state.state import State
+from recollect.state.tree import TensorTree
 
 __all__ = ["Exchange"]
 
 
 class Exchange:
-    """The exchanges of one call, one after the other.
+    """Exchanges of one call, in order.
 
     Args:
         link: the ranks.
-        inputs: tensors of the call; whoever asks for gradients of one makes all ranks exchange.
-        shared: tensors that are the same on all ranks, and get a gradient on each.
+        inputs: tensors of the call. If one requires a gradient, all ranks exchange.
+        shared: tensors that are equal on all ranks, and get a gradient on each.
     """
 
     def __init__(self, link: Ranks, *inputs: Tensor, shared: Sequence[Tensor] = ()) -> None:
         self.link = link
         start = torch.zeros((), device=inputs[0].device, requires_grad=torch.is_grad_enabled())
-        chain = Begin.apply(len(shared), start, *inputs, *shared)
-        self.token = cast("Tensor", chain)
+        chain = StartChain.apply(len(shared), start, *inputs, *shared)
+        self.order_token = cast("Tensor", chain)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Everybody's ``x [R, ...]``, which has one shape on all ranks."""
-        gathered, self.token = cast("Any", Gather.apply(self.link, self.token, x))
+        """Gather ``x``, of one shape on all ranks, as ``[R, ...]``."""
+        gathered, self.order_token = cast("Any", Gather.apply(self.link, self.order_token, x))
         return gathered
 
     def numbers(self, *values: int) -> list[list[int]]:
-        """Everybody's whole numbers, rank by rank."""
-        return self.link.numbers(values, self.token.device)
+        """Gather integers, one list per rank."""
+        return self.link.numbers(values, self.order_token.device)
 
     def counts(self, x: Tensor) -> Tensor:
-        """Everybody's whole numbers ``x``, ``[R, ...]``."""
+        """Gather an integer tensor as ``[R, ...]``."""
         return self.link.gather(x)
 
-    def hand(self, state: Mapped) -> None:
+    def send_state(self, state: TensorTree) -> None:
         """Send a state to the next rank."""
-        state = _bare(state)
-        self.token = cast("Tensor", Hand.apply(self.link, state, self.token, *parts_of(state)))
+        state = _without_cache(state)
+        self.order_token = cast(
+            "Tensor", SendState.apply(self.link, state, self.order_token, *state.flatten()[1])
+        )
 
-    def take(self) -> Any:
-        """Receive a state from the rank before."""
+    def recv_state(self) -> Any:
+        """Receive a state from the previous rank."""
         shapes: list[Any] = []
-        self.token, *tensors = cast("Any", Take.apply(self.link, shapes, self.token))
-        return filled(shapes[0], tensors)
+        self.order_token, *tensors = cast(
+            "Any", RecvState.apply(self.link, shapes, self.order_token)
+        )
+        return shapes[0].with_tensors(tensors)
 
-    def share(self, state: Mapped | None, of: int) -> Any:
-        """The state of rank ``of``, at all ranks."""
-        state = None if state is None or self.link.rank != of else _bare(state)
+    def broadcast_state(self, state: TensorTree | None, of: int) -> Any:
+        """Broadcast the state of rank ``of``."""
+        state = None if state is None or self.link.rank != of else _without_cache(state)
         shapes: list[Any] = [] if state is None else [state]
-        tensors = [] if state is None else parts_of(state)
-        self.token, *shared = cast("Any", Share.apply(self.link, of, shapes, self.token, *tensors))
-        return filled(shapes[0], shared)
+        tensors = [] if state is None else state.flatten()[1]
+        self.order_token, *shared = cast(
+            "Any", BroadcastState.apply(self.link, of, shapes, self.order_token, *tensors)
+        )
+        return shapes[0].with_tensors(shared)
 
-    def tie(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The call's outputs, whose gradients set the exchanges of the backward pass going."""
+    def attach_to_outputs(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of the call with the chain of exchanges attached."""
         if not torch.is_grad_enabled():
             self.link.flush()
             return tensors
-        return cast("tuple[Tensor, ...]", Tie.apply(self.token, *tensors))
+        return cast("tuple[Tensor, ...]", EndChain.apply(self.order_token, *tensors))
 
 
-def _bare(state: Mapped) -> Mapped:
-    """Without what the next engine can do without."""
+def _without_cache(state: TensorTree) -> TensorTree:
+    """Return the state without its cache."""
     return replace(state, cache={}) if isinstance(state, State) else state

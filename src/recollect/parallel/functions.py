@@ -1,4 +1,4 @@
-"""Exchanges between ranks as autograd functions: each backward pass is the reverse exchange."""
+"""Exchanges between ranks as autograd functions. The backward pass is the reverse exchange."""
 
 from __future__ import annotations
 
@@ -6,58 +6,29 @@ import functools
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recollect.choices.gradients import Backward, HandWritten
+from recollect.choices.autograd import Backward, CustomFunction
 from recollect.choices.member import RecipeError
-from recollect.parallel.link import Link, Ranks, header
+from recollect.parallel.link import Link, Ranks, pickle_meta
+from recollect.state.tree import TensorTree
 
 __all__ = [
-    "Begin",
+    "BroadcastState",
+    "EndChain",
     "Gather",
-    "Hand",
-    "Mapped",
-    "Share",
-    "Take",
-    "Tie",
-    "filled",
-    "once_here",
-    "parts_of",
+    "RecvState",
+    "SendState",
+    "StartChain",
+    "no_double_backward",
 ]
 
 
-class Mapped(Protocol):
-    """A state: data that applies a function to each of its tensors, always in one order."""
-
-    def map(self, f: Any) -> Any: ...
-
-
-S = TypeVar("S", bound=Mapped)
-
-
 # -- states as messages ---------------------------------------------------------------------------
-
-
-def parts_of(state: Mapped) -> list[Tensor]:
-    """Every tensor of a state, in the order in which its `map` meets them."""
-    found: list[Tensor] = []
-
-    def see(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    state.map(see)
-    return found
-
-
-def filled(shapes: S, tensors: Sequence[Tensor]) -> S:
-    """A state with other tensors."""
-    given = iter(tensors)
-    return cast("S", shapes.map(lambda _: next(given)))
 
 
 def _read(data: Tensor) -> Any:
@@ -65,14 +36,14 @@ def _read(data: Tensor) -> Any:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of several tensors in one."""
+    """Return the bytes of several tensors as one tensor."""
     flat = [x.detach().contiguous().flatten().view(torch.uint8) for x in tensors]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 def _unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [x.numel() * x.element_size() for x in like]
-    # Pieces are copied: bytes at any offset are not aligned for wider numbers.
+    # Clones are aligned for their dtype; slices of bytes may not be.
     pieces = zip(data.split(sizes), like, strict=True)
     return [piece.clone().view(x.dtype).view(x.shape) for piece, x in pieces]
 
@@ -81,8 +52,8 @@ def _count(like: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in like)
 
 
-def _moving(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those whose gradients travel: all that are real numbers, so that both ends agree."""
+def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors with gradients to exchange: all floating-point ones, on both ranks."""
     return [x for x in tensors if x.is_floating_point()]
 
 
@@ -91,23 +62,23 @@ def _meta(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _flush_at_the_end(link: Link) -> None:
-    """Once this backward pass is over, wait until what it sent has been received."""
+    """Wait at the end of this backward pass until all its messages have been received."""
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(link.flush)
 
 
-def once_here(backward: Backward) -> Backward:
-    """A backward pass that talks to other ranks, and refuses to be differentiated again.
+def no_double_backward(backward: Backward) -> Backward:
+    """Raise if a backward pass with exchanges is differentiated again; a decorator.
 
     Args:
-        backward: of a ``torch.autograd.Function``, below ``@staticmethod``.
+        backward: method of a ``torch.autograd.Function``, below ``@staticmethod``.
     """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RecipeError(
-                "gradients of a sequence along several ranks cannot be differentiated again: leave "
+                "gradients of a sequence over several ranks cannot be differentiated again: leave "
                 "out create_graph=True, or keep the sequence on one rank"
             )
         return backward(ctx, *grads)
@@ -115,11 +86,11 @@ def once_here(backward: Backward) -> Backward:
     return wrapped
 
 
-class Begin(HandWritten):
-    """The first number of a chain; it makes gradients of ``inputs`` pass through all of it.
+class StartChain(CustomFunction):
+    """Return the first scalar of a chain of exchanges, which depends on ``inputs``.
 
-    The last ``shared`` of them receive zeros, so that a rank that had no use for a parameter has a
-    gradient of it like the others.
+    The last ``shared`` inputs receive zero gradients, so a parameter that a rank did not use has a
+    gradient on all ranks.
     """
 
     @staticmethod
@@ -130,14 +101,14 @@ class Begin(HandWritten):
         return start.clone()
 
     @staticmethod
-    @once_here
+    @no_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         zeros = (torch.zeros_like(x, device=ctx.device) for x in ctx.shared)
         return None, None, *(None,) * ctx.none, *zeros
 
 
-class Tie(HandWritten):
-    """Tensors as they are, and the last number of a chain with them."""
+class EndChain(CustomFunction):
+    """Return tensors unchanged, with the last scalar of a chain attached."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -145,13 +116,13 @@ class Tie(HandWritten):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @once_here
+    @no_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return torch.zeros_like(ctx.token), *grads
 
 
-class Gather(HandWritten):
-    """Everybody's tensor ``[R, ...]``; gradients are summed at the rank whose tensor it was."""
+class Gather(CustomFunction):
+    """Gather a tensor of every rank as ``[R, ...]``; gradients are summed at the source rank."""
 
     @staticmethod
     def forward(ctx: Any, link: Ranks, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,84 +130,86 @@ class Gather(HandWritten):
         return link.gather(x), token.clone()
 
     @staticmethod
-    @once_here
+    @no_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad, token = grads
         return None, token, ctx.link.reduce_scatter(grad)
 
 
-class Hand(HandWritten):
-    """Send a state to the next rank; in the backward pass, receive its gradient from there."""
+class SendState(CustomFunction):
+    """Send a state to the next rank; the backward pass receives its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, link: Ranks, shapes: Mapped, token: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, link: Ranks, shapes: TensorTree, token: Tensor, *tensors: Tensor
+    ) -> Tensor:
         ctx.link, ctx.device = link, token.device
         ctx.like = _meta(tensors)
-        link.tell(shapes, link.rank + 1, token.device)
-        link.post(_packed(tensors).to(token.device), link.rank + 1)
+        link.send_meta(shapes, link.rank + 1, token.device)
+        link.isend(_packed(tensors).to(token.device), link.rank + 1)
         return token.clone()
 
     @staticmethod
-    @once_here
+    @no_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         link, like = ctx.link, ctx.like
-        moving = _moving(like)
-        data = torch.empty(_count(moving), dtype=torch.uint8, device=ctx.device)
+        floating = _floating(like)
+        data = torch.empty(_count(floating), dtype=torch.uint8, device=ctx.device)
         if data.numel():
-            link.fetch(data, link.rank + 1)
-        received = iter(_unpacked(data, moving))
-        back = [next(received) if x.is_floating_point() else None for x in like]
-        return None, None, grads[0], *back
+            link.recv(data, link.rank + 1)
+        received = iter(_unpacked(data, floating))
+        grad_tensors = [next(received) if x.is_floating_point() else None for x in like]
+        return None, None, grads[0], *grad_tensors
 
 
-class Take(HandWritten):
-    """Receive a state from the rank before; in the backward pass, send its gradient there."""
+class RecvState(CustomFunction):
+    """Receive a state from the previous rank; the backward pass sends its gradient."""
 
     @staticmethod
     def forward(ctx: Any, link: Link, shapes: list[Any], token: Tensor) -> tuple[Tensor, ...]:
         ctx.link, of = link, link.rank - 1
-        size = link.fetch(torch.zeros(1, dtype=torch.long, device=token.device), of)
+        size = link.recv(torch.zeros(1, dtype=torch.long, device=token.device), of)
         head = torch.empty(int(size), dtype=torch.uint8, device=token.device)
-        shapes.append(_read(link.fetch(head, of)))
-        like = parts_of(shapes[0])
+        shapes.append(_read(link.recv(head, of)))
+        like = shapes[0].flatten()[1]
         data = torch.empty(_count(like), dtype=torch.uint8, device=token.device)
-        tensors = _unpacked(link.fetch(data, of), like)
+        tensors = _unpacked(link.recv(data, of), like)
         ctx.mark_non_differentiable(*(x for x in tensors if not x.is_floating_point()))
         ctx.floating = [x.is_floating_point() for x in tensors]
         return token.clone(), *tensors
 
     @staticmethod
-    @once_here
+    @no_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         link = ctx.link
-        moving = [g for g, real in zip(grads[1:], ctx.floating, strict=True) if real]
-        if _count(moving):
-            link.post(_packed(moving).to(grads[0].device), link.rank - 1)
+        floating = [g for g, is_float in zip(grads[1:], ctx.floating, strict=True) if is_float]
+        if _count(floating):
+            link.isend(_packed(floating).to(grads[0].device), link.rank - 1)
             _flush_at_the_end(link)
         return None, None, grads[0]
 
 
-class Share(HandWritten):
-    """One rank's state at all ranks; gradients are summed there."""
+class BroadcastState(CustomFunction):
+    """Broadcast the state of one rank; gradients are summed at this rank."""
 
     @staticmethod
     def forward(
         ctx: Any, link: Link, of: int, shapes: list[Any], token: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.link, ctx.of, ctx.count = link, of, len(tensors)
-        device, own = token.device, link.rank == of
+        device, is_source = token.device, link.rank == of
         size = torch.zeros(1, dtype=torch.long, device=device)
         head = torch.empty(0, dtype=torch.uint8, device=device)
-        if own:
-            head = torch.frombuffer(bytearray(header(shapes[0])), dtype=torch.uint8).to(device)
+        if is_source:
+            head = torch.frombuffer(bytearray(pickle_meta(shapes[0])), dtype=torch.uint8).to(device)
             size.fill_(head.numel())
         dist.broadcast(size, group=link.group, group_src=of)
-        head = head if own else torch.empty(int(size), dtype=torch.uint8, device=device)
+        head = head if is_source else torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.broadcast(head, group=link.group, group_src=of)
-        if not own:
+        if not is_source:
             shapes.append(_read(head))
-        like = parts_of(shapes[0])
-        if own:
+        like = shapes[0].flatten()[1]
+        if is_source:
             data = _packed(tensors).to(device)
         else:
             data = torch.empty(_count(like), dtype=torch.uint8, device=device)
@@ -247,13 +220,13 @@ class Share(HandWritten):
         return token.clone(), *received
 
     @staticmethod
-    @once_here
+    @no_double_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        link, back = ctx.link, []
-        for grad, real in zip(grads[1:], ctx.floating, strict=True):
+        link, totals = ctx.link, []
+        for grad, is_float in zip(grads[1:], ctx.floating, strict=True):
             total = None
-            if real:
+            if is_float:
                 total = grad.contiguous().clone()
                 dist.reduce(total, group=link.group, group_dst=ctx.of)
-            back.append(total)
-        return None, None, None, grads[0], *(back if link.rank == ctx.of else ())
+            totals.append(total)
+        return None, None, None, grads[0], *(totals if link.rank == ctx.of else ())

@@ -1,4 +1,4 @@
-"""Associations of earlier ranks that a state keeps as they came: windows, keys and values."""
+"""Associations of earlier ranks, for states that store only associations."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from recollect.engines.common.problem import Problem
 from recollect.parallel.segment import Segment
 from recollect.state.buffer import Buffer
 
-__all__ = ["behind"]
+__all__ = ["with_earlier_associations"]
 
 
-def behind(
-    problem: Problem, segment: Segment, given: Buffer | None, rest: Buffer | None
+def with_earlier_associations(
+    problem: Problem, segment: Segment, initial: Buffer | None, last_piece: Buffer | None
 ) -> Problem:
-    """The problem with a state that holds the associations of earlier ranks.
+    """Return the problem with the associations of earlier ranks as its state.
 
     Args:
-        problem: of this rank's tokens.
-        segment: this rank's.
-        given: associations before the first token of all.
-        rest: those of a later piece of this segment, which then go on to the next rank.
+        problem: problem of this rank's tokens.
+        segment: segment of this rank.
+        initial: associations before the first token of the sequence.
+        last_piece: associations of a later piece of this segment, which the next rank continues.
     """
-    span = problem.recipe.span
+    span = problem.recipe.buffer_size
     if span == 0:
         return problem
-    sized = problem.sized
-    still = sized.constants.keys() | {name for _, name, _ in sized.statics}
-    rates = {name: x for name, x in problem.rates.items() if name not in still}
+    bound = problem.bound
+    token_invariant = bound.constants.keys() | {name for _, name, _ in bound.learned_rates}
+    rates = {name: x for name, x in problem.rates.items() if name not in token_invariant}
     tokens = {"k": problem.k, "v": problem.v, **{f"rate {n}": x for n, x in rates.items()}}
-    found, mask = _gathered(tokens, given, rest, segment, span)
-    history = problem.recipe.history
+    tensors, mask = _gathered(tokens, initial, last_piece, segment, span)
+    history = problem.recipe.num_past_associations
     if span is not None and history is not None:
         mask = mask & (torch.arange(span, 0, -1, device=mask.device) <= history)
-    kept: dict[str, Tensor] = {}
+    rates_by_token: dict[str, Tensor] = {}
     for name, x in problem.rates.items():
         if name in rates:
-            kept[name] = found[f"rate {name}"]
+            rates_by_token[name] = tensors[f"rate {name}"]
         else:
-            same = x[:, :1].expand(-1, mask.shape[1], *x.shape[2:])
-            kept[name] = torch.where(_shaped(mask, same), same, 0.0)
-    buffer = Buffer(k=found["k"], v=found["v"], rates=kept, mask=mask)
+            expanded = x[:, :1].expand(-1, mask.shape[1], *x.shape[2:])
+            rates_by_token[name] = torch.where(_broadcast_mask(mask, expanded), expanded, 0.0)
+    buffer = Buffer(k=tensors["k"], v=tensors["v"], rates=rates_by_token, mask=mask)
     if not mask.shape[1]:
         return problem
     return replace(problem, state=replace(problem.state, buffer=buffer))
@@ -53,41 +53,45 @@ def behind(
 
 def _gathered(
     tokens: Mapping[str, Tensor],
-    given: Buffer | None,
-    rest: Buffer | None,
+    initial: Buffer | None,
+    last_piece: Buffer | None,
     segment: Segment,
     n: int | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors ``[B, T, H, ...]`` of earlier ranks by name, and which tokens there are.
+    """Return tensors ``[B, n, H, ...]`` of earlier ranks by name, and the mask of valid tokens.
 
-    Those of one type share an exchange.
+    Tensors of one dtype share an exchange.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     mask = torch.empty(0)
     for dtype in dict.fromkeys(x.dtype for x in tokens.values()):
         group = {name: x for name, x in tokens.items() if x.dtype == dtype}
 
-        def held(buffer: Buffer, group: Mapping[str, Tensor] = group) -> Tensor:
-            kept = {
+        def from_buffer(buffer: Buffer, group: Mapping[str, Tensor] = group) -> Tensor:
+            rates_by_token = {
                 "k": buffer.k,
                 "v": buffer.v,
                 **{f"rate {n}": x for n, x in buffer.rates.items()},
             }
-            return _beside([kept[name] for name in group]).to(next(iter(group.values())).dtype)
+            return _concat_channels([rates_by_token[name] for name in group]).to(
+                next(iter(group.values())).dtype
+            )
 
-        before = None if given is None else (held(given), given.mask)
-        own = None if rest is None else held(rest)
-        every, mask = segment.ends(_beside(list(group.values())), n, before, own)
+        earlier = None if initial is None else (from_buffer(initial), initial.mask)
+        last_tokens = None if last_piece is None else from_buffer(last_piece)
+        gathered, mask = segment.preceding_tokens(
+            _concat_channels(list(group.values())), n, earlier, last_tokens
+        )
         sizes = [math.prod(x.shape[3:]) for x in group.values()]
-        for (name, x), piece in zip(group.items(), every.split(sizes, -1), strict=True):
-            found[name] = piece.reshape(*piece.shape[:3], *x.shape[3:])
-    return found, mask
+        for (name, x), piece in zip(group.items(), gathered.split(sizes, -1), strict=True):
+            tensors[name] = piece.reshape(*piece.shape[:3], *x.shape[3:])
+    return tensors, mask
 
 
-def _beside(tensors: Sequence[Tensor]) -> Tensor:
-    """Numbers per token and head ``[B, T, H, ...]`` beside each other, ``[B, T, H, n]``."""
+def _concat_channels(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors ``[B, T, H, ...]`` as channels ``[B, T, H, n]``."""
     return torch.cat([x.flatten(3) if x.dim() > 3 else x[..., None] for x in tensors], -1)
 
 
-def _shaped(mask: Tensor, x: Tensor) -> Tensor:
+def _broadcast_mask(mask: Tensor, x: Tensor) -> Tensor:
     return mask.view(*mask.shape, *(1,) * (x.dim() - 2))

@@ -1,4 +1,4 @@
-"""A rank's part of one `recollect.recall`: which way it goes, and what it exchanges on the way."""
+"""One rank's part of a `recollect.recall`, and the exchanges of each strategy."""
 
 from __future__ import annotations
 
@@ -10,85 +10,90 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from recollect.engines.common.problem import Problem, state_dtype
+from recollect.functional.recall import memorise
 from recollect.parallel.affine import Run, affine_run, joined_weights
-from recollect.parallel.gathered import behind
-from recollect.parallel.pieces import cut, cut_state, join, pieces_for
+from recollect.parallel.gathered import with_earlier_associations
+from recollect.parallel.pieces import join_pieces, pieces_for, slice_call, slice_state
 from recollect.parallel.segment import Segment
-from recollect.parallel.ways import Way
-from recollect.recall.call import Call
-from recollect.recall.recall import memorise
+from recollect.parallel.strategies import Strategy
 from recollect.state.state import State, initial_state, join_states
 
-__all__ = ["memorise_segment", "own_saved"]
+__all__ = ["keep_saved_tensors", "memorise_segment"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _First:
-    """This rank's first piece and what surrounds it.
+class _FirstPiece:
+    """First piece of this rank and the states around it.
 
     Attributes:
-        call: dense, of the tokens up to the first border.
-        given: before the first token of all, one row per row of ``call``.
-        rest: after the last piece, where there is more than one.
+        call: dense call of the tokens up to the first boundary.
+        initial: state before the first token of the sequence, with the batch size of ``call``.
+        last_piece: state after the last piece; ``None`` if there is one piece.
     """
 
-    call: Call
-    given: State
-    rest: State | None
+    call: Problem
+    initial: State
+    last_piece: State | None
 
 
 def memorise_segment(
-    call: Call, segment: Segment, way: Way, *, pieces: int
+    call: Problem, segment: Segment, strategy: Strategy, *, pieces: int
 ) -> tuple[Tensor, State]:
-    """Outputs of a rank's tokens, and the state after each of its pieces (rows, without documents).
+    """Return the outputs of a rank's tokens, and the state after each piece, or after each row.
 
     Args:
-        call: of this rank's tokens: dense rows, or one row with the borders of its pieces. Its
-            state is that before the first token of all; with borders, that before each piece (of
-            the first: before the first token of all).
-        segment: this rank's.
-        way: how the memory goes from rank to rank.
-        pieces: m, how many pieces a hand-over is cut into.
+        call: call of this rank's tokens: dense rows, or one row with the boundaries of its pieces.
+            Its state is that before the first token of the sequence. With boundaries, it has one
+            row per piece.
+        segment: segment of this rank.
+        strategy: strategy of the recipe.
+        pieces: number m of microbatches of the sequential strategy.
     """
-    runs = {"affine": _affine, "gather": _gather, "hand_over": _hand_over}
+    runs = {"affine": _affine, "gather": _gather, "sequential": _sequential}
     state = call.state
     if state is None:
         rows = call.k.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
         state = initial_state(
-            call.bound.sized,
+            call.bound,
             B=rows,
             dtype=state_dtype(call.q, call.k, call.v),
             device=call.k.device,
-            init=call.init,
+            init=call.initial_memory,
         )
-        call = replace(call, init=None, state=state)
+        call = replace(call, initial_memory=None, state=state)
     borders = call.cu_seqlens
     if borders is None:
-        y, after = runs[way.name](_First(call=call, given=state, rest=None), segment, way, pieces)
-        return y, after
+        y, final = runs[strategy.name](
+            _FirstPiece(call=call, initial=state, last_piece=None), segment, strategy, pieces
+        )
+        return y, final
     N, size = borders.shape[0] - 1, int(borders[1])
     rows = torch.arange(N, device=call.k.device)
     first = replace(_sliced(call, slice(0, size)), cu_seqlens=None)
     first = replace(first, state=None)
-    given = state.select(rows[:1])
+    initial = state.select(rows[:1])
     if N == 1:
-        return runs[way.name](_First(call=first, given=given, rest=None), segment, way, pieces)
-    rest = replace(
+        return runs[strategy.name](
+            _FirstPiece(call=first, initial=initial, last_piece=None), segment, strategy, pieces
+        )
+    last_piece = replace(
         _sliced(call, slice(size, None)),
         cu_seqlens=borders[1:] - borders[1],
         state=state.select(rows[1:]),
     )
-    said, states = _run(rest)
+    outputs, states = _run(last_piece)
     last = states.select(rows[N - 2 : N - 1])
-    y, after = runs[way.name](_First(call=first, given=given, rest=last), segment, way, pieces)
-    return torch.cat([y, said], dim=1), _stacked(after, states)
+    y, final = runs[strategy.name](
+        _FirstPiece(call=first, initial=initial, last_piece=last), segment, strategy, pieces
+    )
+    return torch.cat([y, outputs], dim=1), _join_states(final, states)
 
 
-def _stacked(first: State, rest: State) -> State:
-    return join_states([replace(first, cache={}), replace(rest, cache={})])
+def _join_states(first: State, last_piece: State) -> State:
+    return join_states([replace(first, cache={}), replace(last_piece, cache={})])
 
 
-def _sliced(call: Call, tokens: slice) -> Call:
+def _sliced(call: Problem, tokens: slice) -> Problem:
     return replace(
         call,
         q=call.q[:, tokens],
@@ -98,111 +103,121 @@ def _sliced(call: Call, tokens: slice) -> Call:
     )
 
 
-def _run(call: Call) -> tuple[Tensor, State]:
-    with own_saved(call.bound.inner_gradients):
-        y, after = memorise(replace(call, output_state=True))
-    assert after is not None
-    return y, after
+def _run(call: Problem) -> tuple[Tensor, State]:
+    with keep_saved_tensors(call.bound.uses_inner_autograd):
+        y, final = memorise(replace(call, output_final_state=True))
+    assert final is not None
+    return y, final
 
 
-def own_saved(inner_gradients: bool) -> AbstractContextManager[None]:
-    """Where a run may take gradients on its way, what it saves is kept as it is.
+def keep_saved_tensors(inner_gradients: bool) -> AbstractContextManager[None]:
+    """Store saved tensors without hooks of a checkpoint if a run may take inner gradients.
 
-    A checkpoint around the layer would recompute all of it then and there, exchanges and all, at
-    this rank alone.
+    A checkpoint around the layer would otherwise recompute the layer and its exchanges during an
+    inner gradient, on this rank only.
 
     Args:
-        inner_gradients: whether it may.
+        inner_gradients: whether a run may take inner gradients.
     """
     if inner_gradients and torch.is_grad_enabled():
-        return saved_tensors_hooks(_same, _same)
+        return saved_tensors_hooks(_identity, _identity)
     return nullcontext()
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-# -- the ways -------------------------------------------------------------------------------------
+# -- strategies ----------------------------------------------------------------------------------
 
 
-def _hand_over(first: _First, segment: Segment, way: Way, pieces: int) -> tuple[Tensor, State]:
-    """Piece by piece: take, run, hand on."""
+def _sequential(
+    first: _FirstPiece, segment: Segment, strategy: Strategy, pieces: int
+) -> tuple[Tensor, State]:
+    """Receive, run and send, piece by piece."""
     exchange, link = segment.exchange, segment.exchange.link
     call = first.call
     plan = pieces_for(call, pieces)
-    if first.rest is not None and not link.last:
-        for several in plan:
-            for piece in several:
-                exchange.hand(cut_state(first.rest, piece))
-    said: list[Tensor] = []
+    if first.last_piece is not None and not link.last:
+        for row_pieces in plan:
+            for piece in row_pieces:
+                exchange.send_state(slice_state(first.last_piece, piece))
+    outputs: list[Tensor] = []
     states: list[list[State]] = []
-    for several in plan:
+    for row_pieces in plan:
         row: list[Tensor] = []
         states.append([])
-        for piece in several:
-            before = exchange.take() if link.rank else cut_state(first.given, piece)
-            y, after = _run(replace(cut(call, piece), state=before))
-            if first.rest is None and not link.last:
-                exchange.hand(after)
+        for piece in row_pieces:
+            earlier = exchange.recv_state() if link.rank else slice_state(first.initial, piece)
+            y, final = _run(replace(slice_call(call, piece), state=earlier))
+            if first.last_piece is None and not link.last:
+                exchange.send_state(final)
             row.append(y)
-            states[-1].append(after)
-        said.append(torch.cat(row, dim=2) if len(row) > 1 else row[0])
-    return torch.cat(said) if len(said) > 1 else said[0], join(states)
+            states[-1].append(final)
+        outputs.append(torch.cat(row, dim=2) if len(row) > 1 else row[0])
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0], join_pieces(states)
 
 
-def _placed(first: _First, segment: Segment) -> State:
-    """The state before this rank's first token, but for weights and associations, which are 0."""
-    given = first.given
-    position = segment.position(given.position)
-    seen = segment.seen
-    if seen is not None:
-        seen = None if given.seen is None else seen + given.seen
+def _initial_segment_state(first: _FirstPiece, segment: Segment) -> State:
+    """Return the state before this rank's first token, with zero weights and no associations."""
+    initial = first.initial
+    position = segment.position(initial.position)
+    host_position = segment.host_position
+    if host_position is not None:
+        host_position = (
+            None if initial.host_position is None else host_position + initial.host_position
+        )
     blank = replace(
-        given,
-        weights=tuple(torch.zeros_like(w) for w in given.weights),
-        slots={n: tuple(torch.zeros_like(w) for w in slot) for n, slot in given.slots.items()},
-        ones=None if given.ones is None else torch.zeros_like(given.ones),
+        initial,
+        weights=tuple(torch.zeros_like(w) for w in initial.weights),
+        algorithm_state={
+            n: tuple(torch.zeros_like(w) for w in slot)
+            for n, slot in initial.algorithm_state.items()
+        },
+        normalizer=None if initial.normalizer is None else torch.zeros_like(initial.normalizer),
         buffer=None,
         position=position,
         cache={},
     )
-    return blank.stating(seen)
+    return blank.with_position(host_position)
 
 
-def _through(call: Call, run: Run, state: State) -> tuple[Tensor, State]:
-    """A call by another run of its engine."""
+def _run_with_engine(call: Problem, run: Run, state: State) -> tuple[Tensor, State]:
+    """Run a call with another run function of its engine."""
     engine = replace(call.bound.engine, run=run, token=None)
-    return _run(
-        replace(call, bound=replace(call.bound, engine=engine, offer=None), state=state, sure=False)
-    )
+    bound = replace(call.bound, engine=engine, fla_operator=None)
+    return _run(replace(call, bound=bound, state=state, trusted=False))
 
 
-def _gather(first: _First, segment: Segment, way: Way, pieces: int) -> tuple[Tensor, State]:
-    """With the associations of earlier ranks as a state."""
-    run, given = first.call.bound.engine.run, first.given.buffer
-    rest = None if first.rest is None else first.rest.buffer
+def _gather(
+    first: _FirstPiece, segment: Segment, strategy: Strategy, pieces: int
+) -> tuple[Tensor, State]:
+    """Run with the associations of earlier ranks as a state."""
+    run, initial = first.call.bound.engine.run, first.initial.buffer
+    last_piece = None if first.last_piece is None else first.last_piece.buffer
 
-    def across(problem: Problem) -> tuple[Tensor, State]:
-        return run(behind(problem, segment, given, rest))
+    def run_segment(problem: Problem) -> tuple[Tensor, State]:
+        return run(with_earlier_associations(problem, segment, initial, last_piece))
 
-    return _through(first.call, across, _placed(first, segment))
+    return _run_with_engine(first.call, run_segment, _initial_segment_state(first, segment))
 
 
-def _affine(first: _First, segment: Segment, way: Way, pieces: int) -> tuple[Tensor, State]:
-    """From zero and from the identity, then what the gather found is added."""
-    assert way.transition is not None
-    rest = first.rest
+def _affine(
+    first: _FirstPiece, segment: Segment, strategy: Strategy, pieces: int
+) -> tuple[Tensor, State]:
+    """Run from zero and from the identity, then add the gathered contributions."""
+    assert strategy.transition is not None
+    last_piece = first.last_piece
     run = affine_run(
         first.call.bound.engine.run,
-        way.transition,
+        strategy.transition,
         segment,
-        joined_weights(first.given),
-        None if rest is None else joined_weights(rest),
+        joined_weights(first.initial),
+        None if last_piece is None else joined_weights(last_piece),
     )
 
-    def across(problem: Problem) -> tuple[Tensor, State]:
-        buffer = None if rest is None else rest.buffer
-        return run(behind(problem, segment, first.given.buffer, buffer))
+    def run_segment(problem: Problem) -> tuple[Tensor, State]:
+        buffer = None if last_piece is None else last_piece.buffer
+        return run(with_earlier_associations(problem, segment, first.initial.buffer, buffer))
 
-    return _through(first.call, across, _placed(first, segment))
+    return _run_with_engine(first.call, run_segment, _initial_segment_state(first, segment))

@@ -1,4 +1,4 @@
-"""What of a model sees tokens, and so has to know that they lie along several ranks."""
+"""Find the modules of a model that read tokens, for context parallelism."""
 
 from __future__ import annotations
 
@@ -8,101 +8,101 @@ from typing import Any
 
 from torch import nn
 
-from recollect.blocks.beside import ChainLayer, GatedLayer, TogetherLayer
-from recollect.blocks.composed import Composed
+from recollect.blocks.layers import MixerLayer
 from recollect.blocks.routed import Router
+from recollect.blocks.sequential import PartsLayer
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 
-__all__ = ["by_name", "check_model", "layers", "models", "parts"]
+__all__ = ["bind_arguments", "check_model", "outer_models", "own_children", "sequence_layers"]
 
 
-def layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Sequence layers to be run along ranks: parts of compositions where these only add up."""
+def sequence_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the sequence layers that run over ranks, including the parts of a sum of layers."""
     if isinstance(module, MemoryLayer | FeedForward):
         yield name, module
         return
     inside: nn.Module = module
-    if isinstance(module, Composed):
-        plain = isinstance(module, ChainLayer | TogetherLayer | GatedLayer)
-        if not plain or module.persistent is not None:
+    if isinstance(module, MixerLayer):
+        if not isinstance(module, PartsLayer) or module.persistent is not None:
             yield name, module
             return
         inside = module.parts
         name = f"{name}.parts" if name else "parts"
     for child, inner in inside.named_children():
-        yield from layers(inner, f"{name}.{child}" if name else child)
+        yield from sequence_layers(inner, f"{name}.{child}" if name else child)
 
 
-def parts(module: nn.Module) -> dict[str, nn.Module]:
-    """A module's own parts, and not those of what it wraps, which some wrappers pass on."""
+def own_children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module, without those that a wrapper delegates to."""
     return dict(module.named_children())
 
 
-def models(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that see whole texts: with an output layer, or with blocks."""
-    own = parts(module)
-    if "lm_head" in own or isinstance(own.get("blocks"), nn.ModuleList):
-        if any(True for _ in layers(module, "")):
+def outer_models(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that read texts: with an output layer, or with blocks."""
+    children = own_children(module)
+    if "lm_head" in children or isinstance(children.get("blocks"), nn.ModuleList):
+        if any(True for _ in sequence_layers(module, "")):
             yield module
         return
-    for inner in own.values():
-        yield from models(inner)
+    for inner in children.values():
+        yield from outer_models(inner)
 
 
 def check_model(model: nn.Module) -> None:
-    """That the tokens of a model can lie along several ranks; nobody is waited for.
+    """Raise if the tokens of a model cannot be split over ranks. No communication takes place.
 
-    A compiled forward need not ask whether that of a module in it was replaced; a classifier reads
-    the last token, and a learned prompt would stand before every rank's tokens.
+    A compiled forward may ignore a replaced forward of an inner module. A classifier reads the last
+    token, and a learned prompt would precede the tokens of every rank.
 
     Args:
-        model: as in `context`.
+        model: the model, as for `context`.
 
     Raises:
-        ValueError: tokens that are routed to memories, or something around the layers that would
-            not see a context, or the whole.
+        ValueError: routed tokens, a compiled model, a classifier, or a learned prompt.
     """
     if any(isinstance(module, Router) for module in model.modules()):
         raise ValueError(
-            "this model routes tokens to memories, and what its routers cost is a mean over all "
-            "tokens of a sequence, which no rank sees: keep its sequences on one rank"
+            "this model routes tokens to memories, and its balance loss is a mean over all tokens "
+            "of a sequence, which no rank has: keep its sequences on one rank"
         )
     for module in model.modules():
-        if next(layers(module, ""), None) is None:
+        if next(sequence_layers(module, ""), None) is None:
             continue
-        own, name = parts(module), type(module).__name__
-        if "_orig_mod" in own or getattr(module, "_compiled_call_impl", None) is not None:
+        children, name = own_children(module), type(module).__name__
+        if "_orig_mod" in children or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
-                f"this {name} is compiled as a whole, and would not see that its layers run along "
-                "several ranks: give the module before torch.compile"
+                f"this {name} is compiled, and would ignore the replaced forwards of its layers: "
+                "give the module before torch.compile"
             )
-        if "score" in own:
+        if "score" in children:
             raise ValueError(
-                f"{name} reads the last token, which only one rank has: give its body, and read "
-                "the scores there"
+                f"{name} reads the last token, which only one rank has: pass its body, and compute "
+                "the scores on that rank"
             )
-        if "prompt_encoder" in own:
+        if "prompt_encoder" in children:
             raise ValueError(
-                f"{name} puts learned tokens before the text, and would do so on every rank: use "
-                "an adapter that adds none"
+                f"{name} would add its learned tokens before the segment of every rank: use an "
+                "adapter without learned tokens"
             )
 
 
-def by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a module's forward, each by its name."""
+def bind_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a module's forward by name."""
     signature = inspect.signature(type(module).forward)
-    found: dict[str, Any] = {}
-    _, *bound = signature.bind(module, *given, **named).arguments.items()
+    arguments: dict[str, Any] = {}
+    _, *bound = signature.bind(module, *args, **kwargs).arguments.items()
     for name, value in bound:
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            arguments |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
             raise ValueError(
-                f"{type(module).__name__} takes arguments without names, which cannot be told "
-                "apart along several ranks: give them by name"
+                f"{type(module).__name__} takes arguments without names, which is not supported "
+                "over several ranks: use keyword arguments"
             )
         else:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments

@@ -17,12 +17,12 @@ __all__ = ["load_recipe", "read_data"]
 
 
 def load_recipe(path: str | PathLike[str]) -> Recipe:
-    r"""The recipe in a JSON or TOML file, as `Recipe.to_dict` writes it; nothing in it is run.
+    r"""Return the recipe in a JSON or TOML file with the data of `Recipe.to_dict`.
 
-    Choices and fields that are left out take their defaults.
+    Missing choices and fields have their defaults. No code in the file is run.
 
     Raises:
-        RecipeError: no such file, neither JSON nor TOML, bad syntax, or no recipe.
+        RecipeError: the file does not exist, is neither JSON nor TOML, or is not a recipe.
 
     Examples:
         >>> from pathlib import Path
@@ -35,8 +35,8 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
     path, data = Path(path), read_data(path)
     if isinstance(data, dict) and {"recipe", "options"} <= set(data):
         raise RecipeError(
-            f"{path} holds a recipe and the options of a layer, and a recipe alone is read here: "
-            "give what stands under 'recipe' a file of its own"
+            f"{path} contains a recipe and the options of a layer, and only a recipe is expected: "
+            "write the value of 'recipe' to a separate file"
         )
     try:
         return Recipe.from_dict(data)
@@ -48,7 +48,7 @@ def read_data(path: str | PathLike[str]) -> Any:
     """Return the content of a JSON or TOML file.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         RecipeError: no regular file, a size above 1 MiB, neither JSON nor TOML, or bad syntax.

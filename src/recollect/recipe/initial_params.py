@@ -1,9 +1,9 @@
-"""Initial values of params: one value, values along an axis, or random draws.
+"""Initial values of params: a constant, values along an axis, or random values.
 
-A feature map made of random directions states their law in ``Param.draw`` and holds no tensor. A
-layer draws them when it is built, keeps them with its weights (so a checkpoint has them) and, where
-the param says ``learned=False``, does not train them. Whoever calls `recollect.recall` without a
-layer asks for them here, with a generator of their own::
+The distribution of random directions of a feature map is declared in ``Param.draw``. A layer draws
+them during initialisation and stores them with its weights, so that checkpoints contain them. It
+does not train params with ``learned=False``. To call `recollect.recall` without a layer, draw them
+with a generator::
 
     params = rc.initial_params(recipe, H=8, K=64, V=64, generator=torch.Generator().manual_seed(0))
 """
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.recipe.rules import check_size
+from recollect.recipe.compatibility import check_size
+from recollect.recipe.resolve import RecipeLike, as_recipe
 
 if TYPE_CHECKING:
-    from recollect.choices.fields import Param
-    from recollect.recipe.recipe import Recipe
+    from recollect.fields import Param
 
-__all__ = ["initial_params", "start"]
+__all__ = ["initial_params", "initial_value"]
 
 
 def initial_params(
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
     H: int,
     K: int,
@@ -35,71 +35,75 @@ def initial_params(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
-    """Every param a recipe asks for, at its start: ``[H, ...]`` by name, as `recall` takes them.
+    """Return initial values of all params of a recipe, ``[H, ...]`` by name, for `recall`.
 
     Args:
-        recipe: whose params.
-        H: memories.
+        recipe: a recipe, a preset, or its name.
+        H: number of memories.
         K: key channels.
         V: value channels.
-        generator: of the drawn ones; torch's global one when omitted.
-        dtype: of the result.
-        device: of the result; the CPU when omitted.
+        generator: generator of random params; torch's global generator if omitted.
+        dtype: dtype of the result.
+        device: device of the result; the CPU if omitted.
 
     Raises:
-        RecipeError: sizes that the recipe cannot have.
+        RecipeError: the recipe does not support the sizes.
 
     Examples:
-        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="static"))
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="learned"))
         >>> params = rc.initial_params(recipe, H=2, K=4, V=4)
         >>> {name: tuple(x.shape) for name, x in params.items()}
         {'lr': (2,)}
     """
+    recipe = as_recipe(recipe, "rc.initial_params")
     check_size("H", H)
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
     params: dict[str, Tensor] = {}
     for param in recipe.params():
         shape = (H, *(sizes[axis] for axis in param.axes))
         fan = sizes[param.fan] if param.fan else None
-        drawn = start(param, shape, generator=generator, fan=fan)
-        params[param.name] = drawn.to(dtype=dtype, device=device)
+        value = initial_value(param, shape, generator=generator, fan=fan)
+        params[param.name] = value.to(dtype=dtype, device=device)
     return params
 
 
-def start(
+def initial_value(
     param: Param,
     shape: tuple[int, ...],
     *,
     generator: torch.Generator | None = None,
     fan: int | None = None,
 ) -> Tensor:
-    """A param of that shape at its start, in float64 on the CPU.
+    """Return the initial value of a param of a shape, in float64 on the CPU.
 
-    ``draw`` is ``"normal"``: entries N(0, 1); ``"fan_in"``: N(0, 1/in), in = ``fan``, the size of
-    the axis that `Param.fan` names, or that of the last axis;
-    ``"orthogonal"``: rows N(0, I) that are orthogonal within each block of K rows (Performer,
-    section 2.4: a Haar basis, each row given the length of a Gaussian vector of its own);
-    ``"eye"``: the identity of the last two axes, repeated downwards when they differ.
+    ``Param.draw`` is one of:
+
+    * ``"normal"``: entries N(0, 1);
+    * ``"fan_in"``: entries N(0, 1/in), with in = ``fan``, the size of the axis `Param.fan`, or the
+      size of the last axis;
+    * ``"orthogonal"``: rows N(0, I) that are orthogonal within each block of K rows: a Haar basis
+      with rows of the length of independent Gaussian vectors (Performer, section 2.4);
+    * ``"eye"``: the identity of the last two axes, repeated along the rows if they differ.
     """
 
-    def normal(*size: int) -> Tensor:
+    def randn(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64)
 
     if param.draw is None:
-        # A member's tuple runs along the last axis.
+        # A tuple has the values along the last axis.
         return torch.tensor(param.init, dtype=torch.float64).expand(shape).clone()
     if param.draw == "normal":
-        return normal(*shape)
+        return randn(*shape)
     if param.draw == "fan_in":
-        return normal(*shape) * (shape[-1] if fan is None else fan) ** -0.5
+        return randn(*shape) * (shape[-1] if fan is None else fan) ** -0.5
     rows, columns = shape[-2:]
     if param.draw == "eye":
         blocks = math.ceil(rows / columns)
         eye = torch.eye(columns, dtype=torch.float64).repeat(blocks, 1)[:rows]
         return eye.expand(shape).clone()
     lead, blocks = shape[:-2], math.ceil(rows / columns)
-    basis, triangle = torch.linalg.qr(normal(*lead, blocks, columns, columns))
-    # Signs of the diagonal make the basis uniform (Mezzadri 2007, section 5).
-    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-    lengths = normal(*lead, blocks, columns, columns).norm(dim=-1, keepdim=True)
-    return (basis * lengths).flatten(-3, -2)[..., :rows, :]
+    orthogonal, triangle = torch.linalg.qr(randn(*lead, blocks, columns, columns))
+    # Multiplied by the signs of the diagonal, Q is uniform (Mezzadri 2007, section 5).
+    orthogonal = orthogonal * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    row_norms = randn(*lead, blocks, columns, columns).norm(dim=-1, keepdim=True)
+    return (orthogonal * row_norms).flatten(-3, -2)[..., :rows, :]

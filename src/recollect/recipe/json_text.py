@@ -1,4 +1,4 @@
-"""JSON as data of ours is read: each key once, and no deeper than Python can follow."""
+"""Strict JSON: unique keys, limited nesting and limited digits."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ __all__ = ["read_json"]
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text holds.
+    """Return the data of a JSON text.
 
     Args:
-        text: the whole of it.
+        text: the complete text.
 
     Raises:
-        ValueError: it is not text, not JSON, nested too deep, holds a number of thousands of
-            digits, or an object names a key twice: the last one would win, whichever was meant.
+        ValueError: it is not text or not JSON, is nested too deep, contains a number of more than
+            4000 digits, or an object with a repeated key.
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"it must be text, and is of type {type(text).__name__}")
+        raise ValueError(f"it must be text, not {type(text).__name__}")
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_int=_whole)
+        return json.loads(text, object_pairs_hook=_parse_object, parse_int=_parse_int)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text at byte {error.start}") from None
 
 
-def _whole(digits: str) -> int:
-    """A whole number, of as many digits as Python reads without taking ever longer."""
+def _parse_int(digits: str) -> int:
+    """Return an int of at most 4000 digits, because `int` takes quadratic time."""
     if len(digits) > 4000:
-        raise ValueError(f"it holds a number of {len(digits):,} digits")
+        raise ValueError(f"it contains a number of {len(digits):,} digits")
     return int(digits)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, whose keys differ."""
-    made: dict[str, Any] = {}
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object with unique keys."""
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in result:
             raise ValueError(f"the key {key[:60]!r} stands twice in one object: keep one of them")
-        made[key] = value
-    return made
+        result[key] = value
+    return result

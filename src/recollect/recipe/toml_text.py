@@ -1,4 +1,4 @@
-"""TOML as recipes and run files are read: no deeper than Python can follow, and in linear time."""
+"""TOML of recipes and run files, with limited nesting and in linear time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["MAX_BYTES", "read_toml"]
 MAX_BYTES = 2**20
 """Largest size of a recipe or a run file."""
 
-_MOST_PARTS = 32
-"""Parts of a dotted key. `tomllib` takes time quadratic in their number: 13 s for 20,000."""
+MAX_KEY_PARTS = 32
+"""Maximum number of parts of a dotted key. `tomllib` takes quadratic time: 13 s for 20,000."""
 
-# Possessive, and up to the end where a string is not closed, so that no text is read twice.
-# A string of several lines may have two quotes before the three that close it.
+# Quantifiers are possessive, and unclosed strings match up to the end, so no text is read twice.
+# A string of several lines may have two quotes before its three closing quotes.
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)'
     r"|'''.*?(?:'{3,5}|\Z)"
@@ -24,20 +24,20 @@ _STRING_OR_COMMENT = re.compile(
     r"|#[^\n]*+",
     re.DOTALL,
 )
-_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{_MOST_PARTS}}}")
+_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MAX_KEY_PARTS}}}")
 
 
 def read_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
     Args:
-        text: all of it.
+        text: the complete text.
 
     Raises:
         ValueError: it is not TOML, is nested too deep, or has a key of more than 32 parts.
     """
     if _LONG_KEY.search(_STRING_OR_COMMENT.sub("x", text)):
-        raise ValueError(f"a key has more than {_MOST_PARTS} dotted parts")
+        raise ValueError(f"a key has more than {MAX_KEY_PARTS} dotted parts")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -8,8 +8,6 @@ and a marker and a line style of its own, so that colour is never the only diffe
 imported when a figure is drawn, and no window or global state is touched.
 """
 
-# More than 400 lines: the kinds of figures, their two layouts and what they have in common.
-
 from __future__ import annotations
 
 import io

@@ -83,6 +83,6 @@ def equations_of(recipe: object) -> Rows:
     """The equations of a recipe; none if the recipe has no explanation."""
     # Recipes do not depend on their explanations: these are imported when a notebook shows one.
     try:
-        return importlib.import_module("recollect.explain").explain(recipe).equations
+        return importlib.import_module("recollect.explanation.explain").explain(recipe).equations
     except ValueError:  # a RecipeError
         return ()

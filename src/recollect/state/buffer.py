@@ -1,67 +1,38 @@
-"""Raw associations that a state keeps: those of the window and of the open inner batch."""
+"""Associations that a state stores: those of the window and of the open inner batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import constant
+from recollect.choices.runtime import cached_constant
 from recollect.recipe.recipe import Recipe
+from recollect.state.tree import TensorTree
 
-__all__ = ["Buffer", "roll"]
+__all__ = ["Buffer", "update_buffer"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Buffer:
-    """Raw associations with their gates, newest last and aligned right.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Buffer(TensorTree):
+    """Associations with their gates, newest last and aligned right.
 
     Attributes:
-        k: ``[B, n, H, K]``. v: ``[B, n, H, V]``.
-        rates: every resolved number by name, ``[B, n, H, ...]``.
-        mask: ``[B, n]``, False where a slot holds nothing (its numbers are then 0).
+        k: keys ``[B, n, H, K]``.
+        v: values ``[B, n, H, V]``.
+        rates: gates and constants by name, ``[B, n, H, ...]``.
+        mask: ``[B, n]``, False at empty slots, whose tensors are 0.
     """
 
     k: Tensor
     v: Tensor
-    rates: Mapping[str, Tensor]
+    rates: Mapping[str, Tensor] = field(default_factory=dict)
     mask: Tensor
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> Buffer:
-        """Apply ``f`` to every tensor."""
-        return Buffer(
-            k=f(self.k),
-            v=f(self.v),
-            rates={name: f(x) for name, x in self.rates.items()},
-            mask=f(self.mask),
-        )
 
-
-# -- the buffer after new tokens ------------------------------------------------------------------
-
-
-def _grown(old: Buffer | None, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
-    """Everything, in rows without padding: what was held, then the new."""
-    mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    if old is None:
-        # The caller's tensors stay the caller's, to be changed or freed.
-        own = {name: _copied(x) for name, x in rates.items()}
-        return Buffer(k=_copied(k), v=_copied(v), rates=own, mask=mask)
-    return Buffer(
-        k=torch.cat([old.k.to(k.dtype), k], dim=1),
-        v=torch.cat([old.v.to(v.dtype), v], dim=1),
-        rates={name: torch.cat([old.rates[name].to(x), x], 1) for name, x in rates.items()},
-        mask=torch.cat([old.mask, mask], dim=1),
-    )
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def roll(
+def update_buffer(
     recipe: Recipe,
     old: Buffer | None,
     *,
@@ -70,69 +41,51 @@ def roll(
     rates: Mapping[str, Tensor],
     lengths: Tensor | None,
     position: Tensor,
-    seen: int | None = None,
-    nothing: Collection[str] = (),
+    host_position: int | None = None,
 ) -> Buffer | None:
-    """The buffer after new tokens: per row, those of the window and of the open inner batch.
+    """Return the buffer after new tokens.
 
-    Cost O(n) in the number of slots, not in T. The first associations that a context keeps
-    (`Context.first`) stand in the first slots of a buffer that is full.
+    The cost is O(n) in the number of slots, not in T. If the buffer is full, the attention sinks of
+    a context (`Context.num_sinks`) are in its first slots.
 
     Args:
-        recipe: whose span it is.
-        old: the buffer before.
-        k: new keys ``[B, T, H, K]``. v: values. rates: numbers, by name.
-        lengths: real tokens per row ``[B]``, where rows are padded.
-        position: after the new tokens, ``[B]``.
-        seen: what every entry of ``position`` is, where the host knows it (`State.seen`).
-        nothing: names of numbers that are 0 at every token, old and new.
+        recipe: the recipe, which determines the number of slots.
+        old: the buffer before the tokens.
+        k: new keys ``[B, T, H, K]``.
+        v: new values ``[B, T, H, V]``.
+        rates: their gates and constants by name.
+        lengths: number of valid tokens ``[B]``; ``None`` without padding.
+        position: number of tokens of the document after the call, ``[B]``.
+        host_position: value of every entry of ``position``, if the host knows it.
     """
-    span = recipe.span
-    if span == 0:
+    size, history = recipe.buffer_size, recipe.num_past_associations
+    batch_size, num_sinks = recipe.algorithm.batch_size, recipe.context.num_sinks
+    num_old, T = 0 if old is None else old.k.shape[1], k.shape[1]
+    is_dense = lengths is None and not num_sinks
+    if size == 0:
         return None
-    B, T = k.shape[:2]
-    if span is None and lengths is None:
-        return _grown(old, k=k, v=v, rates=rates)
-    history, first = recipe.history, recipe.context.first
-    if old is not None and seen is not None and history is not None and T == 1 and not first:
-        batch = recipe.algorithm.batch
-        if old.k.shape[1] == span and _only_shifts(seen, batch, history):
-            return _shifted(old, k=k, v=v, rates=rates, nothing=nothing)
-        if seen % batch + history == 0 and span and not torch.compiler.is_compiling():
-            return _emptied(span, k=k, v=v, rates=rates)
-    buffered = 0 if old is None else old.k.shape[1]
-    slots = buffered + T if span is None else span
-    wanted = position if history is None else position % recipe.algorithm.batch + history
-    wanted = torch.minimum(position, wanted)
-    if lengths is None and not first:
-        return _ended(old, slots, wanted, k=k, v=v, rates=rates)
-    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    count = torch.full_like(position, T) if lengths is None else lengths
-    end, slot = buffered + count, torch.arange(slots, device=k.device)
-    index = end[:, None] - slots + slot  # [B, n]
-    mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
-    if old is not None:
-        inside = index.clamp(0, buffered - 1) if buffered else index
-        mask &= (
-            torch.where(index < buffered, old.mask.gather(1, inside), True) if buffered else True
-        )
-    if first:  # those of the document's beginning stay, before the latest
-        before = (position - count)[:, None]
-        own = torch.where(before > buffered, slot, slot - before + buffered)
-        own = torch.where(slot >= before, buffered + slot - before, own)
-        stays = (slot < first) & (position > slots)[:, None]
-        index, mask = torch.where(stays, own, index), mask | stays
-    index = index.clamp(0, max(buffered + T - 1, 0))
-
-    def pick(new: Tensor, past: Tensor | None) -> Tensor:
-        # Slice before joining so that a long call does not copy all of its tokens.
-        joined = new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
-        shaped = index.view(B, slots, *(1,) * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-        shown = mask.view(B, slots, *(1,) * (new.dim() - 2))
-        if joined.shape[1] == 0:
-            return new.new_zeros(B, slots, *new.shape[2:])
-        return torch.where(shown, joined.gather(1, shaped), new.new_zeros(()))
-
+    if size is None and lengths is None:
+        mask, pick = _append(old, k)
+    elif (
+        is_dense
+        and old is not None
+        and T == 1
+        and num_old == size
+        and history is not None
+        and _evicts_oldest(host_position, batch_size, history)
+    ):
+        mask, pick = _shift_one(old, k)
+    elif is_dense and T == 1 and old is not None and size and _is_emptied(host_position, recipe):
+        mask, pick = _empty(k, size)
+    else:
+        num_slots, num_kept = num_old + T if size is None else size, position
+        if history is not None:
+            num_kept = torch.minimum(position, position % batch_size + history)
+        if is_dense:
+            mask, pick = _keep_last(old, k, num_slots, num_kept)
+        else:
+            count = torch.full_like(position, T) if lengths is None else lengths
+            mask, pick = _gather(old, k, num_slots, num_kept, count, position, num_sinks)
     return Buffer(
         k=pick(k, None if old is None else old.k),
         v=pick(v, None if old is None else old.v),
@@ -141,97 +94,121 @@ def roll(
     )
 
 
-def _only_shifts(seen: int, batch: int, history: int) -> bool:
-    """Whether the last of ``seen`` tokens pushes out what no slot is left for, and nothing else.
+Pick = Callable[[Tensor, Tensor | None], Tensor]
+"""From a new and an old tensor to the tensor of the updated buffer."""
 
-    Where it ends an inner batch, what only that batch needed goes too.
-    """
-    if torch.compiler.is_compiling():  # a graph per number of tokens
+
+def _append(old: Buffer | None, k: Tensor) -> tuple[Tensor, Pick]:
+    """Keep all old and new associations, without padding."""
+
+    def pick(new: Tensor, old: Tensor | None) -> Tensor:
+        if old is None:  # the caller may change or free its tensors
+            return new.clone(memory_format=torch.contiguous_format)
+        return torch.cat([old.to(new.dtype), new], dim=1)
+
+    mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    return mask if old is None else torch.cat([old.mask, mask], dim=1), pick
+
+
+def _evicts_oldest(host_position: int | None, batch_size: int, history: int) -> bool:
+    """Return whether the last token evicts the oldest slot of a full buffer and no other."""
+    if host_position is None or torch.compiler.is_compiling():  # one graph for all positions
         return False
-    before, now = (min(n, n % batch + history) for n in (seen - 1, seen))
-    return now == min(before + 1, batch - 1 + history)
-
-
-def _shifted(
-    old: Buffer,
-    *,
-    k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-    nothing: Collection[str],
-) -> Buffer:
-    """The buffer one token on, of as many slots, where no other slot becomes empty."""
-    kept = old.k.shape[1] - 1
-
-    def pick(past: Tensor, new: Tensor) -> Tensor:
-        return torch.cat([past.narrow(1, 1, kept).to(new.dtype), new], dim=1)
-
-    mask = old.mask.narrow(1, 1, kept)
-    there = constant(_there, k.shape[0], device=mask.device)
-    return Buffer(
-        k=pick(old.k, k),
-        v=pick(old.v, v),
-        rates={
-            name: old.rates[name] if name in nothing else pick(old.rates[name], x)
-            for name, x in rates.items()
-        },
-        mask=torch.cat([mask, there], dim=1),
+    num_old, num_kept = (
+        min(n, n % batch_size + history) for n in (host_position - 1, host_position)
     )
+    return num_kept == min(num_old + 1, batch_size - 1 + history)
 
 
-def _emptied(span: int, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
-    """The buffer of an inner batch that has just ended, where nothing else is kept."""
-
-    def none(x: Tensor) -> Tensor:
-        return x.new_zeros(x.shape[0], span, *x.shape[2:])
-
-    return Buffer(
-        k=none(k),
-        v=none(v),
-        rates={name: none(x) for name, x in rates.items()},
-        mask=torch.zeros(k.shape[0], span, dtype=torch.bool, device=k.device),
-    )
+def _is_emptied(host_position: int | None, recipe: Recipe) -> bool:
+    """Return whether the last token ends an inner batch and nothing else is stored."""
+    if host_position is None or torch.compiler.is_compiling():
+        return False
+    return recipe.num_past_associations == 0 == host_position % recipe.algorithm.batch_size
 
 
-def _there(B: int) -> Tensor:
+def _empty(k: Tensor, num_slots: int) -> tuple[Tensor, Pick]:
+    """Drop all associations."""
+    mask = torch.zeros(k.shape[0], num_slots, dtype=torch.bool, device=k.device)
+    return mask, lambda new, _: new.new_zeros(new.shape[0], num_slots, *new.shape[2:])
+
+
+def _shift_one(old: Buffer, k: Tensor) -> tuple[Tensor, Pick]:
+    """Drop the oldest association and append one token."""
+
+    def pick(new: Tensor, old: Tensor | None) -> Tensor:
+        assert old is not None
+        return torch.cat([old[:, 1:].to(new.dtype), new], dim=1)
+
+    valid = cached_constant(_true, k.shape[0], device=k.device)
+    return torch.cat([old.mask[:, 1:], valid], dim=1), pick
+
+
+def _true(B: int) -> Tensor:
     return torch.ones(B, 1, dtype=torch.bool)
 
 
-def _ended(
+def _keep_last(
+    old: Buffer | None, k: Tensor, num_slots: int, num_kept: Tensor
+) -> tuple[Tensor, Pick]:
+    """Keep the last ``num_slots`` associations without padding; ``num_kept [B]`` are valid."""
+    T = k.shape[1]
+    num_old = max(num_slots - T, 0)  # slots that new tokens do not reach
+    num_empty = num_old - (0 if old is None else min(old.k.shape[1], num_old))
+    mask = torch.arange(num_slots, 0, -1, device=k.device) <= num_kept[:, None]
+    if num_empty:
+        mask[:, :num_empty] = False
+    if old is not None and num_empty < num_old:
+        mask[:, num_empty:num_old] &= old.mask[:, old.mask.shape[1] - num_old + num_empty :]
+    is_empty = ~mask
+    by_dim: dict[int, Tensor] = {}
+
+    def pick(new: Tensor, old: Tensor | None) -> Tensor:
+        parts = [new if num_slots - num_old == T else new[:, T - num_slots :]]
+        if old is not None and num_empty < num_old:
+            parts.insert(0, old[:, old.shape[1] - num_old + num_empty :].to(new.dtype))
+        if num_empty:
+            parts.insert(0, new.new_zeros(new.shape[0], num_empty, *new.shape[2:]))
+        last = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if new.dim() not in by_dim:
+            by_dim[new.dim()] = is_empty.view(*is_empty.shape, *(1,) * (new.dim() - 2))
+        return last.masked_fill(by_dim[new.dim()], 0.0)
+
+    return mask, pick
+
+
+def _gather(
     old: Buffer | None,
-    slots: int,
-    wanted: Tensor,
-    *,
     k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-) -> Buffer:
-    """The last ``slots`` of what was held and rows without padding, of which ``wanted`` count."""
-    B, T = k.shape[:2]
-    past = max(slots - T, 0)  # slots that new tokens do not reach
-    buffered = 0 if old is None else min(old.k.shape[1], past)
-    mask = torch.arange(slots, 0, -1, device=k.device) <= wanted[:, None]
-    if past > buffered:
-        mask[:, : past - buffered] = False
-    if old is not None and buffered:
-        mask[:, past - buffered : past] &= old.mask[:, old.mask.shape[1] - buffered :]
-    empty = ~mask
-    shaped: dict[int, Tensor] = {}
+    num_slots: int,
+    num_kept: Tensor,
+    count: Tensor,
+    position: Tensor,
+    num_sinks: int,
+) -> tuple[Tensor, Pick]:
+    """Keep the last ``num_kept [B]`` associations after ``count [B]`` valid new ones, and sinks."""
+    # Joined tokens form one run per batch element: old ones aligned right, new ones aligned left.
+    num_old, T = 0 if old is None else old.k.shape[1], k.shape[1]
+    end, slot = num_old + count, torch.arange(num_slots, device=k.device)
+    index = end[:, None] - num_slots + slot  # [B, n]
+    mask = (index >= end[:, None] - num_kept[:, None]) & (index >= 0)
+    if old is not None and num_old:
+        is_filled = old.mask.gather(1, index.clamp(0, num_old - 1))
+        mask &= torch.where(index < num_old, is_filled, True)
+    if num_sinks:
+        old_position = (position - count)[:, None]
+        sink_index = torch.where(old_position > num_old, slot, slot - old_position + num_old)
+        sink_index = torch.where(slot >= old_position, num_old + slot - old_position, sink_index)
+        is_sink = (slot < num_sinks) & (position > num_slots)[:, None]
+        index, mask = torch.where(is_sink, sink_index, index), mask | is_sink
+    index = index.clamp(0, max(num_old + T - 1, 0))
 
-    def pick(new: Tensor, older: Tensor | None) -> Tensor:
-        parts = [new if slots - past == T else new[:, T - (slots - past) :]]
-        if older is not None and buffered:
-            parts.insert(0, older[:, older.shape[1] - buffered :].to(new.dtype))
-        if buffered < past:
-            parts.insert(0, new.new_zeros(B, past - buffered, *new.shape[2:]))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if new.dim() not in shaped:
-            shaped[new.dim()] = empty.view(B, slots, *(1,) * (new.dim() - 2))
-        return joined.masked_fill(shaped[new.dim()], 0.0)
+    def pick(new: Tensor, old: Tensor | None) -> Tensor:
+        joined = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
+        ones = (1,) * (new.dim() - 2)
+        if joined.shape[1] == 0:
+            return new.new_zeros(*index.shape, *new.shape[2:])
+        picked = joined.gather(1, index.view(*index.shape, *ones).expand(-1, -1, *new.shape[2:]))
+        return torch.where(mask.view(*mask.shape, *ones), picked, new.new_zeros(()))
 
-    return Buffer(
-        k=pick(k, None if old is None else old.k),
-        v=pick(v, None if old is None else old.v),
-        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
-        mask=mask,
-    )
+    return mask, pick

@@ -1,51 +1,60 @@
-"""State: everything a recipe remembers between calls, the same for every engine.
+"""State of a recipe between calls, in one format for all engines.
 
-Weights are those at the *start* of the open inner batch; the raw associations of that batch and of
-the window stand beside them in fixed slots, so any engine continues any other's state.
+Weights are those at the start of the open inner batch. The associations of that batch and of the
+window are stored separately, so that any engine can continue the state of another.
 """
-
-# More than 400 lines: what a state is and all that is done with one, joined from two files.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recipe.sized import SizedRecipe
-from recollect.state.buffer import Buffer, roll
-from recollect.state.flat import check_names, numbered, read_text, text_tensor
+from recollect.recipe.bound import BoundRecipe
+from recollect.state.buffer import Buffer, update_buffer
 from recollect.state.initial_associations import initial_associations
-from recollect.state.kernel_rows import KernelRows, initial_rows
-from recollect.state.moving import brief, mover
+from recollect.state.kernel_rows import KernelRows, initial_kernel_rows
+from recollect.state.tree import UNSAVED, TensorTree, align_right, where_rows
 from recollect.typing import Init, Weights
 
-__all__ = ["Buffer", "State", "initial_state", "join_states"]
+__all__ = ["Buffer", "HostPosition", "State", "initial_state", "join_states"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What a recipe remembers; rows are independent sequences.
+@dataclass(eq=False)
+class HostPosition:
+    """Number of tokens of every batch element, valid for one tensor of positions.
+
+    Attributes:
+        tensor: the tensor; any other makes the number invalid.
+        value: value of each of its entries.
+    """
+
+    tensor: Tensor
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class State(TensorTree):
+    """State of a recipe. Its batch elements are independent sequences.
 
     Attributes:
         weights: A, one tensor per map, ``[B, H, *shape]``; empty for nonparametric memories.
-        slots: the algorithm's own state by name (momentum, moments, statistics), zeros at the
-            start.
-        position: tokens seen of the current document, ``[B]``.
-        buffer: associations of the window and of the open inner batch, or all of them (a KV cache).
-        dual: of maps that read infinitely many features, their rows by key.
-        ones: the normaliser's memory of ones ``[B, H, 1, F]``.
-        cache: what the last engine may spare the next one; each can do without, it is not saved.
-        log_scale: running maximum m of a stabilised memory ``[B, H]``; A is stored times exp(−m).
+        position: number of tokens of the current document, ``[B]``.
         sizes: (H, K, V).
-        written_by: `Recipe.normal_form` of the recipe that wrote it, which alone continues it;
-            ``None`` in one that was made by hand, or saved before this was written down, fits every
-            recipe of its shapes.
-        known: the position that a number was stated for, and the number (`seen`).
+        algorithm_state: tensors of the algorithm by name (momentum, moments, statistics), initially
+            zero.
+        buffer: associations of the window and of the open inner batch, or all of them (a KV cache).
+        kernel_rows: one row of weights per key, for maps that read infinitely many features.
+        normalizer: the normaliser's memory of ones ``[B, H, 1, F]``.
+        log_scale: running maximum m of a stabilised memory ``[B, H]``; A is stored times exp(−m).
+        cache: intermediate results that spare an engine work; it is optional and not saved.
+        recipe_id: `Recipe.normal_form` of the recipe that wrote the state. Only this recipe
+            continues it. ``None`` fits every recipe of these shapes.
+        position_on_host: number of tokens on the host, for `host_position`.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
@@ -53,364 +62,271 @@ class State:
         >>> y, state = rc.recall(rc.Recipe(), q, k, v, {"lr": lr})
         >>> state.position, state.weights[0].shape
         (tensor([4]), torch.Size([1, 2, 8, 8]))
-        >>> again = rc.State.from_dict(state.to_dict())
-        >>> torch.equal(again.weights[0], state.weights[0])
+        >>> loaded = rc.State.from_dict(state.to_dict())
+        >>> torch.equal(loaded.weights[0], state.weights[0])
         True
     """
 
-    weights: Weights
+    weights: Weights = ()
     position: Tensor
     sizes: tuple[int, int, int]
-    slots: Mapping[str, Weights] = field(default_factory=dict)
+    algorithm_state: Mapping[str, Weights] = field(default_factory=dict)
     buffer: Buffer | None = None
-    dual: KernelRows | None = None
-    ones: Tensor | None = None
+    kernel_rows: KernelRows | None = None
+    normalizer: Tensor | None = None
     log_scale: Tensor | None = None
-    cache: Mapping[str, Tensor] = field(default_factory=dict)
-    written_by: str | None = field(default=None, repr=False)
-    known: tuple[Tensor, int] | None = field(default=None, repr=False, compare=False)
+    cache: Mapping[str, Tensor] = field(default_factory=dict, metadata=UNSAVED)
+    recipe_id: str | None = field(default=None, repr=False)
+    position_on_host: HostPosition | None = field(default=None, repr=False, metadata=UNSAVED)
 
     @property
-    def seen(self) -> int | None:
-        """Tokens that every row has seen, where the host knows it without asking the device.
+    def host_position(self) -> int | None:
+        """Number of tokens of every batch element, if the host knows it without a synchronisation.
 
-        Rows that have come differently far (padding, packing, a reset) have no such number, and
-        where there is one, `dual` has no empty slots.
+        ``None`` if batch elements may differ (padding, packing, a reset). If it is a number,
+        ``kernel_rows`` has no empty slots.
         """
-        known = self.known
-        return known[1] if known is not None and known[0] is self.position else None
+        stored = self.position_on_host
+        return stored.value if stored is not None and stored.tensor is self.position else None
 
-    def stating(self, seen: int | None) -> State:
-        """The same, and that every row has seen so many tokens; ``None``: nobody knows.
+    def with_position(self, value: int | None) -> Self:
+        """Return a copy with a position on the host.
 
         Args:
-            seen: what each entry of ``position`` is.
+            value: each entry of ``position``; ``None`` if unknown.
         """
-        known = None if seen is None else (self.position, seen)
-        return replace(self, known=known)
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> State:
-        """Apply ``f`` to every tensor; the root of most methods below."""
-        weights, seen = tuple(f(w) for w in self.weights), self.seen
-        position = f(self.position)
-        return State(
-            sizes=self.sizes,
-            weights=weights,
-            position=position,
-            known=None if seen is None else (position, seen),
-            slots={name: tuple(f(w) for w in slot) for name, slot in sorted(self.slots.items())},
-            buffer=None if self.buffer is None else self.buffer.map(f),
-            dual=None if self.dual is None else self.dual.map(f),
-            ones=None if self.ones is None else f(self.ones),
-            log_scale=None if self.log_scale is None else f(self.log_scale),
-            cache={name: f(x) for name, x in self.cache.items()},
-            written_by=self.written_by,
-        )
-
-    def moved(self, **changed: object) -> State:
-        """The state one token on: parts that it changed by name, and no cache unless it made one.
-
-        As `dataclasses.replace`, and a twentieth of its time: every decoded token makes one.
-        """
-        after, seen = object.__new__(State), self.seen
-        position = changed.pop("position") if "position" in changed else self.position + 1
-        known = None if seen is None else (position, seen + 1)
-        after.__dict__.update(self.__dict__, position=position, known=known, cache={})
-        after.__dict__.update(changed)
-        return after
+        on_host = None if value is None else HostPosition(self.position, value)
+        return replace(self, position_on_host=on_host)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor, in the order in which `map` meets them."""
-        parts = [*self.weights, self.position]
-        for name in sorted(self.slots):
-            parts += self.slots[name]
-        if self.buffer is not None:
-            parts += [self.buffer.k, self.buffer.v, *self.buffer.rates.values(), self.buffer.mask]
-        if self.dual is not None:
-            parts += self.dual.tensors()
-        parts += [x for x in (self.ones, self.log_scale) if x is not None]
-        return [*parts, *self.cache.values()]
+        """Return all tensors in the order of `flatten`."""
+        return self.flatten()[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(x.numel() * x.element_size() for x in self.tensors())
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """Return a copy with other tensors, in the order of `flatten`."""
+        return super().with_tensors(tensors).with_position(self.host_position)
+
+    def replace(self, **changed: Any) -> Self:
+        """Return the state one token later, with these fields changed and an empty cache.
+
+        Args:
+            changed: fields by name; ``position`` is increased by 1 by default.
+        """
+        position, value = changed.pop("position", None), self.host_position
+        if position is None:
+            position = self.position + 1
+        on_host = None if value is None else HostPosition(position, value + 1)
+        changed = {"cache": {}, **changed}
+        return replace(self, position=position, position_on_host=on_host, **changed)
 
     @property
     def rows(self) -> int:
-        """B."""
+        """Batch size B."""
         return self.position.shape[0]
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights, or of rows by key; ``None`` where associations are all that is kept."""
-        for x in (*self.weights, *(() if self.dual is None else self.dual.rows)):
+        """Type of the weights or kernel rows; ``None`` if only associations are stored."""
+        for x in (*self.weights, *(() if self.kernel_rows is None else self.kernel_rows.rows)):
             return x.dtype
         return None
 
-    def detach(self) -> State:
-        """Cut the graph (truncated backpropagation)."""
-        return self.map(Tensor.detach)
-
-    def select(self, rows: Tensor) -> State:
-        """Rows by index, e.g. the survivors of a beam."""
-        return self.map(lambda x: x.index_select(0, rows.to(x.device)))
-
-    def repeat(self, n: int) -> State:
-        """Each row n times in a row."""
-        return self.map(lambda x: x.repeat_interleave(n, dim=0))
-
-    def to(
-        self,
-        *where: torch.device | str | torch.dtype | Tensor,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """Move, as `torch.Tensor.to` does; a dtype applies to floating-point tensors.
+    def reset(self, mask: Tensor, init: Init | None = None) -> Self:
+        """Restart the batch elements at which ``mask`` is True.
 
         Args:
-            where: a device, a dtype, or a tensor that has both.
-            device: where tensors go; they stay when omitted.
-            dtype: of floating-point tensors; theirs when omitted.
-
-        Raises:
-            ValueError: something else, or one of them twice.
-        """
-        return self.map(mover(where, device, dtype))
-
-    def __repr__(self) -> str:
-        """Types and shapes, and no numbers."""
-        return brief(self)
-
-    def reset(self, mask: Tensor, init: Init | None = None) -> State:
-        """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted).
-
-        Args:
-            mask: ``[B]``, True where a row starts anew.
-            init: initial memory, as for `recollect.recall`; zeros when omitted.
+            mask: ``[B]``, True for batch elements that restart.
+            init: initial memory, as for `recollect.recall`; zeros by default.
         """
         rows = mask.to(self.position.device)
-        starts = [torch.zeros_like(w) for w in self.weights]
-        given = () if init is None else (init,) if isinstance(init, Tensor) else tuple(init)
-        dual = self.dual
-        if dual is not None:
-            pairs, given = given[: 1 + len(dual.rows)], given[1 + len(dual.rows) :]
-            dual = dual.reset(rows, pairs)
-        if given:
-            starts = [a.to(w.dtype).expand_as(w) for a, w in zip(given, self.weights, strict=True)]
+        initial = () if init is None else (init,) if isinstance(init, Tensor) else tuple(init)
+        kernel_rows = self.kernel_rows
+        if kernel_rows is not None:
+            num_pairs = 1 + len(kernel_rows.rows)
+            kernel_rows = kernel_rows.reset(rows, initial[:num_pairs])
+            initial = initial[num_pairs:]
 
         def clear(x: Tensor) -> Tensor:
-            shaped = rows.view(-1, *(1,) * (x.dim() - 1))
-            return torch.where(shaped, torch.zeros((), dtype=x.dtype, device=x.device), x)
+            return where_rows(rows, torch.zeros((), dtype=x.dtype, device=x.device), x)
 
-        fresh = self.map(clear)
-        shaped = [rows.view(-1, *(1,) * (w.dim() - 1)) for w in self.weights]
-        weights = tuple(
-            torch.where(r, a, w) for r, a, w in zip(shaped, starts, self.weights, strict=True)
-        )
-        return dataclasses.replace(fresh, weights=weights, dual=dual, cache={}, known=None)
+        cleared = replace(self, kernel_rows=None, cache={}, position_on_host=None).map(clear)
+        weights = cleared.weights
+        if initial:
+            weights = tuple(
+                where_rows(rows, a.to(w.dtype).expand_as(w), w)
+                for a, w in zip(initial, self.weights, strict=True)
+            )
+        return replace(cleared, weights=weights, kernel_rows=kernel_rows)
 
     def where(self, rows: Tensor, other: State) -> State:
-        """These rows where ``rows [B]`` is True, and the other state's where not.
+        """Choose between two states for each batch element.
 
         Args:
-            rows: ``[B]``.
-            other: of the same recipe and sizes; growing buffers may have other lengths.
+            rows: ``[B]``, True for this state and False for the other.
+            other: a state of the same recipe and sizes; growing buffers may differ in length.
         """
-        width, length = _longest((self, other))
-        pairs = [replace(_widen(s, width, length), cache={}).tensors() for s in (self, other)]
-        shaped = rows.to(self.position.device)
-        chosen = iter(
-            [
-                torch.where(shaped.view(-1, *(1,) * (a.dim() - 1)), a, b.to(a.dtype))
-                for a, b in zip(*pairs, strict=True)
-            ]
-        )
-        return replace(self, cache={}).map(lambda _: next(chosen)).stating(None)
+        slots = _max_slots((self, other))
+        a, b = (_pad_slots(state, *slots) for state in (self, other))
+        pairs = zip(a.tensors(), b.tensors(), strict=True)
+        chosen = [where_rows(rows, x, y.to(x.dtype)) for x, y in pairs]
+        return a.with_tensors(chosen).with_position(None)
 
-    def last(self, n: int) -> State:
-        """The same with at most the newest n slots of associations, for who knows them to be all.
+    def trim(self, n: int) -> Self:
+        """Drop all but the newest n slots of associations.
 
-        Rows that start anew at different tokens leave empty slots on the left of what grows.
+        Slots are empty if batch elements restarted at different tokens.
 
         Args:
-            n: at least as many as any row needs.
+            n: number of slots. The caller guarantees that all others are empty.
         """
-        buffer, dual = self.buffer, self.dual
+
+        def cut(x: Tensor) -> Tensor:
+            return x[:, -n:]
+
+        buffer, kernel_rows = self.buffer, self.kernel_rows
         if buffer is not None and buffer.k.shape[1] > n:
-            buffer = buffer.map(lambda x: x[:, -n:])
-        if dual is not None and dual.k.shape[1] > n:
-            dual = dual.map(lambda x: x[:, -n:])
-        if buffer is self.buffer and dual is self.dual:
+            buffer = buffer.map(cut)
+        if kernel_rows is not None and kernel_rows.k.shape[1] > n:
+            kernel_rows = kernel_rows.map(cut)
+        if buffer is self.buffer and kernel_rows is self.kernel_rows:
             return self
-        return replace(self, buffer=buffer, dual=dual, cache={}, known=None)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """Flat names to plain tensors, ready for safetensors."""
-        flat = {"position": self.position, "sizes": torch.tensor(self.sizes)}
-        flat.update({f"weights.{i}": w for i, w in enumerate(self.weights)})
-        for name, slot in self.slots.items():
-            flat.update({f"slots.{name}.{i}": w for i, w in enumerate(slot)})
-        if self.buffer is not None:
-            flat.update({"buffer.k": self.buffer.k, "buffer.v": self.buffer.v})
-            flat["buffer.mask"] = self.buffer.mask
-            flat.update({f"buffer.rates.{n}": x for n, x in self.buffer.rates.items()})
-        if self.dual is not None:
-            flat.update(self.dual.to_dict())
-        if self.ones is not None:
-            flat["ones"] = self.ones
-        if self.log_scale is not None:
-            flat["log_scale"] = self.log_scale
-        if self.written_by is not None:
-            flat["written_by"] = text_tensor(self.written_by)
-        return {name: x.contiguous() for name, x in flat.items()}
+        return replace(
+            self, buffer=buffer, kernel_rows=kernel_rows, cache={}, position_on_host=None
+        )
 
     @classmethod
-    def from_dict(cls, flat: Mapping[str, Tensor]) -> State:
-        """Rebuild what `to_dict` wrote.
-
-        Raises:
-            ValueError: no tensors by name, a name that no state has, or a part that is missing.
-        """
-        check_names(flat)
-        slot_names = dict.fromkeys(n.split(".")[1] for n in flat if n.startswith("slots."))
-        buffer, head = None, "buffer.rates."
-        if "buffer.k" in flat:
-            buffer = Buffer(
-                k=flat["buffer.k"],
-                v=flat["buffer.v"],
-                mask=flat["buffer.mask"],
-                rates={n[len(head) :]: x for n, x in flat.items() if n.startswith(head)},
-            )
-        (H, K, V), places = flat["sizes"].tolist(), set(flat["position"].flatten().tolist())
-        state = cls(
-            sizes=(H, K, V),
-            weights=numbered(flat, "weights."),
-            slots={name: numbered(flat, f"slots.{name}.") for name in slot_names},
-            position=flat["position"],
-            buffer=buffer,
-            dual=KernelRows.from_dict(flat),
-            ones=flat.get("ones"),
-            log_scale=flat.get("log_scale"),
-            written_by=read_text(flat, "written_by"),
-        )
-        full = state.dual is None or bool(state.dual.mask.all())
-        return state.stating(places.pop() if len(places) == 1 and full else None)
+    def _read(cls, flat: Mapping[str, Tensor], prefix: str) -> Self:
+        state = super()._read(flat, prefix)
+        positions = set(state.position.flatten().tolist())
+        is_full = state.kernel_rows is None or bool(state.kernel_rows.mask.all())
+        return state.with_position(positions.pop() if len(positions) == 1 and is_full else None)
 
 
-def join_states(states: list[State]) -> State:
-    """Stack rows; growing buffers are padded on the left to one length."""
-    width, rows = _longest(states)
-    # What an engine may spare the next one has as many sizes as there are states.
-    padded = [replace(_widen(state, width, rows), cache={}) for state in states]
+def join_states(states: Sequence[State]) -> State:
+    """Concatenate states along the batch axis; growing buffers are padded on the left."""
+    # Caches of different states differ in size.
+    padded = [_pad_slots(state, *_max_slots(states)) for state in states]
     columns = zip(*(state.tensors() for state in padded), strict=True)
-    joined = iter([torch.cat(column) for column in columns])
-    sizes = {s.dual.k.shape[1] for s in states if s.dual is not None}
-    seen = {state.seen if len(sizes) < 2 else None for state in states}
-    together = padded[0].map(lambda _: next(joined))
-    return together.stating(seen.pop() if len(seen) == 1 else None)
+    sizes = {s.kernel_rows.k.shape[1] for s in states if s.kernel_rows is not None}
+    positions = {state.host_position if len(sizes) < 2 else None for state in states}
+    joined = padded[0].with_tensors([torch.cat(column) for column in columns])
+    return joined.with_position(positions.pop() if len(positions) == 1 else None)
 
 
-def _longest(states: Sequence[State]) -> tuple[int, int]:
-    """Slots of the longest buffer, and of the most rows by key."""
-    width = max((s.buffer.k.shape[1] for s in states if s.buffer is not None), default=0)
-    return width, max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
+def _max_slots(states: Sequence[State]) -> tuple[int, int]:
+    """Return the number of slots of the longest buffer, and of the longest kernel rows."""
+    buffers = [s.buffer.k.shape[1] for s in states if s.buffer is not None]
+    rows = [s.kernel_rows.k.shape[1] for s in states if s.kernel_rows is not None]
+    return max(buffers, default=0), max(rows, default=0)
 
 
-def _widen(state: State, width: int, rows: int) -> State:
-    def pad(x: Tensor, size: int) -> Tensor:
-        return torch.cat([x.new_zeros(x.shape[0], size - x.shape[1], *x.shape[2:]), x], dim=1)
-
-    buffer: Buffer | None = None
-    if state.buffer is not None:
-        buffer = state.buffer.map(lambda x: pad(x, width))
-    dual = None if state.dual is None else state.dual.map(lambda x: pad(x, rows))
-    return replace(state, buffer=buffer, dual=dual)
+def _pad_slots(state: State, num_buffered: int, num_rows: int) -> State:
+    """Return the state without its cache, with empty slots on the left of growing tensors."""
+    buffer, kernel_rows = state.buffer, state.kernel_rows
+    return replace(
+        state,
+        buffer=None if buffer is None else buffer.map(lambda x: align_right(x, num_buffered)),
+        kernel_rows=(
+            None if kernel_rows is None else kernel_rows.map(lambda x: align_right(x, num_rows))
+        ),
+        cache={},
+    )
 
 
 # -- before the first token -----------------------------------------------------------------------
 
 
 def initial_state(
-    sized: SizedRecipe,
+    bound: BoundRecipe,
     *,
     B: int,
     dtype: torch.dtype,
     device: torch.device,
     init: Init | None = None,
 ) -> State:
-    """The state before the first token: A₀ = ``init``, or zeros where that can learn.
+    """Return the state before the first token, with A₀ = ``init`` or zeros.
 
     Args:
-        sized: the recipe, and how many memories of what size.
-        B: rows.
-        dtype: of everything but what the algorithm keeps in float64.
-        device: where.
+        bound: the recipe with the number and size of its memories.
+        B: batch size.
+        dtype: type of all tensors except those that the algorithm keeps in float64.
+        device: device of all tensors.
         init: A₀, as for `recollect.recall`.
 
     Raises:
         RecipeError: a deep memory without ``init``, or one of the wrong shapes.
     """
-    recipe, H, K, V = sized.recipe, sized.H, sized.K, sized.V
+    recipe, H, K, V = bound.recipe, bound.H, bound.K, bound.V
     if init is not None and recipe.nonparametric:
-        k, v, rates = initial_associations(sized, init, B=B, dtype=dtype)
+        k, v, rates = initial_associations(bound, init, B=B, dtype=dtype)
         position = torch.full((B,), k.shape[1], device=device)
-        buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
-        state = State(
-            sizes=(H, K, V), weights=(), position=position, buffer=buffer, written_by=sized.written
-        )
-        return state.stating(k.shape[1])
-    shapes = sized.weights
+        buffer = update_buffer(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
+        state = State(position=position, sizes=(H, K, V), buffer=buffer, recipe_id=bound.recipe_id)
+        return state.with_position(k.shape[1])
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
     pairs: tuple[Tensor, ...] = ()
     if init is None:
-        if recipe.needs_init():
-            starts = recipe.init_shapes(K, V, pairs=1) if recipe.dual else shapes
-            wanted = ", ".join(str([H, *shape]) for shape in starts)
-            raise RecipeError(
-                f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "
-                f"never learns; give one tensor per map, of shapes {wanted}"
+        if bound.needs_init:
+            shapes = (
+                recipe.init_shapes(K, V, pairs=1)
+                if recipe.uses_kernel_rows
+                else bound.weight_shapes
             )
-        weights = tuple(torch.zeros(B, H, *s, dtype=dtype, device=device) for s in shapes)
+            expected = ", ".join(str([H, *shape]) for shape in shapes)
+            raise RecipeError(
+                f"{recipe.memory.title} needs init, because a deep memory of zeros never learns: "
+                f"pass one tensor per map, of shapes {expected}"
+            )
+        weights = tuple(torch.zeros(B, H, *shape, **options) for shape in bound.weight_shapes)
     else:
-        given = (init,) if isinstance(init, Tensor) else tuple(init)
-        before = 1 + len(recipe.row_widths(V)) if recipe.dual else 0
-        if len(given) != before + len(shapes) and not (before and not given and not shapes):
-            what = f"{before} of its pairs and " if before else ""
-            raise RecipeError(
-                f"{recipe.memory.title} takes {what}{len(shapes)} map(s) and init has "
-                f"{len(given)} tensor(s)"
-            )
-        pairs, given = given[:before], given[before:]
-        for a, shape in zip(given, shapes, strict=True):
-            if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
-                raise RecipeError(
-                    f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
-                    f"{[B, H, *shape]}), not {list(a.shape)}"
-                )
+        pairs, maps = _split_init(bound, init, B=B)
         weights = tuple(
-            a.to(dtype=dtype, device=device).expand(B, H, *s)
-            for a, s in zip(given, shapes, strict=True)
+            a.to(dtype=dtype, device=device).expand(B, H, *shape)
+            for a, shape in zip(maps, bound.weight_shapes, strict=True)
         )
-    slots: dict[str, tuple[Tensor, ...]] = {}
-    if weights or not recipe.dual:
-        for name, (blank, wide) in sized.slots.items():
-            slot_dtype = torch.float64 if wide else dtype
+    slots: dict[str, Weights] = {}
+    if weights or not recipe.uses_kernel_rows:
+        for name, (shapes, is_wide) in bound.slot_shapes.items():
+            slot_dtype = torch.float64 if is_wide else dtype
             slots[name] = tuple(
-                torch.zeros(B, H, *s, dtype=slot_dtype, device=device) for s in blank
+                torch.zeros(B, H, *shape, dtype=slot_dtype, device=device) for shape in shapes
             )
-    ones = (B, H, 1, sized.features)
-    dual = None
-    if recipe.dual:
-        dual = initial_rows(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
-    position = torch.zeros(B, dtype=torch.long, device=device)
-    return State(
+    kernel_rows = None
+    if recipe.uses_kernel_rows:
+        kernel_rows = initial_kernel_rows(recipe, pairs, B=B, H=H, K=K, V=V, **options)
+    state = State(
         sizes=(H, K, V),
-        written_by=sized.written,
+        recipe_id=bound.recipe_id,
         weights=weights,
-        slots=slots,
-        dual=dual,
-        position=position,
-        known=(position, 0),
-        ones=torch.zeros(ones, dtype=dtype, device=device) if sized.normalised else None,
-        log_scale=torch.zeros(B, H, dtype=dtype, device=device) if sized.stabilised else None,
+        algorithm_state=slots,
+        kernel_rows=kernel_rows,
+        position=torch.zeros(B, dtype=torch.long, device=device),
+        normalizer=torch.zeros(B, H, 1, bound.num_features, **options)
+        if bound.has_normalizer
+        else None,
+        log_scale=torch.zeros(B, H, **options) if bound.is_stabilized else None,
     )
+    return state.with_position(0)
+
+
+def _split_init(
+    bound: BoundRecipe, init: Init, *, B: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the pairs of kernel rows and the weights of an initial memory, after checks."""
+    recipe, H, num_maps = bound.recipe, bound.H, len(bound.weight_shapes)
+    tensors = (init,) if isinstance(init, Tensor) else tuple(init)
+    num_pairs = 1 + len(recipe.row_widths(bound.V)) if recipe.uses_kernel_rows else 0
+    has_no_pairs = num_pairs > 0 and len(tensors) == 0 and num_maps == 0
+    if len(tensors) != num_pairs + num_maps and not has_no_pairs:
+        pairs = f"{num_pairs} of its pairs and " if num_pairs else ""
+        raise RecipeError(
+            f"{recipe.memory.title} takes {pairs}{num_maps} map(s) and init has {len(tensors)} "
+            "tensor(s)"
+        )
+    for a, shape in zip(tensors[num_pairs:], bound.weight_shapes, strict=True):
+        if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
+            raise RecipeError(
+                f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
+                f"{[B, H, *shape]}), not {list(a.shape)}"
+            )
+    return tensors[:num_pairs], tensors[num_pairs:]

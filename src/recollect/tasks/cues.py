@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, option, whole
+from recollect.fields import Validated, int_check, integer, option, validate
 from recollect.tasks.drawn import distinct
 from recollect.tasks.mqar import IGNORE
 
@@ -107,7 +107,7 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
         >>> inputs.shape, labels.shape
         (torch.Size([2, 17]), torch.Size([2, 17]))
     """
-    held("cues: batch", whole(), batch)
+    validate("cues: batch", int_check(), batch)
     P, C, device = config.pairs, config.cues, generator.device
     cue = distinct(batch, C, P, generator)
     response = C + distinct(batch, C, P, generator)

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import held, whole, word
+from recollect.fields import choice_check, int_check, validate
 
 __all__ = ["Exchange", "exchange", "spread_keys", "welch"]
 
@@ -156,8 +156,8 @@ def exchange(
         >>> stream.k.shape, stream.final.shape
         (torch.Size([7, 8]), torch.Size([4]))
     """
-    held("exchange: ask", word("any", "first"), ask)
-    held("exchange: swaps", whole(), swaps)
+    validate("exchange: ask", choice_check("any", "first"), ask)
+    validate("exchange: swaps", int_check(), swaps)
     if swaps > 0 and n < 2:
         raise ValueError(f"exchange: swaps need two keys, and n is {n}")
     keys = spread_keys(n, d).to(dtype)

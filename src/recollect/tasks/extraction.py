@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 import torch
 
-from recollect.fields import Validated, held, integer, option, whole
+from recollect.fields import Validated, int_check, integer, option, validate
 from recollect.tasks.prompts import Dice
 
 __all__ = ["Extraction", "ExtractionConfig", "ExtractionForm", "extractions"]
@@ -107,7 +107,7 @@ def extractions(
         >>> f"{one.question}: {one.answers[0]}" in one.text
         True
     """
-    held("extractions: batch", whole(), batch)
+    validate("extractions: batch", int_check(), batch)
     dice = Dice(generator)
     return tuple(_MAKERS[config.form](config.length, dice) for _ in range(batch))
 

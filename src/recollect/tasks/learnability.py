@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, option, whole
+from recollect.fields import Validated, int_check, integer, option, validate
 
 __all__ = ["Mapping", "MappingConfig", "MappingName", "mapping"]
 
@@ -115,7 +115,7 @@ def mapping(
         >>> drawn.inputs.shape, drawn.outputs.shape
         (torch.Size([2, 16, 8]), torch.Size([2, 16, 8]))
     """
-    held("mapping: batch", whole(), batch)
+    validate("mapping: batch", int_check(), batch)
     d, device = config.size, generator.device
 
     def normal(*shape: int, fan: int = 1) -> Tensor:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import held, whole, word
+from recollect.fields import choice_check, int_check, validate
 from recollect.tasks.drawn import distinct
 from recollect.tasks.mad_config import (
     MadCompression,
@@ -82,8 +82,8 @@ def mad(
         >>> inputs.shape, labels.shape
         (torch.Size([2, 31]), torch.Size([2, 31]))
     """
-    held("mad: batch", whole(), batch)
-    held("mad: split", word("train", "test"), split)
+    validate("mad: batch", int_check(), batch)
+    validate("mad: split", choice_check("train", "test"), split)
     if isinstance(config, MadRecall):
         return _recall(config, batch, generator, split)
     if isinstance(config, MadFuzzy):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, number, whole, word
+from recollect.fields import Validated, choice_check, int_check, integer, number, validate
 
 __all__ = [
     "MadCompression",
@@ -53,7 +53,7 @@ class MadRecall(Validated):
     noise_vocab: int = integer(0)
 
     def validate(self) -> None:
-        held(self.said("vocab"), whole(2 + self.noise_vocab), self.vocab)
+        validate(self.field_label("vocab"), int_check(2 + self.noise_vocab), self.vocab)
         if self.length % 2:
             raise ValueError(f"MadRecall: length must be even, got {self.length}")
         if self.noise > 0 and self.noise_vocab < 1:
@@ -91,8 +91,8 @@ class MadFuzzy(Validated):
     motif: int = integer(3, at_least=1)
 
     def validate(self) -> None:
-        held(self.said("vocab"), whole(2 * self.motif + 1), self.vocab)
-        held(self.said("length"), whole(6 * self.motif), self.length)
+        validate(self.field_label("vocab"), int_check(2 * self.motif + 1), self.vocab)
+        validate(self.field_label("length"), int_check(6 * self.motif), self.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class MadCopying(Validated):
     copies: int = integer(16, at_least=1)
 
     def validate(self) -> None:
-        held(self.said("length"), whole(2 * self.copies + 2), self.length)
+        validate(self.field_label("length"), int_check(2 * self.copies + 2), self.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ def mad_settings(task: str) -> tuple[MadSetting, ...]:
         >>> sorted({setting.axis for setting in settings[1:]})
         ['length', 'train', 'vocab']
     """
-    held("mad_settings: task", word(*_TASKS), task)
+    validate("mad_settings: task", choice_check(*_TASKS), task)
     config, train, axes = _TASKS[task]
     base = MadSetting(task=task, axis="", value=0, config=config, train=train, test=1280)
     found = [base]

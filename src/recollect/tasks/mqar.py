@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, number, option, whole, word
+from recollect.fields import Validated, choice_check, int_check, integer, number, option, validate
 
 IGNORE = -100
 """The label of a position at which nothing is asked; PyTorch's cross entropy skips it.
@@ -140,7 +140,7 @@ def mqar_mix(
         >>> config.length, config.pairs
         (64, 4)
     """
-    held("mqar_mix: recipe", word("one length", "mixed"), recipe)
+    validate("mqar_mix: recipe", choice_check("one length", "mixed"), recipe)
     if recipe == "one length":
         if length not in _ONE_LENGTH:
             raise ValueError(
@@ -182,7 +182,7 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
         >>> (labels != rc.tasks.IGNORE).sum(1)
         tensor([4, 4])
     """
-    held("mqar: batch", whole(), batch)
+    validate("mqar: batch", int_check(), batch)
     device, pairs, half = generator.device, config.pairs, config.vocab // 2
 
     def choose(count: int, log_weight: Tensor | None = None) -> Tensor:

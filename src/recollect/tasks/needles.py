@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, checked, flag, held, integer, option, whole
+from recollect.fields import Validated, flag, int_check, integer, option, validate, validated_field
 from recollect.tasks.prompts import Dice, Prompt, as_bytes, hide
 
 __all__ = ["NeedleConfig", "NeedleName", "needle_prompts", "needles"]
@@ -91,14 +91,14 @@ class NeedleConfig(Validated):
 
     name: NeedleName = option("passkey", *get_args(NeedleName))
     length: int = integer(1024, at_least=300)
-    keys: int = checked(1, whole(1, 100))
+    keys: int = validated_field(1, int_check(1, 100))
     values: int = integer(1, at_least=1)
     queries: int = integer(1, at_least=1)
     distractors: bool = flag(False)
     uuid_keys: bool = flag(False)
 
     def validate(self) -> None:
-        held(self.said("queries"), whole(1, self.keys), self.queries)
+        validate(self.field_label("queries"), int_check(1, self.keys), self.queries)
 
     @property
     def vocab(self) -> int:
@@ -145,7 +145,7 @@ def needle_prompts(
         >>> prompt.answer.rstrip('.') in prompt.text
         True
     """
-    held("needles: batch", whole(), batch)
+    validate("needles: batch", int_check(), batch)
     dice = Dice(generator)
     hay = FILLER if config.name == "passkey" else tuple(haystack)
     if not hay and not config.distractors:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, whole
+from recollect.fields import Validated, int_check, integer, validate
 from recollect.tasks.drawn import distinct
 
 __all__ = ["Reach", "ReachConfig", "reach"]
@@ -92,7 +92,7 @@ def reach(
         >>> graphs.x.shape, graphs.labels.sum(1)
         (torch.Size([2, 8, 8]), tensor([4, 4]))
     """
-    held("reach: batch", whole(), batch)
+    validate("reach: batch", int_check(), batch)
     n, device = config.nodes, generator.device
     # Node 0 is in the first class; n/2 of the other n − 1 are in the second.
     second = torch.zeros(batch, n, dtype=torch.bool, device=device)

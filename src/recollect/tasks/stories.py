@@ -13,8 +13,6 @@ own. A story hidden in long background text, sentence by sentence in order, is t
 (Kuratov et al. 2024; ATLAS figure 4): `story_prompts` and `story_bytes`.
 """
 
-# More than 400 lines: five kinds of stories that are told of one simulated world.
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, checked, held, integer, whole
+from recollect.fields import Validated, int_check, integer, validate, validated_field
 from recollect.tasks.prompts import Dice, Prompt, as_bytes, hide
 
 __all__ = ["Story", "StoryConfig", "stories", "story_bytes", "story_prompts"]
@@ -56,14 +54,16 @@ class StoryConfig(Validated):
         2
     """
 
-    task: int = checked(1, whole(1, 5))
+    task: int = validated_field(1, int_check(1, 5))
     facts: int = integer(8, at_least=1)
-    people: int = checked(4, whole(2, len(PEOPLE)))
+    people: int = validated_field(4, int_check(2, len(PEOPLE)))
     length: int = integer(1024)
 
     def validate(self) -> None:
-        held(self.said("facts"), whole({2: 2, 3: 3, 5: 2}.get(self.task, 1)), self.facts)
-        held(self.said("length"), whole(50 * (self.facts + 4)), self.length)
+        validate(
+            self.field_label("facts"), int_check({2: 2, 3: 3, 5: 2}.get(self.task, 1)), self.facts
+        )
+        validate(self.field_label("length"), int_check(50 * (self.facts + 4)), self.length)
 
     @property
     def vocab(self) -> int:
@@ -111,7 +111,7 @@ def stories(config: StoryConfig, batch: int, generator: torch.Generator) -> tupl
         >>> len(story.facts), story.answer in " ".join(story.facts)
         (3, True)
     """
-    held("stories: batch", whole(), batch)
+    validate("stories: batch", int_check(), batch)
     dice = Dice(generator)
     tell = {1: _where_person, 2: _where_thing, 3: _where_before, 4: _directions, 5: _gifts}
     return tuple(tell[config.task](config, dice) for _ in range(batch))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, whole
+from recollect.fields import Validated, int_check, integer, validate
 
 __all__ = ["SwapConfig", "pairs_of", "swaps"]
 
@@ -73,7 +73,7 @@ def swaps(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[T
         >>> inputs.shape, int(labels[labels >= 0].max())
         (torch.Size([2, 6]), 2)
     """
-    held("swaps: batch", whole(), batch)
+    validate("swaps: batch", int_check(), batch)
     device = generator.device
     tokens = torch.randint(config.vocab, (batch, config.length), generator=generator, device=device)
     places = pairs_of(config.items).to(device)

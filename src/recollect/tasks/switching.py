@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, number, option, whole
+from recollect.fields import Validated, int_check, integer, number, option, validate
 
 __all__ = ["Switching", "SwitchingConfig", "switching"]
 
@@ -126,7 +126,7 @@ def switching(
         >>> drawn.k.shape, torch.equal(drawn.q[:, :-1], drawn.k[:, 1:])
         (torch.Size([2, 16, 4]), True)
     """
-    held("switching: batch", whole(), batch)
+    validate("switching: batch", int_check(), batch)
     K, device, wide = config.size, generator.device, torch.float64
 
     def normal(*shape: int) -> Tensor:

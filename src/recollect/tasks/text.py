@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from recollect.fields import held, whole
+from recollect.fields import int_check, validate
 from recollect.tasks.documentation import documentation
 from recollect.tasks.mqar import IGNORE
 
@@ -205,8 +205,8 @@ def batches(
         >>> torch.equal(inputs[:, 1:], labels[:, :-1])
         True
     """
-    held("batches: length", whole(1), length)
-    held("batches: batch", whole(1), batch)
+    validate("batches: length", int_check(1), length)
+    validate("batches: batch", int_check(1), batch)
     room = corpus.train.numel() - length
     if room < 1:
         raise ValueError(
@@ -254,10 +254,10 @@ def heldout_windows(
         >>> asked == len(corpus.heldout) - 1
         True
     """
-    held("heldout_windows: length", whole(1), length)
-    held("heldout_windows: batch", whole(1), batch)
+    validate("heldout_windows: length", int_check(1), length)
+    validate("heldout_windows: batch", int_check(1), batch)
     if limit is not None:
-        held("heldout_windows: limit", whole(1), limit)
+        validate("heldout_windows: limit", int_check(1), limit)
     heldout = corpus.heldout.long()
     count = math.ceil((heldout.numel() - 1) / length)
     fill = count * length - (heldout.numel() - 1)

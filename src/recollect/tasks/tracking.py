@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recollect.fields import Validated, checked, held, integer, number, whole
+from recollect.fields import Validated, int_check, integer, number, validate, validated_field
 from recollect.tasks.needles import FILLER
 from recollect.tasks.prompts import Dice, Prompt, hide
 
@@ -55,8 +55,8 @@ class VariableConfig(Validated):
         3
     """
 
-    hops: int = checked(4, whole(1, 50))
-    chains: int = checked(1, whole(1, 50))
+    hops: int = validated_field(4, int_check(1, 50))
+    chains: int = validated_field(1, int_check(1, 50))
     length: int = integer(1024, at_least=300)
 
 
@@ -80,13 +80,13 @@ class CommonWordsConfig(Validated):
         3
     """
 
-    words: int = checked(10, whole(1, 1000))
+    words: int = validated_field(10, int_check(1, 1000))
     often: int = integer(30, at_least=2)
     seldom: int = integer(3, at_least=1)
     length: int = integer(8192, at_least=300)
 
     def validate(self) -> None:
-        held(self.said("seldom"), whole(1, self.often - 1), self.seldom)
+        validate(self.field_label("seldom"), int_check(1, self.often - 1), self.seldom)
 
     @property
     def least(self) -> int:
@@ -114,7 +114,7 @@ class FrequentWordsConfig(Validated):
     """
 
     alpha: float = number(2.0, above=1.0, at_most=10.0)
-    words: int = checked(3, whole(1, 20))
+    words: int = validated_field(3, int_check(1, 20))
     length: int = integer(2048, at_least=300)
 
 
@@ -138,7 +138,7 @@ def variable_prompts(
         >>> len(prompt.answer.rstrip(".").split(", ")), prompt.text.count("VAR ")
         (3, 5)
     """
-    held("variable tracking: batch", whole(), batch)
+    validate("variable tracking: batch", int_check(), batch)
     dice = Dice(generator)
     return tuple(_variables(config, dice) for _ in range(batch))
 
@@ -195,7 +195,7 @@ def common_words(
         >>> [prompt.text.split().count(word) for word in prompt.answer.rstrip(".").split(", ")]
         [4, 4]
     """
-    held("common words: batch", whole(), batch)
+    validate("common words: batch", int_check(), batch)
     dice = Dice(generator)
     return tuple(_common(config, dice) for _ in range(batch))
 
@@ -248,7 +248,7 @@ def frequent_words(
         >>> words.count(first) > words.count(second) > words.count(third)
         True
     """
-    held("frequent words: batch", whole(), batch)
+    validate("frequent words: batch", int_check(), batch)
     dice = Dice(generator)
     return tuple(_frequent(config, dice) for _ in range(batch))
 

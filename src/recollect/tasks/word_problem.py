@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, option, whole, word
+from recollect.fields import Validated, choice_check, int_check, integer, option, validate
 from recollect.tasks.mqar import IGNORE
 
 __all__ = ["WordConfig", "permutations", "products", "word_problem", "words"]
@@ -77,7 +77,7 @@ def word_problem(name: str, length: int = 32) -> WordConfig:
         >>> config.items, config.group
         (3, 'symmetric')
     """
-    held("word_problem: name", word(*_NAMES), name)
+    validate("word_problem: name", choice_check(*_NAMES), name)
     items, group = _NAMES[name]
     return WordConfig(items=items, length=length, group=group)
 
@@ -124,7 +124,7 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
         >>> inputs.shape, int(labels[0, 0]) == rc.tasks.IGNORE
         (torch.Size([2, 9]), True)
     """
-    held("words: batch", whole(), batch)
+    validate("words: batch", int_check(), batch)
     compose = products(config.items, config.group)
     size = compose.shape[0]
     picks = torch.randint(size, (batch, config.length), generator=generator)

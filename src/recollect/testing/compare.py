@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 from recollect.testing.inputs import Inputs
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-SAID = ("sizes", "written_by")
+SAID = ("sizes", "recipe_id")
 """Parts of a saved state that say what it is, and are no numbers that it remembers."""
 
 
@@ -48,7 +48,7 @@ def label(check: Callable[..., object]) -> str:
 def run(recipe: Recipe, x: Inputs, **options: Any) -> tuple[Tensor, State]:
     """One call of `recall` with ``options``; ``init`` is left out when a state is given."""
     if options.get("state") is None:
-        options.setdefault("init", x.init)
+        options.setdefault("initial_memory", x.init)
     y, state = recall(recipe, x.q, x.k, x.v, x.gates, params=x.params, **options)
     assert state is not None
     return y, state
@@ -73,7 +73,7 @@ def split(
             recipe,
             x.cut(start, stop),
             state=state,
-            method=methods[piece % len(methods)],
+            engine=methods[piece % len(methods)],
             **options,
         )
         outputs.append(y)
@@ -97,12 +97,15 @@ def loss(y: Tensor, state: State) -> Tensor:
     """A fixed random projection of the outputs and of everything learned in the state."""
     g = torch.Generator().manual_seed(99)
     total = (y * torch.randn(y.shape, generator=g, dtype=torch.float64).to(y)).sum()
-    learned = [*state.weights, *(w for name in sorted(state.slots) for w in state.slots[name])]
-    if state.ones is not None:
-        learned.append(state.ones)
-    if state.dual is not None:
-        slots = state.dual.slots
-        learned += [*state.dual.rows, *(u for name in sorted(slots) for u in slots[name])]
+    learned = [
+        *state.weights,
+        *(w for name in sorted(state.algorithm_state) for w in state.algorithm_state[name]),
+    ]
+    if state.normalizer is not None:
+        learned.append(state.normalizer)
+    if state.kernel_rows is not None:
+        slots = state.kernel_rows.slots
+        learned += [*state.kernel_rows.rows, *(u for name in sorted(slots) for u in slots[name])]
     for x in learned:
         total = total + (x * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x)).sum()
     return total

@@ -22,24 +22,23 @@ def _visible(context: Context, T: int = 6) -> VisibleAssociations:
     axes = {**Recipe().axes(4, 4), "c": context.horizon or 1}
     for gate in context.gates():
         rates[gate.name] = draw_gate(gate, (1, T, 1, *(axes[a] for a in gate.axes)), g)
-    logs = context.logs()
     for param in context.params():
         value = draw_param(param, (1, *(axes[a] for a in param.axes)), g)
         value = value.expand(1, T, *value.shape)
-        rates[f"log_{param.name}" if param.name in logs else param.name] = (
-            value.log() if param.name in logs else value
+        rates[f"log_{param.name}" if param.is_log else param.name] = (
+            value.log() if param.is_log else value
         )
     position = torch.arange(T)[None]
     return VisibleAssociations(
         q=normal(1, T, 1, 1, 4, seed=1),
         k=normal(1, T, 1, 4, seed=2),
         rates=rates,
-        asked=rates,
+        query_rates=rates,
         valid=torch.ones(1, T, dtype=torch.bool),
         position=position,
-        where=position,
-        slots=torch.arange(T),
-        first=0,
+        query_position=position,
+        query_slots=torch.arange(T),
+        first_slot=0,
     )
 
 
@@ -55,10 +54,10 @@ def _whole(weights: ContextWeights, queries: slice, keys: slice) -> Tensor:
 
 
 def check_context(context: Context) -> str | None:
-    """The weights of `over` are the same piece by piece, and ``signed`` and ``hard`` are true."""
+    """Pieces of `over` have equal weights, and ``signed`` and ``is_binary`` are true."""
     title = context.title
     gates = {gate.name for gate in context.gates()}
-    unknown = sorted(set(context.reads) - gates)
+    unknown = sorted(set(context.query_gates) - gates)
     for name in unknown:
         raise AssertionError(f"{title} reads the gate {name!r}, which it does not ask for")
     if context.kernel is not None:
@@ -74,16 +73,16 @@ def check_context(context: Context) -> str | None:
     require(not seen.isnan().any(), f"{title}: over() gives weights that are no numbers")
     if not context.signed:
         require((seen >= 0).all(), f"{title} declares signed=False, and a weight is negative")
-    if weights.hard:
+    if weights.is_binary:
         sharp = ((seen == 0) | (seen == 1)).all()
-        require(sharp, f"{title} declares hard weights, and some are neither 0 nor 1")
+        require(sharp, f"{title} declares binary weights, and some are neither 0 nor 1")
     for queries in (slice(0, 2), slice(2, T)):
         for keys in (slice(0, 3), slice(3, T)):
             piece, mask = _whole(weights, queries, keys), past[queries, keys]
             wrong = off(piece[mask], whole[queries, keys][mask], 1e-10)
             require(not wrong, f"{title}: a piece of over() is {wrong:.1e} off from the whole")
-    if weights.log is not None and weights.of_key is not None:
-        rest = weights.log(slice(0, T), slice(0, T))[0, 0, 0] - weights.of_key[0, :, 0]
+    if weights.log is not None and weights.key_part is not None:
+        rest = weights.log(slice(0, T), slice(0, T))[0, 0, 0] - weights.key_part[0, :, 0]
         bare = torch.where(past, rest - rest[:, :1], 0.0)
         wrong = off(bare.nan_to_num(0.0), torch.zeros_like(bare), 1e-10)
         require(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.fields import domain
-from recollect.choices.member import Member, RecipeError, decode, registered
+from recollect.choices.member import Member, RecipeError, decode, get_member, registered_name
+from recollect.fields import field_spec, quantity_of
 from recollect.recipe.recipe import CHOICES
 from recollect.testing.compare import require
 from recollect.testing.draws import Pool, variants
@@ -70,7 +70,8 @@ def check_data(cls: type[Member], pool: Pool | None = None) -> None:
         pool: what its slots are filled from.
     """
     name = named(cls)
-    require(registered(cls.__name__) is cls, f"{name} is not the member registered by its name")
+    own = get_member(registered_name(cls), cls.choice) is cls
+    require(own, f"{name} is not the member registered by its name")
     require(cls.__doc__, f"{name} has no docstring that says what it computes")
     for made in variants(cls, 8, pool):
         text = json.dumps(made.to_dict(), allow_nan=False)
@@ -111,9 +112,9 @@ def check_keywords(cls: type[Member], pool: Pool | None = None) -> None:
 
 def _bad(field: dataclasses.Field[object]) -> list[object]:
     """Values that a declared field must refuse."""
-    rule = domain(field)
+    rule = field_spec(field)
     if rule is None:
-        spec = field.metadata.get("recollect")
+        spec = quantity_of(field)
         if spec is None:
             return []
         bad: list[object] = ["word", True, math.nan, math.inf, [1.0], torch.ones(())]
@@ -132,7 +133,7 @@ def _bad(field: dataclasses.Field[object]) -> list[object]:
         return never + ([] if high is None else [high + 0.5])
     if rule.kind == "slot":
         other = next(
-            cls() for kind in ("bias", "algorithm") if kind not in rule.words
+            cls() for kind in ("bias", "algorithm") if kind not in rule.choices
             for cls in Pool().members(kind)
         )  # fmt: skip
         return [*never, "L2", 1, type(other), other]
@@ -165,10 +166,7 @@ def check_numbers(made: Member) -> None:
     """Each quantity is a constant, or a gate, or a param, and its start lies in its range."""
     if any(isinstance(value, tuple) for value in _values(made)):
         return  # a tuple may name one member twice; recipes refuse that
-    gates, params = made.gates(), made.params()
-    names = [gate.name.removeprefix("log_") for gate in gates]
-    names += [param.name for param in params]
-    names += [name.removeprefix("log_") for name in made.constants()]
+    gates, params, names = made.gates(), made.params(), made.quantity_names()
     twice = sorted({name for name in names if names.count(name) > 1})
     for name in twice:
         raise AssertionError(f"{made.title} asks for the number {name!r} more than once")

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from recollect.choices.fields import Range, domain
 from recollect.choices.member import Member, RecipeError, all_members
 from recollect.choices.memory.module import module_factory
+from recollect.fields import Range, field_spec, quantity_of
 from recollect.recipe.recipe import CHOICES, Recipe
 
 __all__ = ["FACTORY", "Pool", "hosts", "parts_of", "variants"]
@@ -63,19 +63,19 @@ class Pool:
 
     def members(self, choice: str) -> list[type[Member]]:
         """Members that fit a choice (or ``"read"``, ``"probe"``), by name."""
-        fitting = [c for c in all_members().values() if self.holds(c) and choice in c.choices()]
+        fitting = [c for c in all_members() if self.holds(c) and choice in c.choices()]
         return sorted(fitting, key=lambda c: c.__name__)
 
     def _value(self, rng: random.Random, field: dataclasses.Field[Any], depth: int) -> Any:
         """A value that the field declares it would take."""
-        rule = domain(field)
-        if rule is None:
-            spec = field.metadata.get("recollect")
+        rule = field_spec(field)
+        if rule is None or rule.kind == "other":
+            spec = quantity_of(field)
             if spec is None:
                 return field.default
             if rng.random() < 0.3:
                 return _number(rng, spec.range, 0.5)  # rates: a step of 2 diverges
-            return rng.choice(spec.kinds)
+            return rng.choice(spec.sources)
         if rule.optional and rng.random() < 0.4:
             return None
         if rule.kind == "integer":
@@ -84,13 +84,13 @@ class Pool:
         if rule.kind == "number":
             return _number(rng, rule.range, 1.3)
         if rule.kind == "option":
-            return rng.choice(rule.words)
+            return rng.choice(rule.choices)
         if rule.kind == "flag":
             return rng.random() < 0.5
         if rule.kind == "text":
             return FACTORY if field.default is dataclasses.MISSING else field.default
-        choices = self.members(rule.words[0])
-        if rule.many:
+        choices = self.members(rule.choices[0])
+        if rule.is_tuple:
             return tuple(
                 self.member(rng, rng.choice(choices), depth + 1)
                 for _ in range(rng.choice((0, 1, 2)))
@@ -178,8 +178,8 @@ class Pool:
         if host is not None:
             owner, slot = host
             (field,) = (f for f in dataclasses.fields(owner) if f.name == slot)  # type: ignore[arg-type]
-            rule = domain(field)
-            held = (made,) if rule is not None and rule.many else made
+            rule = field_spec(field)
+            held = (made,) if rule is not None and rule.is_tuple else made
             made = dataclasses.replace(self.member(rng, owner), **{slot: held})  # type: ignore[type-var]
         (place,) = made.choices() & set(CHOICES)
         chosen: dict[str, Any] = {place: made}
@@ -198,9 +198,9 @@ class Pool:
             except RecipeError as error:
                 advice = re.findall(rf"({'|'.join(CHOICES)})\.([A-Z]\w*)\(", str(error))
                 for choice, name in advice:
-                    known = name in all_members() and choice != keep
-                    if known and rng.random() < 0.7:
-                        chosen = {**chosen, choice: self.member(rng, all_members()[name])}
+                    cls = next((c for c in self.members(choice) if c.__name__ == name), None)
+                    if cls is not None and choice != keep and rng.random() < 0.7:
+                        chosen = {**chosen, choice: self.member(rng, cls)}
             else:
                 break
         return chosen
@@ -214,9 +214,9 @@ def hosts(cls: type[Member]) -> list[tuple[type[Member], str]]:
         for choice in CHOICES
         for owner in library.members(choice)
         for field in dataclasses.fields(owner)  # type: ignore[arg-type]
-        if (rule := domain(field)) is not None
+        if (rule := field_spec(field)) is not None
         and rule.kind == "slot"
-        and rule.words[0] in cls.choices()
+        and rule.choices[0] in cls.choices()
     ]
 
 

@@ -99,16 +99,16 @@ def check_engine(
     )
 
 
-def _check_recipe(recipe: Recipe, method: str) -> None:
+def _check_recipe(recipe: Recipe, engine: str) -> None:
     x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
-    agree(recipe, x, method, chunk_size=4)
-    check_chunks_and_splits(recipe, tame(recipe, fitting(recipe, B=2, T=9, H=2)), method)
-    check_turns(recipe, x, method)
-    check_packing(recipe, tame(recipe, fitting(recipe, B=1, T=12, H=2)), method)
+    agree(recipe, x, engine, chunk_size=4)
+    check_chunks_and_splits(recipe, tame(recipe, fitting(recipe, B=2, T=9, H=2)), engine)
+    check_turns(recipe, x, engine)
+    check_packing(recipe, tame(recipe, fitting(recipe, B=1, T=12, H=2)), engine)
     for where in MASKS:
-        check_masks(recipe, tame(recipe, fitting(recipe, B=2, T=9, H=2)), method, where)
-    agree(recipe, tame(recipe, fitting(recipe, B=1, T=6, H=2, G=3)), method, chunk_size=4)
-    check_strides(recipe, x, method)
+        check_masks(recipe, tame(recipe, fitting(recipe, B=2, T=9, H=2)), engine, where)
+    agree(recipe, tame(recipe, fitting(recipe, B=1, T=6, H=2, G=3)), engine, chunk_size=4)
+    check_strides(recipe, x, engine)
 
 
 def fitting(
@@ -121,67 +121,67 @@ def fitting(
         B: batch rows. T: tokens. H: memories. G: query heads per memory.
         K: size of keys. V: of values; K or 3 when omitted.
     """
-    square = recipe.memory.diagonal or recipe.memory.residual
+    square = recipe.memory.is_elementwise or recipe.memory.residual
     width = (K if square else 3) if V is None else V
     return inputs(recipe, B=B, T=T, H=H, G=G, K=K, V=width)
 
 
 def agree(
-    recipe: Recipe, x: Inputs, method: str, tolerance: float = EXACT, **options: object
+    recipe: Recipe, x: Inputs, engine: str, tolerance: float = EXACT, **options: object
 ) -> None:
     """Outputs, final state and every gradient equal the reference's.
 
     Args:
         recipe, x: what is run.
-        method: the engine's name.
+        engine: the engine's name.
         tolerance: of norm-wise errors.
         options: of `recall`, for the engine.
 
     Raises:
         AssertionError: what differs.
     """
-    expected, kept, slopes = gradients(recipe, x, method="reference")
-    y, state, found = gradients(recipe, x, method=method, **options)
-    same((y, state), (expected, kept), tolerance, f"of engine {method}")
+    expected, kept, slopes = gradients(recipe, x, engine="reference")
+    y, state, found = gradients(recipe, x, engine=engine, **options)
+    same((y, state), (expected, kept), tolerance, f"of engine {engine}")
     wrong, name = worst(found, slopes)
-    require(wrong < tolerance, f"the gradient of {name} by engine {method} is off by {wrong:.1e}")
+    require(wrong < tolerance, f"the gradient of {name} by engine {engine} is off by {wrong:.1e}")
 
 
-def check_lengths(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_lengths(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Outputs and state equal the reference's, without gradients."""
     with torch.no_grad():
-        found, expected = run(recipe, x, method=method), run(recipe, x, method="reference")
-    same(found, expected, EXACT, f"of engine {method} at {x.T} tokens")
+        found, expected = run(recipe, x, engine=engine), run(recipe, x, engine="reference")
+    same(found, expected, EXACT, f"of engine {engine} at {x.T} tokens")
 
 
-def check_chunks_and_splits(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_chunks_and_splits(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Pieces of 0, 1 and more tokens, one token at a time, and chunks of any size."""
     with torch.no_grad():
-        whole = run(recipe, x, method=method)
+        whole = run(recipe, x, engine=engine)
         third = x.T // 3
         for cuts in ([1, 1, third, x.T - 2], list(range(1, x.T))):
-            pieces = split(recipe, x, cuts, [method])
-            same(pieces, whole, EXACT, f"of engine {method} split at {cuts}")
+            pieces = split(recipe, x, cuts, [engine])
+            same(pieces, whole, EXACT, f"of engine {engine} split at {cuts}")
         for size in (1, 2, 5, 16, 64):
-            chunked = run(recipe, x, method=method, chunk_size=size)
-            same(chunked, whole, EXACT, f"of engine {method} with chunk_size={size}")
+            chunked = run(recipe, x, engine=engine, chunk_size=size)
+            same(chunked, whole, EXACT, f"of engine {engine} with chunk_size={size}")
 
 
-def check_turns(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_turns(recipe: Recipe, x: Inputs, engine: str) -> None:
     """The engine continues the reference's states, and the reference the engine's."""
     with torch.no_grad():
-        whole = run(recipe, x, method="reference")
-        for order in (["reference", method], [method, "reference"]):
+        whole = run(recipe, x, engine="reference")
+        for order in (["reference", engine], [engine, "reference"]):
             pieces = split(recipe, x, [3, 4, 8], order)
             same(pieces, whole, EXACT, f"of {order[0]} and {order[1]} in turns")
 
 
-def check_gradients_across_splits(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_gradients_across_splits(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Gradients flow through a state that is handed on."""
     slopes: list[dict[str, Tensor]] = []
     for cuts in ([], [4, 5]):
         leaves = x.leaves()
-        y, _ = split(recipe, leaves, cuts, [method])
+        y, _ = split(recipe, leaves, cuts, [engine])
         named = leaves.tensors()
         found = torch.autograd.grad(
             y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
@@ -190,7 +190,7 @@ def check_gradients_across_splits(recipe: Recipe, x: Inputs, method: str) -> Non
     wrong, name = worst(slopes[1], slopes[0])
     require(
         wrong < EXACT,
-        f"the gradient of {name} by engine {method} across splits is off by {wrong:.1e}",
+        f"the gradient of {name} by engine {engine} across splits is off by {wrong:.1e}",
     )
 
 
@@ -202,50 +202,50 @@ MASKS = {
 """Attention masks of two rows of 9 tokens."""
 
 
-def check_masks(recipe: Recipe, x: Inputs, method: str, where: str) -> None:
+def check_masks(recipe: Recipe, x: Inputs, engine: str, where: str) -> None:
     """Each masked row equals its real tokens run alone, and masked tokens read 0.
 
     Args:
         recipe: what is run.
         x: two rows of 9 tokens.
-        method: the engine's name.
+        engine: the engine's name.
         where: which of `MASKS`.
     """
-    mask, how = MASKS[where].bool(), f"of engine {method} masked at the {where}"
-    y, state = run(recipe, x, method=method, attention_mask=mask, chunk_size=4)
+    mask, how = MASKS[where].bool(), f"of engine {engine} masked at the {where}"
+    y, state = run(recipe, x, engine=engine, attention_mask=mask, chunk_size=4)
     require(not y[~mask].any(), f"masked outputs {how} are not 0")
     for row in range(2):
         alone = x.rows(row).tokens(lambda a, row=row: a[:, mask[row]])
-        here, there = run(recipe, alone, method=method)
+        here, there = run(recipe, alone, engine=engine)
         wrong = error(y[row : row + 1, mask[row]], here)
         require(wrong < EXACT, f"outputs {how} are off by {wrong:.1e}")
-        if recipe.span is not None:  # an unbounded cache keeps its padding
+        if recipe.buffer_size is not None:  # an unbounded cache keeps its padding
             kept = parts(state.select(torch.tensor([row])))
             wrong, name = worst(kept, parts(there))
             require(wrong < EXACT, f"{name} of the state {how} is off by {wrong:.1e}")
 
 
-def check_packing(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_packing(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Documents of 1, 0, 7 and 4 tokens in a row of 12, twice: the second time they continue."""
-    borders, how = [0, 1, 1, 8, 12], f"of documents packed by engine {method}"
+    borders, how = [0, 1, 1, 8, 12], f"of documents packed by engine {engine}"
     packed = torch.tensor(borders)
-    y, state = run(recipe, x, method=method, cu_seqlens=packed)
-    y2, state2 = run(recipe, x, method=method, cu_seqlens=packed, state=state)
+    y, state = run(recipe, x, engine=engine, cu_seqlens=packed)
+    y2, state2 = run(recipe, x, engine=engine, cu_seqlens=packed, state=state)
     for document, (start, stop) in enumerate(itertools.pairwise(borders)):
         piece = x.cut(start, stop)
-        here, there = run(recipe, piece, method=method)
+        here, there = run(recipe, piece, engine=engine)
         wrong = error(y[:, start:stop], here)
         require(wrong < EXACT, f"outputs {how} are off by {wrong:.1e}")
-        here, there = run(recipe, piece, method=method, state=there)
+        here, there = run(recipe, piece, engine=engine, state=there)
         wrong = error(y2[:, start:stop], here)
         require(wrong < EXACT, f"outputs {how} that continue are off by {wrong:.1e}")
-        if recipe.span is not None:  # an unbounded cache keeps its padding
+        if recipe.buffer_size is not None:  # an unbounded cache keeps its padding
             kept = parts(state2.select(torch.tensor([document])))
             wrong, name = worst(kept, parts(there))
             require(wrong < EXACT, f"{name} of the state {how} is off by {wrong:.1e}")
 
 
-def check_strides(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_strides(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Every second channel of a wider tensor, as a fused projection would hand over."""
 
     def strided(a: Tensor) -> Tensor:
@@ -253,9 +253,9 @@ def check_strides(recipe: Recipe, x: Inputs, method: str) -> None:
         wide[..., 0] = a
         return wide[..., 0]
 
-    y, _, slopes = gradients(recipe, x, method=method)
+    y, _, slopes = gradients(recipe, x, engine=engine)
     views = x.map(lambda a: strided(a).requires_grad_())
-    y2, state2 = run(recipe, views, method=method)
+    y2, state2 = run(recipe, views, engine=engine)
     total = loss(y2, state2)
     if total.requires_grad:
         found = torch.autograd.grad(
@@ -266,7 +266,7 @@ def check_strides(recipe: Recipe, x: Inputs, method: str) -> None:
         )
         wrong, name = worst(dict(zip(slopes, found, strict=True)), slopes)
         require(wrong < EXACT, f"the gradient of {name} of strided tensors is off by {wrong:.1e}")
-    require(error(y2, y) < EXACT, f"outputs of engine {method} depend on strides")
+    require(error(y2, y) < EXACT, f"outputs of engine {engine} depend on strides")
 
 
 def check_single_gradients(
@@ -303,7 +303,7 @@ def check_refusal(recipe: Recipe, engine: select.Engine) -> None:
     said = bool(reasons) and all(isinstance(one, str) and len(one) > 10 for one in reasons)
     require(said, f"engine {engine.name} refuses a recipe without a reason that is a sentence")
     try:
-        run(recipe, fitting(recipe, B=1, T=1), method=engine.name)
+        run(recipe, fitting(recipe, B=1, T=1), engine=engine.name)
     except RecipeError as problem:
         told = str(problem)
         names = reasons[0] in told and "these can: " in told and "reference" in told
@@ -317,5 +317,5 @@ def check_refusal(recipe: Recipe, engine: select.Engine) -> None:
 def tame(recipe: Recipe, x: Inputs) -> Inputs:
     """The inputs, smaller where the recipe would diverge from them."""
     with torch.no_grad():
-        y, _ = run(recipe, x, method="reference")
+        y, _ = run(recipe, x, engine="reference")
     return x if y.abs().amax() < 1e3 else smaller(recipe, x)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
-from recollect.recipe.initial_params import start
+from recollect.fields import Gate, Param
+from recollect.recipe.initial_params import initial_value
 from recollect.recipe.recipe import Recipe
 
 __all__ = [
@@ -140,7 +140,7 @@ def draw_param(param: Param, shape: Sequence[int], g: torch.Generator) -> Tensor
     if low is not None:
         return low + 0.02 + 0.4 * u
     jitter = torch.randn(*shape, generator=g, dtype=torch.float64) * 0.2
-    return start(param, tuple(shape), generator=g) + jitter
+    return initial_value(param, tuple(shape), generator=g) + jitter
 
 
 def inputs(
@@ -171,7 +171,7 @@ def inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    n = recipe.associations
+    n = recipe.associations_per_token
     lead = (B, T, H, n) if n > 1 else (B, T, H)
     unit = nn.functional.normalize
     q, k = unit(normal(B, T, H * G, K), dim=-1), unit(normal(*lead, K), dim=-1)

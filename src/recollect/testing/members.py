@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from recollect.choices.fields import Gate, Param
 from recollect.choices.member import Member, RecipeError
 from recollect.engines.select import ENGINES
+from recollect.fields import Gate, Param
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.testing.compare import error, label, require, run
 from recollect.testing.declared import (
@@ -120,12 +120,12 @@ def check_member(
     """Hold a member of anybody's package to what the library's own are held to.
 
     It is data: frozen, hashable, the same after JSON, with a sentence for every value it refuses.
-    What it declares is true, numerically, in float64: `affine`, `linear`, a `chain`, `linked`,
-    `momentum_of`, `definite` and the rest, because engines run what is declared. Every number that
-    it declares is read, each entry along its axes by itself. And ``count`` recipes with it, drawn
-    with the library's members in the other choices, keep every promise of a recipe: the same split
-    anywhere, masked and packed; gradients that are slopes; every engine that accepts it equal to
-    the reference in outputs, state and all gradients. Takes seconds.
+    What it declares is true, numerically, in float64: `affine`, `linear`, a `chain`, `has_link`,
+    `recursion`, `is_positive_definite` and the rest, because engines run what is declared.
+    Every number that it declares is read, each entry along its axes by itself. And ``count``
+    recipes with it, drawn with the library's members in the other choices, keep every promise: the
+    same split anywhere, masked and packed; gradients that are slopes; every engine that accepts it
+    equal to the reference in outputs, state and all gradients. Takes seconds.
 
     Args:
         cls: the member's class, decorated with `recollect.member`.
@@ -316,7 +316,7 @@ def _needs(part: Member) -> tuple[Gate | Param, ...]:
 
 def _outputs(recipe: Recipe, x: Inputs) -> Tensor:
     with torch.no_grad():
-        return run(recipe, x, method="reference")[0]
+        return run(recipe, x, engine="reference")[0]
 
 
 def _try(number: _Number, recipe: Recipe, x: Inputs, y: Tensor, item: Gate | Param) -> None:

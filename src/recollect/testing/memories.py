@@ -1,4 +1,4 @@
-"""What a memory declares of itself: linear, a chain and its end, biases, bases, a residual."""
+"""What a memory declares of itself: linear, a chain and its end, bias, bases, a residual."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def check_memory(memory: Memory) -> str | None:
     g = torch.Generator().manual_seed(3)
     params = {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in memory.params()}
     x = normal(1, 1, 5, 4, seed=12)
-    found = memory.function(4, 4)(weights, x, x, params)
+    found = memory.bind(4, 4)(weights, x, x, params)
     require(found.shape == x.shape, f"{title}: forward gives {tuple(found.shape)} and not [..., V]")
     if memory.linear:
         W = weights[0]
-        wrong = off(found, W.unsqueeze(-2) * x if memory.diagonal else x @ W.mT)
-        product = "w ⊙ x" if memory.diagonal else "W x"
+        wrong = off(found, W.unsqueeze(-2) * x if memory.is_elementwise else x @ W.mT)
+        product = "w ⊙ x" if memory.is_elementwise else "W x"
         require(
             not wrong,
             f"{title} declares linear, which is M(W; x) = {product}, and its forward is "
@@ -46,7 +46,7 @@ def check_memory(memory: Memory) -> str | None:
         )
     if not memory.needs_init:
         zeros = [torch.zeros_like(w).requires_grad_() for w in weights]
-        said = memory.function(4, 4)(zeros, x, x, params)
+        said = memory.bind(4, 4)(zeros, x, x, params)
         moved = torch.autograd.grad(said.sum(), zeros, materialize_grads=True)
         require(
             any(bool(g.any()) for g in moved),
@@ -54,38 +54,37 @@ def check_memory(memory: Memory) -> str | None:
         )
     if not isinstance(memory, Stack):
         return None
-    biases = any(one.bias for one in memory.maps(4, 4))
-    require(
-        memory.biases == biases, f"{title} declares biases={memory.biases}, and its maps do not"
-    )
-    if memory.bases:
+    bias = any(one.bias for one in memory.maps(4, 4))
+    require(memory.bias == bias, f"{title} declares bias={memory.bias}, and its maps do not")
+    if memory.base_params:
         shapes = {name: tuple(x.shape[1:]) for name, x in params.items()}
-        said = [shapes.get(name) for name in memory.bases]
+        said = [shapes.get(name) for name in memory.base_params]
         require(
             said == [tuple(W.shape[2:]) for W in weights],
-            f"{title} declares bases={memory.bases!r}, and there has to be a param of its shape "
-            "for every map, in the maps' order",
+            f"{title} declares base_params={memory.base_params!r}, and there has to be a param of "
+            "its shape for every map, in the maps' order",
         )
-    if memory.chain is not None:
-        bases = [params[name] for name in memory.bases] or [torch.zeros(())] * len(weights)
+    if memory.chain_activation is not None:
+        bases = [params[name] for name in memory.base_params] or [torch.zeros(())] * len(weights)
         maps = [W + base for W, base in zip(weights, bases, strict=True)]
         h = x @ maps[0].mT
         for W in maps[1:]:
-            h = activation(memory.chain)(h) @ W.mT
-        wrong = off(found, memory.finish(h, x, params))
+            h = activation(memory.chain_activation)(h) @ W.mT
+        wrong = off(found, memory.output_map(h, x, params))
         require(
             not wrong,
-            f"{title} declares chain={memory.chain!r}, which is its maps with that activation "
-            f"between them and finish after the last, and its program is {wrong:.1e} off",
+            f"{title} declares chain_activation={memory.chain_activation!r}, which is its maps "
+            "with that activation between them and output_map after the last, and compute is "
+            f"{wrong:.1e} off",
         )
-        if not memory.finishes:
-            wrong = off(memory.finish(h, x, params), x + h if memory.residual else h)
+        if not memory.has_output_map:
+            wrong = off(memory.output_map(h, x, params), x + h if memory.residual else h)
             require(
                 not wrong,
                 f"{title} declares finishes=False, and its finish does more than add the raw key: "
                 f"it is {wrong:.1e} off",
             )
-        if memory.last_norm == "layer":
+        if memory.output_norm == "layer":
             axes = {param.name: param.axes for param in memory.params()}
             require(
                 all(axes.get(f"norm_{name}") == ("V",) for name in ("weight", "bias")),
@@ -99,7 +98,7 @@ def check_memory(memory: Memory) -> str | None:
                 not wrong,
                 f"{title} declares last_norm='layer', and its program is {wrong:.1e} off",
             )
-    moved = memory.function(4, 4)(weights, x, x + 1.0, params) - found
+    moved = memory.bind(4, 4)(weights, x, x + 1.0, params) - found
     wrong = off(moved, torch.full_like(found, float(memory.residual)))
     require(
         not wrong,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.member import RecipeError
-from recollect.engines.select import select
-from recollect.recall.reading import read
+from recollect.engines.select import select_engine
+from recollect.functional.read import read
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import error, loss, require, run, split, worst
 from recollect.testing.engines import check_single_gradients
@@ -51,9 +51,9 @@ def tied(x: Inputs) -> Inputs:
 
 
 def first_gradient(
-    recipe: Recipe, leaves: Inputs, *, create_graph: bool, method: str
+    recipe: Recipe, leaves: Inputs, *, create_graph: bool, engine: str
 ) -> dict[str, Tensor]:
-    y, state = run(recipe, tied(leaves), method=method)
+    y, state = run(recipe, tied(leaves), engine=engine)
     # A scale that is carried beside the memory is no function of its own.
     scaled = recipe.memory.read.normalize == "floor"
     total = y.square().sum() + (0.0 if scaled else loss(y, state))
@@ -71,26 +71,26 @@ def first_gradient(
 
 
 def second_gradient(
-    total: Tensor, inputs: list[Tensor], recipe: Recipe, method: str
+    total: Tensor, inputs: list[Tensor], recipe: Recipe, engine: str
 ) -> tuple[Tensor, ...] | None:
     """Gradients of a sum of gradients; ``None`` where the promised sentence is raised."""
     try:
         return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
     except RecipeError as error:
         sentence = str(error)
-    if method == "reference":
+    if engine == "reference":
         known = "kind='spectral'" in sentence
     else:
-        known = select(recipe, method).engine.name in ONCE_ENGINES
+        known = select_engine(recipe, engine).engine.name in ONCE_ENGINES
     require(known and re.search(ONCE, sentence), f"its gradient has no gradient: {sentence}")
     return None
 
 
-def check_create_graph(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_create_graph(recipe: Recipe, x: Inputs, engine: str) -> None:
     """The first gradient is the plain one; the second is a slope of the first, or the sentence."""
-    plain = first_gradient(recipe, x.leaves(), create_graph=False, method=method)
+    plain = first_gradient(recipe, x.leaves(), create_graph=False, engine=engine)
     leaves = x.leaves()
-    slopes = first_gradient(recipe, leaves, create_graph=True, method=method)
+    slopes = first_gradient(recipe, leaves, create_graph=True, engine=engine)
     wrong, name = worst({n: a.detach() for n, a in slopes.items()}, plain)
     require(wrong < ROUNDING, f"the gradient of {name} under create_graph is off by {wrong:.1e}")
 
@@ -106,7 +106,7 @@ def check_create_graph(recipe: Recipe, x: Inputs, method: str) -> None:
     if not total.requires_grad:
         return
     named = leaves.tensors()
-    bends = second_gradient(total, list(named.values()), recipe, method)
+    bends = second_gradient(total, list(named.values()), recipe, engine)
     if bends is None:
         return
     if kinked(recipe):
@@ -117,7 +117,7 @@ def check_create_graph(recipe: Recipe, x: Inputs, method: str) -> None:
 
     def at(step: float) -> float:
         moved = x.put({n: a + step * ways[n] for n, a in x.tensors().items()}).leaves()
-        here = first_gradient(recipe, moved, create_graph=False, method=method)
+        here = first_gradient(recipe, moved, create_graph=False, engine=engine)
         return sum(float((a.detach() * weights[n]).sum()) for n, a in here.items())
 
     slope = float("nan")
@@ -130,21 +130,21 @@ def check_create_graph(recipe: Recipe, x: Inputs, method: str) -> None:
     )
 
 
-def check_inference(recipe: Recipe, x: Inputs, method: str) -> None:
+def check_inference(recipe: Recipe, x: Inputs, engine: str) -> None:
     """The same numbers in inference mode, whole and token by token, and out of it again."""
-    y, state = run(recipe, x, method=method)
+    y, state = run(recipe, x, engine=engine)
     with torch.no_grad():
-        quiet, _ = run(recipe, x, method=method)
+        quiet, _ = run(recipe, x, engine=engine)
         names = read_gates(recipe)
         asked = {name: x.gates[name] for name in names}
         seen = read(recipe, x.q, gates=asked, state=state, params=x.params)
     with torch.inference_mode():
         inside = x.map(torch.clone)
-        whole, after = run(recipe, inside, method=method)
-        pieces, _ = split(recipe, inside, list(range(1, x.T)), [method])
+        whole, after = run(recipe, inside, engine=engine)
+        pieces, _ = split(recipe, inside, list(range(1, x.T)), [engine])
         gates = {name: inside.gates[name] for name in names}
         late = read(recipe, inside.q, gates=gates, state=after, params=inside.params)
-    outside, _ = run(recipe, inside, method=method)
+    outside, _ = run(recipe, inside, engine=engine)
     for what, found, expected in (
         ("under no_grad", quiet, y),
         ("in inference mode", whole, y),
@@ -153,7 +153,7 @@ def check_inference(recipe: Recipe, x: Inputs, method: str) -> None:
         ("of rc.read in inference mode", late, seen),
     ):
         wrong = error(found, expected)
-        require(wrong < ROUNDING, f"outputs {what} by {method} are off by {wrong:.1e}")
+        require(wrong < ROUNDING, f"outputs {what} by {engine} are off by {wrong:.1e}")
 
 
 def check_autocast(recipe: Recipe, x: Inputs) -> None:
@@ -162,8 +162,8 @@ def check_autocast(recipe: Recipe, x: Inputs) -> None:
     y, state = run(recipe, single)
     with torch.autocast("cpu", torch.bfloat16):
         cast, after = run(recipe, single)
-        late, _ = run(recipe, single, causal=bool(recipe.context.within))
-    late_plain, _ = run(recipe, single, causal=bool(recipe.context.within))
+        late, _ = run(recipe, single, causal=bool(recipe.context.restrictions))
+    late_plain, _ = run(recipe, single, causal=bool(recipe.context.restrictions))
     alike = all(a.equal(b) for a, b in zip(after.tensors(), state.tensors(), strict=True))
     require(alike and torch.equal(cast, y), "autocast changes float32 outputs or states")
     require(torch.equal(late, late_plain), "autocast changes what is read")

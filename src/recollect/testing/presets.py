@@ -41,7 +41,7 @@ class Buildable(Protocol):
         """What it computes."""
         ...
 
-    def build(self, d_model: int, heads: int) -> nn.Module:
+    def build(self, d_model: int, num_heads: int) -> nn.Module:
         """A layer with fresh weights."""
         ...
 
@@ -94,7 +94,7 @@ def _check(preset: Buildable) -> None:
     tokens = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layer = preset.build(d_model=32, heads=2)
+        layer = preset.build(d_model=32, num_heads=2)
     require(isinstance(layer, nn.Module), "build gives something other than a layer")
     check_layer(layer, tokens)
     check_layer_gradients(layer.double(), tokens.double())

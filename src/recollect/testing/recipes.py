@@ -8,8 +8,8 @@ import math
 import torch
 
 from recollect.choices.features.base import Kernel
-from recollect.engines.select import select
-from recollect.recall.reading import read
+from recollect.engines.select import select_engine
+from recollect.functional.read import read
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 from recollect.testing.compare import (
@@ -53,12 +53,12 @@ def check_recipe(recipe: Recipe, index: int = 0) -> list[tuple[str, str | None]]
         AssertionError: what does not hold, in one sentence.
     """
     x = small_inputs(recipe, index)
-    y, state, slopes = gradients(recipe, x, method="reference")
+    y, state, slopes = gradients(recipe, x, engine="reference")
     if not y.abs().amax() < 1e6:
         # Some dynamics diverge from large starts (a cubic error, a link of degree above 1): no
         # recipe may do so from small ones.
         x = smaller(recipe, x)
-        y, state, slopes = gradients(recipe, x, method="reference")
+        y, state, slopes = gradients(recipe, x, engine="reference")
     for name, tensor in {"y": y, **parts(state)}.items():
         require(torch.isfinite(tensor).all(), f"{name} is not finite")
     for name, tensor in slopes.items():
@@ -89,14 +89,14 @@ def check_recipe(recipe: Recipe, index: int = 0) -> list[tuple[str, str | None]]
     simple = recipe.canonical()
     require(simple.canonical() == simple, "the canonical form has another canonical form")
     if simple != recipe:
-        twin = run(simple, _for(simple, x), method="reference")[0]
+        twin = run(simple, _for(simple, x), engine="reference")[0]
         require(error(twin, y) < SPLIT, "the canonical form computes something else")
     checks.append(("JSON gives the recipe back, and its canonical form computes as much", None))
 
-    engine = select(recipe).engine.name
+    engine = select_engine(recipe).engine.name
     if engine != "reference":
         chunk = 1 + index % 6
-        y3, state3, slopes3 = gradients(recipe, x, method="auto", chunk_size=chunk)
+        y3, state3, slopes3 = gradients(recipe, x, engine="auto", chunk_size=chunk)
         same((y3, state3), (y, state), ENGINE, f"of engine {engine}")
         wrong, name = worst(slopes3, slopes)
         require(wrong < ENGINE, f"the gradient of {name} by engine {engine} is off by {wrong:.1e}")
@@ -112,8 +112,8 @@ def kinked(recipe: Recipe) -> bool:
 
 def read_gates(recipe: Recipe) -> set[str]:
     """Names of the gates that a query needs when it only reads."""
-    names = {gate.name for gate in recipe.retention.gates() if "decay" not in gate.name}
-    return names | {name for part in recipe.context.within for name in part.reads}
+    names = {gate.name for gate in recipe.retention.gates() if gate.role != "decay"}
+    return names | {name for part in recipe.context.restrictions for name in part.query_gates}
 
 
 def _check_slopes(recipe: Recipe, x: Inputs, index: int) -> str | None:
@@ -122,7 +122,7 @@ def _check_slopes(recipe: Recipe, x: Inputs, index: int) -> str | None:
         return "a gradient in it replaces a slope"
     g = torch.Generator().manual_seed(index)
     leaves = x.leaves()
-    y, _ = run(recipe, leaves, method="reference")
+    y, _ = run(recipe, leaves, engine="reference")
     weights = torch.randn(y.shape, generator=g, dtype=y.dtype)
     named = {n: a for n, a in leaves.tensors().items() if a.numel()}
     if not y.requires_grad:
@@ -138,7 +138,7 @@ def _check_slopes(recipe: Recipe, x: Inputs, index: int) -> str | None:
     def at(step: float) -> float:
         moved = {n: a.detach() + step * w for (n, a), w in zip(named.items(), ways, strict=True)}
         with torch.no_grad():
-            z, _ = run(recipe, x.put(moved), method="reference")
+            z, _ = run(recipe, x.put(moved), engine="reference")
         return float((z * weights).sum())
 
     # Fourth-order central differences: h⁴ f⁽⁵⁾ + rounding/h is below 1e-6 where f is smooth. A kink
@@ -167,25 +167,25 @@ def _check_packed(recipe: Recipe, x: Inputs, index: int) -> None:
     if row.init is not None:
         # One start per document, here the same one: also each document's own.
         starts = tuple(a.expand(len(borders) - 1, *a.shape) for a in row.init)
-        twin, _ = run(recipe, row, cu_seqlens=torch.tensor(borders), init=starts)
+        twin, _ = run(recipe, row, cu_seqlens=torch.tensor(borders), initial_memory=starts)
         require(torch.equal(twin, y), "packed documents with a memory each give other outputs")
 
 
 def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> str | None:
     """Reading without writing is the last output; causal=False is reading after everything."""
     how = recipe.memory.read
-    delayed = recipe.at_border or recipe.algorithm.every == "batch"
+    delayed = recipe.at_border or recipe.algorithm.update_every == "batch"
     # A ridge is refreshed after the last token of its span has read.
     inverse = recipe.algorithm.inverse
     if inverse is not None and inverse.ridge == "refreshed":
-        delayed |= x.T % inverse.every == 0
+        delayed |= x.T % inverse.refresh_every == 0
     if how.when == "before" or how.bonus != 0.0 or delayed:
         return "the last token reads another memory than the final one"
     gates = {name: x.gates[name] for name in read_gates(recipe)}
     found = read(recipe, x.q, gates=gates, state=state, params=x.params)
     wrong = error(found[:, -1:], y[:, -1:])
     require(wrong < SPLIT, f"rc.read after the last token is off by {wrong:.1e}")
-    if not recipe.context.within:
+    if not recipe.context.restrictions:
         late, _ = run(recipe, x, causal=False)
         wrong = error(late, found)
         require(wrong < SPLIT, f"causal=False is off by {wrong:.1e} from reading afterwards")
@@ -236,7 +236,7 @@ def _check_dtypes(recipe: Recipe, x: Inputs) -> None:
         require(torch.isfinite(y).all(), f"outputs in {dtype} are not finite")
 
 
-def _check_masked(recipe: Recipe, x: Inputs, index: int, method: str) -> None:
+def _check_masked(recipe: Recipe, x: Inputs, index: int, engine: str) -> None:
     """Poisoned gaps under an attention mask: each row equals its real tokens run alone."""
     g = torch.Generator().manual_seed(index)
     mask = torch.rand(x.q.shape[:2], generator=g) < 0.7
@@ -245,20 +245,22 @@ def _check_masked(recipe: Recipe, x: Inputs, index: int, method: str) -> None:
         gaps = ~mask.view(*mask.shape, *(1,) * (a.dim() - 2))
         return torch.where(gaps, torch.nan, a)
 
-    y, state, slopes = gradients(recipe, x.tokens(poison), attention_mask=mask, method=method)
+    y, state, slopes = gradients(recipe, x.tokens(poison), attention_mask=mask, engine=engine)
     finite = all(torch.isfinite(slope).all() for slope in slopes.values())
-    require(finite, f"NaN under an attention mask reaches the gradients of {method}")
+    require(finite, f"NaN under an attention mask reaches the gradients of {engine}")
     for row in range(mask.shape[0]):
         real = mask[row]
         alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-        y1, state1 = run(recipe, alone, method=method)
+        y1, state1 = run(recipe, alone, engine=engine)
         wrong = error(y[row : row + 1, real], y1)
-        require(wrong < SPLIT, f"masked outputs of {method} are off by {wrong:.1e}")
-        require(not y[row, ~real].any(), f"a masked token of {method} reads something other than 0")
-        if recipe.span is not None and not recipe.dual:  # an unbounded cache keeps its padding
+        require(wrong < SPLIT, f"masked outputs of {engine} are off by {wrong:.1e}")
+        require(not y[row, ~real].any(), f"a masked token of {engine} reads something other than 0")
+        if (
+            recipe.buffer_size is not None and not recipe.uses_kernel_rows
+        ):  # an unbounded cache keeps its padding
             here = parts(state.select(torch.tensor([row])))
             wrong, name = worst(here, parts(state1))
-            require(wrong < SPLIT, f"masked {name} of the state of {method} is off by {wrong:.1e}")
+            require(wrong < SPLIT, f"masked {name} of the state of {engine} is off by {wrong:.1e}")
 
 
 def _for(recipe: Recipe, x: Inputs) -> Inputs:

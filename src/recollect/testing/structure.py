@@ -21,13 +21,13 @@ from recollect.choices.features.base import Features, Kernel
 from recollect.choices.member import Member
 from recollect.choices.memory.base import Memory
 from recollect.choices.retention.base import Retention
-from recollect.choices.trial import sample_numbers
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import label, require
 from recollect.testing.contexts import check_context
 from recollect.testing.declared import normal, off
 from recollect.testing.inputs import draw_param
 from recollect.testing.memories import check_memory
+from recollect.testing.user_code import check_user_code, sample_numbers
 
 __all__ = [
     "CHECKS",
@@ -64,7 +64,7 @@ def check_bias_gradients(bias: Bias) -> str | None:
     p, v = normal(count, V, seed=1), normal(count, V, seed=2)
     gates = sample_numbers(bias, (count,), V, 3)
     found = bias.error(p, v, gates)
-    if not bias.states_loss:
+    if not bias.defines_loss:
         require(torch.isfinite(found).all(), f"{bias.title}: error is not finite")
         return "it defines no loss to compare error with"
     point = p.clone().requires_grad_()
@@ -83,28 +83,18 @@ def check_bias_gradients(bias: Bias) -> str | None:
 
 
 def check_affinity(bias: Bias) -> str | None:
-    """``affine`` and ``separable`` are true of `error`."""
-    if bias.affine is None and not bias.separable:
-        return "it declares neither"
+    """``affine`` is true of `error`."""
+    if bias.affine is None:
+        return "it declares affine=None"
     p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), sample_numbers(bias, (20,), 3, 3)
     found = bias.error(p, v, gates)
-    if bias.affine is not None:
-        a, b = bias.affine
-        wrong = off(found, a * p - b * v)
-        require(
-            not wrong,
-            f"{bias.title} declares affine=({a:g}, {b:g}), and its error is not "
-            f"{a:g}·prediction − {b:g}·value, but {wrong:.1e} off",
-        )
-    if bias.separable:
-        changed = p.clone()
-        changed[:, 1:] += 1.0
-        alone = torch.equal(bias.error(changed, v, gates)[:, 0], found[:, 0])
-        require(
-            alone,
-            f"{bias.title} declares separable, and the error of one value channel depends on the "
-            "prediction of another",
-        )
+    a, b = bias.affine
+    wrong = off(found, a * p - b * v)
+    require(
+        not wrong,
+        f"{bias.title} declares affine=({a:g}, {b:g}), and its error is not "
+        f"{a:g}·prediction − {b:g}·value, but {wrong:.1e} off",
+    )
     return None
 
 
@@ -147,7 +137,7 @@ def _link_gates(made: Retention) -> dict[str, Tensor]:
 
 
 def check_link(retention: Retention, size: float = 1.0) -> None:
-    """The link is finite and differentiable, and the identity where ``linked`` is false.
+    """The link is finite and differentiable, and the identity where `has_link` is false.
 
     Args:
         retention: the member.
@@ -160,11 +150,11 @@ def check_link(retention: Retention, size: float = 1.0) -> None:
     require(torch.isfinite(W).all(), f"{at} is not finite")
     (slope,) = torch.autograd.grad(W.square().sum() + W.sum(), A)
     require(torch.isfinite(slope).all(), f"{at} has no finite gradient")
-    if not retention.linked:
+    if not retention.has_link:
         wrong = float((W - A).detach().abs().max())
         require(
             torch.equal(W, A),
-            f"{retention.title} declares linked=False, which is W = A, and its link is not the "
+            f"{retention.title} declares has_link=False, which is W = A, and its link is not the "
             f"identity, but {wrong:.1e} off",
         )
 
@@ -190,41 +180,42 @@ def check_link_gradients(retention: Retention) -> None:
 
 
 def check_gain(retention: Retention) -> str | None:
-    """``steepest`` bounds the link's slope, and `gain` is positive, the same in both forms."""
-    if retention.steepest is None and not retention.additive:
-        return "it declares neither steepest nor additive"
-    title, gates, L = retention.title, _link_gates(retention), retention.steepest
+    """`link_lipschitz` bounds the link's slope; both forms of `step_gain` agree."""
+    if retention.link_lipschitz is None and not retention.is_additive:
+        return "it declares neither link_lipschitz nor is_additive"
+    title, gates, L = retention.title, _link_gates(retention), retention.link_lipschitz
     A, B = normal(20, 3, 4, seed=1), normal(20, 3, 4, seed=2)
     if L is not None:
         moved = (retention.link(A, gates) - retention.link(B, gates)).flatten(1).norm(dim=1)
         ratio = float((moved / (A - B).flatten(1).norm(dim=1)).max())
         require(
             ratio <= L + 1e-9,
-            f"{title} declares steepest={L:g}, and its link moves W {ratio:.3g} times as far as A",
+            f"{title} declares link_lipschitz={L:g}, and its link moves W {ratio:.3g} times as far "
+            "as A",
         )
-    if not retention.additive:
+    if not retention.is_additive:
         return None
     h, delta = normal(5, 4, seed=3), normal(5, 3, seed=4)
     G = delta.unsqueeze(-1) * h.unsqueeze(-2)
-    found = retention.gain(A[0], G, gates)
+    found = retention.step_gain(A[0], G, gates)
     sane = found.shape == (5,) and bool(torch.isfinite(found).all())
     require(sane, f"{title}: gain is not one finite number per association")
-    fast = retention.rank_one_gain(A[0], h, delta, gates)
+    fast = retention.rank_one_step_gain(A[0], h, delta, gates)
     wrong = 0.0 if fast is None else off(fast, found)
     require(not wrong, f"{title}: rank_one_gain of δ and h is not the gain of δhᵀ, {wrong:.1e} off")
     return None
 
 
 def check_advance(retention: Retention) -> str | None:
-    """`advance` is α A + step if ``additive`` is declared."""
-    if not retention.additive:
-        return "it declares additive=False"
+    """`advance` is α A + step if `is_additive` is declared."""
+    if not retention.is_additive:
+        return "it declares is_additive=False"
     A, step, decay = normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2), -normal(2, 1, 1).abs()
     for log_decay, kept in ((None, A), (decay, decay.exp() * A)):
         wrong = off(retention.advance(A, step, log_decay, _link_gates(retention)), kept + step)
         require(
             not wrong,
-            f"{retention.title} declares additive, which is A_t = α A_(t−1) + step, and its "
+            f"{retention.title} declares is_additive, which is A_t = α A_(t−1) + step, and its "
             f"advance is {wrong:.1e} off",
         )
     return None
@@ -234,8 +225,8 @@ def check_advance(retention: Retention) -> str | None:
 
 
 def check_recursion(algorithm: Algorithm) -> str | None:
-    """`momentum_of` is the linear recursion that `update` takes, on the slots that it declares."""
-    title, of = algorithm.title, algorithm.momentum_of
+    """`recursion` is the linear recursion that `update` takes, on the slots that it declares."""
+    title, of = algorithm.title, algorithm.recursion
     if algorithm.condenses or algorithm.solves:
         return "it solves in closed form"
     g, write = normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
@@ -252,11 +243,11 @@ def check_recursion(algorithm: Algorithm) -> str | None:
     require(shapes == kept, f"{title}: update gives other slots than {algorithm.slots} declares")
     require(step.shape == g.shape, f"{title}: update gives a step of another shape than gradients")
     if of is None:
-        return "it declares momentum_of=None, so only shapes were compared"
-    require(algorithm.linear, f"{title} declares momentum_of={of!r} and linear=False")
+        return "it declares recursion=None, so only shapes were compared"
+    require(algorithm.linear, f"{title} declares recursion={of!r} and linear=False")
     if of == "none":
         wrong, how = off(step, -lr * g), "−η g"
-        require(not new, f"{title} declares momentum_of='none' and moves slots")
+        require(not new, f"{title} declares recursion='none' and moves slots")
     else:
         S = theta * old["momentum"] - lr * (g if of == "gradient" else write)
         wrong = off(new["momentum"], S)
@@ -264,7 +255,7 @@ def check_recursion(algorithm: Algorithm) -> str | None:
         wrong = max(wrong, off(step, S if of == "gradient" else S - lr * (g - write)))
     require(
         not wrong,
-        f"{title} declares momentum_of={of!r}, which is {how}, and its update is {wrong:.1e} off",
+        f"{title} declares recursion={of!r}, which is {how}, and its update is {wrong:.1e} off",
     )
     return None
 
@@ -281,15 +272,18 @@ def lift(features: Features, x: Tensor, params: Mapping[str, Tensor]) -> Tensor:
 
 
 def check_kernel(kernel: Kernel) -> None:
-    """``definite``, ``positive``, ``nonnegative`` and `exponent` are true of `kappa`."""
+    """``is_positive_definite``, ``positive`` and ``exponent`` are true of `kappa`."""
     q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
     title, both = kernel.title, torch.cat([q, k])
     require(not kernel.finite, f"{title} is a kernel and declares finite")
     gram = kernel.kappa(both, both)
     require(not off(gram, gram.T, 1e-7), f"{title}: κ(q, k) is not κ(k, q)")
-    if kernel.definite:
+    if kernel.is_positive_definite:
         least = float(torch.linalg.eigvalsh(gram).min() / gram.abs().max())
-        require(least > -1e-9, f"{title} declares definite, and κ has the eigenvalue {least:.1e}")
+        require(
+            least > -1e-9,
+            f"{title} declares is_positive_definite, and κ has the eigenvalue {least:.1e}",
+        )
     if kernel.nonnegative:
         require(
             (gram >= 0).all(), f"{title} declares nonnegative, and κ is {float(gram.min()):.1e}"
@@ -334,6 +328,7 @@ def check_features(features: Features) -> None:
 LINK_SIZES = (0.0, 1e-8, 1.0, 30.0)
 
 CHECKS: dict[type[Member], tuple[Callable[[Any], str | None], ...]] = {
+    Member: (check_user_code,),
     Bias: (check_bias_gradients, check_affinity, check_target, check_perfect_prediction),
     Retention: (
         check_links,

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recipe.argument import takes_recipe
 from recollect.recipe.initial_params import initial_params
-from recollect.recipe.recipe import Recipe
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.given import lifted, write
 
 __all__ = [
@@ -62,8 +61,7 @@ class Capacity:
     why: str
 
 
-@takes_recipe
-def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
+def capacity_bound(recipe: RecipeLike, K: int, V: int) -> Capacity:
     """How many pairs fitting weights can store, by counting.
 
     Args:
@@ -77,6 +75,7 @@ def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
         >>> rc.theory.capacity_bound(lifted, 8, 8).pairs
         45
     """
+    recipe = as_recipe(recipe, "capacity_bound")
     if recipe.nonparametric:
         return Capacity(pairs=math.inf, exact=False, why="every pair is kept, and none is averaged")
     if not recipe.features.finite:
@@ -90,8 +89,7 @@ def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
     return Capacity(pairs=weights // V, exact=False, why=f"{weights} weights for {V} numbers each")
 
 
-@takes_recipe
-def feature_rank(recipe: Recipe, K: int, *, unit: bool = False, seed: int = 0) -> int:
+def feature_rank(recipe: RecipeLike, K: int, *, unit: bool = False, seed: int = 0) -> int:
     """How many of a recipe's features are independent on random keys: the pairs it stores exactly.
 
     Args:
@@ -106,6 +104,7 @@ def feature_rank(recipe: Recipe, K: int, *, unit: bool = False, seed: int = 0) -
         >>> rc.theory.feature_rank(rc.Recipe(features=rc.features.Polynomial(degree=2)), 4)
         15
     """
+    recipe = as_recipe(recipe, "feature_rank")
     count = recipe.features.dim(K) + 8
     k, _ = _pairs(count, K, 1, seed, unit=unit)
     generator = torch.Generator().manual_seed(seed)
@@ -135,9 +134,8 @@ def _pairs(count: int, K: int, V: int, seed: int, *, unit: bool) -> tuple[Tensor
     return k / (k.norm(dim=-1, keepdim=True) if unit else K**0.5), v / V**0.5
 
 
-@takes_recipe
 def fit_error(
-    recipe: Recipe, count: int, *, K: int, V: int, seed: int = 0, unit: bool = False
+    recipe: RecipeLike, count: int, *, K: int, V: int, seed: int = 0, unit: bool = False
 ) -> float:
     """The largest ‖M(k_i) − v_i‖/‖v_i‖ after fitting ``count`` random pairs.
 
@@ -165,6 +163,7 @@ def fit_error(
         >>> rc.theory.fit_error(rc.Recipe(), 8, K=4, V=4) > 0.1
         True
     """
+    recipe = as_recipe(recipe, "fit_error")
     if recipe.nonparametric:
         raise RecipeError(
             f"{recipe.memory.title} keeps associations and has no weights to fit: use stream_error"
@@ -179,10 +178,10 @@ def fit_error(
         recipe, H=1, K=K, V=V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     x = lifted(recipe, k, params, "key")
-    if recipe.memory.linear and not recipe.memory.diagonal:
+    if recipe.memory.linear and not recipe.memory.is_elementwise:
         return _largest(x @ torch.linalg.lstsq(x, v, driver="gelsd").solution, v)
     shapes = recipe.shapes(K, V)
-    forward = recipe.memory.function(x.shape[-1], V)
+    forward = recipe.memory.bind(x.shape[-1], V)
     sizes = [math.prod(shape) for shape in shapes]
 
     def predict(flat: Tensor) -> Tensor:
@@ -237,9 +236,8 @@ def _marquardt(predict: Callable[[Tensor], Tensor], flat: Tensor, v: Tensor) -> 
     return flat
 
 
-@takes_recipe
 def stream_error(
-    recipe: Recipe,
+    recipe: RecipeLike,
     count: int,
     *,
     K: int,
@@ -266,6 +264,7 @@ def stream_error(
         >>> rc.theory.stream_error(recipe, 4, K=4, V=4, orthogonal=True) < 1e-6
         True
     """
+    recipe = as_recipe(recipe, "stream_error")
     k, v = _pairs(count, K, V, seed, unit=True)
     if orthogonal:
         if count > K:

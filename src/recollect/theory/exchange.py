@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.recall.reading import read
-from recollect.recall.recall import recall
-from recollect.recipe.argument import takes_recipe
-from recollect.recipe.recipe import Recipe
+from recollect.functional.read import read
+from recollect.functional.recall import recall
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.tasks.exchange import Exchange
 
 __all__ = ["Margin", "exchange_margin", "wrong_answers"]
@@ -73,14 +72,13 @@ def exchange_margin(keys: Tensor, dtype: torch.dtype) -> Margin:
     return Margin(spread=float(gram.abs().max()), arithmetic=2 * ((1 + u) ** (d + 4) - 1))
 
 
-@takes_recipe
-def wrong_answers(recipe: Recipe, stream: Exchange, *, method: str = "auto") -> tuple[int, int]:
+def wrong_answers(recipe: RecipeLike, stream: Exchange, *, engine: str = "auto") -> tuple[int, int]:
     """How many answers of a recipe are wrong, along the way and about every key at the end.
 
     Args:
         recipe: one that asks for no gates, e.g. a kernel with constant rates.
         stream: of `recollect.tasks.exchange`.
-        method: as for `recall`.
+        engine: as for `recall`.
 
     Examples:
         >>> stream = rc.tasks.exchange(4, 8, 3, torch.Generator().manual_seed(0))
@@ -88,9 +86,10 @@ def wrong_answers(recipe: Recipe, stream: Exchange, *, method: str = "auto") -> 
         >>> rc.theory.wrong_answers(recipe, stream)
         (0, 0)
     """
+    recipe = as_recipe(recipe, "wrong_answers")
     q, k, v = (x[None, :, None] for x in (stream.q, stream.k, stream.v))
     with torch.no_grad():
-        y, state = recall(recipe, q, k, v, method=method)
+        y, state = recall(recipe, q, k, v, engine=engine)
         end = read(recipe, stream.keys[None, :, None], state=state)
     asked = y[0, :, 0].argmax(-1) != stream.holds
     final = end[0, :, 0].argmax(-1) != stream.final

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from recollect.choices.member import RecipeError
-from recollect.recipe.argument import takes_recipe
 from recollect.recipe.recipe import Recipe
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.capacity import capacity_bound
 from recollect.theory.snr import inverse_snr, needed_size, recipe_kernel
 
@@ -16,8 +16,7 @@ __all__ = ["findings"]
 _LEVEL = 0.01  # of noise over signal
 
 
-@takes_recipe
-def findings(recipe: Recipe, K: int, V: int) -> tuple[str, ...]:
+def findings(recipe: RecipeLike, K: int, V: int) -> tuple[str, ...]:
     """Statements about a recipe with keys of size K and values of size V, with their sources.
 
     Args:
@@ -28,6 +27,7 @@ def findings(recipe: Recipe, K: int, V: int) -> tuple[str, ...]:
         >>> print(rc.theory.findings(rc.Recipe(), 8, 8)[0])
         can hold 8 pairs exactly: 8 features (ATLAS 3.1)
     """
+    recipe = as_recipe(recipe, "findings")
     try:
         return tuple(_findings(recipe, K, V))
     except RecipeError:  # sizes that the recipe cannot have
@@ -35,7 +35,7 @@ def findings(recipe: Recipe, K: int, V: int) -> tuple[str, ...]:
 
 
 def _findings(recipe: Recipe, K: int, V: int) -> Iterator[str]:
-    if not recipe.nonparametric and not recipe.memory.diagonal:
+    if not recipe.nonparametric and not recipe.memory.is_elementwise:
         bound = capacity_bound(recipe, K, V)
         if math.isfinite(bound.pairs):
             most = "" if bound.exact else "at most "
@@ -67,26 +67,26 @@ def _affine(recipe: Recipe) -> bool:
     return (
         not recipe.nonparametric
         and recipe.memory.linear
-        and not recipe.memory.diagonal
+        and not recipe.memory.is_elementwise
         and recipe.memory.read.plain
-        and recipe.bias.affine is not None
+        and recipe.bias.is_affine
         and recipe.bias.probe is None
         and recipe.context.horizon == 1
         and recipe.retention.decay is None
-        and not recipe.retention.linked
-        and recipe.retention.additive
+        and not recipe.retention.has_link
+        and recipe.retention.is_additive
         and not recipe.algorithm.slots
-        and recipe.algorithm.batch == 1
-        and recipe.associations == 1
+        and recipe.algorithm.batch_size == 1
+        and recipe.associations_per_token == 1
     )
 
 
 def _grows(recipe: Recipe) -> bool:
-    return _affine(recipe) and recipe.bias.affine is not None and recipe.bias.affine[0] == 0
+    return _affine(recipe) and not recipe.bias.sees_prediction
 
 
 def _solves(recipe: Recipe) -> bool:
-    alike = not recipe.context.forgets
+    alike = not recipe.context.has_decay
     return recipe.algorithm.condenses and alike and recipe.features.lift("k") == "k"
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recall.reading import read
-from recollect.recall.recall import recall
+from recollect.functional.read import read
+from recollect.functional.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
@@ -68,7 +68,7 @@ def write(
     *,
     gates: Mapping[str, float] | Gates | None = None,
     params: Params | None = None,
-    method: str = "auto",
+    engine: str = "auto",
 ) -> Tensor:
     """What queries ``[B, M, K]`` read after pairs ``[B, T, K]``, ``[B, T, V]`` were memorised.
 
@@ -78,10 +78,11 @@ def write(
     Raises:
         RecipeError: several associations per token.
     """
-    if recipe.associations > 1:
+    if recipe.associations_per_token > 1:
         raise RecipeError(
-            f"{recipe.algorithm.title}(steps={recipe.associations}) takes several associations per "
-            "token, and these measurements give one: use steps=1"
+            f"{recipe.algorithm.title}(updates_per_token={recipe.associations_per_token}) takes "
+            "several associations per token, and these measurements give one: use "
+            "updates_per_token=1"
         )
     B, T, K = k.shape
     V = v.shape[-1]
@@ -99,7 +100,7 @@ def write(
         v[:, :, None],
         given,
         params=params,
-        method=method,  # type: ignore[arg-type]
+        engine=engine,  # type: ignore[arg-type]
     )
     asked = {
         name: x[:, :1].expand(B, q.shape[1], *x.shape[2:])

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recall.recall import recall
-from recollect.recipe.argument import takes_recipe
-from recollect.recipe.recipe import Recipe
+from recollect.functional.recall import recall
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.typing import Gates
 
 __all__ = ["approach", "best_memory", "normalized_update_norms"]
@@ -47,9 +46,8 @@ def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
     return torch.linalg.solve(own, cross.mT).mT
 
 
-@takes_recipe
 def approach(
-    recipe: Recipe,
+    recipe: RecipeLike,
     x: Tensor,
     w_k: Tensor,
     w_v: Tensor,
@@ -83,6 +81,7 @@ def approach(
         >>> rc.theory.approach(recipe, x, w_k, w_v, at=[8, 64], gates=gates).shape
         torch.Size([2, 1])
     """
+    recipe = as_recipe(recipe, "approach")
     k, v = (torch.einsum("hkd,td->thk", w, x)[None] for w in (w_k, w_v))
     sigma = x.mT @ x / len(x) if second_moment is None else second_moment
     best = best_memory(w_k, w_v, sigma)

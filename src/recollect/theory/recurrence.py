@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recall.recall import recall
-from recollect.recipe.argument import takes_recipe
-from recollect.recipe.recipe import Recipe
+from recollect.functional.recall import recall
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.state.state import State
 from recollect.typing import Gates, Params
 
@@ -65,9 +64,8 @@ class GeneralForm:
         return S.square().sum() / 2 - kept / 2 - (self.C * S).sum()
 
 
-@takes_recipe
 def general_form(
-    recipe: Recipe,
+    recipe: RecipeLike,
     k: Tensor,
     v: Tensor,
     *,
@@ -95,12 +93,13 @@ def general_form(
         >>> torch.allclose(first.A @ first.before @ first.B + first.C, first.after)
         True
     """
+    recipe = as_recipe(recipe, "general_form")
     T, K, V = len(k), k.shape[-1], v.shape[-1]
     q = k if k.dim() == 2 else k[:, 0]
-    shapes = () if recipe.nonparametric or recipe.dual else recipe.shapes(K, V)
-    if len(shapes) != 1 or not recipe.memory.linear or recipe.memory.diagonal:
+    shapes = () if recipe.nonparametric or recipe.uses_kernel_rows else recipe.shapes(K, V)
+    if len(shapes) != 1 or not recipe.memory.linear or recipe.memory.is_elementwise:
         raise RecipeError(f"{recipe.memory.title} is no single matrix: AM 35 does not describe it")
-    if recipe.algorithm.batch > 1 or recipe.context.horizon is None:
+    if recipe.algorithm.batch_size > 1 or recipe.context.horizon is None:
         raise RecipeError(
             "AM 35 is one step per token: the recurrence of an inner batch, or of a solve for all "
             "of the past, depends on more than the last state"

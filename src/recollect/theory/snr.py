@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recipe.argument import takes_recipe
-from recollect.recipe.recipe import Recipe
+from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.given import lifted, write
 
 __all__ = [
@@ -243,9 +242,8 @@ def kernel_inverse_snr(
     )
 
 
-@takes_recipe
 def measured_inverse_snr(
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
     others: int,
     K: int,
@@ -280,6 +278,7 @@ def measured_inverse_snr(
         >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
         True
     """
+    recipe = as_recipe(recipe, "measured_inverse_snr")
 
     def normal(size: int) -> Tensor:
         return torch.randn(trials, others + 1, size, generator=generator, dtype=torch.float64)
@@ -305,8 +304,7 @@ def measured_inverse_snr(
     )
 
 
-@takes_recipe
-def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | None:
+def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None] | None:
     """Which closed form holds for a recipe with keys of size K ≥ 2, with its temperature.
 
     ``None`` where none does.
@@ -322,20 +320,20 @@ def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | N
         >>> rc.theory.recipe_kernel(rc.Recipe(bias=rc.bias.DotProduct()), 8)
         ('linear', None)
     """
+    recipe = as_recipe(recipe, "recipe_kernel")
     plain = (
         not recipe.nonparametric
         and recipe.memory.linear
-        and not recipe.memory.diagonal
+        and not recipe.memory.is_elementwise
         and recipe.memory.read.plain
-        and recipe.bias.affine is not None
-        and recipe.bias.affine[0] == 0
+        and not recipe.bias.sees_prediction
         and recipe.bias.probe is None
         and recipe.context.horizon == 1
         and recipe.retention.decay is None
-        and not recipe.retention.linked
-        and recipe.retention.additive
+        and not recipe.retention.has_link
+        and recipe.retention.is_additive
         and not recipe.algorithm.slots
-        and not recipe.algorithm.keyed
+        and not recipe.algorithm.rate_depends_on_key
     )
     if not plain or recipe.features.params() or recipe.features.gates():
         return None

@@ -3,12 +3,12 @@
 ::
 
     rc.zoo.names()
-    layer = rc.zoo.get("gated_delta_net").build(d_model=256, heads=4)
+    layer = rc.zoo.get("gated_delta_net").build(d_model=256, num_heads=4)
 
 Examples:
     >>> "gated_delta_net" in rc.zoo.names()
     True
-    >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+    >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
     >>> layer(torch.randn(1, 4, 8))[0].shape
     torch.Size([1, 4, 8])
 """

@@ -73,7 +73,7 @@ _MUON = (
 )
 
 
-_SLOW = LayerOptions(gates={"log_decay": SLOW})
+_SLOW = LayerOptions(gate_options={"log_decay": SLOW})
 
 
 def _gates(most: float) -> dict[str, GateOptions]:
@@ -109,9 +109,9 @@ def dla() -> tuple[Recipe, LayerOptions]:
         features=Polynomial(),
         bias=DotProduct(),
         retention=Decay(),
-        algorithm=GradientDescent(batch=16),
+        algorithm=GradientDescent(batch_size=16),
     )
-    return recipe, LayerOptions(gates=_gates(1 / 64))
+    return recipe, LayerOptions(gate_options=_gates(1 / 64))
 
 
 @preset(
@@ -185,9 +185,11 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
     memory = MLP(norm="layer")
-    recipe = _omega(memory, GradientDescent(batch=16, normalize=True, limit="keys"))
+    recipe = _omega(
+        memory, GradientDescent(batch_size=16, normalized_steps=True, batch_overlap="measured")
+    )
     gates = {**UNDER_A_NORM, "lr": REPEATED}
-    return recipe, LayerOptions(gates=gates, last_map=SILENT)
+    return recipe, LayerOptions(gate_options=gates, last_map_init_scale=SILENT)
 
 
 @preset(
@@ -219,8 +221,11 @@ def omega_net() -> tuple[Recipe, LayerOptions]:
 )
 def omega_net_with_base() -> tuple[Recipe, LayerOptions]:
     """OmegaNet beside learned weights that do not fade."""
-    recipe = _omega(MLP(base=True), GradientDescent(batch=16, normalize=True, limit="keys"))
-    return recipe, LayerOptions(gates={"log_decay": FORGETFUL})
+    recipe = _omega(
+        MLP(static_weights=True),
+        GradientDescent(batch_size=16, normalized_steps=True, batch_overlap="measured"),
+    )
+    return recipe, LayerOptions(gate_options={"log_decay": FORGETFUL})
 
 
 @preset(
@@ -244,7 +249,7 @@ def omega_net_with_base() -> tuple[Recipe, LayerOptions]:
 )
 def atlas() -> tuple[Recipe, LayerOptions]:
     """The Omega rule, optimised by Muon once in every inner batch."""
-    return _omega(MLP(), Muon(batch=16, every="batch", normalize=True)), _SLOW
+    return _omega(MLP(), Muon(batch_size=16, update_every="batch", normalized_steps=True)), _SLOW
 
 
 @preset(
@@ -267,7 +272,7 @@ def atlas() -> tuple[Recipe, LayerOptions]:
 )
 def atlas_per_token() -> tuple[Recipe, LayerOptions]:
     """The Omega rule, optimised by Muon at every token."""
-    return _omega(MLP(), Muon(batch=16, normalize=True)), _SLOW
+    return _omega(MLP(), Muon(batch_size=16, normalized_steps=True)), _SLOW
 
 
 @preset(
@@ -288,4 +293,6 @@ def atlas_per_token() -> tuple[Recipe, LayerOptions]:
 )
 def atlas_plus_plus() -> tuple[Recipe, LayerOptions]:
     """Atlas with a gated memory."""
-    return _omega(GatedMLP(), Muon(batch=16, every="batch", normalize=True)), _SLOW
+    return _omega(
+        GatedMLP(), Muon(batch_size=16, update_every="batch", normalized_steps=True)
+    ), _SLOW

@@ -17,8 +17,8 @@ from dataclasses import replace
 from recollect.choices.algorithm.closed_form import Analytic
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.context.restrictions import Bilinear, Blocks
-from recollect.choices.context.similar import Similar
+from recollect.choices.context.restrictions import Bilinear, TopBlocks
+from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.context.windows import Prefix, Window
 from recollect.choices.features.kernels import Exponential
 from recollect.choices.memory.local import LocalConstant
@@ -41,17 +41,17 @@ __all__ = [
 
 # As in Transformer++: rotary positions, and nothing else around the attention.
 BARE = LayerOptions(
-    conv=0,
+    conv_size=0,
     conv_activation="none",
     qk_norm="none",
-    rope=10000.0,
+    rope_theta=10000.0,
     output_norm="none",
     output_gate="none",
 )
 _VASWANI = Reference(paper="Vaswani et al., Attention is all you need", year=2017, where="eq. 1")
 
 
-def _local(context: Similar) -> Recipe:
+def _local(context: KernelWeighted) -> Recipe:
     return Recipe(memory=LocalConstant(), context=context, algorithm=Analytic())
 
 
@@ -64,7 +64,7 @@ def _local(context: Similar) -> Recipe:
 )
 def softmax_attention() -> tuple[Recipe, LayerOptions]:
     """The mean of the values, weighed by exp(q·k/√K)."""
-    return _local(Similar()), BARE
+    return _local(KernelWeighted()), BARE
 
 
 @preset(
@@ -92,7 +92,7 @@ def softmax_attention() -> tuple[Recipe, LayerOptions]:
 )
 def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
     """With queries and keys of one length: a Nadaraya–Watson estimator with a Gaussian kernel."""
-    return _local(Similar()), replace(BARE, qk_norm="rms")
+    return _local(KernelWeighted()), replace(BARE, qk_norm="rms")
 
 
 @preset(
@@ -119,7 +119,7 @@ def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
 )
 def sliding_window_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention over the last c tokens: constant state."""
-    return _local(Similar(within=(Window(size=128, gated=False),))), BARE
+    return _local(KernelWeighted(restrictions=(Window(size=128, gated=False),))), BARE
 
 
 @preset(
@@ -176,10 +176,10 @@ def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
 )
 def fox() -> tuple[Recipe, LayerOptions]:
     """Softmax attention that forgets: every token's gate discounts all before it."""
-    gate = GateOptions(squash="logsigmoid", temperature=1.0)
+    gate = GateOptions(activation="logsigmoid", temperature=1.0)
     return (
-        _local(Similar(within=(Prefix(decay="token"),))),
-        replace(BARE, rope=None, gates={"log_decay": gate}),
+        _local(KernelWeighted(restrictions=(Prefix(decay="input"),))),
+        replace(BARE, rope_theta=None, gate_options={"log_decay": gate}),
     )
 
 
@@ -211,7 +211,7 @@ def fox() -> tuple[Recipe, LayerOptions]:
 )
 def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention whose weights pass a second, bilinear gate of association and query."""
-    return _local(Similar(within=(Bilinear(link="sigmoid", temperature=None),))), BARE
+    return _local(KernelWeighted(restrictions=(Bilinear(link="sigmoid", temperature=None),))), BARE
 
 
 @preset(
@@ -244,4 +244,4 @@ def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
 )
 def moba() -> tuple[Recipe, LayerOptions]:
     """Softmax attention over the few blocks whose mean key fits the query."""
-    return _local(Similar(within=(Blocks(size=64, top=3),))), BARE
+    return _local(KernelWeighted(restrictions=(TopBlocks(size=64, top_k=3),))), BARE

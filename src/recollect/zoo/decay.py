@@ -47,8 +47,10 @@ def _decaying(decay: Decay) -> Recipe:
 )
 def retnet() -> tuple[Recipe, LayerOptions]:
     """One fixed decay per head, and rotary positions."""
-    fixed = GateOptions(source="fixed", schedule="dyadic")
-    return _decaying(Decay(rate="static")), LayerOptions(rope=10000.0, gates={"decay": fixed})
+    fixed = GateOptions(source="constant", init_schedule="dyadic")
+    return _decaying(Decay(alpha="learned")), LayerOptions(
+        rope_theta=10000.0, gate_options={"decay": fixed}
+    )
 
 
 @preset(
@@ -75,9 +77,9 @@ def retnet() -> tuple[Recipe, LayerOptions]:
 )
 def retnet_xpos() -> tuple[Recipe, LayerOptions]:
     """RetNet whose fast-turning channels fade a little sooner."""
-    fixed = GateOptions(source="fixed", schedule="xpos")
-    recipe = _decaying(Decay(per="key", rate="static"))
-    return recipe, LayerOptions(rope=10000.0, gates={"decay": fixed})
+    fixed = GateOptions(source="constant", init_schedule="xpos")
+    recipe = _decaying(Decay(per="key", alpha="learned"))
+    return recipe, LayerOptions(rope_theta=10000.0, gate_options={"decay": fixed})
 
 
 @preset(
@@ -104,8 +106,8 @@ def retnet_xpos() -> tuple[Recipe, LayerOptions]:
 )
 def lightning_attention() -> tuple[Recipe, LayerOptions]:
     """One fixed decay per head, slower in deeper layers."""
-    fixed = GateOptions(source="fixed", schedule="alibi")
-    return _decaying(Decay(rate="static")), LayerOptions(gates={"decay": fixed})
+    fixed = GateOptions(source="constant", init_schedule="alibi")
+    return _decaying(Decay(alpha="learned")), LayerOptions(gate_options={"decay": fixed})
 
 
 @preset(
@@ -156,7 +158,7 @@ def dfw() -> tuple[Recipe, LayerOptions]:
 def gla() -> tuple[Recipe, LayerOptions]:
     """A decay per key channel from the token."""
     slow = GateOptions(temperature=16.0, rank=16)
-    return _decaying(Decay(per="key")), LayerOptions(gates={"log_decay": slow})
+    return _decaying(Decay(per="key")), LayerOptions(gate_options={"log_decay": slow})
 
 
 @preset(
@@ -182,7 +184,7 @@ def gla() -> tuple[Recipe, LayerOptions]:
 )
 def gateloop() -> tuple[Recipe, LayerOptions]:
     """A memory whose channels decay and turn as the token says."""
-    return _decaying(Decay(per="key")), LayerOptions(phase="input")
+    return _decaying(Decay(per="key")), LayerOptions(complex_decay="input")
 
 
 @preset(

@@ -51,7 +51,7 @@ def _memory() -> MLP:
 def _options(steps: int) -> LayerOptions:
     """Steps that move a batch's sum of gradients by about one gradient."""
     high = 1 / steps
-    return LayerOptions(qk_norm="rms", gates={"lr": GateOptions(high=high, init=high / 2)})
+    return LayerOptions(qk_norm="rms", gate_options={"lr": GateOptions(high=high, init=high / 2)})
 
 
 @preset(
@@ -76,7 +76,7 @@ def deep_transformer() -> tuple[Recipe, LayerOptions]:
         memory=_memory(),
         features=Exponential(),
         bias=DotProduct(),
-        algorithm=GradientDescent(batch=_BATCH),
+        algorithm=GradientDescent(batch_size=_BATCH),
     )
     return recipe, _options(_BATCH)
 
@@ -108,7 +108,7 @@ def swdt() -> tuple[Recipe, LayerOptions]:
         bias=DotProduct(),
         context=Window(size=8),
         retention=Decay(),
-        algorithm=GradientDescent(batch=_BATCH),
+        algorithm=GradientDescent(batch_size=_BATCH),
     )
     return recipe, _options(_BATCH)
 
@@ -137,6 +137,6 @@ def dot() -> tuple[Recipe, LayerOptions]:
         memory=_memory(),
         features=Exponential(),
         context=Window(size=8),
-        algorithm=GradientDescent(batch=_BATCH),
+        algorithm=GradientDescent(batch_size=_BATCH),
     )
     return recipe, _options(_BATCH)

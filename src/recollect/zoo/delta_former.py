@@ -44,12 +44,12 @@ def delta_former() -> tuple[Recipe, LayerOptions]:
         bias=L2(probe=Probe(at="token", kernel=Exponential(), normalize="sum")),
     )
     options = LayerOptions(
-        conv=0,
+        conv_size=0,
         conv_activation="none",
         qk_norm="none",
-        rope=10000.0,
+        rope_theta=10000.0,
         output_norm="none",
         output_gate="none",
-        gates={"lr": GateOptions(init=0.9)},
+        gate_options={"lr": GateOptions(init=0.9)},
     )
     return recipe, options

@@ -27,7 +27,7 @@ __all__ = [
 _DELTA_PRODUCT = Reference(
     paper="Siems et al., DeltaProduct", year=2025, where="eqs. 3–4 and section 3"
 )
-_REFLECTING = LayerOptions(gates={"lr": GateOptions(low=0.0, high=2.0, init=1.0)})
+_REFLECTING = LayerOptions(gate_options={"lr": GateOptions(low=0.0, high=2.0, init=1.0)})
 
 
 @preset(
@@ -79,7 +79,7 @@ def delta_net() -> tuple[Recipe, LayerOptions]:
 )
 def momentum_delta_net() -> tuple[Recipe, LayerOptions]:
     """Past writes go on being written for a while, erasures act at once."""
-    return Recipe(algorithm=Momentum(of="value")), LayerOptions()
+    return Recipe(algorithm=Momentum(momentum_on="value")), LayerOptions()
 
 
 @preset(
@@ -123,7 +123,7 @@ def gated_delta_net() -> tuple[Recipe, LayerOptions]:
 )
 def delta_product() -> tuple[Recipe, LayerOptions]:
     """Several steps of the delta rule per token, so that the state may be permuted."""
-    return Recipe(algorithm=GradientDescent(steps=2)), _REFLECTING
+    return Recipe(algorithm=GradientDescent(updates_per_token=2)), _REFLECTING
 
 
 @preset(
@@ -142,5 +142,5 @@ def delta_product() -> tuple[Recipe, LayerOptions]:
 )
 def gated_delta_product() -> tuple[Recipe, LayerOptions]:
     """DeltaProduct on a memory that has already decayed."""
-    recipe = Recipe(algorithm=GradientDescent(steps=2), retention=Decay(when="before"))
+    recipe = Recipe(algorithm=GradientDescent(updates_per_token=2), retention=Decay(when="before"))
     return recipe, _REFLECTING

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from recollect.choices.algorithm.closed_form import Analytic
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.context.restrictions import Bilinear, Blocks
-from recollect.choices.context.similar import Similar
+from recollect.choices.context.restrictions import Bilinear, TopBlocks
+from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import Exponential, ReluKernel, SwishKernel
 from recollect.choices.memory.local import LocalConstant
@@ -28,16 +28,16 @@ from recollect.zoo.sources import AM
 
 __all__ = ["ffn_moe", "ffn_multi_head", "ffn_normalized", "ffn_relu", "ffn_swiglu"]
 
-_PLAIN = replace(BARE, rope=None, persistent=4.0, joined=True)
+_PLAIN = replace(BARE, rope_theta=None, persistent=4.0, joined=True)
 _SHAZEER = "Shazeer, GLU variants improve transformer"
 
 
-def _sum(kernel: Kernel, *within: Bilinear | Blocks) -> Recipe:
+def _sum(kernel: Kernel, *within: Bilinear | TopBlocks) -> Recipe:
     """Σ_i v_i γ_i κ(x, k_i)."""
     return Recipe(
         memory=LocalConstant(),
         bias=DotProduct(),
-        context=Similar(kernel=kernel, within=within),
+        context=KernelWeighted(kernel=kernel, restrictions=within),
         algorithm=Analytic(),
     )
 
@@ -93,7 +93,9 @@ def ffn_swiglu() -> tuple[Recipe, LayerOptions]:
 )
 def ffn_moe() -> tuple[Recipe, LayerOptions]:
     """Blocks of pairs, of which a router shows each query the two best."""
-    experts = Blocks(size=16, top=2, score="router", current=False, share="softmax")
+    experts = TopBlocks(
+        size=16, top_k=2, score="router", include_current=False, weighting="softmax"
+    )
     return _sum(ReluKernel(), experts), _PLAIN
 
 
@@ -135,6 +137,6 @@ def ffn_multi_head() -> tuple[Recipe, LayerOptions]:
 def ffn_normalized() -> tuple[Recipe, LayerOptions]:
     """A network whose hidden activations are a softmax: attention over learned pairs."""
     recipe = Recipe(
-        memory=LocalConstant(), context=Similar(kernel=Exponential()), algorithm=Analytic()
+        memory=LocalConstant(), context=KernelWeighted(kernel=Exponential()), algorithm=Analytic()
     )
     return recipe, _PLAIN

@@ -27,11 +27,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recollect.blocks.compositions import AsContext, Boosted, Chain, Gated, Routed
+from recollect.blocks.compositions import (
+    MemoryAsContext,
+    MemoryAsGate,
+    MixtureOfMemories,
+    ResidualMemory,
+    Sequential,
+)
 from recollect.blocks.mixers import Mixer
 from recollect.choices.algorithm.closed_form import Analytic
 from recollect.choices.context.restrictions import SinkWindow
-from recollect.choices.context.similar import Similar
+from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.memory.local import LocalConstant
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
@@ -99,7 +105,7 @@ _WINDOWED = (
 
 def _attention() -> tuple[Recipe, LayerOptions]:
     """Sliding-window attention that never loses the persistent tokens."""
-    context = Similar(within=(SinkWindow(size=WINDOW, first=PERSISTENT),))
+    context = KernelWeighted(restrictions=(SinkWindow(size=WINDOW, num_sinks=PERSISTENT),))
     return Recipe(memory=LocalConstant(), context=context, algorithm=Analytic()), BARE
 
 
@@ -137,7 +143,7 @@ def samba() -> Mapping[str, Any]:
 )
 def titans_mac() -> Mixer:
     """What a memory recalls is context of an attention, whose answers the memory learns."""
-    return AsContext(titans(), softmax_attention(), segment=SEGMENT, persistent=PERSISTENT)
+    return MemoryAsContext(titans(), softmax_attention(), segment=SEGMENT, persistent=PERSISTENT)
 
 
 @hybrid(
@@ -153,7 +159,7 @@ def titans_mac() -> Mixer:
 )
 def titans_mag() -> Mixer:
     """A memory of all of the past gates the attention to the last tokens."""
-    return Gated(titans(), _attention(), persistent=PERSISTENT)
+    return MemoryAsGate(titans(), _attention(), persistent=PERSISTENT)
 
 
 @hybrid(
@@ -169,7 +175,7 @@ def titans_mag() -> Mixer:
 )
 def titans_mal() -> Mixer:
     """Attention to the last tokens of what a memory says."""
-    return Chain(titans(), _attention(), persistent=PERSISTENT)
+    return Sequential(titans(), _attention(), persistent=PERSISTENT)
 
 
 @hybrid(
@@ -191,7 +197,7 @@ def titans_mal() -> Mixer:
 )
 def atlas_mac() -> Mixer:
     """What a memory recalls is context of an attention, whose answers the memory learns."""
-    return AsContext(atlas(), softmax_attention(), segment=SEGMENT)
+    return MemoryAsContext(atlas(), softmax_attention(), segment=SEGMENT)
 
 
 @hybrid(
@@ -210,7 +216,7 @@ def atlas_mac() -> Mixer:
 )
 def atlas_mag() -> Mixer:
     """A memory of all of the past gates the attention to the last tokens."""
-    return Gated(atlas(), _attention(), persistent=PERSISTENT)
+    return MemoryAsGate(atlas(), _attention(), persistent=PERSISTENT)
 
 
 @hybrid(
@@ -229,7 +235,7 @@ def atlas_mag() -> Mixer:
 )
 def atlas_mal() -> Mixer:
     """Attention to the last tokens of what a memory says."""
-    return Chain(atlas(), _attention(), persistent=PERSISTENT)
+    return Sequential(atlas(), _attention(), persistent=PERSISTENT)
 
 
 @hybrid(
@@ -345,7 +351,7 @@ def memora_h() -> Mapping[str, Any]:
 )
 def residual_delta_net() -> Mixer:
     """A second delta rule learns what the first one gets wrong."""
-    return Boosted(
+    return ResidualMemory(
         gated_delta_net(),
         gated_delta_net(),
         clip=1.0,
@@ -381,4 +387,4 @@ def residual_delta_net() -> Mixer:
 )
 def mixture_of_memories() -> Mixer:
     """Each token is written to and read from two of four memories, and one that sees all."""
-    return Routed([gated_delta_net()] * 4, top=2, shared=gated_delta_net())
+    return MixtureOfMemories([gated_delta_net()] * 4, top=2, shared=gated_delta_net())

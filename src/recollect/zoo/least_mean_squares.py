@@ -9,7 +9,7 @@ Examples:
 
 from __future__ import annotations
 
-from recollect.choices.algorithm.descent import GradientDescent, Implicit, Normalized
+from recollect.choices.algorithm.descent import NLMS, GradientDescent, Implicit
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
@@ -73,8 +73,8 @@ def leaky_lms() -> tuple[Recipe, LayerOptions]:
 )
 def longhorn() -> tuple[Recipe, LayerOptions]:
     """The exact minimiser of the new error and the distance moved."""
-    step = GateOptions(squash="softplus", init=1.0)
-    return Recipe(algorithm=Implicit()), LayerOptions(gates={"lr": step})
+    step = GateOptions(activation="softplus", init=1.0)
+    return Recipe(algorithm=Implicit()), LayerOptions(gate_options={"lr": step})
 
 
 @preset(
@@ -102,7 +102,7 @@ def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
     step = GradientDescent(per="value")
     recipe = Recipe(bias=DotProduct(), retention=Decay(per="entry"), algorithm=step)
     return recipe, LayerOptions(
-        qk_norm="none", key_dim=16, skip=True, output_norm="none", ties=ties
+        qk_norm="none", key_dim=16, value_skip=True, output_norm="none", ties=ties
     )
 
 
@@ -129,4 +129,4 @@ def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
 )
 def nlms() -> tuple[Recipe, LayerOptions]:
     """The newest association is stored exactly, at the least change of the memory."""
-    return Recipe(algorithm=Normalized()), LayerOptions()
+    return Recipe(algorithm=NLMS()), LayerOptions()

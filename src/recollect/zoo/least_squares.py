@@ -46,7 +46,7 @@ _MESA = Reference(
 )
 def rls() -> tuple[Recipe, LayerOptions]:
     """The least-squares solution over all of the past, at every token."""
-    return Recipe(context=Prefix(), algorithm=LeastSquares(ridge="static")), LayerOptions()
+    return Recipe(context=Prefix(), algorithm=LeastSquares(ridge="learned")), LayerOptions()
 
 
 @preset(
@@ -78,8 +78,8 @@ def rls() -> tuple[Recipe, LayerOptions]:
 )
 def geometric_rls() -> tuple[Recipe, LayerOptions]:
     """Least squares whose past fades geometrically."""
-    algorithm = LeastSquares(ridge="static")
-    return Recipe(context=Prefix(decay="token"), algorithm=algorithm), LayerOptions()
+    algorithm = LeastSquares(ridge="learned")
+    return Recipe(context=Prefix(decay="input"), algorithm=algorithm), LayerOptions()
 
 
 @preset(
@@ -108,7 +108,7 @@ def geometric_rls() -> tuple[Recipe, LayerOptions]:
 )
 def mesa_net() -> tuple[Recipe, LayerOptions]:
     """Least squares with a constant ridge per key channel, an input gate and a forget gate."""
-    algorithm = LeastSquares(ridge="static", per="key", form="constant")
+    algorithm = LeastSquares(ridge="learned", ridge_per="key", ridge_schedule="constant")
     return Recipe(
-        context=Prefix(decay="token", weight="token"), algorithm=algorithm
+        context=Prefix(decay="input", weight="input"), algorithm=algorithm
     ), LayerOptions()

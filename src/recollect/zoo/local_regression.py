@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recollect.choices.algorithm.closed_form import Analytic
-from recollect.choices.context.similar import Similar
+from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.context.windows import Prefix
 from recollect.choices.features.kernels import Gaussian
 from recollect.choices.memory.local import LocalPolynomial
@@ -38,7 +38,9 @@ _DEVIATIONS = (
 
 def _local(degree: int) -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
-        memory=LocalPolynomial(degree=degree), context=Similar(), algorithm=Analytic(ridge=1.0)
+        memory=LocalPolynomial(degree=degree),
+        context=KernelWeighted(),
+        algorithm=Analytic(ridge=1.0),
     )
     return recipe, replace(BARE, qk_norm="rms")
 

@@ -36,7 +36,7 @@ __all__ = ["memora", "memora_per_token", "moneta", "moneta_exact", "yaad"]
 # x + LN(W_1 gelu(W_2 x)), and α per value channel of low rank (MIRAS 5.3 and 5.4).
 _MEMORY = MLP(norm="layer")
 _CHANNELS = Decay(per="value")
-_DESCENT = GradientDescent(batch=16)
+_DESCENT = GradientDescent(batch_size=16)
 _COMMON = (
     "η_t is one number per head; the paper has one per channel.",
     COMMON_LAYER,
@@ -58,7 +58,7 @@ _MONETA_EQUATION = (
 _MEMORA_EQUATION = "W_t = Softmax(α_t log(W_(t−1)) − η_t ∇ℓ_2(W_(t−1); k_t, v_t))  (MIRAS eq. 27)"
 
 
-_NORMALISED = GradientDescent(batch=16, normalize=True, limit="keys")
+_NORMALISED = GradientDescent(batch_size=16, normalized_steps=True, batch_overlap="measured")
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
 
 
@@ -88,10 +88,10 @@ _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
 )
 def moneta() -> tuple[Recipe, LayerOptions]:
     """Large errors count more (ℓ_3), and large weights hold down the rest (L_4)."""
-    retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
+    retention = Lq(q=4, form="as_published", floor=0.1, decay=_CHANNELS, link_every="batch")
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
     # Cubes of errors make little of small ones: under a norm steps beyond the limit do not diverge.
-    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND})
+    return recipe, LayerOptions(gate_options={**UNDER_A_NORM, "lr": BEYOND})
 
 
 @preset(
@@ -124,7 +124,7 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
     retention = Lq(q=4, decay=_CHANNELS)
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_DESCENT)
     steps = {"lr": GateOptions(high=30.0, init=15.0), "log_decay": SLOW}
-    return recipe, LayerOptions(gates=steps, memory_scale=800.0)
+    return recipe, LayerOptions(gate_options=steps, memory_init_scale=800.0)
 
 
 @preset(
@@ -156,8 +156,8 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    gates = {**UNDER_A_NORM, "lr": BEYOND, "threshold": GateOptions(unit="rms", init=4.0)}
-    return recipe, LayerOptions(gates=gates, last_map=SILENT)
+    gates = {**UNDER_A_NORM, "lr": BEYOND, "threshold": GateOptions(unit="value_rms", init=4.0)}
+    return recipe, LayerOptions(gate_options=gates, last_map_init_scale=SILENT)
 
 
 @preset(
@@ -182,10 +182,10 @@ def yaad() -> tuple[Recipe, LayerOptions]:
 )
 def memora() -> tuple[Recipe, LayerOptions]:
     """Weights are probabilities, moved by multiplication."""
-    retention = Simplex(scale=64.0, decay=_CHANNELS, every="batch")
+    retention = Simplex(scale=64.0, decay=_CHANNELS, link_every="batch")
     recipe = Recipe(memory=_MEMORY, retention=retention, algorithm=_DESCENT)
     steps = {"lr": GateOptions(high=0.25, init=0.125), "log_decay": SLOW}
-    return recipe, LayerOptions(gates=steps, memory_scale=8.0)
+    return recipe, LayerOptions(gate_options=steps, memory_init_scale=8.0)
 
 
 @preset(
@@ -214,6 +214,6 @@ def memora_per_token() -> tuple[Recipe, LayerOptions]:
     """MEMORA as its equation has it: weights are probabilities at every token."""
     retention = Simplex(scale=64.0, decay=_CHANNELS)
     # Of the batch: what larger steps do through the link at every token was not measured.
-    step = GradientDescent(batch=16, normalize=True)
+    step = GradientDescent(batch_size=16, normalized_steps=True)
     recipe = Recipe(memory=_MEMORY, retention=retention, algorithm=step)
-    return recipe, LayerOptions(gates=_GATES, memory_scale=8.0)
+    return recipe, LayerOptions(gate_options=_GATES, memory_init_scale=8.0)

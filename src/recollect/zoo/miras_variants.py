@@ -29,7 +29,7 @@ __all__ = [
     "value_robust",
 ]
 
-_DESCENT = GradientDescent(batch=16)
+_DESCENT = GradientDescent(batch_size=16)
 _OPEN = (
     "The memory is the matrix of MIRAS's equations, with one decay and one rate per head: the "
     "paper states no model.",
@@ -67,8 +67,10 @@ def _steps(high: float) -> GateOptions:
 )
 def elastic_net() -> tuple[Recipe, LayerOptions]:
     """Gradients accumulate; what they leave below a threshold is read as zero."""
-    retention = ElasticNet(decay=Decay(), every="batch")
-    return Recipe(retention=retention, algorithm=_DESCENT), LayerOptions(gates={"lr": _steps(0.25)})
+    retention = ElasticNet(decay=Decay(), link_every="batch")
+    return Recipe(retention=retention, algorithm=_DESCENT), LayerOptions(
+        gate_options={"lr": _steps(0.25)}
+    )
 
 
 @preset(
@@ -89,7 +91,7 @@ def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
     """Soft forgetting by a factor, hard forgetting by a threshold."""
     sparse = GateOptions(init=1e-3)
     recipe = Recipe(retention=ElasticNet(form="proximal", decay=Decay()))
-    return recipe, LayerOptions(gates={"tau": sparse})
+    return recipe, LayerOptions(gate_options={"tau": sparse})
 
 
 @preset(
@@ -114,8 +116,10 @@ def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
 )
 def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
     """Every weight stays between 0 and 1, by mirror descent."""
-    retention = Bregman(map="sigmoid", decay=Decay(), every="batch")
-    return Recipe(retention=retention, algorithm=_DESCENT), LayerOptions(gates={"lr": _steps(2.0)})
+    retention = Bregman(link_function="sigmoid", decay=Decay(), link_every="batch")
+    return Recipe(retention=retention, algorithm=_DESCENT), LayerOptions(
+        gate_options={"lr": _steps(2.0)}
+    )
 
 
 @preset(
@@ -144,7 +148,7 @@ def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
 def f_divergence() -> tuple[Recipe, LayerOptions]:
     """Weights are measures, moved by the inverse derivative of a divergence."""
     recipe = Recipe(retention=FDivergence(kind="hellinger", scale=8.0, decay=Decay()))
-    return recipe, LayerOptions(gates={"lr": _steps(1.0)})
+    return recipe, LayerOptions(gate_options={"lr": _steps(1.0)})
 
 
 @preset(
@@ -171,7 +175,7 @@ def f_divergence() -> tuple[Recipe, LayerOptions]:
 def value_robust() -> tuple[Recipe, LayerOptions]:
     """Least squares against the worst value within a distance Δ."""
     recipe = Recipe(bias=ValueRobust(), retention=Decay(), algorithm=_DESCENT)
-    return recipe, LayerOptions(gates={"lr": _steps(0.25)})
+    return recipe, LayerOptions(gate_options={"lr": _steps(0.25)})
 
 
 @preset(
@@ -198,4 +202,4 @@ def value_robust() -> tuple[Recipe, LayerOptions]:
 def value_less() -> tuple[Recipe, LayerOptions]:
     """Only the sign of each error is written."""
     recipe = Recipe(bias=Lp(p=1, eps=1e-2), retention=Decay(), algorithm=_DESCENT)
-    return recipe, LayerOptions(gates={"lr": _steps(1 / 16)})
+    return recipe, LayerOptions(gate_options={"lr": _steps(1 / 16)})

@@ -1,7 +1,5 @@
 """Presets: named systems of the literature, each a recipe and options, and how faithful it is."""
 
-# More than 400 lines: systems of one recipe and of several, which share one register of names.
-
 from __future__ import annotations
 
 import difflib
@@ -10,16 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from recollect.blocks.build import build
-from recollect.blocks.mixers import Mixer, mixer_of
+from recollect.blocks.builder import build
+from recollect.blocks.mixers import Mixer, as_mixer
 from recollect.choices.member import RecipeError
 from recollect.layer.checks import fit_options
-from recollect.layer.feed_forward import FeedForward, layer_of
+from recollect.layer.feed_forward import FeedForward, build_layer
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
+from recollect.messages import short_repr
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.report.notebook import equations_of, facts
-from recollect.wording import shown
 
 __all__ = [
     "Fidelity",
@@ -126,7 +124,7 @@ class Preset:
         ('Gated DeltaNet', 'delta_rule')
         >>> preset.rule
         'M_t = α_t M_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ'
-        >>> layer = preset.build(d_model=16, heads=2)
+        >>> layer = preset.build(d_model=16, num_heads=2)
         >>> layer(torch.randn(1, 4, 16))[0].shape
         torch.Size([1, 4, 16])
     """
@@ -143,30 +141,33 @@ class Preset:
     summary: str = ""
 
     def build(
-        self, d_model: int, heads: int, *, options: LayerOptions | None = None, **overrides: Any
+        self, d_model: int, num_heads: int, *, options: LayerOptions | None = None, **overrides: Any
     ) -> MemoryLayer | FeedForward:
         """A layer of this system with fresh weights.
 
         Args:
             d_model: width of the tokens.
-            heads: query heads.
-            options: in place of the preset's own, e.g. ``replace(preset.options, conv=0)``.
-            **overrides: other keywords of `MemoryLayer`: kv_heads, head_dim, value_dim, method,
+            num_heads: query heads.
+            options: in place of the preset's own, e.g. ``replace(preset.options, conv_size=0)``.
+            **overrides: other keywords of `MemoryLayer`: num_kv_heads, head_dim, value_dim, engine,
                 chunk_size, precision, depth.
 
         Raises:
             RecipeError: an override that `MemoryLayer` does not take.
         """
-        known = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "precision", "depth")
+        known = (
+            *("num_kv_heads", "head_dim", "value_dim"),
+            *("engine", "chunk_size", "precision", "depth"),
+        )
         for name in overrides:
             if name not in known:
                 raise RecipeError(
                     f"build has no override {name!r}; it takes options, {', '.join(known)}"
                 )
         options = self.options if options is None else options
-        return layer_of(d_model, heads, self.recipe, options, **overrides)
+        return build_layer(d_model, num_heads, self.recipe, options, **overrides)
 
-    def but(self, **changes: Any) -> Preset:
+    def replace(self, **changes: Any) -> Preset:
         """Return this system with some choices of its recipe replaced.
 
         Its layer options are kept. Those that do not fit the changed recipe are reset: options of
@@ -174,7 +175,7 @@ class Preset:
         A warning names them, and so does ``fidelity``.
 
         Args:
-            **changes: choices by name, as `Recipe.but` takes them.
+            **changes: choices by name, as `Recipe.replace` takes them.
 
         Raises:
             RecipeError: a choice is unknown or does not fit the others, or no layer of the system
@@ -184,14 +185,14 @@ class Preset:
             UserWarning: layer options were reset.
 
         Examples:
-            >>> mine = rc.zoo.get("titans").but(bias=rc.bias.Huber())
+            >>> mine = rc.zoo.get("titans").replace(bias=rc.bias.Huber())
             >>> mine.recipe.bias.brief, mine.options == rc.zoo.get("titans").options
             ('Huber()', True)
-            >>> layer = mine.build(d_model=16, heads=2)
+            >>> layer = mine.build(d_model=16, num_heads=2)
         """
         if not changes:
             return self
-        recipe = self.recipe.but(**changes)
+        recipe = self.recipe.replace(**changes)
         options, reset = fit_options(recipe, self.options, self.recipe)
         said = ", ".join(f"{name} = {change.brief}" for name, change in changes.items())
         deviations = [f"The recipe has {said}."]
@@ -249,7 +250,7 @@ class Hybrid:
         >>> system = rc.zoo.find("titans_mal")
         >>> system.rule
         'y = M([p, x]),  o = SWA(y)'
-        >>> layer = system.build(d_model=16, heads=2)
+        >>> layer = system.build(d_model=16, num_heads=2)
         >>> layer(torch.randn(1, 4, 16))[0].shape
         torch.Size([1, 4, 16])
     """
@@ -289,18 +290,18 @@ class Hybrid:
         ]
         return facts(f"`{self.name}`: {self.title}", rows, equations=("rule", "composes"))
 
-    def build(self, d_model: int, heads: int, **sizes: Any) -> Any:
+    def build(self, d_model: int, num_heads: int, **sizes: Any) -> Any:
         """A layer of this system with fresh weights, as `recollect.blocks.build`.
 
         Args:
             d_model: width of the tokens.
-            heads: query heads of every part.
+            num_heads: query heads of every part.
             **sizes: other keywords of `MemoryLayer`.
 
         Raises:
             RecipeError: a pattern of different layers, or sizes that do not fit.
         """
-        return build(self.mixer, d_model, heads, **sizes)
+        return build(self.mixer, d_model, num_heads, **sizes)
 
 
 _PRESETS: dict[str, Preset] = {}
@@ -400,7 +401,7 @@ def hybrid(
         ...     fidelity=rc.zoo.Fidelity(kind="exact", source="the rule above"),
         ... )
         ... def delta_then_window():
-        ...     return rc.blocks.Chain("delta_net", "sliding_window_attention")
+        ...     return rc.blocks.Sequential("delta_net", "sliding_window_attention")
         >>> rc.zoo.find("delta_then_window").title
         'Delta net, then a window'
     """
@@ -413,7 +414,7 @@ def hybrid(
         _HYBRIDS[name] = Hybrid(
             name=name,
             title=title,
-            layers=tuple((key, mixer_of(value)) for key, value in layers.items()),
+            layers=tuple((key, as_mixer(value)) for key, value in layers.items()),
             rule=rule,
             family=make.__module__.rpartition(".")[2],
             row=row,
@@ -463,7 +464,9 @@ def names(family: str | None = None) -> list[str]:
     """
     families = sorted({p.family for p in _PRESETS.values()})
     if family is not None and family not in families:
-        raise RecipeError(f"the zoo has no family {shown(family)}; it has {', '.join(families)}")
+        raise RecipeError(
+            f"the zoo has no family {short_repr(family)}; it has {', '.join(families)}"
+        )
     chosen = [p for p in _PRESETS.values() if family in (None, p.family)]
     return [p.name for p in sorted(chosen, key=lambda p: p.row)]
 
@@ -480,7 +483,8 @@ def get(name: str) -> Preset:
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RecipeError(
-            f'the zoo knows architectures by name, as in rc.zoo.get("gla"), and not {shown(name)}'
+            'the zoo knows architectures by name, as in rc.zoo.get("gla"), and not '
+            f"{short_repr(name)}"
         )
     if name in _PRESETS:
         return _PRESETS[name]
@@ -494,4 +498,4 @@ def get(name: str) -> Preset:
     near = difflib.get_close_matches(name, [*_PRESETS, *_HYBRIDS], n=3, cutoff=0.5)
     all_of_them = f"rc.zoo.names() lists all {len(_PRESETS)}, such as {', '.join(names()[:3])}"
     hint = f"did you mean {' or '.join(near)}?" if near else all_of_them
-    raise RecipeError(f"the zoo has no architecture named {shown(name)}; {hint}")
+    raise RecipeError(f"the zoo has no architecture named {short_repr(name)}; {hint}")

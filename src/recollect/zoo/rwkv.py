@@ -27,7 +27,7 @@ __all__ = ["rwkv6", "rwkv7"]
 
 _DIRECTION = Tie(target="probe", source="k", rule="direction")
 _BLEND = Tie(target="k", source="erase", rule="blend")
-_BARE = LayerOptions(conv=0, conv_activation="none", qk_norm="none")
+_BARE = LayerOptions(conv_size=0, conv_activation="none", qk_norm="none")
 
 
 @preset(
@@ -50,11 +50,15 @@ _BARE = LayerOptions(conv=0, conv_activation="none", qk_norm="none")
 def rwkv6() -> tuple[Recipe, LayerOptions]:
     """The memory is read before it is written, and the current token gets a bonus."""
     return Recipe(
-        memory=Matrix(read=Read(when="before", bonus="static")),
+        memory=Matrix(read=Read(when="before", bonus="learned")),
         bias=DotProduct(),
         retention=Decay(per="key"),
         algorithm=GradientDescent(lr=1.0),
-    ), replace(_BARE, shift="input", gates={"log_decay": GateOptions(squash="exp", rank=64)})
+    ), replace(
+        _BARE,
+        token_shift="input",
+        gate_options={"log_decay": GateOptions(activation="exp", rank=64)},
+    )
 
 
 @preset(
@@ -78,15 +82,15 @@ def rwkv6() -> tuple[Recipe, LayerOptions]:
 )
 def rwkv7() -> tuple[Recipe, LayerOptions]:
     """What is erased has a direction and a rate of its own, on a memory that decays by channel."""
-    slow = GateOptions(squash="sigmoid", low=-math.exp(-0.5), high=0.0, rank=64)
+    slow = GateOptions(activation="sigmoid", low=-math.exp(-0.5), high=0.0, rank=64)
     return Recipe(
-        memory=Matrix(read=Read(bonus="static")),
+        memory=Matrix(read=Read(bonus="learned")),
         bias=L2(probe=Probe(at="token", write="probe", per="key")),
         retention=Decay(per="key"),
         algorithm=GradientDescent(lr=1.0),
     ), replace(
         _BARE,
-        shift="static",
-        gates={"log_decay": slow, "erase": GateOptions(rank=64)},
+        token_shift="learned",
+        gate_options={"log_decay": slow, "erase": GateOptions(rank=64)},
         ties=(_DIRECTION, _BLEND),
     )

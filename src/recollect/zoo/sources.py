@@ -107,7 +107,7 @@ def limited_rate(rate: GateOptions) -> str:
     """Return the deviation that a rate in units of the stability limit is.
 
     Args:
-        rate: options of the gate, in the unit ``"share"``.
+        rate: options of the gate, in the unit ``"stability_limit"``.
     """
     low = 0.0 if rate.low is None else rate.low
     high = 1.0 if rate.high is None else rate.high
@@ -118,7 +118,7 @@ def limited_rate(rate: GateOptions) -> str:
     )
 
 
-SLOW = GateOptions(init=math.log(0.999), spread=4.0)
+SLOW = GateOptions(init=math.log(0.999), head_spread=4.0)
 """Decays of deep memories start slow: 250 to 4000 tokens.
 
 Every map of a perceptron decays, so what it says fades as a power of α; and under a layer norm,
@@ -129,18 +129,18 @@ FORGETFUL = replace(SLOW, init=math.log(0.98))
 """Decays of memories beside a base, 12 to 200 tokens: nothing fades with them but what was written.
 """
 
-NEARLY_ALL = GateOptions(unit="share", init=0.9)
+NEARLY_ALL = GateOptions(unit="stability_limit", init=0.9)
 """Rates of deep memories without momentum or a window: at the start each token is written once and
 alone, and a smaller share of its error stays under the noise of the initial memory. The others
 begin at one half, where every share of the stability limit begins (`docs/design/steps.md`)."""
 
-BEYOND = GateOptions(unit="share", init=1.5, low=0.2, high=2.0)
+BEYOND = GateOptions(unit="stability_limit", init=1.5, low=0.2, high=2.0)
 """Rates of memories under a norm, which lets nothing diverge beyond the limit: what is written then
 stands out of the noise of the initial memory and of what was written before, and a rate of 1 turns
 what a norm says half of the way to a long value. A share that closed would not open again, so it
 stays above a fifth of the limit."""
 
-REPEATED = GateOptions(unit="share", init=0.5, low=0.2)
+REPEATED = GateOptions(unit="stability_limit", init=0.5, low=0.2)
 """Rates under a norm where a window writes a token again; the rest is as `BEYOND`."""
 
 UNDER_A_NORM = {"log_decay": SLOW, "norm_weight": GateOptions(init=0.7)}
@@ -148,6 +148,6 @@ UNDER_A_NORM = {"log_decay": SLOW, "norm_weight": GateOptions(init=0.7)}
 errors can be corrected at all."""
 
 SILENT = 0.01
-"""`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value.
-From a hundredth the norm's ε halves that until something is written; where larger starts help and
-where they do not: `docs/design/steps.md`."""
+"""`LayerOptions.last_map_init_scale` under a norm, which makes whatever the last map says as long
+as a value. From a hundredth the norm's ε halves that until something is written; where larger
+starts help and where they do not: `docs/design/steps.md`."""

@@ -22,7 +22,9 @@ from recollect.zoo.sources import MIRAS, TTR
 
 __all__ = ["lru", "mamba", "mamba2", "rg_lru"]
 
-_DELTA = GateOptions(squash="softplus", init=0.01, spread=10.0)  # 0.001 to 0.1, as published
+_DELTA = GateOptions(
+    activation="softplus", init=0.01, head_spread=10.0
+)  # 0.001 to 0.1, as published
 _VECTOR = LayerOptions(conv_activation="none", qk="ones", qk_norm="none", output_norm="none")
 
 
@@ -58,12 +60,14 @@ def _vector(decay: Decay, algorithm: GradientDescent) -> Recipe:
 )
 def lru() -> tuple[Recipe, LayerOptions]:
     """A complex vector that decays and turns at learned rates."""
-    recipe = _vector(Decay(per="value", rate="static"), GradientDescent(lr="static", per="value"))
+    recipe = _vector(
+        Decay(per="value", alpha="learned"), GradientDescent(lr="learned", per="value")
+    )
     return recipe, replace(
         _VECTOR,
-        phase="learned",
-        skip=True,
-        gates={"lr": GateOptions(squash="softplus", init=1.0)},
+        complex_decay="learned",
+        value_skip=True,
+        gate_options={"lr": GateOptions(activation="softplus", init=1.0)},
         ties=(Tie(target="lr", source="decay", rule="variance"),),
     )
 
@@ -90,12 +94,12 @@ def lru() -> tuple[Recipe, LayerOptions]:
 )
 def rg_lru() -> tuple[Recipe, LayerOptions]:
     """A vector whose channels decide by the token how much they keep and how much they take."""
-    recurrence = GateOptions(squash="sigmoid", low=-8.0, high=0.0, init=-4.0, spread=1.0)
-    scale = GateOptions(squash="softplus", init=0.005, spread=10.0)
-    recipe = _vector(Decay(per="value", rate="factored"), GradientDescent(per="value"))
+    recurrence = GateOptions(activation="sigmoid", low=-8.0, high=0.0, init=-4.0, head_spread=1.0)
+    scale = GateOptions(activation="softplus", init=0.005, head_spread=10.0)
+    recipe = _vector(Decay(per="value", alpha="input_scaled"), GradientDescent(per="value"))
     return recipe, replace(
         _VECTOR,
-        gates={"log_decay": recurrence, "decay_scale": scale},
+        gate_options={"log_decay": recurrence, "decay_scale": scale},
         ties=(Tie(target="lr", source="log_decay", rule="variance"),),
     )
 
@@ -128,14 +132,17 @@ def mamba() -> tuple[Recipe, LayerOptions]:
     """Every entry of the memory forgets at its own rate, and one step size drives all."""
     return Recipe(
         bias=DotProduct(),
-        retention=Decay(per="entry", rate="factored"),
+        retention=Decay(per="entry", alpha="input_scaled"),
         algorithm=GradientDescent(per="value"),
     ), LayerOptions(
         qk_norm="none",
         key_dim=16,
-        skip=True,
+        value_skip=True,
         output_norm="none",
-        gates={"lr": _DELTA, "decay_scale": GateOptions(squash="exp", schedule="integers")},
+        gate_options={
+            "lr": _DELTA,
+            "decay_scale": GateOptions(activation="exp", init_schedule="integers"),
+        },
         ties=(Tie(target="log_decay", source="lr", rule="negative"),),
     )
 
@@ -154,7 +161,7 @@ def mamba() -> tuple[Recipe, LayerOptions]:
         deviations=(
             (
                 "Every head has k and q of its own; Mamba-2 shares them between heads "
-                "(kv_heads=1 turned round)."
+                "(num_kv_heads=1 turned round)."
             ),
         ),
     ),
@@ -163,7 +170,7 @@ def mamba2() -> tuple[Recipe, LayerOptions]:
     """One step size per head drives decay and write."""
     return Recipe(bias=DotProduct(), retention=Decay()), LayerOptions(
         qk_norm="none",
-        skip=True,
-        gates={"lr": _DELTA},
+        value_skip=True,
+        gate_options={"lr": _DELTA},
         ties=(Tie(target="log_decay", source="lr", rule="rate"),),
     )

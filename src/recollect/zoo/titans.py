@@ -42,7 +42,7 @@ _TITANS_EQUATION = (
     "M_t = α_t M_(t−1) + S_t  (ATLAS eq. 12)\n"
     "S_t = θ_t S_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS eq. 13)"
 )
-_SHARE = GateOptions(unit="share", init=0.35, low=0.1)
+_SHARE = GateOptions(unit="stability_limit", init=0.35, low=0.1)
 
 
 @preset(
@@ -66,11 +66,11 @@ def titans() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(norm="layer"),
         retention=Decay(),
-        algorithm=Momentum(batch=16, normalize=True, limit="keys"),
+        algorithm=Momentum(batch_size=16, normalized_steps=True, batch_overlap="measured"),
     )
     momentum = GateOptions(high=0.9, init=0.3)
     gates = {**UNDER_A_NORM, "lr": BEYOND, "momentum": momentum}
-    return recipe, LayerOptions(gates=gates, last_map=SILENT)
+    return recipe, LayerOptions(gate_options=gates, last_map_init_scale=SILENT)
 
 
 @preset(
@@ -98,9 +98,9 @@ def titans() -> tuple[Recipe, LayerOptions]:
 def titans_with_base() -> tuple[Recipe, LayerOptions]:
     """Titans beside learned weights that do not fade: it forgets what it was told, and no more."""
     recipe = Recipe(
-        memory=MLP(base=True),
+        memory=MLP(static_weights=True),
         retention=Decay(),
-        algorithm=Momentum(batch=16, normalize=True, limit="keys"),
+        algorithm=Momentum(batch_size=16, normalized_steps=True, batch_overlap="measured"),
     )
     # Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
     # A share that closes for some tokens before training knows what they are for stays closed.
@@ -109,7 +109,7 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
         "momentum": GateOptions(high=0.9, init=0.7),
         "log_decay": FORGETFUL,
     }
-    return recipe, LayerOptions(gates=gates)
+    return recipe, LayerOptions(gate_options=gates)
 
 
 @preset(
@@ -133,6 +133,8 @@ def titans_minus() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(norm="layer"),
         retention=Decay(),
-        algorithm=GradientDescent(batch=16, normalize=True, limit="keys"),
+        algorithm=GradientDescent(batch_size=16, normalized_steps=True, batch_overlap="measured"),
     )
-    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND}, last_map=SILENT)
+    return recipe, LayerOptions(
+        gate_options={**UNDER_A_NORM, "lr": BEYOND}, last_map_init_scale=SILENT
+    )

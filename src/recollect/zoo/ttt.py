@@ -27,7 +27,7 @@ _RULE = (
     "W_t = W° − τ_t Σ_(s≤t) η_s ρ_s ∇ℓ(W°; k_s, v_s),  ℓ = ½‖LN(f(k; W)) + k − v‖²,  "
     "τ_t = max(1/place(t) + o, 0)"
 )
-_BEYOND_THE_LIMIT = GateOptions(unit="share", init=3.0, high=4.0)
+_BEYOND_THE_LIMIT = GateOptions(unit="stability_limit", init=3.0, high=4.0)
 _DEVIATIONS = (
     "The memory is f with biases, a layer norm and the key added: it learns v − k, as in TTT "
     "section 2.7.",
@@ -43,7 +43,7 @@ _DEVIATIONS = (
 )
 
 
-CORRECTION = GateOptions(unit="mean", squash="celu", low=-0.8)
+CORRECTION = GateOptions(unit="batch_mean", activation="celu", low=-0.8)
 """What τ adds to the mean, of which it leaves at least a fifth.
 
 Where τ is 0 no gradient comes back: a place of the inner batch that a few outer steps had brought
@@ -51,10 +51,14 @@ there stayed silent (`docs/design/steps.md`).
 """
 
 
-def _ttt(memory: MLP, step: GateOptions, last_map: float = 1.0) -> tuple[Recipe, LayerOptions]:
-    mean = GradientDescent(batch=16, reduce="mean", offset="static", normalize=True)
+def _ttt(
+    memory: MLP, step: GateOptions, last_map_init_scale: float = 1.0
+) -> tuple[Recipe, LayerOptions]:
+    mean = GradientDescent(batch_size=16, reduction="mean", offset="learned", normalized_steps=True)
     gates = {"lr": step, "offset": CORRECTION}
-    options = LayerOptions(qk_norm="rms", gates=gates, last_map=last_map)
+    options = LayerOptions(
+        qk_norm="rms", gate_options=gates, last_map_init_scale=last_map_init_scale
+    )
     return Recipe(memory=memory, algorithm=mean), options
 
 
@@ -79,7 +83,7 @@ def ttt_linear() -> tuple[Recipe, LayerOptions]:
     # Under a norm predictions are bounded, so that nothing diverges beyond the limit; and the norm
     # makes whatever its one map says as long as the key, so that it says nothing at first. Steps
     # that correct what the norm can reach are shorter than the limit counts on.
-    return _ttt(MLP(depth=1, norm="layer", biases=True), _BEYOND_THE_LIMIT, last_map=0.0)
+    return _ttt(MLP(depth=1, norm="layer", bias=True), _BEYOND_THE_LIMIT, last_map_init_scale=0.0)
 
 
 @preset(
@@ -100,4 +104,4 @@ def ttt_linear() -> tuple[Recipe, LayerOptions]:
 )
 def ttt_mlp() -> tuple[Recipe, LayerOptions]:
     """A perceptron of two layers, four times as wide inside."""
-    return _ttt(MLP(activation="gelu_tanh", norm="layer", biases=True), NEARLY_ALL)
+    return _ttt(MLP(activation="gelu_tanh", norm="layer", bias=True), NEARLY_ALL)

@@ -44,5 +44,5 @@ def mlstm() -> tuple[Recipe, LayerOptions]:
         memory=Matrix(read=Read(normalize="floor")),
         bias=DotProduct(),
         retention=Decay(),
-        algorithm=GradientDescent(lr="log_token"),
-    ), LayerOptions(qk_norm="scaled", gates={"log_lr": GateOptions(init=0.0)})
+        algorithm=GradientDescent(lr="log_input"),
+    ), LayerOptions(qk_norm="scaled", gate_options={"log_lr": GateOptions(init=0.0)})

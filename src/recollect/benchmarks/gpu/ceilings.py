@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 from torch.utils.benchmark import Timer
 
-from recollect.choices.multiplying import multiplying
+from recollect.choices.matmul_precision import matmul_precision
 
 __all__ = ["Ceilings", "measure_ceilings", "seconds_of"]
 
@@ -65,7 +65,7 @@ def measure_ceilings(device: torch.device, *, tiny: bool = False, least: float =
         if name == "TF32" and device.type != "cuda":
             continue
         a, b = left.to(dtype), right.to(dtype)
-        with multiplying(precision):
+        with matmul_precision(precision):
             matmul[name] = 2.0 * side**3 / seconds_of(lambda: a @ b, least=least)  # noqa: B023
     del left, right
     copied = _TINY_BYTES if tiny else _copied(device)

@@ -14,8 +14,8 @@ from recollect.benchmarks.suites.calls import NO_NORM, recipe_of
 from recollect.decoder import StaticDecoder
 from recollect.engines.deep import fused_plan, fused_refuses
 from recollect.engines.deep.fused.walk import launcher
+from recollect.functional.binding import bind
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.recipe.sized import sized
 from recollect.zoo.preset import get
 
 __all__ = ["NAMES", "Decoded", "measure_decoding"]
@@ -94,30 +94,30 @@ def _methods(name: str, size: int, device: torch.device) -> tuple[str, ...]:
     """Those that differ there: by itself, and the fused kernel where the device is one for it."""
     recipe = recipe_of(name)
     if not fused_refuses(recipe):
-        build = fused_plan(sized(recipe, H=1, K=size, V=size)).fused
+        build = fused_plan(bind(recipe, H=1, K=size, V=size)).fused
         if build is not None and launcher(build, device) is not None:
             return ("auto", "fused")
     return ("auto",)
 
 
 def _decoding(
-    name: str, sizes: tuple[int, int, int, int], device: torch.device, method: str, *, graphs: bool
+    name: str, sizes: tuple[int, int, int, int], device: torch.device, engine: str, *, graphs: bool
 ) -> tuple[Callable[[], object], float]:
     """A call that decodes some tokens, and the bytes that one of them must move."""
     torch.manual_seed(0)
     B, width, heads, prompt = sizes
     layer: nn.Module
     if name == NO_NORM:
-        layer = MemoryLayer(width, heads, recipe_of(name), method=method)
+        layer = MemoryLayer(width, heads, recipe_of(name), engine=engine)
     else:
-        layer = get(name).build(d_model=width, heads=heads, method=method)
+        layer = get(name).build(d_model=width, num_heads=heads, engine=engine)
     layer = layer.eval().to(device, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(B, prompt + 1, width, generator=generator, device=device).bfloat16()
     token = x[:, prompt:].contiguous()
     with torch.no_grad():
         _, state = layer(x[:, :prompt])
-    batch = layer.recipe.algorithm.batch if isinstance(layer, MemoryLayer) else 1
+    batch = layer.recipe.algorithm.batch_size if isinstance(layer, MemoryLayer) else 1
     # What `State.cache` spares the next call need not be read.
     spared = [] if state.memory is None else state.memory.cache.values()
     kept = state.nbytes - sum(x.numel() * x.element_size() for x in spared)
@@ -133,7 +133,7 @@ def _decoding(
 
         return steps, moved
     decoder = StaticDecoder(layer, state)
-    for _ in range(decoder.warm + 3 * decoder.period):
+    for _ in range(decoder.warmup_tokens + 3 * decoder.period):
         decoder(token)
 
     def replayed() -> None:

@@ -75,7 +75,7 @@ def _one(name: str, heads: int, size: int, device: str) -> None:
     """Forward and backward of an operator, by itself and as our own layers call it."""
     shape = Shape(B=1, T=2048, H=heads, K=size, V=size, dtype=torch.bfloat16, device=device)
     for backward in (False, True):
-        recall_case(name, name, shape, backward=backward, method="fla").make()()
+        recall_case(name, name, shape, backward=backward, engine="fla").make()()
         operator_case(name, name, shape, backward=backward).make()()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from recollect.benchmarks.results import Case
 from recollect.benchmarks.suites.calls import Shape, gates_of, stepper, tensors
-from recollect.cost import cost
+from recollect.blocks.cost import cost
 from recollect.engines.fla.operators import function, installed
 from recollect.zoo.preset import get
 

@@ -31,7 +31,7 @@ from recollect.benchmarks.suites.calls import NO_NORM, Shape, recall_case, recip
 from recollect.benchmarks.suites.deep import own_case, titans_case
 from recollect.engines.deep import fused_plan
 from recollect.engines.deep.fused.walk import launcher
-from recollect.recipe.sized import sized
+from recollect.functional.binding import bind
 from recollect.report.environment import describe_environment
 
 __all__ = ["FULL", "SYSTEMS", "TINY", "Sizes", "lines", "measure"]
@@ -212,7 +212,7 @@ def _linear(names: Sequence[str], shape: Shape, backward: bool) -> list[Case]:
         cases.append(recall_case(name, name, shape, backward=backward))
         if gpu and packages()["flash-linear-attention"] is not None:
             torch_alone = f"{name}, PyTorch alone"
-            cases.append(recall_case(name, torch_alone, shape, backward=backward, method="torch"))
+            cases.append(recall_case(name, torch_alone, shape, backward=backward, engine="torch"))
             peer = f"{name}, flash-linear-attention"
             cases.append(operator_case(name, peer, shape, backward=backward))
     return cases
@@ -221,14 +221,14 @@ def _linear(names: Sequence[str], shape: Shape, backward: bool) -> list[Case]:
 def _deep(shape: Shape, backward: bool) -> list[Case]:
     """Titans, its memory without the norm, and that by the fused walk where a device is one for it.
 
-    Elsewhere ``method="fused"`` takes the batched path too, which nobody should time twice.
+    Elsewhere ``engine="fused"`` takes the batched path too, which nobody should time twice.
     """
     cases = [recall_case(name, name, shape, backward=backward) for name in ("titans", NO_NORM)]
-    at = sized(recipe_of(NO_NORM), H=shape.H, K=shape.K, V=shape.V)
+    at = bind(recipe_of(NO_NORM), H=shape.H, K=shape.K, V=shape.V)
     build = fused_plan(at).fused
     if build is not None and launcher(build, torch.device(shape.device)) is not None:
         fused = f"{NO_NORM}, fused walk"
-        cases.append(recall_case(NO_NORM, fused, shape, backward=backward, method="fused"))
+        cases.append(recall_case(NO_NORM, fused, shape, backward=backward, engine="fused"))
     return cases
 
 
@@ -298,7 +298,7 @@ def _agreement(names: Sequence[str], shape: Shape, left_out: dict[str, str]) -> 
     for name in (name for name in names if name in OPERATORS):
         try:
             theirs, ours = (
-                cast(Tensor, recall_case(name, name, shape, method=method).make()()).float()
+                cast(Tensor, recall_case(name, name, shape, engine=method).make()()).float()
                 for method in ("fla", "torch")
             )
             away = float((theirs - ours).norm() / ours.norm())

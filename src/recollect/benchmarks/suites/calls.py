@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.benchmarks.results import Case
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.closed_form import Preconditioned
 from recollect.choices.memory.maps import MLP
-from recollect.cost import cost
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import local_regression
-from recollect.engines.least_squares.conjugate_gradient import watch_solves
-from recollect.recall.recall import recall
+from recollect.engines.least_squares.conjugate_gradient import record_solver
+from recollect.functional.binding import bind
+from recollect.functional.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
-from recollect.recipe.sized import sized
 from recollect.state.state import initial_state
 from recollect.zoo.preset import get
 
@@ -70,13 +70,13 @@ def tensors(shape: Shape, *, grad: bool, n: int = 1) -> tuple[Tensor, Tensor, Te
 def gates_of(recipe: Recipe, shape: Shape, *, grad: bool) -> dict[str, Tensor]:
     """Gates as a layer makes them at the start of training: steps in (0, 1), decays near 1."""
     generator = torch.Generator(shape.device).manual_seed(1)
-    sizes, n = recipe.axes(shape.K, shape.V), recipe.associations
+    sizes, n = recipe.axes(shape.K, shape.V), recipe.associations_per_token
     found: dict[str, Tensor] = {}
     for gate in recipe.gates():
         several = recipe.per_association(gate)
         axes = [*([n] if several else []), *(sizes[axis] for axis in gate.axes)]
         u = torch.rand(shape.B, shape.T, shape.H, *axes, generator=generator, device=shape.device)
-        if gate.name.startswith("log_decay"):
+        if gate.role == "decay":
             x = -_HALF_LIFE * u
         elif gate.range.low is None:  # a key of its own, or an exponential input gate
             x = functional.normalize(u - 0.5, dim=-1) if axes else u - 0.5
@@ -105,7 +105,7 @@ def init_of(recipe: Recipe, shape: Shape, *, grad: bool) -> list[Tensor] | None:
     """
     if not recipe.needs_init():
         return None
-    widths = (shape.K, *recipe.row_widths(shape.V)) if recipe.dual else ()
+    widths = (shape.K, *recipe.row_widths(shape.V)) if recipe.uses_kernel_rows else ()
     empty = [
         torch.zeros(shape.H, 0, size, device=shape.device, requires_grad=grad) for size in widths
     ]
@@ -134,7 +134,7 @@ def recipe_of(name: str | Recipe) -> Recipe:
         return get(name).recipe
     titans = get("titans").recipe
     assert isinstance(titans.memory, MLP)
-    return titans.but(memory=replace(titans.memory, norm=None))
+    return titans.replace(memory=replace(titans.memory, norm=None))
 
 
 def recall_case(
@@ -143,25 +143,33 @@ def recall_case(
     shape: Shape,
     *,
     backward: bool = False,
-    method: str = "auto",
+    engine: str = "auto",
 ) -> Case:
     """A recipe through `recollect.recall`, forward or forward and backward.
 
     Args:
         name: of the preset, `NO_NORM`, or a recipe. label: of the case. shape: of the call.
         backward: whether gradients of all inputs are taken.
-        method: as in `recollect.recall`.
+        engine: as in `recollect.recall`.
     """
     recipe = recipe_of(name)
 
     def make() -> Callable[[], object]:
-        q, k, v = tensors(shape, grad=backward, n=recipe.associations)
+        q, k, v = tensors(shape, grad=backward, n=recipe.associations_per_token)
         gates, params = gates_of(recipe, shape, grad=backward), params_of(recipe, shape)
         init = init_of(recipe, shape, grad=backward)
 
         def forward() -> Tensor:
             y, _ = recall(
-                recipe, q, k, v, gates, init=init, params=params, output_state=False, method=method
+                recipe,
+                q,
+                k,
+                v,
+                gates,
+                initial_memory=init,
+                params=params,
+                output_final_state=False,
+                engine=engine,
             )
             return y
 
@@ -170,12 +178,12 @@ def recall_case(
 
     price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
     inverse = recipe.algorithm.inverse
-    iterates = inverse is not None and inverse.kind == "exact" and not inverse.recurs
+    iterates = inverse is not None and inverse.kind == "exact" and not inverse.is_recursive
     if price.engine == "least_squares" and iterates:
         flops = _solved_flops(recipe, shape, make, backward=backward)
     else:
         flops = price.training if backward else price.total
-    moved = None if backward else float(price.moved)
+    moved = None if backward else float(price.min_bytes_moved)
     return Case(name=label, make=make, flops=float(flops), bytes=moved)
 
 
@@ -189,12 +197,12 @@ def _solved_flops(
     """
     call = make()
     # On a GPU too, the backward pass must report to this thread.
-    with watch_solves() as reports, torch.autograd.set_multithreading_enabled(False):
+    with record_solver() as reports, torch.autograd.set_multithreading_enabled(False):
         call()
     steps = sum(report.iterations for report in reports) + 3 * backward
-    stepped = recipe.but(algorithm=Preconditioned(steps=steps))
+    stepped = recipe.replace(algorithm=Preconditioned(steps=steps))
     price = cost(stepped, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
-    return price.total + 2 * backward * price.forward["read"]
+    return price.total + 2 * backward * price.forward_flops["read"]
 
 
 def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
@@ -243,11 +251,11 @@ def local_case(label: str, shape: Shape, *, solver: str) -> Case:
     def make() -> Callable[[], object]:
         q, k, v = tensors(shape, grad=False)
         length = shape.K**0.5
-        at = sized(recipe, H=shape.H, K=shape.K, V=shape.V)
+        at = bind(recipe, H=shape.H, K=shape.K, V=shape.V)
         device = torch.device(shape.device)
         state = initial_state(at, B=shape.B, dtype=shape.dtype, device=device)
         problem = Problem(
-            sized=at,
+            bound=at,
             q=(length * q).unsqueeze(3),
             k=length * k,
             v=v,

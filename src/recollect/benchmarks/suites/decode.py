@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from recollect.benchmarks.results import Case
 from recollect.decoder import StaticDecoder
-from recollect.layer.blocks import mlp_width
+from recollect.layer.block import mlp_width
 from recollect.lm.model.cache import CACHE, cache_of
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
@@ -77,9 +77,9 @@ def _compiled(build: Callable[[], PreTrainedModel], device: str) -> Callable[[],
     model, ids = _made(build, device)
     with torch.no_grad():
         begin = cache_of(model(ids[:, :PROMPT], use_cache=True))
-    decoder = StaticDecoder(cast("torch.nn.Module", model), begin, compiled=True)
+    decoder = StaticDecoder(cast("torch.nn.Module", model), begin, compile=True)
     tokens = ids[:, PROMPT:].split(1, dim=1)
-    for n in range(decoder.warm + 2 * decoder.period + TOKENS):
+    for n in range(decoder.warmup_tokens + 2 * decoder.period + TOKENS):
         decoder(tokens[n % TOKENS])
 
     def call() -> object:

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from recollect.benchmarks.results import Case
 from recollect.benchmarks.suites.calls import stepper
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import Momentum
 from recollect.choices.memory.maps import MLP
 from recollect.choices.retention.base import Decay
-from recollect.cost import cost
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["memory_case", "own_case", "titans_case"]
 
 
 def _recipe(b: int) -> Recipe:
-    return Recipe(memory=MLP(residual=False), retention=Decay(), algorithm=Momentum(batch=b))
+    return Recipe(memory=MLP(residual=False), retention=Decay(), algorithm=Momentum(batch_size=b))
 
 
 def memory_case(
@@ -58,7 +58,9 @@ def memory_case(
 
         def forward() -> Tensor:
             q, k, v = leaves[:3]
-            return recall(recipe, q, k, v, named, init=leaves[6:], output_state=False)[0]
+            return recall(
+                recipe, q, k, v, named, initial_memory=leaves[6:], output_final_state=False
+            )[0]
 
         return stepper(forward, leaves) if backward else forward
 
@@ -148,7 +150,7 @@ def own_case(
             }
             init = [w.transpose(-1, -2) for w in module.memory_model_parameters]
             # The peer's module makes its state at every call, and so do we.
-            y, _ = recall(recipe, q, k, v, gates, init=init)
+            y, _ = recall(recipe, q, k, v, gates, initial_memory=init)
             return module.combine_heads(module.merge_heads(y.transpose(1, 2)))
 
         return stepper(forward, leaves) if backward else torch.no_grad()(forward)

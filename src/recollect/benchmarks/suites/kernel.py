@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.benchmarks.results import Case
-from recollect.cost import cost
-from recollect.recall.recall import recall
+from recollect.blocks.cost import cost
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import get
 
@@ -41,7 +41,7 @@ def _arguments(recipe: Recipe, sizes: Sizes) -> dict[str, object]:
             gates[gate.name] = key(draw(*shape))
             continue
         u = torch.rand(*shape, generator=generator)
-        slow = recipe.algorithm.batch if gate.name == "lr" else 1
+        slow = recipe.algorithm.batch_size if gate.name == "lr" else 1
         gates[gate.name] = -0.1 * u if gate.name == "log_decay" else (0.1 + 0.8 * u) / slow
     params = {
         param.name: torch.full((H, *(axes[axis] for axis in param.axes)), 0.95)
@@ -55,7 +55,7 @@ def _arguments(recipe: Recipe, sizes: Sizes) -> dict[str, object]:
         "v": draw(B, T, H, V),
         "gates": gates,
         "params": params,
-        "init": init,
+        "initial_memory": init,
     }
 
 
@@ -68,13 +68,13 @@ def case(name: str, sizes: Sizes) -> Case:
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return recall(recipe, output_state=False, **given)[0]  # type: ignore[arg-type]
+                return recall(recipe, output_final_state=False, **given)[0]  # type: ignore[arg-type]
 
         return forward
 
     B, T, H, K, V = sizes
     price = cost(recipe, B=B, T=T, H=H, K=K, V=V)
-    return Case(name=name, make=make, flops=float(price.total), bytes=float(price.moved))
+    return Case(name=name, make=make, flops=float(price.total), bytes=float(price.min_bytes_moved))
 
 
 def loop_case(label: str, sizes: Sizes) -> Case:

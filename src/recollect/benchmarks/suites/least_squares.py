@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.benchmarks.results import Case
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.base import Algorithm
 from recollect.choices.algorithm.closed_form import LeastSquares, Preconditioned
 from recollect.choices.context.windows import Prefix
-from recollect.cost import cost
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.environment import describe_environment
 from recollect.report.figures import Series, line_figure
@@ -46,7 +46,7 @@ def conjugate_case(label: str, sizes: Sizes, steps: int, *, device: str = "cpu")
 
     def make() -> Callable[[], object]:
         q, k, v = (x.to(device) for x in _draw(sizes))
-        return lambda: recall(recipe, q, k, v, output_state=False)
+        return lambda: recall(recipe, q, k, v, output_final_state=False)
 
     price = cost(recipe, B=B, T=T, H=H, K=K, V=V)
     return Case(name=label, make=make, flops=float(price.total), bytes=None)

@@ -182,8 +182,8 @@ MOST_FLOPS = 10**12
 _HUBER = Recipe(bias=bias.Huber())
 _OWN_RECIPES: dict[str, Recipe] = {
     "Huber": _HUBER,
-    "Huber in inner batches": _HUBER.but(algorithm=algorithm.GradientDescent(batch=16)),
-    "Huber with a window and a decay": _HUBER.but(
+    "Huber in inner batches": _HUBER.replace(algorithm=algorithm.GradientDescent(batch_size=16)),
+    "Huber with a window and a decay": _HUBER.replace(
         context=context.Window(size=4), retention=retention.Decay(when="before")
     ),
     "Lp with a link": Recipe(bias=bias.Lp(p=3), retention=retention.ElasticNet()),
@@ -205,7 +205,7 @@ def measured_recipes() -> dict[str, tuple[Recipe, str]]:
 
 def _preset_cases(shape: Shape) -> list[Case]:
     cases = [
-        recall_case(recipe, name, shape, method=method)
+        recall_case(recipe, name, shape, engine=method)
         for name, (recipe, method) in measured_recipes().items()
     ]
     return [case for case in cases if (case.flops or 0) <= MOST_FLOPS]

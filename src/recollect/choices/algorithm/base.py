@@ -1,7 +1,5 @@
 """Base class of algorithms: the rule that turns inner gradients into steps."""
 
-# More than 400 lines: all that an algorithm may say of itself, each with its meaning.
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -11,15 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import limit_rules, search_rules, share_rules
-from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
-from recollect.choices.member import (
-    Member,
-    RecipeError,
+from recollect.choices.algorithm.normalized_steps import (
+    line_search_conflicts,
+    normalized_step_conflicts,
+    overlap_conflicts,
 )
+from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
+from recollect.choices.member import Member, RecipeError
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Algorithm", "Inverse", "Step"]
 
@@ -27,16 +26,16 @@ __all__ = ["Algorithm", "Inverse", "Step"]
 Slots = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What an algorithm sees at one token, for one map; numbers broadcast to ``[B, H, out, in]``.
+    """Inputs of an algorithm at one token, for one map; tensors broadcast to ``[B, H, out, in]``.
 
     Attributes:
         gradient: g_t.
         write: the part of g_t that does not depend on the prediction (−b·v kᵀ summed over the
-            context), when the bias is affine.
-        lr, momentum: η_t and θ_t; 1 and 0 where the algorithm has none.
-        count: number of this token in its document, from 1, ``[B, 1, 1, 1]``.
+            context), if the bias is affine.
+        lr, momentum: η_t and θ_t; 1 and 0 if the algorithm does not declare them.
+        count: index of this token in its document, from 1, ``[B, 1, 1, 1]``.
 
     Examples:
         >>> one = torch.ones(1, 1, 1, 1)
@@ -56,13 +55,16 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Inverse:
-    """What stands for (G_t + ρ_t I)⁻¹ in W_t = W_0 + E_t (G_t + ρ_t I)⁻¹, with λ the ridge.
+    """The matrix used as (G_t + ρ_t I)⁻¹ in W_t = W_0 + E_t (G_t + ρ_t I)⁻¹, with ridge λ.
 
     Attributes:
         kind: ``"exact"``; ``"identity"`` I; ``"diagonal"`` (diag(G) + λ)^(−p); ``"spectral"``
-            (G + λI)^(−p); ``"conjugate_gradient"``: so many steps from 0 on each query.
-        ridge: what ρ_t of an exact inverse does: ``"constant"``, ``"decaying"``, ``"refreshed"``.
-        every: tokens of a span of a refreshed ridge. power: p. steps: of conjugate gradients.
+            (G + λI)^(−p); ``"conjugate_gradient"``: ``steps`` iterations from 0 on each query.
+        ridge: schedule of ρ_t for an exact inverse: ``"constant"``, ``"decaying"`` or
+            ``"refreshed"``.
+        refresh_every: number of tokens between two refreshes of the ridge.
+        power: p.
+        steps: number of conjugate-gradient iterations.
 
     Examples:
         >>> rc.algorithm.LeastSquares().inverse.slots
@@ -74,64 +76,65 @@ class Inverse:
 
     kind: str = "exact"
     ridge: str = "constant"
-    every: int = 1
+    refresh_every: int = 1
     power: float = 1.0
     steps: int = 1
 
     @property
-    def recurs(self) -> bool:
+    def is_recursive(self) -> bool:
         """Whether the inverse itself has a recursion over tokens."""
         return self.kind == "exact" and self.ridge != "constant"
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The statistics: the initial memory, what is needed of G, the inverse and ρ/λ."""
+        """Names of the statistics: Gram matrix, initial memory, inverse and ρ/λ."""
         gram = () if self.kind == "identity" else ("gram",)
-        return (*gram, "origin", *(("inverse", "kept") if self.recurs else ()))
+        return (*gram, "origin", *(("inverse", "kept") if self.is_recursive else ()))
 
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one of `slots` beside weights ``[out, in]``.
+        """Return the shape of a slot for weights ``[out, in]``.
 
         Args:
             name: one of `slots`.
-            shape: of the weights, ``(out, in)``.
+            shape: shape of the weights, ``(out, in)``.
         """
-        out, inp = shape
+        num_inputs = shape[1]
         if name in ("origin", "kept"):
-            return (out, inp) if name == "origin" else ()
-        return (inp,) if self.kind == "diagonal" else (inp, inp)
+            return shape if name == "origin" else ()
+        return (num_inputs,) if self.kind == "diagonal" else (num_inputs, num_inputs)
 
 
 class Algorithm(Member):
-    """How the memory moves.
+    """Rule that turns inner gradients into steps of the memory.
 
-    Its numbers have fixed names, whatever their fields are called: the rate η is ``"lr"`` (per
-    head, or ``axes=("V",)`` per value channel; 1 where none is declared), θ of `Step.momentum` is
-    ``"momentum"``, λ of a solver ``"ridge"``. What no engine would read is refused.
+    Engines read quantities by name. The rate η is ``"lr"``, per head or with ``axes=("V",)`` per
+    value channel, and 1 if it is not declared. θ of `Step.momentum` is ``"momentum"``, λ of a
+    solver is ``"ridge"``. Other quantities raise an error.
 
     Attributes:
-        batch: b, tokens whose gradients are taken at the same W°.
-        steps: associations per token (or full-batch steps under `context.Prefix`).
-        slots: names of the state it keeps beside A, each shaped like the weights.
+        batch_size: b, number of tokens whose gradients are taken at the same W°.
+        updates_per_token: associations per token (or full-batch steps under `context.Prefix`).
+        slots: names of the state stored with A, each shaped like the weights.
         linear: whether the step is linear in the gradients.
-        solves: whether it reaches the minimum in closed form.
-        full_batch: whether it can use all of the past at once.
-        inverse: how statistics of fixed size (its slots) stand for all of the past, if they do.
-        splits: whether it needs the error's affine parts apart.
-        every: ``"batch"`` when the memory moves only at the inner batch's border.
-        reduce: ``"mean"``: steps are averaged over the open inner batch.
-        ridge: λ of ½λ‖W‖² where it is a constant of the problem, else 0.
-        newton_steps: Newton–Schulz iterations of one step.
-        normalizes: whether the gradient of every association is scaled by its
-            `recollect.choices.algorithm.share.share`.
-        searches: whether its step is scaled by `recollect.choices.algorithm.share.search` along the
-            direction that `update` and `settle` give at rate 1; η scales the step alone.
-        limit: ``"keys"``: rates are η_t r_t, `recollect.choices.algorithm.share.left`.
+        solves: whether the minimum is reached in closed form.
+        full_batch: whether all past associations can be used at once.
+        inverse: description of the fixed-size statistics that replace all past associations, or
+            ``None``.
+        needs_split_error: whether `Step.write` is required.
+        update_every: ``"batch"`` if the memory changes only at the end of an inner batch.
+        reduction: ``"mean"`` if steps are averaged over the open inner batch.
+        ridge: λ of ½λ‖W‖² if it is a constant of the problem, else 0.
+        ns_steps: Newton–Schulz iterations of one step.
+        uses_normalized_steps: whether the gradient of every association is scaled by
+            `polyak_scale` of `recollect.choices.algorithm.normalized_steps`.
+        uses_line_search: whether the step is scaled by `line_search_scale` of that module. The
+            direction is the result of `update` or `batch_step` at rate 1.
+        batch_overlap: ``"measured"`` if rates are η_t r_t, with `overlap_discount` of that module.
 
     Examples:
         >>> @rc.member
         ... class SignDescent(rc.algorithm.Algorithm):  # A_t = α_t A_(t−1) − η_t sign(g_t)
-        ...     lr: float | str = rc.quantity("token", at_least=0, init=0.1)
+        ...     lr: float | str = rc.quantity("input", at_least=0, init=0.1, role="rate")
         ...
         ...     def update(self, slots, step):
         ...         return {}, -step.lr * step.gradient.sign()
@@ -143,31 +146,31 @@ class Algorithm(Member):
 
     choice = "algorithm"
 
-    batch: int = 1
-    steps: int = 1
+    batch_size: int = 1
+    updates_per_token: int = 1
     slots: tuple[str, ...] = ()
     solves: bool = False
     full_batch: bool = False
     inverse: Inverse | None = None
-    splits: bool = False
-    every: str = "token"
-    reduce: str = "sum"
+    needs_split_error: bool = False
+    update_every: str = "token"
+    reduction: str = "sum"
     curvature: bool = False
-    """Whether it uses, or approximates, more than the first order of several associations."""
+    """Whether the step uses second-order information of several associations."""
     ridge: float | str = 0.0
-    newton_steps: int = 0
-    normalizes: bool = False
-    searches: bool = False
-    limit: str = "batch"
+    ns_steps: int = 0
+    uses_normalized_steps: bool = False
+    uses_line_search: bool = False
+    batch_overlap: str = "worst_case"
 
     @property
     def linear(self) -> bool:
-        """Whether the step is linear in the gradients; unless said, where `momentum_of` is."""
-        return self.momentum_of is not None
+        """Whether the step is linear in the gradients: by default, if it has a `recursion`."""
+        return self.recursion is not None
 
     @property
     def condenses(self) -> bool:
-        """Whether statistics of fixed size (its slots) stand for all of the past."""
+        """Whether statistics of fixed size (the slots) replace all past associations."""
         return self.inverse is not None
 
     @property
@@ -177,240 +180,240 @@ class Algorithm(Member):
 
     @property
     def _rate_axes(self) -> tuple[str, ...]:
-        numbers = self.numbers
-        return numbers.get("lr", numbers.get("log_lr", ()))
+        axes = self.numbers
+        return axes.get("lr", axes.get("log_lr", ()))
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
-        """η_t given κ(k, k) and the error's slope a; only key-dependent rates override this.
+        """Return η_t from κ(k, k) and the error's slope a; overridden by key-dependent rates.
 
         Args:
-            lr: the declared η_t, one number per association.
+            lr: declared η_t of each association.
             kappa: κ(k, k) of the lifted key, shaped like ``lr``.
             slope: a of the error a·prediction − b·value.
         """
         return lr
 
     @property
-    def keyed(self) -> bool:
+    def rate_depends_on_key(self) -> bool:
         """Whether the rate depends on the key."""
         return type(self).rate is not Algorithm.rate
 
     @property
-    def momentum_of(self) -> str | None:
-        """Which linear recursion `update` is.
+    def recursion(self) -> str | None:
+        """Linear recursion that `update` implements.
 
-        ``"none"``: −η g; ``"gradient"``: S = θS − ηg; ``"value"``: θ on the write only. ``None`` is
-        any other, so a new rule fails safe.
+        ``"none"``: −η g; ``"gradient"``: S = θS − ηg; ``"value"``: θ on the write only. ``None``
+        for other rules, and by default if `update` is overridden.
         """
         return "none" if type(self).update is Algorithm.update else None
 
     @property
-    def accumulates(self) -> str | None:
-        """What its slot ``"momentum"`` gathers, when `settle` turns that into the step.
+    def accumulator(self) -> str | None:
+        """Content of the slot ``"momentum"`` from which `batch_step` computes the step.
 
-        ``"steps"``: S = θS − ηg; ``"gradients"``: S = θS − g. ``None`` is any other rule.
+        ``"steps"``: S = θS − ηg; ``"gradients"``: S = θS − g. ``None`` for other rules.
         """
         return None
 
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
-        """New slots and what is added to the decayed memory.
+        """Return the new slots and the step that is added to the decayed memory.
 
         Args:
-            slots: the algorithm's own tensors by name, each ``[B, H, out, in]``.
-            step: what it sees at this token.
+            slots: the algorithm's state by name, each ``[B, H, out, in]``.
+            step: gradient and quantities of this token.
         """
         return {}, -step.lr * step.gradient
 
-    def settle(self, slots: Slots, lr: Tensor) -> Tensor:
-        """The one step of a whole inner batch when ``every == "batch"``, from its last slots.
+    def batch_step(self, slots: Slots, lr: Tensor) -> Tensor:
+        """Return the step of an inner batch, for ``update_every == "batch"``.
 
         Args:
-            slots: its tensors by name after the last token of the batch.
+            slots: the algorithm's state by name after the last token of the batch.
             lr: η of that token, broadcast to ``[B, H, out, in]``.
 
         Raises:
-            RecipeError: an algorithm that moves at every token.
+            RecipeError: the algorithm updates the memory at every token.
         """
-        raise RecipeError(f"{self.title} moves at every token")
+        raise RecipeError(f"{self.title} updates the memory at every token")
 
-    def direction(self, slots: Slots) -> Tensor:
-        """Where the step of `settle` points, which is that step at a rate of 1.
+    def batch_direction(self, slots: Slots) -> Tensor:
+        """Return the direction of `batch_step`, which is that step at a rate of 1.
 
-        An algorithm that searches for its step's length is asked for this. One that multiplies by
-        the rate last saves that product here.
+        Line searches use it. Override it to save the product with the rate.
 
         Args:
-            slots: its tensors by name after the last token of the batch.
+            slots: the algorithm's state by name after the last token of the batch.
 
         Raises:
-            RecipeError: an algorithm that moves at every token.
+            RecipeError: the algorithm updates the memory at every token.
         """
-        some = next(iter(slots.values()))
-        return self.settle(slots, torch.ones_like(some[..., :1, :1]))
+        slot = next(iter(slots.values()))
+        return self.batch_step(slots, torch.ones_like(slot[..., :1, :1]))
 
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one slot beside weights of that shape.
+        """Return the shape of a slot for weights of a shape.
 
         Args:
             name: one of `slots`.
-            shape: of the weights of one map, ``(out, in)``.
+            shape: shape of the weights of one map, ``(out, in)``.
         """
         return shape if self.inverse is None else self.inverse.slot_shape(name, shape)
 
-    def rate_text(self, x: str, slope: float) -> str:
-        """η_t as text, a function of the lifted key ``x`` and the error's slope, where `keyed`.
+    def key_rate_text(self, x: str, slope: float) -> str:
+        """Return the text of η_t as a function of the lifted key ``x`` and the error's slope.
 
         Args:
-            x: the lifted key as it is written, e.g. ``"φ(k_t)"``.
+            x: text of the lifted key, e.g. ``"φ(k_t)"``.
             slope: a of the error a·prediction − b·value.
         """
         return f"{type(self).__name__.lower()}({x})"
 
-    def wide(self, recipe: RecipeLike) -> tuple[str, ...]:
-        """Slots that are float64 whatever the inputs are, because what follows needs the digits."""
+    def float64_slots(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the slots that are float64 for inputs of any dtype."""
         return ()
 
-    def penalty(self, recipe: RecipeLike) -> str:
-        """What it adds to the objective, as text; nothing for most."""
+    def penalty_text(self, recipe: Recipe) -> str:
+        """Return the text of the penalty in the objective, empty for most algorithms."""
         return ""
 
-    def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
-        """How W_t follows from the past, one equation a line, where it is not reached by steps."""
+    def solution_equations(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return the equations of W_t for algorithms that do not take steps."""
         return ()
 
     @property
-    def eta(self) -> str | None:
-        """Field of the rate η, when it has one."""
+    def rate_field(self) -> str | None:
+        """Name of the field of the rate η, or ``None``."""
         return self.field_of("lr")
 
-    def pace(self, at: str = "t") -> float | str:
-        """η as a factor of an equation: a number, a letter, or a diagonal for rates per channel."""
-        if self.eta is None:
+    def rate_factor_text(self, at: str = "t") -> float | str:
+        """Return η in an equation: a number, a letter, or a diagonal for rates per channel."""
+        if self.rate_field is None:
             return 1.0
-        eta = self.symbol(self.eta, at)
+        eta = self.symbol(self.rate_field, at)
         if isinstance(eta, str) and self.per_value:
             return f"Diag({eta})"
         return eta
 
-    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
-        """The equations of its own state, and the terms it adds to the decayed memory.
+    def update_equations(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        """Return the equations of the slots, and the terms added to the decayed memory.
 
-        An algorithm whose `update` is its own is written as a function of g_t unless it says more.
+        By default an overridden `update` is written as a function of g_t.
 
         Args:
             gradient: g_t as signed terms.
             at: index of the token, e.g. ``"t"``.
         """
-        if self.momentum_of == "none":
-            return (), gradient.scaled(self.pace(at), -1.0)
-        own = f"{type(self).__name__.lower()}(g_{at})"
-        return (f"g_{at} = {render_sum(gradient.compact)}",), (Term((own,)),)
+        if self.recursion == "none":
+            return (), gradient.scaled(self.rate_factor_text(at), -1.0)
+        step = f"{type(self).__name__.lower()}(g_{at})"
+        return (f"g_{at} = {render_sum(gradient.compact)}",), (Term((step,)),)
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        yield from self._undeclared(recipe)
-        yield from self._unread()
-        if self._rate_axes and not recipe.memory.channelled:
+        yield from self._declaration_errors(recipe)
+        yield from self._unused_quantities()
+        if self._rate_axes and not recipe.memory.has_channels:
             yield (
-                f"{self.title} has a rate per value channel, which are those of a linear map, and "
-                f"{recipe.memory.title} does not have them: use one rate per head"
+                f"{self.title} has a rate per value channel, which needs a linear map, and "
+                f"{recipe.memory.title} has none: use one rate per head"
             )
-        if self.reduce == "mean" and (recipe.retention.decay or recipe.retention.linked):
+        if self.reduction == "mean" and (recipe.retention.decay or recipe.retention.has_link):
             yield (
-                f"{self.title}(reduce='mean') averages steps from W°, which "
-                f"{recipe.retention.title} would forget: use retention.Keep() or reduce='sum'"
+                f"{self.title}(reduction='mean') averages steps from W°, which "
+                f"{recipe.retention.title} would forget: use retention.Keep() or reduction='sum'"
             )
-        if self.steps > 1 and recipe.context.horizon not in (1, None):
+        if self.updates_per_token > 1 and recipe.context.horizon not in (1, None):
             yield (
-                f"{self.title}(steps={self.steps}) takes several associations per token, which "
-                f"{recipe.context.title} cannot count: use context.Online()"
+                f"{self.title}(updates_per_token={self.updates_per_token}) takes several "
+                f"associations per token, which {recipe.context.title} cannot count: use "
+                "context.Online()"
             )
-        if self.steps > 1 and self.batch > 1:
+        if self.updates_per_token > 1 and self.batch_size > 1:
             yield (
-                f"{self.title}(batch={self.batch}, steps={self.steps}): the sub-steps of a token "
-                "are sequential, so they need batch=1"
+                f"{self.title}(batch_size={self.batch_size}, "
+                f"updates_per_token={self.updates_per_token}): the sub-steps of a token are "
+                "sequential, so they need batch_size=1"
             )
-        if self.keyed:
-            yield from self._key_rules(recipe)
-        yield from limit_rules(self)
-        if self.normalizes:
-            yield from share_rules(self, recipe)
-        if self.searches:
-            yield from search_rules(self, recipe)
+        if self.rate_depends_on_key:
+            yield from self._keyed_rate_errors(recipe)
+        yield from overlap_conflicts(self)
+        if self.uses_normalized_steps:
+            yield from normalized_step_conflicts(self, recipe)
+        if self.uses_line_search:
+            yield from line_search_conflicts(self, recipe)
 
-    def _undeclared(self, recipe: RecipeLike) -> Iterator[str]:
-        """What engines would have to assume of an algorithm that does not say it."""
-        me, of, slots = self.title, self.momentum_of, self.slots
-        own = type(self).update is not Algorithm.update
+    def _declaration_errors(self, recipe: Recipe) -> Iterator[str]:
+        """Yield missing or contradictory declarations."""
+        name, slots, recursion = self.title, self.slots, self.recursion
+        overrides_update = type(self).update is not Algorithm.update
         if self.solves and not (self.condenses or recipe.nonparametric or recipe.solves_from_gram):
             yield (
-                f"{me} says that it solves, and not from which statistics: state its inverse, as "
-                "algorithm.LeastSquares does, or descend"
+                f"{name} sets solves=True without statistics to solve from: declare its inverse, "
+                "as algorithm.LeastSquares does, or use solves=False"
             )
         if self.inverse is not None and (
             slots != self.inverse.slots or self.numbers.get("ridge") not in ((), ("in",))
         ):
             yield (
-                f"{me} states an inverse, which needs slots={self.inverse.slots} and the number "
-                "'ridge', per head or with axes=('in',)"
+                f"{name} declares an inverse, which needs slots={self.inverse.slots} and the "
+                "number 'ridge', per head or with axes=('in',)"
             )
-        if of in ("gradient", "value") and (
+        if recursion in ("gradient", "value") and (
             slots != ("momentum",) or "momentum" not in self.numbers
         ):
             yield (
-                f"{me} says momentum_of={of!r}, whose state is slots=('momentum',) and whose rate "
-                "is the number 'momentum': declare both, or leave momentum_of out"
+                f"{name} declares recursion={recursion!r}, which needs slots=('momentum',) and the "
+                "number 'momentum': declare both, or leave recursion out"
             )
-        if self.accumulates is not None and slots != ("momentum",):
-            yield f"{me} says accumulates={self.accumulates!r}, which needs slots=('momentum',)"
-        if slots and not own and not self.condenses:
-            yield f"{me} keeps {', '.join(slots)} and never moves it: override update"
-        if self.every == "batch" and self.accumulates is None:
+        if self.accumulator is not None and slots != ("momentum",):
+            yield f"{name} declares accumulator={self.accumulator!r}: set slots=('momentum',)"
+        if slots and not overrides_update and not self.condenses:
+            yield f"{name} has slots {', '.join(slots)} and never updates them: override update"
+        if self.update_every == "batch" and self.accumulator is None:
             yield (
-                f"{me} moves once per inner batch, and not by what it accumulates: state "
-                "accumulates and settle"
+                f"{name} updates the memory once per inner batch and declares no accumulator: "
+                "declare accumulator and override batch_step"
             )
-        if self.reduce == "mean" and (own or "offset" not in self.numbers):
+        if self.reduction == "mean" and (overrides_update or "offset" not in self.numbers):
             yield (
-                f"{me}(reduce='mean') averages plain steps −η g, with the number 'offset': leave "
-                "update as it is and declare offset, or use reduce='sum'"
+                f"{name}(reduction='mean') averages plain steps −η g, with the number 'offset': "
+                "do not override update and declare offset, or use reduction='sum'"
             )
-        plain = of == "none" or self.condenses or self.solves
+        plain = recursion == "none" or self.condenses or self.solves
         if recipe.context.horizon is None and self.full_batch and not plain:
             yield (
-                f"{me} says full_batch, and a full pass takes plain steps −η g, not those of its "
-                "own update: leave update as it is, or use context.Online()"
+                f"{name} sets full_batch=True and overrides update, but a full pass takes plain "
+                "steps −η g: do not override update, or use context.Online()"
             )
 
-    def _unread(self) -> Iterator[str]:
-        """Numbers that nobody would read, or not in that shape."""
-        me, numbers = self.title, self.numbers
-        read = {"lr", "log_lr", "offset", "ridge"}
+    def _unused_quantities(self) -> Iterator[str]:
+        """Yield declared quantities that no engine uses, or with unsupported axes."""
+        title, axes = self.title, self.numbers
+        used = {"lr", "log_lr", "offset", "ridge"}
         if type(self).update is not Algorithm.update:
-            read |= {"momentum"}
-        for name in sorted(numbers.keys() - read):
+            used |= {"momentum"}
+        for name in sorted(axes.keys() - used):
             yield (
-                f"{me} declares the number {name!r}, which no step is handed: declare a constant "
+                f"{title} declares the number {name!r}, which steps do not use: declare a constant "
                 "as a plain field, or name the quantity 'lr' or 'momentum'"
             )
-        per_value = () if self.keyed else ("V",)
+        per_value = () if self.rate_depends_on_key else ("V",)
         if self._rate_axes not in ((), per_value):
             yield (
-                f"{me} has a rate with axes {self._rate_axes}: a rate is one per head, or, where "
-                "it does not depend on the key, per value channel with axes=('V',)"
+                f"{title} has a rate with axes {self._rate_axes}: use one rate per head, or one "
+                "per value channel with axes=('V',) if it does not depend on the key"
             )
-        if numbers.get("momentum"):
-            yield f"{me} has a momentum with axes {numbers['momentum']}: it is one per head"
+        if axes.get("momentum"):
+            yield f"{title} has a momentum with axes {axes['momentum']}: use one per head"
 
-    def _key_rules(self, recipe: RecipeLike) -> Iterator[str]:
-        """A rate that depends on κ(k, k) solves for one association."""
-        affine = recipe.bias.affine
-        if affine is None or affine[0] <= 0:
+    def _keyed_rate_errors(self, recipe: Recipe) -> Iterator[str]:
+        """Yield conflicts of a rate that depends on κ(k, k), which solves for one association."""
+        if not recipe.bias.is_quadratic:
             yield (
-                f"{self.title} takes the size of its step from an error that grows with the "
-                f"prediction, and {recipe.bias.title} has no such slope: use bias.L2()"
+                f"{self.title} needs an error that grows with the prediction, and "
+                f"{recipe.bias.title} has no such slope: use bias.L2()"
             )
-        if not recipe.memory.linear or recipe.memory.diagonal:
+        if not recipe.memory.linear or recipe.memory.is_elementwise:
             yield f"{self.title} needs memory.Matrix, not {recipe.memory.title}"
-        if recipe.context.horizon != 1 or recipe.context.gates():
+        if not recipe.context.is_online:
             yield f"{self.title} solves for one association: use context.Online()"

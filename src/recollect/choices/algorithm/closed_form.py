@@ -1,4 +1,4 @@
-"""Closed forms: the exact minimiser, and approximations of it, in place of steps."""
+"""Closed forms: the exact minimiser, and approximations of it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Inverse
 from recollect.choices.equation_terms import format_number
-from recollect.choices.fields import integer, number, option, quantity
 from recollect.choices.member import RecipeError, member
+from recollect.fields import integer, number, option, quantity
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Analytic", "LeastSquares", "Preconditioned", "smallest_ridge"]
 
 
 @member
 class Analytic(Algorithm):
-    """The minimum in closed form, for memories that keep associations.
+    """The minimum in closed form, for memories that store associations.
 
-    Local regressors, and a matrix over a kernel's features with `context.Prefix` (TTR 43).
+    These are local regressors, and a matrix over a kernel's features with `context.Prefix`
+    (TTR 43).
 
     Args:
         ridge: λ ≥ 0 on the non-constant terms of a local polynomial, in units of the total weight;
@@ -37,7 +38,7 @@ class Analytic(Algorithm):
         ... )
         >>> k, v = torch.randn(2, 1, 6, 2, 4, dtype=torch.float64)
         >>> y, _ = rc.recall(recipe, k, k, v)
-        >>> torch.allclose(y, v, atol=1e-3)  # a kernel regression stores what it has seen
+        >>> torch.allclose(y, v, atol=1e-3)  # a kernel regression stores all associations
         True
     """
 
@@ -47,7 +48,7 @@ class Analytic(Algorithm):
     full_batch = True
     curvature = True
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.memory.degree is not None:
             return
@@ -55,12 +56,12 @@ class Analytic(Algorithm):
             yield (
                 f"algorithm.Analytic is the closed form of local regressors and of kernel "
                 f"regression, and {recipe.memory.title} has weights: use memory.LocalConstant() "
-                "with context.Similar(), or algorithm.GradientDescent()"
+                "with context.KernelWeighted(), or algorithm.GradientDescent()"
             )
         elif recipe.context.horizon is not None or recipe.context.kernel is not None:
             yield (
-                f"algorithm.Analytic with {recipe.memory.title} solves for all of the past, and "
-                f"{recipe.context.title} does not show it: use context.Prefix()"
+                f"algorithm.Analytic with {recipe.memory.title} needs all past associations, which "
+                f"{recipe.context.title} does not provide: use context.Prefix()"
             )
         elif self.ridge == 0:
             yield (
@@ -69,98 +70,98 @@ class Analytic(Algorithm):
             )
 
 
-class _Condensed(Algorithm):
-    """Rules that need of the past only Σ γ w k kᵀ and Σ γ w (v − W₀k) kᵀ."""
+class _StatisticsSolver(Algorithm):
+    """Algorithms that only need Σ γ w k kᵀ and Σ γ w (v − W₀k) kᵀ of the past."""
 
     full_batch = True
 
     @property
     def slots(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The statistics that its inverse needs."""
+        """Names of the statistics that the inverse needs."""
         assert self.inverse is not None
         return self.inverse.slots
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        affine = recipe.bias.affine
-        if affine is None or affine[0] <= 0 or recipe.bias.probe is not None:
+        if not recipe.bias.is_quadratic or recipe.bias.probe is not None:
             yield (
-                f"{self.title} solves a quadratic problem, and {recipe.bias.title} does not pose "
-                "one: use bias.L2()"
+                f"{self.title} solves quadratic problems, and that of {recipe.bias.title} is not "
+                "quadratic: use bias.L2()"
             )
-        if not recipe.memory.linear or recipe.memory.diagonal:
+        if not recipe.memory.linear or recipe.memory.is_elementwise:
             yield f"{self.title} needs memory.Matrix, not {recipe.memory.title}"
         if not recipe.features.finite:
             yield (
-                f"{self.title} keeps a Gram matrix of features, and {recipe.features.title} has "
+                f"{self.title} stores a Gram matrix of features, and {recipe.features.title} has "
                 "infinitely many: use features.Taylor(), or algorithm.Analytic(ridge=...)"
             )
         if recipe.context.horizon is not None:
             yield (
-                f"{self.title} solves for all of the past, and {recipe.context.title} does not "
-                "hold it: use context.Prefix()"
+                f"{self.title} needs all past associations, which {recipe.context.title} does not "
+                "provide: use context.Prefix()"
             )
 
-    def _statistics(self, recipe: RecipeLike) -> tuple[str, ...]:
-        key, W = recipe.features.lift("k_t"), recipe.memory.letter
-        kept = "γ_t " if recipe.context.forgets else ""
-        weight = "w_t " if recipe.context.weighs else ""
+    def _statistics_equations(self, recipe: Recipe) -> tuple[str, ...]:
+        key, W = recipe.features.lift("k_t"), recipe.memory.weight_symbol
+        decay = "γ_t " if recipe.context.has_decay else ""
+        weight = "w_t " if recipe.context.has_weights else ""
         return (
-            f"E_t = {kept}E_(t−1) + {weight}(v_t − {W}_0 {key}) {key}ᵀ",
-            f"G_t = {kept}G_(t−1) + {weight}{key} {key}ᵀ",
+            f"E_t = {decay}E_(t−1) + {weight}(v_t − {W}_0 {key}) {key}ᵀ",
+            f"G_t = {decay}G_(t−1) + {weight}{key} {key}ᵀ",
         )
 
     @property
-    def _lambda(self) -> str:
+    def _ridge_text(self) -> str:
         return format_number(self.symbol("ridge"))
 
-    def _times(self, rest: str) -> str:
-        """λ as a factor of what follows."""
-        return rest if self.ridge == 1.0 else f"{self._lambda} {rest}"
+    def _scaled_by_ridge(self, rest: str) -> str:
+        """Return the text of λ times a factor."""
+        return rest if self.ridge == 1.0 else f"{self._ridge_text} {rest}"
 
 
 def _ridge(init: float = 1.0) -> float | str:
-    """The field every regularised solver shares: λ > 0."""
+    """Return the field of a solver's ridge, λ > 0."""
     return quantity(
         init,
         name="ridge",
+        role="ridge",
         above=0,
         init=init,
-        axes=lambda a: ("in",) if a.per == "key" else (),
-        kinds=("static",),
+        axes=lambda a: ("in",) if a.ridge_per == "key" else (),
+        sources=("learned",),
         letter="λ",
     )
 
 
 @member
-class LeastSquares(_Condensed):
+class LeastSquares(_StatisticsSolver):
     """The exact minimum at every token (TTR 11–15, the mesa layer).
 
-    W_t = argmin ½ Σ_{i≤t} γ_i^(t) w_i ‖W k_i − v_i‖² + ½ ρ_t ‖W − W_0‖², that is
+    W_t = argmin ½ Σ_{i≤t} γ_i^(t) w_i ‖W k_i − v_i‖² + ½ ρ_t ‖W − W_0‖². Its solution is
     W_t = W_0 + E_t (G_t + ρ_t I)⁻¹ with G = Σ γ w k kᵀ and E = Σ γ w (v − W_0 k) kᵀ.
 
+    A constant ridge is solved for by conjugate gradients. `recollect.record_solver` sets their
+    number and reports their accuracy.
+
+    With the other schedules, decays below e^−87 (float32's smallest number) act as 0: the memory
+    restarts from W_0 and ρ_t = λ. Statistics are float64, and ridges have at least the size that
+    float64 resolves (`smallest_ridge`). The error of outputs is at most 1e-4. If F tokens of strong
+    decay leave less of the oldest association than float64 resolves, `recollect.recall` raises.
+
     Args:
-        ridge: λ > 0: a constant, or a param (``"static"``) per head.
-        per: ``"key"`` for one λ per lifted key channel.
-        form: what the ridge ρ_t does while the past is forgotten. ``"decaying"``: ρ_t = λ Π γ_i
-            over i ≤ t, the classical recursion, which winds up where keys leave directions
-            unexcited. ``"refreshed"``: the same inside spans of ``every`` tokens, and λ again at
-            the end of each. ``"constant"``: ρ_t = λ (MesaNet). Without decay the three are one.
-        every: tokens of a span; part of the model where γ < 1. A span's last token reads before the
-            ridge is refreshed, and `recollect.read` after it reads behind.
-
-    A constant ridge is solved for by conjugate gradients; `recollect.watch_solves` sets and reports
-    how far.
-
-    Where the ridge fades, a decay below e^−87 (float32's smallest number) is one of 0: the memory
-    starts anew, from W_0 and ρ_t = λ. Statistics are float64; a ridge smaller than that resolves
-    (`smallest_ridge`) is kept there. Outputs are the minimum to 1e-4 or better, or the call is
-    refused, because F tokens of strong decay leave less of the oldest than float64 resolves.
+        ridge: λ > 0: a constant, or a param (``"learned"``) per head.
+        ridge_per: ``"key"`` for one λ per lifted key channel.
+        ridge_schedule: ρ_t under decay. ``"decaying"``: ρ_t = λ Π γ_i over i ≤ t, the classical
+            recursion, which winds up if keys leave directions unexcited. ``"refreshed"``: decaying
+            inside spans of ``refresh_every`` tokens, and λ again at the end of each span.
+            ``"constant"``: ρ_t = λ (MesaNet). The three are equal without decay.
+        refresh_every: tokens of a span; part of the model if γ < 1. A span's last token reads
+            before the ridge is refreshed, and `recollect.read` after that token reads after it.
 
     Raises (by `recollect.recall`):
-        ValueError: such decays. Nobody looks on a GPU, which would have to wait, nor in what is
-            compiled (`torch.compile`, `recollect.StaticDecoder`): there outputs and memories that
-            are not determined are NaN, until the memory starts anew.
+        ValueError: decays that float64 does not resolve. They are not checked on a GPU, which would
+            synchronise, or in compiled code (`torch.compile`, `recollect.StaticDecoder`).
+            Undetermined outputs and memories are then NaN until the memory restarts.
 
     Examples:
         >>> recipe = rc.Recipe(
@@ -174,54 +175,55 @@ class LeastSquares(_Condensed):
     """
 
     ridge: float | str = _ridge()
-    per: str = option("head", "key")
-    form: str = option("refreshed", "decaying", "constant")
-    every: int = integer(64, at_least=1)  # type: ignore[assignment]
+    ridge_per: str = option("head", "key")
+    ridge_schedule: str = option("refreshed", "decaying", "constant")
+    refresh_every: int = integer(64, at_least=1)  # type: ignore[assignment]
 
     solves = True
     curvature = True
 
     @property
     def inverse(self) -> Inverse:  # type: ignore[override]
-        return Inverse(ridge=self.form, every=self.every)
+        return Inverse(ridge=self.ridge_schedule, refresh_every=self.refresh_every)
 
-    def wide(self, recipe: RecipeLike) -> tuple[str, ...]:
-        return ("gram", "inverse", "kept") if self._fades(recipe) else ()
+    def float64_slots(self, recipe: Recipe) -> tuple[str, ...]:
+        return ("gram", "inverse", "kept") if self._ridge_decays(recipe) else ()
 
-    def penalty(self, recipe: RecipeLike) -> str:
+    def penalty_text(self, recipe: Recipe) -> str:
         rest = "‖W − W_0‖²"
-        return f"½ ρ_t {rest}" if self._fades(recipe) else f"½ {self._times(rest)}"
+        return f"½ ρ_t {rest}" if self._ridge_decays(recipe) else f"½ {self._scaled_by_ridge(rest)}"
 
-    def _fades(self, recipe: RecipeLike) -> bool:
-        return self.form != "constant" and recipe.context.forgets
+    def _ridge_decays(self, recipe: Recipe) -> bool:
+        return self.ridge_schedule != "constant" and recipe.context.has_decay
 
-    def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
-        W = recipe.memory.letter
-        weight = "ρ_t I" if self._fades(recipe) else self._times("I")
-        lines = (f"{W}_t = {W}_0 + E_t (G_t + {weight})⁻¹", *self._statistics(recipe))
-        if not self._fades(recipe):
+    def solution_equations(self, recipe: Recipe) -> tuple[str, ...]:
+        W = recipe.memory.weight_symbol
+        weight = "ρ_t I" if self._ridge_decays(recipe) else self._scaled_by_ridge("I")
+        lines = (f"{W}_t = {W}_0 + E_t (G_t + {weight})⁻¹", *self._statistics_equations(recipe))
+        if not self._ridge_decays(recipe):
             return lines
         product = "Π_(i≤t) γ_i"
-        if self.form == "refreshed":
-            span = "one token" if self.every == 1 else f"{self.every} tokens"
+        if self.ridge_schedule == "refreshed":
+            span = "one token" if self.refresh_every == 1 else f"{self.refresh_every} tokens"
             product = f"Π γ_i over the open span of {span}"
-        return (*lines, f"ρ_t = {self._times(product)}")
+        return (*lines, f"ρ_t = {self._scaled_by_ridge(product)}")
 
 
 @member
-class Preconditioned(_Condensed):
-    """Between linear attention and least squares: W_t = W_0 + E_t B_t, B_t ≈ (G_t + λI)⁻¹.
+class Preconditioned(_StatisticsSolver):
+    """Family from linear attention to least squares: W_t = W_0 + E_t B_t, B_t ≈ (G_t + λI)⁻¹.
 
-    With G = Σ γ w k kᵀ and E = Σ γ w (v − W_0 k) kᵀ (TTR section 3.3 leaves the family open).
+    G = Σ γ w k kᵀ and E = Σ γ w (v − W_0 k) kᵀ (TTR section 3.3 leaves the family open).
 
     Args:
         kind: ``"identity"``: B = I, linear attention. ``"diagonal"``: B = (diag(G) + λ)^(−p).
             ``"spectral"``: B = (G + λI)^(−p), p = 0 linear attention and p = 1 least squares.
-            ``"conjugate_gradient"``: B q is what ``steps`` conjugate-gradient steps from 0 make of
-            (G + λI) z = q, so B depends on q.
-        steps: j ≥ 1, of conjugate gradients.
-        power: p in [0, 1], of diagonal and spectral.
-        ridge: λ > 0: a constant or a param. per: ``"key"`` for one per lifted key channel.
+            ``"conjugate_gradient"``: B q is the result of ``steps`` conjugate-gradient steps from 0
+            on (G + λI) z = q, so B depends on q.
+        steps: j ≥ 1, number of conjugate-gradient steps.
+        power: p in [0, 1] of the diagonal and spectral kinds.
+        ridge: λ > 0: a constant or a param.
+        ridge_per: ``"key"`` for one λ per lifted key channel.
 
     Examples:
         >>> recipe = rc.Recipe(
@@ -230,8 +232,8 @@ class Preconditioned(_Condensed):
         ... )
         >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
         >>> y, _ = rc.recall(recipe, q, k, v)
-        >>> least, _ = rc.recall(recipe.but(algorithm=rc.algorithm.LeastSquares()), q, k, v)
-        >>> torch.allclose(y, least, atol=1e-4)  # p = 1 is least squares
+        >>> exact, _ = rc.recall(recipe.replace(algorithm=rc.algorithm.LeastSquares()), q, k, v)
+        >>> torch.allclose(y, exact, atol=1e-4)  # p = 1 is least squares
         True
     """
 
@@ -239,7 +241,7 @@ class Preconditioned(_Condensed):
     steps: int = integer(1, at_least=1)
     power: float = number(1.0, at_least=0, at_most=1)
     ridge: float | str = _ridge()
-    per: str = option("head", "key")
+    ridge_per: str = option("head", "key")
 
     @property
     def inverse(self) -> Inverse:  # type: ignore[override]
@@ -261,31 +263,31 @@ class Preconditioned(_Condensed):
                 "'diagonal' and 'spectral' have powers"
             )
 
-    def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
-        ridge, p, W = self._lambda, format_number(self.power), recipe.memory.letter
-        lines = (f"{W}_t = {W}_0 + E_t B_t", *self._statistics(recipe))
+    def solution_equations(self, recipe: Recipe) -> tuple[str, ...]:
+        ridge, p, W = self._ridge_text, format_number(self.power), recipe.memory.weight_symbol
+        lines = (f"{W}_t = {W}_0 + E_t B_t", *self._statistics_equations(recipe))
         if self.kind == "identity":
             return (f"{W}_t = {W}_0 + E_t", lines[1])
         b = {
             "diagonal": f"B_t = (diag(G_t) + {ridge})^(−{p})",
-            "spectral": f"B_t = (G_t + {self._times('I')})^(−{p})",
+            "spectral": f"B_t = (G_t + {self._scaled_by_ridge('I')})^(−{p})",
         }.get(
             self.kind,
             f"B_t q: {'one' if self.steps == 1 else self.steps} conjugate-gradient "
             f"step{'s' * (self.steps > 1)} on "
-            f"(G_t + {self._times('I')}) z = q from 0",
+            f"(G_t + {self._scaled_by_ridge('I')}) z = q from 0",
         )
         return (*lines, b)
 
 
 def smallest_ridge(gram: Tensor) -> Tensor:
-    """The ridge that the dtype of ``gram [..., F, F]`` still resolves, ``[..., 1]``.
+    """Return the smallest ridge that the dtype of ``gram [..., F, F]`` resolves, ``[..., 1]``.
 
-    6 ε ‖G‖_F: beside a much smaller one, rounding in G k passes for excitation.
+    It is 6 ε ‖G‖_F. With a much smaller ridge, rounding errors of G k act as excitation.
 
     Examples:
         >>> rc.algorithm.smallest_ridge(torch.eye(4))
         tensor([1.4305e-06])
     """
-    size = gram.detach().square().sum((-2, -1)).sqrt().unsqueeze(-1)
-    return 6 * torch.finfo(gram.dtype).eps * size
+    norm = gram.detach().square().sum((-2, -1)).sqrt().unsqueeze(-1)
+    return 6 * torch.finfo(gram.dtype).eps * norm

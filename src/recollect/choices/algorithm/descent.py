@@ -1,8 +1,4 @@
-"""Gradient descent, momentum, and steps whose rate depends on the key.
-
-The gradient g_t comes from the bias and the context; the algorithm turns it into the step that is
-added to the decayed memory, and keeps what it needs (momentum, moments) in named slots.
-"""
+"""Gradient descent, momentum, and steps with rates that depend on the key."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Slots, Step
-from recollect.choices.algorithm.share import by_keys
+from recollect.choices.algorithm.normalized_steps import measures_overlap
 from recollect.choices.equation_terms import (
     Gradient,
     Term,
@@ -22,61 +18,62 @@ from recollect.choices.equation_terms import (
     parenthesise,
     render_sum,
 )
-from recollect.choices.fields import flag, integer, option, quantity
 from recollect.choices.member import RecipeError, member
+from recollect.fields import flag, integer, option, quantity
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
-__all__ = ["GradientDescent", "Implicit", "Momentum", "Normalized"]
+__all__ = ["NLMS", "GradientDescent", "Implicit", "Momentum"]
 
 
-def _per(algorithm: GradientDescent | Momentum) -> tuple[str, ...]:
+def _rate_axes(algorithm: GradientDescent | Momentum) -> tuple[str, ...]:
     return ("V",) if algorithm.per == "value" else ()
 
 
-def step_size(
-    default: float | str = "token",
+def rate_quantity(
+    default: float | str = "input",
     init: float = 0.5,
     letter: str = "η",
     axes: Callable[[Any], tuple[str, ...]] = lambda _: (),
 ) -> float | str:
-    """The field every descending algorithm shares: η ≥ 0."""
+    """Return the field of a rate, η ≥ 0."""
     return quantity(
         default,
         name="lr",
+        role="rate",
         at_least=0,
         init=init,
         axes=axes,
-        kinds=("token", "static", "log_token"),
+        sources=("input", "learned", "log_input"),
         letter=letter,
     )
 
 
 class Descent(Algorithm):
-    """Joint checks of the algorithms that follow a gradient."""
+    """Base of algorithms that follow a gradient."""
 
-    normalize: bool = False
+    normalized_steps: bool = False
 
     @property
-    def normalizes(self) -> bool:  # type: ignore[override]
-        return self.normalize
+    def uses_normalized_steps(self) -> bool:  # type: ignore[override]
+        return self.normalized_steps
 
-    def pace(self, at: str = "t") -> float | str:
-        eta = super().pace(at)
-        if not by_keys(self):
+    def rate_factor_text(self, at: str = "t") -> float | str:
+        eta = super().rate_factor_text(at)
+        if not measures_overlap(self):
             return eta
         if eta == 1.0:
             return f"r_{at}"
         return f"{eta if isinstance(eta, str) else format_number(eta)} r_{at}"
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if self.splits and (recipe.bias.affine is None or not recipe.memory.linear):
+        if self.needs_split_error and not (recipe.bias.is_affine and recipe.memory.linear):
             yield (
-                f"{self.title}(of='value') keeps momentum on the write only, which needs an error "
-                f"affine in the prediction and a linear memory; {recipe.bias.title} with "
-                f"{recipe.memory.title} has no such parts: use of='gradient'"
+                f"{self.title}(momentum_on='value') needs an error affine in the prediction and a "
+                f"linear memory, not {recipe.bias.title} with {recipe.memory.title}: use "
+                "momentum_on='gradient'"
             )
 
 
@@ -84,38 +81,39 @@ class Descent(Algorithm):
 class GradientDescent(Descent):
     """A_t = α_t A_{t−1} − η_t g_t.
 
-    With ``normalize``, g_t = Σ_i γ_i ρ_i ∇ℓ_i in place of Σ_i γ_i ∇ℓ_i: each association's gradient
-    is scaled by what it would correct of its own error,
+    With ``normalized_steps``, g_t = Σ_i γ_i ρ_i ∇ℓ_i instead of Σ_i γ_i ∇ℓ_i. The scale ρ_i makes
+    a step of rate 1 correct the error of association i to first order:
 
-        ρ_i = ⟨e_i, ∂ℓ_i/∂M⟩ / (Σ_l ‖∂ℓ_i/∂W_l‖² + ε|∂ℓ_i/∂M|²),    e_i = M(W°; k_i) − v_i,
+        ρ_i = ⟨e_i, ∂ℓ_i/∂M⟩ / (Σ_l ‖∂ℓ_i/∂W_l‖² + ε|∂ℓ_i/∂M|²),    e_i = M(W°; k_i) − v_i.
 
-    0 where that is 0/0, ε = 1e-6. For L2 that is normalised least mean squares through any stack of
-    maps, for other losses Polyak's step. Under a link the step acts in A, and ‖∂ℓ/∂W‖² becomes what
-    a step of A does to W, `Retention.gain`.
+    0/0 is 0, and ε = 1e-6. For L2 this is normalised least mean squares through any stack of maps,
+    for other losses it is Polyak's step. Under a link the step acts in A, and ‖∂ℓ/∂W‖² becomes
+    `Retention.step_gain`.
 
-    Steps of an inner batch add up as far as their keys are alike. With ``limit="keys"`` the rate of
-    a token is η_t r_t, what earlier tokens of the batch have left of its direction,
+    The steps of an inner batch add up if their keys are similar. With ``batch_overlap="measured"``
+    the rate of a token is η_t r_t, which discounts the overlap with earlier keys of the batch:
 
-        r_t = max(0, u_t),    u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n,    n = min(b, 8),
+        r_t = max(0, u_t),    u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n,    n = min(b, 8).
 
-    so that a layer's rates are shares of 2/n and not of 2/b (`recollect.recipe.limit`): a large
+    A layer's rates are then multiples of 2/n instead of 2/b (`recollect.recipe.stability`). A large
     batch writes as much of every token as a small one, and a repeated token stays below the limit.
 
     Args:
-        batch: b; gradients inside an inner batch are all taken at its start W°.
-        steps: n associations per token, one sequential sub-step each (DeltaProduct); k, v, lr and
-            travelling gates get an axis n after H. Under `context.Prefix`: n full-batch steps from
-            the origin at every t (TTR 20–23).
-        lr: η ≥ 0: the gate ``"lr"`` (``"log_token"``: the gate ``"log_lr"``), a constant, or a
+        batch_size: b; gradients inside an inner batch are all taken at its start W°.
+        updates_per_token: n associations per token, one sequential sub-step each (DeltaProduct); k,
+            v, lr and gates per association get an axis n after H. Under `context.Prefix`: n
+            full-batch steps from the origin at every t (TTR 20–23).
+        lr: η ≥ 0: the gate ``"lr"`` (``"log_input"``: the gate ``"log_lr"``), a constant, or a
             param.
         per: ``"value"`` for one rate per value channel.
-        reduce: ``"mean"``: averaged over the open inner batch, W̃_t = W° − τ_t Σ_{s≤t} η_s g_s with
-            τ_t = 1/(tokens so far in the batch) + offset, at least 0 (TTT).
-        offset: a learned correction to τ, one per place in the batch (``"static"``), or a constant.
-        normalize: scale every association's gradient by ρ: η is then a share of its error. It needs
-            a loss that says what it is least at (`Bias.target`).
-        limit: what rates of a normalised step add up to in an inner batch: ``"batch"``, as if all
-            of its keys were equal, or ``"keys"``, as far as they are.
+        reduction: ``"mean"`` for the mean over the open inner batch, W̃_t = W° − τ_t Σ_{s≤t} η_s g_s
+            (TTT). τ_t = 1/(tokens so far in the batch) + offset, at least 0.
+        offset: a learned correction to τ, one per position in the batch (``"learned"``), or a
+            constant.
+        normalized_steps: whether to scale every association's gradient by ρ, so that η is the
+            corrected fraction of its error. The loss must have a `Bias.target`.
+        batch_overlap: ``"worst_case"`` assumes that all keys of an inner batch are equal.
+            ``"measured"`` uses their cosines. It applies to normalised steps.
 
     Examples:
         >>> print(*rc.explain(rc.Recipe(algorithm=rc.algorithm.GradientDescent())).write)
@@ -126,34 +124,35 @@ class GradientDescent(Descent):
         True
     """
 
-    batch: int = integer(1, at_least=1, size=True)
-    steps: int = integer(1, at_least=1)
-    lr: float | str = step_size(axes=_per)
+    batch_size: int = integer(1, at_least=1, size=True)
+    updates_per_token: int = integer(1, at_least=1)
+    lr: float | str = rate_quantity(axes=_rate_axes)
     per: str = option("head", "value")
-    reduce: str = option("sum", "mean")
-    offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
-    normalize: bool = flag(False)
-    limit: str = option("batch", "keys")
+    reduction: str = option("sum", "mean")
+    offset: float | str = quantity(0.0, axes=("b",), sources=("learned",), init=0.0, letter="o")
+    normalized_steps: bool = flag(False)
+    batch_overlap: str = option("worst_case", "measured")
 
     full_batch = True
 
     def validate(self) -> None:
-        if self.steps > 1 and self.batch > 1:
+        if self.updates_per_token > 1 and self.batch_size > 1:
             raise RecipeError(
-                f"algorithm.GradientDescent(batch={self.batch}, steps={self.steps}): the sub-steps "
-                "of a token are sequential, so they need batch=1"
+                f"algorithm.GradientDescent(batch_size={self.batch_size}, "
+                f"updates_per_token={self.updates_per_token}): the sub-steps of a token are "
+                "sequential, so they need batch_size=1"
             )
-        if self.reduce == "sum" and self.offset != 0.0:
+        if self.reduction == "sum" and self.offset != 0.0:
             raise RecipeError(
-                "algorithm.GradientDescent(offset=...) corrects the mean: set reduce='mean'"
+                "algorithm.GradientDescent(offset=...) corrects the mean: set reduction='mean'"
             )
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if recipe.context.horizon is None and (self.batch > 1 or self.reduce == "mean"):
+        if recipe.context.horizon is None and (self.batch_size > 1 or self.reduction == "mean"):
             yield (
                 "algorithm.GradientDescent under context.Prefix is a full pass from the origin at "
-                "every token: use batch=1 and reduce='sum'"
+                "every token: use batch_size=1 and reduction='sum'"
             )
 
 
@@ -161,14 +160,15 @@ class GradientDescent(Descent):
 class Momentum(Descent):
     """S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + S_t (Titans).
 
-    With ``normalize``, the gradients of associations are scaled as those of `GradientDescent` are.
+    ``normalized_steps`` scales the gradients of associations as in `GradientDescent`.
 
     Args:
         momentum: θ in [0, 1): the gate ``"momentum"``, a constant or a param.
-        of: ``"gradient"``, or ``"value"``: on the write only, C_t = θ C_{t−1} + η v kᵀ, while the
-            erasure acts at once (DeltaNet + momentum, AM T2).
-        normalize: scale every association's gradient by ρ, write and erasure alike.
-        limit: as in `GradientDescent`.
+        momentum_on: ``"gradient"``, or ``"value"`` for momentum on the write only (DeltaNet +
+            momentum, AM T2): C_t = θ C_{t−1} + η v kᵀ, with immediate erasure.
+        normalized_steps: whether to scale every association's gradient by ρ, write and erasure
+            alike.
+        batch_overlap: as in `GradientDescent`.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.Momentum())
@@ -178,51 +178,54 @@ class Momentum(Descent):
         S_t = θ_t S_(t−1) − η_t (W_(t−1) k_t − v_t) k_tᵀ;   W_t = W_(t−1) + S_t
     """
 
-    batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = step_size(axes=_per)
-    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
-    of: str = option("gradient", "value")
+    batch_size: int = integer(1, at_least=1, size=True)
+    lr: float | str = rate_quantity(axes=_rate_axes)
+    momentum: float | str = quantity(
+        "input", at_least=0, below=1, init=0.9, letter="θ", role="momentum"
+    )
+    momentum_on: str = option("gradient", "value")
     per: str = option("head", "value")
-    normalize: bool = flag(False)
-    limit: str = option("batch", "keys")
+    normalized_steps: bool = flag(False)
+    batch_overlap: str = option("worst_case", "measured")
 
     slots = ("momentum",)
 
     @property
-    def splits(self) -> bool:  # type: ignore[override]
-        return self.of == "value"
+    def needs_split_error(self) -> bool:  # type: ignore[override]
+        return self.momentum_on == "value"
 
     @property
-    def momentum_of(self) -> str:
-        return self.of
+    def recursion(self) -> str:
+        return self.momentum_on
 
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
-        if self.of == "gradient":
+        if self.momentum_on == "gradient":
             S = step.momentum * slots["momentum"] - step.lr * step.gradient
             return {"momentum": S}, S
         assert step.write is not None  # requires() admits affine errors only
         S = step.momentum * slots["momentum"] - step.lr * step.write
         return {"momentum": S}, S - step.lr * (step.gradient - step.write)
 
-    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
-        eta, kept = self.pace(at), Term(("S_(t−1)",)).times(self.symbol("momentum", at))
-        if self.of == "gradient":
-            line = render_sum((kept, *gradient.scaled(eta, -1.0, compact=True)))
+    def update_equations(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        eta = self.rate_factor_text(at)
+        decayed = Term(("S_(t−1)",)).times(self.symbol("momentum", at))
+        if self.momentum_on == "gradient":
+            line = render_sum((decayed, *gradient.scaled(eta, -1.0, compact=True)))
             return (f"S_t = {line}",), (Term(("S_t",)),)
-        line = render_sum((kept, *(term.times(eta, -1.0) for term in gradient.write)))
+        line = render_sum((decayed, *(term.times(eta, -1.0) for term in gradient.write)))
         erased = tuple(term.times(eta, -1.0) for term in gradient.erase)
         return (f"S_t = {line}",), (*erased, Term(("S_t",)))
 
 
-class _Keyed(Descent):
-    """Rules whose rate depends on κ(k, k): they solve for one association in closed form."""
+class _KeyDependentRate(Descent):
+    """Base of rates that depend on κ(k, k): closed-form solutions for one association."""
 
-    def pace(self, at: str = "t") -> float | str:
+    def rate_factor_text(self, at: str = "t") -> float | str:
         return f"η_{at}"
 
 
 @member
-class Implicit(_Keyed):
+class Implicit(_KeyDependentRate):
     """An implicit (proximal) step, η = δ/(1 + δ a κ(k, k)) (Longhorn, TTR 30–31).
 
     W_t = argmin ½‖W − W_{t−1}‖² + δ ℓ(W k_t, v_t) for ℓ = L2; a is the error's slope.
@@ -237,20 +240,20 @@ class Implicit(_Keyed):
         tensor([0.8000])
     """
 
-    lr: float | str = step_size(letter="δ")
+    lr: float | str = rate_quantity(letter="δ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         return lr / (1 + lr * slope * kappa)
 
-    def rate_text(self, x: str, slope: float) -> str:
+    def key_rate_text(self, x: str, slope: float) -> str:
         delta = self.symbol("lr")
-        below = render_sum((Term(()), Term((f"‖{x}‖²",)).times(delta, slope)))
-        return f"{format_number(delta)}/({below})"
+        denominator = render_sum((Term(()), Term((f"‖{x}‖²",)).times(delta, slope)))
+        return f"{format_number(delta)}/({denominator})"
 
 
 @member
-class Normalized(_Keyed):
-    """NLMS / Kaczmarz: η = μ/(a κ(k, k)), 0 where k = 0 (TTR 33).
+class NLMS(_KeyDependentRate):
+    """NLMS / Kaczmarz: η = μ/(a κ(k, k)), and 0 if k = 0 (TTR 33).
 
     With μ = 1 the newest association is stored exactly: a·W_t k_t = b·v_t.
 
@@ -258,19 +261,19 @@ class Normalized(_Keyed):
         lr: μ ≥ 0; 1 by default.
 
     Examples:
-        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Normalized())
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.NLMS())
         >>> k, v = torch.randn(2, 1, 6, 2, 4)
         >>> torch.allclose(rc.recall(recipe, k, k, v)[0], v, atol=1e-4)  # the newest, exactly
         True
     """
 
-    lr: float | str = step_size(1.0, init=1.0, letter="μ")
+    lr: float | str = rate_quantity(1.0, init=1.0, letter="μ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         zero = kappa == 0
         return torch.where(zero, 0.0, lr / torch.where(zero, 1.0, slope * kappa))
 
-    def rate_text(self, x: str, slope: float) -> str:
+    def key_rate_text(self, x: str, slope: float) -> str:
         mu = self.symbol("lr")
-        below = Term((f"‖{x}‖²",)).times(slope)
-        return f"{format_number(mu)}/{below if slope == 1 else parenthesise(str(below))}"
+        denominator = str(Term((f"‖{x}‖²",)).times(slope))
+        return f"{format_number(mu)}/{denominator if slope == 1 else parenthesise(denominator)}"

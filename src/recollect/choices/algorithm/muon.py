@@ -9,25 +9,26 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
-from recollect.choices.algorithm.descent import Descent, step_size
-from recollect.choices.devices import without_autocast
+from recollect.choices.algorithm.descent import Descent, rate_quantity
+from recollect.choices.autograd import CustomFunction
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
-from recollect.choices.fields import flag, integer, option, quantity
-from recollect.choices.gradients import HandWritten
+from recollect.choices.matmul_precision import effective_eps
 from recollect.choices.member import RecipeError, member
-from recollect.choices.multiplying import spacing
+from recollect.choices.runtime import without_autocast
+from recollect.fields import flag, integer, option, quantity
+from recollect.numerics import safe_sqrt
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Muon", "newton_schulz", "newton_schulz_flops"]
 
 
-_NS = (3.4445, -4.7750, 2.0315)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-_TOGETHER = 3
-"""Iterations that are made of one Gram matrix: as exact in float32 as one by one. Five lose two
-digits: small singular values are squared beside the largest (`docs/design/deep-engine.md`)."""
+MAX_FUSED = 3
+"""Maximum number of iterations that are computed from one Gram matrix, without loss of accuracy in
+float32. Five iterations lose two digits (`docs/design/deep-engine.md`)."""
 
 
 def newton_schulz(S: Tensor, steps: int) -> Tensor:
@@ -36,14 +37,14 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     X ← aX + (b XXᵀ + c (XXᵀ)²) X from S/(‖S‖_F + 1e-7), on the smaller side, in S's own dtype. Zero
     steps are the identity, without normalisation.
 
-    Every iteration is X ← P X with a polynomial P of G = XXᵀ, so that up to three of them are one
-    product Q X, Q = P_3 P_2 P_1, of matrices of the smaller side: P ← aI + bG + cG², Q ← P Q and
-    G ← P (P G), because P and G commute. On a GPU, and where products take fewer bits than float32
-    has, G is made anew for every iteration, whose errors would otherwise grow fourfold.
+    Every iteration is X ← P X with a polynomial P of G = XXᵀ. Up to three iterations are therefore
+    one product Q X with Q = P_3 P_2 P_1: P ← aI + bG + cG², Q ← P Q and G ← P (P G), because P and
+    G commute. On a GPU, and if products have fewer bits than float32, every iteration computes G
+    from X. Otherwise its errors would grow fourfold.
 
     Args:
         S: matrices ``[..., out, in]``.
-        steps: iterations, ≥ 0; five are customary.
+        steps: number of iterations, ≥ 0; usually five.
 
     Examples:
         >>> S = torch.diag(torch.tensor([1.0, 3.0, 9.0]))
@@ -56,35 +57,34 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     tall = S.shape[-2] > S.shape[-1]
     wide = S.mT if tall else S
     X = wide.flatten(0, -3) if wide.dim() > 2 else wide.unsqueeze(0)
-    most = _most(S)
+    max_fused = _fusable_iterations(S)
     with without_autocast(S.device.type):
-        # Of entries of at most 1 no square overflows, and none that counts is lost.
-        unit = _largest(X.detach())
+        # Entries of at most 1 avoid overflow and underflow of their squares.
+        unit = _max_abs(X.detach())
         unit = torch.where(unit == 0, 1.0, unit)
         X = X / unit
-        # ‖X‖² is the trace of the Gram matrix, so that nothing as large as X is made to scale it.
+        # ‖X‖² is the trace of the Gram matrix, which saves an intermediate of the size of X.
         G = _gram(X)
-        squared = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-        size = torch.where(squared == 0, 0.0, torch.where(squared == 0, 1.0, squared).sqrt())
-        # Below 1 for zeros alone, whose slope stays within half precision too.
-        least = torch.finfo(S.dtype).max ** (-1 / 3)
-        scale = 1 / (size + 1e-7 / unit).clamp_min(least)
-        X = torch.bmm(_together(G * scale * scale, min(steps, most)) * scale, X)
-        for done in range(most, steps, most):
-            X = torch.bmm(_together(_gram(X), min(steps - done, most)), X)
+        norm = safe_sqrt(G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
+        # Only zeros have a norm below 1. The minimum keeps their derivative finite in float16.
+        min_norm = torch.finfo(S.dtype).max ** (-1 / 3)
+        scale = 1 / (norm + 1e-7 / unit).clamp_min(min_norm)
+        X = torch.bmm(_fused_iterations(G * scale * scale, min(steps, max_fused)) * scale, X)
+        for done in range(max_fused, steps, max_fused):
+            X = torch.bmm(_fused_iterations(_gram(X), min(steps - done, max_fused)), X)
     X = X.view_as(wide)
     return X.mT if tall else X
 
 
-def _largest(X: Tensor) -> Tensor:
-    """The largest size of an entry of ``X [n, s, l]``, ``[n, 1, 1]``."""
-    if X.device.type == "cpu":  # An eighth of the time that the norm takes there.
+def _max_abs(X: Tensor) -> Tensor:
+    """Return the largest absolute value of ``X [n, s, l]``, ``[n, 1, 1]``."""
+    if X.device.type == "cpu":  # eight times faster than the norm
         return torch.maximum(X.amax((-2, -1), True), X.amin((-2, -1), True).neg())
     return torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1), keepdim=True)
 
 
-class _Gram(HandWritten):
-    """XXᵀ of ``X [n, s, l]``: its gradient is one product, (Ḡ + Ḡᵀ) X, not one for each factor."""
+class _Gram(CustomFunction):
+    """XXᵀ of ``X [n, s, l]``, with the gradient (Ḡ + Ḡᵀ) X: one product instead of two."""
 
     generate_vmap_rule = True
 
@@ -98,33 +98,33 @@ class _Gram(HandWritten):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> Tensor:
-        (X,) = ctx.saved_tensors
-        return torch.bmm(above[0] + above[0].mT, X)
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (X,), (g,) = ctx.saved_tensors, grads
+        return torch.bmm(g + g.mT, X)
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Tensor) -> Tensor:
-        (X,) = ctx.saved_tensors
-        half = torch.bmm(moved[0], X.mT)
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (X,), (dX,) = ctx.saved_tensors, tangents
+        half = torch.bmm(dX, X.mT)
         return half + half.mT
 
 
 def _gram(X: Tensor) -> Tensor:
-    """XXᵀ ``[n, s, s]``; in a compiled graph as autograd has it, since compilers take no jvp."""
+    """Return XXᵀ ``[n, s, s]``, without `_Gram` in compiled graphs, which do not support jvp."""
     return torch.bmm(X, X.mT) if torch.compiler.is_compiling() else cast(Tensor, _Gram.apply(X))
 
 
-def _most(S: Tensor) -> int:
-    """How many iterations one Gram matrix is good for, by the bits of S's products."""
-    if S.device.type != "cpu" or spacing(S.dtype) > 1e-6:
+def _fusable_iterations(S: Tensor) -> int:
+    """Return the number of iterations per Gram matrix for the precision of products of S."""
+    if S.device.type != "cpu" or effective_eps(S.dtype) > 1e-6:
         return 1
-    # No compiler follows the question.
-    full = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
-    return _TOGETHER if full else 1
+    # Compilers cannot trace the query.
+    is_full = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
+    return MAX_FUSED if is_full else 1
 
 
-def _together(G: Tensor, steps: int) -> Tensor:
-    """Q ``[n, s, s]``: that many iterations from X with XXᵀ = G are Q X."""
+def _fused_iterations(G: Tensor, steps: int) -> Tensor:
+    """Return Q ``[n, s, s]``, so that Q X is the result of the iterations from X with XXᵀ = G."""
     Q = P = _polynomial(G)
     for _ in range(steps - 1):
         G = torch.bmm(P, torch.bmm(P, G))
@@ -134,48 +134,51 @@ def _together(G: Tensor, steps: int) -> Tensor:
 
 
 def _polynomial(G: Tensor) -> Tensor:
-    a, b, c = _NS
+    a, b, c = NS_COEFFICIENTS
     P = torch.baddbmm(G, G, G, beta=b, alpha=c)
     P.diagonal(dim1=-2, dim2=-1).add_(a)
     return P
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Of `newton_schulz` on one matrix: n iterations together take 4 s²l + (4n − 3) 2 s³, s ≤ l.
+    """Return the FLOPs of `newton_schulz` on one matrix, with fused iterations as on a CPU.
 
-    As a CPU makes them, up to three together.
+    n fused iterations take 4 s²l + (4n − 3) 2 s³ for sides s ≤ l.
 
     Args:
-        rows: of the matrix.
-        columns: of the matrix.
-        steps: iterations, ≥ 0.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        steps: number of iterations, ≥ 0.
     """
     small, large = sorted((rows, columns))
-    together = [min(steps - done, _TOGETHER) for done in range(0, steps, _TOGETHER)]
-    return sum(4 * small * small * large + (4 * n - 3) * 2 * small**3 for n in together)
+    fused = [min(steps - done, MAX_FUSED) for done in range(0, steps, MAX_FUSED)]
+    return sum(4 * small * small * large + (4 * n - 3) * 2 * small**3 for n in fused)
 
 
 @member
 class Muon(Descent):
     """Orthogonalised momentum, per linear map and head (ATLAS 32–33).
 
-    ``scale="outer"``: S_t = θ_t S_{t−1} − g_t, A_t = α_t A_{t−1} + η_t NS(S_t).
-    ``scale="inner"``: S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + NS(S_t) (D.4: η cancels).
+    ``lr_position="outside"``: S_t = θ_t S_{t−1} − g_t, A_t = α_t A_{t−1} + η_t NS(S_t).
+    ``lr_position="inside"``: S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + NS(S_t) (D.4: η
+    cancels).
 
-    Orthogonalised steps have an absolute size: what they correct depends on the weights' scale and
-    not on the error. With ``normalize`` the step is η_t λ_t D_t, D_t = NS(S_t), where
-    λ_t D_t leaves least of the errors to first order, one λ for all maps,
+    Orthogonalised steps have an absolute size: their effect depends on the scale of the weights and
+    not on the error. With ``normalized_steps`` the step is η_t λ_t D_t with D_t = NS(S_t). One λ_t
+    for all maps minimises the errors to first order,
 
         λ_t = −Σ_i w_i ⟨e_i, J_i D_t⟩ / Σ_i w_i (|J_i D_t|² + ε‖D_t‖²),   e_i = M(W°; k_i) − v_i,
 
-    at least 0, with J_i D what D does to prediction i at W°, and w_i = γ_i^(t) over the token's
-    context, or the sum of the batch's γ_i^(t) where there is one step per batch. ε = 1e-6.
+    and is at least 0. J_i D is the change of prediction i along D at W°, and ε = 1e-6. The weights
+    w_i = γ_i^(t) are those of the token's context. For one step per batch they are summed over the
+    batch.
 
     Args:
-        newton_steps: Newton–Schulz iterations; 0 is the identity.
-        every: ``"batch"``: tokens read W°, one update at the border of the inner batch, with the
-            product of its decays and the mean of its rates.
-        normalize: scale the step by λ; it needs ``scale="outer"`` and no link.
+        ns_steps: Newton–Schulz iterations; 0 is the identity.
+        update_every: ``"batch"`` for one update at the end of an inner batch, whose tokens read
+            W°. It uses the product of the batch's decays and the mean of its rates.
+        normalized_steps: whether to scale the step by λ, which needs ``lr_position="outside"`` and
+            no link.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.Muon(lr=1.0, momentum=0.0))
@@ -185,80 +188,84 @@ class Muon(Descent):
         True
     """
 
-    batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = step_size(init=0.05)
-    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
-    newton_steps: int = integer(5)  # type: ignore[assignment]
-    scale: str = option("outer", "inner")
-    every: str = option("token", "batch")
-    normalize: bool = flag(False)
+    batch_size: int = integer(1, at_least=1, size=True)
+    lr: float | str = rate_quantity(init=0.05)
+    momentum: float | str = quantity(
+        "input", at_least=0, below=1, init=0.9, letter="θ", role="momentum"
+    )
+    ns_steps: int = integer(5)  # type: ignore[assignment]
+    lr_position: str = option("outside", "inside")
+    update_every: str = option("token", "batch")
+    normalized_steps: bool = flag(False)
 
     slots = ("momentum",)
 
     def validate(self) -> None:
-        if self.normalize and self.scale == "inner":
+        if self.normalized_steps and self.lr_position == "inside":
             raise RecipeError(
-                "algorithm.Muon(normalize=True) scales what stands outside of NS(S_t), and with "
-                "scale='inner' nothing does: use scale='outer'"
+                "algorithm.Muon(normalized_steps=True) scales NS(S_t), which has no factor with "
+                "lr_position='inside': use lr_position='outside'"
             )
 
     @property
-    def normalizes(self) -> bool:  # type: ignore[override]
+    def uses_normalized_steps(self) -> bool:  # type: ignore[override]
         return False
 
     @property
-    def searches(self) -> bool:  # type: ignore[override]
-        return self.normalize
+    def uses_line_search(self) -> bool:  # type: ignore[override]
+        return self.normalized_steps
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
-        return self.newton_steps == 0 and not self.normalize
+        return self.ns_steps == 0 and not self.normalized_steps
 
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
-        inner = step.lr * step.gradient if self.scale == "inner" else step.gradient
+        inner = step.lr * step.gradient if self.lr_position == "inside" else step.gradient
         S = step.momentum * slots["momentum"] - inner
-        moved = newton_schulz(S, self.newton_steps)
-        return {"momentum": S}, step.lr * moved if self.scale == "outer" else moved
+        direction = newton_schulz(S, self.ns_steps)
+        return {"momentum": S}, step.lr * direction if self.lr_position == "outside" else direction
 
     @property
-    def accumulates(self) -> str:
-        return "gradients" if self.scale == "outer" else "steps"
+    def accumulator(self) -> str:
+        return "gradients" if self.lr_position == "outside" else "steps"
 
-    def settle(self, slots: Slots, lr: Tensor) -> Tensor:
-        moved = self.direction(slots)
-        return lr * moved if self.scale == "outer" else moved
+    def batch_step(self, slots: Slots, lr: Tensor) -> Tensor:
+        direction = self.batch_direction(slots)
+        return lr * direction if self.lr_position == "outside" else direction
 
-    def direction(self, slots: Slots) -> Tensor:
-        return newton_schulz(slots["momentum"], self.newton_steps)
+    def batch_direction(self, slots: Slots) -> Tensor:
+        return newton_schulz(slots["momentum"], self.ns_steps)
 
     @property
     def curvature(self) -> bool:  # type: ignore[override]
-        return self.newton_steps > 0
+        return self.ns_steps > 0
 
-    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
-        kept = Term(("S_(t−1)",)).times(self.symbol("momentum"))
-        inner: float | str = self.pace() if self.scale == "inner" else 1.0
-        line = render_sum((kept, *gradient.scaled(inner, -1.0, compact=True)))
-        moved = Term((f"NS{self.newton_steps}(S_t)" if self.newton_steps else "S_t",))
-        if self.normalize:
-            moved = moved.times("λ_t")
-        return (f"S_t = {line}",), (moved.times(self.pace(at)) if self.scale == "outer" else moved,)
+    def update_equations(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        decayed = Term(("S_(t−1)",)).times(self.symbol("momentum"))
+        inner: float | str = self.rate_factor_text() if self.lr_position == "inside" else 1.0
+        line = render_sum((decayed, *gradient.scaled(inner, -1.0, compact=True)))
+        direction = Term((f"NS{self.ns_steps}(S_t)" if self.ns_steps else "S_t",))
+        if self.normalized_steps:
+            direction = direction.times("λ_t")
+        if self.lr_position == "outside":
+            direction = direction.times(self.rate_factor_text(at))
+        return (f"S_t = {line}",), (direction,)
 
     def notes(self) -> tuple[str, ...]:
-        if self.newton_steps == 0:
+        if self.ns_steps == 0:
             return ()
-        steps = self.newton_steps
+        steps = self.ns_steps
         return (f"NS{steps}: {steps} Newton–Schulz step{'s' * (steps > 1)}, per map and head",)
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if recipe.memory.diagonal:
+        if recipe.memory.is_elementwise:
             yield (
                 "algorithm.Muon orthogonalises matrices, and memory.Vector has none: use "
                 "algorithm.Momentum()"
             )
-        if self.every == "batch" and self.batch == 1:
+        if self.update_every == "batch" and self.batch_size == 1:
             yield (
-                "algorithm.Muon(every='batch') updates at the border of an inner batch: set "
-                "batch > 1, or every='token'"
+                "algorithm.Muon(update_every='batch') updates at the end of an inner batch: set "
+                "batch_size > 1, or update_every='token'"
             )

@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.per_association import check_returns
 from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.features.base import Kernel
-from recollect.choices.fields import Gate, Param, integer, option, quantity, slot
 from recollect.choices.member import Member, RecipeError, member
+from recollect.choices.overrides import check_override
+from recollect.fields import Gate, Param, integer, option, quantity, slot
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Bias", "Probe"]
 
 
 Values = Mapping[str, Tensor]
 
+_PARAMETERS = "prediction, value, gates"
+
 
 @member
 class Probe(Member):
-    """Erase and write apart: A ← αA − (A w) bᵀ + η v kᵀ, with w a key of its own.
+    """Separate erasure and write: A ← αA − (A w) bᵀ + η v kᵀ, with an erase key w.
 
-    Its gates belong to the association: with several per token, each erases by its own.
+    Its gates belong to the association. Each of several associations per token has its own gates.
 
     Args:
         at: ``"key"``: w = φ(k). ``"token"``: w comes from the gate ``"probe" [B, T, H, K]``.
-        write: where the erasure is written: b = rate · φ(k) (``"key"``), or rate ⊙ φ(w)
-            (``"probe"``, as in RWKV-7).
+        write: key of the erasure: b = rate · φ(k) (``"key"``), or rate ⊙ φ(w) (``"probe"``, as in
+            RWKV-7).
         rate: the gate ``"erase"``, a constant or a param; ``per="key"`` gives it one value per
             feature channel.
-        kernel: κ₁, the likeness by which a memory of a kernel's features is probed; the features'
-            own when omitted (AM 41).
-        heads: J probe keys per token, whose likenesses are mixed with learned weights a_j, the
+        kernel: κ₁, the similarity at which a memory with kernel features is probed; by default
+            the kernel of the features (AM 41).
+        heads: J probe keys per token. Their similarities are mixed with learned weights a_j, the
             param ``"mix" [H, J]`` (AM 111); the gate ``"probe"`` is ``[B, T, H, J, K]``.
-        normalize: how what a kernel's memory is found to hold is scaled. ``"none"``: Σ κ₁ u.
-            ``"sum"``: a softmax over the past, Σ κ₁ u / Σ κ₁, for each of the J keys, 0 where there
-            is no past (AM 94). ``"rms"``: divided by its root mean square (AM after 95).
+        normalize: scale of the erased value of a memory with kernel features. ``"none"``: Σ κ₁ u.
+            ``"sum"``: a softmax over the past, Σ κ₁ u / Σ κ₁, for each of the J keys, 0 without a
+            past (AM 94). ``"rms"``: divided by its root mean square (AM after 95).
 
     Examples:
         >>> recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()))
         >>> [(gate.name, gate.axes) for gate in recipe.gates()]
         [('probe', ('K',)), ('erase', ()), ('lr', ())]
-        >>> print(*rc.explain(recipe.but(algorithm=rc.algorithm.GradientDescent(lr=1.0))).write)
+        >>> print(*rc.explain(recipe.replace(algorithm=rc.algorithm.GradientDescent(lr=1.0))).write)
         W_t = W_(t−1) − a_t (W_(t−1) w_t) k_tᵀ + v_t k_tᵀ
     """
 
@@ -56,12 +58,13 @@ class Probe(Member):
     at: str = option("token", "key")
     write: str = option("key", "probe")
     rate: float | str = quantity(
-        "token",
+        "input",
         name="erase",
+        role="rate",
         letter="a",
         at_least=0,
         init=0.5,
-        travels=True,
+        per_association=True,
         axes=lambda p: ("F",) * (p.per == "key"),
     )
     per: str = option("head", "key")
@@ -78,51 +81,61 @@ class Probe(Member):
 
     def gates(self) -> tuple[Gate, ...]:
         axes = ("J", "K") if self.heads > 1 else ("K",)
-        own = Gate(name="probe", owner=self.title, axes=axes, travels=True)
-        return (*((own,) if self.at == "token" else ()), *super().gates())
+        gate = Gate(name="probe", owner=self.title, axes=axes, per_association=True, role="key")
+        return (*((gate,) if self.at == "token" else ()), *super().gates())
 
     def params(self) -> tuple[Param, ...]:
-        own = Param(name="mix", owner=self.title, axes=("J",), init=1 / self.heads)
-        return (*((own,) if self.heads > 1 else ()), *super().params())
+        mix = Param(name="mix", owner=self.title, axes=("J",), init=1 / self.heads)
+        return (*((mix,) if self.heads > 1 else ()), *super().params())
 
     def notes(self) -> tuple[str, ...]:
-        found = ("w_t: the token's own key of what is erased",) if self.at == "token" else ()
+        notes = ("w_t: the token's own erase key",) if self.at == "token" else ()
+        if not self._weighs_keys:
+            return notes
         mixed = "Σ_j a_j " if self.heads > 1 else ""
         w = "w_tj" if self.heads > 1 else ("w_t" if self.at == "token" else "k_t")
-        total = f"{mixed}Σ_i κ₁(k_i, {w}) u_i"
         scale = {
             "none": "",
             "sum": f", each divided by Σ_i κ₁(k_i, {w})",
             "rms": ", divided by its root mean square",
         }[self.normalize]
         kernel = "" if self.kernel is None else f", κ₁(k, w) = {self.kernel.similarity('k', 'w')}"
-        own = self.kernel is not None or self.heads > 1 or self.normalize != "none"
-        return (*found, *((f"erased is {total}{scale}{kernel}",) if own else ()))
+        return (*notes, f"erased is {mixed}Σ_i κ₁(k_i, {w}) u_i{scale}{kernel}")
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    @property
+    def _weighs_keys(self) -> bool:
+        """Whether a field is set that only memories with kernel features support."""
+        return self.kernel is not None or self.heads > 1 or self.normalize != "none"
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if not recipe.memory.linear:
             yield (
-                f"bias.Probe erases what a linear memory predicts at another key, and "
+                f"bias.Probe erases the prediction of a linear memory at another key, and "
                 f"{recipe.memory.title} is not linear in its weights: use memory.Matrix"
             )
-        if recipe.context.horizon != 1 or recipe.context.gates():
+        if not recipe.context.is_online:
             yield f"bias.Probe needs context.Online(), not {recipe.context.title}"
-        yield from self._kernel_rules(recipe)
+        yield from self._kernel_conflicts(recipe)
         algorithm = recipe.algorithm
-        if algorithm.slots or not algorithm.linear or algorithm.batch != 1 or algorithm.keyed:
+        if (
+            algorithm.slots
+            or not algorithm.linear
+            or algorithm.batch_size != 1
+            or algorithm.rate_depends_on_key
+        ):
             yield (
-                "bias.Probe needs algorithm.GradientDescent() token by token (batch=1), not "
+                "bias.Probe needs algorithm.GradientDescent() token by token (batch_size=1), not "
                 f"{recipe.algorithm.title}"
             )
 
-    def _kernel_rules(self, recipe: RecipeLike) -> Iterator[str]:
+    def _kernel_conflicts(self, recipe: Recipe) -> Iterator[str]:
         features = recipe.features
         if features.finite:
-            if self.kernel is not None or self.heads > 1 or self.normalize != "none":
+            if self._weighs_keys:
                 yield (
-                    "bias.Probe(kernel=, heads=, normalize=) weighs the keys of a kernel's memory, "
-                    f"and {features.title} keeps none: use features.Exponential() or another kernel"
+                    "bias.Probe(kernel=, heads=, normalize=) needs a kernel, and "
+                    f"{features.title} is a finite map: use features.Exponential()"
                 )
             return
         if self.write != "key" or self.per != "head":
@@ -138,7 +151,7 @@ class Probe(Member):
             )
         elif self.normalize == "sum" and not kernel.positive:
             yield (
-                "bias.Probe(normalize='sum') divides by likenesses that must be positive, and "
+                "bias.Probe(normalize='sum') divides by similarities that must be positive, and "
                 f"those of {kernel.title} are not: use normalize='none' or 'rms'"
             )
 
@@ -147,9 +160,9 @@ class Bias(Member):
     """ℓ(M(W; k), v), the loss of one association.
 
     Attributes:
-        affine: ``(a, b)`` when the error is a·prediction − b·value, else ``None``. Declaring it
-            opens the linear engine; the contract suite checks it against the gradient.
-        probe: where the erasure is measured and written, if not at the key.
+        affine: ``(a, b)`` if the error is a·prediction − b·value, else ``None``. The linear engine
+            requires it; `recollect.testing.check_member` compares it with the gradient.
+        probe: keys at which the erasure is measured and written, if not the association's key.
 
     Examples:
         >>> @rc.member
@@ -173,25 +186,25 @@ class Bias(Member):
     probe: Probe | None = None
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
-        """ℓ ``[...]`` of ``prediction`` and ``value`` ``[..., V]``.
+        """Return ℓ ``[...]`` of ``prediction`` and ``value`` ``[..., V]``.
 
         Args:
             prediction: M(W; φ(k)), ``[..., V]``.
             value: v, ``[..., V]``.
-            gates: this bias's own numbers by name, each broadcastable to ``[..., V]``.
+            gates: this bias's quantities by name, each broadcastable to ``[..., V]``.
 
         Raises:
-            RecipeError: a bias that states only its `error`.
+            RecipeError: the bias defines only its `error`.
         """
-        raise RecipeError(f"{self.title} states no loss")
+        raise RecipeError(f"{self.title} defines no loss")
 
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
-        """∂ℓ/∂prediction ``[..., V]``; by autograd from `loss` unless overridden.
+        """Return ∂ℓ/∂prediction ``[..., V]``; by autograd from `loss` unless overridden.
 
         Args:
             prediction: M(W; φ(k)), ``[..., V]``.
             value: v, ``[..., V]``.
-            gates: this bias's own numbers by name, each broadcastable to ``[..., V]``.
+            gates: this bias's quantities by name, each broadcastable to ``[..., V]``.
         """
         with torch.enable_grad():
             point = prediction if prediction.requires_grad else prediction.detach()
@@ -202,7 +215,7 @@ class Bias(Member):
 
     @property
     def optimum(self) -> float:
-        """The least error's prediction in units of the value, b/a; b where errors see none."""
+        """Prediction of zero error in units of the value, b/a; b if the error is −b·value."""
         if self.affine is None:
             raise RecipeError(f"{self.title} has no error affine in the prediction")
         a, b = self.affine
@@ -210,66 +223,74 @@ class Bias(Member):
 
     @property
     def target(self) -> float | None:
-        """c with ⟨prediction − c·value, error⟩ ≥ 0 everywhere: the loss is least at c·value.
+        """c with ⟨prediction − c·value, error⟩ ≥ 0 everywhere: the loss has its minimum at c·value.
 
-        ``None`` where no such c is known: an affine error has b/a for a > 0, any other must say it.
-        `Algorithm.normalizes` asks for it.
+        ``None`` if the bias declares no c. It is b/a of an affine error with a > 0; any other bias
+        must declare it. Normalised steps require it.
         """
-        if self.affine is None or self.affine[0] <= 0:
-            return None
-        return self.affine[1] / self.affine[0]
+        return self.optimum if self.is_quadratic else None
 
     @property
-    def states_loss(self) -> bool:
-        """Whether the inner gradient is that of `loss`; otherwise `error` *is* the definition."""
-        return type(self).loss is not Bias.loss
-
-    @property
-    def separable(self) -> bool:
-        """Whether each value channel's error depends on that channel alone (affine ones do)."""
+    def is_affine(self) -> bool:
+        """Whether the error is affine in the prediction."""
         return self.affine is not None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        own = (("loss", type(self).loss, Bias.loss), ("error", type(self).error, Bias.error))
-        wrong = check_returns(self, tuple(name for name, stated, base in own if stated is not base))
-        if wrong is not None:
-            raise RecipeError(wrong)
+    @property
+    def is_quadratic(self) -> bool:
+        """Whether the loss is a squared distance, up to scale: its error is affine with a > 0."""
+        return self.affine is not None and self.affine[0] > 0
+
+    @property
+    def sees_prediction(self) -> bool:
+        """Whether the error depends on the prediction; otherwise it is −b·value."""
+        return self.affine is None or self.affine[0] != 0
+
+    @property
+    def defines_loss(self) -> bool:
+        """Whether the inner gradient is that of `loss`; otherwise `error` is the definition."""
+        return type(self).loss is not Bias.loss
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        one = "one number per association [...], so sum over the last axis only, .sum(-1)"
+        check_override(cls, "loss", _PARAMETERS, one, lambda p, value, gates: p.shape[:-1])
+        each = "one slope per value channel [..., V], without a sum or mean"
+        check_override(cls, "error", _PARAMETERS, each, lambda p, value, gates: p.shape)
 
     def validate(self) -> None:
         if type(self).loss is Bias.loss and type(self).error is Bias.error:
             raise RecipeError(f"{self.title} must override loss or error")
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        inside = {name for part in self.parts() for name in part.numbers}
+        nested = {name for part in self.parts() for name in part.numbers}
         for name, axes in self.numbers.items():
-            if name not in inside and axes not in ((), ("V",)):
+            if name not in nested and axes not in ((), ("V",)):
                 yield (
-                    f"{self.title} declares the number {name!r} with axes {axes}: a loss is handed "
-                    "one per association, or per value channel with axes=('V',)"
+                    f"{self.title} declares the number {name!r} with axes {axes}: a loss takes one "
+                    "per association, or per value channel with axes=('V',)"
                 )
-        own = {param.name for param in self.params()} - self.static_quantities()
-        for name in sorted(own - {p.name for part in self.parts() for p in part.params()}):
+        params = {param.name for param in self.params()} - self.static_quantities()
+        for name in sorted(params - {p.name for part in self.parts() for p in part.params()}):
             yield (
-                f"{self.title} asks for the param {name!r}, and a loss is handed quantities only: "
+                f"{self.title} requires the param {name!r}, and a loss takes quantities only: "
                 "declare it with rc.quantity"
             )
 
     @property
     def name(self) -> str:
-        """The loss in an equation; the class's name unless overridden."""
+        """Name of the loss in an equation."""
         return type(self).__name__.lower()
 
     def term(self, prediction: str, value: str) -> Terms:
-        """The loss of one association as signed terms.
+        """Return the loss of one association as signed terms.
 
-        A loss whose error is a·prediction − b·value is known up to a constant: (a/2)‖p − (b/a)v‖²,
-        or −b⟨p, v⟩ when a = 0.
+        An affine error determines the loss up to a constant: (a/2)‖p − (b/a)v‖², or −b⟨p, v⟩ if
+        a = 0.
 
         Args:
-            prediction: how M(W; φ(k)) is written, e.g. ``"W k_t"``.
-            value: how v is written, e.g. ``"v_t"``.
+            prediction: text of M(W; φ(k)), e.g. ``"W k_t"``.
+            value: text of v, e.g. ``"v_t"``.
         """
         if self.affine is None:
             return (Term((f"{self.name}({prediction}, {value})",)),)
@@ -280,11 +301,11 @@ class Bias(Member):
         return (Term((f"½‖{difference}‖²",), a),)
 
     def error_terms(self, prediction: str, value: str) -> Terms:
-        """∂ℓ/∂prediction as signed terms; the one with the prediction comes first.
+        """Return ∂ℓ/∂prediction as signed terms, that of the prediction first.
 
         Args:
-            prediction: how M(W; φ(k)) is written, e.g. ``"W k_t"``.
-            value: how v is written, e.g. ``"v_t"``.
+            prediction: text of M(W; φ(k)), e.g. ``"W k_t"``.
+            value: text of v, e.g. ``"v_t"``.
         """
         if self.affine is None:
             return (Term((f"{self.name}′({prediction}, {value})",)),)

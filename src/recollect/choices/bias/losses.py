@@ -1,9 +1,4 @@
-"""Losses of one association: dot product, L2, Lp, Huber and value-robust.
-
-A bias states a ``loss`` of the prediction, or its gradient ``error``, or both; autograd supplies
-what is not stated. Its gates travel with the association, and arrive with a trailing axis (1, or V
-per channel) so that they broadcast against ``[..., V]``.
-"""
+"""Losses of one association: dot product, L2, Lp, Huber and value-robust."""
 
 from __future__ import annotations
 
@@ -12,8 +7,9 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias, Probe, Values
 from recollect.choices.equation_terms import Term, Terms, format_number, power, render_sum
-from recollect.choices.fields import number, option, quantity, slot
 from recollect.choices.member import RecipeError, member
+from recollect.fields import number, option, quantity, slot
+from recollect.numerics import safe_divide, safe_pow, safe_sqrt
 
 __all__ = ["L2", "DotProduct", "Huber", "Lp", "ValueRobust"]
 
@@ -57,14 +53,16 @@ class L2(Bias):
         return prediction - value
 
 
-def _safe_power(x: Tensor, exponent: float) -> Tensor:
-    """x^exponent for x ≥ 0, with value and gradient 0 at 0 when exponent > 0."""
-    zero = x == 0
-    return torch.where(zero, torch.zeros_like(x), torch.where(zero, 1.0, x).pow(exponent))
+class _MinimumAtValue(Bias):
+    """Loss with its minimum at the value."""
+
+    @property
+    def target(self) -> float:
+        return 1.0
 
 
 @member
-class Lp(Bias):
+class Lp(_MinimumAtValue):
     """ℓ = ‖M(k) − v‖_p^p, smoothed: Σ (e² + ε)^{p/2} (MIRAS 11).
 
     Its error p·e·(e² + ε)^{(p−2)/2} is a true gradient, and exact at p = 2.
@@ -73,7 +71,7 @@ class Lp(Bias):
         p: ≥ 1; p = 1 is the value-less memory.
         eps: ε ≥ 0; 0 is exact.
         smooth: ``"root"`` as above, or ``"tanh"``: p·tanh(e/√ε)·(e² + ε)^{(p−1)/2}, the papers'
-            practice (MIRAS after 29), which is the gradient of no loss.
+            practice (MIRAS after 29), which is not the gradient of a loss.
 
     Examples:
         >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 4.0])  # M(k) and v
@@ -94,13 +92,13 @@ class Lp(Bias):
             raise RecipeError("bias.Lp(smooth='tanh') needs eps > 0: its slope is 1/sqrt(eps)")
 
     @property
-    def states_loss(self) -> bool:
+    def defines_loss(self) -> bool:
         return self.smooth == "root"
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         squared = (prediction - value).square() + self.eps
         if self.eps == 0:
-            return _safe_power((prediction - value).abs(), self.p).sum(-1)
+            return safe_pow((prediction - value).abs(), self.p).sum(-1)
         return squared.pow(self.p / 2).sum(-1)
 
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
@@ -109,16 +107,8 @@ class Lp(Bias):
             root = (e.square() + self.eps).sqrt()
             return self.p * torch.tanh(e / self.eps**0.5) * root.pow(self.p - 1)
         if self.eps == 0:
-            return self.p * e.sign() * _safe_power(e.abs(), self.p - 1)
+            return self.p * e.sign() * safe_pow(e.abs(), self.p - 1)
         return self.p * e * (e.square() + self.eps).pow((self.p - 2) / 2)
-
-    @property
-    def separable(self) -> bool:
-        return True
-
-    @property
-    def target(self) -> float:
-        return 1.0
 
     @property
     def name(self) -> str:
@@ -144,19 +134,17 @@ class Lp(Bias):
 
 
 def _norm(e: Tensor) -> Tensor:
-    """‖e‖₂ over the last axis, kept, with gradient 0 at e = 0."""
-    squared = e.square().sum(-1, keepdim=True)
-    zero = squared == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, squared).sqrt())
+    """Return ‖e‖₂ over the last axis, which is kept, with gradient 0 at e = 0."""
+    return safe_sqrt(e.square().sum(-1, keepdim=True))
 
 
 @member
-class Huber(Bias):
-    """ℓ₂ near, ℓ₁ far: robust to extreme tokens (MIRAS 13–16).
+class Huber(_MinimumAtValue):
+    """Squared error up to a threshold δ, absolute error beyond it (MIRAS 13–16).
 
     Args:
         form: ``"coordinate"``: Σ_j H(e_j), H = ½e² for |e| ≤ δ, else δ(|e| − δ/2) (13).
-            ``"norm"``: H(‖e‖₂) (15). ``"switch"``: ½‖e‖² while ‖e‖₂ ≤ δ, else δ‖e‖₁ (16, YAAD); its
+            ``"norm"``: H(‖e‖₂) (15). ``"switch"``: ½‖e‖² if ‖e‖₂ ≤ δ, else δ‖e‖₁ (16, YAAD); its
             error is e inside and δ·sign(e) outside.
         threshold: δ > 0: the gate ``"threshold"``, a constant, or a param.
         per: ``"head"``, or ``"value"`` for one δ per channel (coordinate form only).
@@ -171,13 +159,9 @@ class Huber(Bias):
 
     form: str = option("switch", "coordinate", "norm")
     threshold: float | str = quantity(
-        "token", above=0, init=1.0, axes=lambda b: ("V",) * (b.per == "value"), letter="δ"
+        "input", above=0, init=1.0, axes=lambda b: ("V",) * (b.per == "value"), letter="δ"
     )
     per: str = option("head", "value")
-
-    @property
-    def target(self) -> float:
-        return 1.0
 
     def validate(self) -> None:
         super().validate()
@@ -190,15 +174,15 @@ class Huber(Bias):
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         e, delta = prediction - value, gates["threshold"]
         if self.form == "coordinate":
-            far = delta * (e.abs() - 0.5 * delta)
-            return torch.where(e.abs() <= delta, 0.5 * e.square(), far).sum(-1)
+            linear = delta * (e.abs() - 0.5 * delta)
+            return torch.where(e.abs() <= delta, 0.5 * e.square(), linear).sum(-1)
         size = _norm(e)
-        near = 0.5 * e.square().sum(-1, keepdim=True)
+        quadratic = 0.5 * e.square().sum(-1, keepdim=True)
         if self.form == "norm":
-            far = delta * (size - 0.5 * delta)
+            linear = delta * (size - 0.5 * delta)
         else:
-            far = delta * e.abs().sum(-1, keepdim=True)
-        return torch.where(size <= delta, near, far).squeeze(-1)
+            linear = delta * e.abs().sum(-1, keepdim=True)
+        return torch.where(size <= delta, quadratic, linear).squeeze(-1)
 
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         e, delta = prediction - value, gates["threshold"]
@@ -206,12 +190,8 @@ class Huber(Bias):
             return e.clamp(-delta, delta)
         size = _norm(e)
         if self.form == "norm":
-            return torch.where(size <= delta, e, delta * e / torch.where(size == 0, 1.0, size))
+            return torch.where(size <= delta, e, safe_divide(delta * e, size))
         return torch.where(size <= delta, e, delta * e.sign())
-
-    @property
-    def name(self) -> str:
-        return "huber"
 
     def term(self, prediction: str, value: str) -> Terms:
         delta = "δ" if isinstance(self.threshold, str) else format_number(self.threshold)
@@ -220,7 +200,7 @@ class Huber(Bias):
     def notes(self) -> tuple[str, ...]:
         d = format_number(self.symbol("threshold", "i"))
         forms = {
-            "coordinate": f"Σ_j ½e_j² where |e_j| ≤ {d}, else {d}(|e_j| − {d}/2)",
+            "coordinate": f"Σ_j ½e_j² while |e_j| ≤ {d}, else {d}(|e_j| − {d}/2)",
             "norm": f"½‖e‖² while ‖e‖ ≤ {d}, else {d}(‖e‖ − {d}/2)",
             "switch": f"½‖e‖² while ‖e‖ ≤ {d}, else {d}‖e‖₁",
         }
@@ -228,7 +208,7 @@ class Huber(Bias):
 
 
 @member
-class ValueRobust(Bias):
+class ValueRobust(_MinimumAtValue):
     """ℓ = ½‖e‖² + Δ‖e‖₂: the worst case over values moved by at most Δ (MIRAS 17).
 
     The constant ½Δ² is dropped. Its error is e + Δ e/‖e‖ (0 at e = 0).
@@ -242,11 +222,7 @@ class ValueRobust(Bias):
         tensor(13.)
     """
 
-    radius: float | str = quantity("token", name="value_radius", letter="Δ", at_least=0, init=0.1)
-
-    @property
-    def target(self) -> float:
-        return 1.0
+    radius: float | str = quantity("input", name="value_radius", letter="Δ", at_least=0, init=0.1)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         e = prediction - value
@@ -259,14 +235,14 @@ class ValueRobust(Bias):
         # At e = 0 the gradient of the norm is 0, and so is its derivative.
         return e + gates["value_radius"] * e / size.masked_fill(size == 0, torch.inf)
 
+    @property
+    def name(self) -> str:
+        return "robust"
+
     def term(self, prediction: str, value: str) -> Terms:
         e = f"‖{prediction} − {value}‖"
         radius = "Δ" if isinstance(self.radius, str) else self.radius
         return (Term((f"½{e}²",)), Term((e,)).times(radius))
-
-    @property
-    def name(self) -> str:
-        return "robust"
 
     def notes(self) -> tuple[str, ...]:
         size = Term(("e/‖e‖",)).times(self.symbol("radius", "i"))

@@ -1,4 +1,4 @@
-"""Base class of contexts: which associations a token learns from, and their weights."""
+"""Base class of contexts: the associations that a token learns from, and their weights."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from recollect.choices.context.weights import ContextWeights, VisibleAssociation
 from recollect.choices.equation_terms import format_number
 from recollect.choices.features.base import Kernel
 from recollect.choices.member import Member
+from recollect.numerics import safe_log
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Context"]
 
 
-FORGOTTEN = -1e3  # exp of it is 0 also in float64; keeps a decay of 0 free of ∞ − ∞
+MIN_LOG_DECAY = -1e3  # its exponential is 0 also in float64; avoids ∞ − ∞ for a decay of 0
 
 
 class Context(Member):
     """The associations in the objective at time t.
 
-    One that sees all of the past weighs it by γ^(t−i) w_i, with the numbers ``"decay"`` (declared
-    with ``log=True``) and ``"weight"``, 1 where it declares none; one with a horizon by the gate
-    ``"window"``, axes ``("c",)``. Any other weights are stated in `over`, which only memories that
-    solve for each query ask for.
+    A context of all the past has the weights γ^(t−i) w_i: the quantities ``"decay"`` (declared with
+    ``log=True``) and ``"weight"``, by default 1. A context with a horizon has the gate
+    ``"window"``, axes ``("c",)``. Other weights are defined in `over`, for memories that solve for
+    each query.
 
     Attributes:
-        horizon: how many of the latest associations count; ``None`` is all of them.
+        horizon: number of latest associations that count; ``None`` for all.
         kernel: similarity of a key to the query, for memories that solve per query.
-        within: further restrictions whose weights multiply.
-        restricts: whether it may stand in another context's ``within``.
+        restrictions: contexts with weights that multiply.
+        is_restriction: whether another context may hold it in ``restrictions``.
         signed: whether its weights may be negative.
-        reads: gates that a query needs, also when it only reads.
-        block: consecutive associations that are shown or hidden together.
-        first: associations of a document's beginning that stay visible beside the latest.
-        keeps: how many associations later tokens still need, ``first`` included; ``None`` for all.
+        query_gates: gates that every query needs, also when a state is only read.
+        block: number of consecutive associations that are visible or hidden together.
+        num_sinks: number of a document's first associations that stay visible.
+        num_kept: number of associations that later tokens need, sinks included; ``None`` for all.
 
     Examples:
         >>> @rc.member
@@ -52,82 +53,85 @@ class Context(Member):
         >>> context.time_invariant, context.total("ℓ_i")
         (True, 'Σ_(i≤t) ℓ_i')
         >>> recipe = rc.Recipe(context=context, algorithm=rc.algorithm.LeastSquares())
-        >>> recipe.normal_form() == recipe.but(context=rc.context.Prefix()).normal_form()
-        Traceback (most recent call last):
-            ...
-        TypeError: 'str' object is not callable
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 3)
+        >>> same = recipe.replace(context=rc.context.Prefix())
+        >>> torch.equal(rc.recall(recipe, q, k, v)[0], rc.recall(same, q, k, v)[0])
+        True
     """
 
     choice = "context"
 
     kernel: Kernel | None = None
-    within: tuple[Context, ...] = ()
-    restricts: bool = False
+    restrictions: tuple[Context, ...] = ()
+    is_restriction: bool = False
     signed: bool = False
-    reads: tuple[str, ...] = ()
+    query_gates: tuple[str, ...] = ()
     block: int = 1
-    first: int = 0
+    num_sinks: int = 0
 
     def over(self, visible: VisibleAssociations) -> ContextWeights | None:
-        """This context's weights of the associations in ``visible``, beyond its horizon.
+        """Return the weights of the associations in ``visible``; ``None`` if all are 1.
 
-        ``None`` where they are all 1. Unless overridden, those of its numbers:
-        log γ_i^(t) = Σ_(i<j≤t) log γ_j + log w_i, from sums in float64.
+        Unless overridden, log γ_i^(t) = Σ_(i<j≤t) log γ_j + log w_i, summed in float64.
         """
-        if not (self.forgets or self.weighs):
+        if not (self.has_decay or self.has_weights):
             return None
         n = visible.valid.shape[1]
-        passed = torch.zeros(
-            *visible.valid.shape, visible.k.shape[2], device=visible.k.device
-        ).double()
-        if self.forgets:
-            steps = visible.rates["log_decay"].double().clamp_min(FORGOTTEN)
-            passed = torch.where(visible.valid.unsqueeze(-1), steps, 0.0).cumsum(1)
-        slots = visible.slots.clamp_max(max(n - 1, 0))
-        own = -passed
-        if self.weighs:
-            own = own + _log(visible.rates["weight"].double())
+        size = (*visible.valid.shape, visible.k.shape[2])
+        log_decay = torch.zeros(size, dtype=torch.float64, device=visible.k.device)  # cumulative
+        if self.has_decay:
+            steps = visible.rates["log_decay"].double().clamp_min(MIN_LOG_DECAY)
+            log_decay = torch.where(visible.valid.unsqueeze(-1), steps, 0.0).cumsum(1)
+        slots = visible.query_slots.clamp_max(max(n - 1, 0))
+        key_log_weight = -log_decay
+        if self.has_weights:
+            key_log_weight = key_log_weight + safe_log(visible.rates["weight"].double())
         dtype = visible.q.dtype
 
         def log_weight(queries: slice, keys: slice) -> Tensor:
-            # Sums far from each other cancel: take them from the first query of the piece.
-            q = passed[:, slots[queries]]  # [B, C, H]
-            start, reference = int(visible.first + (queries.start or 0)), q[:, :1]
-            q, k = (q - reference).transpose(1, 2), (own[:, keys] + reference).transpose(1, 2)
+            # Distant sums cancel: take them relative to the first query of the piece.
+            q = log_decay[:, slots[queries]]  # [B, C, H]
+            start, reference = int(visible.first_slot + (queries.start or 0)), q[:, :1]
+            k = (key_log_weight[:, keys] + reference).transpose(1, 2)
+            q = (q - reference).transpose(1, 2)
             total = q.to(dtype).unsqueeze(-1) + k.to(dtype).unsqueeze(-2)  # [B, H, C, m]
-            before = max(min(start, keys.stop) - keys.start, 0)
-            # Keys among the queries may stand far from the reference and close to each other.
-            total[..., before:] = (q.unsqueeze(-1) + k[..., before:].unsqueeze(-2)).to(dtype)
+            num_earlier = max(min(start, keys.stop) - keys.start, 0)
+            # Keys among the queries may be distant from the reference and close to the queries.
+            near = q.unsqueeze(-1) + k[..., num_earlier:].unsqueeze(-2)
+            total[..., num_earlier:] = near.to(dtype)
             return total.unsqueeze(2)
 
-        return ContextWeights(log=log_weight, of_key=own, hides=self.weighs)
+        return ContextWeights(
+            log=log_weight, key_part=key_log_weight, may_hide_all=self.has_weights
+        )
 
     @functools.cached_property
-    def forgets(self) -> bool:
-        """Whether a decay changes the weights of the past: its number ``"decay"`` is not 1."""
+    def has_decay(self) -> bool:
+        """Whether its quantity ``"decay"`` is not 1."""
         return self.varies("log_decay", 0.0)
 
     @functools.cached_property
-    def weighs(self) -> bool:
-        """Whether associations come with weights of their own: its number ``"weight"`` is not 1."""
+    def has_weights(self) -> bool:
+        """Whether its quantity ``"weight"`` is not 1."""
         return self.varies("weight", 1.0)
 
     @property
     def geometric(self) -> bool:
-        """Whether its weights are those of its numbers (``over`` is not overridden)."""
+        """Whether its quantities give its weights (``over`` is not overridden)."""
         return type(self).over is Context.over
 
     @property
     def uniform(self) -> bool:
-        """Whether all that it shows weighs 1."""
-        changes = self.forgets or self.weighs or "window" in self.numbers
-        return self.geometric and not changes
+        """Whether all visible associations have weight 1."""
+        weighted = self.has_decay or self.has_weights or "window" in self.numbers
+        return self.geometric and not weighted
 
     @property
     def time_invariant(self) -> bool:
-        """Whether it sees all of the past, and no weight changes with time."""
-        everything = self.horizon is None and self.kernel is None
-        return everything and self.geometric and not self.forgets
+        """Whether all of the past counts, with weights that do not change with time."""
+        if self.horizon is not None or self.kernel is not None:
+            return False
+        return self.geometric and not self.has_decay
 
     @property
     def horizon(self) -> int | None:
@@ -135,17 +139,22 @@ class Context(Member):
         return 1
 
     @property
-    def keeps(self) -> int | None:
+    def is_online(self) -> bool:
+        """Whether only the current association counts, with weight 1."""
+        return self.horizon == 1 and not self.gates()
+
+    @property
+    def num_kept(self) -> int | None:
         """Associations that later tokens still need, or ``None`` for all."""
         return self.horizon
 
     @property
     def index(self) -> str:
-        """The index of an association inside `total`."""
+        """Index of an association inside `total`."""
         return "t" if self.horizon == 1 else "i"
 
     def total(self, term: str) -> str:
-        """The sum over the context of a term of one association with index `index`."""
+        """Return the text of the sum of a term of one association, which has the index `index`."""
         if self.horizon == 1:
             return f"γ_t {term}" if "window" in self.numbers else term
         if self.horizon is None:
@@ -155,16 +164,16 @@ class Context(Member):
 
     @property
     def factor(self) -> str:
-        """How its weight of one association is written, inside of another context's sum."""
+        """Text of the weight of one association inside a sum."""
         if not self.geometric:
             return "γ_i^(t)"
         words: list[str] = []
-        if self.forgets:
+        if self.has_decay:
             decay = self.field_of("decay")
-            rate = "γ_i" if decay is None else self.symbol(decay, "i")
-            per_token = isinstance(rate, str) and rate.endswith("_i")
-            words.append("γ_i^(t)" if per_token else f"{format_number(rate)}^(t−i)")
-        if self.weighs:
+            gamma = "γ_i" if decay is None else self.symbol(decay, "i")
+            is_gate = isinstance(gamma, str) and gamma.endswith("_i")
+            words.append("γ_i^(t)" if is_gate else f"{format_number(gamma)}^(t−i)")
+        if self.has_weights:
             weight = self.field_of("weight")
             words.append("w_i" if weight is None else format_number(self.symbol(weight, "i")))
         return " ".join(words)
@@ -173,62 +182,55 @@ class Context(Member):
         notes = super().notes()
         if "window" in self.numbers and self.horizon != 1:
             return ("γ_i^(t): the current token's weight of association i", *notes)
-        if self.forgets and any(gate.name == "log_decay" for gate in self.gates()):
+        if self.has_decay and any(gate.name == "log_decay" for gate in self.gates()):
             return ("γ_i^(t): the product of the decays of the tokens after i", *notes)
         return notes
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        alone = recipe.context is self and self.kernel is None
-        if alone and not self.geometric:
-            if self.restricts:
+        is_restriction = recipe.context is not self
+        if is_restriction:
+            pass
+        elif self.kernel is not None:
+            if not self.geometric:
                 yield (
-                    f"{self.title} weighs associations for a query that compares them: use "
-                    f"context.Similar(within=({self.brief},))"
+                    f"{self.title} has a kernel, so its over() is not used: put a context with "
+                    "these weights into restrictions"
+                )
+        elif not self.geometric:
+            if self.is_restriction:
+                yield (
+                    f"{self.title} only restricts a context with a kernel: use "
+                    f"context.KernelWeighted(restrictions=({self.brief},))"
                 )
             elif self.signed or not recipe.solves_from_gram:
                 yield (
-                    f"{self.title} states weights in over(), which only memories that solve for "
-                    "each query ask for: declare the numbers 'decay' and 'weight', or set "
-                    "restricts and use context.Similar(within=...)"
+                    f"{self.title} defines weights in over(), which only memories that solve for "
+                    "each query use: declare the numbers 'decay' and 'weight', or set "
+                    "is_restriction and use context.KernelWeighted(restrictions=...)"
                 )
-        elif alone and self.horizon is None and not recipe.algorithm.full_batch:
+        elif self.horizon is None and not recipe.algorithm.full_batch:
             yield (
                 f"{self.title} is for algorithms that see all of the past at once, and "
                 f"{recipe.algorithm.title} takes one association at a time: use "
-                "retention.Decay() to forget, or algorithm.GradientDescent(steps=I)"
-            )
-        elif recipe.context is self and self.kernel is not None and not self.geometric:
-            yield (
-                f"{self.title} compares keys with its kernel, and nobody asks for its own over(): "
-                "put a context with those weights into within"
+                "retention.Decay() to forget, or algorithm.GradientDescent(updates_per_token=I)"
             )
         if self.geometric:
-            yield from self._unread(recipe)
+            yield from self._unused_quantities(is_restriction)
 
-    def _unread(self, recipe: RecipeLike) -> Iterator[str]:
-        """Numbers that nobody would read."""
-        past: dict[str, tuple[str, ...]] = {"log_decay": (), "weight": ()}
-        if recipe.context is not self:
-            read, what = past, "inside of another"
-        elif self.kernel is not None:
-            read, what = {}, "with a kernel"
-        elif self.horizon is None:
-            read, what = past, "that sees all of the past"
-        else:
-            read, what = {"window": ("c",)}, "with a horizon"
-        inside = {name for part in self.parts() for name in part.numbers}
-        known = " and ".join(f"{name!r} with axes {axes}" for name, axes in read.items())
+    def _unused_quantities(self, is_restriction: bool) -> Iterator[str]:
+        used: dict[str, tuple[str, ...]] = {"log_decay": (), "weight": ()}
+        kind = "inside another" if is_restriction else "of all the past"
+        if not is_restriction and self.kernel is not None:
+            used, kind = {}, "with a kernel"
+        elif not is_restriction and self.horizon is not None:
+            used, kind = {"window": ("c",)}, "with a horizon"
+        nested = {name for part in self.parts() for name in part.numbers}
+        expected = " and ".join(f"{name!r} with axes {axes}" for name, axes in used.items())
         for name, axes in self.numbers.items():
-            if name not in inside and read.get(name) != axes:
+            if name not in nested and used.get(name) != axes:
                 yield (
-                    f"{self.title} declares the number {name!r} with axes {axes}, and of a context "
-                    f"{what} {known or 'none'} is read (a decay as its logarithm): give its "
-                    "quantity that form, or drop it"
+                    f"{self.title} declares the number {name!r} with axes {axes}, but a context "
+                    f"{kind} uses {expected or 'none'} (a decay as its logarithm): give its "
+                    "quantity that form, or remove it"
                 )
-
-
-def _log(x: Tensor) -> Tensor:
-    """log x, −∞ at 0, without the infinite slope there."""
-    zero = x == 0
-    return torch.where(zero, -torch.inf, torch.where(zero, 1.0, x).log())

@@ -1,114 +1,115 @@
-"""A context weighted by similarity to the query: local regression."""
+"""Context weighted by similarity to the query: local regression."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from recollect.choices.context.base import Context
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import Exponential
-from recollect.choices.fields import slot
 from recollect.choices.member import member
+from recollect.fields import slot
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
-__all__ = ["Similar"]
+__all__ = ["KernelWeighted"]
 
 
 @member
-class Similar(Context):
-    """Associations weighed by their keys' likeness to the query, s(k_i, q) (TTR 48).
+class KernelWeighted(Context):
+    """Associations weighted by the similarity of their keys to the query, s(k_i, q) (TTR 48).
 
     Args:
         kernel: s, e.g. ``features.Exponential()``.
-        within: contexts whose weights multiply, e.g. ``(Window(size=64, gated=False),)``.
+        restrictions: contexts with weights that multiply, e.g. ``(Window(size=64, gated=False),)``.
 
     Examples:
         >>> window = rc.context.Window(size=2, gated=False)
         >>> recipe = rc.Recipe(  # attention over a sliding window of two tokens
         ...     memory=rc.memory.LocalConstant(),
-        ...     context=rc.context.Similar(within=(window,)),
+        ...     context=rc.context.KernelWeighted(restrictions=(window,)),
         ...     algorithm=rc.algorithm.Analytic(),
         ... )
         >>> q, k, v = torch.randn(3, 1, 5, 1, 4)
         >>> y, _ = rc.recall(recipe, q, k, v)
-        >>> alone, _ = rc.recall(recipe, q[:, 3:], k[:, 3:], v[:, 3:])
-        >>> torch.allclose(y[:, 4], alone[:, 1], atol=1e-6)  # token 4 sees tokens 3 and 4
+        >>> window_only, _ = rc.recall(recipe, q[:, 3:], k[:, 3:], v[:, 3:])
+        >>> torch.allclose(y[:, 4], window_only[:, 1], atol=1e-6)  # token 4 sees tokens 3 and 4
         True
     """
 
     kernel: Kernel | None = slot(Exponential(), "features")
-    within: tuple[Context, ...] = slot((), "context", many=True)
+    restrictions: tuple[Context, ...] = slot((), "context", many=True)
 
     @property
     def horizon(self) -> int | None:
-        spans = [part.horizon for part in self.within if part.horizon is not None]
-        return min(spans) if spans else None
+        # torch.compile does not support min(default=).
+        horizons = [part.horizon for part in self.restrictions if part.horizon is not None]
+        return min(horizons) if horizons else None
 
     @property
-    def _keeping(self) -> Context | None:
-        """The part that lets most associations go."""
-        fewest: Context | None = None  # a loop: torch.compile follows no min(key=)
-        for part in self.within:
-            if part.keeps is not None and (fewest is None or part.keeps < (fewest.keeps or 0)):
-                fewest = part
-        return fewest
+    def _tightest(self) -> Context | None:
+        """Restriction that keeps the fewest associations."""
+        tightest, fewest = None, math.inf  # a loop: torch.compile does not support min(key=)
+        for part in self.restrictions:
+            if part.num_kept is not None and part.num_kept < fewest:
+                tightest, fewest = part, part.num_kept
+        return tightest
 
     @property
-    def keeps(self) -> int | None:
-        part = self._keeping
-        return None if part is None else part.keeps
+    def num_kept(self) -> int | None:
+        return None if self._tightest is None else self._tightest.num_kept
 
     @property
-    def first(self) -> int:  # type: ignore[override]
-        part = self._keeping
-        return 0 if part is None else part.first
+    def num_sinks(self) -> int:  # type: ignore[override]
+        return 0 if self._tightest is None else self._tightest.num_sinks
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if not isinstance(self.kernel, Kernel):
             yield (
-                "context.Similar needs a kernel such as features.Exponential(), and "
+                "context.KernelWeighted needs a kernel such as features.Exponential(), and "
                 f"{self.kernel!r} is a finite map"
             )
         if recipe.memory.degree is None:
             yield (
-                f"context.Similar weighs associations by the query, and {recipe.memory.title} is "
-                "written before the query is known: use memory.LocalConstant()"
+                f"context.KernelWeighted weights associations by the query, and "
+                f"{recipe.memory.title} is written before the query: use memory.LocalConstant()"
             )
-        for part in self.within:
-            if not part.restricts:
+        for part in self.restrictions:
+            if not part.is_restriction:
                 yield (
-                    "context.Similar(within=...) restricts by Window(size=c, gated=False), "
-                    f"Prefix(), Blocks() or Bilinear(), not by {part.brief}"
+                    "context.KernelWeighted(restrictions=...) restricts by Window(size=c, "
+                    f"gated=False), Prefix(), TopBlocks() or Bilinear(), not by {part.brief}"
                 )
-        gapped = [p for p in self.within if p.keeps is not None and p.horizon is None]
-        if gapped:
-            rest = [part for part in self.within if part not in gapped]
-            others = [part for part in rest if part.horizon is not None or not part.uniform]
-            if others:
-                yield (
-                    f"{gapped[0].title} lets associations go between the first and the last, and "
-                    f"{others[0].brief} needs those that it sees in a row: use one of the two"
-                )
-        blocks = [part for part in self.within if part.block > 1]
-        spans = [part for part in self.within if part.horizon is not None]
-        if blocks and spans:
+        windows = [p for p in self.restrictions if p.horizon is not None]
+        with_gaps = [p for p in self.restrictions if p.num_kept is not None and p.horizon is None]
+        others = [
+            p
+            for p in self.restrictions
+            if p not in with_gaps and (p.horizon is not None or not p.uniform)
+        ]
+        if with_gaps and others:
             yield (
-                f"{blocks[0].title} scores blocks by all of their keys, and {spans[0].brief} lets "
-                "some of those go: use one of the two"
+                f"{with_gaps[0].title} drops associations between the first and the last, and "
+                f"{others[0].brief} needs consecutive associations: use one of the two"
             )
-        affine = recipe.bias.affine
-        if affine is not None and affine[0] != 0:
+        blocks = [part for part in self.restrictions if part.block > 1]
+        if blocks and windows:
+            yield (
+                f"{blocks[0].title} scores blocks by all of their keys, and {windows[0].brief} "
+                "drops some of them: use one of the two"
+            )
+        if recipe.bias.is_affine and recipe.bias.sees_prediction:
             if isinstance(self.kernel, Kernel) and not self.kernel.nonnegative:
                 yield (
                     f"a mean under {recipe.bias.title} needs weights >= 0, and "
-                    f"{self.kernel.title} in context.Similar may be negative: use "
+                    f"{self.kernel.title} in context.KernelWeighted may be negative: use "
                     "features.Exponential(), or bias.DotProduct() for a plain sum"
                 )
-            for part in self.within:
+            for part in self.restrictions:
                 if part.signed:
                     yield (
                         f"a mean under {recipe.bias.title} needs weights >= 0, and {part.brief} "
@@ -117,17 +118,13 @@ class Similar(Context):
                     )
 
     def total(self, term: str) -> str:
-        return f"{self.span} {self.weighed} {term}"
+        sum_text = f"Σ_(t−{self.horizon}<i≤t)" if self.horizon else "Σ_(i≤t)"
+        return f"{sum_text} {self.weight_text} {term}"
 
     @property
-    def span(self) -> str:
-        """The sum over the associations that count."""
-        return f"Σ_(t−{self.horizon}<i≤t)" if self.horizon else "Σ_(i≤t)"
-
-    @property
-    def weighed(self) -> str:
-        """The weight of one association."""
-        return " ".join([*filter(None, (part.factor for part in self.within)), "s(k_i, q_t)"])
+    def weight_text(self) -> str:
+        """Text of the weight of one association."""
+        return " ".join([*filter(None, (part.factor for part in self.restrictions)), "s(k_i, q_t)"])
 
     def notes(self) -> tuple[str, ...]:
         assert self.kernel is not None  # only None is refused by requires()

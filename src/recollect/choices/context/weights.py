@@ -1,4 +1,4 @@
-"""Associations as a context sees them when it computes their log weights for a query."""
+"""Inputs and results of `Context.over`."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ __all__ = ["ContextWeights", "VisibleAssociations"]
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleAssociations:
-    """Associations in one run of n slots, oldest first, and the T queries that ask for them.
+    """Associations in n consecutive slots, oldest first, and T queries.
 
     Attributes:
-        q: ``[B, T, H, G, K]``. k: ``[B, n, H, K]``.
-        rates: every number of the recipe for each association, ``[B, n, H, ...]``.
-        asked: those of the queries, ``[B, T, H, ...]``.
-        valid: ``[B, n]``, False where a slot holds nothing.
+        q: queries ``[B, T, H, G, K]``.
+        k: keys ``[B, n, H, K]``.
+        rates: every quantity of the recipe for each association, ``[B, n, H, ...]``.
+        query_rates: every quantity of the recipe for each query, ``[B, T, H, ...]``.
+        valid: ``[B, n]``, False for empty slots.
         position: index of each association in its document, ``[B, n]``.
-        where: index of each query in its document, ``[B, T]``.
-        slots: slot of each query's own association ``[T]``; the last one for queries that only
+        query_position: index of each query in its document, ``[B, T]``.
+        query_slots: slot of each query's own association ``[T]``; the last one if a state is only
             read.
-        first: slot of the first query's own association; n for queries that only read.
-        full: whether it is known, without looking, that every slot holds an association.
-        end: what ``position`` and ``where`` stay below, where that is known without looking.
+        first_slot: slot of the first query's own association; n if a state is only read.
+        is_full: whether every slot holds an association; False if unknown.
+        max_position: upper bound of ``position`` and ``query_position``, exclusive; ``None`` if
+            unknown.
     """
 
     q: Tensor
     k: Tensor
     rates: Mapping[str, Tensor]
-    asked: Mapping[str, Tensor]
+    query_rates: Mapping[str, Tensor]
     valid: Tensor
     position: Tensor
-    where: Tensor
-    slots: Tensor
-    first: int
-    full: bool = False
-    end: int | None = None
+    query_position: Tensor
+    query_slots: Tensor
+    first_slot: int
+    is_full: bool = False
+    max_position: int | None = None
 
 
 Piece = Callable[[slice, slice], Tensor]
-"""Numbers for a piece of the queries and one of the slots, ``[B, H, G, C, m]`` or broadcastable."""
+"""Values for a piece of the queries and one of the slots, broadcastable to ``[B, H, G, C, m]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +52,18 @@ class ContextWeights:
     """A context's weights γ_i^(t), computed piece by piece.
 
     Attributes:
-        log: their logarithms, where none is negative; −∞ hides an association.
-        value: the weights themselves, where they may be negative.
-        of_key: ``[B, n, H]`` when the logarithm is this plus something of the query alone.
-        hard: whether they are 0 or 1 (no gradient flows through them).
-        hides: whether all of a query's associations may weigh 0, its own included.
-        band: (n, c), where exactly the first n associations of a document and the last c weigh 1.
+        log: their logarithms if none is negative; −∞ hides an association.
+        value: the weights if they may be negative.
+        key_part: ``[B, n, H]`` if the logarithm is this plus a function of the query.
+        is_binary: whether they are 0 or 1 (without a gradient).
+        may_hide_all: whether all associations of a query may have weight 0, its own included.
+        sink_and_window: (n, c) if exactly the first n associations of a document and the last c
+            have weight 1.
     """
 
     log: Piece | None = None
     value: Piece | None = None
-    of_key: Tensor | None = None
-    hard: bool = False
-    hides: bool = False
-    band: tuple[int, int] | None = None
+    key_part: Tensor | None = None
+    is_binary: bool = False
+    may_hide_all: bool = False
+    sink_and_window: tuple[int, int] | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from recollect.choices.context.base import Context
-from recollect.choices.fields import Gate, Range, flag, integer, quantity
 from recollect.choices.member import member
+from recollect.fields import Gate, Range, flag, integer, quantity
 
 __all__ = ["Online", "Prefix", "Window"]
 
@@ -40,7 +40,7 @@ class Window(Context):
     gated: bool = flag(True)
 
     @property
-    def restricts(self) -> bool:  # type: ignore[override]
+    def is_restriction(self) -> bool:  # type: ignore[override]
         return not self.gated
 
     @property
@@ -57,6 +57,7 @@ class Window(Context):
                 axes=("c",),
                 range=Range(low=0.0),
                 init=1.0 / self.size,
+                role="rate",
             ),
         )
 
@@ -70,17 +71,25 @@ class Prefix(Context):
         weight: w_i ≥ 0: a constant or the gate ``"weight"``, which travels with the association.
 
     Examples:
-        >>> context = rc.context.Prefix(decay="token")
+        >>> context = rc.context.Prefix(decay="input")
         >>> context.total("ℓ_i"), [gate.name for gate in context.gates()]
         ('Σ_(i≤t) γ_i^(t) ℓ_i', ['log_decay'])
     """
 
-    decay: float | str = quantity(1.0, above=0, at_most=1, init=0.98, log=True, letter="γ")
+    decay: float | str = quantity(
+        1.0, above=0, at_most=1, init=0.98, log=True, letter="γ", role="decay"
+    )
     weight: float | str = quantity(
-        1.0, at_least=0, init=1.0, travels=True, kinds=("token",), letter="w"
+        1.0,
+        at_least=0,
+        init=1.0,
+        per_association=True,
+        sources=("input",),
+        letter="w",
+        role="weight",
     )
 
-    restricts = True
+    is_restriction = True
 
     @property
     def horizon(self) -> None:

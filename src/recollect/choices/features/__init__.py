@@ -1,6 +1,6 @@
-"""Features: how keys and queries are lifted before the memory sees them.
+"""Features of keys and queries, which are the inputs of the memory.
 
-A finite map answers ``dim`` and ``phi``; an infinite one (a *kernel*) answers ``kappa`` only.
+A finite map defines ``dim`` and ``phi``; an infinite one (a *kernel*) defines ``kappa`` only.
 
 Examples:
     >>> rc.features.Taylor(order=2).dim(4)
@@ -8,8 +8,6 @@ Examples:
     >>> rc.features.Exponential().finite
     False
 """
-
-from typing import TYPE_CHECKING
 
 from recollect.choices.features.base import Features, Kernel
 from recollect.choices.features.finite import EluPlusOne, Identity, Polynomial, Relu, Silu, Taylor
@@ -29,7 +27,6 @@ from recollect.choices.features.random import (
     PositiveRandom,
     RandomFourier,
 )
-from recollect.wording import suggests
 
 __all__ = [
     "Cosine",
@@ -57,6 +54,3 @@ __all__ = [
     "SwishKernel",
     "Taylor",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = suggests(__name__, __all__)

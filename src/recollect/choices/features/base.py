@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from recollect.choices.member import Member, RecipeError
-from recollect.choices.trial import check_phi
+from recollect.choices.member import Member
+from recollect.choices.overrides import check_override
 
-__all__ = ["Features", "Kernel"]
+__all__ = ["Features", "Kernel", "affine_map", "resolve_tau", "tau_text"]
+
+
+def resolve_tau(temperature: float | None, K: int) -> float:
+    """Return a temperature τ, √K for ``None``."""
+    return math.sqrt(K) if temperature is None else temperature
+
+
+def tau_text(temperature: float | None) -> str:
+    """Return the text of a temperature in an equation."""
+    return "√K" if temperature is None else f"{temperature:g}"
+
+
+def affine_map(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Return ``weight [H, m, K]`` x + ``shift [H, m]`` for x ``[B, T, H, N, K]``."""
+    flat = x.flatten(3, -2)  # [B, T, H, n, K], for any axes between heads and channels
+    y = torch.einsum("bthnk,hmk->bthnm", flat, weight.to(x.dtype))
+    if shift is not None:
+        y = y + shift.to(x.dtype).unsqueeze(-2)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class Features(Member):
-    """What keys and queries become: φ with φ(q)·φ(k) = κ(q, k).
+    """Map φ of keys and queries, with φ(q)·φ(k) = κ(q, k).
 
-    Override `phi` (and `dim` when the width changes) for a finite map, or extend `Kernel`. Its
-    numbers are learned tensors: params, or quantities given as ``"static"``.
+    Override `phi` (and `dim` if the width changes) for a finite map, or extend `Kernel`. Its
+    quantities are learned tensors: params, or quantities with the value ``"learned"``.
 
     Attributes:
-        definite: whether every Gram matrix κ(K, K) is known to be positive semidefinite.
-        decimals: digits to which κ is rounded, if it is.
+        is_positive_definite: whether every Gram matrix κ(K, K) is positive semidefinite.
+        decimals: number of decimals to which κ is rounded; ``None`` without rounding.
 
     Examples:
         >>> @rc.member
@@ -40,96 +61,98 @@ class Features(Member):
 
     choice = "features"
 
-    definite: bool = False
+    is_positive_definite: bool = False
     decimals: int | None = None
 
     @property
     def lifts(self) -> bool:
-        """Whether φ(x) may be anything but x itself, so that `phi` has to be asked."""
+        """Whether φ(x) may differ from x."""
         return True
 
     @property
     def positive(self) -> bool:
-        """Whether κ > 0 and its logarithm is stated."""
+        """Whether κ > 0 and its logarithm is defined."""
         return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_override(cls, "phi", "x, params, side, position")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._handed_params("phi")
-        if type(self).phi is not Features.phi and self.finite and (wrong := check_phi(self)):
-            raise RecipeError(wrong)
+        self._require_params_only("phi")
 
     def similarity(self, k: str, q: str) -> str:
-        """How κ(q, k) is written in an equation.
+        """Return the text of κ(q, k) in an equation.
 
         Args:
-            k: how the key is written, e.g. ``"k_i"``.
-            q: how the query is written, e.g. ``"q_t"``.
+            k: text of the key, e.g. ``"k_i"``.
+            q: text of the query, e.g. ``"q_t"``.
         """
         return f"{self.lift(q)}·{self.lift(k)}"
 
     @property
     def finite(self) -> bool:
-        """Whether φ(x) can be written down as a vector."""
+        """Whether φ(x) is a vector of finite length."""
         return True
 
     def dim(self, K: int) -> int:
-        """F, the number of features of a key of size K."""
+        """Return F, the number of features of a key of size K."""
         return K
 
     def longest(self, K: int, dtype: torch.dtype) -> float | None:
-        """‖x‖ beyond which φ(x) is not to be had in a dtype; ``None`` where there is no such end.
+        """Return the norm of x beyond which φ(x) underflows in a dtype; ``None`` without a limit.
 
-        Where a read divides by their sum, longer keys and queries are refused on a CPU: it would
-        be 0/0.
+        Reads that divide by the sum of the features refuse longer keys and queries on a CPU,
+        because the result would be 0/0.
 
         Args:
             K: channels of x.
-            dtype: of φ(x).
+            dtype: dtype of φ(x).
         """
         return None
 
     def axes(self, K: int) -> dict[str, int]:
-        """Sizes of the axes that this map's params have beside K and F."""
+        """Return the sizes of the axes of this map's params other than K and F."""
         return {}
 
     def flops(self, K: int) -> int:
-        """Operations of the matrix products that lift one key or query."""
+        """Return the operations of the matrix products for one key or query."""
         return 0
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
-        """Lift ``x [B, T, H, N, K]`` to ``[B, T, H, N, F]``.
+        """Return the features ``[B, T, H, N, F]`` of ``x [B, T, H, N, K]``.
 
         Args:
             x: keys (N = 1) or queries (N = queries per memory).
             params: this map's learned tensors, each ``[H, ...]``.
-            side: ``"key"`` or ``"query"``, for maps that treat them apart.
+            side: ``"key"`` or ``"query"``, for maps that differ between them.
             position: index of the token in its document, ``[B, T]``, from 0.
 
         Raises:
-            NotImplementedError: a kernel, whose features are infinitely many.
+            NotImplementedError: the member is a kernel, with infinitely many features.
         """
         raise NotImplementedError(f"{self.title} must override phi")
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        """κ(q, k) for every pair: ``[..., M, K], [..., N, K] -> [..., M, N]``.
+        """Return κ(q, k) of every pair: ``[..., M, K], [..., N, K] -> [..., M, N]``.
 
         Args:
             q: queries ``[..., M, K]``.
             k: keys ``[..., N, K]``.
 
         Raises:
-            NotImplementedError: features known only through `phi`.
+            NotImplementedError: the member defines `phi` only.
         """
         raise NotImplementedError(f"{self.title} has no closed kernel; use phi")
 
     def lift(self, x: str) -> str:
-        """How φ(x) is written in an equation."""
+        """Return the text of φ(x) in an equation."""
         return f"φ({x})"
 
     @property
     def text(self) -> str:
-        """What φ is, when `lift` does not say it; the class's name unless overridden."""
+        """Definition of φ in an equation's legend, for maps with the text φ(x)."""
         return type(self).__name__.lower()
 
     def notes(self) -> tuple[str, ...]:
@@ -137,12 +160,12 @@ class Features(Member):
 
 
 class Kernel(Features):
-    """Infinitely many features, known only through κ(q, k).
+    """Map with infinitely many features, defined by κ(q, k).
 
-    Override `kappa`; or `log_kappa`, from which it follows, where κ is positive.
+    Override `kappa`, or `log_kappa` if κ is positive: `kappa` is then its exponential.
 
     Attributes:
-        smooth: whether its gradient is its slope; otherwise it stands in for one (`Round`).
+        smooth: whether its gradient is its derivative; `Round` replaces the derivative.
 
     Examples:
         >>> @rc.member
@@ -169,20 +192,21 @@ class Kernel(Features):
         raise ValueError(f"{self.title} has infinitely many features")
 
     def log_kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        """log κ(q, k), shaped like `kappa`, so that a softmax over it never overflows.
+        """Return log κ(q, k), with the shape of `kappa`: a softmax over it never overflows.
 
         Args:
             q: queries ``[..., M, K]``.
             k: keys ``[..., N, K]``.
 
         Raises:
-            NotImplementedError: a kernel that may be negative or zero.
+            NotImplementedError: the kernel may be negative or zero.
         """
-        raise NotImplementedError(f"{self.title} is not known to be positive; use kappa")
+        raise NotImplementedError(
+            f"{self.title} has no log_kappa, which needs a positive kernel: use kappa"
+        )
 
     @property
     def positive(self) -> bool:
-        """Whether κ > 0 and its logarithm is stated."""
         return type(self).log_kappa is not Kernel.log_kappa
 
     @property
@@ -191,7 +215,7 @@ class Kernel(Features):
         return self.positive
 
     def exponent(self, K: int) -> tuple[float, float] | None:
-        """(a, b) when log κ = a q·k + b (‖q‖² + ‖k‖²) for keys of size K, else ``None``."""
+        """Return (a, b) if log κ = a q·k + b (‖q‖² + ‖k‖²) for keys of size K, else ``None``."""
         return None
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
@@ -202,5 +226,4 @@ class Kernel(Features):
         return f"infinitely many, with φ(q)·φ(k) = {self.similarity('k', 'q')}"
 
     def similarity(self, k: str, q: str) -> str:
-        """How κ(q, k) is written in an equation."""
         return f"{type(self).__name__.lower()}({k}, {q})"

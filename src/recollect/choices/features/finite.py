@@ -1,7 +1,4 @@
-"""Feature maps in closed form: identity, elementwise functions and polynomials.
-
-A finite map answers ``dim`` and ``phi``; an infinite one (a *kernel*) answers ``kappa`` only.
-"""
+"""Feature maps in closed form: identity, elementwise functions and polynomials."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.base import Features
+from recollect.choices.features.base import Features, resolve_tau, tau_text
 from recollect.choices.features.monomials import monomials
-from recollect.choices.fields import Param, integer, number
 from recollect.choices.member import RecipeError, member
-from recollect.wording import shown
+from recollect.fields import Param, integer, number
+from recollect.messages import short_repr
 
 __all__ = ["EluPlusOne", "Identity", "Polynomial", "Relu", "Silu", "Taylor"]
 
@@ -122,8 +119,8 @@ class Polynomial(Features):
     def validate(self) -> None:
         if self.degree > 100:  # 1/i! is 0 in float32 from i = 39
             raise RecipeError(
-                f"{self.title}(degree=...) must be from 1 to 100, not {shown(self.degree)}: higher "
-                "monomials weigh nothing"
+                f"{self.title}(degree=...) must be from 1 to 100, not {short_repr(self.degree)}: "
+                "the weights of higher monomials are 0"
             )
 
     def dim(self, K: int) -> int:
@@ -171,15 +168,11 @@ class Taylor(Features):
     def dim(self, K: int) -> int:
         return math.comb(K + self.order, self.order)
 
-    def _tau(self, K: int) -> float:
-        return math.sqrt(K) if self.temperature is None else self.temperature
-
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
-        tau = self._tau(x.shape[-1])
+        tau = resolve_tau(self.temperature, x.shape[-1])
         a = [x.new_full((), tau**-i / math.factorial(i)) for i in range(self.order + 1)]
         return monomials(x, a)
 
     @property
     def text(self) -> str:
-        scale = "√K" if self.temperature is None else f"{self.temperature:g}"
-        return f"φ(q)·φ(k) = exp(q·k/{scale}) to order {self.order}"
+        return f"φ(q)·φ(k) = exp(q·k/{tau_text(self.temperature)}) to order {self.order}"

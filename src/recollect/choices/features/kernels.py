@@ -1,9 +1,4 @@
-"""Kernels: infinitely many features, known only through κ(q, k).
-
-All but the Gaussian are functions of the product q·k. A kernel that is positive also states its
-logarithm, so that a softmax over it never overflows; one whose Gram matrices are positive
-semidefinite says so with ``definite``.
-"""
+"""Kernels: maps with infinitely many features, defined by κ(q, k)."""
 
 from __future__ import annotations
 
@@ -13,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.base import Kernel
-from recollect.choices.fields import integer, number
+from recollect.choices.features.base import Kernel, resolve_tau, tau_text
 from recollect.choices.member import member
+from recollect.fields import integer, number
 
 __all__ = [
     "Exponential",
@@ -28,29 +23,22 @@ __all__ = [
 ]
 
 
-def _products(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.transpose(-1, -2)
-
-
-class _OfTemperature(Kernel):
-    """A function of q·k/τ; ``None`` is τ = √K."""
+class _TemperatureKernel(Kernel):
+    """Function of q·k/τ."""
 
     temperature: float | None
 
     def tau(self, K: int) -> float:
-        """The temperature for keys of size K."""
-        return math.sqrt(K) if self.temperature is None else self.temperature
+        """Return the temperature for keys of size K."""
+        return resolve_tau(self.temperature, K)
 
-    @property
-    def _scale(self) -> str:
-        return "√K" if self.temperature is None else f"{self.temperature:g}"
-
-    def _scaled(self, k: str, q: str) -> str:
-        return f"{k}·{q}/{self._scale}" if self._scale != "1" else f"{k}·{q}"
+    def _scaled_product_text(self, k: str, q: str) -> str:
+        scale = tau_text(self.temperature)
+        return f"{k}·{q}" if scale == "1" else f"{k}·{q}/{scale}"
 
 
 @member
-class Exponential(_OfTemperature):
+class Exponential(_TemperatureKernel):
     """κ(q, k) = exp(q·k/τ), softmax attention's similarity (TTR 50).
 
     Args:
@@ -64,16 +52,16 @@ class Exponential(_OfTemperature):
 
     temperature: float | None = number(None, above=0, optional=True)
 
-    definite = True
+    is_positive_definite = True
 
     def log_kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        return _products(q, k) / self.tau(q.shape[-1])
+        return q @ k.mT / self.tau(q.shape[-1])
 
     def exponent(self, K: int) -> tuple[float, float]:
         return 1 / self.tau(K), 0.0
 
     def similarity(self, k: str, q: str) -> str:
-        return f"exp({self._scaled(k, q)})"
+        return f"exp({self._scaled_product_text(k, q)})"
 
     def lift(self, x: str) -> str:
         return f"φ*({x})"
@@ -81,11 +69,11 @@ class Exponential(_OfTemperature):
 
 @member
 class Gaussian(Kernel):
-    """κ(q, k) = exp(−‖q − k‖²/B), a likeness that falls with the distance (TTR 51).
+    """κ(q, k) = exp(−‖q − k‖²/B), which decreases with the distance (TTR 51).
 
     Args:
-        bandwidth: B > 0; ``None`` is 2√K, with which queries and keys of one length give
-            `Exponential`'s weights.
+        bandwidth: B > 0; ``None`` is 2√K, for the weights of `Exponential` if queries and keys have
+            equal lengths.
 
     Examples:
         >>> q, k = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
@@ -95,7 +83,7 @@ class Gaussian(Kernel):
 
     bandwidth: float | None = number(None, above=0, optional=True)
 
-    definite = True
+    is_positive_definite = True
 
     def exponent(self, K: int) -> tuple[float, float]:
         bandwidth = 2 * math.sqrt(K) if self.bandwidth is None else self.bandwidth
@@ -104,7 +92,7 @@ class Gaussian(Kernel):
     def log_kappa(self, q: Tensor, k: Tensor) -> Tensor:
         a, b = self.exponent(q.shape[-1])
         lengths = q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2)
-        return a * _products(q, k) + b * lengths
+        return a * q @ k.mT + b * lengths
 
     def similarity(self, k: str, q: str) -> str:
         return f"exp(−‖{k} − {q}‖²/{'2√K' if self.bandwidth is None else f'{self.bandwidth:g}'})"
@@ -112,7 +100,7 @@ class Gaussian(Kernel):
 
 @member
 class LinearKernel(Kernel):
-    """κ(q, k) = q·k: the identity's features, kept as associations (AM 7).
+    """κ(q, k) = q·k: identity features with stored associations (AM 7).
 
     Examples:
         >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
@@ -120,10 +108,10 @@ class LinearKernel(Kernel):
         tensor([[ 2., -1.]])
     """
 
-    definite = True
+    is_positive_definite = True
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        return _products(q, k)
+        return q @ k.mT
 
     def similarity(self, k: str, q: str) -> str:
         return f"{k}·{q}"
@@ -131,7 +119,7 @@ class LinearKernel(Kernel):
 
 @member
 class ReluKernel(Kernel):
-    """κ(q, k) = max(q·k, 0), a feed-forward network's (AM 14).
+    """κ(q, k) = max(q·k, 0), as in a feed-forward network (AM 14).
 
     Examples:
         >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
@@ -144,7 +132,7 @@ class ReluKernel(Kernel):
         return True
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        return functional.relu(_products(q, k))
+        return functional.relu(q @ k.mT)
 
     def similarity(self, k: str, q: str) -> str:
         return f"relu({k}·{q})"
@@ -152,7 +140,7 @@ class ReluKernel(Kernel):
 
 @member
 class SwishKernel(Kernel):
-    """κ(q, k) = q·k · sigmoid(q·k), of a feed-forward network with SiLU (AM after 14).
+    """κ(q, k) = q·k · sigmoid(q·k), as in a feed-forward network with SiLU (AM after 14).
 
     Examples:
         >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
@@ -161,14 +149,14 @@ class SwishKernel(Kernel):
     """
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        return functional.silu(_products(q, k))
+        return functional.silu(q @ k.mT)
 
     def similarity(self, k: str, q: str) -> str:
         return f"silu({k}·{q})"
 
 
 @member
-class Solu(_OfTemperature):
+class Solu(_TemperatureKernel):
     """κ(q, k) = (q·k) exp(q·k/τ): linear times exponential (AM 16).
 
     Args:
@@ -183,25 +171,25 @@ class Solu(_OfTemperature):
     temperature: float | None = number(None, above=0, optional=True)
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        x = _products(q, k)
+        x = q @ k.mT
         return x * (x / self.tau(q.shape[-1])).exp()
 
     def similarity(self, k: str, q: str) -> str:
-        return f"({k}·{q}) exp({self._scaled(k, q)})"
+        return f"({k}·{q}) exp({self._scaled_product_text(k, q)})"
 
 
 @member
 class Round(Kernel):
     """κ(q, k) = q·k rounded, which tracks exchanged states exactly (AM theorem 1).
 
-    Gradients pass straight through, as if nothing were rounded. Halves go to the even neighbour.
+    The gradient is that of q·k. Halves are rounded to even.
 
     Args:
-        decimals: digits after the point that stay.
+        decimals: number of decimals.
 
     Examples:
         >>> q, k = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.9, 0.3], [0.1, 1.0]])
-        >>> rc.features.Round().kappa(q, k)  # what is nearly orthogonal becomes so
+        >>> rc.features.Round().kappa(q, k)  # nearly orthogonal keys become orthogonal
         tensor([[1., 0.]])
     """
 
@@ -210,7 +198,7 @@ class Round(Kernel):
     smooth = False
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        x = _products(q, k)
+        x = q @ k.mT
         return torch.round(x, decimals=self.decimals).detach() + (x - x.detach())
 
     def similarity(self, k: str, q: str) -> str:

@@ -1,4 +1,4 @@
-"""Feature maps that are learned, that follow the position, or that multiply channels."""
+"""Feature maps that are learned, depend on the position, or multiply channels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.base import Features
+from recollect.choices.features.base import Features, affine_map
 from recollect.choices.features.monomials import quadratic
-from recollect.choices.fields import Param, flag, integer
 from recollect.choices.member import member
+from recollect.fields import Param, flag, integer
+from recollect.numerics import safe_divide
 
 __all__ = ["Cosine", "Dpfp", "Hedgehog", "LearnedRelu", "Quadratic"]
 
@@ -20,34 +21,26 @@ SIDES = {"query": 0, "key": 1}
 
 
 def _sides(params: Mapping[str, Tensor], name: str, side: str, like: Tensor) -> Tensor:
-    """The query's or the key's part of a param ``[H, side, ...]``."""
+    """Return the part of a param ``[H, side, ...]`` for queries or keys."""
     return params[name][:, SIDES[side]].to(like.dtype)
-
-
-def _affine(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
-    """``weight [H, m, K]`` x + ``shift [H, m]``, for x ``[B, T, H, N, K]``."""
-    flat = x.flatten(3, -2)  # [B, T, H, n, K], whatever stands between heads and channels
-    y = torch.einsum("bthnk,hmk->bthnm", flat, weight.to(x.dtype))
-    return (y + shift.to(x.dtype).unsqueeze(-2)).reshape(*x.shape[:-1], y.shape[-1])
 
 
 @member
 class Cosine(Features):
-    """Rectified features whose match fades with distance (cosFormer).
+    """Rectified features with a similarity that decreases with distance (cosFormer).
 
-    φ(x_t) = [relu(x) cos(πt/2M), relu(x) sin(πt/2M)], so φ(q_t)·φ(k_i) = relu(q)·relu(k)
-    cos(π(t − i)/2M): never negative within M tokens. t is the token's index in its document, from
-    0. From t = M on it stands still at M, which keeps every weight non-negative. F = 2K.
-    Source: Qin et al. 2022 (cosFormer), eqs. 9–12; beyond M, the length of their sequences, they
-    define nothing.
+    φ(x_t) = [relu(x) cos(πt/2M), relu(x) sin(πt/2M)]. Hence φ(q_t)·φ(k_i) = relu(q)·relu(k)
+    cos(π(t − i)/2M) ≥ 0 for t, i ≤ M. t is the token's index in its document, from 0; later tokens
+    use t = M, which keeps every weight non-negative. F = 2K.
+    Source: Qin et al. 2022 (cosFormer), eqs. 9–12, for sequences of at most M tokens.
 
     Args:
-        length: M ≥ 1, the longest sequence in which positions count.
+        length: M ≥ 1, the longest sequence with distinct positions.
 
     Examples:
         >>> features, x = rc.features.Cosine(length=8), torch.ones(1, 8, 1, 1, 1)
         >>> phi = features.phi(x, {}, "key", torch.arange(8)[None]).view(8, 2)  # [T, F]
-        >>> (phi @ phi[0]).round(decimals=2)  # the match of token 0 fades with the distance
+        >>> (phi @ phi[0]).round(decimals=2)  # similarity to token 0
         tensor([1.0000, 0.9800, 0.9200, 0.8300, 0.7100, 0.5600, 0.3800, 0.2000])
     """
 
@@ -71,22 +64,22 @@ class Cosine(Features):
 
 @member
 class Hedgehog(Features):
-    """Learned features that imitate softmax's spikes (Hedgehog).
+    """Learned features that approximate the peaks of a softmax (Hedgehog).
 
-    φ(x) = [exp(Wx + b), exp(−Wx − b)], with W ``[K, K]`` and b of the query's and of the key's own;
-    ``normalize`` divides by the sum of the features (a softmax over them), which keeps them
-    bounded. W starts at the identity and b at 0. F = 2K, O(K²) per token and head.
+    φ(x) = [exp(Wx + b), exp(−Wx − b)], with separate W ``[K, K]`` and b for queries and keys,
+    initially the identity and 0. ``normalize`` divides by the sum of the features (a softmax over
+    them), which bounds them. F = 2K, O(K²) per token and head.
     Source: Zhang et al. 2024 (the Hedgehog & the porcupine), section 4.2; the softmax is their
     guard against overflow.
 
     Args:
-        normalize: the features of a token sum to one.
+        normalize: whether the features of a token sum to one.
 
     Examples:
         >>> features = rc.features.Hedgehog()
         >>> features.dim(8)
         16
-        >>> layer = rc.MemoryLayer(16, heads=2, recipe=rc.Recipe(features=features))
+        >>> layer = rc.MemoryLayer(16, num_heads=2, recipe=rc.Recipe(features=features))
         >>> layer(torch.randn(1, 4, 16))[0].shape
         torch.Size([1, 4, 16])
     """
@@ -112,7 +105,7 @@ class Hedgehog(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         weight = _sides(params, "feature_map", side, x)
-        z = _affine(x, weight, _sides(params, "feature_shift", side, x))
+        z = affine_map(x, weight, _sides(params, "feature_shift", side, x))
         z = torch.cat([z, -z], dim=-1)
         return z.softmax(-1) if self.normalize else z.exp()
 
@@ -125,10 +118,10 @@ class Hedgehog(Features):
 class LearnedRelu(Features):
     """φ(x) = relu(Wx + b), learned per head, one map for queries and keys (T2R).
 
-    O(mK) per token and head. Source: Kasai et al. 2021, eq. 4. W starts N(0, 1/K), b at 0.
+    O(mK) per token and head. Source: Kasai et al. 2021, eq. 4. Initially W ~ N(0, 1/K), b = 0.
 
     Args:
-        features: m; ``None`` is K. (T2R finds 32 to be enough for heads of 64.)
+        features: m; ``None`` is K. T2R uses 32 for heads of 64.
 
     Examples:
         >>> features = rc.features.LearnedRelu(features=32)
@@ -155,7 +148,7 @@ class LearnedRelu(Features):
         )
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
-        return functional.relu(_affine(x, params["feature_map"], params["feature_shift"]))
+        return functional.relu(affine_map(x, params["feature_map"], params["feature_shift"]))
 
     @property
     def text(self) -> str:
@@ -164,12 +157,11 @@ class LearnedRelu(Features):
 
 @member
 class Quadratic(Features):
-    """The square of an inner product after a learned normalisation (ReBased).
+    """Square of an inner product after a learned normalisation (ReBased).
 
-    φ(q)·φ(k) = (q'·k')²/K with x' = γ ⊙ norm(x) + β, γ and β of the query's and of the key's own,
-    norm(x) = (x − mean)/√(variance + 1e-5). A product of zero is a weight of zero, which the Taylor
-    map cannot give. F = K(K + 1)/2.
-    Source: Aksenov et al. 2024 (ReBased), section 4. γ starts at 1, β at 0.
+    φ(q)·φ(k) = (q'·k')²/K with x' = γ ⊙ norm(x) + β, norm(x) = (x − mean)/√(variance + 1e-5), and
+    separate γ and β for queries and keys, initially 1 and 0. Unlike those of `Taylor`, weights can
+    be zero. F = K(K + 1)/2. Source: Aksenov et al. 2024 (ReBased), section 4.
 
     Examples:
         >>> features = rc.features.Quadratic()
@@ -217,7 +209,7 @@ class Dpfp(Features):
 
     Args:
         nu: ν ≥ 1; shifts from 2K on repeat.
-        normalize: the features of a token sum to one, or are all 0.
+        normalize: whether the features of a token sum to one, unless all are 0.
 
     Examples:
         >>> features = rc.features.Dpfp(nu=2)
@@ -236,12 +228,11 @@ class Dpfp(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         r = functional.relu(torch.cat([x, -x], dim=-1))
-        # Entry i + j stands at i: a shift to the left by j.
         lifted = torch.cat([r * r.roll(-j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
         if not self.normalize:
             return lifted
         total = lifted.sum(-1, keepdim=True)
-        return torch.where(total > 0, lifted / torch.where(total > 0, total, 1.0), 0.0)
+        return safe_divide(lifted, total)
 
     @property
     def text(self) -> str:

@@ -1,8 +1,7 @@
-"""Feature maps made of random directions: their inner products estimate a kernel.
+"""Feature maps of random directions with inner products that estimate a kernel.
 
-The directions are params that nobody trains (``learned=False``): drawn once per head, the same for
-queries and keys, at every token and in every call, so that what was written can be read. How the
-error falls with their number is measured in ``tests/test_feature_maps.py``.
+The directions are params that are not trained (``learned=False``). They are drawn once per head,
+and are equal for queries and keys, at every token and in every call.
 """
 
 from __future__ import annotations
@@ -13,42 +12,36 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import constant
-from recollect.choices.features.base import Features
+from recollect.choices.features.base import (
+    Features,
+    affine_map,
+    resolve_tau,
+    tau_text,
+)
 from recollect.choices.features.monomials import quadratic
-from recollect.choices.fields import Param, flag, integer, number, option
 from recollect.choices.member import RecipeError, member
+from recollect.choices.runtime import cached_constant
+from recollect.fields import Param, flag, integer, number, option
 
 __all__ = ["FrequencyDomain", "PolynomialSketch", "PositiveRandom", "RandomFourier"]
-
-
-def _project(x: Tensor, directions: Tensor) -> Tensor:
-    """``directions [H, m, K]`` times every x ``[B, T, H, N, K]``."""
-    flat = x.flatten(3, -2)  # [B, T, H, n, K], whatever stands between heads and channels
-    y = torch.einsum("bthnk,hmk->bthnm", flat, directions.to(x.dtype))
-    return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _scale(temperature: float | None) -> str:
-    return "√K" if temperature is None else f"{temperature:g}"
 
 
 @member
 class PositiveRandom(Features):
     """Positive random features of the softmax kernel (Performer, FAVOR+).
 
-    φ(x) = exp(−‖x‖²/2τ)/√m · [exp(ω_1·x/√τ), ..., exp(ω_m·x/√τ)], ω_i ~ N(0, I), so that
+    φ(x) = exp(−‖x‖²/2τ)/√m · [exp(ω_1·x/√τ), ..., exp(ω_m·x/√τ)], ω_i ~ N(0, I). Hence
     E φ(q)·φ(k) = exp(q·k/τ), with an error of order 1/√m. All features are positive, so a
-    normaliser never vanishes, as long as they are numbers of the dtype: their logarithms are
-    −‖x‖²/2τ − ½ log m in the mean, so that long keys and queries underflow (`longest`), where the
-    estimate, whose variance grows as exp(‖q + k‖²/τ), is of no use anyway. O(mK) per token and
-    head. Source: Choromanski et al. 2020, lemma 1 and eq. 5; orthogonal directions: section 2.4.
-    Their numerical guards (ε, a maximum over all keys, which sees the future) are left out.
+    normaliser is positive unless the features underflow: the mean of their logarithms is
+    −‖x‖²/2τ − ½ log m, which bounds the norm of keys and queries (`longest`). The variance of the
+    estimate grows as exp(‖q + k‖²/τ). O(mK) per token and head.
+    Source: Choromanski et al. 2020, lemma 1 and eq. 5; orthogonal directions: section 2.4. Their
+    numerical guards (ε, and a maximum over all keys, later ones included) are left out.
 
     Args:
-        features: m; ``None`` is 4K, 256 at K = 64 as there.
+        features: m; ``None`` is 4K, the paper's 256 at K = 64.
         temperature: τ > 0; ``None`` is √K, softmax attention's scale.
-        orthogonal: directions orthogonal in blocks of K: as unbiased, and less spread.
+        orthogonal: whether directions are orthogonal in blocks of K: unbiased, of lower variance.
 
     Examples:
         >>> features, position = rc.features.PositiveRandom(features=4096), torch.zeros(1, 1)
@@ -75,44 +68,41 @@ class PositiveRandom(Features):
         return 2 * self.dim(K) * K
 
     def params(self) -> tuple[Param, ...]:
-        """``directions [H, m, K]``, held fixed."""
-        law = "orthogonal" if self.orthogonal else "normal"
-        axes = ("m", "K")
-        return (Param(name="directions", owner=self.title, axes=axes, draw=law, learned=False),)
-
-    def _tau(self, K: int) -> float:
-        return math.sqrt(K) if self.temperature is None else self.temperature
+        """``directions [H, m, K]``, not trained."""
+        distribution = "orthogonal" if self.orthogonal else "normal"
+        me, axes = self.title, ("m", "K")
+        return (Param(name="directions", owner=me, axes=axes, draw=distribution, learned=False),)
 
     def longest(self, K: int, dtype: torch.dtype) -> float:
-        """√(τ (log 1/tiny − log m)): there a typical φ_j(q) φ_j(k) is the least normal number."""
-        room = -math.log(torch.finfo(dtype).tiny) - math.log(self.dim(K))
-        return math.sqrt(self._tau(K) * max(room, 0.0))
+        """Return √(τ (log 1/tiny − log m)), beyond which a typical φ_j(q) φ_j(k) underflows."""
+        log_range = -math.log(torch.finfo(dtype).tiny) - math.log(self.dim(K))
+        return math.sqrt(resolve_tau(self.temperature, K) * max(log_range, 0.0))
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         K = x.shape[-1]
-        x = x * self._tau(K) ** -0.5
+        x = x * resolve_tau(self.temperature, K) ** -0.5
         half = 0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.dim(K)))
-        return (_project(x, params["directions"]) - half).exp()
+        return (affine_map(x, params["directions"]) - half).exp()
 
     @property
     def text(self) -> str:
-        return f"positive random features, E φ(q)·φ(k) = exp(q·k/{_scale(self.temperature)})"
+        return f"positive random features, E φ(q)·φ(k) = exp(q·k/{tau_text(self.temperature)})"
 
 
 @member
 class RandomFourier(Features):
     """Random Fourier features of the Gaussian or the softmax kernel (RFA).
 
-    φ(x) = [sin(w_i·x), cos(w_i·x)]_i/√D with w_i = σ ⊙ ω_i/√τ, ω_i ~ N(0, I), so that
+    φ(x) = [sin(w_i·x), cos(w_i·x)]_i/√D with w_i = σ ⊙ ω_i/√τ, ω_i ~ N(0, I). Hence
     E φ(q)·φ(k) = exp(−‖σ ⊙ (q − k)‖²/2τ), with an error of order 1/√D. ``kernel="softmax"``
-    multiplies by exp(‖σ ⊙ x‖²/2τ), which makes it exp(Σ σ² q k/τ). O(DK) per token and head.
-    Source: Peng et al. 2021, eqs. 4–5; σ is learned, section 3.1 (there from one of many pools of ω
-    that are drawn anew; here ω is drawn once). At queries and keys of one length both kernels are
-    proportional.
+    multiplies by exp(‖σ ⊙ x‖²/2τ), for a kernel of exp(Σ σ² q k/τ). O(DK) per token and head.
+    Source: Peng et al. 2021, eqs. 4–5; σ is learned, section 3.1. The paper draws ω from several
+    pools; here it is drawn once. The two kernels are proportional for queries and keys of equal
+    length.
 
     Args:
         frequencies: D; ``None`` is K. F = 2D.
-        kernel: ``"gaussian"`` as there, or ``"softmax"``.
+        kernel: ``"gaussian"`` as in the paper, or ``"softmax"``.
         temperature: τ > 0; ``None`` is √K.
 
     Examples:
@@ -140,7 +130,7 @@ class RandomFourier(Features):
         return 2 * self._count(K) * K
 
     def params(self) -> tuple[Param, ...]:
-        """``directions [H, m, K]``, held fixed, and the bandwidths ``[H, K]``, σ."""
+        """``directions [H, m, K]``, not trained, and ``bandwidth [H, K]``, σ."""
         axes, me = ("m", "K"), self.title
         return (
             Param(name="directions", owner=me, axes=axes, draw="normal", learned=False),
@@ -149,9 +139,9 @@ class RandomFourier(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         K = x.shape[-1]
-        tau = math.sqrt(K) if self.temperature is None else self.temperature
+        tau = resolve_tau(self.temperature, K)
         x = x * (params["bandwidth"].to(x.dtype) * tau**-0.5).unsqueeze(-2)  # [H, 1, K]
-        phase = _project(x, params["directions"])
+        phase = affine_map(x, params["directions"])
         lifted = torch.cat([phase.sin(), phase.cos()], dim=-1) * self._count(K) ** -0.5
         if self.kernel == "gaussian":
             return lifted
@@ -159,15 +149,15 @@ class RandomFourier(Features):
 
     @property
     def text(self) -> str:
-        scale = _scale(self.temperature)
+        scale = tau_text(self.temperature)
         kernel = f"q·k/{scale}" if self.kernel == "softmax" else f"−‖q − k‖²/2{scale}"
         return f"random Fourier features, E φ(q)·φ(k) = exp({kernel}) at σ = 1"
 
 
 def _cosines(K: int) -> Tensor:
-    """The orthonormal DCT-II: row j is s_j cos(π(2i + 1)j/2K), s_0 = √(1/K), else √(2/K)."""
-    i, j = torch.arange(K, dtype=torch.float64), torch.arange(K, dtype=torch.float64)
-    table = (math.pi * (2 * i + 1) * j.unsqueeze(-1) / (2 * K)).cos()
+    """Return the orthonormal DCT-II: s_j cos(π(2i + 1)j/2K), s_0 = √(1/K), else √(2/K)."""
+    i = torch.arange(K, dtype=torch.float64)
+    table = (math.pi * (2 * i + 1) * i.unsqueeze(-1) / (2 * K)).cos()
     table[0] *= math.sqrt(0.5)
     return table * math.sqrt(2 / K)
 
@@ -176,17 +166,17 @@ def _cosines(K: int) -> Tensor:
 class FrequencyDomain(Features):
     """Weighted features of the discrete cosine transform (DiJiang).
 
-    φ(x) = D ⊙ exp(T C x)/√F: C is the orthonormal DCT-II, T = diag(Φ⁻¹(u_i)) with u_i ~ U(0, 1),
-    that is t_i ~ N(0, 1), held fixed, and D is learned, from ones. With c_i the rows of C and
-    D = 1, E φ(q)·φ(k) = mean_i exp((c_i·(q + k))²/2). O(FK) per token and head.
+    φ(x) = D ⊙ exp(T C x)/√F: C is the orthonormal DCT-II, T = diag(t) with t_i ~ N(0, 1) is not
+    trained, and D is learned, initially 1. With c_i the rows of C and D = 1,
+    E φ(q)·φ(k) = mean_i exp((c_i·(q + k))²/2). O(FK) per token and head.
     Source: Chen et al. 2024, their weighted DCT features D exp(T C x). The paper takes ω = t v, v
-    of unit length, for the normal law in K dimensions that the Gaussian kernel needs; its length is
-    √K times too short, so the kernel is the one above.
+    of unit length, for a normal vector in K dimensions, which is √K times longer. The kernel is
+    therefore the one above, not the Gaussian.
 
     Args:
-        copies: draws of T per frequency, so F = copies · K; 1 as there.
-        normalize: divide by the sum of the features, which is how the authors' code keeps the
-            exponentials bounded (their softmax over features).
+        copies: draws of T per frequency, so F = copies · K; 1 in the paper.
+        normalize: whether to divide by the sum of the features, which bounds the exponentials (the
+            softmax over features of the authors' code).
 
     Examples:
         >>> features = rc.features.FrequencyDomain(copies=2)
@@ -206,7 +196,7 @@ class FrequencyDomain(Features):
         return 2 * K * K
 
     def params(self) -> tuple[Param, ...]:
-        """``frequencies [H, F]``, the diagonal of T, held fixed; ``feature_weight [H, F]``, D."""
+        """``frequencies [H, F]``, the diagonal of T, not trained; ``feature_weight [H, F]``, D."""
         me = self.title
         return (
             Param(name="frequencies", owner=me, axes=("F",), draw="normal", learned=False),
@@ -215,7 +205,7 @@ class FrequencyDomain(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         K = x.shape[-1]
-        table = constant(_cosines, K, device=x.device, dtype=x.dtype)
+        table = cached_constant(_cosines, K, device=x.device, dtype=x.dtype)
         phase = (x @ table.T).repeat(*(1,) * (x.dim() - 1), self.copies)
         phase = phase * params["frequencies"].to(x.dtype).unsqueeze(-2)
         weight = params["feature_weight"].to(x.dtype).unsqueeze(-2)
@@ -231,19 +221,18 @@ class FrequencyDomain(Features):
 
 @member
 class PolynomialSketch(Features):
-    """A non-negative sketch of the polynomial kernel: E φ(q)·φ(k) ≈ (q·k)^p (PolySketchFormer).
+    """Non-negative sketch of the polynomial kernel: E φ(q)·φ(k) ≈ (q·k)^p (PolySketchFormer).
 
-    M = sketch of x^{⊗p/2}, by products of pairs of random projections, (G_1 M_1) ⊙ (G_2 M_2)/√r up
-    a binary tree (their algorithm 1), and φ(x) = M ⊗ M, so φ(q)·φ(k) = (M(q)·M(k))² ≥ 0. M ⊗ M is
-    symmetric: its upper half with √2 off the diagonal is the same map in F = r(r + 1)/2 features.
-    The error is O(√(p/r)) ‖q‖^p ‖k‖^p (theorem 1.1). p = 2 needs no sketch and is exact.
-    O(p r (K + r)) per token and head. Source: Kacham et al. 2024, algorithm 1 and theorem 1.1;
-    their learned sketches (small networks in place of G) are left out, though
-    ``GateOptions(source="learned")`` trains the G.
+    M is a sketch of x^{⊗p/2}: products of pairs of random projections, (G_1 M_1) ⊙ (G_2 M_2)/√r,
+    in a binary tree. φ(x) = M ⊗ M, so φ(q)·φ(k) = (M(q)·M(k))² ≥ 0. M ⊗ M is symmetric: its upper
+    half with √2 off the diagonal has the same products with F = r(r + 1)/2 features.
+    The error is O(√(p/r)) ‖q‖^p ‖k‖^p. p = 2 is exact, without a sketch. O(p r (K + r)) per token
+    and head. Source: Kacham et al. 2024, algorithm 1 and theorem 1.1. Their learned sketches (small
+    networks in place of G) are left out; ``GateOptions(source="learned")`` trains the G.
 
     Args:
         degree: p, a power of two.
-        size: r; ``None`` is K/2, 32 at K = 64 as there.
+        size: r; ``None`` is K/2, the paper's 32 at K = 64.
 
     Examples:
         >>> rc.features.PolynomialSketch(degree=4, size=8).dim(16)  # r(r + 1)/2
@@ -262,10 +251,7 @@ class PolynomialSketch(Features):
 
     def validate(self) -> None:
         if self.degree & (self.degree - 1):
-            raise RecipeError(
-                f"{self.title}(degree={self.degree}) halves the degree until it is 1: use a power "
-                "of two"
-            )
+            raise RecipeError(f"{self.title}(degree=...) must be a power of two, not {self.degree}")
 
     def _rank(self, K: int) -> int:
         if self.degree == 2:
@@ -288,31 +274,27 @@ class PolynomialSketch(Features):
 
     def params(self) -> tuple[Param, ...]:
         """``sketch [H, p/2, r, K]`` of the leaves, ``resketch [H, p/2 − 2, r, r]`` above them."""
-        found: list[Param] = []
-        for name, axes, least in (
-            ("sketch", ("leaf", "r", "K"), 4),
-            ("resketch", ("node", "r", "r"), 8),
-        ):
-            if self.degree >= least:
-                found.append(
-                    Param(name=name, owner=self.title, axes=axes, draw="normal", learned=False)
-                )
-        return tuple(found)
+        maps = (("sketch", ("leaf", "r", "K"), 4), ("resketch", ("node", "r", "r"), 8))
+        return tuple(
+            Param(name=name, owner=self.title, axes=axes, draw="normal", learned=False)
+            for name, axes, min_degree in maps
+            if self.degree >= min_degree
+        )
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         if self.degree == 2:
             return quadratic(x)
         first, rest = params["sketch"], params.get("resketch")
-        r, used = first.shape[-2], 0
-        level = list(_project(x, first.flatten(1, 2)).split(r, dim=-1))
-        while len(level) > 1:
-            level = [r**-0.5 * a * b for a, b in zip(level[::2], level[1::2], strict=True)]
-            if len(level) > 1:
+        r, num_used = first.shape[-2], 0
+        nodes = list(affine_map(x, first.flatten(1, 2)).split(r, dim=-1))
+        while len(nodes) > 1:
+            nodes = [r**-0.5 * a * b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
+            if len(nodes) > 1:
                 assert rest is not None
-                nodes = rest[:, used : used + len(level)].unbind(1)
-                used += len(level)
-                level = [_project(z, g) for z, g in zip(level, nodes, strict=True)]
-        return quadratic(level[0])
+                maps = rest[:, num_used : num_used + len(nodes)].unbind(1)
+                num_used += len(nodes)
+                nodes = [affine_map(z, g) for z, g in zip(nodes, maps, strict=True)]
+        return quadratic(nodes[0])
 
     @property
     def text(self) -> str:

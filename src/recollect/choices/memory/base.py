@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recollect.choices.fields import option, quantity
 from recollect.choices.member import Member, RecipeError, member
-from recollect.choices.trial import check_forward
+from recollect.choices.overrides import check_override, check_shape
+from recollect.fields import option, quantity
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["LinearMap", "Memory", "Read", "Stack"]
 
@@ -28,19 +28,20 @@ Forward = Callable[[Sequence[Tensor], Tensor, Tensor, Mapping[str, Tensor]], Ten
 class Read(Member):
     """How a memory is read.
 
-    Over finite features this is for memories that are linear in their weights. Over kernels,
-    ``normalize="sum"`` divides what every map reads from the features by Σ_i κ(z_i, x) over the
-    keys it holds: a softmax, in which each weighs 1 (decayed like the memory), whatever its rate.
-    What is written is not divided: such a map moves by δ φ(k)ᵀ, δ the gradient of what it gives,
-    as in attention. `docs/design/kernel-delta.md` says why that is not δ φ(k)ᵀ / Σ_i κ(z_i, k).
+    Over finite features, a normaliser needs a memory that is linear in its weights. Over kernels,
+    ``normalize="sum"`` divides the output of every map that reads features by Σ_i κ(z_i, x) over
+    its stored keys. This is a softmax in which each key has weight 1, decayed like the memory and
+    independent of its step size. Writes are not divided: such a map changes by δ φ(k)ᵀ with δ the
+    gradient of its output, as in attention. `docs/design/kernel-delta.md` explains why the change
+    is not δ φ(k)ᵀ / Σ_i κ(z_i, k).
 
     Args:
-        normalize: ``"none"``: y = W φ(q). ``"sum"``: divided by n·φ(q), n the dot-product memory of
-            ones with the same rates (0 where that is 0). ``"floor"``: divided by
+        normalize: ``"none"``: y = W φ(q). ``"sum"``: divided by n·φ(q), with n the dot-product
+            memory of ones with the same gates (0 if n·φ(q) is 0). ``"floor"``: divided by
             max(|n·φ(q)|, 1), mLSTM's floor, which is exp(−m) in its stabilised scale.
         when: ``"after"`` the token's write, or ``"before"`` it (RWKV-6).
-        bonus: adds ⟨φ(q), u ⊙ φ(k)⟩ v of the current token; a constant or ``"static"``, one u per
-            head and channel.
+        bonus: factor u of ⟨φ(q), u ⊙ φ(k)⟩ v, which is added for the current token: a constant, or
+            ``"learned"`` per head and channel.
 
     Examples:
         >>> read = rc.memory.Read(normalize="sum")  # linear attention with its denominator
@@ -60,32 +61,31 @@ class Read(Member):
 
     normalize: str = option("none", "sum", "floor")
     when: str = option("after", "before")
-    bonus: float | str = quantity(0.0, axes=("F",), kinds=("static",), init=0.5)
+    bonus: float | str = quantity(0.0, axes=("F",), sources=("learned",), init=0.5)
 
     @property
     def plain(self) -> bool:
-        """Whether this is y_t = W_t φ(q_t) and nothing else."""
+        """Whether this is y_t = W_t φ(q_t), without a normaliser or bonus."""
         return self == Read()
 
 
 _AXES = ("K", "V", "F", "in", "out", "b", "n", "c", "J")
-"""Symbolic axes whose sizes a recipe says."""
+"""Symbolic axes with sizes from the recipe."""
 
 
 class Memory(Member):
     """The function M(W; x) that stores associations in its weights W.
 
-    Its numbers are learned tensors: params, or quantities given as ``"static"``.
+    Its quantities are learned tensors: params, or fields set to ``"learned"``.
 
     Attributes:
-        linear: whether M(W; x) = W x with one matrix W ``[V, F]`` (w ⊙ x where ``diagonal``), and
-            nothing else.
+        linear: whether M(W; x) = W x with one matrix W ``[V, F]`` (w ⊙ x if ``is_elementwise``).
         degree: degree of a local polynomial; ``None`` for a memory with weights.
-        channelled: whether decays and rates per channel have a meaning.
-        diagonal: whether there is one weight per channel instead of a matrix.
+        has_channels: whether decays and learning rates per channel apply.
+        is_elementwise: whether there is one weight per channel instead of a matrix.
         residual: whether the raw key or query is added to the prediction, which needs K = V.
-        bounded: whether predictions are of bounded length, as under a norm, so that a value may lie
-            beyond all of them: `reachable` then says what of it can be corrected.
+        bounded: whether outputs have bounded length, as after a norm. `nearest_output` then gives
+            the target of normalised steps.
 
     Examples:
         >>> @rc.member
@@ -97,7 +97,7 @@ class Memory(Member):
         ...         return torch.sin(x @ weights[0].mT)
         >>> recipe = rc.Recipe(memory=Sine(), algorithm=rc.algorithm.GradientDescent(lr=0.1))
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
-        >>> y, state = rc.recall(recipe, q, k, v, init=[torch.randn(2, 8, 8)])
+        >>> y, state = rc.recall(recipe, q, k, v, initial_memory=[torch.randn(2, 8, 8)])
         >>> y.shape  # [B, T, H, V]
         torch.Size([1, 4, 2, 8])
     """
@@ -106,47 +106,49 @@ class Memory(Member):
 
     linear: bool = False
     degree: int | None = None
-    channelled: bool = False
-    diagonal: bool = False
+    has_channels: bool = False
+    is_elementwise: bool = False
     residual: bool = False
     bounded: bool = False
     read: Read = Read()
 
     @property
     def needs_init(self) -> bool:
-        """Whether a memory whose weights are all zero would never learn."""
+        """Whether a memory with zero weights would never learn."""
         return not self.linear
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_override(cls, "forward", "weights, x, raw, params")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._handed_params("forward")
-        if type(self).forward is not Memory.forward and (wrong := check_forward(self)):
-            raise RecipeError(wrong)
-        if self.bounded and type(self).reachable is Memory.reachable:
+        self._require_params_only("forward")
+        if self.bounded and type(self).nearest_output is Memory.nearest_output:
             raise RecipeError(
-                f"{self.title} says bounded, so that a value may lie beyond all that it says, and "
-                "not what of one it can say: define reachable, or leave bounded out"
+                f"{self.title} is declared bounded and has no nearest_output for values that it "
+                "cannot output: define nearest_output, or leave bounded out"
             )
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if self.linear and self.shapes(2, 2) != (((2,),) if self.diagonal else ((2, 2),)):
+        if self.linear and self.shapes(2, 2) != (((2,),) if self.is_elementwise else ((2, 2),)):
             yield (
-                f"{self.title} says linear, which is M(W; x) = W x with one matrix [V, F], and its "
-                "weights are of other shapes: leave linear out"
+                f"{self.title} is declared linear, M(W; x) = W x with one matrix [V, F], and its "
+                "weights have other shapes: leave linear out"
             )
         known = (*_AXES, *recipe.features.axes(4), *self.axes(4, 4, 4))
         for param in self.params():
             for axis in (*param.axes, *filter(None, (param.fan,))):
                 if axis not in known:
                     yield (
-                        f"the param {param.name!r} of {param.owner} has the axis {axis!r}, whose "
-                        f"size nobody says: return it from {self.title}.axes(K, F, V), or name one "
-                        f"of {', '.join(known)}"
+                        f"the param {param.name!r} of {param.owner} has the axis {axis!r} of "
+                        f"unknown size: return its size from {self.title}.axes(K, F, V), or use "
+                        f"one of {', '.join(known)}"
                     )
 
     def axes(self, K: int, F: int, V: int) -> dict[str, int]:
-        """Sizes of symbolic axes of its own params, by name.
+        """Return sizes of additional symbolic axes by name, for params of this memory.
 
         Args:
             K: key channels.
@@ -156,7 +158,7 @@ class Memory(Member):
         return {}
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the weights (without ``[B, H]``) for F input features and V outputs.
+        """Return the shapes of the weights (without ``[B, H]``).
 
         Args:
             F: input features.
@@ -171,98 +173,109 @@ class Memory(Member):
     def forward(
         self, weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
     ) -> Tensor:
-        """M(W; x): weights ``[B, H, *shape]``, x ``[B, H, N, F]``, raw ``[B, H, N, K]`` → V.
-
-        ``raw`` is the key or query before features; ``params`` are this memory's own, each
-        ``[H, ...]``.
+        """Return M(W; x) as ``[B, H, N, V]``.
 
         Args:
             weights: one tensor ``[B, H, *shape]`` per entry of `shapes`.
-            x: lifted keys or queries ``[B, H, N, F]``.
-            raw: the same before features, ``[B, H, N, K]``.
-            params: this memory's own learned tensors by name, each ``[H, ...]``.
+            x: features of the keys or queries ``[B, H, N, F]``.
+            raw: keys or queries before features, ``[B, H, N, K]``.
+            params: learned tensors of this memory by name, each ``[H, ...]``.
 
         Raises:
             NotImplementedError: a memory that keeps associations instead of weights.
         """
         raise NotImplementedError(f"{self.title} has no weights")
 
-    def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """What of a value a `bounded` memory can say: what normalised steps correct an error to.
+    def nearest_output(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """Return the closest output to a value that a `bounded` memory can produce.
+
+        It is the target of normalised steps.
 
         Args:
             value: ``[B, H, N, V]``.
             raw: keys before features, ``[B, H, N, K]``.
-            params: this memory's own learned tensors by name, each ``[H, ...]``.
+            params: learned tensors of this memory by name, each ``[H, ...]``.
         """
         return value
 
-    def within(self, value: str, raw: str) -> str:
-        """How `reachable` is written in an equation.
+    def nearest_output_text(self, value: str, raw: str) -> str:
+        """Return `nearest_output` as text for an equation.
 
         Args:
-            value: how the value is written.
-            raw: how the key is.
+            value: text of the value.
+            raw: text of the key.
         """
-        return f"what {self.brief} can say of {value}"
+        return f"the output of {self.brief} nearest to {value}"
 
-    def function(self, F: int, V: int) -> Forward:
-        """`forward`, bound to its sizes; overridden where the structure depends on them.
+    def bind(self, F: int, V: int) -> Forward:
+        """Return `forward` for these sizes; override it if the structure depends on them.
 
         Args:
             F: input features.
             V: outputs.
         """
-        return self.forward
+        title = f"{self.title}.forward"
+
+        def checked(
+            weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
+        ) -> Tensor:
+            y = self.forward(weights, x, raw, params)
+            return check_shape(title, y, (*x.shape[:-1], V), "a tensor [B, H, N, V]")
+
+        return checked
 
     def basis(self, difference: Tensor) -> Tensor:
-        """Monomials of k − q that a local polynomial is made of, ``[..., K]`` to ``[..., D]``."""
-        raise NotImplementedError(f"{self.title} is no local polynomial")
+        """Return the monomials of k − q of a local polynomial, ``[..., K]`` to ``[..., D]``."""
+        raise NotImplementedError(f"{self.title} is not a local polynomial")
 
-    letter: str = "W"
-    """What its weights are called in an equation."""
+    weight_symbol: str = "W"
+    """Symbol of the weights in an equation."""
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        """How M(W; x) is written in an equation.
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
+        """Return M(W; x) as text for an equation.
 
         Args:
-            x: the lifted key or query.
-            raw: the same before features, where they differ.
-            W: what stands for the weights, e.g. ``"α_t W_(t−1)"``; their letter when omitted.
+            x: text of the features of the key or query.
+            raw: text of the key or query before features, if it differs.
+            W: text of the weights, e.g. ``"α_t W_(t−1)"``; their symbol by default.
         """
-        return f"M({W or self.letter}; {x})"
+        return f"M({W or self.weight_symbol}; {x})"
 
-    def outer(self, error: str, x: str) -> str | None:
-        """How ∂⟨error, M(W; x)⟩/∂W is written; ``None`` where that is no short product.
+    def gradient_text(self, error: str, x: str) -> str | None:
+        """Return ∂⟨error, M(W; x)⟩/∂W as text for an equation; ``None`` if it is not short.
 
         Args:
-            error: how the error is written.
-            x: how the lifted key is written.
+            error: text of the error.
+            x: text of the features of the key.
         """
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearMap:
-    """One linear map of a `Stack`: ``[out, in]``, and where it stands.
+    """One linear map of a `Stack`, with weights ``[out, in]``.
 
     Attributes:
-        first: its input is the features; ``last``: its output is the prediction.
-        bias: its last input column multiplies a constant 1.
+        name: symbol of the weights.
+        out_features: number of outputs.
+        in_features: number of inputs.
+        reads_features: whether the input is the features of the key or query.
+        is_output: whether the output is the prediction.
+        bias: whether the last input column multiplies a constant 1.
 
     Examples:
         >>> first, last = rc.memory.MLP(depth=2, expansion=4).maps(8, 8)
-        >>> first.name, first.inp, first.out
+        >>> first.name, first.in_features, first.out_features
         ('W2', 8, 32)
-        >>> last.first, last.last
+        >>> last.reads_features, last.is_output
         (False, True)
     """
 
     name: str
-    out: int
-    inp: int
-    first: bool
-    last: bool
+    out_features: int
+    in_features: int
+    reads_features: bool
+    is_output: bool
     bias: bool = False
 
 
@@ -270,96 +283,94 @@ class Stack(Memory):
     """A memory made of linear maps, activations, norms and a residual.
 
     Attributes:
-        bases: names of the params ``[H, out, in]`` that are added to the maps, in the order of
-            `maps`: learned weights that are no memory. None by default.
-        fixed_products: whether the program has products of such weights beside those of the maps,
-            which a cost counts too.
+        base_params: names of the params ``[H, out, in]`` that are added to the maps, in the order
+            of `maps`: learned weights outside the memory. Empty by default.
+        has_base_matmuls: whether the program multiplies by these weights separately, for the cost.
 
     Examples:
         >>> memory = rc.memory.MLP(depth=3, expansion=2)
         >>> isinstance(memory, rc.memory.Stack)
         True
-        >>> [(one.name, one.out, one.inp) for one in memory.maps(4, 4)]
+        >>> [(m.name, m.out_features, m.in_features) for m in memory.maps(4, 4)]
         [('W3', 8, 4), ('W2', 8, 8), ('W1', 4, 8)]
     """
 
-    channelled = True
+    has_channels = True
 
     @property
-    def bases(self) -> tuple[str, ...]:
+    def base_params(self) -> tuple[str, ...]:
         return ()
 
     @property
-    def fixed_products(self) -> bool:
-        return bool(self.bases)
+    def has_base_matmuls(self) -> bool:
+        return bool(self.base_params)
 
     @property
-    def chain(self) -> str | None:
-        """The activation between maps that follow one another, and `finish` after the last.
+    def chain_activation(self) -> str | None:
+        """Activation of a chain: linear maps, activations between them, and a last `output_map`.
 
-        Only `bases` may be added to the maps. ``None`` for any other program.
+        Only `base_params` may be added to the maps. ``None`` for any other program.
         """
         return None
 
-    def finish(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """M(x) from what the last map of a `chain` says: z, or z + k with a residual.
+    def output_map(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """Return M(x) from the output z of the last map of a chain: z, or z + k with a residual.
 
-        Every token is treated alike and alone, and the key enters as a residual or not at all.
+        The result for a token depends only on this token, and on the key only as a residual.
 
         Args:
-            z: what it says, ``[B, H, N, V]``, where B may count inner batches too.
+            z: output of the last map ``[B, H, N, V]``; B may include inner batches.
             raw: keys or queries before features, ``[B, H, N, K]``.
-            params: this memory's own learned tensors by name, each ``[H, ...]``.
+            params: learned tensors of this memory by name, each ``[H, ...]``.
         """
         return raw + z if self.residual else z
 
     @property
-    def last_norm(self) -> str | None:
-        """``"layer"`` where `finish` is w ⊙ LN(z) + b, and + k with a residual.
+    def output_norm(self) -> str | None:
+        """``"layer"`` if `output_map` is w ⊙ LN(z) + b, plus k with a residual; else ``None``.
 
-        w and b are then the params ``norm_weight`` and ``norm_bias``, each ``[H, V]``. ``None`` for
-        anything else.
+        w and b are the params ``norm_weight`` and ``norm_bias``, each ``[H, V]``.
         """
         return None
 
     @property
-    def finishes(self) -> bool:
-        """Whether `finish` is more than a residual."""
-        return type(self).finish is not Stack.finish
+    def has_output_map(self) -> bool:
+        """Whether `output_map` is more than a residual."""
+        return type(self).output_map is not Stack.output_map
 
     @property
-    def biases(self) -> bool:
+    def bias(self) -> bool:
         """Whether a map has a column for a constant 1."""
-        return any(one.bias for one in self.maps(1, 1))
+        return any(m.bias for m in self.maps(1, 1))
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-        """The linear maps in order of application.
+        """Return the linear maps in order of application.
 
         Args:
             F: input features.
             V: outputs.
 
         Raises:
-            NotImplementedError: a subclass that does not state its maps.
+            NotImplementedError: a subclass that does not define its maps.
         """
-        raise NotImplementedError(f"{self.title} must state its maps")
+        raise NotImplementedError(f"{self.title} must define maps(F, V)")
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """M(x), calling ``apply(l, h)`` for the l-th linear map on ``h [B, H, N, in]``.
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """Return M(x) as a program over the linear maps.
 
         Args:
             apply: ``apply(l, h)`` is the l-th map of `maps` on ``h [B, H, N, in]``.
-            x: lifted keys or queries ``[B, H, N, F]``.
-            raw: the same before features, ``[B, H, N, K]``.
-            params: this memory's own learned tensors by name, each ``[H, ...]``.
+            x: features of the keys or queries ``[B, H, N, F]``.
+            raw: keys or queries before features, ``[B, H, N, K]``.
+            params: learned tensors of this memory by name, each ``[H, ...]``.
 
         Raises:
-            NotImplementedError: a subclass that does not state its program.
+            NotImplementedError: a subclass that does not define its program.
         """
-        raise NotImplementedError(f"{self.title} must state its program")
+        raise NotImplementedError(f"{self.title} must define compute(apply, x, raw, params)")
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
-        return tuple((m.out, m.inp) for m in self.maps(F, V))
+        return tuple((m.out_features, m.in_features) for m in self.maps(F, V))
 
     def forward(
         self, weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
@@ -367,4 +378,4 @@ class Stack(Memory):
         def apply(index: int, h: Tensor) -> Tensor:
             return h @ weights[index].transpose(-1, -2)
 
-        return self.program(apply, x, raw, params)
+        return self.compute(apply, x, raw, params)

@@ -1,4 +1,4 @@
-"""Local memories: they keep associations, and fit a polynomial around every query."""
+"""Local memories: they store associations, and fit a polynomial around every query."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from recollect.choices.features.monomials import monomials
-from recollect.choices.fields import integer
 from recollect.choices.member import member
 from recollect.choices.memory.base import Memory
+from recollect.fields import integer
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["LocalConstant", "LocalPolynomial"]
 
 
 class _Local(Memory):
-    """What local regressors share: they keep associations and are solved for every query."""
+    """Base of memories that store associations and are solved for every query."""
 
-    letter = "w"
+    weight_symbol = "w"
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if not recipe.algorithm.solves:
             yield (
-                f"{self.title} keeps associations, not weights, so there is nothing for "
-                f"{recipe.algorithm.title} to descend on: use algorithm.Analytic()"
+                f"{self.title} stores associations and no weights that {recipe.algorithm.title} "
+                "could update: use algorithm.Analytic()"
             )
 
 
@@ -37,13 +37,13 @@ class _Local(Memory):
 class LocalConstant(_Local):
     """A weighted mean of the values near the query (TTR 50): softmax attention's memory.
 
-    No weights: it keeps the associations themselves. With L2 it is normalised (softmax), with
-    DotProduct a plain sum.
+    It stores the associations instead of weights. With L2 the weights of the mean are normalised
+    (softmax); with DotProduct it is a sum.
 
     Examples:
         >>> recipe = rc.Recipe(
         ...     memory=rc.memory.LocalConstant(),
-        ...     context=rc.context.Similar(),
+        ...     context=rc.context.KernelWeighted(),
         ...     algorithm=rc.algorithm.Analytic(),
         ... )
         >>> q, k, v = torch.randn(3, 1, 5, 2, 8)
@@ -56,8 +56,8 @@ class LocalConstant(_Local):
 
     degree = 0
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        return W or self.letter
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return W or self.weight_symbol
 
 
 @member
@@ -65,13 +65,13 @@ class LocalPolynomial(_Local):
     """A polynomial of degree p in k − q, fitted around every query q and read there (TTR 48–49).
 
     min Σ_i γ_i ½‖m(k_i) − v_i‖² + ½λ Σ_i γ_i ‖slopes‖², m(k) = Σ_j M_j (k − q)^j;  y = M_0. The
-    ridge λ of `algorithm.Analytic` counts in units of the total weight, so that a factor common to
-    all weights changes nothing (as in a softmax; TTR 51 drops one), and it spares the constant: the
-    first output is the first value. Slopes of degree j are measured by Σ M_j², every monomial as
-    often as it occurs, which no rotation of the keys changes.
+    ridge λ of `algorithm.Analytic` is in units of the total weight, so a common factor of all
+    weights has no effect (as in a softmax; TTR 51 drops one). It does not penalise the constant:
+    the first output is the first value. The norm of slopes of degree j is Σ M_j², with every
+    monomial as often as it occurs. It is invariant under rotations of the keys.
 
-    D = C(K + p, p) coefficients; a query costs O(n D) per step of conjugate gradients, or O(n D²)
-    by a dense solve. Only L2-like errors have this closed form.
+    There are D = C(K + p, p) coefficients. A query costs O(n D) per step of conjugate gradients, or
+    O(n D²) with a dense solve. Only quadratic errors have this closed form.
 
     Args:
         degree: p ≥ 1: 1 is local linear (TTR 52–54), 2 local quadratic.
@@ -79,7 +79,7 @@ class LocalPolynomial(_Local):
     Examples:
         >>> recipe = rc.Recipe(
         ...     memory=rc.memory.LocalPolynomial(degree=1),
-        ...     context=rc.context.Similar(),
+        ...     context=rc.context.KernelWeighted(),
         ...     algorithm=rc.algorithm.Analytic(ridge=1e-6),
         ... )
         >>> q, k = torch.randn(2, 1, 12, 1, 2, dtype=torch.float64)
@@ -93,23 +93,26 @@ class LocalPolynomial(_Local):
 
     degree: int = integer(1, at_least=1)  # type: ignore[assignment]
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        affine = recipe.bias.affine
-        if affine is None or affine[0] <= 0:
+        if not recipe.bias.is_quadratic:
             yield (
                 f"{self.title} fits values, and {recipe.bias.title} has no error that vanishes at "
                 "a fit: use bias.L2()"
             )
 
     def basis(self, difference: Tensor) -> Tensor:
-        """Monomials of k − q of degree 0 to p: ``[..., K]`` to ``[..., D]``, the constant first."""
+        """Return the monomials of k − q of degree 0 to p, ``[..., D]``, the constant first."""
         one = torch.ones((), dtype=difference.dtype, device=difference.device)
         return monomials(difference, [one] * (self.degree + 1))
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
         d = f"({x} − q_t)"
-        terms = [self.letter, f"M1 {d}", *(f"M{j} {d}^{j}" for j in range(2, self.degree + 1))]
+        terms = [
+            self.weight_symbol,
+            f"M1 {d}",
+            *(f"M{j} {d}^{j}" for j in range(2, self.degree + 1)),
+        ]
         return " + ".join(terms)
 
     def notes(self) -> tuple[str, ...]:

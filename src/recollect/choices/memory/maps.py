@@ -1,8 +1,4 @@
-"""Memories made of linear maps: matrix, vector, MLP and gated MLP.
-
-A finite memory answers its weights' shapes and a `forward`. Memories made of linear maps extend
-`Stack` and state a program over `apply(l, h)`; engines that know linear maps run any such program.
-"""
+"""Memories made of linear maps: matrix, vector, MLP and gated MLP."""
 
 from __future__ import annotations
 
@@ -13,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.devices import constant
-from recollect.choices.fields import Param, flag, integer, option, slot
 from recollect.choices.member import RecipeError, member
 from recollect.choices.memory.base import Apply, LinearMap, Memory, Read, Stack
-from recollect.choices.memory.norms import NORM_EPS, layer_norm, sayable
-from recollect.wording import shown
+from recollect.choices.memory.norms import NORM_EPS, layer_norm, project_to_norm_range
+from recollect.choices.runtime import cached_constant
+from recollect.fields import Param, flag, integer, option, slot
+from recollect.messages import short_repr
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["MLP", "GatedMLP", "Matrix", "Vector"]
 
@@ -37,7 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _factor(W: str) -> str:
-    """Weights as a factor: an entrywise product needs parentheses."""
+    """Return weights as a factor, with parentheses around an elementwise product."""
     return f"({W})" if " ⊙ " in W else W
 
 
@@ -55,8 +51,8 @@ class Vector(Memory):
     """
 
     linear = True
-    channelled = True
-    diagonal = True
+    has_channels = True
+    is_elementwise = True
     read: Read = slot(Read(), "read")
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
@@ -72,12 +68,12 @@ class Vector(Memory):
     ) -> Tensor:
         return weights[0].unsqueeze(-2) * x
 
-    letter = "w"
+    weight_symbol = "w"
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        return f"{_factor(W or self.letter)} ⊙ {x}"
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{_factor(W or self.weight_symbol)} ⊙ {x}"
 
-    def outer(self, error: str, x: str) -> str:
+    def gradient_text(self, error: str, x: str) -> str:
         return f"{error} ⊙ {x}"
 
 
@@ -96,34 +92,36 @@ class Matrix(Stack):
     read: Read = slot(Read(), "read")
 
     @property
-    def chain(self) -> str:
+    def chain_activation(self) -> str:
         return "identity"
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-        return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+        return (
+            LinearMap(name="W", out_features=V, in_features=F, reads_features=True, is_output=True),
+        )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         return apply(0, x)
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        return f"{_factor(W or self.letter)} {x}"
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{_factor(W or self.weight_symbol)} {x}"
 
-    def outer(self, error: str, x: str) -> str:
+    def gradient_text(self, error: str, x: str) -> str:
         return f"{error} {x}ᵀ"
 
 
-def _with_one(h: Tensor, bias: bool) -> Tensor:
+def _append_ones(h: Tensor, bias: bool) -> Tensor:
     if not bias:
         return h
-    one = constant(_one, device=h.device, dtype=h.dtype)
-    return torch.cat([h, one.expand(*h.shape[:-1], 1)], dim=-1)
+    ones = cached_constant(_ones, device=h.device, dtype=h.dtype)
+    return torch.cat([h, ones.expand(*h.shape[:-1], 1)], dim=-1)
 
 
-def _one() -> Tensor:
+def _ones() -> Tensor:
     return torch.ones(1)
 
 
-def _normed(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor:
+def _normalize(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor:
     """Normalise over the last axis; norm weights are params ``[H, V]``."""
     if norm is None:
         return h
@@ -133,72 +131,76 @@ def _normed(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor
     return h * (h.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * weight
 
 
-def _in_all_rows(h: Tensor, weight: Tensor) -> Tensor:
-    """``weight [H, out, in]`` times h ``[B, H, N, in]``: one product a head, of all rows."""
+def _batched_linear(h: Tensor, weight: Tensor) -> Tensor:
+    """Return ``weight [H, out, in]`` times ``h [B, H, N, in]``, with one matmul per head."""
     rows = h.transpose(0, 1)  # [H, B, N, in]
     y = torch.bmm(rows.flatten(1, 2), weight.to(h.dtype).mT)
     return y.unflatten(1, rows.shape[1:3]).transpose(0, 1)
 
 
 class _Perceptron(Stack):
-    """What MLP and GatedMLP share: x + norm(network(x)), and weights that are no memory.
+    """Base of MLP and GatedMLP: x + norm(network(x)).
 
-    ``norm_weight``, ``norm_bias`` and the base are params (learned by the outer loop), not memory.
+    ``norm_weight``, ``norm_bias`` and the base are params, learned by the outer loop.
     """
 
     norm: str | None
-    base: bool
+    static_weights: bool
 
     @property
     def needs_init(self) -> bool:
-        return not self.base
+        return not self.static_weights
 
     @property
-    def bases(self) -> tuple[str, ...]:
-        return tuple(f"base_{one.name}" for one in self.maps(1, 1)) if self.base else ()
+    def base_params(self) -> tuple[str, ...]:
+        return tuple(f"base_{m.name}" for m in self.maps(1, 1)) if self.static_weights else ()
 
     def axes(self, K: int, F: int, V: int) -> dict[str, int]:
-        if not self.base:
+        if not self.static_weights:
             return {}
         maps = self.maps(F, V)
-        sizes = {f"{one.name} out": one.out for one in maps} | {
-            f"{one.name} in": one.inp for one in maps
+        sizes = {f"{m.name} out": m.out_features for m in maps} | {
+            f"{m.name} in": m.in_features for m in maps
         }
-        # Features are about as long as the key that they lift, however many they are.
-        return sizes | {f"{one.name} fan": K + one.bias if one.first else one.inp for one in maps}
+        # Features have about the length of their key, for any number of features.
+        return sizes | {
+            f"{m.name} fan": K + m.bias if m.reads_features else m.in_features for m in maps
+        }
 
     def params(self) -> tuple[Param, ...]:
         base = [
             Param(
                 name=name,
                 owner=self.title,
-                axes=(f"{one.name} out", f"{one.name} in"),
+                axes=(f"{m.name} out", f"{m.name} in"),
                 draw="fan_in",
-                fan=f"{one.name} fan",
+                fan=f"{m.name} fan",
             )
-            for name, one in zip(self.bases, self.maps(1, 1) if self.base else (), strict=True)
+            for name, m in zip(
+                self.base_params, self.maps(1, 1) if self.static_weights else (), strict=True
+            )
         ]
         return (*self._norm_params(), *base)
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if self.base and not recipe.features.finite:
+        if self.static_weights and not recipe.features.finite:
             yield (
-                f"{self.title}(base=True) adds learned weights to maps, and there are none for "
-                f"the infinitely many features of {recipe.features.title}: leave base out, or use "
-                "finite features"
+                f"{self.title}(static_weights=True) adds learned weights to maps, which is "
+                f"impossible over the infinitely many features of {recipe.features.title}: leave "
+                "static_weights out, or use finite features"
             )
 
-    def _on_base(self, apply: Apply, params: Mapping[str, Tensor]) -> Apply:
-        """``apply`` of W̄_l + W_l, W̄ the base."""
-        if not self.base:
+    def _add_base(self, apply: Apply, params: Mapping[str, Tensor]) -> Apply:
+        """Return ``apply`` of W̄_l + W_l, with W̄ the base."""
+        if not self.static_weights:
             return apply
-        base = [params[name] for name in self.bases]
-        return lambda index, h: apply(index, h) + _in_all_rows(h, base[index])
+        base = [params[name] for name in self.base_params]
+        return lambda index, h: apply(index, h) + _batched_linear(h, base[index])
 
     def _weights(self, name: str) -> str:
-        """Weights as they multiply in an equation."""
-        return f"({name.replace('W', 'W̄')} + {name})" if self.base else name
+        """Return the text of weights, including the base."""
+        return f"({name.replace('W', 'W̄')} + {name})" if self.static_weights else name
 
     def _norm_params(self) -> tuple[Param, ...]:
         names = {None: (), "rms": ("norm_weight",), "layer": ("norm_weight", "norm_bias")}
@@ -213,25 +215,26 @@ class _Perceptron(Stack):
             for name in names[self.norm]
         )
 
-    def finish(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        return super().finish(_normed(z, self.norm, params), raw, params)
+    def output_map(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        return super().output_map(_normalize(z, self.norm, params), raw, params)
 
     @property
-    def finishes(self) -> bool:
+    def has_output_map(self) -> bool:
         return self.norm is not None
 
     @property
-    def last_norm(self) -> str | None:
+    def output_norm(self) -> str | None:
         return "layer" if self.norm == "layer" else None
 
     @property
     def bounded(self) -> bool:  # type: ignore[override]
         return self.norm is not None
 
-    def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """c + w ⊙ û, which the norm can say and which is near to v, as `sayable` states it.
+    def nearest_output(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """Return c + w ⊙ û, the projection of v onto outputs of the norm.
 
-        c = k + b; w and b are the norm's weight and bias, and its ε is not counted.
+        c = k + b; w and b are the norm's weight and bias, and its ε is ignored. See
+        `project_to_norm_range`.
         """
         if self.norm is None:
             return value
@@ -239,26 +242,26 @@ class _Perceptron(Stack):
         center = raw if self.residual else torch.zeros_like(value)
         if self.norm == "layer":
             center = center + params["norm_bias"].to(value.dtype)[:, None, :]
-        return center + sayable(value - center, weight, centred=self.norm == "layer")
+        return center + project_to_norm_range(value - center, weight, centred=self.norm == "layer")
 
-    def within(self, value: str, raw: str) -> str:
+    def nearest_output_text(self, value: str, raw: str) -> str:
         if self.norm is None:
             return value
         center = " + ".join([raw] * self.residual + ["b"] * (self.norm == "layer"))
-        x, turn = f"w ⊙ ({value} − c)" if center else f"w ⊙ {value}", "x/(y + λ)"
+        x, s = f"w ⊙ ({value} − c)" if center else f"w ⊙ {value}", "x/(y + λ)"
         if self.norm == "layer":
-            x, turn = f"{x} − mean({x})", "(x − μ)/(y + λ), Σ s = 0"
-        says = [
+            x, s = f"{x} − mean({x})", "(x − μ)/(y + λ), Σ s = 0"
+        equations = [
             f"{'c + ' if center else ''}w ⊙ s min(1, √V/‖s‖)",
-            f"s = {turn}",
+            f"s = {s}",
             "λ = max(0, ‖x‖/√V − Σ y x²/Σ x²)",
             "y = max(w², mean(w²)/36)",
             f"x = {x}",
             *([f"c = {center}"] if center else []),
         ]
-        return ",   ".join(says)
+        return ",   ".join(equations)
 
-    def _wrap(self, network: str, raw: str) -> str:
+    def _with_norm_and_residual(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)
         return f"{raw} + {norm}" if self.residual else norm
 
@@ -268,8 +271,8 @@ class _Perceptron(Stack):
             "layer": ("LN: its weight w and bias b are learned, not memory",),
             "rms": ("RMS: its weight w is learned, not memory",),
         }[self.norm]
-        biases = ("each map has a bias, which is memory too",) if self.biases else ()
-        base = ("W̄: the base is learned, not memory",) if self.base else ()
+        biases = ("each map has a bias, which is memory too",) if self.bias else ()
+        base = ("W̄: the base is learned, not memory",) if self.static_weights else ()
         return (*norms, *biases, *base)
 
 
@@ -280,23 +283,24 @@ class MLP(_Perceptron):
     Args:
         depth: number of linear maps, up to 1000; 1 has no activation.
         expansion: hidden width as a multiple of V.
-        activation: ``"gelu"`` is the erf form, ``"gelu_tanh"`` the other.
-        residual: adds the raw key or query; needs K = V.
+        activation: ``"gelu"`` is the erf form, ``"gelu_tanh"`` the tanh approximation.
+        residual: whether to add the raw key or query; needs K = V.
         norm: ``None``, ``"layer"`` or ``"rms"`` after the last map, before the residual.
-        biases: each map gets a weight on a constant input 1: one more column, last.
-        base: M(x) = x + norm((W̄_1 + W_1) σ((W̄_2 + W_2) … x)): to every map W̄_l learned weights are
-            added that are no memory, the params ``base_W1``, ``base_W2``, …, each ``[H, out, in]``.
-            A memory W of zeros then learns, and what decays is forgotten towards the base: with
-            A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs finite features.
-        read: ``Read(normalize="sum")`` for a kernel's features.
+        bias: whether each map has one more column, the last, for a constant input 1.
+        static_weights: whether learned weights W̄_l outside the memory are added to every map:
+            M(x) = x + norm((W̄_1 + W_1) σ((W̄_2 + W_2) … x)). They are the params ``base_W1``,
+            ``base_W2``, …, each ``[H, out, in]``. A memory W of zeros then learns, and weights
+            decay towards the base: with A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs
+            finite features.
+        read: ``Read(normalize="sum")`` for the features of a kernel.
 
     Examples:
         >>> memory = rc.memory.MLP(depth=2, expansion=4)
         >>> memory.shapes(8, 8)
         ((32, 8), (8, 32))
-        >>> memory.at("k_t")
+        >>> memory.prediction_text("k_t")
         'k_t + W1 gelu(W2 k_t)'
-        >>> recipe = rc.Recipe(memory=rc.memory.MLP(base=True))
+        >>> recipe = rc.Recipe(memory=rc.memory.MLP(static_weights=True))
         >>> params = rc.initial_params(recipe, H=2, K=8, V=8)
         >>> {name: tuple(x.shape) for name, x in params.items()}
         {'base_W2': (2, 32, 8), 'base_W1': (2, 8, 32)}
@@ -310,47 +314,47 @@ class MLP(_Perceptron):
     activation: str = option("gelu", *_ACTIVATIONS)
     residual: bool = flag(True)  # type: ignore[assignment]
     norm: str | None = option(None, "layer", "rms", optional=True)
-    biases: bool = flag(False)  # type: ignore[assignment]
-    base: bool = flag(False)
+    bias: bool = flag(False)  # type: ignore[assignment]
+    static_weights: bool = flag(False)
     read: Read = slot(Read(), "read")
 
     def validate(self) -> None:
         if self.depth > 1000:
             raise RecipeError(
-                f"{self.title}(depth=...) must be from 1 to 1000, not {shown(self.depth)}: each "
-                "map takes weights of its own"
+                f"{self.title}(depth=...) must be from 1 to 1000, not {short_repr(self.depth)}: "
+                "each map has its own weights"
             )
 
     @property
-    def chain(self) -> str | None:
-        return None if self.biases else self.activation
+    def chain_activation(self) -> str | None:
+        return None if self.bias else self.activation
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         widths = (F, *(self.expansion * V,) * (self.depth - 1), V)
         return tuple(
             LinearMap(
                 name=f"W{self.depth - i}",
-                out=widths[i + 1],
-                inp=widths[i] + self.biases,
-                first=i == 0,
-                last=i == self.depth - 1,
-                bias=self.biases,
+                out_features=widths[i + 1],
+                in_features=widths[i] + self.bias,
+                reads_features=i == 0,
+                is_output=i == self.depth - 1,
+                bias=self.bias,
             )
             for i in range(self.depth)
         )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        apply = self._on_base(apply, params)
-        h = apply(0, _with_one(x, self.biases))
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        apply = self._add_base(apply, params)
+        h = apply(0, _append_ones(x, self.bias))
         for index in range(1, self.depth):
-            h = apply(index, _with_one(_ACTIVATIONS[self.activation](h), self.biases))
-        return self.finish(h, raw, params)
+            h = apply(index, _append_ones(_ACTIVATIONS[self.activation](h), self.bias))
+        return self.output_map(h, raw, params)
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
         network = f"{self._weights(f'W{self.depth}')} {x}"
         for index in range(self.depth - 1, 0, -1):
             network = f"{self._weights(f'W{index}')} {self.activation}({network})"
-        return self._wrap(network, raw or x)
+        return self._with_norm_and_residual(network, raw or x)
 
 
 @member
@@ -363,7 +367,7 @@ class GatedMLP(_Perceptron):
         >>> memory = rc.memory.GatedMLP(expansion=2, residual=False)
         >>> memory.shapes(8, 4)
         ((8, 8), (8, 8), (4, 8))
-        >>> memory.at("k_t")
+        >>> memory.prediction_text("k_t")
         'W1(silu(W2 k_t) ⊙ W3 k_t)'
     """
 
@@ -371,29 +375,52 @@ class GatedMLP(_Perceptron):
     activation: str = option("silu", *_ACTIVATIONS)
     residual: bool = flag(True)  # type: ignore[assignment]
     norm: str | None = option(None, "layer", "rms", optional=True)
-    biases: bool = flag(False)  # type: ignore[assignment]
-    base: bool = flag(False)
+    bias: bool = flag(False)  # type: ignore[assignment]
+    static_weights: bool = flag(False)
     read: Read = slot(Read(), "read")
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-        M, one = self.expansion * V, int(self.biases)
+        M, num_ones = self.expansion * V, int(self.bias)
         return (
-            LinearMap(name="W2", out=M, inp=F + one, first=True, last=False, bias=self.biases),
-            LinearMap(name="W3", out=M, inp=F + one, first=True, last=False, bias=self.biases),
-            LinearMap(name="W1", out=V, inp=M + one, first=False, last=True, bias=self.biases),
+            LinearMap(
+                name="W2",
+                out_features=M,
+                in_features=F + num_ones,
+                reads_features=True,
+                is_output=False,
+                bias=self.bias,
+            ),
+            LinearMap(
+                name="W3",
+                out_features=M,
+                in_features=F + num_ones,
+                reads_features=True,
+                is_output=False,
+                bias=self.bias,
+            ),
+            LinearMap(
+                name="W1",
+                out_features=V,
+                in_features=M + num_ones,
+                reads_features=False,
+                is_output=True,
+                bias=self.bias,
+            ),
         )
 
-    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        apply = self._on_base(apply, params)
-        x = _with_one(x, self.biases)
+    def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        apply = self._add_base(apply, params)
+        x = _append_ones(x, self.bias)
         h = _ACTIVATIONS[self.activation](apply(0, x)) * apply(1, x)
-        return self.finish(apply(2, _with_one(h, self.biases)), raw, params)
+        return self.output_map(apply(2, _append_ones(h, self.bias)), raw, params)
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
         W1, W2, W3 = (self._weights(name) for name in ("W1", "W2", "W3"))
-        return self._wrap(f"{W1}({self.activation}({W2} {x}) ⊙ {W3} {x})", raw or x)
+        return self._with_norm_and_residual(
+            f"{W1}({self.activation}({W2} {x}) ⊙ {W3} {x})", raw or x
+        )
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation of that name, as memories use it."""
+    """Return an activation of memories by name."""
     return _ACTIVATIONS[name]

@@ -1,4 +1,4 @@
-"""A memory that is any torch module."""
+"""A memory that is a PyTorch module."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.fields import text
 from recollect.choices.member import RecipeError, member
 from recollect.choices.memory.base import Forward, Memory
+from recollect.fields import text
 
 __all__ = ["Module", "module_factory"]
 
@@ -21,9 +21,9 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def module_factory(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: register ``factory(F, V) -> torch.nn.Module`` under a name for `Module`.
+    """Register ``factory(F, V) -> torch.nn.Module`` under a name for `Module`; a decorator.
 
-    The module maps ``[N, F]`` to ``[N, V]``, keeps no buffers, and draws no random numbers.
+    The module maps ``[N, F]`` to ``[N, V]``, has no buffers, and samples no random numbers.
 
     Examples:
         >>> @rc.memory.module_factory("wide")
@@ -34,8 +34,8 @@ def module_factory(name: str) -> Callable[[Factory], Factory]:
     """
 
     def register(factory: Factory) -> Factory:
-        known = _FACTORIES.get(name)
-        if known is not None and getattr(known, "__qualname__", known) != getattr(
+        existing = _FACTORIES.get(name)
+        if existing is not None and getattr(existing, "__qualname__", existing) != getattr(
             factory, "__qualname__", factory
         ):
             raise RecipeError(f"a module factory named {name!r} exists already: choose another")
@@ -50,8 +50,9 @@ class Module(Memory):
     """Any stateless torch module as memory: its parameters are the weights.
 
     Args:
-        factory: the name under which ``factory(F, V)`` was registered with
-            ``rc.memory.module_factory``. A recipe is data, so it holds the name, not the callable.
+        factory: name under which ``factory(F, V)`` was registered with
+            ``rc.memory.module_factory``. A recipe is data, so it contains the name instead of the
+            callable.
 
     Examples:
         >>> @rc.memory.module_factory("shallow")
@@ -62,7 +63,8 @@ class Module(Memory):
         ((4, 4), (4,))
         >>> recipe = rc.Recipe(memory=memory, algorithm=rc.algorithm.GradientDescent(lr=0.1))
         >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
-        >>> y, state = rc.recall(recipe, q, k, v, init=[torch.randn(2, 4, 4), torch.zeros(2, 4)])
+        >>> memory_0 = [torch.randn(2, 4, 4), torch.zeros(2, 4)]
+        >>> y, state = rc.recall(recipe, q, k, v, initial_memory=memory_0)
         >>> y.shape, state.weights[0].shape
         (torch.Size([1, 6, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
@@ -78,7 +80,7 @@ class Module(Memory):
             )
 
     def template(self, F: int, V: int) -> nn.Module:
-        """A fresh module on the meta device: structure without values.
+        """Return a new module on the meta device, without values.
 
         Args:
             F: input features.
@@ -91,7 +93,7 @@ class Module(Memory):
             module = _FACTORIES[self.factory](F, V)
         if any(True for _ in module.buffers()):
             raise RecipeError(
-                f"memory.Module({self.factory!r}) has buffers, which no recipe can carry: "
+                f"memory.Module({self.factory!r}) has buffers, which a recipe cannot contain: "
                 "make them constants or parameters"
             )
         return module
@@ -99,7 +101,7 @@ class Module(Memory):
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(p.shape) for p in self.template(F, V).parameters())
 
-    def function(self, F: int, V: int) -> Forward:
+    def bind(self, F: int, V: int) -> Forward:
         module = self.template(F, V)
         names = [name for name, _ in module.named_parameters()]
 
@@ -115,5 +117,5 @@ class Module(Memory):
 
         return forward
 
-    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        return f"{self.factory}({W or self.letter}; {x})"
+    def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{self.factory}({W or self.weight_symbol}; {x})"

@@ -1,9 +1,8 @@
-"""What memories need of norms: exact derivatives of any order, and what a norm can say of a value.
+"""Norms of memories: layer norm with derivatives of any order, and projection onto norm outputs.
 
-Layer normalisation runs by torch's kernels where they are exact.
-
-An inner gradient through a norm is a first derivative of it, its outer gradient a second, and a
-gradient of that a third, where torch's own ``layer_norm`` takes its scale for a constant. With
+Layer normalisation uses PyTorch's kernels if they are exact. An inner gradient through a norm is
+its first derivative, the outer gradient the second, and a gradient of that the third. PyTorch's
+``layer_norm`` treats its scale as a constant in the third derivative. With
 
     c = h − mean(h),   r = (mean(c²) + ε)^(−1/2),   y = r c,   ⟨a b⟩ = mean(a ⊙ b),
 
@@ -20,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.gradients import HandWritten, again
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 
-__all__ = ["NORM_EPS", "layer_norm", "layer_norm_pull", "sayable"]
+__all__ = ["NORM_EPS", "layer_norm", "layer_norm_vjp", "project_to_norm_range"]
 
 NORM_EPS = 1e-6
-_LEAST = 1 / 36  # of the mean of w²
+MIN_SQUARED_WEIGHT = 1 / 36  # multiple of the mean of w²
 
 
 def layer_norm(h: Tensor) -> Tensor:
-    """(h − mean(h)) / √(var(h) + ε) over the last axis, ε = 1e-6."""
+    """Return (h − mean(h)) / √(var(h) + ε) over the last axis, with ε = 1e-6."""
     if not (torch.is_grad_enabled() and h.requires_grad):
         return functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
     return cast(Tensor, _LayerNorm.apply(h))
@@ -39,19 +38,20 @@ def _mean(x: Tensor) -> Tensor:
     return x.mean(-1, keepdim=True)
 
 
-def layer_norm_pull(g: Tensor, h: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-    """J g by torch's kernel, without a graph.
+def layer_norm_vjp(g: Tensor, h: Tensor, mean: Tensor, r: Tensor) -> Tensor:
+    """Return J g by PyTorch's kernel, without a graph.
 
     Args:
-        g: shaped like ``h``. h: where J is taken.
-        mean, r: of it, as ``native_layer_norm`` has them.
+        g: gradient with the shape of ``h``.
+        h: input of the norm, at which J is taken.
+        mean, r: statistics of ``h`` from ``native_layer_norm``.
     """
     return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
         g, h, h.shape[-1:], mean, r, None, None, [True, False, False]
     )[0]
 
 
-class _LayerNorm(HandWritten):
+class _LayerNorm(CustomFunction):
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
         y, mean, r = torch.native_layer_norm(h, h.shape[-1:], None, None, NORM_EPS)
@@ -59,68 +59,67 @@ class _LayerNorm(HandWritten):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> Tensor:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         h, y, mean, r = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return cast(Tensor, _Slope.apply(above[0], h, y.detach(), mean, r))
-        return layer_norm_pull(above[0], h, mean, r)
+            return cast(Tensor, _LayerNormVjp.apply(grad_outputs[0], h, y.detach(), mean, r))
+        return layer_norm_vjp(grad_outputs[0], h, mean, r)
 
 
-class _Slope(HandWritten):
+class _LayerNormVjp(CustomFunction):
     """J g as a function of g and h."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, h: Tensor, y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-        Jg = layer_norm_pull(g, h, mean, r)
+        Jg = layer_norm_vjp(g, h, mean, r)
         ctx.save_for_backward(g, h, y, mean, r, Jg)
         return Jg
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        (u,), (g, h, y, mean, r, Jg) = above, ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again: nothing is a constant
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (u,), (g, h, y, mean, r, Jg) = grad_outputs, ctx.saved_tensors
+        if torch.is_grad_enabled():  # recompute all factors in the graph
             c = h - _mean(h)
             r = (_mean(c.square()) + NORM_EPS).rsqrt()
             y = c * r
             Ju = r * (u - _mean(u) - y * _mean(u * y))
-            bend = _mean(g * y) * Ju + _mean(u * y) * Jg + _mean(Ju * g) * y
-            return Ju, -r * bend, None, None, None
-        Ju = layer_norm_pull(u, h, mean, r)
-        bend = Ju * _mean(g * y)
-        bend.addcmul_(Jg, _mean(u * y)).addcmul_(y, _mean(Ju * g))
-        return Ju, bend.mul_(-r), None, None, None
+            second_order = _mean(g * y) * Ju + _mean(u * y) * Jg + _mean(Ju * g) * y
+            return Ju, -r * second_order, None, None, None
+        Ju = layer_norm_vjp(u, h, mean, r)
+        second_order = Ju * _mean(g * y)
+        second_order.addcmul_(Jg, _mean(u * y)).addcmul_(y, _mean(Ju * g))
+        return Ju, second_order.mul_(-r), None, None, None
 
 
-def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
-    """Of d = ``away`` what a norm can say: w ⊙ û with mean(û²) ≤ 1 (and mean(û) = 0).
+def project_to_norm_range(offset: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
+    """Project d = ``offset`` onto outputs of a norm, w ⊙ û with mean(û²) ≤ 1 (and mean(û) = 0).
 
         û = s min(1, √V/‖s‖),   s_i = (x_i − μ) / (y_i + λ),   x = w ⊙ d − mean(w ⊙ d),
         λ = max(0, ‖x‖/√V − Σ y x² / Σ x²),   y = max(w², mean(w²)/36).
 
-    A layer norm says only û of mean 0, and μ is what gives s that mean; an RMS norm has x = w ⊙ d
-    and μ = 0. But for the floor of y the nearest to d of all that can be said is this with the
-    λ ≥ 0 at which ‖s‖ = √V, or 0 within reach. Ours is that λ where all w are equal, comes to it
-    where d is far beyond reach, and is below it elsewhere. The floor is for channels that say next
-    to nothing: one of them would make s so long that the others say nothing either
-    (`docs/design/steps.md`).
+    For a layer norm, û has mean 0, and μ gives s this mean. For an RMS norm, x = w ⊙ d and μ = 0.
+    Without the floor of y, the output nearest to d has the λ ≥ 0 at which ‖s‖ = √V, or 0 if d is
+    attainable. The λ above equals this λ if all w are equal, approaches it for distant d, and is
+    smaller otherwise. Without the floor, a channel with a tiny w would make s so long that all
+    other channels vanish (`docs/design/steps.md`).
 
     Args:
-        away: the value less the key and the norm's bias, ``[..., V]``.
-        weight: w of the norm, broadcast against it.
-        centred: of a layer norm.
+        offset: the value minus the key and the norm's bias, ``[..., V]``.
+        weight: w of the norm, broadcast against ``offset``.
+        centred: whether the norm is a layer norm.
     """
     y = weight.square()
-    y = y.clamp_min(_LEAST * _mean(y) + _smallest(away))
-    return cast(Tensor, _Sayable.apply(away, weight, y, centred))
+    y = y.clamp_min(MIN_SQUARED_WEIGHT * _mean(y) + _tiny(offset))
+    return cast(Tensor, _ProjectToNormRange.apply(offset, weight, y, centred))
 
 
-def _smallest(x: Tensor) -> float:
-    """Beside a square, so that a root of 0 has a derivative."""
+def _tiny(x: Tensor) -> float:
+    """Return a number to add to a square, so that its root has a derivative at 0."""
     return float(torch.finfo(x.dtype).tiny ** (1 / 3))
 
 
-class _Solved(NamedTuple):
-    """What `sayable` is made of: û = s / n, and n = max(√mean(s²), 1)."""
+class _Projection(NamedTuple):
+    """Intermediate values of `project_to_norm_range`: û = s / n with n = max(√mean(s²), 1)."""
 
     x: Tensor
     inverse: Tensor  # of y + λ
@@ -130,68 +129,69 @@ class _Solved(NamedTuple):
     n: Tensor
 
 
-def _solved(d: Tensor, w: Tensor, y: Tensor, *, centred: bool, own: bool) -> _Solved:
-    """By operations that autograd follows, or ``own`` ones that write over what they made."""
-    least = _smallest(d)
+def _projection(d: Tensor, w: Tensor, y: Tensor, *, centred: bool, in_place: bool) -> _Projection:
+    """Compute the projection by differentiable or by in-place operations."""
+    tiny = _tiny(d)
     x = w * d
     if centred:
-        x = x.sub_(_mean(x)) if own else x - _mean(x)
+        x = x.sub_(_mean(x)) if in_place else x - _mean(x)
     squares = x.square()
-    size = _mean(squares) + least
-    moment = _mean(squares.mul_(y) if own else squares * y)
-    below = y + (size.sqrt() - moment / size).clamp_min(0)
-    inverse = below.reciprocal_() if own else below.reciprocal()
+    size = _mean(squares) + tiny
+    moment = _mean(squares.mul_(y) if in_place else squares * y)
+    denominator = y + (size.sqrt() - moment / size).clamp_min(0)
+    inverse = denominator.reciprocal_() if in_place else denominator.reciprocal()
     s = x * inverse
     if centred:
-        move = s.addcmul_ if own else s.addcmul
-        s = move(inverse, _mean(s) / _mean(inverse), value=-1)
-    n = (_mean(torch.mul(s, s, out=squares) if own else s.square()) + least).sqrt().clamp_min(1.0)
-    return _Solved(x, inverse, s, size, moment, n)
+        subtract = s.addcmul_ if in_place else s.addcmul
+        s = subtract(inverse, _mean(s) / _mean(inverse), value=-1)
+    squares = torch.mul(s, s, out=squares) if in_place else s.square()
+    n = (_mean(squares) + tiny).sqrt().clamp_min(1.0)
+    return _Projection(x, inverse, s, size, moment, n)
 
 
-class _Sayable(HandWritten):
+class _ProjectToNormRange(CustomFunction):
     """w ⊙ s / n as a function of d, w and the floored y.
 
-    With g the gradient of s, t = g − mean(g / (y + λ)) / mean(1 / (y + λ)) where means are taken
-    off, that of x is t / (y + λ), and that of y + λ is −t s / (y + λ).
+    With g the gradient of s, and t = g − mean(g / (y + λ)) / mean(1 / (y + λ)) for a layer norm or
+    t = g for an RMS norm, the gradients of x and of y + λ are t / (y + λ) and −t s / (y + λ).
     """
 
     @staticmethod
     def forward(ctx: Any, d: Tensor, w: Tensor, y: Tensor, centred: bool) -> Tensor:
-        found = _solved(d, w, y, centred=centred, own=True)
+        p = _projection(d, w, y, centred=centred, in_place=True)
         ctx.centred = centred
-        ctx.save_for_backward(d, w, y, *found)
-        return (found.s / found.n).mul_(w)
+        ctx.save_for_backward(d, w, y, *p)
+        return (p.s / p.n).mul_(w)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        d, w, y, *kept = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        d, w, y, *intermediates = ctx.saved_tensors
         if torch.is_grad_enabled():
 
-            def said(given: list[Tensor]) -> list[Tensor]:
-                d, w, y = given
-                found = _solved(d, w, y, centred=ctx.centred, own=False)
-                return [w * (found.s / found.n)]
+            def project(inputs: list[Tensor]) -> list[Tensor]:
+                d, w, y = inputs
+                p = _projection(d, w, y, centred=ctx.centred, in_place=False)
+                return [w * (p.s / p.n)]
 
-            return *again(said, (d, w, y), ctx.needs_input_grad[:3], above), None
-        found = _Solved(*kept)
-        g, s, V = above[0] / found.n, found.s, d.shape[-1]
-        of_w = g * s
-        # n moves where it is not 1.
-        along = _mean(w * of_w).where(found.n > 1, 0.0)
-        t = torch.addcmul(w * g, s, along / found.n.square(), value=-1)
+            needed = ctx.needs_input_grad[:3]
+            return *differentiable_backward(project, (d, w, y), needed, grad_outputs), None
+        p = _Projection(*intermediates)
+        g, s, V = grad_outputs[0] / p.n, p.s, d.shape[-1]
+        grad_w = g * s
+        radial = _mean(w * grad_w).where(p.n > 1, 0.0)  # n is constant at 1
+        t = torch.addcmul(w * g, s, radial / p.n.square(), value=-1)
         if ctx.centred:
-            t = t - _mean(t * found.inverse) / _mean(found.inverse)
-        of_x = t * found.inverse
-        of_y = (of_x * s).neg_()
-        far, size = found.size.sqrt(), found.size
-        of_far = of_y.sum(-1, keepdim=True).where(size * far > found.moment, 0.0)
-        of_size = of_far * (0.5 / far + found.moment / size.square())
-        of_moment = -of_far / size
-        of_y.addcmul_(found.x.square(), of_moment / V)
-        of_x.addcmul_(found.x, (y * of_moment).add_(of_size).mul_(2 / V))
+            t = t - _mean(t * p.inverse) / _mean(p.inverse)
+        grad_x = t * p.inverse
+        grad_y = (grad_x * s).neg_()
+        rms, size = p.size.sqrt(), p.size
+        grad_lambda = grad_y.sum(-1, keepdim=True).where(size * rms > p.moment, 0.0)
+        grad_size = grad_lambda * (0.5 / rms + p.moment / size.square())
+        grad_moment = -grad_lambda / size
+        grad_y.addcmul_(p.x.square(), grad_moment / V)
+        grad_x.addcmul_(p.x, (y * grad_moment).add_(grad_size).mul_(2 / V))
         if ctx.centred:
-            of_x.sub_(_mean(of_x))
-        of_w.addcmul_(of_x, d)
-        gradients = zip((of_x.mul_(w), of_w, of_y), (d, w, y), strict=True)
+            grad_x.sub_(_mean(grad_x))
+        grad_w.addcmul_(grad_x, d)
+        gradients = zip((grad_x.mul_(w), grad_w, grad_y), (d, w, y), strict=True)
         return *(x.sum_to_size(like.shape) for x, like in gradients), None

@@ -1,22 +1,23 @@
-"""Base class of retentions, and decay: how weights are kept, decayed and linked."""
+"""Base class of retentions, and decay: how weights decay and are linked to their dual state."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from recollect.choices.autograd import inner_leaves
 from recollect.choices.equation_terms import Term, Terms, render_sum
-from recollect.choices.fields import Gate, Param, Range, option, quantity
-from recollect.choices.gradients import leaves_of
 from recollect.choices.member import Member, RecipeError, member
-from recollect.choices.trial import check_link
+from recollect.choices.overrides import check_override
+from recollect.fields import Gate, Param, Range, option, quantity
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Decay", "Keep", "Retention"]
 
@@ -29,8 +30,9 @@ class Retention(Member):
 
     Attributes:
         decay: the decay α, or ``None``.
-        every: ``"token"``: W_t = link(A_t) at every token; ``"batch"``: the link acts at the
-            borders of the inner batch and reading inside it is linear. The same when b = 1.
+        link_every: ``"token"``: W_t = link(A_t) at every token; ``"batch"``: the link acts at the
+            boundaries of inner batches, and reads within a batch are linear. Both are equal if
+            b = 1.
 
     Examples:
         >>> @rc.member
@@ -47,169 +49,191 @@ class Retention(Member):
     choice = "retention"
 
     decay: Decay | None = None
-    every: str = "token"
+    link_every: str = "token"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        same = "W, a tensor of the shape of A"
+        check_override(cls, "link", "A, gates", same, lambda A, gates: A.shape)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A slot admits any retention, whatever its annotation says.
-        held: Retention | None = self.decay
-        if held is not None and type(held) is not Decay:
+        # A slot accepts any retention, regardless of its annotation.
+        decay: Retention | None = self.decay
+        if decay is not None and type(decay) is not Decay:
             raise RecipeError(
-                f"{self.title}(decay=...) must be retention.Decay(...), not {held.title}"
+                f"{self.title}(decay=...) must be retention.Decay(...), not {decay.title}"
             )
-        if type(self).link is not Retention.link and (wrong := check_link(self)):
-            raise RecipeError(wrong)
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
-        """W = link(A) of one map, ``[..., out, in]``; gates come as ``[..., 1, 1]``.
+        """Return W = link(A) of one map, ``[..., out, in]``.
 
         Args:
             A: the dual state of one map, ``[..., out, in]``.
-            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+            gates: quantities of this retention by name, each ``[..., 1, 1]``.
         """
         return A
 
     def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
-        """A_t from A_{t−1} and the algorithm's step: α_t A_{t−1} + step.
+        """Return A_t = α_t A_{t−1} + step.
 
         Args:
-            A: the state before, ``[..., out, in]``.
-            step: what the algorithm adds, ``[..., out, in]``.
-            log_decay: log α_t ≤ 0, broadcastable to A; ``None`` where nothing decays.
-            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+            A: the state A_{t−1}, ``[..., out, in]``.
+            step: step of the algorithm, ``[..., out, in]``.
+            log_decay: log α_t ≤ 0, broadcastable to A; ``None`` without a decay.
+            gates: quantities of this retention by name, each ``[..., 1, 1]``.
         """
         return step + (A if log_decay is None else log_decay.exp() * A)
 
     @property
-    def steepest(self) -> float | None:
-        """L with |link(A) − link(B)| ≤ L |A − B| for all A and B; ``None`` where none is known.
+    def link_lipschitz(self) -> float | None:
+        """Constant L with |link(A) − link(B)| ≤ L |A − B| for all A and B; ``None`` if unknown.
 
-        1 without a link. It is what `gain` takes for the link's slope.
+        It is 1 without a link. `step_gain` uses it as the slope of the link.
         """
-        return None if self.linked else 1.0
+        return None if self.has_link else 1.0
 
-    gain_products: int = 0
-    """Products of h or δ with a matrix of A's shape that `rank_one_gain` takes, for the cost."""
+    step_gain_matmuls: int = 0
+    """Number of matmuls with a matrix of A's shape in `rank_one_step_gain`, for the cost."""
 
-    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
-        """How far a step of A along G moves W along it: ⟨G, J G⟩ with J = ∂link/∂A, ``[...]``.
+    def step_gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """Return ⟨G, J G⟩ with J = ∂link/∂A, the change of W along G per step of A along G.
 
-        L |G|² where `steepest` says L, else by autograd from `link`. A normalised step is divided
-        by it: a member whose link is flat somewhere, while its weights have no bound, says L or
-        overrides this with a bound above ⟨G, J G⟩ that is 0 for G = 0 alone.
+        The default is L |G|² with L = `link_lipschitz`, or autograd of `link` if L is ``None``.
+        Normalised steps are divided by the result. A link with unbounded weights and zero slopes
+        must declare L or override this method with an upper bound that is 0 only for G = 0.
 
         Args:
             A: the dual state of one map, broadcastable to G.
             G: gradients of single associations with respect to W, ``[..., out, in]``.
-            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+            gates: quantities of this retention by name, each ``[..., 1, 1]``.
         """
-        if self.steepest is not None:
-            return self.steepest * G.square().sum((-2, -1))
+        if self.link_lipschitz is not None:
+            return self.link_lipschitz * G.square().sum((-2, -1))
         outer = torch.is_grad_enabled()
         with torch.enable_grad():
-            (point,) = leaves_of((A.expand_as(G),), outer=outer)
-            (pulled,) = torch.autograd.grad(
+            (point,) = inner_leaves((A.expand_as(G),), outer=outer)
+            (JG,) = torch.autograd.grad(
                 self.link(point, gates), point, G, create_graph=outer, materialize_grads=True
             )
-        return (G * pulled).sum((-2, -1))
+        return (G * JG).sum((-2, -1))
 
-    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor | None:
-        """`gain` of δ hᵀ for many associations without making δ hᵀ, ``[..., n]``, or ``None``.
+    def rank_one_step_gain(
+        self, A: Tensor, h: Tensor, delta: Tensor, gates: Values
+    ) -> Tensor | None:
+        """Return `step_gain` of δ hᵀ for n associations without forming δ hᵀ, ``[..., n]``.
+
+        ``None`` if there is no such formula.
 
         Args:
             A: the dual state of one map, ``[..., out, in]``.
             h: inputs of the map, ``[..., n, in]``.
             delta: gradients of its outputs, ``[..., n, out]``.
-            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+            gates: quantities of this retention by name, each ``[..., 1, 1]``.
         """
-        if self.steepest is None:
+        if self.link_lipschitz is None:
             return None
         if torch.is_grad_enabled():
-            return self.steepest * (h.square().sum(-1) * delta.square().sum(-1))
+            return self.link_lipschitz * (h.square().sum(-1) * delta.square().sum(-1))
         sizes = torch.linalg.vector_norm(h, dim=-1) * torch.linalg.vector_norm(delta, dim=-1)
         sizes.square_()
-        return sizes if self.steepest == 1 else sizes.mul_(self.steepest)
+        return sizes if self.link_lipschitz == 1 else sizes.mul_(self.link_lipschitz)
 
     @property
-    def linked(self) -> bool:
+    def has_link(self) -> bool:
         """Whether W differs from A (``link`` is overridden)."""
         return type(self).link is not Retention.link
 
     @property
-    def additive(self) -> bool:
+    def is_additive(self) -> bool:
         """Whether A_t = α A_{t−1} + step (``advance`` is not overridden)."""
         return type(self).advance is Retention.advance
 
     @property
-    def settles_first(self) -> bool:
-        """With ``every="batch"``: W_1 = link(A_1) replaces W° for tokens 2..b (MIRAS 30)."""
+    def links_after_first_token(self) -> bool:
+        """Whether W_1 = link(A_1) replaces W° for tokens 2..b of a batch (MIRAS 30).
+
+        It applies to ``link_every="batch"``.
+        """
         return False
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        own = dict(self.numbers)
+        quantities = dict(self.numbers)
         for name in self.decay.numbers if self.decay is not None else ():
-            own.pop(name, None)
-        if self.linked and recipe.memory.read != type(recipe.memory.read)():
+            quantities.pop(name, None)
+        if self.has_link and recipe.memory.read != type(recipe.memory.read)():
             yield (
                 "memory.Read(...) with a normaliser, bonus or earlier read needs weights that are "
                 f"the state itself, and {self.title} puts a link between them: use "
                 "retention.Keep() or Decay()"
             )
-        acts = self.linked or not self.additive
-        for name, axes in own.items():
+        uses_quantities = self.has_link or not self.is_additive
+        for name, axes in quantities.items():
             if name == "log_decay":
                 yield (
-                    f"{self.title} declares the number 'decay', which acts as a retention.Decay() "
-                    "that it holds in a field decay"
+                    f"{self.title} declares the quantity 'decay': use a field decay with a "
+                    "retention.Decay() instead"
                 )
-            elif axes or not acts:
+            elif axes:
                 yield (
-                    f"{self.title} declares the number {name!r} with axes {axes}, and a link is "
-                    "handed numbers per head, where link or advance is overridden: drop the axes, "
-                    "or override one of them"
+                    f"{self.title} declares the quantity {name!r} with axes {axes}, and link and "
+                    "advance receive one value per head: drop the axes"
                 )
-        if not self.additive and recipe.algorithm.batch != 1:
+            elif not uses_quantities:
+                yield (
+                    f"{self.title} declares the quantity {name!r} and overrides neither link nor "
+                    "advance, which receive it: override one of them"
+                )
+        if not self.is_additive and recipe.algorithm.batch_size != 1:
             yield (
                 f"{self.title} rebuilds A from W at every token, so it is sequential: set "
-                f"batch=1 in {recipe.algorithm.title}"
+                f"batch_size=1 in {recipe.algorithm.title}"
             )
 
-    def text(self) -> str:
-        """The link as it is written in an equation; empty for the identity.
+    def link_text(self) -> str:
+        """Return the link as text for an equation; empty for the identity.
 
-        The state is ``A_t``, and gates have the index ``_t``: `explain` replaces both, for the
+        The state is ``A_t``, and gates have the index ``_t``. `explain` replaces both for the
         weights at which errors are taken.
         """
-        if not self.linked:
+        if not self.has_link:
             return ""
         fields = (self.field_of(name) for name, _, _ in self._quantities())
         symbols = (self.symbol(field) for field in fields if field is not None)
         letters = [symbol for symbol in symbols if isinstance(symbol, str)]
         return f"{type(self).__name__.lower()}({', '.join(('A_t', *letters))})"
 
-    def moves(
+    def state_equations(
         self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
     ) -> tuple[str, ...]:
-        """The equations that lead from the old state to the new.
+        """Return the equations from the old state to the new one.
 
         Args:
-            old: name of the state before, e.g. ``"A_(t−1)"``.
-            new: name of the state after.
-            step: what the algorithm adds, as signed terms.
-            at: index of the decay's token.
-            vector: as in `Decay.on`.
+            old: text of the old state, e.g. ``"A_(t−1)"``.
+            new: text of the new state.
+            step: step of the algorithm, as signed terms.
+            at: index of the token of the decay.
+            vector: as in `Decay.decayed_text`.
         """
-        if self.additive:
-            kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
-            return (f"{new} = {render_sum((kept, *step))}",)
-        decay = "" if self.decay is None else f", {render_sum((self.decay.on('', at),)).strip()}"
+        if self.is_additive:
+            decayed = (
+                Term((old,))
+                if self.decay is None
+                else self.decay.decayed_text(old, at, vector=vector)
+            )
+            return (f"{new} = {render_sum((decayed, *step))}",)
+        decay = (
+            ""
+            if self.decay is None
+            else f", {render_sum((self.decay.decayed_text('', at),)).strip()}"
+        )
         return (f"{new} = {type(self).__name__.lower()}({old}, {render_sum(step)}{decay})",)
 
 
 @member
 class Keep(Retention):
-    """Nothing is forgotten: α = 1.
+    """Retention without decay: α = 1.
 
     Examples:
         >>> recipe = rc.Recipe(retention=rc.retention.Keep())
@@ -227,10 +251,10 @@ _AXES = {
 }
 
 
-_SCALE = "decay_scale"
+DECAY_SCALE_PARAM = "decay_scale"
 
 
-_SLOW = math.log(0.98)
+DEFAULT_LOG_DECAY = math.log(0.98)
 
 
 @member
@@ -244,16 +268,16 @@ class Decay(Retention):
             other maps use the mean log-decay.
         when: ``"after"``: gradients at W_{t−1} (Titans, leaky LMS); ``"before"``: at α_t W_{t−1}
             (Gated DeltaNet).
-        rate: α in (0, 1]: a constant, the gate ``"log_decay"`` (with ``per="key_value"`` also
-            ``"log_decay_value"``), or the param ``"decay"``. ``"factored"``, per channel or entry:
-            α_t = exp(−δ_t ⊙ a). The gate ``"log_decay"`` holds −δ_t per channel (of values, when
-            per entry), the param ``"decay_scale"`` a ≥ 0 (Mamba's Δ and A, RG-LRU's r and Λ), so
-            that no tensor has tokens and entries.
+        alpha: α in (0, 1]: a constant, the gate ``"log_decay"`` (with ``per="key_value"`` also
+            ``"log_decay_value"``), or the param ``"decay"``. ``"input_scaled"``, per channel or
+            entry: α_t = exp(−δ_t ⊙ a). The gate ``"log_decay"`` holds −δ_t per channel (of values,
+            when per entry), the param ``"decay_scale"`` a ≥ 0 (Mamba's Δ and A, RG-LRU's r and Λ),
+            so that no tensor has tokens and entries.
 
     Examples:
         >>> recipe = rc.Recipe(
         ...     bias=rc.bias.DotProduct(),
-        ...     retention=rc.retention.Decay(rate=0.5),
+        ...     retention=rc.retention.Decay(alpha=0.5),
         ...     algorithm=rc.algorithm.GradientDescent(lr=1.0),
         ... )
         >>> one = torch.ones(1, 4, 1, 1)
@@ -265,49 +289,50 @@ class Decay(Retention):
 
     per: str = option("head", "key", "value", "key_value", "entry")
     when: str = option("after", "before")
-    rate: float | str = quantity(
-        "token",
+    alpha: float | str = quantity(
+        "input",
         name="decay",
         above=0,
         at_most=1,
         init=0.98,
         log=True,
         axes=lambda d: _AXES[d.per],
-        kinds=("token", "static", "factored"),
+        sources=("input", "learned", "input_scaled"),
         letter="α",
+        role="decay",
     )
 
     @property
     def decay(self) -> Decay:  # type: ignore[override]
-        """A decay is its own decay."""
+        """This decay."""
         return self
 
     def validate(self) -> None:
-        if self.per == "key_value" and not isinstance(self.rate, str):
+        if self.per == "key_value" and not isinstance(self.alpha, str):
             raise RecipeError(
-                "retention.Decay(per='key_value') with a constant rate is one number for every "
-                "entry: use per='head', or rate='token' or 'static'"
+                "retention.Decay(per='key_value') with a constant alpha is equal for all entries: "
+                "use per='head', or alpha='input' or 'learned'"
             )
-        if self.rate == "factored" and self.per not in ("key", "value", "entry"):
+        if self.alpha == "input_scaled" and self.per not in ("key", "value", "entry"):
             raise RecipeError(
-                f"retention.Decay(rate='factored') factors a decay per channel or entry, and "
-                f"per={self.per!r} is neither: use per='entry', or rate='token'"
+                f"retention.Decay(alpha='input_scaled') needs a decay per channel or entry, not "
+                f"per={self.per!r}: use per='entry', or alpha='input'"
             )
 
     @property
-    def factored(self) -> bool:
+    def is_input_scaled(self) -> bool:
         """Whether log α_t is the gate times a param."""
-        return self.rate == "factored"
+        return self.alpha == "input_scaled"
 
-    def on(self, state: str, at: str = "t", *, vector: bool = False) -> Term:
-        """The decayed state: α_t A, A Diag(α_t), Diag(α_t) A.
+    def decayed_text(self, state: str, at: str = "t", *, vector: bool = False) -> Term:
+        """Return the decayed state as a term: α_t A, A Diag(α_t), Diag(α_t) A.
 
         Args:
-            state: how the state is written.
+            state: text of the state.
             at: index of the token.
-            vector: whether the state has one row, so that every channel is an entry.
+            vector: whether the state has one weight per channel.
         """
-        alpha = self.symbol("rate", at)
+        alpha = self.symbol("alpha", at)
         if not isinstance(alpha, str) or self.per == "head":
             return Term((state,)).times(alpha)
         if self.per == "entry" or vector:
@@ -318,67 +343,75 @@ class Decay(Retention):
         return Term((key, state)) if self.per == "value" else Term((value, state, key))
 
     def notes(self) -> tuple[str, ...]:
-        if not self.factored:
+        if not self.is_input_scaled:
             return ()
         per = "δ_t per value channel, a per entry" if self.per == "entry" else "a per channel"
         return (f"α_t = exp(−δ_t ⊙ a): {per}",)
 
     def gates(self) -> tuple[Gate, ...]:
-        own = super().gates()
-        if self.factored:
-            span = Range(high=0.0)
-            axes = ("V",) if self.per == "entry" else _AXES[self.per]
-            return (Gate(name="log_decay", owner=self.title, axes=axes, range=span, init=_SLOW),)
-        if self.per != "key_value" or not own:
-            return own
-        (g,) = own
-        value = Gate(name="log_decay_value", owner=g.owner, axes=("V",), range=g.range, init=g.init)
-        return (g, value)
+        gates = super().gates()
+        if self.is_input_scaled:
+            gate = Gate(
+                name="log_decay",
+                owner=self.title,
+                axes=("V",) if self.per == "entry" else _AXES[self.per],
+                range=Range(high=0.0),
+                init=DEFAULT_LOG_DECAY,
+                role="decay",
+                is_log=True,
+            )
+            return (gate,)
+        if self.per != "key_value" or not gates:
+            return gates
+        (gate,) = gates
+        return (gate, dataclasses.replace(gate, name="log_decay_value", axes=("V",)))
 
     def params(self) -> tuple[Param, ...]:
-        own = super().params()
-        if self.factored:
-            span = Range(low=0.0)
-            axes = _AXES[self.per]
-            return (Param(name=_SCALE, owner=self.title, axes=axes, range=span, init=1.0),)
-        if self.per != "key_value" or not own:
-            return own
-        (p,) = own
-        value = Param(name="decay_value", owner=p.owner, axes=("V",), range=p.range, init=p.init)
-        return (p, value)
-
-    def logs(self) -> frozenset[str]:
-        own = super().logs()
-        return own | {"decay_value"} if own and self.per == "key_value" else own
+        params = super().params()
+        if self.is_input_scaled:
+            scale = Param(
+                name=DECAY_SCALE_PARAM,
+                owner=self.title,
+                axes=_AXES[self.per],
+                range=Range(low=0.0),
+                init=1.0,
+                role="decay",
+            )
+            return (scale,)
+        if self.per != "key_value" or not params:
+            return params
+        (param,) = params
+        return (param, dataclasses.replace(param, name="decay_value", axes=("V",)))
 
     def static_quantities(self) -> frozenset[str]:
-        scale = frozenset({_SCALE}) if self.factored else frozenset[str]()
+        scale = frozenset({DECAY_SCALE_PARAM}) if self.is_input_scaled else frozenset[str]()
         return super().static_quantities() | self.logs() | scale
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         yield from decay_conflicts(self, recipe)
 
 
-def decay_conflicts(decay: Decay, recipe: RecipeLike) -> Iterator[str]:
-    """Reasons why a decay of this shape cannot stand in the recipe."""
+def decay_conflicts(decay: Decay, recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons why a decay does not fit the recipe."""
     if decay.when == "before":
-        if recipe.algorithm.batch != 1:
+        if recipe.algorithm.batch_size != 1:
             yield (
                 "retention.Decay(when='before') measures the error at α_t W_{t−1}, which changes "
-                f"inside an inner batch: set batch=1 in {recipe.algorithm.title}, or when='after'"
+                f"inside an inner batch: set batch_size=1 in {recipe.algorithm.title}, or "
+                "when='after'"
             )
         if recipe.context.horizon not in (1, None) and not recipe.memory.linear:
             yield (
                 "retention.Decay(when='before') with a window needs a linear memory, and "
                 f"{recipe.memory.title} is deep: use when='after' or context.Online()"
             )
-    if decay.per != "head" and not recipe.memory.channelled:
+    if decay.per != "head" and not recipe.memory.has_channels:
         yield (
             f"retention.Decay(per={decay.per!r}) acts on channels of linear maps, which "
             f"{recipe.memory.title} does not have: use per='head'"
         )
-    if decay.per in ("key_value", "entry") and recipe.memory.diagonal:
+    if decay.per in ("key_value", "entry") and recipe.memory.is_elementwise:
         yield (
             f"retention.Decay(per={decay.per!r}) needs a matrix, and {recipe.memory.title} has one "
             "weight per channel: use per='key'"
@@ -388,12 +421,12 @@ def decay_conflicts(decay: Decay, recipe: RecipeLike) -> Iterator[str]:
             f"retention.Decay(per='entry') needs memory.Matrix, and {recipe.memory.title} has "
             "several maps: use per='head', 'key', 'value' or 'key_value'"
         )
-    if decay.per == "entry" and decay.factored:
+    if decay.per == "entry" and decay.is_input_scaled:
         algorithm, retention = recipe.algorithm, recipe.retention
-        linear = algorithm.momentum_of is not None and algorithm.batch == 1
-        if not linear or recipe.bias.affine is None or retention is not decay:
+        linear = algorithm.recursion is not None and algorithm.batch_size == 1
+        if not linear or not recipe.bias.is_affine or retention is not decay:
             yield (
-                "retention.Decay(per='entry', rate='factored') keeps its factors apart, which a "
-                "linear recursion token by token can: use rate='token', or bias.DotProduct() or "
-                "L2() with algorithm.GradientDescent(batch=1) and no link"
+                "retention.Decay(per='entry', alpha='input_scaled') keeps its factors separate, "
+                "which needs a linear recursion per token: use alpha='input', or bias.DotProduct() "
+                "or L2() with algorithm.GradientDescent(batch_size=1) and no link"
             )

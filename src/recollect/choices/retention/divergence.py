@@ -1,4 +1,4 @@
-"""Retention by an f-divergence: the step reweighs W, and a multiplier keeps its sum.
+"""Retention by an f-divergence: the step reweights W, and a multiplier preserves its sum.
 
 The member rebuilds A from W at every token, so it overrides ``advance``.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.equation_terms import Term, Terms, format_number, render_sum
-from recollect.choices.fields import number, option, slot
 from recollect.choices.member import member
 from recollect.choices.retention.base import Decay, Retention, Values
-from recollect.choices.retention.links import DIMS, constant_along
-from recollect.choices.retention.multiplier import multiplier, weighed
+from recollect.choices.retention.links import DIMS, decay_axis_conflicts
+from recollect.choices.retention.multiplier import normalization_multiplier, weighted
+from recollect.fields import number, option, slot
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["FDivergence"]
 
@@ -30,7 +30,7 @@ def _chi_square(y: Tensor) -> Tensor:
     return functional.relu(1 + 0.5 * y)
 
 
-# Each: g = (f')⁻¹, and g(y*) = 1 at y* = f'(1). Beyond its domain g is +inf, as a limit.
+# g = (f')⁻¹, and y* = f'(1) with g(y*) = 1. Outside its domain g is +inf, its limit.
 _DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "kl": (lambda y: (y - 1).exp(), 1.0),
     "reverse_kl": (lambda y: torch.where(y < 0, -1 / torch.where(y < 0, y, -1.0), torch.inf), -1.0),
@@ -47,13 +47,14 @@ class FDivergence(Retention):
     """W_t = W̄ ⊙ g(−ζ − η∇), ζ such that ‖W_t‖₁ = c (MIRAS 18), rebuilt from W.
 
     g = (f')⁻¹. With a decay, W̄ = c·W_{t−1}^α/‖W_{t−1}^α‖₁, so that f = KL is exactly `Simplex`'s
-    recurrence. A holds W itself; A₀ is made a measure by c|A₀|/‖A₀‖₁ (uniform where A₀ = 0).
+    recurrence. The state A is W itself. The initial measure is c|A₀|/‖A₀‖₁ (uniform if A₀ = 0).
 
     Args:
         kind: ``"kl"`` f = τ ln τ, ``"reverse_kl"`` −ln τ, ``"hellinger"`` (√τ − 1)²,
-            ``"chi_square"`` (τ − 1)² (reaches exact zeros).
-        scale: c. axis: ``"in"``: each row is a measure; ``"out"``: each column; ``"all"``: the
-            whole matrix of each map, as in MIRAS 18.
+            ``"chi_square"`` (τ − 1)² (attains exact zeros).
+        scale: c.
+        axis: ``"in"``: each row is a measure; ``"out"``: each column; ``"all"``: the whole matrix
+            of each map, as in MIRAS 18.
 
     Examples:
         >>> recipe = rc.Recipe(
@@ -70,7 +71,7 @@ class FDivergence(Retention):
     scale: float = number(1.0, above=0)
     axis: str = option("in", "out", "all")
     decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
+    link_every: str = option("token", "batch")
 
     @property
     def _dim(self) -> tuple[int, ...]:
@@ -80,7 +81,6 @@ class FDivergence(Retention):
         size = A.abs()
         total = size.sum(self._dim, keepdim=True)
         zero = total == 0
-        # Zeros say nothing about where the measure sits: start uniform.
         uniform = self.scale / math.prod(A.shape[dim] for dim in self._dim)
         return torch.where(zero, uniform, self.scale * size / torch.where(zero, 1.0, total))
 
@@ -91,30 +91,32 @@ class FDivergence(Retention):
             zero = W == 0
             W = torch.where(zero, 0.0, torch.where(zero, 1.0, W).pow(alpha))
             W = self.scale * W / W.sum(self._dim, keepdim=True)
-        g, one = _DIVERGENCES[self.kind]
-        zeta = multiplier(W, step, g, one=one, scale=self.scale, dim=self._dim)
-        return weighed(W, g, step - zeta)
+        g, unit_point = _DIVERGENCES[self.kind]
+        zeta = normalization_multiplier(
+            W, step, g, unit_point=unit_point, scale=self.scale, dim=self._dim
+        )
+        return weighted(W, g, step - zeta)
 
     @property
-    def linked(self) -> bool:
+    def has_link(self) -> bool:
         return True
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        yield from constant_along(self.axis, self.decay, self.title)
+        yield from decay_axis_conflicts(self.axis, self.decay, self.title)
 
-    def text(self) -> str:
+    def link_text(self) -> str:
         return "A_t"
 
-    def moves(
+    def state_equations(
         self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
     ) -> tuple[str, ...]:
-        moved = render_sum((*step, Term(("ζ_t",), -1.0)))
+        argument = render_sum((*step, Term(("ζ_t",), -1.0)))
         if self.decay is None:
-            return (f"{new} = {old} ⊙ g({moved})",)
-        rate = format_number(self.decay.symbol("rate", at))
+            return (f"{new} = {old} ⊙ g({argument})",)
+        rate = format_number(self.decay.symbol("alpha", at))
         scale = Term((f"{old}^{rate} / ‖{old}^{rate}‖₁",)).times(self.scale)
-        return (f"{new} = W̄_t ⊙ g({moved})", f"W̄_t = {scale}")
+        return (f"{new} = W̄_t ⊙ g({argument})", f"W̄_t = {scale}")
 
     def notes(self) -> tuple[str, ...]:
         g = {
@@ -123,6 +125,6 @@ class FDivergence(Retention):
             "hellinger": "(1 − y)⁻²",
             "chi_square": "max(1 + y/2, 0)",
         }[self.kind]
-        over = {"in": "each row of the result", "out": "each column of the result"}
-        what = over.get(self.axis, "each matrix of the result")
-        return (f"g(y) = {g}, ζ_t such that {what} sums to {format_number(self.scale)}",)
+        part = {"in": "row", "out": "column", "all": "matrix"}[self.axis]
+        total = format_number(self.scale)
+        return (f"g(y) = {g}, ζ_t such that each {part} of the result sums to {total}",)

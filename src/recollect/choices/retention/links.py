@@ -1,8 +1,4 @@
-"""Retentions with a mirror map or a projection: Lq, simplex, elastic net, Bregman, ball.
-
-A retention is a decay α and, for most members, a mirror map ``link`` from the dual state A to the
-weights W that are read. Members that rebuild A from W override ``advance``; see also `divergence`.
-"""
+"""Retentions with a mirror map or a projection: Lq, simplex, elastic net, Bregman, ball."""
 
 from __future__ import annotations
 
@@ -14,28 +10,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.equation_terms import Term, Terms, format_number, power, render_sum
-from recollect.choices.fields import flag, number, option, quantity, slot
 from recollect.choices.member import member
 from recollect.choices.retention.base import Decay, Retention, Values
+from recollect.fields import flag, number, option, quantity, slot
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import RecipeLike
+    from recollect.recipe.recipe import Recipe
 
-__all__ = ["DIMS", "Ball", "Bregman", "ElasticNet", "Lq", "Simplex", "constant_along"]
+__all__ = ["DIMS", "Ball", "Bregman", "ElasticNet", "Lq", "Simplex", "decay_axis_conflicts"]
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
-    """sign(x)|x|^exponent with a finite gradient at 0."""
+    """Return sign(x)|x|^exponent, with a finite gradient at 0."""
     if exponent == 3:
         return x.pow(3)
     zero = x == 0
     return torch.where(zero, 0.0, x.sign() * torch.where(zero, 1.0, x.abs()).pow(exponent))
 
 
-def constant_along(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
-    """Why a decay does not go with sums that are kept along an axis."""
-    alike = {"in": ("head", "value"), "out": ("head", "key"), "all": ("head",)}[axis]
-    if decay is not None and decay.per not in alike:
+def decay_axis_conflicts(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
+    """Yield the reason why a decay does not preserve sums along an axis."""
+    allowed = {"in": ("head", "value"), "out": ("head", "key"), "all": ("head",)}[axis]
+    if decay is not None and decay.per not in allowed:
         yield (
             f"{owner}(axis={axis!r}) normalises along that axis, so α must be constant along it, "
             f"and Decay(per={decay.per!r}) is not: use per='head'"
@@ -50,12 +46,13 @@ class Lq(Retention):
     """An L_q retention gate (MIRAS variant 4).
 
     ``form="mirror"``: W = sign(A)|A|^{q−1}/‖A‖_q^{q−2}, the mirror map of ½‖·‖²_{q'}, q' = q/(q−1).
-    ``form="printed"``: W = A/‖A‖_q^{q−2}, MIRAS's and MONETA's print: of degree 3 − q, so it blows
-    up as A → 0; the norm is floored. Norms act per map and head.
+    ``form="as_published"``: W = A/‖A‖_q^{q−2}, as MIRAS and MONETA print it. Its degree is 3 − q,
+    so it diverges as A → 0, and the norm has a lower bound. Norms are per map and head.
 
     Args:
-        q: > 1; 2 is the identity.
-        floor: smallest ‖A‖_q of the printed form.
+        q: exponent > 1; 2 is the identity.
+        form: ``"mirror"`` or ``"as_published"``.
+        floor: lower bound of ‖A‖_q in the published form.
 
     Examples:
         >>> A = torch.tensor([[1.0, 2.0]])
@@ -66,18 +63,18 @@ class Lq(Retention):
     shown = ("q",)
 
     q: float = number(4.0, above=1)
-    form: str = option("mirror", "printed")
+    form: str = option("mirror", "as_published")
     floor: float = number(1e-3, above=0)
     decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
+    link_every: str = option("token", "batch")
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
         if self.q == 2:
             return A
-        if self.form == "printed":
+        if self.form == "as_published":
             size = _matrix_norm(A, self.q).clamp_min(self.floor)
             return A / size.pow(self.q - 2)
-        # The map is homogeneous of degree 1: scaling by max|A| first keeps float32 powers in range.
+        # The map is homogeneous of degree 1. Scaling by max|A| avoids overflow of float32 powers.
         scale = A.detach().abs().amax(dim=(-2, -1), keepdim=True)
         scale = torch.where(scale == 0, 1.0, scale)
         u = A / scale
@@ -85,20 +82,22 @@ class Lq(Retention):
         size = torch.where(size == 0, 1.0, size)
         return scale * _power(u, self.q - 1) / size.pow(self.q - 2)
 
-    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
-        """(q − 1)‖G‖_q², by which ½‖·‖_q² is smooth; |G|²/‖A‖_q^{q−2} of the printed form.
+    def step_gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """Return (q − 1)‖G‖_q², the smoothness of ½‖·‖_q², or |G|²/‖A‖_q^{q−2} as published.
 
-        The printed form takes its norm as it stands: that of the mirror map is flat at zeros of A
-        and this one's changes sign. For q < 2 it is a bound below, so ⟨G, J G⟩ where that is more.
+        The published form treats its norm as a constant, because ⟨G, J G⟩ changes sign. For q < 2
+        the first formula is a lower bound, and the result is the larger of it and ⟨G, J G⟩.
         """
-        if self.form == "printed":
+        if self.form == "as_published":
             size = _matrix_norm(A, self.q).clamp_min(self.floor).pow(self.q - 2)
             return G.square().sum((-2, -1)) / size[..., 0, 0]
         bound = (self.q - 1) * _norm(G, self.q, (-2, -1)).square()[..., 0, 0]
-        return bound if self.q >= 2 else torch.maximum(bound, super().gain(A, G, gates))
+        return bound if self.q >= 2 else torch.maximum(bound, super().step_gain(A, G, gates))
 
-    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor | None:
-        if self.form == "printed":
+    def rank_one_step_gain(
+        self, A: Tensor, h: Tensor, delta: Tensor, gates: Values
+    ) -> Tensor | None:
+        if self.form == "as_published":
             size = _matrix_norm(A, self.q).clamp_min(self.floor).pow(self.q - 2)
             return h.square().sum(-1) * delta.square().sum(-1) / size[..., 0]
         if self.q < 2:
@@ -106,8 +105,8 @@ class Lq(Retention):
         sizes = _norm(h, self.q, (-1,)) * _norm(delta, self.q, (-1,))
         return (self.q - 1) * sizes.square()[..., 0]
 
-    def text(self) -> str:
-        if self.form == "printed":
+    def link_text(self) -> str:
+        if self.form == "as_published":
             return f"A_t / ‖A_t‖_{format_number(self.q)}" + (
                 f"^{format_number(self.q - 2)}" if self.q != 3 else ""
             )
@@ -117,33 +116,33 @@ class Lq(Retention):
     def notes(self) -> tuple[str, ...]:
         floor = (
             (f"‖A_t‖_{format_number(self.q)} is at least {format_number(self.floor)}",)
-            if self.form == "printed"
+            if self.form == "as_published"
             else ()
         )
         return (*floor, *super().notes())
 
 
 def _matrix_norm(A: Tensor, q: float) -> Tensor:
-    """Entrywise ‖A‖_q per matrix, kept, with gradient 0 at a zero matrix."""
+    """Return the entrywise ‖A‖_q per matrix ``[..., 1, 1]``, with gradient 0 at a zero matrix."""
     return _norm(A, q, (-2, -1))
 
 
 def _norm(A: Tensor, q: float, dim: tuple[int, ...]) -> Tensor:
-    """Entrywise ‖A‖_q over ``dim``, kept, with gradient 0 at zero.
+    """Return the entrywise ‖A‖_q over ``dim`` (kept with size 1), with gradient 0 at zero.
 
-    The norm is homogeneous: dividing by max|A| first keeps float32 powers in range.
+    The norm is homogeneous. Dividing by max|A| avoids overflow of float32 powers.
     """
     scale = A.detach().abs().amax(dim=dim, keepdim=True)
     zero = scale == 0
     scale = torch.where(zero, 1.0, scale)
     u = A / scale
-    # Squares of squares where they do: general powers cost ten times as much.
+    # Squares for q = 2 and 4: general powers cost ten times as much.
     powers = u.square().square() if q == 4 else u.square() if q == 2 else _power(u.abs(), q)
     total = powers.sum(dim=dim, keepdim=True)
     return torch.where(zero, 0.0, scale * torch.where(zero, 1.0, total).pow(1 / q))
 
 
-_CENTRED = 0.999
+VARIANCE_SHRINKAGE = 0.999
 
 
 @member
@@ -166,46 +165,48 @@ class Simplex(Retention):
     scale: float = number(1.0, above=0)
     axis: str = option("in", "out", "all")
     decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
+    link_every: str = option("token", "batch")
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
         if self.axis == "all":
             return self.scale * A.flatten(-2).softmax(-1).view_as(A)
         return self.scale * A.softmax(-1 if self.axis == "in" else -2)
 
-    gain_products = 2
+    step_gain_matmuls = 2
 
-    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
-        """Σ W G² − (Σ W G)²/c over each sum, the variance of G, and a thousandth of (Σ W G)²/c.
+    def step_gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """Return Σ W G² − 0.999 (Σ W G)²/c over each sum: the variance of G and a small term.
 
-        The thousandth stands in where a sum has come to rest on one entry, which no step moves.
+        The small term keeps the gain positive if one entry has all of a sum.
         """
         dim, W = DIMS[self.axis], self.link(A, gates)
         means = (W * G).sum(dim).square()
         total = (W * G.square()).sum((-2, -1))
-        return total - _CENTRED / self.scale * (means if self.axis == "all" else means.sum(-1))
+        return total - VARIANCE_SHRINKAGE / self.scale * (
+            means if self.axis == "all" else means.sum(-1)
+        )
 
-    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
+    def rank_one_step_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
         W = self.link(A, gates)
-        right, left = delta.square(), h.square()
-        total = ((left @ W.mT) * right).sum(-1)
+        delta_squared, h_squared = delta.square(), h.square()
+        total = ((h_squared @ W.mT) * delta_squared).sum(-1)
         if self.axis == "in":
-            means = ((h @ W.mT).square() * right).sum(-1)
+            means = ((h @ W.mT).square() * delta_squared).sum(-1)
         elif self.axis == "out":
-            means = ((delta @ W).square() * left).sum(-1)
+            means = ((delta @ W).square() * h_squared).sum(-1)
         else:
             means = ((h @ W.mT) * delta).sum(-1).square()
-        return total - _CENTRED / self.scale * means
+        return total - VARIANCE_SHRINKAGE / self.scale * means
 
     @property
-    def settles_first(self) -> bool:
+    def links_after_first_token(self) -> bool:
         return True
 
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+    def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        yield from constant_along(self.axis, self.decay, self.title)
+        yield from decay_axis_conflicts(self.axis, self.decay, self.title)
 
-    def text(self) -> str:
+    def link_text(self) -> str:
         return f"{'' if self.scale == 1 else f'{format_number(self.scale)}·'}softmax(A_t)"
 
     def notes(self) -> tuple[str, ...]:
@@ -223,12 +224,13 @@ def _soft_threshold(A: Tensor, tau: Tensor, smooth: bool) -> Tensor:
 class ElasticNet(Retention):
     """Hard and soft forgetting: W = soft-threshold(A, τ).
 
-    ``form="ftrl"``: A accumulates, the threshold acts on what is read (MIRAS 23).
+    ``form="ftrl"``: A accumulates, and the threshold applies to reads (MIRAS 23).
     ``form="proximal"``: A_t = α W_{t−1} − η g_t, a proximal step rebuilt from W (MIRAS 22).
 
     Args:
+        form: ``"ftrl"`` or ``"proximal"``.
         tau: τ ≥ 0: the gate ``"tau"``, a constant, or a param.
-        smooth: MIRAS's differentiable form |z|·arctan(z/τ)/(π/2).
+        smooth: whether to use MIRAS's differentiable form |z|·arctan(z/τ)/(π/2).
 
     Examples:
         >>> A = torch.tensor([[0.3, -2.0]])
@@ -237,44 +239,46 @@ class ElasticNet(Retention):
     """
 
     form: str = option("ftrl", "proximal")
-    tau: float | str = quantity("token", at_least=0, init=0.01, letter="τ")
+    tau: float | str = quantity("input", at_least=0, init=0.01, letter="τ")
     smooth: bool = flag(False)
     decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
+    link_every: str = option("token", "batch")
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
         return A if self.form == "proximal" else _soft_threshold(A, gates["tau"], self.smooth)
 
     def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
-        moved = Retention.advance(self, A, step, log_decay, gates)
+        updated = Retention.advance(self, A, step, log_decay, gates)
         if self.form == "ftrl":
-            return moved
-        # A_{t-1} holds W_{t-1}: thresholding when it is made is thresholding when it is read.
-        return _soft_threshold(moved, gates["tau"], self.smooth)
+            return updated
+        # The state of the proximal form is W itself, with the threshold applied.
+        return _soft_threshold(updated, gates["tau"], self.smooth)
 
     @property
-    def steepest(self) -> float:
+    def link_lipschitz(self) -> float:
         return 1.0
 
     @property
-    def linked(self) -> bool:
+    def has_link(self) -> bool:
         return self.form == "ftrl"
 
     @property
-    def additive(self) -> bool:
+    def is_additive(self) -> bool:
         return self.form == "ftrl"
 
-    def text(self) -> str:
+    def link_text(self) -> str:
         t = format_number(self.symbol("tau"))
         return f"soft({'Z_t' if self.form == 'proximal' else 'A_t'}, {t})"
 
-    def moves(
+    def state_equations(
         self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
     ) -> tuple[str, ...]:
         if self.form == "ftrl":
-            return super().moves(old, new, step, at=at, vector=vector)
-        kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
-        return (f"Z_t = {render_sum((kept, *step))}", f"{new} = {self.text()}")
+            return super().state_equations(old, new, step, at=at, vector=vector)
+        decayed = (
+            Term((old,)) if self.decay is None else self.decay.decayed_text(old, at, vector=vector)
+        )
+        return (f"Z_t = {render_sum((decayed, *step))}", f"{new} = {self.link_text()}")
 
     def notes(self) -> tuple[str, ...]:
         if self.smooth:
@@ -290,7 +294,7 @@ _BREGMAN: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "softplus": functional.softplus,
 }
-_STEEPEST = {"sigmoid": 0.25, "tanh": 1.0, "softplus": 1.0}
+_LIPSCHITZ = {"sigmoid": 0.25, "tanh": 1.0, "softplus": 1.0}
 
 
 @member
@@ -298,47 +302,49 @@ class Bregman(Retention):
     """W = (f')⁻¹(A) entry by entry: mirror descent with a Bregman divergence (MIRAS variant 5).
 
     Args:
-        map: (f')⁻¹. ``"sigmoid"`` (f' = logit) keeps entries in (0, 1), ``"tanh"`` in (−1, 1),
-            ``"exp"`` and ``"softplus"`` positive.
+        link_function: (f')⁻¹. Entries of W are in (0, 1) for ``"sigmoid"`` (f' = logit), in
+            (−1, 1) for ``"tanh"``, and positive for ``"exp"`` and ``"softplus"``.
 
     Examples:
-        >>> rc.retention.Bregman(map="tanh").link(torch.tensor([[0.5, -99.0]]), {})
+        >>> rc.retention.Bregman(link_function="tanh").link(torch.tensor([[0.5, -99.0]]), {})
         tensor([[ 0.4621, -1.0000]])
     """
 
-    map: str = option("sigmoid", *_BREGMAN)
+    link_function: str = option("sigmoid", *_BREGMAN)
     decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
+    link_every: str = option("token", "batch")
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
-        return _BREGMAN[self.map](A)
+        return _BREGMAN[self.link_function](A)
 
     @property
-    def steepest(self) -> float | None:
-        return _STEEPEST.get(self.map)
+    def link_lipschitz(self) -> float | None:
+        return _LIPSCHITZ.get(self.link_function)
 
     @property
-    def gain_products(self) -> int:  # type: ignore[override]
-        return int(self.steepest is None)
+    def step_gain_matmuls(self) -> int:  # type: ignore[override]
+        return int(self.link_lipschitz is None)
 
-    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
-        """L |G|² for slopes of at most L; Σ (1 + W) G² of ``"exp"``, whose slope is W."""
-        if self.steepest is not None:
-            return super().gain(A, G, gates)
+    def step_gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """Return L |G|² for slopes of at most L, or Σ (1 + W) G² for ``"exp"``, with slope W."""
+        if self.link_lipschitz is not None:
+            return super().step_gain(A, G, gates)
         return ((1 + self.link(A, gates)) * G.square()).sum((-2, -1))
 
-    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor | None:
-        if self.steepest is not None:
-            return super().rank_one_gain(A, h, delta, gates)
+    def rank_one_step_gain(
+        self, A: Tensor, h: Tensor, delta: Tensor, gates: Values
+    ) -> Tensor | None:
+        if self.link_lipschitz is not None:
+            return super().rank_one_step_gain(A, h, delta, gates)
         return ((h.square() @ (1 + self.link(A, gates)).mT) * delta.square()).sum(-1)
 
-    def text(self) -> str:
-        return f"{self.map}(A_t)"
+    def link_text(self) -> str:
+        return f"{self.link_function}(A_t)"
 
 
 @member
 class Ball(Retention):
-    """W = A · min(1, r/‖A‖_F), the projection on an L2 ball (MIRAS 4.1).
+    """W = A · min(1, r/‖A‖_F), the projection onto an L2 ball (MIRAS 4.1).
 
     Args:
         radius: r > 0: a constant, the gate ``"radius"``, or a param.
@@ -351,7 +357,7 @@ class Ball(Retention):
 
     radius: float | str = quantity(1.0, above=0, init=1.0, letter="r")
     decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
+    link_every: str = option("token", "batch")
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
         size, radius = _matrix_norm(A, 2.0), gates["radius"]
@@ -359,8 +365,8 @@ class Ball(Retention):
         return torch.where(outside, A * radius / torch.where(outside, size, 1.0), A)
 
     @property
-    def steepest(self) -> float:
+    def link_lipschitz(self) -> float:
         return 1.0
 
-    def text(self) -> str:
+    def link_text(self) -> str:
         return f"A_t · min(1, {format_number(self.symbol('radius'))}/‖A_t‖)"

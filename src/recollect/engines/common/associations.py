@@ -37,7 +37,7 @@ def gather_visible(
     k, rates = problem.k.to(dtype), dict(problem.rates)
     B, T = k.shape[:2]
     device = k.device
-    valid = problem.live
+    valid = problem.token_mask
     if valid is None:
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
     buffered = 0
@@ -50,13 +50,13 @@ def gather_visible(
         rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = buffered + T, problem.state.position[:, None]
-    seen = problem.state.seen
+    seen = problem.state.host_position
     # As many slots as tokens that each row has seen, and no padding.
     full = problem.lengths is None and (buffered == 0 or seen == buffered)
-    end = seen + T if seen is not None else n if problem.recipe.span is None else None
+    end = seen + T if seen is not None else n if problem.recipe.buffer_size is None else None
     slot = torch.arange(n, device=device)
     position = start + slot - buffered
-    first = problem.recipe.context.first
+    first = problem.recipe.context.num_sinks
     if first and buffered:  # a document's first associations stand before the latest
         position = torch.where((slot < first) & (start > buffered), slot, position)
     if query_rates is None:
@@ -65,28 +65,28 @@ def gather_visible(
             q=q,
             k=k,
             rates=rates,
-            asked=problem.rates,
+            query_rates=problem.rates,
             valid=valid,
             position=position,
-            where=position[:, buffered:],
-            slots=slots,
-            first=buffered,
-            full=full,
-            end=end,
+            query_position=position[:, buffered:],
+            query_slots=slots,
+            first_slot=buffered,
+            is_full=full,
+            max_position=end,
         )
     count = q.shape[1]
     return VisibleAssociations(
         q=q,
         k=k,
         rates=rates,
-        asked=query_rates,
+        query_rates=query_rates,
         valid=valid,
         position=position,
-        where=(start - 1).expand(-1, count),
-        slots=torch.full((count,), max(n - 1, 0), device=device),
-        first=n,
-        full=full,
-        end=end,
+        query_position=(start - 1).expand(-1, count),
+        query_slots=torch.full((count,), max(n - 1, 0), device=device),
+        first_slot=n,
+        is_full=full,
+        max_position=end,
     )
 
 

@@ -18,10 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten
+from recollect.choices.autograd import CustomFunction
+from recollect.choices.runtime import can_read_values
 
 __all__ = [
+    "SAFE",
     "Coefficients",
+    "absorbable",
     "coefficients",
     "cumulated",
     "decay_matrix",
@@ -31,6 +34,8 @@ __all__ = [
     "shift",
 ]
 
+SAFE = 30.0
+"""Log decays in float32 whose exponentials, and those of their negatives, are multiplied safely."""
 FORGOTTEN = -1e3
 """A log decay at which nothing is left in float64; lower ones are cut here: −inf has no NaN."""
 
@@ -41,10 +46,22 @@ def cumulated(log_decay: Tensor, dim: int) -> Tensor:
     A chunk may hold both −50 and −0.01 per token: in float32 their sum would lose the small ones,
     and differences of these sums are what is needed.
     """
-    return _Cumulated.apply(log_decay, dim)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and log_decay.requires_grad:
+        return _Cumulated.apply(log_decay, dim)  # type: ignore[no-any-return]
+    return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
 
 
-class _Cumulated(HandWritten):
+def absorbable(total: Tensor) -> bool:
+    """Whether exp(total) and exp(−total) both stay far from the ends of float32.
+
+    False where the host would have to wait for the answer.
+    """
+    if not can_read_values(total):
+        return False
+    return not total.numel() or float(-total.detach().amin()) < SAFE
+
+
+class _Cumulated(CustomFunction):
     """The sum, with a backward without flipped copies: Σ_{t≥i} g_t = g_i + Σ_t g_t − Σ_{t≤i} g_t.
 
     In float64 the difference costs nothing that a gradient of float32 could hold.
@@ -110,7 +127,7 @@ def _rows(x: Tensor) -> Tensor:
     return P
 
 
-class _Products(HandWritten):
+class _Products(CustomFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         P = flushed(_rows(x.detach()))

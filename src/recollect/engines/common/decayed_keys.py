@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import looks
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
@@ -98,8 +98,8 @@ def with_enough_digits(run: Run, problem: Problem) -> tuple[Tensor, State]:
     Raises:
         ValueError: float64 does not hold it either, or the state has lost it.
     """
-    dtype, before = state_dtype(problem.q, problem.k, problem.v), problem.state.dual
-    decays, asks = problem.recipe.retention.decay is not None, looks(problem.k)
+    dtype, before = state_dtype(problem.q, problem.k, problem.v), problem.state.kernel_rows
+    decays, asks = problem.recipe.retention.decay is not None, can_read_values(problem.k)
     assert before is not None
     if decays and dtype is not torch.float64:
         if asks:
@@ -107,11 +107,14 @@ def with_enough_digits(run: Run, problem: Problem) -> tuple[Tensor, State]:
             if not bool(lost) and bool(y.isfinite().all()):
                 return y, state
         y, state, lost = run(_widened(problem), doubtful(before))
-        assert state.dual is not None
+        assert state.kernel_rows is not None
         weights = tuple(w.to(dtype) for w in state.weights)
-        slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.slots.items()}
-        dual = _narrowed(state.dual, dtype)
-        y, state = y.to(problem.v.dtype), problem.after(weights=weights, slots=slots, dual=dual)
+        slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.algorithm_state.items()}
+        dual = _narrowed(state.kernel_rows, dtype)
+        y, state = (
+            y.to(problem.v.dtype),
+            problem.final_state(weights=weights, algorithm_state=slots, kernel_rows=dual),
+        )
     else:
         y, state, lost = run(problem, None)
     if not asks:

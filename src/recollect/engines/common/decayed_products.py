@@ -26,11 +26,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import constant, looks
+from recollect.choices.runtime import cached_constant, can_read_values
+from recollect.engines.common.coefficients import SAFE, absorbable
 
-__all__ = ["absorbable", "causal_mask", "decayed_gram", "decayed_mix"]
+__all__ = ["causal_mask", "decayed_gram", "decayed_mix"]
 
-SAFE = 30.0
 SUB = 16
 
 
@@ -42,16 +42,6 @@ def _spread(total: Tensor, rows: int) -> Tensor:
 def _starts(total: Tensor) -> list[tuple[int, int]]:
     C = total.shape[-2]
     return [(s, min(s + SUB, C)) for s in range(0, C, SUB)]
-
-
-def absorbable(total: Tensor) -> bool:
-    """Whether exp(total) and exp(−total) both stay far from the ends of float32.
-
-    False where the host would have to wait for the answer.
-    """
-    if not looks(total):
-        return False
-    return not total.numel() or float(-total.detach().amin()) < SAFE
 
 
 def _block_drop(total: Tensor, reference: Tensor) -> float:
@@ -71,7 +61,7 @@ def decayed_gram(x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, stri
     """
     C = x_total.shape[-2]
     a, b = x.shape[-2] // C, y.shape[-2] // C
-    if not looks(x_total):
+    if not can_read_values(x_total):
         return _gram_by_halves(x, x_total, y, y_total, strict=strict)
     rows: list[Tensor] = []
     for start, stop in _starts(x_total):
@@ -145,7 +135,7 @@ def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
     """
     C = total.shape[-2]
     g, b = scores.shape[-2] // C, values.shape[-2] // C
-    if not looks(total):
+    if not can_read_values(total):
         return _mix_by_halves(scores, values, total)
     if absorbable(total):
         scaled = values * _exp(-total, b, values)
@@ -228,9 +218,9 @@ def _pairs(C: int, own: bool) -> Tensor:
 
 def _halves(like: Tensor, C: int, *, own: bool) -> _Halves:
     return _Halves(
-        refers=constant(_refers, C, own, device=like.device),
-        other=constant(_other, C, own, device=like.device),
-        pairs=constant(_pairs, C, own, device=like.device, dtype=like.dtype),
+        refers=cached_constant(_refers, C, own, device=like.device),
+        other=cached_constant(_other, C, own, device=like.device),
+        pairs=cached_constant(_pairs, C, own, device=like.device, dtype=like.dtype),
     )
 
 

@@ -33,12 +33,12 @@ def row_bytes(recipe: Recipe, s: Sizes, state_size: int) -> int:
 
 def kernel_rows_flops(recipe: Recipe, s: Sizes) -> Counted:
     """Operations of one call, token by token: an engine with fewer steps replaces them."""
-    T = s.T * recipe.associations
-    affine, probe, b = recipe.bias.affine, recipe.bias.probe, recipe.algorithm.batch
+    T = s.T * recipe.associations_per_token
+    probe, b = recipe.bias.probe, recipe.algorithm.batch_size
     before, upto = T * (T - 1) // 2, T * (T + 1) // 2
     notes = (f"a key and its rows stay for every token: {row_bytes(recipe, s, 4)} B in float32",)
     if recipe.memory.linear and b == 1 and recipe.context.horizon == 1:
-        sees = probe is not None or affine is None or affine[0] != 0
+        sees = probe is not None or recipe.bias.sees_prediction
         keys = 1 if probe is None else probe.heads
         measure = 2 * (keys * s.K + s.V) * s.H if sees else 0
         read = 2 * s.G * (s.K + s.V) * s.H
@@ -80,8 +80,8 @@ def reading_of_rows(recipe: Recipe, s: Sizes, queries: int) -> int:
         s: sizes.
         queries: per row and query head.
     """
-    tokens = s.T * recipe.associations
-    rows = tokens - tokens % recipe.algorithm.batch
+    tokens = s.T * recipe.associations_per_token
+    rows = tokens - tokens % recipe.algorithm.batch_size
     M = sum(recipe.row_widths(s.V))
     w = sum(out * inp for out, inp in recipe.shapes(s.K, s.V))
     return 2 * s.G * ((s.K + M) * rows + w) * s.H * queries

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, once
+from recollect.choices.autograd import CustomFunction, once_differentiable
 
 __all__ = ["baddbmm", "bmm", "inverse_power", "least", "plus"]
 
@@ -40,7 +40,7 @@ def _differences(x: Tensor, p: float) -> Tensor:
     return low.pow(-p - 1) * ratio
 
 
-class _InversePower(HandWritten):
+class _InversePower(CustomFunction):
     @staticmethod
     def forward(ctx: Any, S: Tensor, power: float) -> Tensor:
         values, vectors = torch.linalg.eigh(S)
@@ -51,7 +51,7 @@ class _InversePower(HandWritten):
         return (vectors * values.pow(-power).unsqueeze(-2)) @ vectors.mT
 
     @staticmethod
-    @once(
+    @once_differentiable(
         "algorithm.Preconditioned(kind='spectral')",
         "use kind='conjugate_gradient', or power 1 or 0, which can be",
     )

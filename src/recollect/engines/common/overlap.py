@@ -1,6 +1,7 @@
 """Rates of tokens whose inner batch measures its limit by their keys: η_t r_t in place of η_t.
 
-r_t (`recollect.choices.algorithm.share.left`) is a matter of the keys alone, so all engines are
+r_t (`overlap_discount` of `recollect.choices.algorithm.normalized_steps`) depends on
+the keys alone, so all engines are
 given rates that have it. Those that a state keeps have it too; what earlier tokens of an open batch
 have taken is worked out again from the keys that stand beside them.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.choices.algorithm.base import Algorithm
-from recollect.choices.algorithm.share import left, together
+from recollect.choices.algorithm.normalized_steps import effective_batch_size, overlap_discount
 from recollect.state.state import State
 
 __all__ = ["rates_by_keys"]
@@ -26,17 +27,17 @@ def rates_by_keys(
     """The numbers with η_t r_t for ``"lr"``.
 
     Args:
-        algorithm: which asks for it (`by_keys`). k: keys of new tokens ``[B, T, H, K]``.
+        algorithm: which asks for it (`measures_overlap`). k: keys of new tokens ``[B, T, H, K]``.
         state: before them. rates: their numbers by name, ``[B, T, H, ...]``.
     """
     if k.numel() == 0:
         return rates
-    b, lr = algorithm.batch, rates["lr"]
-    n, keys = together(algorithm), k.to(torch.promote_types(k.dtype, torch.float32))
-    if state.seen is None:
+    b, lr = algorithm.batch_size, rates["lr"]
+    n, keys = effective_batch_size(algorithm), k.to(torch.promote_types(k.dtype, torch.float32))
+    if state.host_position is None:
         r = _row_by_row(keys, state, b, n)
     else:
-        r = _aligned(keys, state, b, n, state.seen % b)
+        r = _aligned(keys, state, b, n, state.host_position % b)
     r = r.to(lr.dtype).view(*r.shape, *(1,) * (lr.dim() - 3))
     return {**rates, "lr": lr * r}
 
@@ -72,4 +73,8 @@ def _row_by_row(keys: Tensor, state: State, b: int, n: int) -> Tensor:
 
 def _by_batch(keys: Tensor, width: int, n: int) -> Tensor:
     """r ``[B, N width, H]`` of keys ``[B, N width, H, K]``."""
-    return left(keys.unflatten(1, (-1, width)).transpose(2, 3), n).transpose(2, 3).flatten(1, 2)
+    return (
+        overlap_discount(keys.unflatten(1, (-1, width)).transpose(2, 3), n)
+        .transpose(2, 3)
+        .flatten(1, 2)
+    )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from recollect.choices.bias.base import Bias
-from recollect.choices.devices import constant
 from recollect.choices.memory.base import Forward
+from recollect.choices.overrides import check_shape
+from recollect.choices.runtime import cached_constant
+from recollect.recipe.bound import BoundRecipe
 from recollect.recipe.recipe import Recipe
-from recollect.recipe.sized import SizedRecipe
-from recollect.state.buffer import roll
+from recollect.state.buffer import update_buffer
 from recollect.state.kernel_rows import KernelRows
-from recollect.state.state import State
+from recollect.state.state import HostPosition, State
+from recollect.typing import Init
 
 __all__ = [
     "Problem",
@@ -43,59 +45,75 @@ def state_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
+_NO_STATE = cast(State, None)
+
+
 @dataclass(kw_only=True)  # made for every decoded token: frozen ones take five times as long
 class Problem:
-    """One call of an engine.
+    """One call: a bound recipe, its inputs, and the state before the first token.
+
+    `recollect.recall` and layers make it of what the caller passes. `recollect.functional` packs it
+    into dense sequences that are padded on the right, resolves its rates and groups its queries;
+    then an engine runs it.
 
     Attributes:
-        sized: the recipe, and how many memories of what size the caller asked for (a memory of ones
-            is one more value channel in ``v``).
-        plan: what the engine derived from that before any call (`Engine.plan`).
-        q: queries by the memory they read, ``[B, T, H, G, K]``.
-        k, v: ``[B, T, H, K]``, ``[B, T, H, V]``.
+        bound: the recipe at the caller's sizes (a memory of ones is one more channel of ``v``), the
+            engine, and its plan.
+        q: queries ``[B, T, Hq, K]``; for engines by the memory they read, ``[B, T, H, G, K]``.
+        k, v: ``[B, T, H, K]``, ``[B, T, H, V]``, or with an axis of associations after H.
+        gates, params: by name, as `recollect.recall` takes them.
         rates: every number of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
-        params: learned tensors ``[H, ...]``.
-        lengths: real tokens per row ``[B]`` (the rest is padding on the right), or ``None``.
-        places: ``[B, T]`` where each token stands in the caller's row, or ``None`` where it stands
-            there as it does here. packed: whether rows are documents of the caller's only row.
-        borders: ``[N + 1]``, of N documents that stand in the only row of q, k and v while lengths
-            and states have a row for each; ``None`` where tokens have rows as these do.
-        state: where to start.
-        chunk_size: an execution detail, or ``None`` for the engine's own.
-        sources: tensors that ``params`` were made of: what they hold decides what those are.
-        steps_per_token: associations that stand as tokens of their own, so that features see the
+        state: before the first token; engines always get one.
+        initial_memory, attention_mask, causal, chunk_size, output_final_state: arguments of
+            `recollect.recall`.
+        cu_seqlens: ``[N + 1]`` boundaries of N documents in the only sequence. Lengths and states
+            have an element for each. Only operators of flash-linear-attention get them.
+        lengths: real tokens per sequence ``[B]``, if sequences are padded on the right.
+        source_index: position of each token in the caller's sequence, ``[B, T]``, if it differs.
+        rows_are_documents: whether sequences are documents of the caller's only sequence.
+        param_sources: tensors that params are computed from, whose versions identify the params.
+        trusted: whether gates and params come from a layer's own projections, which were validated
+            on the prompt: their names, shapes and ranges are not checked again.
+        steps_per_token: associations that are tokens of their own, so that features still get the
             token's position.
-        continues: whether anything will go on from the state after this call; where not, an engine
-            may leave out what only that needs.
     """
 
-    sized: SizedRecipe
-    plan: Any = None
+    bound: BoundRecipe
     q: Tensor
     k: Tensor
     v: Tensor
-    rates: Mapping[str, Tensor]
-    params: Mapping[str, Tensor]
-    state: State
-    lengths: Tensor | None = None
-    places: Tensor | None = None
-    packed: bool = False
-    borders: Tensor | None = None
+    gates: Mapping[str, Tensor] = field(default_factory=dict)
+    params: Mapping[str, Tensor] = field(default_factory=dict)
+    rates: Mapping[str, Tensor] = field(default_factory=dict)
+    state: State = _NO_STATE  # `recollect.functional.recall` makes a missing one
+    initial_memory: Init | None = None
+    attention_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    causal: bool = True
     chunk_size: int | None = None
-    sources: Sequence[Tensor] = ()
+    output_final_state: bool = True
+    lengths: Tensor | None = None
+    source_index: Tensor | None = None
+    rows_are_documents: bool = False
+    param_sources: Sequence[Tensor] = ()
+    trusted: bool = False
     steps_per_token: int = 1
-    continues: bool = True
 
     @property
     def recipe(self) -> Recipe:
         """The recipe."""
-        return self.sized.recipe
+        return self.bound.recipe
 
     @property
-    def live(self) -> Tensor | None:
+    def uses_final_state(self) -> bool:
+        """Whether the state after the call is read; otherwise engines may skip parts of it."""
+        return self.output_final_state or not self.causal
+
+    @property
+    def token_mask(self) -> Tensor | None:
         """``[B, T]``: which tokens are real, or ``None`` when all are."""
-        # Made anew each time: a cached property takes a lock, at which torch.compile breaks.
-        if self.lengths is None or self.borders is not None:
+        # Not cached: a cached property takes a lock, which breaks graphs of torch.compile.
+        if self.lengths is None or self.cu_seqlens is not None:
             return None
         steps = torch.arange(self.k.shape[1], device=self.k.device)
         return steps < self.lengths[:, None]
@@ -103,66 +121,70 @@ class Problem:
     @property
     def end(self) -> Tensor:
         """Position of each row after this call, ``[B]``."""
-        seen = self.k.shape[1] if self.lengths is None else self.lengths
-        return self.state.position + seen
+        return self.state.position + (self.k.shape[1] if self.lengths is None else self.lengths)
 
-    def place(self, row: int, token: int) -> tuple[int, int]:
-        """Row and token as the caller counts them."""
+    def caller_index(self, row: int, token: int) -> tuple[int, int]:
+        """Return row and token as indices of the caller's tensors."""
         token //= self.steps_per_token
-        if self.places is not None:
-            token = int(self.places[row, token])
-        return 0 if self.packed else row, token
+        if self.source_index is not None:
+            token = int(self.source_index[row, token])
+        return 0 if self.rows_are_documents else row, token
 
     def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
         """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
         x = x.to(state_dtype(self.q, self.k, self.v))
-        if not self.sized.lifts:
+        if not self.bound.has_features:
             return x
         if self.steps_per_token > 1:
             position = position // self.steps_per_token
-        return self.recipe.features.phi(x, self.params, side, position)
+        features, shape = self.recipe.features, (*x.shape[:-1], self.bound.num_features)
+        y = features.phi(x, self.params, side, position)
+        return check_shape(f"{features.title}.phi", y, shape, "F = dim(K) features [B, T, H, N, F]")
 
-    def after(
+    def final_state(
         self,
         *,
         weights: tuple[Tensor, ...] | None = None,
-        slots: Mapping[str, tuple[Tensor, ...]] | None = None,
-        dual: KernelRows | None = None,
+        algorithm_state: Mapping[str, tuple[Tensor, ...]] | None = None,
+        kernel_rows: KernelRows | None = None,
         cache: Mapping[str, Tensor] | None = None,
     ) -> State:
-        """The state after this call: position and buffer moved on, and what the engine changed."""
-        end, old = self.end, self.state
-        seen = None if self.lengths is not None or old.seen is None else old.seen + self.k.shape[1]
-        buffer = roll(
-            self.recipe,
-            old.buffer,
-            k=self.k,
-            v=self.v,
-            rates=self.rates,
-            lengths=self.lengths,
-            position=end,
-            seen=seen,
-        )
+        """Return the state after this call: new position and buffer, and the engine's tensors."""
+        end, old, position = self.end, self.state, self.state.host_position
+        if position is not None:
+            position = None if self.lengths is not None else position + self.k.shape[1]
+        buffer = None
+        if self.recipe.buffer_size != 0:
+            buffer = update_buffer(
+                self.recipe,
+                old.buffer,
+                k=self.k,
+                v=self.v,
+                rates=self.rates,
+                lengths=self.lengths,
+                position=end,
+                host_position=position,
+            )
         return State(
             weights=old.weights if weights is None else weights,
             position=end,
-            known=None if seen is None else (end, seen),
+            position_on_host=None if position is None else HostPosition(end, position),
             sizes=old.sizes,
-            slots=old.slots if slots is None else slots,
+            algorithm_state=old.algorithm_state if algorithm_state is None else algorithm_state,
             buffer=buffer,
-            dual=old.dual if dual is None else dual,
-            ones=old.ones,
+            kernel_rows=old.kernel_rows if kernel_rows is None else kernel_rows,
+            normalizer=old.normalizer,
             log_scale=old.log_scale,
-            written_by=self.sized.written,
+            recipe_id=self.bound.recipe_id,
             cache={} if cache is None else cache,
         )
 
     def positions(self) -> Tensor:
         """Index of each token (or association) in its document, ``[B, T]``, from 0."""
-        if self.borders is not None:
+        if self.cu_seqlens is not None:
             steps = torch.arange(self.k.shape[1], device=self.k.device)
-            row = torch.searchsorted(self.borders[1:], steps, right=True)
-            return (self.state.position[row] + steps - self.borders[row]).unsqueeze(0)
+            row = torch.searchsorted(self.cu_seqlens[1:], steps, right=True)
+            return (self.state.position[row] + steps - self.cu_seqlens[row]).unsqueeze(0)
         first = self.state.position[:, None]
         if self.k.shape[1] == 1:
             return first
@@ -174,7 +196,7 @@ def _filled(value: float) -> Tensor:
 
 
 def resolve(
-    sized: SizedRecipe,
+    bound: BoundRecipe,
     gates: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     *,
@@ -183,10 +205,10 @@ def resolve(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Every number a recipe needs as ``[B, T, H, ...]``, whether constant, param or gate.
+    """Return every number of a recipe as ``[B, T, H, ...]``: constants, params and gates.
 
     Args:
-        sized: the recipe, and how many memories of what size.
+        bound: the recipe at known sizes.
         gates: by name.
         params: by name.
         B: rows.
@@ -195,13 +217,13 @@ def resolve(
         device: of the constants.
     """
     rates: dict[str, Tensor] = {}
-    made: dict[float, Tensor] = {}
-    for name, value in sized.constants.items():
-        if value not in made:
-            one = constant(_filled, value, device=device, dtype=dtype)
-            made[value] = one.expand(B, T, sized.H)
-        rates[name] = made[value]
-    for name, engine_side, log in sized.statics:
+    by_value: dict[float, Tensor] = {}
+    for name, value in bound.constants.items():
+        if value not in by_value:
+            one = cached_constant(_filled, value, device=device, dtype=dtype)
+            by_value[value] = one.expand(B, T, bound.H)
+        rates[name] = by_value[value]
+    for name, engine_side, log in bound.learned_rates:
         if name in params:
             x = params[name].to(dtype)
             rates[engine_side] = (x.log() if log else x).expand(B, T, *x.shape)
@@ -211,16 +233,16 @@ def resolve(
         rates["lr"] = rates["log_lr"].exp()
     decay, scale = rates.get("log_decay"), rates.get("decay_scale")
     if decay is not None and scale is not None and decay.dim() == scale.dim():
-        # A factored decay per channel is one number; per entry, its factors stay apart.
+        # A factored decay per channel is one number; per entry, engines get both factors.
         rates["log_decay"] = scaled(decay, scale)
     return rates
 
 
 def scaled(log_decay: Tensor, scale: Tensor) -> Tensor:
-    """log α = ℓ a of a factored decay, whose factors are ℓ ≤ 0 and a ≥ 0.
+    """Return log α = ℓ a of a factored decay, whose factors are ℓ ≤ 0 and a ≥ 0.
 
-    At ℓ = −inf everything is forgotten, unless a = 0: α = e^(ℓ a) = 0 and ∂α/∂a = ℓ α = 0. From
-    −inf itself autograd would make a NaN of the latter.
+    ℓ = −inf forgets everything, unless a = 0: α = e^(ℓ a) = 0 and ∂α/∂a = ℓ α = 0. Autograd would
+    return NaN for the latter at −inf itself.
     """
     return log_decay.clamp_min(-1e30) * scale
 
@@ -266,8 +288,8 @@ def join(problem: Problem) -> Tokens:
     k, v, rates = problem.k.to(dtype), problem.v.to(dtype), dict(problem.rates)
     B, T = k.shape[:2]
     valid = torch.ones(B, T, dtype=torch.bool, device=k.device)
-    if problem.live is not None:
-        valid = problem.live
+    if problem.token_mask is not None:
+        valid = problem.token_mask
     buffered = 0
     if buffer is not None:
         buffered = buffer.k.shape[1]
@@ -277,14 +299,14 @@ def join(problem: Problem) -> Tokens:
             rates[name] = torch.cat([buffer.rates[name].to(dtype), x], dim=1)
         valid = torch.cat([buffer.mask, valid], dim=1)
         # Empty slots weigh nothing, but a loss must be finite there: 0 may lie outside a range.
-        fills = problem.sized.fills
+        fills = problem.bound.padding_values
         for name, x in rates.items():
-            there = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
-            rates[name] = torch.where(there, x, fills.get(name, 0.0))
+            mask = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
+            rates[name] = torch.where(mask, x, fills.get(name, 0.0))
     steps = torch.arange(buffered + T, device=k.device) - buffered
     position = (problem.state.position[:, None] + steps).clamp_min(0)
     phi = k
-    if problem.sized.features:
+    if problem.bound.num_features:
         phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3)
     return Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, buffered=buffered)
 
@@ -293,7 +315,7 @@ def forward_of(problem: Problem) -> Forward:
     """The memory's forward at the problem's sizes."""
     recipe = problem.recipe
     F = recipe.features.dim(problem.k.shape[-1])
-    return recipe.memory.function(F, problem.v.shape[-1])
+    return recipe.memory.bind(F, problem.v.shape[-1])
 
 
 def as_matrix(w: Tensor) -> Tensor:
@@ -316,7 +338,7 @@ def tensors(problem: Problem) -> list[Tensor]:
 
 
 def wants_gradient(problem: Problem) -> bool:
-    """Whether anybody can ask for an outer gradient; otherwise no graph is kept."""
+    """Return whether an outer gradient can be taken; otherwise no graph is recorded."""
     if torch.is_grad_enabled():
         for x in tensors(problem):  # called often: no generator
             if x.requires_grad:

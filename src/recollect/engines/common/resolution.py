@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import looks
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.problem import Problem, state_dtype
 
 __all__ = [
@@ -89,12 +89,13 @@ def resolved(lost: Tensor) -> Tensor:
 def refuse(problem: Problem, lost: Unresolved, *, token: int) -> ValueError:
     """The sentence, with the row and the token as the caller counts them."""
     worst = lost.worst if lost.worst < 1 else 1.0  # also where it is no number
-    row, token = problem.place(lost.row, token)
+    row, token = problem.caller_index(lost.row, token)
     return ValueError(
         f"{problem.recipe.algorithm.title} is not determined at row {row}, token {token}, head "
         f"{lost.head}: decays this strong leave less of older tokens than float64 resolves beside "
         f"new ones, and the ridge fades with them (relative error {worst:.0e}): decay less, use "
-        "fewer features, refresh the ridge sooner (every=...), or use form='constant', whose ridge "
+        "fewer features, refresh the ridge sooner (refresh_every=...), or use "
+        "ridge_schedule='constant', whose ridge "
         "stays"
     )
 
@@ -107,7 +108,7 @@ def digits(problem: Problem) -> torch.dtype:
     because rounding alone then says which directions the keys do not span.
     """
     dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
-    if not degree or dtype == torch.float64 or not looks(problem.q):
+    if not degree or dtype == torch.float64 or not can_read_values(problem.q):
         return dtype
     buffered = [] if problem.state.buffer is None else [problem.state.buffer.k]
     longest = [
@@ -129,7 +130,7 @@ def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
     # A NaN that came in goes out, and is told of by name.
     lost = (failed > 0) & right.isfinite().all(-1).all(-1)
-    if not looks(right):  # nobody can be told; what is not determined is no number
+    if not can_read_values(right):  # nobody can be told; what is not determined is no number
         return torch.cholesky_solve(right, factor).masked_fill(lost[..., None, None], torch.nan)
     if bool(lost.any()):
         raise ValueError(

@@ -40,7 +40,7 @@ class Sizes:
             B=B,
             G=G,
             F=axes["F"],
-            n=recipe.associations,
+            n=recipe.associations_per_token,
             c=recipe.context.horizon or 1,
             shapes=recipe.shapes(K, V),
             axes=axes,
@@ -100,9 +100,9 @@ def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:
         s: sizes.
         queries: per row and query head.
     """
-    if recipe.memory.diagonal:
+    if recipe.memory.is_elementwise:
         return 0  # elementwise
     memory = recipe.memory
     ones = s.F if memory.read.normalize != "none" else 0
-    weights = (1 + (isinstance(memory, Stack) and memory.fixed_products)) * s.weights
+    weights = (1 + (isinstance(memory, Stack) and memory.has_base_matmuls)) * s.weights
     return 2 * s.G * (weights + ones) * s.H * queries

@@ -18,11 +18,11 @@ def state_bytes(
 ) -> tuple[dict[str, int], int]:
     """Bytes by part, and bytes that each further token adds."""
     rows, heads = s.B, s.B * s.H
-    normalized = recipe.memory.read.normalize != "none" and not recipe.dual
+    normalized = recipe.memory.read.normalize != "none" and not recipe.uses_kernel_rows
     ones = s.F if normalized else 0
     parts = {"memory": heads * s.weights * state_size}
     # A normalised memory moves together with its memory of ones, one more row.
-    wide = recipe.algorithm.wide(recipe)
+    wide = recipe.algorithm.float64_slots(recipe)
     slots = sum(
         (numel_of(recipe.algorithm.slot_shape(name, shape)) + ones)
         * (8 if name in wide else state_size)
@@ -33,12 +33,13 @@ def state_bytes(
     scale = 1 if recipe.memory.read.normalize == "floor" else 0
     parts["normaliser"] = heads * (ones + scale) * state_size
     each = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows
-    span = recipe.span
+    span = recipe.buffer_size
     name = "associations" if recipe.nonparametric or span is None else "open tokens"
     parts[name] = each * (s.T if span is None else span)
     parts["position"] = 8 * rows
-    if recipe.dual:
-        row, closed = row_bytes(recipe, s, state_size) * rows, s.T - s.T % recipe.algorithm.batch
+    if recipe.uses_kernel_rows:
+        row = row_bytes(recipe, s, state_size) * rows
+        closed = s.T - s.T % recipe.algorithm.batch_size
         parts["rows"] = row * closed * s.n  # those of the open inner batch are not written yet
         return {name: size for name, size in parts.items() if size}, row * s.n
     if factored:

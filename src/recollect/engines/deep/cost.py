@@ -23,7 +23,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     memory = recipe.memory
     assert isinstance(memory, Stack)  # deep.refuses
     V = s.V + (memory.read.normalize != "none")
-    maps, b, T = memory.maps(s.F, V), recipe.algorithm.batch, s.T * s.n
+    maps, b, T = memory.maps(s.F, V), recipe.algorithm.batch_size, s.T * s.n
     whole, rest = divmod(T, b)
     if whole and rest:
         whole, rest = whole + 1, 0  # the last inner batch is padded to the others' length
@@ -33,14 +33,14 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     # A decoded token replays its open inner batch, half of it on average, and reads by the program.
     open_batch = batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
     decode = s.H * s.n * sum(open_batch.values())
-    if memory.bases and chain_of(recipe) is not None and recipe.retention.decay is None:
-        weights = sum(m.out * m.inp for m in maps)
+    if memory.base_params and chain_of(recipe) is not None and recipe.retention.decay is None:
+        weights = sum(m.out_features * m.in_features for m in maps)
         decode += s.H * s.n * 2 * ((b + 1) // 2) * s.G * weights  # where a chain reads their sum
     notes: list[str] = []
     price = orthogonal(recipe, maps)
     if price:
         plain = (sum(one.values()) - one["Newton–Schulz"]) / b
-        token = price if recipe.algorithm.every == "token" else price / b
+        token = price if recipe.algorithm.update_every == "token" else price / b
         notes.append(
             f"orthogonalising takes {readable(token, 'FLOP')} per token and head, "
             f"{token / plain:.0f} times plain descent's {readable(plain, 'FLOP')}"
@@ -49,7 +49,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         notes.append("decoding replays the open inner batch, half of it on average")
     batches, built = -(-T // b), way(recipe) == "tokens"
     # The first token of a batch that settles is a step of its own.
-    split = recipe.at_border and recipe.retention.settles_first and b > 1
+    split = recipe.at_border and recipe.retention.links_after_first_token and b > 1
     return Counted(
         forward=parts,
         decode=decode,
@@ -62,20 +62,25 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:
     """Newton–Schulz once on every map."""
-    steps = recipe.algorithm.newton_steps
-    return sum(newton_schulz_flops(one.out, one.inp, steps) for one in maps)
+    steps = recipe.algorithm.ns_steps
+    return sum(newton_schulz_flops(one.out_features, one.in_features, steps) for one in maps)
 
 
 def batch_flops(
     recipe: Recipe, maps: Sequence[LinearMap], b: int, G: int, *, ends: bool = True
 ) -> dict[str, int]:
     """One inner batch of b tokens of one head by part; ``ends``: with the step to the next."""
-    splits = recipe.at_border and recipe.retention.settles_first
+    splits = recipe.at_border and recipe.retention.links_after_first_token
     if splits and way(recipe) == "table" and b > 1:
         first = _segment(recipe, maps, 1, G, ends=True)
         memory = recipe.memory
         assert isinstance(memory, Stack)  # deep.refuses
-        first["read"] = 2 * G * (1 + memory.fixed_products) * sum(m.out * m.inp for m in maps)
+        first["read"] = (
+            2
+            * G
+            * (1 + memory.has_base_matmuls)
+            * sum(m.out_features * m.in_features for m in maps)
+        )
         rest = _segment(recipe, maps, b - 1, G, ends=ends)
         return {name: first[name] + rest[name] for name in rest}
     return _segment(recipe, maps, b, G, ends=ends)
@@ -87,20 +92,20 @@ def _segment(
     memory = recipe.memory
     assert isinstance(memory, Stack)  # deep.refuses
     how, rule, c = way(recipe), rule_of(recipe), recipe.context.horizon or 1
-    W = sum(m.out * m.inp for m in maps)
-    later = sum(m.out * m.inp for m in maps if not m.first)
-    D = sum(m.out + m.inp for m in maps)
+    W = sum(m.out_features * m.in_features for m in maps)
+    later = sum(m.out_features * m.in_features for m in maps if not m.reads_features)
+    D = sum(m.out_features + m.in_features for m in maps)
     moving = rule.slot != ""
-    chain, based = chain_of(recipe) is not None, bool(memory.bases)
+    chain, based = chain_of(recipe) is not None, bool(memory.base_params)
     # What a program multiplies beside the memory: learned weights at every application. A chain
     # adds them to its maps, and moves a third stack where these fade towards them.
-    fixed = 1 + memory.fixed_products
+    fixed = 1 + memory.has_base_matmuls
     pulled = chain and based and recipe.retention.decay is not None
     at_keys = 1 if chain else fixed
     keys = 2 * (b + c - 1) * at_keys * (W + later) * (1 + rule.splits)
-    if recipe.algorithm.normalizes:
-        keys += 2 * (b + c - 1) * W * recipe.retention.gain_products
-    if recipe.algorithm.searches:
+    if recipe.algorithm.uses_normalized_steps:
+        keys += 2 * (b + c - 1) * W * recipe.retention.step_gain_matmuls
+    if recipe.algorithm.uses_line_search:
         # The program, its gradient, the directions at its inputs, and what they do to its output,
         # which goes through fixed weights once more.
         rows = b * c if how == "tokens" else b + c - 1
@@ -113,7 +118,7 @@ def _segment(
     small = 2 * b**3 * (moving and recipe.retention.decay is not None)
     if c > 1 and not rule.pairs:
         small += 2 * b * b * R * (moving or recipe.retention.decay is not None)
-    settled = recipe.retention.linked and not recipe.at_border
+    settled = recipe.retention.has_link and not recipe.at_border
     if how == "border" or settled:
         read = 2 * b * G * fixed * W
     else:

@@ -68,7 +68,7 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
         memory: at the batch's start.
         params: the memory's own.
     """
-    method: DeepPlan = problem.plan
+    method: DeepPlan = problem.bound.plan
     cache, b, c = problem.state.cache, method.b, method.c
     place, depends, like = _place(problem.state, b), depends_on(problem), memory.A[0]
     if place is None or not depends:
@@ -106,7 +106,7 @@ def _fused(
     depends: Cache,
 ) -> Stepped | None:
     """The token by one launch, where the fused walk was asked for and somebody runs it."""
-    method, rates, (B, H, G, _) = problem.plan, problem.rates, x.shape
+    method, rates, (B, H, G, _) = problem.bound.plan, problem.rates, x.shape
     launch = token_launch(method.fused, x, queries=G)
     gates = {name: rates[name][:, 0] for name in ("log_decay", "momentum") if name in rates}
     numbers = (points.phi, points.v, *memory.tensors(), *gates.values())
@@ -130,8 +130,8 @@ def _fused(
 
 def _place(state: State, b: int) -> int | None:
     """How many tokens the open inner batch of every row holds, if it is as many."""
-    if state.seen is not None:
-        return state.seen % b
+    if state.host_position is not None:
+        return state.host_position % b
     places = set(state.position.remainder(b).tolist())
     return places.pop() if len(places) == 1 else None
 
@@ -144,7 +144,7 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
         layout: the open inner batch up to this token.
         memory: at the batch's start.
     """
-    method: DeepPlan = problem.plan
+    method: DeepPlan = problem.bound.plan
     cache = problem.state.cache
     R = layout.b + layout.c - 1
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)

@@ -12,8 +12,6 @@ under momentum stands between the gradients and what is read, weights are built 
 the same factors (`token_weights`). See `docs/design/deep-engine.md`.
 """
 
-# More than 400 lines: the walks of one engine, and when each of them is taken.
-
 from __future__ import annotations
 
 import functools
@@ -24,8 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import room
 from recollect.choices.memory.base import Read, Stack
+from recollect.choices.runtime import intermediate_budget
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.chain import Chain, slope_of
 from recollect.engines.deep.chain.ends.ending import affine_of
@@ -44,8 +42,8 @@ from recollect.engines.deep.token_cache import by_row
 from recollect.state.state import State
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
 __all__ = [
     "chain_of",
@@ -86,9 +84,9 @@ def refuses(recipe: Recipe) -> list[str]:
     if memory.read.when != "after" or memory.read.bonus != Read().bonus:
         reasons.append(f"{memory.title} is not read plainly after the write")
     decay = recipe.retention.decay
-    if decay is not None and decay.per == "entry" and decay.factored:
+    if decay is not None and decay.per == "entry" and decay.is_input_scaled:
         reasons.append(f"{recipe.retention.title} keeps the factors of a decay per entry apart")
-    if algorithm.every == "batch" and algorithm.accumulates is None:
+    if algorithm.update_every == "batch" and algorithm.accumulator is None:
         reasons.append(f"{algorithm.title} says nothing of what it accumulates in a batch")
     return reasons
 
@@ -97,18 +95,18 @@ def _separates(recipe: Recipe) -> bool:
     """Whether A is linear in the gradients, with coefficients or absorbed decays."""
     decay, algorithm = recipe.retention.decay, recipe.algorithm
     channels = decay is not None and decay.per != "head"
-    if not recipe.retention.additive or algorithm.momentum_of is None:
+    if not recipe.retention.is_additive or algorithm.recursion is None:
         return False
     if decay is not None and decay.per == "entry":
         return False
-    return not (channels and algorithm.momentum_of != "none")
+    return not (channels and algorithm.recursion != "none")
 
 
 def way(recipe: Recipe) -> str:
     """``"table"``, ``"border"`` or ``"tokens"``, as `recollect.engines.deep.general` has them."""
-    if recipe.algorithm.every == "batch":
+    if recipe.algorithm.update_every == "batch":
         return "border"
-    linked, b = recipe.retention.linked, recipe.algorithm.batch
+    linked, b = recipe.retention.has_link, recipe.algorithm.batch_size
     if _separates(recipe) and (not linked or recipe.at_border or b == 1):
         return "table"
     return "tokens"
@@ -121,7 +119,7 @@ def describes(recipe: Recipe) -> str:
         return "coefficient matrix"
     if how == "border":
         return "coefficient matrix, one step per inner batch"
-    if recipe.algorithm.batch == 1:
+    if recipe.algorithm.batch_size == 1:
         return "factored gradients, token by token"
     return "factored gradients, weights of every token built"
 
@@ -132,17 +130,17 @@ def rule_of(recipe: Recipe) -> Rule:
     channels = algorithm.per_value or (decay is not None and decay.per != "head")
     window = (recipe.context.horizon or 1) > 1
     return Rule(
-        slot=algorithm.accumulates or ("" if algorithm.momentum_of in ("none", None) else "steps"),
-        splits=algorithm.splits,
-        mean=algorithm.reduce == "mean",
+        slot=algorithm.accumulator or ("" if algorithm.recursion in ("none", None) else "steps"),
+        splits=algorithm.needs_split_error,
+        mean=algorithm.reduction == "mean",
         side="value" if decay is not None and decay.per == "value" else "key",
         pairs=way(recipe) == "table" and channels and window,
     )
 
 
-def plan(sized: SizedRecipe) -> DeepPlan:
+def plan(bound: BoundRecipe) -> DeepPlan:
     """What of a recipe and its sizes decides how it runs."""
-    recipe, how, rule = sized.recipe, way(sized.recipe), rule_of(sized.recipe)
+    recipe, how, rule = bound.recipe, way(bound.recipe), rule_of(bound.recipe)
     memory, retention, algorithm, bias = (
         recipe.memory,
         recipe.retention,
@@ -152,10 +150,10 @@ def plan(sized: SizedRecipe) -> DeepPlan:
     assert isinstance(memory, Stack)
     decay = retention.decay
     plain = decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= not (algorithm.per_value or retention.linked or rule.splits or rule.pairs)
-    maps = memory.maps(sized.features, sized.channels)
+    plain &= not (algorithm.per_value or retention.has_link or rule.splits or rule.pairs)
+    maps = memory.maps(bound.num_features, bound.engine_value_dim)
     # Batches of one token have no factors to keep.
-    decodes = how == "table" and plain and algorithm.batch > 1
+    decodes = how == "table" and plain and algorithm.batch_size > 1
     return DeepPlan(
         recipe=recipe,
         memory=memory,
@@ -163,47 +161,47 @@ def plan(sized: SizedRecipe) -> DeepPlan:
         way=how,
         rule=rule,
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
-        settled=retention.linked and not recipe.at_border and how != "border",
-        split=recipe.at_border and retention.settles_first and how != "border",
+        settled=retention.has_link and not recipe.at_border and how != "border",
+        split=recipe.at_border and retention.links_after_first_token and how != "border",
         chain=chain_of(recipe),
-        b=algorithm.batch,
+        b=algorithm.batch_size,
         c=recipe.context.horizon or 1,
-        slope=bias.affine[0] if algorithm.keyed and bias.affine is not None else None,
+        slope=bias.affine[0] if algorithm.rate_depends_on_key and bias.affine is not None else None,
         numbers=tuple(sorted(bias.numbers)),
         params=tuple(param.name for param in memory.params()),
         lifts=tuple(param.name for param in recipe.features.params()),
         decodes=decodes,
         normalizer=normalizer_of(recipe),
-        bare=decodes and is_bare(sized, rule, chain_of(recipe)),
-        widths=tuple(size for one in maps for size in (one.inp, one.out)),
+        bare=decodes and is_bare(bound, rule, chain_of(recipe)),
+        widths=tuple(size for one in maps for size in (one.in_features, one.out_features)),
     )
 
 
-def torch_plan(sized: SizedRecipe) -> DeepPlan:
+def torch_plan(bound: BoundRecipe) -> DeepPlan:
     """`plan` with operations of torch alone."""
-    return replace(plan(sized), kernels=False)
+    return replace(plan(bound), kernels=False)
 
 
 def chain_of(recipe: Recipe) -> Chain | None:
     """The memory as a chain with one table of coefficients, if the recipe is that plain."""
     memory, rule, retention = recipe.memory, rule_of(recipe), recipe.retention
     decay = retention.decay
-    plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.linked)
+    plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.has_link)
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not recipe.algorithm.per_value
     if not plain or not isinstance(memory, Stack):
         return None
-    if memory.chain is None or not slope_of(memory.chain):
+    if memory.chain_activation is None or not slope_of(memory.chain_activation):
         return None
-    target = recipe.bias.target if recipe.algorithm.normalizes else None
+    target = recipe.bias.target if recipe.algorithm.uses_normalized_steps else None
     return Chain(
-        activation=memory.chain,
+        activation=memory.chain_activation,
         memory=memory,
         bias=recipe.bias,
         target=target,
         affine=affine_of(memory, recipe.bias, target),
-        params=tuple(one.name for one in memory.params() if one.name not in memory.bases),
-        bases=memory.bases,
+        params=tuple(one.name for one in memory.params() if one.name not in memory.base_params),
+        bases=memory.base_params,
     )
 
 
@@ -213,13 +211,17 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     state = problem.state
     if T == 0 or B == 0 or H == 0:
         y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
-        return y, problem.after(weights=state.weights, slots=dict(state.slots))
+        return y, problem.final_state(
+            weights=state.weights, algorithm_state=dict(state.algorithm_state)
+        )
     if problem.q.device.type == "cpu":
         _hold_freed_memory()
-    method: DeepPlan = problem.plan
+    method: DeepPlan = problem.bound.plan
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
-        slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
+        slots={
+            name: [w.flatten(0, 1) for w in slot] for name, slot in state.algorithm_state.items()
+        },
     )
     params = {name: problem.params[name] for name in method.params}
     outer = wants_gradient(problem)
@@ -276,11 +278,12 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     else:
         y, after = run_groups(call, groups, memory.tensors(), parts, params)
     y = grid.outputs(y, T)
-    if problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     end = memory.like([w.unflatten(0, (B, H)) for w in after])
-    state_after = problem.after(
-        weights=tuple(end.A), slots={name: tuple(slot) for name, slot in end.slots.items()}
+    state_after = problem.final_state(
+        weights=tuple(end.A),
+        algorithm_state={name: tuple(slot) for name, slot in end.slots.items()},
     )
     return y.to(problem.v.dtype), state_after
 
@@ -311,9 +314,9 @@ def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
     """What `run` returns, of one decoded token."""
     B, _, H, _, _ = problem.q.shape
     end = stepped.memory.like([by_row(w, B) for w in stepped.memory.tensors()])
-    state_after = problem.after(
+    state_after = problem.final_state(
         weights=tuple(end.A),
-        slots={name: tuple(slot) for name, slot in end.slots.items()},
+        algorithm_state={name: tuple(slot) for name, slot in end.slots.items()},
         cache=stepped.cache,
     )
     y = stepped.y.reshape(B, 1, H, *stepped.y.shape[1:])
@@ -333,7 +336,7 @@ def _hold_freed_memory() -> None:
 
 def _room(x: Tensor, host: int) -> int:
     """Bytes that intermediates of a group may take: on a CPU ``host``."""
-    return host if x.device.type == "cpu" else room(x)
+    return host if x.device.type == "cpu" else intermediate_budget(x)
 
 
 def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
@@ -346,9 +349,9 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     if not outer and method.fused is not None and walks(method, problem.q.device):
         return grid.N  # its intermediates never leave the chip
     B, _, H, G, _ = problem.q.shape
-    weights = sum(m.out * m.inp for m in method.maps)
-    kept = weights * (1 + len(problem.state.slots))
-    widths = sum(m.out + m.inp for m in method.maps)
+    weights = sum(m.out_features * m.in_features for m in method.maps)
+    kept = weights * (1 + len(problem.state.algorithm_state))
+    widths = sum(m.out_features + m.in_features for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
     if method.normalizer is not None and method.normalizer.builds:
         copies += 4 * (grid.b + grid.c)
@@ -360,7 +363,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
         numbers = kept + weights * bool(method.chain.bases)
         numbers += rows * (3 * widths + 2 * (grid.b + grid.c))
-        numbers += 12 * rows * method.maps[-1].out * method.memory.finishes
+        numbers += 12 * rows * method.maps[-1].out_features * method.memory.has_output_map
     each = B * H * numbers * problem.state.weights[0].element_size()
     if method.chain is not None:
         whole = _room(problem.q, WHOLE_BYTES)

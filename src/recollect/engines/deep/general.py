@@ -97,7 +97,7 @@ class InnerBatchLoop:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), memory
 
     def _link(self, A: Weights, n: int, t: int) -> Weights:
-        if not self.retention.linked:
+        if not self.retention.has_link:
             return A
         gates = self.layout.scalars(n, t)
         return [self.retention.link(self._rows(a), gates).flatten(0, 1) for a in A]
@@ -247,11 +247,11 @@ class InnerBatchLoop:
         self, n: int, segment: Segment, A: Weights, slots: Mapping[str, Weights]
     ) -> Weights:
         """The one step of a whole inner batch: Σ log decays, the mean rate, the last S."""
-        layout, last = self.layout, self.layout.b - 1
+        layout, last, log_decays = self.layout, self.layout.b - 1, self.recipe.log_decays
         steps = {
             name: x[n : n + 1].mean(2, keepdim=True) if name == "lr" else x[n : n + 1].sum(2, True)
             for name, x in layout.steps.items()
-            if name == "lr" or name.startswith("log_decay")
+            if name == "lr" or name in log_decays
         }
         decays = _matrices(self.method, steps, 0, 0)
         rates = per_map(steps["lr"], "value", self.method.maps)
@@ -260,8 +260,8 @@ class InnerBatchLoop:
         etas = [self._rows(rate.matrix(0, 0)) for rate in rates]
         algorithm = self.algorithm
         own = [{name: self._rows(slot[i]) for name, slot in slots.items()} for i in range(len(A))]
-        if algorithm.searches:
-            directions = [algorithm.direction(one) for one in own]
+        if algorithm.uses_line_search:
+            directions = [algorithm.batch_direction(one) for one in own]
             # Every association of the batch, by what all of its tokens' windows give it.
             weight = band(layout.gamma[n]).sum(1, keepdim=True)
             search = self._searched(segment.points[n], A, weight)
@@ -269,7 +269,7 @@ class InnerBatchLoop:
             far = self._rows(far.unsqueeze(-1))
             moves = [eta * far * d for eta, d in zip(etas, directions, strict=True)]
         else:
-            moves = [algorithm.settle(one, eta) for one, eta in zip(own, etas, strict=True)]
+            moves = [algorithm.batch_step(one, eta) for one, eta in zip(own, etas, strict=True)]
         for i, (a, step) in enumerate(zip(A, moves, strict=True)):
             log_decay = None if self.retention.decay is None else self._rows(decays[i])
             moved.append(
@@ -307,7 +307,7 @@ class InnerBatchLoop:
         tokens = range(segment.start, segment.stop)
         gamma = self.layout.gamma[n, :, segment.start : segment.stop]
         search = None
-        if self.algorithm.searches:
+        if self.algorithm.uses_line_search:
             points = by_step(segment.points[n], len(tokens), self.layout.c)
             search = self._searched(points, self._at(W, n, segment), gamma)
         batch_factors, writes = self._factors(n, segment, W, memory.A)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.decayed_products import absorbable, decayed_gram, decayed_mix
+from recollect.engines.common.coefficients import absorbable
+from recollect.engines.common.decayed_products import decayed_gram, decayed_mix
 
 __all__ = [
     "Factors",
@@ -107,7 +108,7 @@ def factors(
             calls[index].append((h, z))
             return z
 
-        prediction = memory.program(apply, points.phi, points.raw, params)
+        prediction = memory.compute(apply, points.phi, points.raw, params)
         error = _error(bias, prediction if outer else prediction.detach(), points, free=free)
         outputs = [z for made in calls for _, z in made]
         if len(outputs) == 1 and prediction is outputs[0]:
@@ -160,7 +161,7 @@ def read_at(
         z = torch.bmm(rows, W[index].mT)
         return z.reshape(*h.shape[:3], -1)
 
-    return memory.program(apply, x, raw, params)
+    return memory.compute(apply, x, raw, params)
 
 
 def scaled(x: Tensor, by: Tensor, *, own: bool) -> Tensor:
@@ -250,4 +251,4 @@ def read(
     params: Values,
 ) -> Tensor:
     """M at every token's own weights, given how each map reads them."""
-    return memory.program(lambda index, h: reads[index](h), x, raw, params)
+    return memory.compute(lambda index, h: reads[index](h), x, raw, params)

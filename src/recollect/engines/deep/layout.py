@@ -7,8 +7,6 @@ earlier only stops committing its batches. The passes take columns as batches (`
 tokens of a batch whose gradients are taken at the same W (`Segment`).
 """
 
-# More than 400 lines: what all walks ask of how tokens lie in inner batches.
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -204,10 +202,10 @@ def _span(x: Tensor, first: int, columns: int, fill: float = 0.0) -> Tensor:
 
 def lay_out(problem: Problem) -> Grid:
     """The grid of a call with at least one token."""
-    tokens, method = join(problem), problem.plan
+    tokens, method = join(problem), problem.bound.plan
     b, c = method.b, method.c
     B, T = problem.k.shape[:2]
-    seen = 0 if b == 1 else problem.state.seen
+    seen = 0 if b == 1 else problem.state.host_position
     # Rows that have come differently far decide shapes: their numbers must be known.
     places = problem.state.position.tolist() if seen is None else [seen] * B
     opened = [place % b for place in places]
@@ -219,7 +217,7 @@ def lay_out(problem: Problem) -> Grid:
     columns = N * width
     # Columns without a token need numbers that every loss can take; without such, none are asked.
     whole = all(o == 0 for o in opened) and columns == T and c == 1
-    fills: Mapping[str, float] = {} if whole else problem.sized.fills
+    fills: Mapping[str, float] = {} if whole else problem.bound.padding_values
     join_first = tuple(tokens.buffered - o for o in opened)
     steps = _Place(first=join_first, columns=columns)
     keys = _Place(first=tuple(f - (c - 1) for f in join_first), columns=c - 1 + columns)
@@ -228,7 +226,7 @@ def lay_out(problem: Problem) -> Grid:
     if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
         rates["lr"] = problem.recipe.algorithm.rate(rates["lr"], kappa, method.slope)
-    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.sized.lifts
+    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.bound.has_features
     if lifts:
         placed["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())

@@ -1,4 +1,4 @@
-"""How far a searched step goes: λ along directions of all maps (`Algorithm.searches`).
+"""How far a searched step goes: λ along directions of all maps (`Algorithm.uses_line_search`).
 
 What a direction D does to a prediction needs no D of single weights twice: with u a gradient of the
 prediction, ⟨u, J D⟩ = Σ_l ⟨δ_l(u), D_l h_l⟩ over the maps' applications, which is linear in u.
@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import said, search
-from recollect.choices.gradients import HandWritten
+from recollect.choices.algorithm.normalized_steps import line_search_scale, nearest_output_value
+from recollect.choices.autograd import CustomFunction
 from recollect.choices.memory.base import Stack
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.step_coefficients import window_rows
@@ -59,7 +59,7 @@ class LineSearch:
                 return z
 
             points = self.points
-            prediction = self.memory.program(apply, points.phi, points.raw, self.params)
+            prediction = self.memory.compute(apply, points.phi, points.raw, self.params)
             u = torch.zeros_like(prediction).requires_grad_()
             deltas = torch.autograd.grad(
                 prediction, [z for z, _ in calls], u, create_graph=True, materialize_grads=True
@@ -69,7 +69,9 @@ class LineSearch:
             (moved,) = torch.autograd.grad(
                 deltas, u, [m for _, m in calls], create_graph=self.outer, materialize_grads=True
             )
-        along = prediction - said(self.memory, self.target * points.v, points.raw, self.params)
+        along = prediction - nearest_output_value(
+            self.memory, self.target * points.v, points.raw, self.params
+        )
         if not self.outer:
             along, moved = along.detach(), moved.detach()
 
@@ -77,10 +79,10 @@ class LineSearch:
             return x.flatten(0, 1).unflatten(1, (S, -1))
 
         size = sum((squared(d) for d in D), torch.zeros_like(self.weight[..., 0]))
-        return search(by_step(along), by_step(moved), self.weight, size)
+        return line_search_scale(by_step(along), by_step(moved), self.weight, size)
 
 
-class _Squared(HandWritten):
+class _Squared(CustomFunction):
     """‖X‖² of ``X [..., s, l]``, where X ⊙ X would be as large as X, forward and back."""
 
     generate_vmap_rule = True

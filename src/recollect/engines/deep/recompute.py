@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, again
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 
 __all__ = ["Part", "Plan", "run"]
 
@@ -94,7 +94,7 @@ def _forward(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), memory, starts
 
 
-class _Groups(HandWritten):
+class _Groups(CustomFunction):
     """The groups in order, and in reverse for the gradient."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class _Groups(HandWritten):
                 y, after, _ = _forward(plan, given, outer=True)
                 return [y, *after]
 
-            return None, *again(outputs, flat, needs, grads)
+            return None, *differentiable_backward(outputs, flat, needs, grads)
         return None, *_backward(plan, flat, ctx.starts, needs, grads)
 
 

@@ -2,7 +2,8 @@
 
     ρ = ⟨e, g⟩ / (Σ_l ⟨G_l, J_l G_l⟩ + ε|g|²),    G_l = Σ_a δ_la h_laᵀ over the map's applications
 
-(`recollect.choices.algorithm.share.share`). Scaling δ by it scales the gradients of all maps, so
+(`recollect.choices.algorithm.normalized_steps.polyak_scale`). Scaling δ by it scales the gradients
+of all maps, so
 that the passes which follow know nothing of it.
 """
 
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import EPS, correctable, said, share
+from recollect.choices.algorithm.normalized_steps import (
+    EPS,
+    correctable_error,
+    nearest_output_value,
+    polyak_scale,
+)
 from recollect.choices.memory.base import Memory
 from recollect.choices.retention.base import Retention
 from recollect.engines.deep.gradient_factors import Factors, Points, Slopes
@@ -45,17 +51,17 @@ class Normalizer:
     def of(cls, recipe: Recipe, target: float) -> Normalizer:
         """What a recipe's memory and retention and its bias's target make of it."""
         retention = recipe.retention
-        own = type(retention).rank_one_gain is not Retention.rank_one_gain
-        builds = retention.steepest is None and not own
+        own = type(retention).rank_one_step_gain is not Retention.rank_one_step_gain
+        builds = retention.link_lipschitz is None and not own
         return cls(memory=recipe.memory, retention=retention, target=target, builds=builds)
 
     def said(self, v: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """What of values the memory can say, `recollect.choices.algorithm.share.said`.
+        """Return `nearest_output_value` of ``v``, the target of a normalised step.
 
         Args:
             v: ``[B, H, R, V]``. raw: keys before features. params: of the memory.
         """
-        return said(self.memory, self.target * v, raw, params)
+        return nearest_output_value(self.memory, self.target * v, raw, params)
 
     def shares(
         self,
@@ -83,9 +89,9 @@ class Normalizer:
         value = points.said
         if value is None:
             value = self.said(points.v, points.raw, params)
-        above = correctable(self.memory, slopes.prediction - value, slopes.error)
+        above = correctable_error(self.memory, slopes.prediction - value, slopes.error)
         if torch.is_grad_enabled():
-            return share(above, slopes.error, gain).flatten(0, 1)
+            return polyak_scale(above, slopes.error, gain).flatten(0, 1)
         # The same in fewer operations: where nothing is below there is nothing above.
         size = torch.linalg.vector_norm(slopes.error, dim=-1)
         below = torch.addcmul(gain, size, size, value=EPS).clamp_min_(torch.finfo(gain.dtype).tiny)
@@ -95,7 +101,7 @@ class Normalizer:
         """⟨G, J G⟩ of one map, ``[B, H, R]``."""
         h, delta = (x.unflatten(0, A.shape[:2]) for x in (one.h, one.delta))
         if h.shape[2] == R:
-            found = self.retention.rank_one_gain(A, h, delta, numbers)
+            found = self.retention.rank_one_step_gain(A, h, delta, numbers)
             if found is not None:
                 return found
         G: Tensor | None = None
@@ -104,7 +110,7 @@ class Normalizer:
             G = part if G is None else G + part
         assert G is not None
         own = {name: x.unsqueeze(2) for name, x in numbers.items()}
-        return self.retention.gain(A.unsqueeze(2), G, own)
+        return self.retention.step_gain(A.unsqueeze(2), G, own)
 
 
 def normalizer_of(recipe: Recipe) -> Normalizer | None:
@@ -114,7 +120,7 @@ def normalizer_of(recipe: Recipe) -> Normalizer | None:
         recipe: whose algorithm.
     """
     target = recipe.bias.target
-    if not recipe.algorithm.normalizes or target is None:
+    if not recipe.algorithm.uses_normalized_steps or target is None:
         return None
     return Normalizer.of(recipe, target)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recollect.choices.devices import constant
 from recollect.choices.memory.base import LinearMap
+from recollect.choices.runtime import cached_constant
 from recollect.engines.common.coefficients import cumulated, flushed, products
 
 __all__ = [
@@ -123,10 +123,10 @@ def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[Own]:
             owns.append(Own(scalar=x))
         elif x.dim() == 5:
             owns.append(Own(entry=x))
-        elif side == "key" and one.first:
+        elif side == "key" and one.reads_features:
             whole = torch.cat([x, x.mean(-1, keepdim=True)], dim=-1) if one.bias else x
             owns.append(Own(inner=whole))
-        elif side == "value" and one.last:
+        elif side == "value" and one.is_output:
             owns.append(Own(outer=x))
         else:
             owns.append(Own(scalar=x.mean(-1)))
@@ -322,7 +322,7 @@ def advance(
     """
     if row is None:
         P, size = new.shape[0], 1 + (theta is not None)
-        row = Row(*constant(_starts, P, size, device=new.device, dtype=new.dtype))
+        row = Row(*cached_constant(_starts, P, size, device=new.device, dtype=new.dtype))
     C, D = row.C, row.D
     if D is None or theta is None:
         return Row(C=added(C if alpha is None else C * alpha, new, first=first))

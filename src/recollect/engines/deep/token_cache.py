@@ -4,7 +4,7 @@ The cache holds the factors of a token beside each other (h and δ of the first 
 next): one tensor grows by one row per token, and is cut where it is read. It says what it depends
 on beside the state: an entry is named for the recipe, others hold the memory's parameters. On a
 device, where the host would have to wait to compare these, the name is theirs too
-(`recollect.choices.devices.stamp`).
+(`recollect.choices.runtime.version_tag`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import looks, stamp
+from recollect.choices.runtime import can_read_values, version_tag
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.gradient_factors import Factors
 from recollect.engines.deep.layout import DeepPlan
@@ -39,7 +39,7 @@ def mark(tag: int, params: str = "") -> str:
     """The name of a cache's entry that says whose it is; what the entry holds says nothing.
 
     Args:
-        tag: of the recipe (`SizedRecipe.tag`).
+        tag: of the recipe (`BoundRecipe.fingerprint`).
         params: what the memory's parameters are known by (`stamp`), where they are not compared.
     """
     return f"of {tag} {params}"
@@ -47,12 +47,12 @@ def mark(tag: int, params: str = "") -> str:
 
 def depends_on(problem: Problem) -> Cache:
     """What the factors come from beside the state, row by row; nothing where that has no name."""
-    method: DeepPlan = problem.plan
-    tag, position = problem.sized.tag, problem.state.position
+    method: DeepPlan = problem.bound.plan
+    tag, position = problem.bound.fingerprint, problem.state.position
     if tag is None:
         return {}
-    if not looks(problem.q):
-        name = stamp(problem.sources)
+    if not can_read_values(problem.q):
+        name = version_tag(problem.param_sources)
         return {} if name is None else {mark(tag, name): position}
     made = {mark(tag): position}
     for name in (*method.params, *method.lifts):
@@ -117,7 +117,7 @@ def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
 
 
 def row_kept(cache: Mapping[str, Tensor]) -> Row | None:
-    """The coefficients that a cache holds, if it does."""
+    """The coefficients that a cache has_data, if it does."""
     if (C := cache.get("C")) is None:
         return None
     return Row(C=C.flatten(0, 1), D=None if (D := cache.get("D")) is None else D.flatten(0, 1))

@@ -102,7 +102,7 @@ def _map(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     recipe = work.recipe
     algorithm = recipe.algorithm
-    if algorithm.curvature and algorithm.accumulates is not None:
+    if algorithm.curvature and algorithm.accumulator is not None:
         return _directed(work, i, W, A, slots)
     seen: list[Tensor] = []
     one = torch.ones_like(A[..., :1, :1])
@@ -131,7 +131,7 @@ def _directed(
     """The same where a step is a function of what was accumulated: of all tokens at once."""
     rates = _rates(work, i, A)
     S, sums = _accumulated(work, i, slots["momentum"], rates)
-    steps = work.recipe.algorithm.settle(sums, torch.stack(rates, dim=2))
+    steps = work.recipe.algorithm.batch_step(sums, torch.stack(rates, dim=2))
     A, readable = _taken(work, i, W, A, steps)
     return A, {"momentum": S}, readable
 
@@ -150,7 +150,7 @@ def _searched(
         rates = _rates(work, i, _rows(a, work))
         S, made_of = _accumulated(work, i, _rows(slots["momentum"][i], work), rates)
         sums.append(S.flatten(0, 1))
-        directions.append(work.recipe.algorithm.direction(made_of))
+        directions.append(work.recipe.algorithm.batch_direction(made_of))
     far = search.far([d.flatten(0, 1) for d in directions]).unflatten(0, work.shape)
     after: Weights = []
     readable: Weights = []
@@ -172,7 +172,7 @@ def _accumulated(
     work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """S after the last token, and the slots ``[B, H, n, out, in]`` after every token."""
-    scales = work.recipe.algorithm.accumulates == "steps"
+    scales = work.recipe.algorithm.accumulator == "steps"
     sums: list[Tensor] = []
     for t, numbers in enumerate(work.numbers):
         gradient = _gradient(work, work.factors[i], t)
@@ -209,7 +209,7 @@ def _readable(work: TokenStep, seen: Sequence[Tensor]) -> Tensor:
     """What every token reads, ``[P n, out, in]``."""
     recipe, retention = work.recipe, work.recipe.retention
     stacked = torch.stack(list(seen), dim=2)  # [B, H, n, out, in]
-    if retention.linked and not recipe.at_border:
+    if retention.has_link and not recipe.at_border:
         names = work.gates[0]
         gates = {name: torch.stack([g[name] for g in work.gates], dim=2) for name in names}
         stacked = retention.link(stacked, gates)

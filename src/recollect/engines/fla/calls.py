@@ -29,7 +29,7 @@ from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.engines.linear.decode import LinearPlan
-    from recollect.recipe.sized import SizedRecipe
+    from recollect.recipe.bound import BoundRecipe
 
 __all__ = ["packs", "run", "token"]
 
@@ -49,7 +49,7 @@ def run(problem: Problem, offered: Offer) -> tuple[Tensor, State] | None:
     choice = choose(problem, offered)
     if isinstance(choice, str):
         if offered.must and problem.q.numel():
-            raise RecipeError(f"method='fla' cannot run this call: {choice}")
+            raise RecipeError(f"engine='fla' cannot run this call: {choice}")
         return None
     return _RUNS[choice.operator.memory](problem, choice)
 
@@ -70,7 +70,7 @@ def packs(offered: Offer, x: Tensor) -> bool:
 
 def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
     p, read = linear_problem(problem), problem.recipe.memory.read
-    operator, borders = choice.operator, problem.borders
+    operator, borders = choice.operator, problem.cu_seqlens
     if p.lr.dim() == 4:
         # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
         p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
@@ -90,7 +90,7 @@ def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
                 bonus=own,
                 borders=borders,
                 several=problem.steps_per_token,
-                final=problem.continues,
+                final=problem.uses_final_state,
             )
             y, A = solve(operator, x, q, few=choice.few)
             return y, q.A0 if A is None else A, None
@@ -105,7 +105,7 @@ def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
         return (y if u is None else y + bonus(now, u)), A
 
     y, A = by_operator(fast, own, inputs)
-    return y.to(problem.v.dtype), problem.after(weights=(A,))
+    return y.to(problem.v.dtype), problem.final_state(weights=(A,))
 
 
 def _per_head(u: Tensor, features: int) -> Tensor:
@@ -130,9 +130,7 @@ def _each_document(p: LinearProblem, when: str, borders: Tensor | None) -> tuple
 
 
 def token(
-    sized: SizedRecipe,
-    plan: LinearPlan,
-    offered: Offer,
+    bound: BoundRecipe,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,26 +140,27 @@ def token(
     """`run` of one token that goes on from a state, of numbers that nobody has to look at.
 
     Args:
-        sized: the recipe.
-        plan: of the linear engine; ``None`` comes back where it is not `LinearPlan.bare`.
-        offered: what there is for the recipe.
+        bound: the recipe.
         q: the query ``[B, 1, H·G, K]``.
         k: the key ``[B, 1, H, K]``.
         v: the value ``[B, 1, H, V]``.
         gates: by name, ``[B, 1, H, ...]``.
         state: before the token.
     """
+    plan: LinearPlan = bound.plan
+    offered = bound.fla_operator
+    assert offered is not None
     what = offered.structure
     if what is None or what.memory != "matrix" or not plan.bare or refusal(q) is not None:
         return None
     operator = next((one for one in offered.operators if one.token is not None), None)
-    (A,), affine = state.weights, sized.recipe.bias.affine
+    (A,), affine = state.weights, bound.recipe.bias.affine
     if operator is None or affine is None or not q.dtype == k.dtype == v.dtype == A.dtype:
         return None
     if A.dtype != torch.float32:
         return None
     p = LinearProblem(
-        q=q.unflatten(2, (sized.H, -1)),
+        q=q.unflatten(2, (bound.H, -1)),
         k=k,
         v=v,
         lr=gates["lr"].float(),
@@ -172,7 +171,7 @@ def token(
     )
     y, after = solve(operator, arguments(operator, p, q.dtype), p, few=True)
     assert after is not None
-    return y.flatten(2, 3), state.moved(weights=(after,), written_by=sized.written)
+    return y.flatten(2, 3), state.replace(weights=(after,), recipe_id=bound.recipe_id)
 
 
 # -- a vector memory -------------------------------------------------------------------------------
@@ -183,14 +182,14 @@ def _vector(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
 
     def fast(inputs: Inputs) -> tuple[Tensor, ...]:
         now = over(p, inputs)
-        y, A = scan_channels(choice.operator, now, when, final=problem.continues)
+        y, A = scan_channels(choice.operator, now, when, final=problem.uses_final_state)
         return y, now.A0 if A is None else A
 
     def own(inputs: Inputs) -> tuple[Tensor, ...]:
         return solve_vector(problem, over(p, inputs))[:2]
 
     y, A = by_operator(fast, own, {**p.tokens(), "A0": p.A0})
-    return y.to(problem.v.dtype), problem.after(weights=(A,))
+    return y.to(problem.v.dtype), problem.final_state(weights=(A,))
 
 
 # -- the minimum under a constant ridge ----------------------------------------------------------
@@ -217,12 +216,12 @@ def _conjugate_gradients(
         "weight": weight,
         "ridge": ridge_of(problem.rates, k.shape[-1]),
         "start": A,
-        "origin": torch.where(fresh, A, state.slots["origin"][0]),
-        "gram": state.slots["gram"][0],
+        "origin": torch.where(fresh, A, state.algorithm_state["origin"][0]),
+        "gram": state.algorithm_state["gram"][0],
     }
-    if log is not None and problem.recipe.context.forgets:
+    if log is not None and problem.recipe.context.has_decay:
         inputs["log_decay"] = log
-    live = problem.live
+    live = problem.token_mask
 
     def fast(inputs: Inputs) -> tuple[Tensor, ...]:
         q, k, weight, origin = (inputs[name] for name in ("q", "k", "weight", "origin"))
@@ -259,7 +258,7 @@ def _conjugate_gradients(
     def own(inputs: Inputs) -> tuple[Tensor, ...]:
         raise RecipeError(
             f"a constant ridge solved by conjugate gradients ({PACKAGE}) can be differentiated "
-            "once, not its gradient again: use method='reference', which can be differentiated "
+            "once, not its gradient again: use engine='reference', which can be differentiated "
             "any number of times"
         )
 
@@ -293,9 +292,9 @@ def _mean(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
         return (attend(replace(problem, q=q, k=k, v=v, rates=rates)),)
 
     (y,) = by_operator(fast, own, inputs)
-    if problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
-    return y, problem.after()
+    if problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
+    return y, problem.final_state()
 
 
 _RUNS: Mapping[str, Callable[[Problem, Choice], tuple[Tensor, State]]] = {

@@ -8,9 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import lasts
+from recollect.choices.matmul_precision import active
 from recollect.choices.member import RecipeError
-from recollect.choices.multiplying import innermost
+from recollect.choices.runtime import is_cacheable
 from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
 from recollect.engines.fla.operators import (
     AFFECTED,
@@ -21,7 +21,7 @@ from recollect.engines.fla.operators import (
     operators,
 )
 from recollect.engines.fla.structure import Structure, structure
-from recollect.recipe.sized import SizedRecipe
+from recollect.recipe.bound import BoundRecipe
 
 __all__ = ["DEVICES", "FEW", "Choice", "Offer", "allowed", "choose", "offer", "refusal"]
 
@@ -47,7 +47,7 @@ class Offer:
         structure: of the recipe; ``None`` where nothing is on offer.
         operators: that compute it, the closest first.
         reason: why there is none.
-        must: whether the caller takes nothing else (``method="fla"``).
+        must: whether the caller takes nothing else (``engine="fla"``).
     """
 
     structure: Structure | None
@@ -89,36 +89,36 @@ def _by_type(operators: tuple[Operator, ...]) -> tuple[Operator, Operator]:
     return half, next((one for one in operators if one.float32), half)
 
 
-def offer(sized: SizedRecipe, method: str = "auto") -> Offer:
+def offer(bound: BoundRecipe, engine: str = "auto") -> Offer:
     """What the package has for a recipe.
 
     Args:
-        sized: the recipe.
-        method: as `recollect.recall` takes it.
+        bound: the recipe.
+        engine: as `recollect.recall` takes it.
 
     Raises:
-        RecipeError: nothing, where ``method="fla"`` takes nothing else.
+        RecipeError: nothing, where ``engine="fla"`` takes nothing else.
     """
-    must = method == "fla"
-    found = _on_offer(sized, must) if method in ("auto", "fla") else _not_asked(method)
+    must = engine == "fla"
+    found = _on_offer(bound, must) if engine in ("auto", "fla") else _not_asked(engine)
     if must and found.reason is not None:
         raise RecipeError(
-            f"method='fla' cannot run this recipe: {found.reason}; use method='auto', which takes "
+            f"engine='fla' cannot run this recipe: {found.reason}; use engine='auto', which takes "
             f"{PACKAGE} where it can"
         )
     return found
 
 
-def _not_asked(method: str) -> Offer:
-    reason = f"method={method!r} does not take it"
+def _not_asked(engine: str) -> Offer:
+    reason = f"engine={engine!r} does not take it"
     return Offer(structure=None, operators=(), reason=reason, must=False)
 
 
-def _on_offer(sized: SizedRecipe, must: bool) -> Offer:
-    what = structure(sized)
+def _on_offer(bound: BoundRecipe, must: bool) -> Offer:
+    what = structure(bound)
     if isinstance(what, str):
         return Offer(structure=None, operators=(), reason=what, must=must)
-    features = sized.features
+    features = bound.num_features
     fitting = tuple(one for one in operators(what) if one.takes(torch.bfloat16, features))
     reason = None
     if not fitting:
@@ -131,13 +131,13 @@ def allowed(dtype: torch.dtype) -> torch.dtype | None:
     """The type in which products of a call may be taken, or ``None``.
 
     Its kernels multiply in the type that they are given, float32 as TF32, and add in float32.
-    Inside `recollect.choices.multiplying` the type is that of the precision that was asked for.
+    Inside `matmul_precision` the type is that of the requested precision.
 
     Args:
         dtype: of q, k and v together.
     """
-    if innermost.mode is not None:
-        return _ASKED.get(innermost.mode.precision)
+    if active.mode is not None:
+        return _ASKED.get(active.mode.precision)
     if dtype in (torch.bfloat16, torch.float16):
         return dtype
     tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -178,7 +178,7 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
     given = reduce(torch.promote_types, (problem.q.dtype, problem.k.dtype, problem.v.dtype))
     if state_dtype(problem.q, problem.k, problem.v) == torch.float64:
         return "it has no float64"
-    features, trains = problem.sized.features, wants_gradient(problem)
+    features, trains = problem.bound.num_features, wants_gradient(problem)
     if tokens <= FEW and features <= WIDE and not trains:
         for one in offered.operators:
             if one.token is not None:
@@ -186,14 +186,14 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
     if not offered.operators[0].multiplies:
         return Choice(operator=offered.operators[0], dtype=torch.float32)
     dtype = allowed(given)
-    if dtype is None and innermost.mode is not None:
+    if dtype is None and active.mode is not None:
         return "precision='float32' was asked for, and it multiplies float32 as TF32"
     if dtype is None:
         return (
             "it multiplies float32 as TF32, and torch.get_float32_matmul_precision() is 'highest': "
             "set it to 'high', or give bfloat16"
         )
-    if dtype == torch.float16 and (problem.sized.lifts or problem.sized.stabilised):
+    if dtype == torch.float16 and (problem.bound.has_features or problem.bound.is_stabilized):
         dtype = torch.float32  # of as many bits, and features may be large
     raises = trains and gated_backward_raises()
     for one in offered.without_gated_backward if raises else offered.operators:
@@ -212,7 +212,7 @@ def refusal(x: Tensor) -> str | None:
         return f"its kernels run on {' and '.join(sorted(DEVICES))}, not on {x.device.type}"
     if not installed():
         return f"{PACKAGE} and triton are not installed: install recollect-layers[gpu]"
-    if not lasts(x):
+    if not is_cacheable(x):
         return "its kernels are no part of a compiled graph"
     if not x.numel():
         return "there is nothing to compute"

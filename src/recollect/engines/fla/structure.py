@@ -15,8 +15,8 @@ from recollect.engines.kernel import attention
 from recollect.engines.kernel.softmax import is_mean
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
 __all__ = ["Structure", "structure"]
 
@@ -50,20 +50,20 @@ class Structure:
     packs: bool = False
 
 
-def structure(sized: SizedRecipe) -> Structure | str:
+def structure(bound: BoundRecipe) -> Structure | str:
     """The structure of a recipe, or why no operator can have it.
 
     Args:
-        sized: the recipe.
+        bound: the recipe.
     """
-    recipe = sized.recipe
+    recipe = bound.recipe
     if not linear.refuses(recipe):
-        return next(_unlike(recipe), None) or _linear(sized)
+        return next(_unlike(recipe), None) or _linear(bound)
     if not least_squares.refuses(recipe):
-        return _ridge(sized)
+        return _ridge(bound)
     if not (kernel.refuses(recipe) or attention.refuses(recipe)):
         return _mean(recipe)
-    if recipe.dual or recipe.nonparametric or not recipe.features.finite:
+    if recipe.uses_kernel_rows or recipe.nonparametric or not recipe.features.finite:
         return (
             "of memories that keep associations it has an operator for softmax attention under one "
             "decay alone"
@@ -74,14 +74,12 @@ def structure(sized: SizedRecipe) -> Structure | str:
 def _unlike(recipe: Recipe) -> Iterator[str]:
     """What the linear engine runs and no operator does."""
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
-    if algorithm.momentum_of != "none":
+    if algorithm.recursion != "none":
         yield f"it has no operator for the momentum of {algorithm.title}"
     if recipe.context.horizon != 1:
         yield f"it has no operator for {recipe.context.title}, which writes a token more than once"
-    affine = recipe.bias.affine
-    assert affine is not None  # linear.refuses
-    if memory.diagonal:
-        if affine[0] != 0:
+    if memory.is_elementwise:
+        if recipe.bias.sees_prediction:
             yield (
                 "what a vector memory keeps of itself under an error that sees the prediction may "
                 "be negative, and its operators take logarithms"
@@ -93,39 +91,39 @@ def _unlike(recipe: Recipe) -> Iterator[str]:
         yield f"it has no operator for a decay per {decay.per.replace('_', ' and ')} of a matrix"
 
 
-def _linear(sized: SizedRecipe) -> Structure:
-    recipe = sized.recipe
+def _linear(bound: BoundRecipe) -> Structure:
+    recipe = bound.recipe
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     affine, read = recipe.bias.affine, recipe.memory.read
     assert affine is not None  # linear.refuses
-    unweighed = sized.constants.get("lr") == 1.0 and not algorithm.keyed
+    unweighed = bound.constants.get("lr") == 1.0 and not algorithm.rate_depends_on_key
     erases = "nothing"
-    if affine[0] != 0:
+    if recipe.bias.sees_prediction:
         erases = "key" if recipe.bias.probe is None else "probe"
     forms = {"head": "head", "key": "key", "value": "value"}
     return Structure(
-        memory="vector" if memory.diagonal else "matrix",
+        memory="vector" if memory.is_elementwise else "matrix",
         erases=erases,
-        decay="none" if decay is None else "value" if memory.diagonal else forms[decay.per],
+        decay="none" if decay is None else "value" if memory.is_elementwise else forms[decay.per],
         before=decay is None or decay.when == "before",
         reads_before=read.when == "before",
         bonus=read.bonus != 0.0,
         writes_values=unweighed and affine == (0.0, 1.0) and "window" not in recipe.context.numbers,
-        associations=sized.associations,
+        associations=bound.associations_per_token,
         # A running scale and the read of the token before do not end where documents do.
-        packs=not (memory.diagonal or sized.stabilised or read.when == "before"),
+        packs=not (memory.is_elementwise or bound.is_stabilized or read.when == "before"),
     )
 
 
-def _ridge(sized: SizedRecipe) -> Structure | str:
-    inverse = sized.recipe.algorithm.inverse
-    if inverse is None or inverse.recurs or inverse.kind != "exact":
+def _ridge(bound: BoundRecipe) -> Structure | str:
+    inverse = bound.recipe.algorithm.inverse
+    if inverse is None or inverse.is_recursive or inverse.kind != "exact":
         return "of least squares it has an operator for a constant ridge and an exact inverse alone"
-    if "ridge" in sized.gates:
+    if "ridge" in bound.gates:
         return "its operator takes one ridge for all tokens"
-    if sized.channels != sized.features:
+    if bound.engine_value_dim != bound.num_features:
         return "its operator takes values as wide as the features"
-    decay = "head" if sized.recipe.context.forgets else "none"
+    decay = "head" if bound.recipe.context.has_decay else "none"
     return Structure(memory="ridge", erases="key", decay=decay)
 
 
@@ -134,9 +132,9 @@ def _mean(recipe: Recipe) -> Structure | str:
     exponent = None if context.kernel is None else context.kernel.exponent(1)
     if not is_mean(recipe) or exponent is None or exponent[1] != 0:
         return f"{name} takes a softmax of ⟨q, k⟩ alone"
-    if recipe.span is not None or len(context.within) != 1:
+    if recipe.buffer_size is not None or len(context.restrictions) != 1:
         return f"{name} takes all of the past under one decay"
-    (part,) = context.within
-    if not part.geometric or not part.forgets or part.weighs or part.horizon is not None:
+    (part,) = context.restrictions
+    if not part.geometric or not part.has_decay or part.has_weights or part.horizon is not None:
         return f"{name} takes no weights but a decay per head"
     return Structure(memory="mean", decay="head")

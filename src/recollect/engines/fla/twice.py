@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, again
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 
 __all__ = ["Way", "by_operator"]
 
@@ -50,7 +50,7 @@ class _Call:
         return self._own(dict(zip(self._names, tensors, strict=True)))
 
 
-class _Twice(HandWritten):
+class _Twice(CustomFunction):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
@@ -66,7 +66,7 @@ class _Twice(HandWritten):
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(ctx.found, above)]  # noqa: B905
-            return None, *again(ctx.call.own, saved, needs, zeros)
+            return None, *differentiable_backward(ctx.call.own, saved, needs, zeros)
         pairs = [
             (x, g)
             for x, g in zip(ctx.found, above, strict=True)

@@ -21,8 +21,6 @@ What is no softmax (a plain sum, a kernel that is no exponential) is two product
 are recomputed in the backward pass, so that memory stays O(T).
 """
 
-# More than 400 lines: the ways to run one attention, which share their pairs and masks.
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -33,9 +31,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
-from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
-from recollect.choices.multiplying import spacing
+from recollect.choices.matmul_precision import effective_eps
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.pieces import (
@@ -74,7 +72,7 @@ def describes(recipe: Recipe) -> str:
     kernel = recipe.context.kernel
     if kernel is None or kernel.exponent(1) is None:
         return "softmax over the stated kernel piece by piece, KV cache"
-    names = [part.title.removeprefix("context.") for part in recipe.context.within]
+    names = [part.title.removeprefix("context.") for part in recipe.context.restrictions]
     how = "scaled dot-product attention"
     if recipe.context.horizon is not None and len(names) == 1:
         return f"{how} over chunks of the window, KV cache of {recipe.context.horizon}"
@@ -85,8 +83,8 @@ def describes(recipe: Recipe) -> str:
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the state, whose buffer is what they attend to."""
-    after = problem.after()
-    whole = problem.recipe.span is None and problem.lengths is None
+    after = problem.final_state()
+    whole = problem.recipe.buffer_size is None and problem.lengths is None
     return attend(problem, joined=after.buffer if whole else None), after
 
 
@@ -111,7 +109,7 @@ def attend(
         return v.new_zeros(B, T, H, G, v.shape[-1])
     exponent = kernel.exponent(K) if is_mean(recipe) else None
     # Attention alone may run in half precision; sums of weights may not.
-    alone = all(part.uniform for part in recipe.context.within)
+    alone = all(part.uniform for part in recipe.context.restrictions)
     exact = exponent is None or exponent[1] != 0 or not alone
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
     visible = gather_visible(problem, dtype, query_rates, joined)
@@ -121,8 +119,8 @@ def attend(
         y = _products(visible, stored, weights, kernel, horizon, mean=is_mean(recipe))
     else:
         y = _softmax(problem, visible, stored, weights, exponent, horizon)
-    if problem.live is not None and query_rates is None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if problem.token_mask is not None and query_rates is None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return (y if (size := recipe.bias.optimum) == 1.0 else size * y).to(v.dtype)
 
 
@@ -142,19 +140,19 @@ def _softmax(
     k, v = visible.k.transpose(1, 2), stored.transpose(1, 2)  # [B, H, n, ·]
     scale, by_length = exponent
     T, n = q.shape[2], k.shape[2]
-    reading, old = visible.first >= n, problem.state.buffer
+    reading, old = visible.first_slot >= n, problem.state.buffer
     extra: list[Tensor] = []
     if by_length != 0:
         extra.append(by_length * visible.k.square().sum(-1))
-    separable = [x.of_key for x in weights if x.of_key is not None and not x.hides]
+    separable = [x.key_part for x in weights if x.key_part is not None and not x.may_hide_all]
     decay = torch.stack(separable).sum(0) if separable else None
     cutoff = None
     if decay is not None and len(separable) == len(weights) and not reading:
         cutoff = DecayCutoff.of(decay, q, k, scale=scale, by_length=by_length)
     moving = decay is not None and _is_gentle(visible, decay, k.dtype)
     if moving:
-        weights = [x for x in weights if x.of_key is None or x.hides]
-    channels = [x.of_key for x in weights if x.of_key is not None and x.of_key.requires_grad]
+        weights = [x for x in weights if x.key_part is None or x.may_hide_all]
+    channels = [x.key_part for x in weights if x.key_part is not None and x.key_part.requires_grad]
     if channels:
         total = torch.stack([x.nan_to_num(0.0, 0.0, 0.0) for x in channels]).sum(0)
         extra.append((total - total.detach()).to(k.dtype))
@@ -174,11 +172,17 @@ def _softmax(
     elif T == 1 and horizon is None and not weights and not reading and _all_there(visible):
         y = sdpa(q, k, v, scale=scale)
     elif horizon is not None and not weights and not reading and T > 1:
-        y = _banded(q, k, v, visible.valid, visible.first, horizon, scale)
-    elif horizon is None and len(weights) == 1 and weights[0].band and not reading and T > 1:
-        first, last = weights[0].band
+        y = _banded(q, k, v, visible.valid, visible.first_slot, horizon, scale)
+    elif (
+        horizon is None
+        and len(weights) == 1
+        and weights[0].sink_and_window
+        and not reading
+        and T > 1
+    ):
+        first, last = weights[0].sink_and_window
         seen_first = _front(visible, first, last)
-        y = _banded(q, k, v, visible.valid, visible.first, last, scale, seen_first)
+        y = _banded(q, k, v, visible.valid, visible.first_slot, last, scale, seen_first)
     else:
         y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
@@ -187,7 +191,7 @@ def _softmax(
 def _all_there(visible: VisibleAssociations) -> bool:
     """Whether no slot is empty, where nobody has to wait for the answer."""
     valid = visible.valid
-    return visible.full or (looks(valid) and bool(valid.all()))
+    return visible.is_full or (can_read_values(valid) and bool(valid.all()))
 
 
 def _widened(x: Tensor, size: int) -> Tensor:
@@ -196,14 +200,14 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``of_key`` moves so little within each piece that a channel keeps its digits."""
-    if not looks(of_key):
+    if not can_read_values(of_key):
         return False  # a mask made of differences keeps them at any depth
     T, n = visible.q.shape[1], visible.k.shape[1]
-    if visible.first >= n:
+    if visible.first_slot >= n:
         return True  # from the last slot, all others only lie below
-    x = of_key.detach()[:, visible.first : visible.first + T]
+    x = of_key.detach()[:, visible.first_slot : visible.first_slot + T]
     moved = [(piece - piece[:, :1]).abs().amax() for piece in x.split(PIECE, dim=1)]
-    return float(torch.stack(moved).max()) * spacing(dtype) < GENTLE
+    return float(torch.stack(moved).max()) * effective_eps(dtype) < GENTLE
 
 
 def _front(visible: VisibleAssociations, first: int, c: int) -> Tensor:
@@ -211,10 +215,10 @@ def _front(visible: VisibleAssociations, first: int, c: int) -> Tensor:
 
     A document's first associations stand in slots of earlier calls, or follow them.
     """
-    F = min(visible.first + first, visible.valid.shape[1])
+    F = min(visible.first_slot + first, visible.valid.shape[1])
     slot = torch.arange(F, device=visible.valid.device)
     kept = visible.valid[:, :F] & (visible.position[:, :F] < first)  # [B, F]
-    return kept[:, None] & (slot <= visible.slots[:, None] - c)
+    return kept[:, None] & (slot <= visible.query_slots[:, None] - c)
 
 
 def _banded(
@@ -315,18 +319,18 @@ def _pieces(
         moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
     """
     q, k, v = qkv
-    G, reading = q.shape[1] // k.shape[1], visible.first >= k.shape[2]
+    G, reading = q.shape[1] // k.shape[1], visible.first_slot >= k.shape[2]
     gapped = problem.state.buffer is not None or problem.lengths is not None
     # Padding may see nothing, not even itself.
-    may_be_empty = reading or gapped or any(x.hides for x in weights)
+    may_be_empty = reading or gapped or any(x.may_hide_all for x in weights)
     # Gradients of these are carried by a key channel, or there are none.
-    quiet = [x for x in weights if x.hard or x.of_key is not None]
-    loud = [x for x in weights if not (x.hard or x.of_key is not None)]
+    quiet = [x for x in weights if x.is_binary or x.key_part is not None]
+    loud = [x for x in weights if not (x.is_binary or x.key_part is not None)]
 
     size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
     first_keys: dict[int, int] = {}
     if cutoff is not None:
-        first_keys = cutoff.first_keys(visible.slots, list(slices(visible, horizon, size)))
+        first_keys = cutoff.first_keys(visible.query_slots, list(slices(visible, horizon, size)))
 
     def piece(queries: slice, keys: slice) -> Tensor:
         keys = slice(first_keys.get(queries.start, keys.start), keys.stop)
@@ -358,11 +362,11 @@ def _pieces(
         seen_keys = k[:, :, keys]
         if moving is not None:
             of_key, place = moving
-            start = of_key[:, visible.slots[queries.start]].unsqueeze(1)
+            start = of_key[:, visible.query_slots[queries.start]].unsqueeze(1)
             bias_of_key = of_key[:, keys] - start
             if cutoff is not None:
                 bias_of_key = bias_of_key.masked_fill(
-                    cutoff.negligible(visible.slots[queries], keys), FAR
+                    cutoff.negligible(visible.query_slots[queries], keys), FAR
                 )
             bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
             parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)

@@ -130,7 +130,7 @@ class BatchMemory:
         self, state: State, slot: str | None, first: Sequence[bool], more: int, mass: Tensor | None,
         *, outer: bool,
     ) -> None:  # fmt: skip
-        dual = state.dual
+        dual = state.kernel_rows
         assert dual is not None
 
         def grow(x: Tensor) -> GrowingRows:
@@ -143,7 +143,7 @@ class BatchMemory:
         self.U = [grow(u) for u in dual.rows]
         self.D: Maps = list(state.weights)
         self.SU = [] if slot is None else [grow(u) for u in dual.slots[slot]]
-        self.SD: Maps = [] if slot is None else list(state.slots.get(slot, ()))
+        self.SD: Maps = [] if slot is None else list(state.algorithm_state.get(slot, ()))
 
     def move(self, batch: Batch, inputs: Maps, deltas: Maps, gone: Tensor | None) -> None:
         """A, S and mass at the border after a batch.
@@ -210,4 +210,4 @@ class BatchMemory:
             slots=slots,
         )
         dense = {self.slot: tuple(self.SD)} if self.slot is not None and self.D else {}
-        return problem.after(weights=tuple(self.D), slots=dense, dual=dual)
+        return problem.final_state(weights=tuple(self.D), algorithm_state=dense, kernel_rows=dual)

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import HandWritten, again
 
 __all__ = ["Spec", "apply_rows", "solve_rows"]
 
@@ -225,7 +225,7 @@ def _substitute(
     return U[:, n:]
 
 
-class _SolveRows(HandWritten):
+class _SolveRows(CustomFunction):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *inputs: Any) -> Tensor:
         u = _substitute(spec, *inputs)
@@ -239,7 +239,10 @@ class _SolveRows(HandWritten):
         spec: Spec = ctx.spec
         (du,), needs = outer, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return (None, *again(lambda a: [_substitute(spec, *a)], inputs, needs, outer))
+            return (
+                None,
+                *differentiable_backward(lambda a: [_substitute(spec, *a)], inputs, needs, outer),
+            )
         x, k, scale, write, past, logs, seen = inputs
         n, T = past.shape[1], write.shape[1]
         U = torch.cat([past, u], dim=1)
@@ -296,7 +299,7 @@ def _products(
     return torch.cat(outputs, dim=1)
 
 
-class _ApplyRows(HandWritten):
+class _ApplyRows(CustomFunction):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *inputs: Any) -> Tensor:
         ctx.spec = spec
@@ -308,7 +311,10 @@ class _ApplyRows(HandWritten):
         inputs, spec = ctx.saved_tensors, cast(Spec, ctx.spec)
         (dy,), needs = outer, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return (None, *again(lambda a: [_products(spec, *a)], inputs, needs, outer))
+            return (
+                None,
+                *differentiable_backward(lambda a: [_products(spec, *a)], inputs, needs, outer),
+            )
         x, k, u, logs, seen = inputs
         T, G = x.shape[1] // spec.heads, spec.heads
         gradients, du = _InputGradients(spec, (x, k, logs, seen)), torch.zeros_like(u)

@@ -23,8 +23,8 @@ STEP_SECONDS = 4e-4
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
     """Operations of one call, of the form that runs the recipe."""
-    if recipe.dual:
-        tokens = recipe.algorithm.batch if inner_gradients(recipe) else BLOCK
+    if recipe.uses_kernel_rows:
+        tokens = recipe.algorithm.batch_size if inner_gradients(recipe) else BLOCK
         steps = -(-s.T * s.n // tokens)
         return replace(kernel_rows_flops(recipe, s), steps=steps, step_seconds=STEP_SECONDS)
     return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
@@ -38,11 +38,11 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
         s: sizes.
         queries: per row and query head.
     """
-    if recipe.dual:
+    if recipe.uses_kernel_rows:
         return reading_of_rows(recipe, s, queries)
     if recipe.solves_from_gram:  # the factor is kept
         return s.T * (s.T + 2 * (s.K + s.V)) * s.G * s.H * queries
-    kept = recipe.context.keeps
+    kept = recipe.context.num_kept
     seen = s.T if kept is None else min(kept, s.T)
     # A decoded token reads what is kept and its own association: one more than is kept.
     return local_flops(recipe, replace(s, T=seen - 1)).decode * queries if seen else 0
@@ -54,17 +54,17 @@ STEPS = 8  # of conjugate gradients, where nothing is known of their number
 def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     """Operations of one call that attends to associations as they are: all tokens at once."""
     horizon, rows, heads = recipe.context.horizon, s.B * s.H * s.G, s.H * s.G
-    names = [part.title for part in recipe.context.within]
+    names = [part.title for part in recipe.context.restrictions]
     context, band, first = recipe.context, horizon, 0
-    if horizon is None and context.keeps is not None:
-        band, first = context.keeps - context.first, context.first
+    if horizon is None and context.num_kept is not None:
+        band, first = context.num_kept - context.num_sinks, context.num_sinks
     banded = len(names) == 1 and band is not None
     window = band is not None and (band < s.T or first > 0)
-    kept = recipe.context.keeps
+    kept = recipe.context.num_kept
     last = s.T + 1 if kept is None else min(kept, s.T) + 1  # the cache, and the token itself
     if recipe.memory.degree:
         return _polynomial(recipe, s, last)
-    mean = recipe.bias.affine is not None and recipe.bias.affine[0] != 0
+    mean = recipe.bias.is_affine and recipe.bias.sees_prediction
     kernel = recipe.context.kernel
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
     if exponent is None:
@@ -78,7 +78,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
         if weighed or window:
             seen = attention.pairs(s.T, band, banded=banded, size=size, front=first)
     forward, decode = {"attention": each * seen * heads}, each * last * heads
-    more = sum(2 * s.K for part in recipe.context.within for _ in part.reads)
+    more = sum(2 * s.K for part in recipe.context.restrictions for _ in part.query_gates)
     if more:
         forward["gates"], decode = more * seen * s.H, decode + more * last * s.H
     notes: list[str] = []

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.algorithm.share import share_at
-from recollect.choices.devices import looks
+from recollect.choices.algorithm.normalized_steps import polyak_scale_at
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.coefficients import coefficients
 from recollect.engines.common.decayed_keys import counts, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
@@ -44,19 +44,19 @@ __all__ = ["describes", "refuses", "run"]
 
 def refuses(recipe: Recipe) -> list[str]:
     """Why a recipe is no batch of rank-one updates of rows."""
-    if not recipe.dual:
+    if not recipe.uses_kernel_rows:
         return ["the memory keeps no row per key"]
     reasons: list[str] = []
     if recipe.bias.probe is not None:
         reasons.append("a probe measures at every token, not at the start of an inner batch")
-    if recipe.algorithm.keyed:
+    if recipe.algorithm.rate_depends_on_key:
         reasons.append(f"the rate of {recipe.algorithm.title} depends on the key")
     return reasons
 
 
 def describes(recipe: Recipe) -> str:
     """How the recipe is run."""
-    return f"attention over rows of gradients, inner batches of {recipe.algorithm.batch}"
+    return f"attention over rows of gradients, inner batches of {recipe.algorithm.batch_size}"
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
@@ -73,9 +73,9 @@ def _run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tenso
     position, lengths = problem.state.position, problem.lengths
     B, T, H, G, _ = problem.q.shape
     V = problem.v.shape[-1]
-    dual = problem.state.dual
+    dual = problem.state.kernel_rows
     assert dual is not None
-    known = problem.state.seen is not None  # then no slot is empty
+    known = problem.state.host_position is not None  # then no slot is empty
     even = lengths is None and (known or B < 2 or bool((position == position[0]).all()))
     if B and even and (known or bool(dual.mask.all())):
         return _DeepKernelLoop(problem, lacking).run()
@@ -90,7 +90,7 @@ def _run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tenso
         outputs.append(torch.cat([y, y.new_zeros(1, missing, H, G, V)], dim=1))
         states.append(state)
     if not B:
-        return problem.v.new_zeros(0, T, H, G, V), problem.after(), lost
+        return problem.v.new_zeros(0, T, H, G, V), problem.final_state(), lost
     return torch.cat(outputs), join_states(states), lost
 
 
@@ -102,9 +102,9 @@ def _alone(problem: Problem, row: int) -> Problem:
         return x[row : row + 1, :T]
 
     state = problem.state.select(torch.tensor([row], device=problem.k.device))
-    assert state.dual is not None
-    mask = state.dual.mask[0]
-    dual = state.dual.map(lambda x: x[:, mask])
+    assert state.kernel_rows is not None
+    mask = state.kernel_rows.mask[0]
+    dual = state.kernel_rows.map(lambda x: x[:, mask])
     return dataclasses.replace(
         problem,
         q=cut(problem.q),
@@ -112,7 +112,7 @@ def _alone(problem: Problem, row: int) -> Problem:
         v=cut(problem.v),
         rates={name: cut(x) for name, x in problem.rates.items()},
         lengths=None,
-        state=dataclasses.replace(state, dual=dual),
+        state=dataclasses.replace(state, kernel_rows=dual),
     )
 
 
@@ -138,15 +138,15 @@ class _DeepKernelLoop:
 
     def __init__(self, problem: Problem, lacking: Tensor | None) -> None:
         recipe, state = problem.recipe, problem.state
-        assert state.dual is not None
+        assert state.kernel_rows is not None
         assert isinstance(recipe.features, Kernel) and isinstance(recipe.memory, Stack)
         self.problem, self.recipe = problem, recipe
         self.kernel, self.memory = recipe.features, recipe.memory
         self.normalize = recipe.memory.read.normalize == "sum"
         self.tokens = join(problem)
-        self.first = [m.first for m in recipe.memory.maps(0, problem.v.shape[-1])]
-        self.b, self.c = recipe.algorithm.batch, recipe.context.horizon or 1
-        position = int(state.position[0]) if state.seen is None else state.seen
+        self.first = [m.reads_features for m in recipe.memory.maps(0, problem.v.shape[-1])]
+        self.b, self.c = recipe.algorithm.batch_size, recipe.context.horizon or 1
+        position = int(state.position[0]) if state.host_position is None else state.host_position
         self.opened = position % self.b
         self.closed = position - self.opened
         self.border = self.tokens.buffered - self.opened
@@ -158,9 +158,10 @@ class _DeepKernelLoop:
         self.v = self.tokens.v.transpose(1, 2)
         mass, self.gone = None, None
         if self.decays:
-            columns = [state.dual.mass] if lacking is None else [state.dual.mass, lacking]
+            mass = state.kernel_rows.mass
+            columns = [mass] if lacking is None else [mass, lacking]
             mass = torch.stack(columns, dim=-1)
-            self.gone = self._gone(state.dual)
+            self.gone = self._gone(state.kernel_rows)
         self.now = BatchMemory(state, self.slot, self.first, more, mass, outer=self.outer)
         self.lost = torch.zeros((), dtype=torch.bool, device=self.k.device)
 
@@ -176,7 +177,7 @@ class _DeepKernelLoop:
         before, nothing = dual.mass.mT == 0, decay.isneginf()
         if self.slot is not None:
             nothing = torch.zeros_like(nothing)
-        if looks(nothing) and not bool(before.any() | nothing.any()):
+        if can_read_values(nothing) and not bool(before.any() | nothing.any()):
             return None
         steps = torch.arange(T, device=place)
         last = torch.where(nothing, steps, -1).cummax(-1).values if T else nothing.long()
@@ -310,7 +311,7 @@ class _DeepKernelLoop:
             entered.append(h)
             return h @ plan[index].mT + next(extra)
 
-        return self.memory.program(apply, raw, raw, self.problem.params), entered
+        return self.memory.compute(apply, raw, raw, self.problem.params), entered
 
     def _gradients(self, batch: Batch, past_reads: _PastReads) -> tuple[Maps, Maps]:
         """Inputs of the other maps, and δ of every map, of the window's associations at W°."""
@@ -328,9 +329,9 @@ class _DeepKernelLoop:
         gates = self.tokens.numbers_of(bias, batch.low, batch.stop)
         with torch.enable_grad():
             sizes = self.memory.maps(0, v.shape[-1])
-            taps = [k.new_zeros(*k.shape[:2], m, x.out).requires_grad_() for x in sizes]
+            taps = [k.new_zeros(*k.shape[:2], m, x.out_features).requires_grad_() for x in sizes]
             prediction, entered = self._program(first, others, k, taps)
-            if bias.states_loss:
+            if bias.defines_loss:
                 target, cotangent = bias.loss(prediction, v, gates).sum(), None
             else:
                 target, cotangent = prediction, bias.error(prediction, v, gates)
@@ -341,13 +342,13 @@ class _DeepKernelLoop:
             # Where a map's output is the prediction, its δ is the error itself, with its history.
             entered, deltas = [h.detach() for h in entered], tuple(d.detach() for d in deltas)
             prediction = prediction.detach()
-        if not self.recipe.algorithm.normalizes:
+        if not self.recipe.algorithm.uses_normalized_steps:
             return entered, list(deltas)
         assert bias.target is not None
         each = k.unsqueeze(-2)
         gain = gains(self.first, self.kernel.kappa(each, each)[..., 0, 0], entered, deltas)
         at = (self.memory, prediction, bias.target * v, k, self.problem.params)
-        rho = share_at(*at, error=bias.error(prediction, v, gates), gain=gain).unsqueeze(-1)
+        rho = polyak_scale_at(*at, error=bias.error(prediction, v, gates), gain=gain).unsqueeze(-1)
         return entered, [rho * d for d in deltas]
 
     def _read(self, batch: Batch, past_reads: _PastReads, inputs: Maps, deltas: Maps) -> Tensor:
@@ -390,7 +391,7 @@ class _DeepKernelLoop:
             z = a * (h @ now.D[given].mT) - (C * (h @ inputs[given].mT)) @ deltas[index]
             return z if slow is None else z + slow * (h @ now.SD[given].mT)
 
-        y = self.memory.program(apply, x, x, self.problem.params)
+        y = self.memory.compute(apply, x, x, self.problem.params)
         return y.unflatten(2, (-1, G)).transpose(1, 2)
 
 

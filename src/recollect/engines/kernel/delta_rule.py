@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.decayed_keys import bearable, doubtful, least, too_faint
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.blockwise import Spec, apply_rows, solve_rows
-from recollect.state.kernel_rows import KernelRows, join_rows
+from recollect.state.kernel_rows import KernelRows, append_rows
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ STEEP = 256.0
 
 def refuses(recipe: Recipe) -> list[str]:
     """Why a recipe is no triangular system over keys."""
-    if not recipe.dual:
+    if not recipe.uses_kernel_rows:
         return ["the memory keeps no row per key"]
     reasons: list[str] = []
     if not recipe.memory.linear:
@@ -52,11 +52,11 @@ def refuses(recipe: Recipe) -> list[str]:
         reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
     if recipe.context.horizon != 1:
         reasons.append(f"{recipe.context.title} writes to a row more than once")
-    if algorithm.momentum_of != "none":
+    if algorithm.recursion != "none":
         reasons.append(f"the momentum of {algorithm.title} goes on writing to every row")
-    if algorithm.normalizes:
+    if algorithm.uses_normalized_steps:
         reasons.append(f"{algorithm.title} scales gradients by what they do to the prediction")
-    if algorithm.batch > 1:
+    if algorithm.batch_size > 1:
         reasons.append("gradients of an inner batch are taken at its start, not at every token")
     if probe is not None and probe.normalize == "rms":
         reasons.append("an RMS norm of what is erased is not linear in the rows")
@@ -65,8 +65,8 @@ def refuses(recipe: Recipe) -> list[str]:
 
 def describes(recipe: Recipe) -> str:
     """How the recipe is run."""
-    affine = recipe.bias.affine
-    sees = recipe.bias.probe is not None or (affine is not None and affine[0] != 0)
+    bias = recipe.bias
+    sees = bias.probe is not None or (bias.is_affine and bias.sees_prediction)
     system = "block substitution over the keys, " if sees else ""
     return f"{system}{'softmax ' if _normalized(recipe) else ''}attention over rows, KU cache"
 
@@ -91,9 +91,9 @@ class _Call:
 
     def __init__(self, problem: Problem) -> None:
         recipe, state = problem.recipe, problem.state
-        assert state.dual is not None and isinstance(recipe.features, Kernel)
+        assert state.kernel_rows is not None and isinstance(recipe.features, Kernel)
         self.problem, self.recipe, self.kernel, self.dual = (
-            problem, recipe, recipe.features, state.dual,
+            problem, recipe, recipe.features, state.kernel_rows,
         )  # fmt: skip
         self.dtype = state_dtype(problem.q, problem.k, problem.v)
         self.B, self.T, self.H, self.K = problem.k.shape
@@ -105,7 +105,9 @@ class _Call:
             sums = functional.pad(self.total, (0, -self.T % self.block), mode="replicate")
             sums = sums.unflatten(1, (-1, self.block))
             # Where nobody looks, decays are taken for steep ones.
-            self.steep = not looks(sums) or bool((sums[..., 0] - sums[..., -1]).amax() > STEEP)
+            self.steep = not can_read_values(sums) or bool(
+                (sums[..., 0] - sums[..., -1]).amax() > STEEP
+            )
 
     def _spread(self) -> Tensor:
         """How far apart log likenesses of one query can be, in float64."""
@@ -128,15 +130,15 @@ class _Call:
         logs = self.problem.rates["log_decay"].double()
         # Of the largest likeness by the smallest this leaves e^−1000, which is nothing.
         logs = torch.maximum(logs, -self._spread() - 1000.0)
-        if self.problem.live is not None:
-            logs = torch.where(self.problem.live[..., None], logs, 0.0)
+        if self.problem.token_mask is not None:
+            logs = torch.where(self.problem.token_mask[..., None], logs, 0.0)
         return _fold(logs).cumsum(1)
 
     def _gone(self) -> Tensor:
         """Whether α is 0 at some later token: at the start, and for new keys ``[B, 1 + T, H]``."""
         nothing = self.problem.rates["log_decay"].isneginf()
-        if self.problem.live is not None:
-            nothing = nothing & self.problem.live[..., None]
+        if self.problem.token_mask is not None:
+            nothing = nothing & self.problem.token_mask[..., None]
         count = functional.pad(nothing.long().cumsum(1), (0, 0, 1, 0))
         return count < count[:, -1:]
 
@@ -149,7 +151,9 @@ class _Call:
         before = _mass(self.dual) if normalize else self.keys.new_zeros(N, self.n)
         if self.total is not None:
             return torch.cat([before.double(), -self.total], dim=1)
-        plain = not normalize or self.n == 0 or (looks(before) and bool((before == 0).all()))
+        plain = (
+            not normalize or self.n == 0 or (can_read_values(before) and bool((before == 0).all()))
+        )
         return None if plain else torch.cat([before, before.new_zeros(N, self.T)], dim=1).to(dtype)
 
     def past(self, normalize: bool) -> Tensor:
@@ -177,7 +181,7 @@ class _Call:
         a, b = affine
         lr = rates["lr"]
         k = problem.k.to(self.dtype)
-        if algorithm.keyed:
+        if algorithm.rate_depends_on_key:
             x = k.unsqueeze(-2)
             lr = algorithm.rate(lr, self.kernel.kappa(x, x)[..., 0, 0], a)
         if "window" in rates:  # one association weighed by γ is a step of η γ
@@ -248,8 +252,8 @@ class _Call:
             share = lacking / torch.where(self.dual.mass > 0, self.dual.mass, 1.0)
             share = functional.pad(_fold(share), (0, self.T)).to(self.dtype)
             counted = apply_rows(spec, x, self.keys, share.unsqueeze(-1), logs, seen)
-            if self.problem.live is not None:
-                live = self.problem.live.repeat_interleave(self.H, dim=0)
+            if self.problem.token_mask is not None:
+                live = self.problem.token_mask.repeat_interleave(self.H, dim=0)
                 counted = counted * live.repeat_interleave(spec.heads, dim=1).unsqueeze(-1)
             if bool((counted > bearable(self.dtype)).any()):
                 raise too_faint(self.problem)
@@ -278,17 +282,17 @@ class _Call:
             )
         mask = torch.ones(self.B, self.T, dtype=torch.bool, device=rows.device)
         new = KernelRows(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
-        return problem.after(dual=join_rows(old, new, problem.lengths))
+        return problem.final_state(kernel_rows=append_rows(old, new, problem.lengths))
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the KU cache after the last token."""
     B, T, H, G, _ = problem.q.shape
     if T == 0 or B == 0:
-        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
+        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.final_state()
     call = _Call(problem)
     u = call.rows()
     y = call.outputs(u)
-    if problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return y.to(problem.v.dtype), call.state(u)

@@ -19,8 +19,8 @@ from recollect.engines.kernel import regression as kernel_regression
 from recollect.state.state import State
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
 __all__ = [
     "FORMS",
@@ -63,7 +63,7 @@ def _keeping(attend: Callable[[Problem], Tensor]) -> Callable[[Problem], tuple[T
     """`run` of a form whose state is the associations themselves."""
 
     def run(problem: Problem) -> tuple[Tensor, State]:
-        return attend(problem), problem.after()
+        return attend(problem), problem.final_state()
 
     return run
 
@@ -120,7 +120,7 @@ def refuses(recipe: Recipe) -> list[str]:
         if not reasons:
             return []
         refusals += reasons
-    if recipe.dual:
+    if recipe.uses_kernel_rows:
         return (kernel_delta if recipe.memory.linear else kernel_deep).refuses(recipe)
     if not recipe.nonparametric and recipe.features.finite:
         return [f"{recipe.memory.title} keeps weights, not associations"]
@@ -150,31 +150,30 @@ class KernelPlan:
     scale: float | None
 
 
-def plan(sized: SizedRecipe) -> KernelPlan:
+def plan(bound: BoundRecipe) -> KernelPlan:
     """What of a recipe decides how it runs."""
-    return KernelPlan(form_of(sized.recipe), softmax.plain_scale(sized))
+    return KernelPlan(form_of(bound.recipe), softmax.plain_scale(bound))
 
 
-def follows(sized: SizedRecipe, tokens: int) -> bool:
+def follows(bound: BoundRecipe, tokens: int) -> bool:
     """Whether a compiler follows calls of a recipe: attention to associations as they are.
 
     Args:
-        sized: the recipe.
+        bound: the recipe.
         tokens: of a call.
     """
     del tokens
-    return form_of(sized.recipe).run is attention.run
+    return form_of(bound.recipe).run is attention.run
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
-    plan: KernelPlan = problem.plan
+    plan: KernelPlan = problem.bound.plan
     return plan.form.run(problem)
 
 
 def token(
-    sized: SizedRecipe,
-    plan: KernelPlan,
+    bound: BoundRecipe,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -184,20 +183,20 @@ def token(
     """`run` of one token that goes on from a state, where it is plain softmax attention.
 
     Args:
-        sized: the recipe.
-        plan: what was derived from it.
+        bound: the recipe.
         q: the query ``[B, 1, H·G, K]``.
         k: the key ``[B, 1, H, K]``.
         v: the value ``[B, 1, H, V]``.
         gates: none.
         state: before the token.
     """
+    plan: KernelPlan = bound.plan
     if plan.scale is None:
         return None
-    return softmax.token(q, k, v, state, scale=plan.scale, written=sized.written)
+    return softmax.token(q, k, v, state, scale=plan.scale, written=bound.recipe_id)
 
 
 def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
     """Outputs of queries that only read; ``None`` where the reference has to."""
-    plan: KernelPlan = problem.plan
+    plan: KernelPlan = problem.bound.plan
     return None if plan.form.read is None else plan.form.read(problem, query_rates)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.context.weights import VisibleAssociations
-from recollect.choices.devices import constant, looks
-from recollect.choices.gradients import HandWritten, once
+from recollect.choices.runtime import cached_constant, can_read_values
 
 __all__ = ["Fit", "Shares", "Shift", "conjugate_gradients", "iterative"]
 
@@ -63,9 +63,9 @@ class Shift:
         device = like.device
         return cls(
             K=like.shape[-1],
-            i=constant(_column, i, device=device, dtype=torch.long),
-            j=constant(_column, j, device=device, dtype=torch.long),
-            w=constant(_column, w, device=device, dtype=like.dtype),
+            i=cached_constant(_column, i, device=device, dtype=torch.long),
+            j=cached_constant(_column, j, device=device, dtype=torch.long),
+            w=cached_constant(_column, w, device=device, dtype=like.dtype),
         )
 
     def lift(self, x: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ class _System:
         """
         size = self.shift.down(self.q, x).norm(dim=-1) * self.f.norm(dim=-1).amax(-1, keepdim=True)
         eps = torch.finfo(x.dtype).eps
-        if looks(x) and bool((eps * size > 256 * eps**0.5).any()):
+        if can_read_values(x) and bool((eps * size > 256 * eps**0.5).any()):
             raise ValueError(
                 f"local regression: with queries so long, conjugate gradients in {x.dtype} return "
                 "rounding: normalise q and k, take a larger ridge in algorithm.Analytic, or use "
-                "method='reference', which solves densely"
+                "engine='reference', which solves densely"
             )
 
     def product(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class _System:
         return self.shift.up(self.q, (self.p * self.slopes(x)) @ self.f) + self.ridge * x
 
 
-class _Inverse(HandWritten):
+class _Inverse(CustomFunction):
     """A⁻¹ r of a residual that is 0 up to rounding: value 0, gradient A⁻¹ of the gradient."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Inverse(HandWritten):
         return torch.zeros_like(residual)
 
     @staticmethod
-    @once("local regression (engine kernel)")
+    @once_differentiable("local regression (engine kernel)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         p, q, f, mean = saved
         system = _System(shift=ctx.shift, ridge=ctx.ridge, p=p, q=q, f=f, mean=mean)
@@ -209,7 +209,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> T
     limit = 2 * right.shape[-1] + 20
     least_size, best = size.clone(), x.clone()
     for step in range(limit):
-        if step % 4 == 0 and looks(right) and not bool((least_size > goal).any()):
+        if step % 4 == 0 and can_read_values(right) and not bool((least_size > goal).any()):
             break
         moving = least_size > goal
         Ap = product(p)
@@ -223,7 +223,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> T
         best, least_size = torch.where(better, x, best), torch.where(better, new, least_size)
     # What rounding cannot reach is no failure; a residual of a thousandth is.
     bad = least_size > right.square().sum(-1, keepdim=True) * 1e-6
-    if looks(right) and bool(bad.any()):
+    if can_read_values(right) and bool(bad.any()):
         warnings.warn(
             f"local regression: {int(bad.sum())} queries did not converge in {limit} steps of "
             "conjugate gradients: use a larger ridge in algorithm.Analytic",

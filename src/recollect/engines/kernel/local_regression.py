@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import HandWritten, once
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem
@@ -82,8 +82,8 @@ def attend(
     y = _Recomputed.apply(problem, query_rates, solver, *_tensors(problem, query_rates))
     assert isinstance(y, Tensor)
     y = y.permute(0, 3, 1, 2, 4)
-    if problem.live is not None and query_rates is None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if problem.token_mask is not None and query_rates is None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return (problem.recipe.bias.optimum * y).to(problem.v.dtype)
 
 
@@ -150,7 +150,7 @@ def _plan(
     return pieces, solutions
 
 
-class _Recomputed(HandWritten):
+class _Recomputed(CustomFunction):
     """All pieces, of which the backward pass makes each again.
 
     No graph is kept, not even the small nodes of one: between the large blocks of the pieces they
@@ -179,7 +179,7 @@ class _Recomputed(HandWritten):
         return y
 
     @staticmethod
-    @once("local regression (engine kernel)")
+    @once_differentiable("local regression (engine kernel)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         problem, query_rates, solver = ctx.call
         solutions, *tensors = saved

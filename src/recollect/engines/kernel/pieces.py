@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
-from recollect.choices.devices import looks
-from recollect.choices.multiplying import innermost, multiplying
+from recollect.choices.matmul_precision import active, matmul_precision
+from recollect.choices.runtime import can_read_values
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -58,7 +58,7 @@ def piecewise(
     size = piece_size(B * H * G, visible.k.shape[1], size)
     for queries, keys in slices(visible, horizon, size):
         if recompute and torch.is_grad_enabled():
-            mode = innermost.mode
+            mode = active.mode
             # A compiler refuses a context_fn, even the one that does nothing.
             more: dict[str, Any] = (
                 {} if mode is None else {"context_fn": partial(_as_asked, mode.precision)}
@@ -74,7 +74,7 @@ def _as_asked(
     precision: str,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What a piece runs in, and what it runs in once more."""
-    return nullcontext(), multiplying(precision)
+    return nullcontext(), matmul_precision(precision)
 
 
 def slices(
@@ -85,8 +85,10 @@ def slices(
     for start in range(0, T, size):
         stop, low = min(start + size, T), 0
         if horizon is not None:
-            low = max((visible.first + start + 1 if visible.first < n else n) - horizon, 0)
-        yield slice(start, stop), slice(low, min(visible.first + stop, n))
+            low = max(
+                (visible.first_slot + start + 1 if visible.first_slot < n else n) - horizon, 0
+            )
+        yield slice(start, stop), slice(low, min(visible.first_slot + stop, n))
 
 
 def seen(
@@ -107,9 +109,9 @@ def seen(
     n, device = visible.k.shape[1], visible.k.device
     key = torch.arange(keys.start, keys.stop, device=device)
     valid = visible.valid[:, None, keys]
-    if visible.first >= n:
+    if visible.first_slot >= n:
         return valid.expand(-1, queries.stop - queries.start, -1) if gapped else None
-    query = visible.slots[queries, None]
+    query = visible.query_slots[queries, None]
     mask = (key <= query)[None]
     if horizon is not None:
         mask = mask & (key > query - horizon)
@@ -127,7 +129,7 @@ def seen_or_all(
 
 def context_weights(visible: VisibleAssociations, recipe: Recipe) -> list[ContextWeights]:
     """The weights of everything that restricts the context, where they are not all 1."""
-    parts = (part.over(visible) for part in recipe.context.within)
+    parts = (part.over(visible) for part in recipe.context.restrictions)
     return [weights for weights in parts if weights is not None]
 
 
@@ -155,7 +157,7 @@ class DecayCutoff:
         cls, of_key: Tensor, q: Tensor, k: Tensor, *, scale: float, by_length: float
     ) -> DecayCutoff:
         """From queries and keys ``[..., K]`` with logits scale·q·k + by_length·‖k‖²."""
-        if not looks(q) or not q.numel() or not k.numel():
+        if not can_read_values(q) or not q.numel() or not k.numel():
             return cls(of_key=of_key.detach(), furthest=math.inf)
         longest = [x.detach().square().sum(-1).amax() for x in (q, k)]
         most = abs(scale) * (longest[0] * longest[1]).sqrt() + abs(by_length) * longest[1]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.weights import VisibleAssociations
-from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.pieces import piecewise, seen_or_all
@@ -57,11 +57,11 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     visible, v, factor, solved = _solve(problem, None)
     y = _outputs(problem, visible, factor, solved)
     # Padding moves when the associations are kept, and the factor's rows would not.
-    keep = problem.lengths is None and problem.sized.tag is not None
+    keep = problem.lengths is None and problem.bound.fingerprint is not None
     # The owner's entry says all by its name; what it holds is any rows.
     owner = {_owner(problem): factor[:, :, :1, :1]}
     made = {FACTOR: factor, SOLVED: solved, **owner} if keep else {}
-    after = problem.after(cache=made)
+    after = problem.final_state(cache=made)
     return y.to(v.dtype).to(problem.v.dtype), after
 
 
@@ -103,16 +103,16 @@ def _solve(
 
 def _owner(problem: Problem) -> str:
     """Entry of a cache whose factor is this recipe's: another's kernel or ridge has another."""
-    return f"of {problem.sized.tag}"
+    return f"of {problem.bound.fingerprint}"
 
 
 def _scales(recipe: Recipe, visible: VisibleAssociations) -> Tensor:
     """√w ``[B, H, n]``; 0 where a slot holds nothing."""
     weights = recipe.context.over(visible)
     real = visible.valid[:, None].to(visible.q.dtype)
-    if weights is None or weights.of_key is None:
+    if weights is None or weights.key_part is None:
         return real.expand(-1, visible.k.shape[2], -1)
-    return real * (0.5 * weights.of_key.transpose(1, 2)).exp().to(real)
+    return real * (0.5 * weights.key_part.transpose(1, 2)).exp().to(real)
 
 
 def _gram(
@@ -139,7 +139,7 @@ def _factor(A: Tensor, recipe: Recipe) -> Tensor:
         ValueError: A is not positive definite in this precision.
     """
     factor, info = torch.linalg.cholesky_ex(A)
-    if not looks(A):  # nobody can be told; what is not determined is no number
+    if not can_read_values(A):  # nobody can be told; what is not determined is no number
         return factor.masked_fill((info > 0)[..., None, None], torch.nan)
     if not bool(info.any()):
         return factor
@@ -172,6 +172,6 @@ def _outputs(
         return y.unflatten(2, (-1, G))
 
     y = torch.cat(list(piecewise(visible, piece, None, recompute=True)), dim=2).transpose(1, 2)
-    if problem.live is not None and visible.first < n:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if problem.token_mask is not None and visible.first_slot < n:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return recipe.bias.optimum * y

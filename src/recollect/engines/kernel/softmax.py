@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.devices import looks
-from recollect.choices.gradients import once_through
+from recollect.choices.autograd import mark_once_differentiable
+from recollect.choices.runtime import can_read_values
 from recollect.state.state import Buffer, State
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
 __all__ = ["is_mean", "plain_scale", "sdpa", "token"]
 
 
 def is_mean(recipe: Recipe) -> bool:
     """Whether values are averaged: the error sees what is predicted."""
-    affine = recipe.bias.affine
-    return affine is not None and affine[0] != 0
+    return recipe.bias.is_affine and recipe.bias.sees_prediction
 
 
 def sdpa(
@@ -50,7 +49,9 @@ def sdpa(
     bias: Sequence[Tensor] = ()
     if torch.is_grad_enabled():
         given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
-        q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
+        q, k, v, *bias = mark_once_differentiable(
+            "softmax attention by the platform (engine kernel)", *given
+        )
     # A branch, because sizes of a compiled call may be symbols, which the platform does not take.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     return functional.scaled_dot_product_attention(
@@ -64,18 +65,18 @@ def sdpa(
     )
 
 
-def plain_scale(sized: SizedRecipe) -> float | None:
+def plain_scale(bound: BoundRecipe) -> float | None:
     """Scale of the logits where softmax attention to all of the past is all there is of a recipe.
 
     Then one token needs no more than its key and value beside the others (`token`).
     """
-    recipe, kernel = sized.recipe, sized.recipe.context.kernel
-    if recipe.memory.degree != 0 or not is_mean(recipe) or kernel is None or sized.K != sized.V:
+    recipe, kernel = bound.recipe, bound.recipe.context.kernel
+    if recipe.memory.degree != 0 or not is_mean(recipe) or kernel is None or bound.K != bound.V:
         return None
-    if recipe.span is not None or recipe.context.within or recipe.bias.optimum != 1.0:
+    if recipe.buffer_size is not None or recipe.context.restrictions or recipe.bias.optimum != 1.0:
         return None
-    exponent = kernel.exponent(sized.K)
-    bare = sized.plain and not (sized.gates or sized.params or sized.constants)
+    exponent = kernel.exponent(bound.K)
+    bare = not bound.needs_lowering and not (bound.gates or bound.params or bound.constants)
     return exponent[0] if bare and exponent is not None and exponent[1] == 0 else None
 
 
@@ -94,10 +95,10 @@ def token(
     if old is None or not (q.dtype == k.dtype == v.dtype == old.k.dtype == old.v.dtype):
         return None
     # A buffer of as many slots as rows have seen tokens has no empty one.
-    if state.seen != old.k.shape[1] and not (looks(k) and bool(old.mask.all())):
+    if state.host_position != old.k.shape[1] and not (can_read_values(k) and bool(old.mask.all())):
         return None
     keys, stored = torch.cat([old.k, k], dim=1), torch.cat([old.v, v], dim=1)
     y = sdpa(q.transpose(1, 2), keys.transpose(1, 2), stored.transpose(1, 2), scale=scale)
     there = torch.cat([old.mask, old.mask.new_ones(k.shape[0], 1)], dim=1)
     buffer = Buffer(k=keys, v=stored, rates={}, mask=there)
-    return y.transpose(1, 2), state.moved(buffer=buffer, written_by=written)
+    return y.transpose(1, 2), state.replace(buffer=buffer, recipe_id=written)

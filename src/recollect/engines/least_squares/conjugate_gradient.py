@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import holds
-from recollect.choices.gradients import HandWritten, once
+from recollect.choices.autograd import CustomFunction, once_differentiable
+from recollect.choices.runtime import has_data
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.ridge import association, ridge_of
@@ -28,7 +28,7 @@ from recollect.engines.linear.inputs import LinearProblem
 if TYPE_CHECKING:
     from recollect.choices.algorithm.base import Inverse
 
-__all__ = ["ConvergenceWarning", "Solves", "approximate", "how", "watch_solves"]
+__all__ = ["ConvergenceWarning", "SolverReport", "approximate", "how", "record_solver"]
 
 
 class ConvergenceWarning(UserWarning):
@@ -36,8 +36,8 @@ class ConvergenceWarning(UserWarning):
 
     Examples:
         >>> import warnings
-        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, heads=1)
-        >>> with warnings.catch_warnings(record=True) as caught, rc.watch_solves(limit=1):
+        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, num_heads=1)
+        >>> with warnings.catch_warnings(record=True) as caught, rc.record_solver(limit=1):
         ...     warnings.simplefilter("always", rc.ConvergenceWarning)
         ...     _ = layer(torch.randn(1, 4, 8))
         ...
@@ -47,7 +47,7 @@ class ConvergenceWarning(UserWarning):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solves:
+class SolverReport:
     """What one batch of systems took.
 
     Attributes:
@@ -56,8 +56,8 @@ class Solves:
         unsolved: how many systems were above it.
 
     Examples:
-        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, heads=1)
-        >>> with rc.watch_solves() as reports:
+        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, num_heads=1)
+        >>> with rc.record_solver() as reports:
         ...     y, state = layer(torch.randn(1, 4, 8))
         ...
         >>> reports[0].systems, reports[0].unsolved
@@ -83,16 +83,16 @@ class _Watch:
 
     tolerance: float | None = None
     limit: int | None = None
-    reports: list[Solves] = field(default_factory=list[Solves])
+    reports: list[SolverReport] = field(default_factory=list[SolverReport])
 
 
 _WATCHED: ContextVar[_Watch | None] = ContextVar("recollect_solves", default=None)
 
 
 @contextlib.contextmanager
-def watch_solves(
+def record_solver(
     *, tolerance: float | None = None, limit: int | None = None
-) -> Generator[list[Solves]]:
+) -> Generator[list[SolverReport]]:
     """Set how far iterative solvers go inside the ``with`` block, and collect what they report.
 
     Args:
@@ -105,17 +105,17 @@ def watch_solves(
         ValueError: a number out of its range.
 
     Examples:
-        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, heads=1)
-        >>> with rc.watch_solves(tolerance=1e-3, limit=30) as reports:
+        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, num_heads=1)
+        >>> with rc.record_solver(tolerance=1e-3, limit=30) as reports:
         ...     y, state = layer(torch.randn(1, 4, 8))
         ...
         >>> reports[0].residual <= reports[0].tolerance
         True
     """
     if tolerance is not None and not 0 < tolerance < 1:
-        raise ValueError(f"watch_solves(tolerance=...) must be in (0, 1), not {tolerance!r}")
+        raise ValueError(f"record_solver(tolerance=...) must be in (0, 1), not {tolerance!r}")
     if limit is not None and limit < 1:
-        raise ValueError(f"watch_solves(limit=...) must be at least 1, not {limit!r}")
+        raise ValueError(f"record_solver(limit=...) must be at least 1, not {limit!r}")
     watch = _Watch(tolerance=tolerance, limit=limit)
     token = _WATCHED.set(watch)
     try:
@@ -190,16 +190,16 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     q = problem.phi(problem.q, "query", position)
     A = state.weights[0]
     fresh = (state.position == 0)[:, None, None, None]
-    origin = torch.where(fresh, A, state.slots["origin"][0])
+    origin = torch.where(fresh, A, state.algorithm_state["origin"][0])
     ridge = ridge_of(problem.rates, k.shape[-1])
-    gram = state.slots["gram"][0] if "gram" in state.slots else None
+    gram = state.algorithm_state["gram"][0] if "gram" in state.algorithm_state else None
     past = _Past(
         k=k,
         weight=weight,
-        logs=problem.rates["log_decay"] if recipe.context.forgets else None,
+        logs=problem.rates["log_decay"] if recipe.context.has_decay else None,
         gram=k.new_zeros(*ridge.shape, k.shape[-1]) if gram is None or gram.dim() < 4 else gram,
         ridge=ridge,
-        live=problem.live,
+        live=problem.token_mask,
         chunk=problem.chunk_size,
     )
     slots = {"origin": origin}
@@ -219,8 +219,8 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     rest = v - torch.einsum("bhvf,bthf->bthv", origin, k)
     y, E = past.read(z, rest, A - origin)
     y = y + torch.einsum("bhvf,bthgf->bthgv", origin, q)
-    if problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return y, origin + E, slots
 
 
@@ -268,7 +268,7 @@ def _steps(system: Callable[[Tensor], Tensor], q: Tensor, steps: int) -> Tensor:
 
 def _solve(system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limit: int) -> Tensor:
     """z with ‖system(z) − q‖ ≤ tolerance ‖q‖ for every token, as far as the limit allows."""
-    if not holds(q):  # whether more steps are needed is in the numbers; the shape is not
+    if not has_data(q):  # whether more steps are needed is in the numbers; the shape is not
         return system(q)
     z, r, p = torch.zeros_like(q), q.clone(), q.clone()
     size = _dot(r, r)
@@ -293,7 +293,7 @@ def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: i
     if watch is None and not unsolved:
         return
     ratio = _over(size, enough).sqrt().max() * tolerance if size.numel() else size.new_zeros(())
-    report = Solves(
+    report = SolverReport(
         systems=size.numel(),
         iterations=count,
         residual=float(ratio),
@@ -304,16 +304,18 @@ def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: i
         watch.reports.append(report)
     if unsolved:
         warnings.warn(
-            f"conjugate gradients of algorithm.LeastSquares(form='constant') stopped after {count} "
-            f"iterations (limit {limit}) with {unsolved} of {report.systems} systems above the "
+            "conjugate gradients of algorithm.LeastSquares(ridge_schedule='constant') stopped "
+            f"after {count} iterations (limit {limit}) with {unsolved} of {report.systems} systems "
+            "above the "
             f"tolerance, relative residual {report.residual:.1e}: raise the ridge, or limit or "
-            "tolerance in rc.watch_solves(), or use form='refreshed', which needs no iterations",
+            "tolerance in rc.record_solver(), or use ridge_schedule='refreshed', which needs no "
+            "iterations",
             ConvergenceWarning,
             stacklevel=2,
         )
 
 
-class _Solve(HandWritten):
+class _Solve(CustomFunction):
     """z = (D + λ)⁻¹ q for all prefixes; backward by the implicit function theorem.
 
     With u = (D + λ)⁻¹ z̄: q̄ = u, and the systems' inputs get the gradient of −⟨u, (D + λ) z⟩.
@@ -329,7 +331,7 @@ class _Solve(HandWritten):
         return z
 
     @staticmethod
-    @once("a constant ridge solved by conjugate gradients (engine least_squares)")
+    @once_differentiable("a constant ridge solved by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = saved
         u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.limits)

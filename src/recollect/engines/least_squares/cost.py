@@ -20,7 +20,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     read, write = 2 * G * F * V, 2 * F * V
     inverse = algorithm.inverse
     assert inverse is not None  # least_squares.refuses
-    if inverse.recurs:
+    if inverse.is_recursive:
         C = min(64, T)
         N = -(-T // C) if T else 0
         J = C * G
@@ -30,8 +30,8 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
             "state": 2 * C * F * (F + V) + 2 * C * F * V,
             "read": 2 * J * F * V + 2 * J * C * (F + V),
         }
-        if inverse.ridge == "refreshed" and recipe.context.forgets:
-            every = inverse.every
+        if inverse.ridge == "refreshed" and recipe.context.has_decay:
+            every = inverse.refresh_every
             border = 2 * F**3 + 2 * F * F * V
             chunk["borders"] = border * C // every + 2 * C * F * F + 2 * C * C * (F + V)
         step = (4 * F * F + 2 * F * F + 2 * write + read) * H
@@ -59,7 +59,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         step += 2 * F * F * (1 + G * count)
         steps *= 1 + count
         if not kind:
-            notes = ("counted as 30 iterations; they stop at the tolerance (rc.watch_solves)",)
+            notes = ("counted as 30 iterations; they stop at the tolerance (rc.record_solver)",)
     return Counted(
         forward=parts,
         decode=step * H,
@@ -81,7 +81,7 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
     inverse, F, V = recipe.algorithm.inverse, s.F, s.V
     assert inverse is not None  # least_squares.refuses
     each, once = 2 * s.G * F * V, 0
-    if inverse.kind == "exact" and not inverse.recurs:
+    if inverse.kind == "exact" and not inverse.is_recursive:
         once = 2 * F**3 // 3 + 2 * F * F * V  # one factor for all queries
     elif inverse.kind == "spectral":
         each += 10 * F**3

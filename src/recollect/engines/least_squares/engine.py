@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
-from recollect.choices.devices import looks
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import (
     RESET,
@@ -83,23 +83,27 @@ def describes(recipe: Recipe) -> str:
 
 def _recurs(recipe: Recipe) -> bool:
     inverse = recipe.algorithm.inverse
-    return inverse is not None and inverse.recurs
+    return inverse is not None and inverse.is_recursive
 
 
 def _every(recipe: Recipe) -> int:
     """Tokens of a span, 0 where there are none."""
     inverse = recipe.algorithm.inverse
-    if inverse is None or inverse.ridge != "refreshed" or not recipe.context.forgets:
+    if inverse is None or inverse.ridge != "refreshed" or not recipe.context.has_decay:
         return 0
-    return inverse.every
+    return inverse.refresh_every
 
 
 def needs_digits(recipe: Recipe) -> str | None:
     """Why products stay float32, if they do: where digits are counted, or a solve must converge."""
-    if recipe.algorithm.wide(recipe):
+    if recipe.algorithm.float64_slots(recipe):
         return "some of its statistics are float64, and counted digits decide how they are kept"
     inverse = recipe.algorithm.inverse
-    if inverse is None or inverse.kind in ("identity", "diagonal", "spectral") or inverse.recurs:
+    if (
+        inverse is None
+        or inverse.kind in ("identity", "diagonal", "spectral")
+        or inverse.is_recursive
+    ):
         return None
     return "conjugate gradients of rounded products end at another solution"
 
@@ -113,7 +117,7 @@ def run(problem: Problem, solve: Solve | None = None) -> tuple[Tensor, State]:
     """
     B, T, H, G, _ = problem.q.shape
     if T == 0 or B == 0:
-        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
+        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.final_state()
     if solve is None:
         solve = _recursive if _recurs(problem.recipe) else approximate
     y, weights, slots = solve(problem)
@@ -124,18 +128,20 @@ def run(problem: Problem, solve: Solve | None = None) -> tuple[Tensor, State]:
         return torch.where(some, new, old)
 
     state = problem.state
-    after = problem.after(
+    after = problem.final_state(
         weights=(rows(weights, state.weights[0]),),
-        slots={name: (rows(x, state.slots[name][0]),) for name, x in slots.items()},
+        algorithm_state={
+            name: (rows(x, state.algorithm_state[name][0]),) for name, x in slots.items()
+        },
     )
     return y.to(problem.v.dtype), after
 
 
 def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     recipe, state, p = problem.recipe, problem.state, ridge_problem(problem)
-    forgets, every, tokens = recipe.context.forgets, _every(recipe), p.k.shape[1]
+    forgets, every, tokens = recipe.context.has_decay, _every(recipe), p.k.shape[1]
     size, features = problem.chunk_size or CHUNK, p.k.shape[-1]
-    looked = forgets and looks(p.k)
+    looked = forgets and can_read_values(p.k)
     facts, anew = None, None
     if looked and tokens > 1:
         facts = read_facts(problem, p.log_decay, (*halves(size), features), every=every)
@@ -172,13 +178,13 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             break
         at, (y, after, _), lost = attempt(*way)
     if lost is not None:
-        slots = {name: x[0] for name, x in state.slots.items()}
+        slots = {name: x[0] for name, x in state.algorithm_state.items()}
         if not all(bool(x.isfinite().all()) for x in (p.k, p.log_decay, p.ridge, slots["gram"])):
             y = problem.v.new_full((*p.q.shape[:-1], p.v.shape[-1]), torch.nan)
             return y, state.weights[0], slots  # what went in as no number is refused for that
         real = tokens if problem.lengths is None else int(problem.lengths[lost.row])
         raise refuse(problem, lost, token=at.last(lost.row, lost.index, real))
-    in_float64 = recipe.algorithm.wide(recipe)
+    in_float64 = recipe.algorithm.float64_slots(recipe)
     slots = {"gram": after.D, "origin": p.origin.mT, "kept": after.kappa, "inverse": after.inverse}
     slots = {name: x.to(wide if name in in_float64 else narrow) for name, x in slots.items()}
     return y, after.M.mT.to(narrow), slots
@@ -190,7 +196,7 @@ def _chunks(problem: Problem, at: Cut, p: RidgeProblem, anew: Tensor | None) -> 
     The first loss is that of the state from before: what a call has left may need more digits than
     the next one's tokens.
     """
-    forgets = problem.recipe.context.forgets
+    forgets = problem.recipe.context.has_decay
     start = replace(p.state, inverse=p.state.inverse.detach())
     before = None
     if forgets:
@@ -201,8 +207,8 @@ def _chunks(problem: Problem, at: Cut, p: RidgeProblem, anew: Tensor | None) -> 
         ends=at.ends,
         anew=None if anew is None else aligned(anew, at),
         forgets=forgets,
-        unresolved=None if before is None or looks(p.k) else ~resolved(before),
-        continues=problem.continues,
+        unresolved=None if before is None or can_read_values(p.k) else ~resolved(before),
+        continues=problem.uses_final_state,
     )
     y, after, lost = recursion(replace(p.tokens(lambda x: aligned(x, at)), state=start), spans)
     lost = lost if before is None else torch.cat([before.unsqueeze(0), lost])
@@ -215,7 +221,7 @@ def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
     Nothing is lost where no system is inverted. In O(F (F + V)), and an inverse at a border.
     Written apart from the chunks' recursion, because decoding is bound by the number of operations.
     """
-    forgets, ridge = problem.recipe.context.forgets, p.ridge
+    forgets, ridge = problem.recipe.context.has_decay, p.ridge
     M, D, kappa, P = p.state.tensors()
     W, key, value = M.mT, p.k[:, 0], p.v[:, 0]  # [B, H, V, F], [B, H, F], [B, H, V]
     gamma = p.log_decay[:, 0].exp()
@@ -242,7 +248,7 @@ def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
         inverse = P.diagonal(dim1=-2, dim2=-1).sum(-1)
         fixed = fixed | (size * inverse > STALE * P.shape[-1] ** 2)
     lost = kappa.new_zeros(0, *kappa.shape)
-    if not looks(D) or bool(fixed.any()):
+    if not can_read_values(D) or bool(fixed.any()):
         G = D + torch.diag_embed(target.unsqueeze(-1) * ridge)
         fresh = torch.cholesky_inverse(torch.linalg.cholesky_ex(G)[0])
         raised = torch.where(least > kappa, least, 0.0) * ridge.mean(-1)
@@ -252,7 +258,7 @@ def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
         kappa = torch.where(fixed, target, kappa)
         if forgets:
             lost = loss(G, P, raised).unsqueeze(0)
-    if forgets and not looks(D):
+    if forgets and not can_read_values(D):
         nan = ~resolved(lost[0])[..., None, None]
         y, W = y.masked_fill(nan.unsqueeze(1), torch.nan), W.masked_fill(nan, torch.nan)
     return y, RidgeState(W.mT, D, kappa, P), lost

@@ -102,8 +102,8 @@ def ridge_problem(problem: Problem) -> RidgeProblem:
     position = problem.positions()
     k, v, weight = association(problem, position)
     q = problem.phi(problem.q, "query", position)
-    logs, live = problem.rates["log_decay"], problem.live
-    if recipe.context.weighs or recipe.bias.affine != (1.0, 1.0):
+    logs, live = problem.rates["log_decay"], problem.token_mask
+    if recipe.context.has_weights or recipe.bias.affine != (1.0, 1.0):
         # The root's slope at 0 is infinite, and nothing so small reaches a sum.
         root = (weight + 1e-20).sqrt().unsqueeze(-1)
         k, v = k * root, v * root
@@ -113,7 +113,7 @@ def ridge_problem(problem: Problem) -> RidgeProblem:
         q = torch.where(real.unsqueeze(-1), q, 0.0)
         logs = torch.where(live[..., None], logs, 0.0)
     ridge = ridge_of(problem.rates, k.shape[-1])
-    fresh, slots = (state.position == 0)[:, None, None, None], state.slots
+    fresh, slots = (state.position == 0)[:, None, None, None], state.algorithm_state
     return RidgeProblem(
         q=q,
         k=k,

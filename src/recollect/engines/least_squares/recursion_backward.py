@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, once
+from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
 from recollect.engines.least_squares.recursion_forward import forward
@@ -71,7 +71,7 @@ def recursion(p: RidgeProblem, spans: Spans) -> tuple[Tensor, RidgeState, Tensor
 # -- backward ------------------------------------------------------------------------------------
 
 
-class _Recursion(HandWritten):
+class _Recursion(CustomFunction):
     """The recursion with its written-out backward."""
 
     @staticmethod
@@ -83,7 +83,7 @@ class _Recursion(HandWritten):
         return y, *state.tensors(), lost
 
     @staticmethod
-    @once("least squares over all of the past (engine least_squares)")
+    @once_differentiable("least squares over all of the past (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         p, end = RidgeProblem.rebuild(saved[:-4]), RidgeState(*saved[-4:])
         dy, *dstate, _ = grads

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
-from recollect.choices.devices import looks
+from recollect.choices.runtime import can_read_values
 from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.common.resolution import loss, lost_within, resolved
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
@@ -179,7 +179,7 @@ def _without_decay(group: _Group) -> None:
         group.keys.square().sum(-1).max()
         * group.states[0, ..., :F].diagonal(dim1=-2, dim2=-1).max()
     )
-    safe = looks(group.keys) and bool(group.least * largest < 1)
+    safe = can_read_values(group.keys) and bool(group.least * largest < 1)
     Z = group.states[0].clone()
     for i, (key, solved, after) in enumerate(
         zip(group.keys.unbind(0), group.solved.unbind(0), group.states[1:], strict=True)
@@ -308,7 +308,7 @@ def _borders(layout: Layout, group: _Group, grams: Tensor, kappa: Tensor) -> lis
 def _raise(step: Tensor, P: Tensor, borders: list[Border], group: _Group) -> None:
     """T and U after ρ is raised from κλ to τλ, in place; P is the inverse with τ."""
     fixed = torch.stack([border.fixed for border in borders])
-    if looks(P) and not bool(fixed.any()):
+    if can_read_values(P) and not bool(fixed.any()):
         return
     raised = torch.stack([border.after - border.before for border in borders])
     by = torch.where(fixed, raised, 0.0)[..., None] * group.ridge  # [n, BH, F]

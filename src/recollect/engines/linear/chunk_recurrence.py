@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, again
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 from recollect.engines.common.linalg import baddbmm, bmm, plus
 
 __all__ = ["Pieces", "Plan", "run_chunks"]
@@ -161,7 +161,7 @@ def _forward(
         inverse = None if p.system is None else _inverse(p.system)
         states, u = _states(p, inverse, Z)
         Z = states[-1]
-        out = bmm(p.Q, states[:-1])
+        out = p.Q @ states[:-1]
         out.flatten(0, 1).baddbmm_(p.scores.flatten(0, 1), u.flatten(0, 1))
         y[:, start:stop] = plan.finish(out, stop - start)
         if save:
@@ -240,7 +240,7 @@ def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tenso
     return grads, steps[0]
 
 
-class _ChunkRecurrence(HandWritten):
+class _ChunkRecurrence(CustomFunction):
     """The recurrence with its written-out backward."""
 
     @staticmethod
@@ -257,7 +257,7 @@ class _ChunkRecurrence(HandWritten):
         Z, *tokens = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *again(
+            return None, *differentiable_backward(
                 lambda inputs: _differentiable(plan, inputs[0], inputs[1:]),
                 [Z, *tokens],
                 needs,

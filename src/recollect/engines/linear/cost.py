@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
 from recollect.engines.linear.chunked import chunk_length
-from recollect.engines.linear.engine import per_value_systems, scans
+from recollect.engines.linear.decode import per_value_systems, scans
 from recollect.engines.linear.scan import Cut
 
 if TYPE_CHECKING:
@@ -22,25 +22,24 @@ TOKEN_SECONDS = 6e-5
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
     """Operations of one call, in chunks, as a scan, or token by token; see `recollect.cost`."""
-    affine, decay, algorithm = recipe.bias.affine, recipe.retention.decay, recipe.algorithm
-    assert affine is not None  # linear.refuses
+    decay, algorithm = recipe.retention.decay, recipe.algorithm
     if scans(recipe):
         return _scan(recipe, s)
     per = decay.per if decay is not None else "head"
     V = s.V + (recipe.memory.read.normalize != "none")
     heads, F = s.H, s.F
     notes: list[str] = []
-    moving = algorithm.momentum_of != "none"
-    sees = affine[0] != 0
+    moving = algorithm.recursion != "none"
+    sees = recipe.bias.sees_prediction
     # Value channels with equations of their own become heads of one row.
-    if recipe.memory.diagonal:
+    if recipe.memory.is_elementwise:
         heads, F, V, per = s.H * V, 1, 1, "head"
     elif per_value_systems(recipe):
         notes.append(f"one triangular system per value channel: {V} of them in place of one")
         heads, V, per = s.H * V, 1, "key" if per in ("key_value", "entry") else "head"
     T, c = s.T * s.n, s.c
     probe = recipe.bias.probe is not None
-    apart = sees and algorithm.momentum_of == "value"
+    apart = sees and algorithm.recursion == "value"
     token = _token(F, V, c, s.G, sees=sees, probe=probe, apart=apart) * heads
     if moving and per != "head":
         notes.append("decay per channel with momentum runs token by token")
@@ -57,7 +56,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
 
     def chunk(C: int) -> dict[str, int]:
         parts = simple_chunk_flops if simple else _general_chunk_flops
-        of = algorithm.momentum_of
+        of = algorithm.recursion
         counted = parts(F, V, C * c, C * s.G, sees=sees, probe=probe, moving=moving, of=of)
         return {**counted, "coefficients": 2 * C**3 if moving else 0}
 
@@ -88,8 +87,8 @@ def _read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:
 def _scan(recipe: Recipe, s: Sizes) -> Counted:
     """Entry by entry: only the read of a matrix is a product."""
     bonus, first = _read_extras(recipe, s)
-    token = 0 if recipe.memory.diagonal else 2 * s.G * s.F * s.V * s.H + bonus
-    first = 0 if recipe.memory.diagonal else first
+    token = 0 if recipe.memory.is_elementwise else 2 * s.G * s.F * s.V * s.H + bonus
+    first = 0 if recipe.memory.is_elementwise else first
     notes = ("the scan is elementwise, about 6 operations per entry and token, not counted here",)
     cut = Cut.of(s.B * s.H * s.weights, s.T, None, cpu=True)
     return Counted(
@@ -115,7 +114,7 @@ def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool, apart: bo
 def simple_chunk_flops(
     F: int, V: int, R: int, J: int, *, sees: bool, **_: object
 ) -> dict[str, int]:
-    """`recollect.engines.linear.chunk_simple`: R rows written and J read in one chunk."""
+    """`recollect.engines.linear.chunked`: R rows written and J read in one chunk."""
     return {
         "gram": 2 * R * R * F if sees else 0,
         "inverse": R**3 if sees else 0,

@@ -20,10 +20,10 @@ from recollect.engines.common.problem import Problem, state_dtype
 from recollect.state.state import State
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["LinearPlan", "one_token", "plan", "token"]
+__all__ = ["LinearPlan", "one_token", "per_value_systems", "plan", "scans", "token"]
 
 
 @dataclass(frozen=True)
@@ -34,44 +34,73 @@ class LinearPlan:
         plain: whether the recursion above is all there is of it.
         bare: whether, beyond that, keys are their own features and gates its only numbers.
         before: whether the error sees a memory that has decayed.
+        split_values: whether value channels are memories of their own (`per_value_systems`).
     """
 
     plain: bool
     bare: bool
     before: bool
+    split_values: bool
 
 
-def plan(sized: SizedRecipe) -> LinearPlan:
+def scans(recipe: Recipe) -> bool:
+    """Whether every entry of the memory follows a recurrence of its own.
+
+    A decay per entry does not separate into keys and values, but where no error sees the prediction
+    it need not; and the one weight of a channel sees nothing but itself.
+    """
+    decay = recipe.retention.decay
+    if not recipe.memory.is_elementwise:
+        entry = decay is not None and decay.per == "entry"
+        if not entry or recipe.bias.sees_prediction:
+            return False
+    return recipe.context.horizon == 1 and recipe.algorithm.recursion == "none"
+
+
+def per_value_systems(recipe: Recipe) -> bool:
+    """Whether value channels follow different equations under an error that sees the prediction."""
+    decay = recipe.retention.decay
+    if decay is not None and decay.per == "entry" and not scans(recipe):
+        return True
+    if recipe.bias.sees_prediction:
+        rows = decay is not None and decay.per in ("value", "key_value", "entry")
+        return rows or recipe.algorithm.per_value
+    # The dot product's write is η ⊙ v; in a window, one η meets the values of several tokens.
+    return recipe.context.horizon != 1 and recipe.algorithm.per_value
+
+
+def plan(bound: BoundRecipe) -> LinearPlan:
     """What of a recipe decides how it runs."""
-    recipe, gates = sized.recipe, set(sized.gates)
-    decay, simple = recipe.retention.decay, _plain(sized.recipe)
+    recipe, gates = bound.recipe, set(bound.gates)
+    decay, simple = recipe.retention.decay, _plain(bound.recipe)
     return LinearPlan(
         plain=simple,
         bare=simple
-        and sized.plain
-        and not sized.lifts
-        and not recipe.algorithm.keyed
-        and not sized.statics
+        and not bound.needs_lowering
+        and not bound.has_features
+        and not recipe.algorithm.rate_depends_on_key
+        and not bound.learned_rates
         and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
         before=decay is not None and decay.when == "before",
+        split_values=per_value_systems(recipe),
     )
 
 
 def _plain(recipe: Recipe) -> bool:
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     return (
-        not memory.diagonal
+        not memory.is_elementwise
         and (memory.read.when == "after" and memory.read.bonus == 0.0)
         and (recipe.context.horizon == 1 and "window" not in recipe.context.numbers)
         and recipe.bias.probe is None
-        and (algorithm.momentum_of == "none" and not algorithm.per_value)
+        and (algorithm.recursion == "none" and not algorithm.per_value)
         and (decay is None or decay.per in ("head", "key"))
     )
 
 
 def one_token(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, 1, H, G, V]`` of a `plain` recipe without padding, and the state after it."""
-    recipe, rates, position = problem.recipe, problem.rates, problem.positions()
+    bound, rates, position = problem.bound, problem.rates, problem.positions()
     dtype = state_dtype(problem.q, problem.k, problem.v)
     (start,) = problem.state.weights
     B, H, V, F = start.shape
@@ -79,17 +108,16 @@ def one_token(problem: Problem) -> tuple[Tensor, State]:
     q = problem.phi(problem.q, "query", position).reshape(P, problem.q.shape[3], F)
     k = problem.phi(problem.k.unsqueeze(3), "key", position)
     lr, log_decay = rates["lr"], rates.get("log_decay")
-    if recipe.algorithm.keyed:
-        assert recipe.bias.affine is not None  # linear.refuses
-        lr = recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), recipe.bias.affine[0])
+    if bound.keyed:
+        assert bound.affine is not None  # linear.refuses
+        lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
     k, v, A = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V), start.to(dtype)
-    y, after = _step(recipe, problem.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
-    return y.view(B, 1, H, y.shape[1], V), problem.after(weights=(after.view(B, H, V, F),))
+    y, after = _step(bound, bound.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
+    return y.view(B, 1, H, y.shape[1], V), problem.final_state(weights=(after.view(B, H, V, F),))
 
 
 def token(
-    sized: SizedRecipe,
-    plan: LinearPlan,
+    bound: BoundRecipe,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,14 +132,14 @@ def token(
     long as one token's products.
 
     Args:
-        sized: the recipe.
-        plan: what was derived from it.
+        bound: the recipe.
         q: the query ``[B, 1, H·G, K]``.
         k: the key ``[B, 1, H, K]``.
         v: the value ``[B, 1, H, V]``.
         gates: by name, ``[B, 1, H, ...]``.
         state: before the token.
     """
+    plan: LinearPlan = bound.plan
     (A,) = state.weights if plan.bare else (None,)
     if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype == state_dtype(q)):
         return None
@@ -121,7 +149,7 @@ def token(
     B, H, V, F = A.shape
     P = B * H
     y, after = _step(
-        sized.recipe,
+        bound,
         plan,
         q.reshape(P, q.shape[2] // H, F),
         k.reshape(P, 1, F),
@@ -130,13 +158,13 @@ def token(
         lr,
         log_decay,
     )
-    return y.view(B, 1, q.shape[2], V), state.moved(
-        weights=(after.view(B, H, V, F),), written_by=sized.written
+    return y.view(B, 1, q.shape[2], V), state.replace(
+        weights=(after.view(B, H, V, F),), recipe_id=bound.recipe_id
     )
 
 
 def _step(
-    recipe: Recipe,
+    bound: BoundRecipe,
     plan: LinearPlan,
     q: Tensor,
     k: Tensor,
@@ -146,8 +174,8 @@ def _step(
     log_decay: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The recursion above of P memories: q ``[P, G, F]``, k ``[P, 1, F]``, v ``[P, 1, V]``."""
-    assert recipe.bias.affine is not None  # linear.refuses
-    (a, b), decayed = recipe.bias.affine, A
+    assert bound.affine is not None  # linear.refuses
+    (a, b), decayed = bound.affine, A
     if log_decay is not None:
         channels = k.shape[2] if log_decay.dim() == 4 else 1
         decayed = A * log_decay.exp().reshape(k.shape[0], 1, channels)

@@ -16,25 +16,23 @@ from torch import Tensor
 
 from recollect.engines.common.problem import Problem, scaled
 from recollect.engines.linear.chunked import chunked
-from recollect.engines.linear.decode import one_token
+from recollect.engines.linear.decode import one_token, per_value_systems, scans
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
 from recollect.engines.linear.recurrent import recurrent
 from recollect.engines.linear.scan import ScanInputs, scan
 from recollect.state.state import State
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
 __all__ = [
     "bonus",
     "describes",
     "follows",
-    "per_value_systems",
     "read_in_order",
     "refuses",
     "run",
-    "scans",
     "solve_vector",
 ]
 
@@ -54,86 +52,61 @@ def refuses(recipe: Recipe) -> list[str]:
         reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
     if recipe.context.horizon is None:
         reasons.append(f"{recipe.context.title} sees all of the past at once")
-    if retention.linked or not retention.additive:
+    if retention.has_link or not retention.is_additive:
         reasons.append(f"{retention.title} puts a link between the state and the weights")
-    if algorithm.momentum_of is None:
+    if algorithm.recursion is None:
         reasons.append(f"the step of {algorithm.title} is not linear in the gradients")
-    if algorithm.normalizes:
+    if algorithm.uses_normalized_steps:
         reasons.append(f"{algorithm.title} scales gradients by what they do to the prediction")
-    if algorithm.batch > 1:
-        reasons.append(f"inner batches of {algorithm.batch} tokens, and this engine solves for one")
-    if algorithm.reduce != "sum":
+    if algorithm.batch_size > 1:
+        reasons.append(
+            f"inner batches of {algorithm.batch_size} tokens, and this engine solves for one"
+        )
+    if algorithm.reduction != "sum":
         reasons.append("the step is averaged over the open inner batch")
     return reasons
 
 
-def scans(recipe: Recipe) -> bool:
-    """Whether every entry of the memory follows a recurrence of its own.
-
-    A decay per entry does not separate into keys and values, but where no error sees the prediction
-    it need not; and the one weight of a channel sees nothing but itself.
-    """
-    decay, affine = recipe.retention.decay, recipe.bias.affine
-    if not recipe.memory.diagonal:
-        entry = decay is not None and decay.per == "entry"
-        if not (entry and affine is not None and affine[0] == 0):
-            return False
-    return recipe.context.horizon == 1 and recipe.algorithm.momentum_of == "none"
-
-
-def per_value_systems(recipe: Recipe) -> bool:
-    """Whether value channels follow different equations under an error that sees the prediction."""
-    decay, affine = recipe.retention.decay, recipe.bias.affine
-    assert affine is not None
-    if decay is not None and decay.per == "entry" and not scans(recipe):
-        return True
-    if affine[0] != 0:
-        rows = decay is not None and decay.per in ("value", "key_value", "entry")
-        return rows or recipe.algorithm.per_value
-    # The dot product's write is η ⊙ v; in a window, one η meets the values of several tokens.
-    return recipe.context.horizon != 1 and recipe.algorithm.per_value
-
-
 def describes(recipe: Recipe) -> str:
     """How this engine runs a recipe, in a few words."""
-    affine, decay = recipe.bias.affine, recipe.retention.decay
+    decay = recipe.retention.decay
     if scans(recipe):
         return "scan over time, entry by entry"
     channels = decay is not None and decay.per in ("key", "value", "key_value", "entry")
-    split = recipe.memory.diagonal or per_value_systems(recipe)
+    split = recipe.memory.is_elementwise or per_value_systems(recipe)
     # A memory per value channel has one decay of its own; what is left is a decay over keys.
     if split and decay is not None:
         channels = decay.per in ("key_value", "entry") or (
-            decay.per == "key" and not recipe.memory.diagonal
+            decay.per == "key" and not recipe.memory.is_elementwise
         )
-    if channels and recipe.algorithm.momentum_of != "none":
+    if channels and recipe.algorithm.recursion != "none":
         return "analytic scan: decay per channel with momentum does not separate"
-    if affine is not None and affine[0] == 0:
+    if not recipe.bias.sees_prediction:
         return "masked attention"
     if split:
         return "one triangular solve per value channel"
     return "triangular solve"
 
 
-def follows(sized: SizedRecipe, tokens: int) -> bool:
+def follows(bound: BoundRecipe, tokens: int) -> bool:
     """Whether a compiler follows calls of a recipe: single tokens, which are a few products.
 
     Args:
-        sized: the recipe.
+        bound: the recipe.
         tokens: of a call.
     """
-    return tokens == 1 and not sized.normalised and not sized.stabilised
+    return tokens == 1 and not bound.has_normalizer and not bound.is_stabilized
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
-    if problem.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
+    if problem.bound.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
         y, after = one_token(problem)
         return y.to(problem.v.dtype), after
-    solve = solve_vector if problem.recipe.memory.diagonal else _matrix
+    solve = solve_vector if problem.recipe.memory.is_elementwise else _matrix
     y, A, S = solve(problem, linear_problem(problem))
     slots = {} if S is None else {"momentum": (S,)}
-    return y.to(problem.v.dtype), problem.after(weights=(A,), slots=slots)
+    return y.to(problem.v.dtype), problem.final_state(weights=(A,), algorithm_state=slots)
 
 
 # -- a matrix memory -----------------------------------------------------------------------------
@@ -144,7 +117,7 @@ def _matrix(problem: Problem, p: LinearProblem) -> Solved:
     read, shape, extra = problem.recipe.memory.read, p.A0.shape, None
     if read.bonus != 0.0:
         extra = bonus(p, problem.rates["bonus"])
-    split = per_value_systems(problem.recipe)
+    split = problem.bound.plan.split_values
     if split:
         p = _split_values(p)
     elif p.lr.dim() == 4:

@@ -122,9 +122,8 @@ class LinearProblem:
 
 def linear_problem(problem: Problem) -> LinearProblem:
     """Lifted keys and queries, rates, decays and states of a problem, in the state's dtype."""
-    recipe, rates, state = problem.recipe, problem.rates, problem.state
-    affine, decay, algorithm = recipe.bias.affine, recipe.retention.decay, recipe.algorithm
-    momentum_of = algorithm.momentum_of
+    bound, rates, state = problem.bound, problem.rates, problem.state
+    recipe, affine, decay, momentum_of = bound.recipe, bound.affine, bound.decay, bound.momentum_of
     moves = momentum_of != "none"
     assert affine is not None  # linear.refuses
     dtype = state_dtype(problem.q, problem.k, problem.v)
@@ -133,10 +132,10 @@ def linear_problem(problem: Problem) -> LinearProblem:
     k = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
     v = problem.v.to(dtype)
     lr = rates["lr"]
-    if algorithm.keyed:
-        lr = algorithm.rate(lr, k.square().sum(-1), affine[0])
+    if bound.keyed:
+        lr = recipe.algorithm.rate(lr, k.square().sum(-1), affine[0])
     window = past = None
-    if recipe.context.horizon != 1:
+    if bound.horizon != 1:
         window, past = _window(problem, k)
     elif "window" in rates:
         # One association weighed by γ is a step of η γ.
@@ -148,7 +147,7 @@ def linear_problem(problem: Problem) -> LinearProblem:
             log_decay, log_decay_value = None, log_decay
         elif decay.per == "key_value":
             log_decay_value = rates["log_decay_value"]
-        elif decay.per == "entry" and decay.factored:
+        elif decay.per == "entry" and decay.is_input_scaled:
             decay_scale = problem.params["decay_scale"].to(dtype)
     probe = erase = None
     if recipe.bias.probe is not None:
@@ -159,7 +158,7 @@ def linear_problem(problem: Problem) -> LinearProblem:
         v=v,
         lr=lr,
         A0=state.weights[0].to(dtype),
-        S0=state.slots["momentum"][0].to(dtype) if moves else None,
+        S0=state.algorithm_state["momentum"][0].to(dtype) if moves else None,
         log_decay=log_decay,
         log_decay_value=log_decay_value,
         decay_scale=decay_scale,
@@ -168,7 +167,7 @@ def linear_problem(problem: Problem) -> LinearProblem:
         past=past,
         probe=probe,
         erase=erase,
-        live=problem.live,
+        live=problem.token_mask,
         affine=affine,
         before=decay is not None and decay.when == "before",
         momentum_of="value" if momentum_of == "value" else "gradient",

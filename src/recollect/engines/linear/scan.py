@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, again
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 
 __all__ = ["GROUP", "Cut", "ScanInputs", "scan"]
 
@@ -272,7 +272,7 @@ def _differentiable(plan: _Plan, x: ScanInputs) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs), A
 
 
-class _Scan(HandWritten):
+class _Scan(CustomFunction):
     """The recurrence with its written-out backward."""
 
     @staticmethod
@@ -289,7 +289,7 @@ class _Scan(HandWritten):
         inputs: tuple[Tensor, ...] = ctx.saved_tensors
         x, needs = ScanInputs(*inputs), ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *again(
+            return None, *differentiable_backward(
                 lambda given: _differentiable(plan, ScanInputs(*given)), inputs, needs, (dy, dA)
             )
         grads = [

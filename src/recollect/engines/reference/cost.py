@@ -20,7 +20,7 @@ STEP_SECONDS = 1.2e-3
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
     """Operations of one call, token by token."""
-    if recipe.dual:
+    if recipe.uses_kernel_rows:
         return replace(kernel_rows_flops(recipe, s), step_seconds=STEP_SECONDS)
 
     def counted(
@@ -42,7 +42,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         decode = each * min(s.T + 1, horizon or s.T + 1)
         return counted({"attention": each * pairs}, decode, states=0)
     first = sum(numel_of(shape) for shape in _firsts(recipe, s))
-    fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.fixed_products)
+    fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.has_base_matmuls)
     forward, pulled = fixed * 2 * s.weights, fixed * 2 * (s.weights - first)
     backward, read = pulled + 2 * s.weights, s.G * forward
     if recipe.algorithm.condenses:
@@ -53,23 +53,23 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         parts["read"] = s.G * 2 * F * V * s.T * s.H
         return counted(parts, token * s.H, "every token solves a dense system")
     if recipe.context.horizon is None:
-        steps = recipe.algorithm.steps
+        steps = recipe.algorithm.updates_per_token
         past = (forward + backward) * steps * s.H
         pairs = s.T * (s.T + 1) // 2
         parts = {"write": past * pairs, "read": read * s.T * s.H}
         decode = past * (s.T + 1) + read * s.H
         note = "every token solves from the origin"
         return counted(parts, decode, note, steps=s.T * steps)
-    passes = 2 if recipe.algorithm.splits else 1
+    passes = 2 if recipe.algorithm.needs_split_error else 1
     write = s.c * (forward + backward) * passes * s.n
-    if recipe.algorithm.searches:
+    if recipe.algorithm.uses_line_search:
         write += 2 * s.c * (forward + backward) * s.n
     orthogonal = sum(_newton_schulz(shape, recipe) for shape in s.shapes)
     notes: list[str] = []
     if orthogonal:
         ratio = f"{orthogonal / max(write, 1):.0f} times the gradient's {readable(write, 'FLOP')}"
         price = f"orthogonalising takes {readable(orthogonal, 'FLOP')} per token and head, {ratio}"
-        if recipe.algorithm.every == "batch":
+        if recipe.algorithm.update_every == "batch":
             # The reference settles every token, to keep what it needs at the border.
             orthogonal *= 2
             price += (
@@ -80,8 +80,8 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     token = (write + orthogonal + read) * s.H
     # A decoded token replays its open inner batch, half of it on average.
     replayed = token - read * s.H
-    decode = token + replayed * (recipe.algorithm.batch - 1) // 2
-    if recipe.algorithm.batch > 1:
+    decode = token + replayed * (recipe.algorithm.batch_size - 1) // 2
+    if recipe.algorithm.batch_size > 1:
         notes.append("decoding replays the open inner batch, half of it on average")
     return counted({name: n * s.T * s.H for name, n in parts.items()}, decode, *notes)
 
@@ -94,10 +94,10 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
         s: sizes.
         queries: per row and query head.
     """
-    if recipe.dual:
+    if recipe.uses_kernel_rows:
         return reading_of_rows(recipe, s, queries)
     if recipe.nonparametric or recipe.solves_from_gram:
-        seen = min(s.T, recipe.context.keeps or s.T)
+        seen = min(s.T, recipe.context.num_kept or s.T)
         return 2 * (s.K + s.V) * s.H * s.G * seen * queries
     return reading_of_weights(recipe, s, queries)
 
@@ -106,12 +106,14 @@ def _firsts(recipe: Recipe, s: Sizes) -> tuple[tuple[int, ...], ...]:
     """Shapes of the maps that read the key itself: nothing is propagated through them."""
     memory = recipe.memory
     if isinstance(memory, Stack):
-        return tuple((m.out, m.inp) for m in memory.maps(s.F, s.V) if m.first)
+        return tuple(
+            (m.out_features, m.in_features) for m in memory.maps(s.F, s.V) if m.reads_features
+        )
     return s.shapes[:1]
 
 
 def _newton_schulz(shape: tuple[int, ...], recipe: Recipe) -> int:
-    steps = recipe.algorithm.newton_steps
+    steps = recipe.algorithm.ns_steps
     if steps == 0 or len(shape) < 2:
         return 0
     rows, columns = shape[0], numel_of(shape[1:])

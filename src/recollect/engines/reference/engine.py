@@ -40,7 +40,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         return local_regression.regression(problem)
     if problem.recipe.context.horizon is None:
         return full_batch(problem)
-    if problem.recipe.dual:
+    if problem.recipe.uses_kernel_rows:
         return kernel_token_loop.run(problem)
     loop = TokenLoop(problem)
     y = loop.run(problem)
@@ -58,7 +58,7 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
         return local_regression.attend(problem, rates)
     if recipe.solves_from_gram:
         return local_regression.regress(problem, rates)
-    if recipe.dual:
+    if recipe.uses_kernel_rows:
         return kernel_token_loop.read(problem)
     T = problem.q.shape[1]
     position = (problem.state.position - 1).clamp_min(0)[:, None].expand(-1, T)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import leaves_of
+from recollect.choices.autograd import inner_leaves
 from recollect.engines.common.problem import (
     Problem,
     Tokens,
@@ -36,9 +36,9 @@ def full_batch(problem: Problem) -> tuple[Tensor, State]:
     ]
     B, T, H, G, _ = problem.q.shape
     y = torch.stack(outputs, dim=1) if T else problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
-    if problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
-    return y.to(problem.v.dtype), problem.after()
+    if problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
+    return y.to(problem.v.dtype), problem.final_state()
 
 
 def full_batch_weights(problem: Problem, tokens: Tokens, j: int) -> Weights:
@@ -57,11 +57,11 @@ def full_batch_weights(problem: Problem, tokens: Tokens, j: int) -> Weights:
     lr = tokens.rates["lr"][:, j]
     rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
     outer = wants_gradient(problem)
-    for _ in range(recipe.algorithm.steps):
+    for _ in range(recipe.algorithm.updates_per_token):
         with torch.enable_grad():
-            points = leaves_of(W, outer=outer)
+            points = inner_leaves(W, outer=outer)
             prediction = forward(points, phi, raw, problem.params)
-            if bias.states_loss:
+            if bias.defines_loss:
                 target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
             else:
                 error = bias.error(prediction, v, gates)

@@ -15,8 +15,6 @@ A normalised read divides what such a map gives by the mass of what it sees, and
 is Σ_j κ(z_j, x) u_j / Σ_j m_j κ(z_j, x), and row i moves by δ_i, as in attention.
 """
 
-# More than 400 lines: one recursion, the definition, to be read in one piece.
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,14 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import share_at
+from recollect.choices.algorithm.normalized_steps import polyak_scale_at
+from recollect.choices.autograd import inner_leaves
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
-from recollect.state.kernel_rows import KernelRows, join_rows
+from recollect.state.kernel_rows import KernelRows, append_rows
 from recollect.state.state import State
 
 __all__ = ["KernelTokenLoop", "likeness"]
@@ -82,15 +80,15 @@ class KernelTokenLoop:
 
     def __init__(self, problem: Problem, lacking: Tensor | None = None) -> None:
         recipe, state = problem.recipe, problem.state
-        assert state.dual is not None
+        assert state.kernel_rows is not None
         assert isinstance(recipe.features, Kernel) and isinstance(recipe.memory, Stack)
         self.problem, self.recipe, self.kernel = problem, recipe, recipe.features
         self.memory, self.outer = recipe.memory, wants_gradient(problem)
         self.divides = recipe.memory.read.normalize == "sum"
         self.tokens = tokens = join(problem)
-        self.b, self.c = recipe.algorithm.batch, recipe.context.horizon or 1
-        self.first = [m.first for m in recipe.memory.maps(0, problem.v.shape[-1])]
-        dual, self.n0 = state.dual, state.dual.k.shape[1]
+        self.b, self.c = recipe.algorithm.batch_size, recipe.context.horizon or 1
+        self.first = [m.reads_features for m in recipe.memory.maps(0, problem.v.shape[-1])]
+        dual, self.n0 = state.kernel_rows, state.kernel_rows.k.shape[1]
         self.keys = torch.cat([dual.k.to(tokens.k.dtype), tokens.k], dim=1).transpose(1, 2)
         count, B = len(tokens), tokens.k.shape[0]
 
@@ -100,7 +98,7 @@ class KernelTokenLoop:
 
         self.U = [spread(u) for u in dual.rows]
         self.D = list(state.weights)
-        dense, names = state.slots, recipe.algorithm.slots
+        dense, names = state.algorithm_state, recipe.algorithm.slots
         self.SU = {name: [spread(u) for u in dual.slots[name]] for name in names}
         self.SD = {name: list(dense.get(name, ())) for name in names}
         self.mass = spread(torch.where(dual.mask[..., None], dual.mass, 0.0))
@@ -166,7 +164,7 @@ class KernelTokenLoop:
                 return h @ weights[index] + next(extra)
             return h @ weights[index].transpose(-1, -2)
 
-        return self.memory.program(apply, seen, x, self.problem.params)
+        return self.memory.compute(apply, seen, x, self.problem.params)
 
     def read(self, q: Tensor) -> Tensor:
         """What queries ``[B, H, G, K]`` read now."""
@@ -182,7 +180,7 @@ class KernelTokenLoop:
         weight = tokens.valid[:, None, low : j + 1].to(tokens.v.dtype)
         if "window" in tokens.rates:
             weight = weight * tokens.rates["window"][:, j][..., : j + 1 - low].flip(-1)
-        if not self.recipe.algorithm.normalizes:
+        if not self.recipe.algorithm.uses_normalized_steps:
             return self._weighed(low, j + 1, weight, U, D, mass)
         total: list[Tensor] = []
         for i in range(low, j + 1):
@@ -206,7 +204,7 @@ class KernelTokenLoop:
         gain = sum((g.square().sum((-2, -1)) for g in others), gain)
         assert bias.target is not None
         at = (self.memory, prediction, bias.target * v, k, self.problem.params)
-        return share_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
+        return polyak_scale_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
 
     def _weighed(
         self, low: int, stop: int, weight: Tensor, U: Rows, D: Rows, mass: Mass
@@ -217,11 +215,11 @@ class KernelTokenLoop:
         gates = tokens.numbers_of(bias, low, stop)
         place = torch.stack([self._row_of(i) for i in range(low, stop)], dim=1)  # [B, m, N]
         with torch.enable_grad():
-            points = leaves_of(D, outer=self.outer)
+            points = inner_leaves(D, outer=self.outer)
             m = stop - low
             taps = [u.new_zeros(*u.shape[:2], m, u.shape[-1]).requires_grad_() for u in U]
             prediction = self.measure(k, U, points, mass, taps)
-            if bias.states_loss:
+            if bias.defines_loss:
                 target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
             else:
                 target = prediction
@@ -260,7 +258,7 @@ class KernelTokenLoop:
     def _rate(self, j: int) -> Tensor:
         """η_t ``[B, H, 1, 1]``."""
         lr, algorithm, affine = self.tokens.rates["lr"][:, j], self.recipe.algorithm, None
-        if algorithm.keyed:
+        if algorithm.rate_depends_on_key:
             affine = self.recipe.bias.affine
             assert affine is not None
             k = self.tokens.k[:, j].unsqueeze(-2)
@@ -347,7 +345,7 @@ class KernelTokenLoop:
 
     def state(self) -> State:
         """The state after all tokens: that of the open batch's start, and its raw tokens."""
-        problem, old = self.problem, self.problem.state.dual
+        problem, old = self.problem, self.problem.state.kernel_rows
         assert old is not None
         self._remember(self.count % self.b == 0)
         U, D, SU, SD, mass, _ = self.start
@@ -381,9 +379,9 @@ class KernelTokenLoop:
             mask=torch.zeros(*old.mask.shape[:1], len(self.tokens), dtype=torch.bool).to(old.mask),
             slots={n: tuple(cut(u) for u in SU[n]) for n in SU},
         )
-        dual = join_rows(standing, fresh, closed - before)
+        dual = append_rows(standing, fresh, closed - before)
         slots = {name: tuple(SD[name]) for name in SD} if D else {}
-        return problem.after(weights=tuple(D), slots=slots, dual=dual)
+        return problem.final_state(weights=tuple(D), algorithm_state=slots, kernel_rows=dual)
 
 
 def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:

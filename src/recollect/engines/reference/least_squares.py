@@ -29,7 +29,7 @@ __all__ = ["least_squares", "read_least_squares"]
 
 def _start(state: State, ridge: Tensor) -> RidgeStatistics:
     """The statistics of a state. A row that has seen nothing holds its initial memory alone."""
-    A, slots = state.weights[0], {name: x[0] for name, x in state.slots.items()}
+    A, slots = state.weights[0], {name: x[0] for name, x in state.algorithm_state.items()}
     fresh = state.position == 0
     origin = torch.where(fresh[:, None, None, None], A, slots["origin"])
     gram = slots.get("gram", ridge)
@@ -53,11 +53,11 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
     B, T, H, G, _ = problem.q.shape
     V = problem.v.shape[-1]
     if T == 0:
-        return problem.v.new_zeros(B, 0, H, G, V), problem.after()
+        return problem.v.new_zeros(B, 0, H, G, V), problem.final_state()
     inverse = problem.recipe.algorithm.inverse
     assert inverse is not None  # the recipe condenses
-    form, every = inverse.ridge, inverse.every
-    wide = bool(problem.recipe.algorithm.wide(problem.recipe))
+    form, every = inverse.ridge, inverse.refresh_every
+    wide = bool(problem.recipe.algorithm.float64_slots(problem.recipe))
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
     ridge, logs = ridge_of(problem.rates, k.shape[-1]), problem.rates["log_decay"]
@@ -68,7 +68,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
     now = _start(state, ridge)
     anew = logs < RESET if wide else torch.zeros_like(logs, dtype=torch.bool)
     decay = torch.where(anew, 0.0, logs.exp())
-    live = problem.live
+    live = problem.token_mask
     if live is None:
         live = torch.ones(B, T, dtype=torch.bool, device=k.device)
     outputs: list[Tensor] = []
@@ -139,12 +139,12 @@ def _state(problem: Problem, now: RidgeStatistics) -> State:
     seen = (problem.end > 0)[:, None, None, None]
 
     def where_seen(name: str, x: Tensor) -> tuple[Tensor]:
-        rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.slots[name][0]
+        rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.algorithm_state[name][0]
         return (torch.where(rows, x.to(old.dtype), old),)
 
     slots = {"origin": where_seen("origin", now.origin)}
     if "gram" in algorithm.slots:
-        vector = problem.state.slots["gram"][0].dim() == 3
+        vector = problem.state.algorithm_state["gram"][0].dim() == 3
         gram = now.gram.diagonal(dim1=-2, dim2=-1) if vector else now.gram
         slots["gram"] = where_seen("gram", gram)
     if "kept" in algorithm.slots:
@@ -154,7 +154,9 @@ def _state(problem: Problem, now: RidgeStatistics) -> State:
     else:
         weights = now.origin + now.residual
     old = problem.state.weights[0]
-    return problem.after(weights=(torch.where(seen, weights.to(old.dtype), old),), slots=slots)
+    return problem.final_state(
+        weights=(torch.where(seen, weights.to(old.dtype), old),), algorithm_state=slots
+    )
 
 
 def read_least_squares(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ __all__ = ["attend", "local", "regress", "regression"]
 
 def local(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the state, which is the associations."""
-    return attend(problem), problem.after()
+    return attend(problem), problem.final_state()
 
 
 def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -36,22 +36,22 @@ def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) ->
         gather_visible(problem, dtype, query_rates),
         values(problem, dtype).transpose(1, 2),
     )  # [B, H, n, V]
-    per_part = (part.over(visible) for part in recipe.context.within)
+    per_part = (part.over(visible) for part in recipe.context.restrictions)
     parts = [part for part in per_part if part is not None]
-    horizon, kernel, affine = recipe.context.horizon, recipe.context.kernel, recipe.bias.affine
-    assert kernel is not None and affine is not None
+    horizon, kernel, bias = recipe.context.horizon, recipe.context.kernel, recipe.bias
+    assert kernel is not None and bias.is_affine
     B, T, H, G, _ = problem.q.shape
     n = visible.k.shape[1]
     keys = visible.k.transpose(1, 2)
     outputs: list[Tensor] = []
     for t in range(T):
-        stop = min(visible.first + t + 1, n)
+        stop = min(visible.first_slot + t + 1, n)
         start = 0 if horizon is None else max(stop - horizon, 0)
         one, past = slice(t, t + 1), slice(start, stop)
         q, k = visible.q[:, t], keys[:, :, past]  # [B, H, G, K], [B, H, m, K]
         real = visible.valid[:, None, None, past]
         shift = _log_total(parts, one, past)
-        if affine[0] != 0 and kernel.positive:
+        if bias.sees_prediction and kernel.positive:
             # A factor common to all weights changes nothing.
             log = kernel.log_kappa(q, k) + shift
             log = torch.where(real, log, -torch.inf)
@@ -65,7 +65,7 @@ def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) ->
                     gamma = gamma * part.value(one, past)[..., 0, :]
             gamma = torch.where(real, gamma, 0.0)
         here = v[:, :, past]
-        if affine[0] == 0:
+        if not bias.sees_prediction:
             outputs.append(gamma @ here)
             continue
         size = gamma.sum(-1, keepdim=True)
@@ -76,8 +76,8 @@ def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) ->
             p = p * _coefficients(basis, p, recipe.ridge)
         outputs.append(p @ here)
     y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
-    if query_rates is None and problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if query_rates is None and problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return (recipe.bias.optimum * y).to(problem.v.dtype)
 
 
@@ -110,7 +110,7 @@ def _coefficients(X: Tensor, p: Tensor, ridge: float) -> Tensor:
 
 def regression(problem: Problem) -> tuple[Tensor, State]:
     """`regress`, and the state, which is the associations."""
-    return regress(problem), problem.after()
+    return regress(problem), problem.final_state()
 
 
 def regress(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -125,7 +125,7 @@ def regress(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -
     n = visible.k.shape[1]
     outputs: list[Tensor] = []
     for t in range(T):
-        past = slice(0, min(visible.first + t + 1, n))
+        past = slice(0, min(visible.first_slot + t + 1, n))
         k, real = keys[:, :, past], visible.valid[:, None, past].to(dtype)
         S = real.expand(-1, H, -1)
         if weights is not None and weights.log is not None:
@@ -135,6 +135,6 @@ def regress(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -
         rows = S.unsqueeze(-1) * torch.linalg.solve(A, S.unsqueeze(-1) * v[:, :, past])
         outputs.append(recipe.features.kappa(visible.q[:, t], k) @ rows)
     y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
-    if query_rates is None and problem.live is not None:
-        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    if query_rates is None and problem.token_mask is not None:
+        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return (recipe.bias.optimum * y).to(problem.v.dtype)

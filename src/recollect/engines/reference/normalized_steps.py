@@ -11,8 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import said, search, share_at
-from recollect.choices.gradients import leaves_of
+from recollect.choices.algorithm.normalized_steps import (
+    line_search_scale,
+    nearest_output_value,
+    polyak_scale_at,
+)
+from recollect.choices.autograd import inner_leaves
 from recollect.choices.memory.base import Forward
 from recollect.engines.common.problem import Problem, Tokens, Weights, as_matrix
 from recollect.recipe.recipe import Recipe
@@ -58,12 +62,12 @@ def normalized_gradients(
         )
         gain = torch.stack(
             [
-                loop.recipe.retention.gain(as_matrix(a), as_matrix(g), numbers)
+                loop.recipe.retention.step_gain(as_matrix(a), as_matrix(g), numbers)
                 for a, g in zip(A, whole, strict=True)
             ]
         ).sum(0)
         at = (loop.recipe.memory, prediction, target * v, raw, loop.problem.params)
-        rho = share_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
+        rho = polyak_scale_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
         weight = loop.weight(j, low)[..., i - low] * rho  # [B, H]
         parts = (whole, loop.gradients(W, j, prediction_free=True, only=i) if splits else [])
         for total, part in zip(totals, parts, strict=True):
@@ -79,7 +83,7 @@ def searched(
     tokens, bias, outer = loop.tokens, loop.recipe.bias, loop.outer
     raw, phi, v = (x[:, low : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
     with torch.enable_grad():
-        points = leaves_of(W, outer=outer)
+        points = inner_leaves(W, outer=outer)
         prediction = loop.forward(points, phi, raw, loop.problem.params)
         # ⟨u, J D⟩ = ⟨Jᵀu, D⟩ is linear in u.
         u = torch.zeros_like(prediction).requires_grad_()
@@ -91,9 +95,11 @@ def searched(
         (moved,) = torch.autograd.grad(total, u, create_graph=outer, materialize_grads=True)
     size = sum((d.square().sum((-2, -1)) for d in D), torch.zeros_like(moved[:, :, 0, 0]))
     assert bias.target is not None
-    along = prediction - said(loop.recipe.memory, bias.target * v, raw, loop.problem.params)
+    along = prediction - nearest_output_value(
+        loop.recipe.memory, bias.target * v, raw, loop.problem.params
+    )
     along = along if outer else along.detach()
-    return search(along, moved, weight, size)[..., None, None]
+    return line_search_scale(along, moved, weight, size)[..., None, None]
 
 
 def weight_of_batch(loop: Loop, j: int) -> tuple[int, Tensor]:

@@ -1,7 +1,5 @@
 """The reference's recursion, one token at a time; see `recollect.engines.reference.engine`."""
 
-# More than 400 lines: one recursion, the definition, to be read in one piece.
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Step
-from recollect.choices.gradients import leaves_of
+from recollect.choices.autograd import inner_leaves
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import (
     Problem,
@@ -46,10 +44,10 @@ class TokenLoop:
         self.outer = wants_gradient(problem)
         self.tokens = join(problem)
         self.forward = forward_of(problem)
-        self.b = recipe.algorithm.batch
+        self.b = recipe.algorithm.batch_size
         self.c = recipe.context.horizon or 1
         self.A: Weights = list(problem.state.weights)
-        self.S = {name: list(slot) for name, slot in problem.state.slots.items()}
+        self.S = {name: list(slot) for name, slot in problem.state.algorithm_state.items()}
         # At the end of the buffer the open batch will have been replayed, so start at its border.
         self.count = problem.state.position - problem.state.position % self.b
         self.A0, self.S0 = list(self.A), {n: list(s) for n, s in self.S.items()}
@@ -58,8 +56,8 @@ class TokenLoop:
         # Where W° came from: the A and the link's numbers that a normalised step is measured at.
         self.origin: tuple[Weights, dict[str, Tensor]] = (list(self.A), {})
         zeros = [torch.zeros_like(w) for w in self.A]
-        self.mean = zeros  # Σ η g of the open batch (reduce="mean")
-        # Muon(every="batch"): Σ log α and Σ η of the open batch, per map.
+        self.mean = zeros  # Σ η g of the open batch (reduction="mean")
+        # Muon(update_every="batch"): Σ log α and Σ η of the open batch, per map.
         self.sums: tuple[Weights, Weights] = (list(zeros), list(zeros))
 
     # -- rates ---------------------------------------------------------------------------------
@@ -68,7 +66,7 @@ class TokenLoop:
         """(first, last, bias column) of each map; a vector's only map is both."""
         memory, shapes = self.recipe.memory, [w.shape[2:] for w in self.A]
         if isinstance(memory, Stack):
-            return [(m.first, m.last, m.bias) for m in memory.maps(1, 1)]
+            return [(m.reads_features, m.is_output, m.bias) for m in memory.maps(1, 1)]
         return [(True, True, False) for _ in shapes]
 
     def _per_map(self, x: Tensor | None, side: str, j: int) -> list[Tensor | None]:
@@ -103,7 +101,7 @@ class TokenLoop:
         if decay is None:
             return [None] * len(self.A)
         log = self.tokens.rates["log_decay"][:, j : j + 1]
-        if decay.factored and decay.per == "entry":
+        if decay.is_input_scaled and decay.per == "entry":
             log = scaled(log.unsqueeze(-1), self.tokens.rates["decay_scale"][:, j : j + 1])
         side = "value" if decay.per == "value" else "key"
         parts = self._per_map(log, side, 0)
@@ -121,7 +119,7 @@ class TokenLoop:
     # -- the recursion -------------------------------------------------------------------------
 
     def _link(self, A: Sequence[Tensor], gates: Mapping[str, Tensor]) -> Weights:
-        if not self.recipe.retention.linked:
+        if not self.recipe.retention.has_link:
             return list(A)
         return [self.recipe.retention.link(as_matrix(a), gates).reshape(a.shape) for a in A]
 
@@ -143,12 +141,12 @@ class TokenLoop:
         gates = tokens.numbers_of(bias, low, stop)
         outer = self.outer
         with torch.enable_grad():
-            points = leaves_of(W, outer=outer)
+            points = inner_leaves(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
             if prediction_free:
                 assert bias.affine is not None
                 objective = -bias.affine[1] * (prediction * v).sum(-1)
-            elif bias.states_loss:
+            elif bias.defines_loss:
                 objective = bias.loss(prediction, v, gates)
             else:
                 error = bias.error(prediction, v, gates)
@@ -169,8 +167,8 @@ class TokenLoop:
 
     def _gradients_of(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
         """g_t, and its part without a prediction if the algorithm asks for that apart."""
-        splits = self.recipe.algorithm.splits
-        if self.recipe.algorithm.normalizes:
+        splits = self.recipe.algorithm.needs_split_error
+        if self.recipe.algorithm.uses_normalized_steps:
             return normalized_gradients(self, W, j, splits=splits)
         free = self.gradients(W, j, prediction_free=True) if splits else []
         return self.gradients(W, j), free
@@ -229,7 +227,7 @@ class TokenLoop:
         else:
             lr = self._lr(j, phi)
             # A step of a searched length is a direction until all maps' are known.
-            given = [None] * len(lr) if algorithm.searches else lr
+            given = [None] * len(lr) if algorithm.uses_line_search else lr
             theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
             gradients, written = self._gradients_of(W, j)
             writes: list[Tensor] | list[None] = written or [None] * len(W)
@@ -250,7 +248,7 @@ class TokenLoop:
                 steps.append(step)
                 for name, value in new.items():
                     slots[name].append(value)
-            if algorithm.searches and algorithm.every == "token":
+            if algorithm.uses_line_search and algorithm.update_every == "token":
                 far = searched(self, W, steps, j, max(j - self.c + 1, 0), self.weight(j))
                 steps = [
                     far * s if e is None else e * far * s for e, s in zip(lr, steps, strict=True)
@@ -268,7 +266,7 @@ class TokenLoop:
         self.S = {name: keep(slots[name], self.S[name]) for name in self.S}
         self.A = keep(A, self.A)
         self.readable = keep(readable, self.readable)
-        if recipe.at_border and retention.settles_first:
+        if recipe.at_border and retention.links_after_first_token:
             # MIRAS 30: W_1 = link(A_1) of the batch's first token replaces W° for tokens 2..b.
             first = (live & (place == 1)).view(-1, 1, 1, 1)
             settled = self._link(self.A, gates)
@@ -282,7 +280,7 @@ class TokenLoop:
         if "lr" not in rates:
             return [None] * len(self.A)
         lr = rates["lr"]
-        if recipe.algorithm.keyed:
+        if recipe.algorithm.rate_depends_on_key:
             assert recipe.bias.affine is not None
             kappa = phi.square().sum(-1)
             now = recipe.algorithm.rate(lr[:, j], kappa, recipe.bias.affine[0])
@@ -297,7 +295,7 @@ class TokenLoop:
         linked = self._link(self.A, self._step_gates(j))
         self.W = _where(rows, linked, self.W)
         self._measure_from(rows, self._step_gates(j))
-        if self.recipe.at_border or self.recipe.algorithm.every == "batch":
+        if self.recipe.at_border or self.recipe.algorithm.update_every == "batch":
             self.readable = _where(rows, linked, self.readable)
         self.A0 = _where(rows, self.A, self.A0)
         self.S0 = {n: _where(rows, self.S[n], self.S0[n]) for n in self.S}
@@ -307,7 +305,7 @@ class TokenLoop:
 
     def _measure_from(self, rows: Tensor, gates: dict[str, Tensor]) -> None:
         """Where W° is made anew, it is the link of A as it stands, with these numbers."""
-        if not self.recipe.algorithm.normalizes:
+        if not self.recipe.algorithm.uses_normalized_steps:
             return
         A, old = self.origin
         numbers = {name: torch.where(rows, x, old.get(name, x)) for name, x in gates.items()}
@@ -325,14 +323,14 @@ class TokenLoop:
         """A_t and the weights read at t, by the mode of the recipe."""
         recipe, retention, algorithm = self.recipe, self.recipe.retention, self.recipe.algorithm
         old = [as_matrix(a) for a in self.A]
-        if algorithm.reduce == "mean":
+        if algorithm.reduction == "mean":
             total = [as_matrix(m) - s for m, s in zip(self.mean, steps, strict=True)]
             self.mean = [t.reshape(a.shape) for t, a in zip(total, self.A, strict=True)]
             tau = 1 / place.to(old[0].dtype)[:, None] + self._offset(j, place)  # [B, H]
             tau = tau.clamp_min(0)[..., None, None]
             A = [as_matrix(a) - tau * t for a, t in zip(self.A0, total, strict=True)]
             return A, A
-        if algorithm.every == "batch":
+        if algorithm.update_every == "batch":
             return self._at_border_only(j, place, slots, log_decay, gates)
         A = [
             retention.advance(a, s, d, gates) for a, s, d in zip(old, steps, log_decay, strict=True)
@@ -355,7 +353,7 @@ class TokenLoop:
         log_decay: list[Tensor | None],
         gates: dict[str, Tensor],
     ) -> tuple[Weights, Weights]:
-        """Muon(every="batch"): tokens read W°; A moves at the batch's last token."""
+        """Muon(update_every="batch"): tokens read W°; A moves at the batch's last token."""
         decays, rates = self.sums
         lr = self._lr(j, self.tokens.phi[:, j])
         decays = [
@@ -364,10 +362,10 @@ class TokenLoop:
         rates = [as_matrix(s) + (1 if e is None else e) for s, e in zip(rates, lr, strict=True)]
         last = (place == self.b).view(-1, 1, 1, 1)
         A: Weights = []
-        searches = self.recipe.algorithm.searches
+        searches = self.recipe.algorithm.uses_line_search
         means = [r / self.b for r in rates]
         steps = [
-            self.recipe.algorithm.settle(
+            self.recipe.algorithm.batch_step(
                 {name: slots[name][i] for name in slots}, torch.ones_like(r) if searches else r
             )
             for i, r in enumerate(means)
@@ -398,7 +396,7 @@ class TokenLoop:
         """Replay the open batch, then every new token; outputs of the new ones."""
         tokens, read_how = self.tokens, self.recipe.memory.read
         buffered, opened = tokens.buffered, problem.state.position % self.b
-        seen = problem.state.seen
+        seen = problem.state.host_position
         first = 0 if seen is None else buffered - seen % self.b
         q_phi = problem.phi(problem.q, "query", self._query_positions(problem))
         outputs: list[Tensor] = []
@@ -438,11 +436,11 @@ class TokenLoop:
 
     def readable_with(self, rates: Mapping[str, Tensor], t: int) -> Weights:
         """The weights a reading token with these numbers sees, after the replay."""
-        if self.recipe.algorithm.reduce == "mean" or not self.recipe.retention.linked:
-            linear = self.recipe.algorithm.every != "batch"
+        if self.recipe.algorithm.reduction == "mean" or not self.recipe.retention.has_link:
+            linear = self.recipe.algorithm.update_every != "batch"
             return self.A if linear else self._inside(list(self.W), list(self.A))
         linked = self._link(self.A, _scalars(rates, t))
-        if self.recipe.at_border or self.recipe.algorithm.every == "batch":
+        if self.recipe.at_border or self.recipe.algorithm.update_every == "batch":
             return self._inside(self.readable, linked)
         return linked
 
@@ -456,9 +454,9 @@ class TokenLoop:
     def state(self, problem: Problem) -> State:
         """The state after all tokens: weights of the open batch's start, and its raw tokens."""
         closed = (self.count % self.b == 0).view(-1, 1, 1, 1)
-        return problem.after(
+        return problem.final_state(
             weights=tuple(_where(closed, self.A, self.A0)),
-            slots={n: tuple(_where(closed, self.S[n], self.S0[n])) for n in self.S},
+            algorithm_state={n: tuple(_where(closed, self.S[n], self.S0[n])) for n in self.S},
         )
 
 

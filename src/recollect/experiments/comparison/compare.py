@@ -7,7 +7,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from recollect.blocks.mixers import Leaf, Mixer, mixer_of
+from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs, training_environment
 from recollect.experiments.comparison.results import (
@@ -24,14 +24,14 @@ from recollect.experiments.comparison.tasks import (
     measured,
     read_corpus,
 )
-from recollect.fields import held, whole
+from recollect.fields import int_check, validate
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
+from recollect.messages import argument_name, renamed_arguments, short_repr
 from recollect.recipe.recipe import Recipe
 from recollect.report.devices import find_device
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
-from recollect.wording import shown, word_for, worded
 from recollect.zoo.preset import Hybrid, Preset, find
 
 __all__ = ["Named", "compare", "equal_configs", "named", "named_alike"]
@@ -51,18 +51,18 @@ def named(model: Named) -> tuple[str, dict[str, Mixer]]:
     """The model's name, and its mixers by name in the order in which they stand over the depth."""
     if isinstance(model, tuple):
         name, *stated = model
-        return name, {name: mixer_of(stated[0] if len(stated) == 1 else tuple(stated))}
+        return name, {name: as_mixer(stated[0] if len(stated) == 1 else tuple(stated))}
     system = find(model) if isinstance(model, str) else model
     if isinstance(system, Hybrid):
         return system.name, dict(system.layers)
     if not isinstance(system, Preset):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
-            f"compare: a model is a zoo name, a preset or (name, recipe), not {shown(model)}"
+            f"compare: a model is a zoo name, a preset or (name, recipe), not {short_repr(model)}"
         )
-    return system.name, {system.name: mixer_of(system)}
+    return system.name, {system.name: as_mixer(system)}
 
 
-SHARED = ("conv", "conv_activation", "shift", "skip", "output_norm", "output_gate")
+SHARED = ("conv_size", "conv_activation", "token_shift", "value_skip", "output_norm", "output_gate")
 """Options that every layer can have alike: the layer applies them before or after its memory."""
 
 
@@ -80,8 +80,9 @@ def named_alike(
     """
     if layer_options not in ("preset", "same"):
         raise ValueError(
-            f"{word_for('layer_options', 'compare: layer_options')} must be 'preset' or 'same', "
-            f"not {shown(layer_options)}"
+            f"{argument_name('layer_options', 'compare: layer_options')} must be 'preset' "
+            "or 'same', "
+            f"not {short_repr(layer_options)}"
         )
     chosen = [named(model) for model in models]
     return [_alike(*one) for one in chosen] if layer_options == "same" else [*chosen]
@@ -92,12 +93,12 @@ def _alike(name: str, layers: Mapping[str, Mixer]) -> tuple[str, Mapping[str, Mi
     default = LayerOptions()
     shared: dict[str, Any] = {option: getattr(default, option) for option in SHARED}
 
-    def change(leaf: Leaf) -> Leaf:
+    def change(leaf: RecipeMixer) -> RecipeMixer:
         if leaf.options.persistent:  # a feed-forward layer has none of these options
             return leaf
         return replace(leaf, options=replace(leaf.options, **shared))
 
-    changed = {key: mixer.with_leaves(change) for key, mixer in layers.items()}
+    changed = {key: mixer.map_leaves(change) for key, mixer in layers.items()}
     return (name, layers) if changed == dict(layers) else (f"{name}-same", changed)
 
 
@@ -114,7 +115,7 @@ def compare(
     sizes: Mapping[str, Sizes] | Sizes | None = None,
     seed: int = 0,
     seeds: int = 1,
-    method: str = "auto",
+    engine: str = "auto",
     layer_options: str = "preset",
     parameters: int | None = None,
     jobs: int = 1,
@@ -134,7 +135,7 @@ def compare(
         seed: of initial weights, examples and their order; 0 to 2³² − 1.
         seeds: how many; every model is trained anew with ``seed``, ``seed`` + 1, ... and reported
             by mean and spread over them. Models share the examples of a seed.
-        method: engine, as in `recall`.
+        engine: engine, as in `recall`.
         layer_options: ``"preset"``: each model keeps its own; ``"same"``: all layers have the
             default short convolution, output norm and output gate, no token shift and no skip of
             the values. The name of a model that ``"same"`` changes ends in ``-same``. Options on
@@ -174,7 +175,7 @@ def compare(
     tasks = [tasks] if isinstance(tasks, str) else tasks
     for what, several in (("models", models), ("tasks", tasks)):
         if not isinstance(several, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"compare: {what} must be a list, not {shown(several)}")
+            raise ValueError(f"compare: {what} must be a list, not {short_repr(several)}")
     chosen = named_alike(models, layer_options)
     names = [name for name, _ in chosen]
     if not chosen:
@@ -184,10 +185,12 @@ def compare(
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
-    held(word_for("jobs", "compare: jobs"), whole(1), jobs)
-    held(word_for("seed", "compare: seed"), whole(0, 2**32 - 1), seed)
-    held(word_for("seeds", "compare: seeds"), whole(1, min(SEEDS, 2**32 - seed)), seeds)
-    where = find_device(device, said=word_for("device", "compare: device"))
+    validate(argument_name("jobs", "compare: jobs"), int_check(1), jobs)
+    validate(argument_name("seed", "compare: seed"), int_check(0, 2**32 - 1), seed)
+    validate(
+        argument_name("seeds", "compare: seeds"), int_check(1, min(SEEDS, 2**32 - seed)), seeds
+    )
+    where = find_device(device, said=argument_name("device", "compare: device"))
     check_text_is_read(tasks, text=text, corpus=corpus)
     by_task = _by_task(sizes, tasks)
     every = {task: by_task.get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
@@ -213,7 +216,7 @@ def compare(
                 assert corpus is not None
                 vocab = corpus.vocab
             told = recall is not None
-            configs = equal_configs(chosen, vocab, size, method, parameters, conv=told)
+            configs = equal_configs(chosen, vocab, size, engine, parameters, conv=told)
             wanted += [
                 Job(
                     task=task,
@@ -272,12 +275,12 @@ def _by_task(
     if not isinstance(sizes, Mapping) or not all(isinstance(x, Sizes) for x in sizes.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"compare: sizes are an rc.experiments.Sizes, or a dict of them by task, not "
-            f"{shown(sizes)}"
+            f"{short_repr(sizes)}"
         )
     return sizes
 
 
-@worded(
+@renamed_arguments(
     {
         "hidden_size": "width",
         "num_hidden_layers": "depth",
@@ -290,7 +293,7 @@ def equal_configs(
     chosen: Sequence[tuple[str, Mapping[str, Mixer]]],
     vocab: int,
     size: Sizes,
-    method: str,
+    engine: str,
     parameters: int | None,
     *,
     conv: bool,
@@ -301,7 +304,7 @@ def equal_configs(
         chosen: names and mixers of each model, as `named` gives them.
         vocab: tokens.
         size: of the models.
-        method: engine, as in `recall`.
+        engine: engine, as in `recall`.
         parameters: that every model is brought to; the largest model's when ``None``.
         conv: whether every layer has a short convolution.
 
@@ -316,7 +319,7 @@ def equal_configs(
             num_hidden_layers=size.depth,
             num_attention_heads=size.heads,
             head_dim=size.head_dim,
-            method=method,
+            engine=engine,
         )
         for _, layers in chosen
     ]
@@ -330,18 +333,18 @@ def _fitted(mixer: Mixer, size: Sizes, *, conv: bool) -> Mixer:
 
     A composition that has one already keeps its other parts as they are.
     """
-    told = conv and not any(leaf.options.conv for leaf in mixer.leaves.values())
+    told = conv and not any(leaf.options.conv_size for leaf in mixer.leaves.values())
 
-    def fit(leaf: Leaf) -> Leaf:
+    def fit(leaf: RecipeMixer) -> RecipeMixer:
         options = _with_conv(leaf.options) if told else leaf.options
         return replace(leaf, options=_sized(options, size))
 
-    return mixer.with_leaves(fit)
+    return mixer.map_leaves(fit)
 
 
 def _with_conv(options: LayerOptions) -> LayerOptions:
     """Recall is told to every model with a short convolution, as in the zoology benchmark."""
-    return options if options.conv else replace(options, conv=4)
+    return options if options.conv_size else replace(options, conv_size=4)
 
 
 def _sized(options: LayerOptions, size: Sizes) -> LayerOptions:

@@ -1,7 +1,5 @@
 """The report of a comparison: one HTML page, its figures, a CSV table and JSON."""
 
-# More than 400 lines: the tables, captions and figures of one page, which only it uses.
-
 from __future__ import annotations
 
 import csv
@@ -153,7 +151,7 @@ def reach(comparison: Outcomes, task: str) -> str:
 
 def _has_conv(layers: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a model has a short convolution in some layer; true if its options are not stored."""
-    convolutions = [options["conv"] for options in layers]
+    convolutions = [options["conv_size"] for options in layers]
     return not convolutions or any(convolutions)
 
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from recollect.experiments.comparison.training import History, Schedule
 from recollect.experiments.framework.records import plain
-from recollect.fields import Validated, held, integer, whole
+from recollect.fields import Validated, int_check, integer, validate
+from recollect.messages import argument_name
 from recollect.report.environment import Environment
-from recollect.wording import word_for
 
 __all__ = ["DEFAULTS", "ModelRun", "Nobody", "Outcomes", "Sizes", "Summary", "Watcher"]
 
@@ -45,7 +45,7 @@ class Sizes(Validated):
     key_dim: int | None = integer(None, at_least=1, optional=True)
     head_dim: int | None = integer(None, at_least=1, optional=True)
 
-    def but(
+    def replace(
         self,
         *,
         steps: int | None = None,
@@ -90,10 +90,10 @@ class Sizes(Validated):
             return changed
         if steps is not None:
             raise ValueError(
-                f"{word_for('steps')} and {word_for('tokens')} exclude each other: one follows "
-                "from the other"
+                f"{argument_name('steps')} and {argument_name('tokens')} exclude each other: one "
+                "follows from the other"
             )
-        held(word_for("tokens"), whole(1), tokens)
+        validate(argument_name("tokens"), int_check(1), tokens)
         steps = -(-tokens // (schedule.batch * changed.length))
         return replace(changed, schedule=replace(schedule, steps=steps))
 

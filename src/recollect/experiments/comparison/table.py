@@ -6,8 +6,6 @@ divided into heads is no such term but a row's own, as its recipe is, and stands
 polynomial features of degree 2 are 2,145 of a key of 64 channels and 153 of a key of 16.
 """
 
-# More than 400 lines: the terms, files and table of rows, which are checked against each other.
-
 from __future__ import annotations
 
 import json
@@ -19,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from recollect.blocks.files import read_mixer
-from recollect.blocks.mixers import Leaf, Mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.experiments.comparison.compare import SHARED, Named, compare, named, named_alike
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.comparison.tasks import MEASURED, read_corpus
 from recollect.layer.options import LayerOptions
+from recollect.messages import argument_name
 from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 from recollect.report.devices import find_device
@@ -33,12 +32,11 @@ from recollect.report.files import read_regular, rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
-from recollect.wording import word_for
 from recollect.zoo.preset import hybrids, names
 
 __all__ = ["add_rows", "write_rows_table"]
 
-SCHEMA = 1
+SCHEMA = 2
 PER_ROW = ("heads", "key_dim")
 """Terms that the rows of one table need not share; the same model is not made twice, though."""
 
@@ -52,7 +50,7 @@ def add_rows(
     text: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
     corpus: TextCorpus | None = None,
     seed: int = 0,
-    method: str = "auto",
+    engine: str = "auto",
     layer_options: str = "preset",
     jobs: int = 1,
     device: str | None = None,
@@ -62,7 +60,7 @@ def add_rows(
     """Train the models whose rows a folder lacks, on text; the table is rewritten after each.
 
     Args:
-        models, text, corpus, seed, method, layer_options, parameters, jobs, device, watcher: as in
+        models, text, corpus, seed, engine, layer_options, parameters, jobs, device, watcher: as in
             `compare`.
         folder: holds ``NAME.json`` for each model and ``README.md``, the table.
         sizes: of every model and run.
@@ -101,7 +99,7 @@ def add_rows(
             sizes=sizes,
             parameters=parameters,
             seed=seed,
-            method=method,
+            engine=engine,
             layer_options=layer_options,
             jobs=jobs,
             device=device,
@@ -118,7 +116,7 @@ def _added(
     sizes: Sizes,
     parameters: int,
     seed: int,
-    method: str,
+    engine: str,
     layer_options: str,
     jobs: int,
     device: str | None,
@@ -126,8 +124,8 @@ def _added(
     command: str,
 ) -> Comparison | None:
     """`add_rows`, in a folder that is this run's own."""
-    where = find_device(device, said=word_for("device", "add_rows: device"))
-    terms = _terms(sizes, parameters, corpus.sha256, seed, method)
+    where = find_device(device, said=argument_name("device", "add_rows: device"))
+    terms = _terms(sizes, parameters, corpus.sha256, seed, engine)
     for path in sorted(place.glob("*.json")):
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
     layers: dict[str, dict[str, Any]] = {}
@@ -173,7 +171,7 @@ def _added(
         corpus=corpus,
         sizes={"text": sizes},
         seed=seed,
-        method=method,
+        engine=engine,
         layer_options=layer_options,
         parameters=parameters,
         jobs=jobs,
@@ -201,10 +199,10 @@ class _Keeper:
         self.other.end(run)
 
 
-def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -> dict[str, Any]:
+def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, engine: str) -> dict[str, Any]:
     """What two rows must share to be compared, as JSON gives it back."""
     terms = {**asdict(sizes), "parameters": parameters, "sha256": sha256, "seed": seed}
-    return json.loads(json.dumps({**terms, "method": method}))
+    return json.loads(json.dumps({**terms, "engine": engine}))
 
 
 def _shared(terms: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +242,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _written(mixers: Mapping[str, Mixer]) -> dict[str, Any]:
     """What a row holds of its layers: one recipe with its options, or mixers by name."""
     first = next(iter(mixers.values()))
-    if len(mixers) == 1 and isinstance(first, Leaf):
+    if len(mixers) == 1 and isinstance(first, RecipeMixer):
         return first.to_dict()
     return {"layers": {name: mixer.to_dict() for name, mixer in mixers.items()}}
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from recollect.experiments.comparison.results import Sizes
 from recollect.lm.data.sources import Source, find_files
+from recollect.messages import argument_name, renamed_arguments
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows, split_documents
-from recollect.wording import word_for, worded
 
 __all__ = [
     "MEASURED",
@@ -89,15 +89,15 @@ def check_text_is_read(tasks: Sequence[str], **texts: object) -> None:
     """
     for name, text in texts.items():
         if text is not None and "text" not in tasks:
-            said, others = word_for(name), ", ".join(dict.fromkeys(tasks))
+            said, others = argument_name(name), ", ".join(dict.fromkeys(tasks))
             raise ValueError(
-                f"{said} is read by the task text alone, and {word_for('tasks')} has only "
+                f"{said} is read by the task text alone, and {argument_name('tasks')} has only "
                 f"{others}: add the task text, compare on it in a run of its own, or leave {said} "
                 "out"
             )
 
 
-@worded({"text": "text", "column": "column", "bad_lines": ""})
+@renamed_arguments({"text": "text", "column": "column", "bad_lines": ""})
 def read_corpus(
     text: str | PathLike[str] | Sequence[str | PathLike[str]], *, column: str = "text"
 ) -> TextCorpus:

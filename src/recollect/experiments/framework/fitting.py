@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.blocks.routed import Routing, watched_routers
+from recollect.blocks.routed import Routing, record_routing
 from recollect.fields import Validated, integer, number, option
 from recollect.tasks.mqar import IGNORE
 
@@ -140,7 +140,7 @@ def training_steps(
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         model.train()
-        with watched_routers(model) as routings:
+        with record_routing(model) as routings:
             logits, labels = (predict or model)(inputs.to(device)), labels.to(device)
         loss = asked_loss(logits, labels)
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from recollect.recipe.modules import import_modules, imported_modules
+from recollect.plugins import import_modules, imported_modules
 from recollect.report.signals import ENDINGS, answered
 
 __all__ = ["GLANCE", "Lost", "in_processes", "stopped", "tell"]
@@ -188,7 +188,7 @@ def _serve(
     line.send(("begun", None))
     try:
         for name, folder in modules:
-            import_modules([name], beside=folder)
+            import_modules([name], folder=folder)
     except ValueError as error:
         line.send(("raised", error))
     try:

@@ -15,16 +15,16 @@ from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import Exponential
 from recollect.choices.memory.base import Read
 from recollect.choices.memory.maps import Matrix
-from recollect.layer.blocks import SwiGLU
+from recollect.functional.recall import recall
+from recollect.layer.block import SwiGLU
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import GateOptions, LayerOptions
-from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["BARE", "Mixer", "RecallModel", "TaskModel", "delta_former"]
 
 BARE = LayerOptions(
-    conv=0,
+    conv_size=0,
     conv_activation="none",
     qk_norm="none",
     output_norm="none",
@@ -85,7 +85,7 @@ class TaskModel(nn.Module):
                 mixer.heads,
                 mixer.recipe,
                 mixer.options,
-                kv_heads=mixer.kv_heads,
+                num_kv_heads=mixer.kv_heads,
                 head_dim=mixer.head_dim,
             )
             for mixer in mixers
@@ -106,7 +106,7 @@ class TaskModel(nn.Module):
         """Logits ``[B, T, classes]``."""
         x = self.embed(inputs)
         for index, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
-            x = x + layer(norm(x), output_state=False)[0]
+            x = x + layer(norm(x), output_final_state=False)[0]
             if len(self.mlps):
                 x = x + self.mlps[index](x)
         if self.unpack is not None:
@@ -152,7 +152,7 @@ def delta_former(
 
 
 LEARNED = {
-    name: GateOptions(source="learned", squash="softplus", init=1.0) for name in ("lr", "erase")
+    name: GateOptions(source="learned", activation="softplus", init=1.0) for name in ("lr", "erase")
 }
 """α and β as the paper's listing has them: one learned number each, 1 at the start."""
 
@@ -187,5 +187,5 @@ class RecallModel(nn.Module):
         q, k, v = self.project(self.embed(tokens)).chunk(3, dim=-1)
         before = nn.functional.pad(k, (0, 0, 1, 0))[:, :-1]
         k = self.filter[0] * k + self.filter[1] * before
-        y, _ = recall(self.recipe, *(x.unsqueeze(2) for x in (q, k, v)), output_state=False)
+        y, _ = recall(self.recipe, *(x.unsqueeze(2) for x in (q, k, v)), output_final_state=False)
         return self.read_out(self.norm(y.squeeze(2)))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import GradientDescent
-from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -38,8 +38,12 @@ MODELS = {
 
 def _mixer(model: str) -> Mixer:
     steps, most = MODELS[model]
-    options = LayerOptions(conv=0, gates={"lr": GateOptions(low=0.0, high=most, init=0.5 * most)})
-    return Mixer(recipe=Recipe(algorithm=GradientDescent(steps=steps)), options=options, heads=2)
+    options = LayerOptions(
+        conv_size=0, gate_options={"lr": GateOptions(low=0.0, high=most, init=0.5 * most)}
+    )
+    return Mixer(
+        recipe=Recipe(algorithm=GradientDescent(updates_per_token=steps)), options=options, heads=2
+    )
 
 
 def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
@@ -235,7 +239,7 @@ WORDS = Experiment(
 
 def _work(config: Config, cell: Cell) -> Work:
     mixer, width = _mixer(str(cell["model"])), config["width"]
-    size, n = width // mixer.heads, mixer.recipe.associations
+    size, n = width // mixer.heads, mixer.recipe.associations_per_token
     length, tokens = config["length"], config["batch"] * config["length"]
     price = cost(mixer.recipe, B=config["batch"], T=length, H=mixer.heads, K=size, V=size)
     times = 3 * config["steps"] * len(config["lrs"])

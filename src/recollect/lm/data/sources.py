@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recollect.messages import argument_name
 from recollect.recipe.json_text import read_json
-from recollect.wording import word_for
 
 __all__ = ["BadLines", "HubDocuments", "Source", "find_files"]
 
@@ -37,7 +37,7 @@ class BadLines:
             ValueError: unless lines are skipped.
         """
         if not self.skip:
-            setting = word_for("bad_lines", 'bad_lines = "skip" in [data]')
+            setting = argument_name("bad_lines", 'bad_lines = "skip" in [data]')
             skip = f", or set {setting} to go on without such lines" if setting else ""
             raise ValueError(f"{where}: {reason}; repair it{skip}")
         self.count += 1
@@ -146,7 +146,7 @@ def _texts(row: Any, column: str, where: str, bad: BadLines) -> Iterator[str]:
 
 
 def _column() -> str:
-    return word_for("column", "column in [data]")
+    return argument_name("column", "column in [data]")
 
 
 def _encodes(text: str) -> bool:
@@ -179,7 +179,7 @@ def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
             here = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
         if not here:
             raise ValueError(
-                f"{word_for(key, f'[data] {key}')}: no file matches {pattern!r} (in a folder: "
+                f"{argument_name(key, f'[data] {key}')}: no file matches {pattern!r} (in a folder: "
                 f"{', '.join(_KINDS)})"
             )
         files += here

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from recollect.fields import held, whole
+from recollect.fields import int_check, validate
 from recollect.lm.evaluation.documents import CONTEXT
 from recollect.lm.evaluation.folder import earlier_groups, finished, keep
 from recollect.lm.evaluation.local_tasks import local_tasks
@@ -25,10 +25,10 @@ from recollect.lm.evaluation.results import Evaluation, TaskResult
 from recollect.lm.evaluation.watching import EvaluationWatcher, Nobody
 from recollect.lm.loading import load_saved
 from recollect.lm.prompt import fingerprint
+from recollect.messages import argument_name, short_repr
 from recollect.report.environment import describe_environment
 from recollect.report.ownership import owned_folder
 from recollect.tasks.text import default_source
-from recollect.wording import shown, word_for
 
 if TYPE_CHECKING:
     from recollect.lm.evaluation.harness import HarnessModel
@@ -110,9 +110,9 @@ def evaluate(
     from recollect.lm.evaluation.names import index_of, load
 
     if limit is not None:
-        held(word_for("limit"), whole(1), limit)
+        validate(argument_name("limit"), int_check(1), limit)
     if context is not None:
-        held(word_for("context"), whole(2), context)
+        validate(argument_name("context"), int_check(2), context)
     size = _batch(batch)
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     manager, found = index_of(names, {})  # refused before a model is read
@@ -266,12 +266,12 @@ def _batch(batch: int | str) -> int | None:
     """The number of a batch; ``None`` for one that is found by trying."""
     if batch == "auto":
         return None
-    name = word_for("batch")
+    name = argument_name("batch")
     if isinstance(batch, str):
         if not batch.isdecimal():
-            raise ValueError(f'{name} must be "auto" or a number, not {shown(batch)}')
+            raise ValueError(f'{name} must be "auto" or a number, not {short_repr(batch)}')
         batch = int(batch)
-    held(name, whole(1), batch)
+    validate(name, int_check(1), batch)
     return batch
 
 
@@ -332,7 +332,7 @@ def _check_positions(model: Any, context: int | None) -> None:
         table = isinstance(module, torch.nn.Embedding) and module.num_embeddings >= said
         if table and ("wpe" in own or "pos" in own):
             raise ValueError(
-                f"{word_for('context')} {context:,} is more than the {said:,} positions that "
+                f"{argument_name('context')} {context:,} is more than the {said:,} positions that "
                 f"{type(model).__name__} has learned: give {said:,} at most"
             )
 
@@ -387,7 +387,7 @@ def _text(path: str | None) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise ValueError(f"{word_for('text')} {path}: {error.strerror}") from None
+        raise ValueError(f"{argument_name('text')} {path}: {error.strerror}") from None
 
 
 def _digest(parts: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from recollect.lm.evaluation import harness
 from recollect.lm.evaluation.local_tasks import local_folder, local_tasks
 from recollect.lm.hub import hub_answers, offline, replaced
-from recollect.wording import nearest
+from recollect.messages import suggestion
 
 __all__ = ["Loaded", "described", "index_of", "load"]
 
@@ -63,7 +63,7 @@ def index_of(tasks: Sequence[str], metadata: Mapping[str, Any]) -> tuple[Any, li
             return manager, list(dict.fromkeys(x for names in found.values() for x in names))
         if unknown.startswith(("local_", "fixture_")):
             break
-    near = nearest(unknown, manager.all_tasks)
+    near = suggestion(unknown, manager.all_tasks)
     hint = f"; {near}" if near.startswith("did you mean") else ""
     raise ValueError(
         f"there is no task {unknown!r}{hint} (`recollect eval --list` names the local ones, "

@@ -45,7 +45,7 @@ def one_cache(cache: Any, past_key_values: Any) -> Any:
 
 def grows(layer: MemoryLayer) -> bool:
     """Whether a layer's state grows with the text: all associations, or a row per key."""
-    return layer.recipe.span is None or layer.recipe.dual
+    return layer.recipe.buffer_size is None or layer.recipe.uses_kernel_rows
 
 
 class StateLayer(CacheLayerMixin):

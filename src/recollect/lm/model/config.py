@@ -1,7 +1,5 @@
 """The configuration: recipes and options in full, as JSON, and the sizes of the backbone."""
 
-# More than 400 lines: every field of the configuration, with its check and what refuses it.
-
 from __future__ import annotations
 
 import inspect
@@ -12,22 +10,22 @@ from typing import Any, ClassVar, cast
 from transformers import GenerationConfig, PretrainedConfig
 
 from recollect.blocks.files import read_mixer
-from recollect.blocks.mixers import Leaf, Mixer, mixer_of
+from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.choices.member import RecipeError
 from recollect.choices.products import PRECISIONS
-from recollect.engines.select import select
-from recollect.fields import as_whole
-from recollect.layer.blocks import mlp_width
+from recollect.engines.select import select_engine
+from recollect.fields import as_int
+from recollect.layer.block import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_config
 from recollect.lm.publishing.remote_code import RemoteConfig
+from recollect.messages import argument_name, short_repr, suggestion
 from recollect.recipe.recipe import Recipe
-from recollect.wording import nearest, shown, word_for
 from recollect.zoo.preset import Hybrid, Preset, find
 
 __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONAL = (
@@ -72,7 +70,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
             omitted. An MLP follows every layer; where the word ``"mlp"`` stands among the names,
             one follows the layers before it alone.
         schema: of this mapping.
-        method: engine, as in `recall`.
+        engine: engine, as in `recall`.
         precision: of the memories' products, as in `recall`: one for all layers, or
             ``{name: precision}`` for those of some recipes. What a layer does around its memory is
             autocast's matter.
@@ -83,7 +81,8 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         logit_scale: > 0, factor of the logits. 1 but for models whose output reads the embedding
             and that were begun under rules for width (`recollect.lm.scale_for_width`).
         router_aux_loss_coef: ≥ 0, what the training loss adds of the load-balancing loss, where
-            tokens are routed to memories (`recollect.blocks.Routed`); 0.01 as in Du et al. 2025.
+            tokens are routed to memories (`recollect.blocks.MixtureOfMemories`); 0.01 as in Du et
+            al. 2025.
         loss_chunk_size: tokens whose logits a training loss holds at once; 0 is all of them.
         use_cache: whether a forward pass out of training returns states.
         pad_token_id, bos_token_id, eos_token_id: of the tokenizer.
@@ -136,7 +135,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         recipes: dict[str, Any] | None = None,
         layers: list[str] | None = None,
         schema: int = SCHEMA,
-        method: str = "auto",
+        engine: str = "auto",
         precision: str | dict[str, str] | None = None,
         rms_norm_eps: float = 1e-6,
         initializer_range: float | None = None,
@@ -152,8 +151,9 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
     ) -> None:
         if schema != SCHEMA or type(schema) is not int:  # true is 1, too
             raise RecipeError(
-                f"this configuration has schema {shown(schema)} and this version of recollect "
-                f"reads schema {SCHEMA}: install the version that wrote it"
+                f"this configuration has schema {short_repr(schema)} and this version of recollect "
+                f"reads schema {SCHEMA}: rename its fields as "
+                "CHANGELOG.md lists, or install the version that wrote it"
             )
         _check_unknown(kwargs)
         for name in ("dtype", "torch_dtype"):
@@ -172,7 +172,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         self.recipes = {} if recipes is None else recipes
         self.layers: list[str] = layers  # type: ignore[assignment]  # completed below
         self.schema = schema
-        self.method, self.precision = method, precision
+        self.engine, self.precision = engine, precision
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
@@ -209,18 +209,18 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
                     "give it another name"
                 )
             for leaf in self.mixer(name).leaves.values():
-                select(leaf.recipe, self.method)
+                select_engine(leaf.recipe, self.engine)
         for name in self.precision if isinstance(self.precision, Mapping) else ():
             if name not in self.recipes:
                 raise RecipeError(
-                    f"precision names the recipe {shown(name)}, which is not among: "
+                    f"precision names the recipe {short_repr(name)}, which is not among: "
                     f"{', '.join(self.recipes) or 'none'}"
                 )
         pairs = zip(self.layers, [*self.layers[1:], *self.layers[:1]], strict=True)
         if self.layers[:1] == [MLP] or any(a == b == MLP for a, b in pairs):
             raise RecipeError(
                 f"layers must begin with a recipe and have one between two {MLP!r}, not "
-                f"{shown(self.layers)}"
+                f"{short_repr(self.layers)}"
             )
 
     @classmethod
@@ -246,18 +246,20 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         for name in sizes:
             if name not in (*known, "dtype") or name in ("recipes", "layers", "schema"):
                 raise RecipeError(
-                    f"RecollectConfig has no argument {name!r}; {nearest(name, known)}"
+                    f"RecollectConfig has no argument {name!r}; {suggestion(name, known)}"
                 )
         if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):
             where = "RecollectConfig.from_recipes(layers=...)"
-            raise RecipeError(f"{where} must be a list of names of recipes, not {shown(layers)}")
+            raise RecipeError(
+                f"{where} must be a list of names of recipes, not {short_repr(layers)}"
+            )
         chosen = _by_name(recipes)
         if not isinstance(recipes, Mapping) and layers is None and len(chosen) == 1:
             (one,) = chosen.values()
             system = find(one) if isinstance(one, str) else one
             if isinstance(system, Hybrid):  # a pattern of several mixers brings their names
                 chosen = dict(system.layers)
-        written = {name: mixer_of(value).to_dict() for name, value in chosen.items()}
+        written = {name: as_mixer(value).to_dict() for name, value in chosen.items()}
         return cls(recipes=written, layers=None if layers is None else list(layers), **sizes)
 
     def recipe(self, name: str) -> tuple[Recipe, LayerOptions]:
@@ -268,7 +270,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
                 a composition of several recipes.
         """
         mixer = self.mixer(name)
-        if not isinstance(mixer, Leaf):
+        if not isinstance(mixer, RecipeMixer):
             raise RecipeError(
                 f"{name} composes {', '.join(mixer.leaves)}, and one recipe is asked for: take "
                 f"mixer({name!r}).leaves"
@@ -288,7 +290,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
             given = [*entry] if isinstance(entry, Mapping) else entry
             raise RecipeError(
                 f"recipes[{name!r:.80}] must be {{'recipe': ..., 'options': ...}} or {{'mixer': "
-                f"..., ...}}, not {shown(given):.200}"
+                f"..., ...}}, not {short_repr(given):.200}"
             )
         return read_mixer(entry if composed else {"recipe": {}, **entry})
 
@@ -369,7 +371,9 @@ def _check_unknown(fields: Mapping[str, Any]) -> None:
         private = name.startswith("_") and not name.startswith("__")
         if name in _INHERITED or (private and not hasattr(RecollectConfig, name)):
             continue
-        raise RecipeError(f"RecollectConfig has no field {name!r}: {nearest(name, _arguments())}")
+        raise RecipeError(
+            f"RecollectConfig has no field {name!r}: {suggestion(name, _arguments())}"
+        )
 
 
 def _check_fields(config: RecollectConfig) -> None:
@@ -378,18 +382,18 @@ def _check_fields(config: RecollectConfig) -> None:
     def refuse(name: str, wanted: str) -> None:
         given = repr(getattr(config, name))
         given = given if len(given) <= 80 else f"{given[:77]}..."
-        where = word_for(name, f"RecollectConfig({name}=...)")
+        where = argument_name(name, f"RecollectConfig({name}=...)")
         raise RecipeError(f"{where} must be {wanted}, not {given}")
 
     for name in (*_SIZES, *_OPTIONAL):
         value = getattr(config, name)
         most = _DEEPEST if name == "num_hidden_layers" else _LARGEST
-        number = as_whole(value)
+        number = as_int(value)
         fits = number is not None and 1 <= number <= most
         if not fits and not (value is None and name in _OPTIONAL):
             refuse(name, f"a whole number from 1 to {most:,}")
         setattr(config, name, number)
-    chunk = as_whole(config.loss_chunk_size)
+    chunk = as_int(config.loss_chunk_size)
     if chunk is None or not 0 <= chunk <= _LARGEST:
         refuse("loss_chunk_size", f"a whole number from 0 to {_LARGEST:,}")
     config.loss_chunk_size = chunk or 0
@@ -408,13 +412,13 @@ def _check_fields(config: RecollectConfig) -> None:
     for one in said.values() if isinstance(said, Mapping) else [said]:
         if one is not None and one not in PRECISIONS:
             refuse("precision", "'float32', 'tf32' or 'bf16', or one of these by recipe")
-    if not isinstance(config.method, str):
-        refuse("method", "the name of an engine")
+    if not isinstance(config.engine, str):
+        refuse("engine", "the name of an engine")
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name)
         several = isinstance(value, list) and name == "eos_token_id"
         for token in value if several else [value]:
-            number = as_whole(token)
+            number = as_int(token)
             if token is not None and (number is None or not 0 <= number < config.vocab_size):
                 refuse(name, f"a token from 0 to {config.vocab_size - 1}")
     if not isinstance(config.recipes, Mapping):
@@ -453,8 +457,8 @@ def resolved(value: Named) -> tuple[Recipe, LayerOptions]:
     Raises:
         RecipeError: an unknown zoo name, a composition of several recipes, or something else.
     """
-    mixer = mixer_of(value)
-    if isinstance(mixer, Leaf):
+    mixer = as_mixer(value)
+    if isinstance(mixer, RecipeMixer):
         return mixer.recipe, mixer.options
     raise RecipeError(
         f"one recipe is asked for here, and rc.blocks.{type(mixer).__name__} composes "

@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from recollect.blocks.compositions import Boosted
-from recollect.blocks.mixers import Leaf, Mixer
-from recollect.choices.fields import Gate, Param
-from recollect.layer.gates import RANK, squash_of
+from recollect.blocks.compositions import ResidualMemory
+from recollect.blocks.mixers import Mixer, RecipeMixer
+from recollect.fields import Gate, Param
+from recollect.layer.gates import GATE_RANK, range_map
 from recollect.layer.options import LayerOptions
-from recollect.layer.ties import OWNED
+from recollect.layer.ties import RULES_WITH_OWN_VALUE
 from recollect.layer.token_shift import RANK as SHIFT_RANK
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.messages import argument_name
 from recollect.recipe.recipe import Recipe
-from recollect.wording import word_for
 
 __all__ = ["count_parameters", "match_parameters", "parameter_count"]
 
@@ -69,13 +69,13 @@ def count_parameters(config: RecollectConfig) -> dict[str, int]:
 
 def _mixer(config: RecollectConfig, mixer: Mixer) -> dict[str, int]:
     """A layer's numbers by part: those of its recipes, and of what composes them."""
-    if isinstance(mixer, Leaf):
+    if isinstance(mixer, RecipeMixer):
         return _layer(config, mixer.recipe, mixer.options)
     total = Counter[str](mixer.own_parameters(config.hidden_size))
     for name, child in mixer.children.items():
-        if isinstance(mixer, Boosted) and name == "second":
+        if isinstance(mixer, ResidualMemory) and name == "second":
             first = mixer.first
-            assert isinstance(first, Leaf) and isinstance(child, Leaf)
+            assert isinstance(first, RecipeMixer) and isinstance(child, RecipeMixer)
             options = replace(child.options, key_dim=first.options.key_dim)
             total.update(_learned(config, child.recipe, options, without=mixer.share))
         else:
@@ -90,8 +90,8 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
     N = config.num_key_value_heads
     K = config.head_dim or options.key_dim or D // heads
     V = config.value_dim or config.head_dim or D // heads
-    streams = {"q": heads * K, "k": N * recipe.associations * K}
-    streams["v"] = N * recipe.associations * V
+    streams = {"q": heads * K, "k": N * recipe.associations_per_token * K}
+    streams["v"] = N * recipe.associations_per_token * V
     key_tie = next((tie for tie in options.ties if tie.target == "k"), None)
     if options.qk == "ones":
         streams["q"] = streams["k"] = 0
@@ -102,19 +102,19 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
     counts = _learned(config, recipe, options)
     counts |= {
         "maps": D * qkv + width * D * (2 if gated else 1),
-        "convolution": (options.conv or 0) * qkv,
+        "convolution": (options.conv_size or 0) * qkv,
         "other": counts["other"] + (V if options.output_norm == "rms" else 0),
     }
-    if options.phase != "none":
-        size = V if recipe.memory.diagonal else K
-        counts["other"] += N * (size // 2) * (1 + (D if options.phase == "input" else 0))
-    if options.shift != "none":
+    if options.complex_decay != "none":
+        size = V if recipe.memory.is_elementwise else K
+        counts["other"] += N * (size // 2) * (1 + (D if options.complex_decay == "input" else 0))
+    if options.token_shift != "none":
         numbers = _numbers(recipe, options, D=D, N=N, K=K, V=V)
         made = sum(from_input for _, from_input in numbers)
         n = sum(1 for size in streams.values() if size) + made + gated
         rank = min(SHIFT_RANK, D)
-        counts["other"] += n * D + (D + 2 * n * D * rank if options.shift == "input" else 0)
-    if options.skip:
+        counts["other"] += n * D + (D + 2 * n * D * rank if options.token_shift == "input" else 0)
+    if options.value_skip:
         counts["other"] += N * V
     return counts
 
@@ -132,8 +132,8 @@ def _learned(
     counts["other"] = sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
     if recipe.learns_init:
         shapes = recipe.shapes(K, V)
-        if recipe.dual:
-            shapes = recipe.init_shapes(K, V, pairs=options.anchors)
+        if recipe.uses_kernel_rows:
+            shapes = recipe.init_shapes(K, V, pairs=options.num_anchors)
         counts["other"] += N * sum(math.prod(shape) for shape in shapes)
     return counts
 
@@ -153,25 +153,25 @@ def _numbers(
     axes = recipe.axes(K, V)
     for item in (*recipe.gates(), *recipe.params()):
         rule = rules.get(item.name)
-        if (rule is not None and rule not in OWNED) or item.name in without:
+        if (rule is not None and rule not in RULES_WITH_OWN_VALUE) or item.name in without:
             continue
         own = options.gate(item.name)
         if isinstance(item, Gate):
             made, several = "input", recipe.per_association(item)
         else:
-            made, several = "learned" if item.learned else "fixed", False
+            made, several = "learned" if item.learned else "constant", False
         source = "learned" if rule == "rate" else own.source or made
         halves = _paired(item, recipe, options)
         inner = [max(1, axes[axis] // 2) if halves else axes[axis] for axis in item.axes]
-        size = N * math.prod(inner) * (recipe.associations if several else 1)
-        key = squash_of(item, own).kind == "identity" and item.axes[-1:] == ("K",)
+        size = N * math.prod(inner) * (recipe.associations_per_token if several else 1)
+        key = range_map(item, own).kind == "identity" and item.axes[-1:] == ("K",)
         count = 0
         if source == "learned" or (source == "input" and not key):
             count += size
         if source == "input":
             rank = own.rank
             if rank is None:
-                rank = RANK if inner and "c" not in item.axes and not key else 0
+                rank = GATE_RANK if inner and "c" not in item.axes and not key else 0
             low = 0 < rank < min(D, size)
             count += rank * (D + size) if low else D * size
         yield count, source == "input"
@@ -179,19 +179,21 @@ def _numbers(
 
 def _paired(item: Gate | Param, recipe: Recipe, options: LayerOptions) -> bool:
     """Whether the real and imaginary channels of a phase share this number."""
-    if options.phase == "none":
+    if options.complex_decay == "none":
         return False
-    if recipe.memory.diagonal:
+    if recipe.memory.is_elementwise:
         return item.axes in (("F",), ("V",))
-    return item.axes == ("F",) and item.name in ("log_decay", "decay", "decay_scale")
+    return item.axes == ("F",) and item.role == "decay"
 
 
 def _feed_forward(D: int, heads: int, recipe: Recipe, options: LayerOptions) -> dict[str, int]:
     heads = 1 if options.joined else heads
-    block = max((part.block for part in recipe.context.within), default=1)
+    block = max((part.block for part in recipe.context.restrictions), default=1)
     m = -(-max(1, round(options.persistent * D)) // block) * block
     keys = sum(
-        m // (block if gate.name == "router" else 1) for gate in recipe.gates() if gate.travels
+        m // (block if gate.name == "router" else 1)
+        for gate in recipe.gates()
+        if gate.per_association
     )
     return {"maps": (2 * m + keys) * D + (D * D if heads > 1 else 0)}
 
@@ -221,7 +223,7 @@ def parameter_count(config: RecollectConfig) -> int:
         if "overflow" not in str(error):
             raise
         sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
-        said = " and ".join(f"{word_for(name)} = {x:,}" for name, x in sizes.items() if x)
+        said = " and ".join(f"{argument_name(name)} = {x:,}" for name, x in sizes.items() if x)
         raise ValueError(
             f"{said} ask for a matrix of more bytes than 64 bits can count: take smaller ones"
         ) from None
@@ -256,8 +258,8 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
         if target < least - step // 2:
             raise ValueError(
                 f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
-                f"than the {target:,} asked for; raise {word_for('target')} or lower "
-                f"{word_for('hidden_size')}"
+                f"than the {target:,} asked for; raise {argument_name('target')} or lower "
+                f"{argument_name('hidden_size')}"
             )
         config.intermediate_size = STEP * (1 + round((target - least) / step))
         matched.append(config)

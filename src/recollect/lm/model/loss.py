@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from recollect.choices.devices import autocasts
-from recollect.recall.modes import full_precision
+from recollect.choices.runtime import autocast_enabled, without_autocast
 
 __all__ = ["IGNORE", "next_token_loss", "shifted"]
 
@@ -127,7 +126,7 @@ def _plain(head: nn.Module) -> bool:
 def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """The summed loss of a linear head."""
     kind = x.device.type
-    if autocasts(kind):
+    if autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         dtype = x.dtype if x.dtype == torch.float64 else dtype
     else:
@@ -156,7 +155,7 @@ def _sum(
     total = x.new_zeros((), dtype=wide)
     to_x = torch.empty_like(x) if wanted[0] else None
     to_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
-    with full_precision(x.device):
+    with without_autocast(x.device.type):
         U = weight.to(dtype)
         for begin in range(0, len(x), chunk):
             part, asked = x[begin : begin + chunk].to(dtype), targets[begin : begin + chunk]
@@ -205,7 +204,7 @@ def _again(x: Tensor, weight: Tensor, targets: Tensor, ctx: Any, grad: Tensor) -
     """The gradients by autograd, chunk by chunk, which may be asked for theirs."""
     wanted = ctx.needs_input_grad[:2]
     create = torch.is_grad_enabled()
-    with torch.enable_grad(), full_precision(x.device):
+    with torch.enable_grad(), without_autocast(x.device.type):
         total = grad.new_zeros(())
         for part, asked in zip(x.split(ctx.chunk), targets.split(ctx.chunk), strict=True):
             total = total + checkpoint(

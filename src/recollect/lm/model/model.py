@@ -1,7 +1,5 @@
 """The model: Llama's backbone with memory layers."""
 
-# More than 400 lines: a body and a head, with every argument explained where it is taken.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,10 +16,10 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from recollect.blocks.build import build
+from recollect.blocks.builder import build
 from recollect.blocks.mixers import Mixer
-from recollect.blocks.routed import Router, Routing, watched_routers
-from recollect.layer.blocks import Block
+from recollect.blocks.routed import Router, Routing, record_routing
+from recollect.layer.block import Block
 from recollect.lm.model.arguments import (
     ForwardArguments,
     HeadlessArguments,
@@ -33,7 +31,7 @@ from recollect.lm.model.cache import CACHE, RecollectCache, cache_of, one_cache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
-from recollect.wording import worded
+from recollect.messages import renamed_arguments
 
 __all__ = ["RecollectForCausalLM", "RecollectModel"]
 
@@ -139,10 +137,10 @@ class RecollectModel(RecollectPreTrainedModel):
             hidden.append(x)
             if self.gradient_checkpointing and self.training:
                 x, after = self._gradient_checkpointing_func(
-                    block.__call__, x, state, mask, cu_seqlens, output_state=use_cache
+                    block.__call__, x, state, mask, cu_seqlens, output_final_state=use_cache
                 )
             else:
-                x, after = block(x, state, mask, cu_seqlens, output_state=use_cache)
+                x, after = block(x, state, mask, cu_seqlens, output_final_state=use_cache)
             states.append(after)
         x = self.norm(x)
         if many:
@@ -251,7 +249,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 )
         asked = labels is not None or shift_labels is not None
         routed = asked and self.routed
-        with watched_routers(self.model) if routed else nullcontext([]) as routings:
+        with record_routing(self.model) if routed else nullcontext([]) as routings:
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -425,18 +423,22 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
-@worded(
-    {"d_model": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+@renamed_arguments(
+    {
+        "d_model": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
 )
 def _layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
     return build(
         mixer,
         config.hidden_size,
         config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         value_dim=config.value_dim,
-        method=config.method,
+        engine=config.engine,
         precision=config.precision_of(config.pattern[index]),
         depth=(index, config.num_hidden_layers),
     )

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from recollect.blocks.composed import PersistentTokens
-from recollect.layer.convolution import ShortConvolution
+from recollect.blocks.layers import PersistentTokens
 from recollect.layer.gates import GateProjection
-from recollect.layer.numbers import InitialMemory
+from recollect.layer.recipe_module import InitialMemory
+from recollect.layer.short_conv import ShortConvolution
 from recollect.lm.hub import hub_options
 from recollect.lm.model.checkpoint import (
     AGAIN,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
-from recollect.parallel.models import layers
-from recollect.parallel.ways import way_of
+from recollect.parallel.models import sequence_layers
+from recollect.parallel.strategies import strategy_for
 
 __all__ = ["PaperRanks", "lay_along"]
 
@@ -38,9 +38,9 @@ class PaperRanks:
         """Whether this rank holds the end of the sequence."""
         return self.rank == self.ranks - 1
 
-    def numbers(self, own: Sequence[int], device: torch.device) -> list[list[int]]:
+    def numbers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
         """This rank's, of everybody."""
-        return [list(own)] * self.ranks
+        return [list(values)] * self.ranks
 
     def gather(self, x: Tensor) -> Tensor:
         """R tensors and all of them in one, as in a `Link`."""
@@ -52,14 +52,14 @@ class PaperRanks:
         x = x.contiguous()
         return torch.empty_like(x[0])
 
-    def tell(self, state: Any, to: int, device: torch.device) -> None:
+    def send_meta(self, state: Any, to: int, device: torch.device) -> None:
         """A kilobyte, which is not counted."""
 
-    def post(self, x: Tensor, to: int) -> None:
+    def isend(self, x: Tensor, to: int) -> None:
         """Hold it until the next message."""
         self._sent = x
 
-    def fetch(self, x: Tensor, of: int) -> Tensor:
+    def recv(self, x: Tensor, of: int) -> Tensor:
         """As it is."""
         return x
 
@@ -77,11 +77,11 @@ def lay_along(block: nn.Module, ranks: int) -> None:
     Args:
         block: of a model. ranks: R ≥ 2.
     """
-    for _, layer in layers(block, ""):
+    for _, layer in sequence_layers(block, ""):
         run, rank = run_layer, 0
         if isinstance(layer, MemoryLayer):
             run = run_memory_layer
-            rank = 0 if way_of(layer.recipe).name == "hand_over" else ranks - 1
+            rank = 0 if strategy_for(layer.recipe).name == "sequential" else ranks - 1
         elif isinstance(layer, FeedForward):
             run = run_feed_forward
         layer.forward = partial(run, Along(link=PaperRanks(rank, ranks)), layer)

@@ -21,8 +21,6 @@ heads. ``context`` divides the tokens of a row: each rank then holds what ``fsdp
 activations what its layers gather or hand over (`along`). A batch is what all processes read.
 """
 
-# More than 400 lines: the memory, time and launch of a run, from the same counts.
-
 from __future__ import annotations
 
 import copy
@@ -33,9 +31,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recollect.blocks.compositions import Routed
+from recollect.blocks.compositions import MixtureOfMemories
 from recollect.blocks.cost import cost
-from recollect.blocks.mixers import Leaf, Mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import parameter_count
@@ -344,12 +342,12 @@ def _check(plan: TrainPlan, config: RecollectConfig, way: Way) -> None:
     shards = way.shards or way.context > 1
     check_layout(plan, Layout(data=way.data, context=way.context, tensor=way.tensor, shards=shards))
     every = [mixer for outermost, _ in config.mixed for mixer in _within(outermost)]
-    if way.context > 1 and any(isinstance(mixer, Routed) for mixer in every):
+    if way.context > 1 and any(isinstance(mixer, MixtureOfMemories) for mixer in every):
         raise ValueError(
             "tokens that are routed to memories are balanced over whole rows, which context divides"
         )
     if way.tensor > 1 and any(
-        isinstance(mixer, Leaf) and mixer.options.persistent for mixer in every
+        isinstance(mixer, RecipeMixer) and mixer.options.persistent for mixer in every
     ):
         raise ValueError("a feed-forward memory has no heads that tensor could divide")
 
@@ -370,8 +368,8 @@ def _divided(config: RecollectConfig, tensor: int) -> RecollectConfig:
     if tensor == 1:
         return config
     sizes = {
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
         "mlp": config.intermediate_size,
     }
     for name, size in sizes.items():
@@ -401,7 +399,7 @@ def _state(config: RecollectConfig, tokens: int, *, rows: int) -> int:
         key = next(iter(mixer.leaves.values())).options.key_dim
         sizes: dict[str, Any] = {"K": config.head_dim or key or each, "H": memories}
         sizes["V"] = config.value_dim or config.head_dim or each
-        sizes |= {"G": max(1, heads // memories), "method": config.method}
+        sizes |= {"G": max(1, heads // memories), "engine": config.engine}
         total += cost(mixer, T=tokens, B=rows, **sizes).state_bytes
     return total
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 
-from recollect.blocks.cost import priced, retrieval, streams
+from recollect.blocks.cost import leaf_cost, leaf_workloads, retrieval_flops
+from recollect.costs import Workload
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters
 
@@ -30,16 +30,17 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
     maps = sum(parts.get(name, 0) for name in ("mlp", "maps", "gates"))
     maps += config.vocab_size * config.hidden_size
     total = 6.0 * maps
-    for found in (each for mixer, _ in config.mixed for each in streams(mixer, context)):
-        options = found.leaf.options
+    for part in (each for mixer, _ in config.mixed for each in leaf_workloads(mixer, context)):
+        options = part.leaf.options
         if options.persistent:
             continue  # its pairs are among the maps
         heads, memories = config.num_attention_heads, config.num_key_value_heads
         K = config.head_dim or options.key_dim or config.hidden_size // heads
         V = config.value_dim or config.head_dim or config.hidden_size // heads
-        sizes: dict[str, Any] = {"K": K, "V": V, "H": memories, "G": max(1, heads // memories)}
-        sizes["method"] = config.method
-        total += (priced(found, **sizes).training + 3 * retrieval(found, **sizes)) / context
+        G = max(1, heads // memories)
+        workload = Workload(K=K, V=V, H=memories, G=G, engine=config.engine)
+        training = leaf_cost(part, workload).training
+        total += (training + 3 * retrieval_flops(part, workload)) / context
     return total
 
 

@@ -181,7 +181,7 @@ def count(
                     lay_along(block, context)
 
                 def through(x: Tensor, block: nn.Module = block) -> Tensor:
-                    return block(x, output_state=False)[0]
+                    return block(x, output_final_state=False)[0]
 
                 made[name, followed] = _bytes(block), _fit(through, block, width, short, bf16)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:

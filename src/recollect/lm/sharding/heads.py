@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.as_context import AsContextLayer
-from recollect.blocks.boosted import BoostedLayer, SecondMemory
-from recollect.blocks.composed import Composed
+from recollect.blocks.as_context import MemoryAsContextLayer
+from recollect.blocks.layers import MixerLayer
+from recollect.blocks.residual_memory import ResidualMemoryLayer, SecondMemory
 from recollect.choices.member import RecipeError
-from recollect.layer.blocks import SwiGLU
+from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.numbers import InitialMemory, InitialPairs, RecipeNumbers
+from recollect.layer.recipe_module import InitialKernelRows, InitialMemory, RecipeModule
 
 __all__ = ["Cut", "check_divisible", "cuts", "keep_part", "model_cuts"]
 
@@ -61,12 +61,12 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
             "gate_up.weight": Cut(axis=0, widths=(width, width)),
             "down.weight": Cut(axis=1, widths=(width,)),
         }
-    assert isinstance(module, RecipeNumbers)
+    assert isinstance(module, RecipeModule)
     found: dict[str, Cut] = {}
     per_head: list[Tensor | None] = [*module.ties.parameters()]
     if isinstance(module, MemoryLayer):
-        fused = tuple(size for size in module.sizes if size)
-        width = module.heads * module.value_dim
+        fused = tuple(size for size in module.qkv_sizes if size)
+        width = module.num_heads * module.value_dim
         found = {
             "qkv.weight": Cut(axis=0, widths=fused),
             "qkv.bias": Cut(axis=0, widths=fused),
@@ -116,9 +116,9 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
         RecipeError: heads, memories or channels that are no multiple of the parts, or a layer that
             does not consist of heads, or begins anew from an initial memory within.
     """
-    if isinstance(module, Composed):
-        if isinstance(module, AsContextLayer) and any(
-            isinstance(own, InitialMemory | InitialPairs)
+    if isinstance(module, MixerLayer):
+        if isinstance(module, MemoryAsContextLayer) and any(
+            isinstance(own, InitialMemory | InitialKernelRows)
             for own in module.parts["attention"].modules()
         ):
             raise RecipeError(
@@ -132,9 +132,9 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
         return
     sizes = {"mlp": module.width} if isinstance(module, SwiGLU) else {}
     if isinstance(module, MemoryLayer):
-        sizes = {"kv_heads": module.kv_heads, "heads": module.heads}
-        if module.kv_heads == module.heads:
-            del sizes["kv_heads"]
+        sizes = {"num_kv_heads": module.num_kv_heads, "num_heads": module.num_heads}
+        if module.num_kv_heads == module.num_heads:
+            del sizes["num_kv_heads"]
     elif not sizes:
         raise RecipeError(
             f"[run] parallel: tensor = {parts} divides layers by heads, and {where} is a "
@@ -160,19 +160,22 @@ def keep_part(module: nn.Module, index: int, parts: int) -> None:
         index: of the part, from 0.
         parts: equal ones.
     """
-    if isinstance(module, BoostedLayer):
+    if isinstance(module, ResidualMemoryLayer):
         keep_part(module.first, index, parts)
         keep_part(module.second, index, parts)
     if not isinstance(module, MemoryLayer | SecondMemory):
         return
-    module.kv_heads //= parts
+    module.num_kv_heads //= parts
     if isinstance(module, MemoryLayer):
-        module.heads //= parts
-        module.sizes = [size // parts for size in module.sizes]
-        module.sharing = [count // parts for count in module.sharing]
-        if module.tail is not None:
-            module.tail = (module.tail[0], module.tail[1] // parts)
+        module.num_heads //= parts
+        module.qkv_sizes = [size // parts for size in module.qkv_sizes]
+        module.qk_heads = [count // parts for count in module.qk_heads]
+        if module.conv_state_shape is not None:
+            module.conv_state_shape = (
+                module.conv_state_shape[0],
+                module.conv_state_shape[1] // parts,
+            )
     for number in (*module.gates.values(), *module.params.values()):
         assert isinstance(number, GateProjection)
-        number.keep_heads(index, parts)
-    module.method = module.method  # bound to the number of memories
+        number.shard_heads(index, parts)
+    module.engine = module.engine  # bound to the number of memories

@@ -13,8 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from recollect.messages import short_repr
 from recollect.report.ranks import of_all
-from recollect.wording import shown
 
 __all__ = ["PATIENCE", "ProcessEnded", "agree", "alive", "join", "patience", "together"]
 
@@ -76,7 +76,7 @@ def patience() -> timedelta:
     """
     written = os.environ.get(PATIENCE, "1800")
     if not written.isdecimal() or not int(written):
-        said = f"{PATIENCE} must be a number of seconds, not {shown(written)}"
+        said = f"{PATIENCE} must be a number of seconds, not {short_repr(written)}"
         raise of_all(ValueError(said))
     return timedelta(seconds=int(written))
 

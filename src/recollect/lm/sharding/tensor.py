@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from recollect.blocks.as_context import AsContextLayer
-from recollect.blocks.boosted import BoostedLayer
-from recollect.blocks.composed import Composed
+from recollect.blocks.as_context import MemoryAsContextLayer
+from recollect.blocks.layers import MixerLayer
+from recollect.blocks.residual_memory import ResidualMemoryLayer
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.sharding.heads import check_divisible, keep_part, model_cuts
 
@@ -102,7 +102,7 @@ class ByHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Both memories of a boosted layer see one set of heads, and one last map adds them up.
-        if isinstance(module, Composed) and not isinstance(module, BoostedLayer):
+        if isinstance(module, MixerLayer) and not isinstance(module, ResidualMemoryLayer):
             return self._composed(module, device_mesh)
         index, parts = device_mesh.get_local_rank(), device_mesh.size()
         divided = model_cuts(module)
@@ -121,17 +121,19 @@ class ByHeads(ParallelStyle):
         _added_up(module, device_mesh)
         return module
 
-    def _composed(self, module: Composed, mesh: DeviceMesh) -> nn.Module:
+    def _composed(self, module: MixerLayer, mesh: DeviceMesh) -> nn.Module:
         within = {id(owner) for part in module.parts.values() for owner in part.modules()}
         own = [place for place in _weights(module) if id(place[0]) not in within]
         for owner, name, weight in own:
             _put(owner, name, weight, mesh, WHOLE)
         _Locally(module, {}, WHOLE, of=[(owner, name) for owner, name, _ in own])
-        memory = module.memory if isinstance(module, AsContextLayer) else None
+        memory = module.memory if isinstance(module, MemoryAsContextLayer) else None
         divided = {} if memory is None else model_cuts(memory)
         for part in module.parts.values():
             self._apply(part, mesh)
-        if isinstance(module, AsContextLayer) and memory is not None:  # it is asked by itself, too
+        if (
+            isinstance(module, MemoryAsContextLayer) and memory is not None
+        ):  # it is asked by itself, too
             named = _named(memory)
             shares = {(id(owner), name): None for full, owner, name in named if full in divided}
             places = [(owner, name) for _, owner, name in named]

@@ -36,7 +36,7 @@ from recollect.lm.sharding.layout import Layout
 from recollect.lm.sharding.processes import patience
 from recollect.lm.sharding.tensor import check_heads, divide_by_heads
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer, check_moments, restoring
-from recollect.parallel.context import ContextParallel, context
+from recollect.parallel.context_parallel import ContextParallel, context
 from recollect.parallel.models import check_model
 
 __all__ = ["ShardedTrainer", "Spread", "check_fits", "spread"]
@@ -106,7 +106,7 @@ def spread(
     if layout.readers > 1:
         shard(model, weights["readers"], bf16=bf16)
     if layout.context > 1:
-        along = context(model, tokens["context"], gradients="mean", splits=True)
+        along = context(model, tokens["context"], gradient_reduction="mean", shard_inputs=True)
     return Spread(layout=layout, index=tokens.get_local_rank("data"), cuts=cuts, along=along)
 
 

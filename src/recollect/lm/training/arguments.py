@@ -13,8 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from recollect.lm.sharding.layout import Layout, layout_of
 from recollect.lm.training.plan import TrainPlan
+from recollect.messages import argument_name
 from recollect.report.devices import find_device
-from recollect.wording import word_for
 
 __all__ = ["check_layout", "device_of", "quiet", "share", "trainer_arguments"]
 
@@ -103,7 +103,7 @@ def device_of(plan: TrainPlan, processes: int) -> torch.device | None:
     Raises:
         ValueError: it is not here, or several processes would share it.
     """
-    said = word_for("[run] device")
+    said = argument_name("[run] device")
     if processes == 1:
         return find_device(plan.run.device, said=said)
     if plan.run.device is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from recollect.explain.diagnosis import SMALLER_STEPS
+from recollect.explanation.diagnosis import SMALLER_STEPS
 from recollect.layer.gates import GateProjection
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer, last_checkpoint
 from recollect.report.ranks import of_all

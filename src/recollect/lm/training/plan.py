@@ -1,7 +1,5 @@
 """Training plans: a TOML file of four tables, checked before anything is loaded."""
 
-# More than 400 lines: every key of the file, with its range and what it contradicts.
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,7 +8,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recollect.fields import LARGEST, Validated, checked, flag, integer, number, option, whole
+from recollect.fields import (
+    LARGEST,
+    Validated,
+    flag,
+    int_check,
+    integer,
+    number,
+    option,
+    validated_field,
+)
 from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_size
 from recollect.lm.training.plan_keys import (
     hint_of_key,
@@ -26,9 +33,9 @@ from recollect.lm.training.plan_keys import (
     to_strings,
 )
 from recollect.lm.width.rules import BASE_WIDTH
+from recollect.messages import argument_name, short_repr
 from recollect.recipe.toml_text import MAX_BYTES, read_toml
 from recollect.report.files import read_regular
-from recollect.wording import shown, word_for
 
 __all__ = [
     "DataPlan",
@@ -55,8 +62,8 @@ class _Table(Validated):
         return cls.__name__.removesuffix("Plan").lower()
 
     @classmethod
-    def said(cls, field: str) -> str:
-        return word_for(f"[{cls.table()}] {field}")
+    def field_label(cls, field: str) -> str:
+        return argument_name(f"[{cls.table()}] {field}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +81,17 @@ class ModelPlan(_Table):
         kv_heads, key_dim, value_dim, mlp: further sizes; defaults as in `RecollectConfig`.
         parameters: trained numbers that the MLP's width is set to reach, in place of ``mlp``.
         tie: whether the output reads the embedding.
-        method: engine, as in `recall`.
+        engine: engine, as in `recall`.
         precision: of the memories' products, ``"float32"``, ``"tf32"`` or ``"bf16"``, or of some
             recipes alone: ``{titans = "bf16"}``; as in `RecollectConfig`.
         start: folder of a saved model to go on from; its configuration and tokenizer are taken.
     """
 
-    recipe: str | dict[str, Any] = checked("gated_delta_net", to_recipe)
-    options: dict[str, Any] | None = checked(None, to_mapping, optional=True)
-    recipes: dict[str, Any] = checked(dict, to_mapping)
-    layers: tuple[str, ...] = checked((), to_strings)
-    size: str | None = checked(None, to_string, optional=True)
+    recipe: str | dict[str, Any] = validated_field("gated_delta_net", to_recipe)
+    options: dict[str, Any] | None = validated_field(None, to_mapping, optional=True)
+    recipes: dict[str, Any] = validated_field(dict, to_mapping)
+    layers: tuple[str, ...] = validated_field((), to_strings)
+    size: str | None = validated_field(None, to_string, optional=True)
     width: int | None = integer(None, at_least=1, optional=True)
     depth: int | None = integer(None, at_least=1, optional=True)
     heads: int | None = integer(None, at_least=1, optional=True)
@@ -94,9 +101,9 @@ class ModelPlan(_Table):
     mlp: int | None = integer(None, at_least=1, optional=True)
     parameters: int | None = integer(None, at_least=1, optional=True)
     tie: bool = flag(False)
-    method: str = checked("auto", to_string)
-    precision: str | dict[str, str] | None = checked(None, to_precision, optional=True)
-    start: str | None = checked(None, to_string, optional=True)
+    engine: str = validated_field("auto", to_string)
+    precision: str | dict[str, str] | None = validated_field(None, to_precision, optional=True)
+    start: str | None = validated_field(None, to_string, optional=True)
 
     def validate(self) -> None:
         if self.size is not None:
@@ -111,7 +118,7 @@ class ModelPlan(_Table):
             raise ValueError("[model] mlp and parameters exclude each other: one sets the other")
         if self.start is not None:
             default = ModelPlan(start=None)
-            given = [f.name for f in fields(self) if f.name not in ("start", "method")]
+            given = [f.name for f in fields(self) if f.name not in ("start", "engine")]
             given = [name for name in given if getattr(self, name) != getattr(default, name)]
             if given:
                 raise ValueError(
@@ -146,16 +153,16 @@ class DataPlan(_Table):
         shuffle: rows that are held to be drawn from while streaming.
     """
 
-    train: tuple[str, ...] = checked((), to_strings)
-    heldout: tuple[str, ...] = checked((), to_strings)
+    train: tuple[str, ...] = validated_field((), to_strings)
+    heldout: tuple[str, ...] = validated_field((), to_strings)
     heldout_share: float = number(0.0, at_least=0, below=0.5)
-    dataset: str | None = checked(None, to_string, optional=True)
-    name: str | None = checked(None, to_string, optional=True)
-    split: str = checked("train", to_name)
-    heldout_split: str | None = checked(None, to_string, optional=True)
-    column: str = checked("text", to_name)
-    separator: str = checked("", to_separator)
-    tokenizer: str = checked("bytes", to_name)
+    dataset: str | None = validated_field(None, to_string, optional=True)
+    name: str | None = validated_field(None, to_string, optional=True)
+    split: str = validated_field("train", to_name)
+    heldout_split: str | None = validated_field(None, to_string, optional=True)
+    column: str = validated_field("text", to_name)
+    separator: str = validated_field("", to_separator)
+    tokenizer: str = validated_field("bytes", to_name)
     vocab: int = integer(VOCAB, at_least=257)
     context: int = integer(512, at_least=2)
     packing: str = option("documents", "stream")
@@ -237,7 +244,7 @@ class OptimizerPlan(_Table):
     warmup: float = number(0.05, at_least=0, below=1)
     floor: float = number(0.0, at_least=0, below=1)
     weight_decay: float = number(0.1, at_least=0)
-    betas: tuple[float, float] = checked((0.9, 0.95), to_betas)
+    betas: tuple[float, float] = validated_field((0.9, 0.95), to_betas)
     clip: float = number(1.0, at_least=0)
     parametrization: str = option("standard", "mup")
     base_width: int | None = integer(None, at_least=1, optional=True)
@@ -281,15 +288,15 @@ class RunPlan(_Table):
         tensorboard: write its logs to ``out/logs``.
     """
 
-    out: str = checked("runs/train", to_name)
-    seed: int = checked(0, whole(0, 2**32 - 1))
+    out: str = validated_field("runs/train", to_name)
+    seed: int = validated_field(0, int_check(0, 2**32 - 1))
     save_every: int = integer(500)
     keep: int = integer(3, at_least=1)
     log_every: int = integer(10, at_least=1)
     eval_every: int = integer(0)
     heldout_rows: int = integer(256, at_least=1)
-    device: str | None = checked(None, to_string, optional=True)
-    parallel: str | dict[str, int] = checked("ddp", to_parallel)
+    device: str | None = validated_field(None, to_string, optional=True)
+    parallel: str | dict[str, int] = validated_field("ddp", to_parallel)
     bf16: bool = flag(False)
     checkpointing: bool = flag(False)
     loss_chunk: int = integer(1024)
@@ -405,7 +412,7 @@ class TrainPlan:
                 hint = hint_of_table(name, _known())
                 raise ValueError(f"there is no table [{name[:60]}]{hint}")
             if not isinstance(value, Mapping):
-                raise ValueError(f"{name} must be a table, [{name}], not {shown(value)}")
+                raise ValueError(f"{name} must be a table, [{name}], not {short_repr(value)}")
         tables: dict[str, Any] = {n: _made(kind, data.get(n, {})) for n, kind in _TABLES.items()}
         return cls(imports=imports, beside=beside, **tables)
 
@@ -468,5 +475,5 @@ def _made(kind: type[T], values: Mapping[str, Any]) -> T:
     for name in values:
         if name not in known:
             hint = hint_of_key(name, kind.table(), _known())
-            raise ValueError(f"[{kind.table()}] has no key {shown(name)}{hint}")
+            raise ValueError(f"[{kind.table()}] has no key {short_repr(name)}{hint}")
     return kind(**values)

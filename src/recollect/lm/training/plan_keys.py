@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from recollect.choices.products import PRECISIONS
-from recollect.fields import Range, real
-from recollect.wording import shown
+from recollect.fields import Range, float_check
+from recollect.messages import short_repr
 
 __all__ = [
     "hint_of_key",
@@ -28,9 +28,9 @@ __all__ = [
 def to_string(value: Any) -> str:
     """Text of one line."""
     if not isinstance(value, str):
-        raise ValueError(f"must be a string, not {shown(value)}")
+        raise ValueError(f"must be a string, not {short_repr(value)}")
     if not value.isprintable():
-        raise ValueError(f"must be a string without control characters, not {shown(value)}")
+        raise ValueError(f"must be a string without control characters, not {short_repr(value)}")
     return value
 
 
@@ -44,7 +44,7 @@ def to_name(value: Any) -> str:
 def to_separator(value: Any) -> str:
     """Any text."""
     if not isinstance(value, str):
-        raise ValueError(f"must be a string, not {shown(value)}")
+        raise ValueError(f"must be a string, not {short_repr(value)}")
     return value
 
 
@@ -52,29 +52,29 @@ def to_strings(value: Any) -> tuple[str, ...]:
     """One stands for a list of one."""
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(x, str) for x in items):
-        raise ValueError(f"must be a list of strings, not {shown(value)}")
+        raise ValueError(f"must be a list of strings, not {short_repr(value)}")
     return tuple(to_name(item) for item in items)
 
 
 def to_mapping(value: Any) -> dict[str, Any]:
     """A table."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a table, not {shown(value)}")
+        raise ValueError(f"must be a table, not {short_repr(value)}")
     return dict(value)
 
 
 def to_recipe(value: Any) -> str | dict[str, Any]:
     """A name, a file or a table."""
     if not isinstance(value, str | Mapping):
-        raise ValueError(f"must be a string or a table, not {shown(value)}")
+        raise ValueError(f"must be a string or a table, not {short_repr(value)}")
     return value if isinstance(value, str) else dict(value)
 
 
 def to_betas(value: Any) -> tuple[float, float]:
     """AdamW's two."""
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"must be two numbers in [0, 1), not {shown(value)}")
-    beta = real(Range.of(at_least=0, below=1))
+        raise ValueError(f"must be two numbers in [0, 1), not {short_repr(value)}")
+    beta = float_check(Range.of(at_least=0, below=1))
     return beta(value[0]), beta(value[1])
 
 
@@ -89,9 +89,9 @@ def to_parallel(value: Any) -> str | dict[str, int]:
     sizes = to_mapping(value)
     for name, size in sizes.items():
         if name not in ("data", "tensor", "context"):
-            raise ValueError(f"has the sizes data, tensor and context, and no {shown(name)}")
+            raise ValueError(f"has the sizes data, tensor and context, and no {short_repr(name)}")
         if type(size) is not int or size < 1:
-            raise ValueError(f"needs whole numbers >= 1, and {name} is {shown(size)}")
+            raise ValueError(f"needs whole numbers >= 1, and {name} is {short_repr(size)}")
     return sizes
 
 
@@ -101,7 +101,7 @@ def to_precision(value: Any) -> str | dict[str, str]:
         if one not in PRECISIONS:
             said = ", ".join(map(repr, PRECISIONS))
             raise ValueError(
-                f"must be one of {said}, or a table of these by recipe, not {shown(value)}"
+                f"must be one of {said}, or a table of these by recipe, not {short_repr(value)}"
             )
     return dict(value) if isinstance(value, Mapping) else str(value)
 

@@ -1,7 +1,5 @@
 """Preparation of a run: tokenizer, training and held-out rows, and the initial model."""
 
-# More than 400 lines: everything that is decided before the first step, in its order.
-
 from __future__ import annotations
 
 import contextlib
@@ -16,9 +14,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from recollect.blocks.compositions import SEVERAL
+from recollect.blocks.compositions import LIST_FIELDS
 from recollect.blocks.files import KINDS, read_mixer
-from recollect.blocks.mixers import Mixer, mixer_of
+from recollect.blocks.mixers import Mixer, as_mixer
 from recollect.layer.options import LayerOptions
 from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
 from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
@@ -30,11 +28,11 @@ from recollect.lm.model.paper_sizes import PAPER_SIZES
 from recollect.lm.sharding.layout import Layout
 from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.lm.width.rules import check_tied, scale_for_width
+from recollect.messages import renamed_arguments, short_repr
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.report.ranks import is_first
 from recollect.report.units import readable
-from recollect.wording import shown, worded
 from recollect.zoo.preset import get
 
 __all__ = [
@@ -62,7 +60,7 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
         if plan.optimizer.rules_from is not None:
             check_tied(model.config, plan.optimizer.rules_from)
     else:
-        with worded(_WORDS):
+        with renamed_arguments(_WORDS):
             model = RecollectForCausalLM(model_config(plan.model, tokenizer))
         if plan.optimizer.rules_from is not None:
             scale_for_width(model, plan.optimizer.rules_from)
@@ -140,7 +138,7 @@ def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
     return parameter_count(config) * _PER_PARAMETER, batch
 
 
-@worded(_WORDS)
+@renamed_arguments(_WORDS)
 def check_memory(
     plan: TrainPlan, config: RecollectConfig, *, device: torch.device, layout: Layout = ALONE
 ) -> None:
@@ -185,7 +183,7 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-@worded(_WORDS)
+@renamed_arguments(_WORDS)
 def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectConfig:
     """The configuration that ``[model]`` describes, for a tokenizer.
 
@@ -214,7 +212,7 @@ def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> Recolle
         value_dim=plan.value_dim,
         intermediate_size=plan.mlp,
         tie_word_embeddings=plan.tie,
-        method=plan.method,
+        engine=plan.engine,
         precision=plan.precision,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -252,17 +250,18 @@ def _composition(value: dict[str, Any], options: dict[str, Any] | None) -> Mixer
     def part(stated: Any) -> Any:
         if not isinstance(stated, str | dict):
             raise ValueError(
-                f"[model] a part of a composition is a name, a file or a table, not {shown(stated)}"
+                "[model] a part of a composition is a name, a file or a table, not "
+                f"{short_repr(stated)}"
             )
-        return mixer_of(_recipe(stated, None)).to_dict()
+        return as_mixer(_recipe(stated, None)).to_dict()
 
     written = dict(value)
     kind = written.get("mixer")
-    for name in KINDS[kind].holds if isinstance(kind, str) and kind in KINDS else ():
+    for name in KINDS[kind].mixer_fields if isinstance(kind, str) and kind in KINDS else ():
         several = written.get(name)
         if isinstance(several, list):
             written[name] = [part(one) for one in several]
-        elif name in written and name not in SEVERAL:
+        elif name in written and name not in LIST_FIELDS:
             written[name] = part(several)
     return read_mixer(written)
 

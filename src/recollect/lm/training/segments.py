@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.composed import initial_memory_of
+from recollect.blocks.layers import initial_memory_of
 from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.loss import IGNORE, shifted
 from recollect.lm.model.model import RecollectForCausalLM

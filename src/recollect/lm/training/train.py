@@ -5,8 +5,6 @@ accumulation, many devices, logs, and going on from a checkpoint. Ours are only 
 weights that decay, checkpoints that are whole, and a measurement weighted by tokens.
 """
 
-# More than 400 lines: one run, from its plan to its model, in order.
-
 from __future__ import annotations
 
 import contextlib
@@ -70,7 +68,7 @@ from recollect.lm.training.resume import (
 )
 from recollect.lm.training.segments import SegmentedTrainer, check_segments
 from recollect.lm.training.weight_decay import decayed_names, rates_of, split_by_rate
-from recollect.recipe.modules import import_modules
+from recollect.plugins import import_modules
 from recollect.report.ownership import owned_folder
 
 __all__ = ["Header", "Progress", "Trained", "Watch", "train"]
@@ -139,7 +137,7 @@ def train(
     first = state.is_main_process  # of many processes it owns the folder, and speaks, for all
     with contextlib.ExitStack() as stack:
         with together():
-            import_modules(plan.imports, beside=plan.beside, said="import")
+            import_modules(plan.imports, folder=plan.beside, option="import")
             layout = share(plan, state.num_processes)
             device = device_of(plan, layout.processes)
             if resume and not out.exists():

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from recollect.blocks.composed import PersistentTokens
+from recollect.blocks.layers import PersistentTokens
 from recollect.blocks.routed import Router
-from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.numbers import InitialMemory, InitialPairs
-from recollect.layer.rotation import Phase
+from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
+from recollect.layer.rotary import ComplexDecayPhase
+from recollect.layer.short_conv import ShortConvolution
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
 from recollect.lm.width.rules import rules_of
@@ -23,7 +23,15 @@ __all__ = ["decayed_names", "parameter_groups", "rates_of", "split_by_rate"]
 # Weights whose zero is no neutral value: a gate at 0 is a gate at half, a memory that starts at 0
 # has no gradient through its layers, a filter at 0 is deaf.
 _KEPT = (
-    *(GateProjection, Ties, InitialMemory, InitialPairs, Phase, TokenShift, ShortConvolution),
+    *(
+        GateProjection,
+        Ties,
+        InitialMemory,
+        InitialKernelRows,
+        ComplexDecayPhase,
+        TokenShift,
+        ShortConvolution,
+    ),
     PersistentTokens,
     Router,
 )

@@ -352,7 +352,7 @@ def _named(path: str, config: RecollectConfig) -> str | None:
 def _outputs(module: nn.Module, given: Any, output: Any) -> list[Tensor]:
     """The tensors that a module gives; of a gate, what it squashes, which has no bounds."""
     if isinstance(module, GateProjection):
-        return [] if module.source == "fixed" else [_unsquashed(module, given[0])]
+        return [] if module.source == "constant" else [_unsquashed(module, given[0])]
     if isinstance(output, Mapping):
         return [x for x in output.values() if isinstance(x, Tensor)]
     if isinstance(output, Tensor):

@@ -26,14 +26,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from recollect.blocks.composed import PersistentTokens
+from recollect.blocks.layers import PersistentTokens
 from recollect.choices.member import RecipeError
-from recollect.layer.convolution import ShortConvolution
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.numbers import InitialMemory, InitialPairs
-from recollect.layer.rotation import Phase
+from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
+from recollect.layer.rotary import ComplexDecayPhase
+from recollect.layer.short_conv import ShortConvolution
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
 from recollect.lm.model.config import RecollectConfig
@@ -49,13 +49,13 @@ _MAPS: dict[type[nn.Module], dict[str, tuple[int, int]]] = {
     nn.Linear: {"weight": (0, 1)},
     nn.Embedding: {"weight": (1, 0)},
     GateProjection: {"weight": (0, 1), "down": (0, 1)},
-    Phase: {"weight": (0, 1)},
+    ComplexDecayPhase: {"weight": (0, 1)},
     TokenShift: {"down": (2, 1), "up": (2, 1)},
     FeedForward: {"keys": (1, 2), "values": (2, 1), "gates": (1, 2)},
 }
 """Parameters that are maps: the axes (out, in), by the module that owns them."""
 
-_PER_HEAD = (InitialMemory, InitialPairs)
+_PER_HEAD = (InitialMemory, InitialKernelRows)
 _BESIDE = (nn.RMSNorm, MemoryLayer, Ties, ShortConvolution, PersistentTokens, *_PER_HEAD)
 """Modules whose other parameters are numbers beside each other, or maps within a head."""
 

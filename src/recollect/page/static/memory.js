@@ -53,23 +53,24 @@
 
   function readRetention(member, spec) {
     if (member.member === "Keep") return true;
-    if (member.member !== "Decay" || member.rate === "factored") return false;
+    if (member.member !== "Decay" || member.alpha === "input_scaled") return false;
     spec.when = member.when;
-    if (isNumber(member.rate)) spec.fixed.decay = member.rate;
+    if (isNumber(member.alpha)) spec.fixed.decay = member.alpha;
     return true;
   }
 
   function readAlgorithm(member, spec) {
     const plain = {
       GradientDescent: () =>
-        member.batch === 1 && member.steps === 1 && member.reduce === "sum" && !member.normalize,
-      Momentum: () => member.batch === 1 && !member.normalize,
+        member.batch_size === 1 && member.updates_per_token === 1 && member.reduction === "sum" &&
+        !member.normalized_steps,
+      Momentum: () => member.batch_size === 1 && !member.normalized_steps,
       Implicit: () => true,
-      Normalized: () => true,
+      NLMS: () => true,
     }[member.member];
     if (plain === undefined || !plain()) return false;
     if (isNumber(member.lr)) spec.fixed.lr = member.lr;
-    spec.step = { Implicit: "implicit", Normalized: "normalized", Momentum: member.of }[
+    spec.step = { Implicit: "implicit", NLMS: "normalized", Momentum: member.momentum_on }[
       member.member
     ] ?? "gradient";
     spec.momentum = member.member === "Momentum";

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.devices import lasts
+from recollect.choices.runtime import is_cacheable
 
 __all__ = ["CURVES", "Curve"]
 
@@ -56,7 +56,7 @@ def _number(value: float, z: Tensor) -> Tensor:
 
     What is made beside a fake tensor is a fake one, and must not be kept for the next call.
     """
-    make = _kept if type(z) is Tensor or lasts(z) else _kept.__wrapped__
+    make = _kept if type(z) is Tensor or is_cacheable(z) else _kept.__wrapped__
     return make(value, z.dtype, z.device)
 
 

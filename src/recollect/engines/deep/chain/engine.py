@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import HandWritten, again
+from recollect.choices.autograd import CustomFunction, differentiable_backward
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
 from recollect.engines.deep.chain.chain import Chain
@@ -223,7 +223,7 @@ def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
 _FIXED = ("T", "scale", "said", "k", "v", "raw", "c", "q", "C")
 
 
-class _ChainFunction(HandWritten):
+class _ChainFunction(CustomFunction):
     """All inner batches with their backward; from a flat list to y and the memory after.
 
     Flat: `_FIXED`, the bias's numbers, the memory's params, then its maps per family.
@@ -349,4 +349,4 @@ def _differentiable_gradient(
         trace = forward_by_autograd(spec, keys, memory, commits)
         return [read_by_autograd(spec, trace.M, trace.h, trace.delta, queries), *trace.ends]
 
-    return again(outputs, flat, needs, grads)
+    return differentiable_backward(outputs, flat, needs, grads)

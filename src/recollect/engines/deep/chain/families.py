@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.multiplying import innermost, multiplying
+from recollect.choices.matmul_precision import active, matmul_precision
 from recollect.engines.deep.chain.trace import ChainSpec, Family, ForwardTrace, Keys, ReadGradients
 
 __all__ = [
@@ -78,9 +78,9 @@ def add_stacks(out: Tensor, T: Tensor, M: Tensor, *, back: bool = False) -> None
     """
     T = T.mT if back else T
     if not hosted(M):  # where products may be TensorFloat-32's without anybody's asking here
-        with multiplying("float32"):
+        with matmul_precision("float32"):
             torch.bmm(T, M, out=out)
-    elif innermost.mode is None:
+    elif active.mode is None:
         torch.bmm(T, M, out=out)
     else:
         factors = T.unsqueeze(-1)

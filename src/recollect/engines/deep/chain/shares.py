@@ -1,6 +1,7 @@
 """Shares of a normalised step in the recurrence over borders, and their gradient.
 
-Every association's gradients are scaled by ρ (`recollect.choices.algorithm.share`). ρ is one number
+Every association's gradients are scaled by ρ (`recollect.choices.algorithm.normalized_steps`).
+ρ is one number
 for all maps, so it is put into the coefficients, c′ = ρ c and C′ = ρ C, and h and δ stay as they
 are:
 
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import EPS, share
-from recollect.choices.devices import constant
+from recollect.choices.algorithm.normalized_steps import EPS, polyak_scale
+from recollect.choices.runtime import cached_constant
 from recollect.engines.deep.chain.ends.ending import End
 
 __all__ = ["ShareSlopes", "Shares", "share_now", "share_of", "share_of_row"]
@@ -44,7 +45,7 @@ def share_of(h: Tensors, delta: Tensors, end: End) -> Tensor:
         own = x.square().sum(-1) * y.square().sum(-1)
         gain = own if gain is None else gain + own
     assert gain is not None  # a chain has a map
-    return share(end.above(), end.error, gain)
+    return polyak_scale(end.above(), end.error, gain)
 
 
 def share_now(h: Tensors, delta: Tensors, end: End) -> Tensor:
@@ -70,7 +71,7 @@ def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -
         lr: η ``[P, 1]``. slope: a of the error.
     """
     widths, tiny = tuple(widths), torch.finfo(row.dtype).tiny
-    least = constant(_least_of_row, widths, tiny, device=row.device, dtype=row.dtype)
+    least = cached_constant(_least_of_row, widths, tiny, device=row.device, dtype=row.dtype)
     squares, (first, second, *_) = torch.addcmul(least, row, row), widths
     if widths == (first, second, second, first):
         # The outer two and the inner two are of one width each.
@@ -83,7 +84,7 @@ def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -
         *before, below, error = (x.sum(-1, keepdim=True) for x in parts)
         for x, y in zip(before[::2], before[1::2], strict=True):
             below = torch.addcdiv(below, x * y, error)
-    zero = constant(_zero, device=row.device, dtype=row.dtype)
+    zero = cached_constant(_zero, device=row.device, dtype=row.dtype)
     return torch.addcdiv(zero, lr, below, value=-1 / slope)
 
 
@@ -144,7 +145,7 @@ class Shares:
         self.along: Tensor | None = None
         if slope is None:
             self.along = torch.empty_like(keys)
-            self.some = constant(_some, self.tiny, device=k.device, dtype=k.dtype)
+            self.some = cached_constant(_some, self.tiny, device=k.device, dtype=k.dtype)
         weights, made = self.all_weights, self.all_weights[:, :, None, :, :, None]
         # What c is divided by where the error is affine, or multiplied by.
         factor = self.below if self.along is None else self.along
@@ -169,7 +170,7 @@ class Shares:
             self.row = {name: row for row, name in enumerate(names)}
             ahead = -1 if self.slope is None else self.row.get(self.L - 1, -1)
             least = (len(names), ahead, self.row[2 * self.L - 1], self.tiny)
-            self.least = constant(_least, *least, device=below.device, dtype=below.dtype)
+            self.least = cached_constant(_least, *least, device=below.device, dtype=below.dtype)
             self.sizes = below.new_empty(len(names), *below.shape[1:])
             self.each = self.sizes.unbind(0)
         self.factors = [

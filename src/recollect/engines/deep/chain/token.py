@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import constant
+from recollect.choices.runtime import cached_constant
 from recollect.engines.common.problem import state_dtype
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.chain import Chain
@@ -25,25 +25,25 @@ from recollect.engines.deep.gradient_factors import Factors
 from recollect.engines.deep.layout import DeepPlan, Memory
 from recollect.engines.deep.step_coefficients import Row, Rule, advance
 from recollect.engines.deep.token_cache import by_row, cached, mark, parted
-from recollect.recipe.sized import SizedRecipe
-from recollect.state.buffer import Buffer, roll
+from recollect.recipe.bound import BoundRecipe
+from recollect.state.buffer import Buffer, update_buffer
 from recollect.state.state import State
 
 __all__ = ["is_bare", "token"]
 
 
-def is_bare(sized: SizedRecipe, rule: Rule, chain: Chain | None) -> bool:
+def is_bare(bound: BoundRecipe, rule: Rule, chain: Chain | None) -> bool:
     """Whether a token needs its key, value and query, and a gate per head for each coefficient.
 
     With a residual, what is not finite in a query shows in what it reads, so that nobody has to
     look for it: behind an activation that is bounded it might not.
 
     Args:
-        sized: the recipe, which has a table of coefficients.
+        bound: the recipe, which has a table of coefficients.
         rule: of that table.
         chain: its memory, if it is one.
     """
-    recipe, gates = sized.recipe, {"lr"}
+    recipe, gates = bound.recipe, {"lr"}
     if rule.slot:
         gates.add("momentum")
     if recipe.retention.decay is not None:
@@ -51,21 +51,22 @@ def is_bare(sized: SizedRecipe, rule: Rule, chain: Chain | None) -> bool:
     return (
         chain is not None
         and chain.memory.residual
-        and not chain.memory.finishes
-        and sized.plain
-        and sized.tag is not None
-        and not (sized.params or sized.lifts or recipe.algorithm.keyed or rule.mean)
+        and not chain.memory.has_output_map
+        and not bound.needs_lowering
+        and bound.fingerprint is not None
+        and not (
+            bound.params or bound.has_features or recipe.algorithm.rate_depends_on_key or rule.mean
+        )
         and recipe.context.horizon == 1
         and rule.slot in ("", "steps")
         and not recipe.bias.numbers
-        and all(gate.shape == (sized.H,) for gate in sized.gates.values())
-        and set(sized.gates) == gates
+        and all(gate.shape == (bound.H,) for gate in bound.gates.values())
+        and set(bound.gates) == gates
     )
 
 
 def token(
-    sized: SizedRecipe,
-    plan: DeepPlan,
+    bound: BoundRecipe,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,25 +79,25 @@ def token(
     far, and inside of an inner batch whose factors nobody kept.
 
     Args:
-        sized: the recipe.
-        plan: what was derived from it.
+        bound: the recipe.
         q: the query ``[B, 1, H·G, K]``.
         k: the key ``[B, 1, H, K]``.
         v: the value ``[B, 1, H, V]``.
         gates: by name, ``[B, 1, H]``.
         state: before the token.
     """
-    seen, cache, first = state.seen, state.cache, state.weights[0]
+    plan: DeepPlan = bound.plan
+    seen, cache, first = state.host_position, state.cache, state.weights[0]
     B, H = first.shape[:2]
-    if not plan.bare or seen is None or B == 0 or state.written_by != sized.written:
+    if not plan.bare or seen is None or B == 0 or state.recipe_id != bound.recipe_id:
         return None
     if not (q.dtype == k.dtype == v.dtype == first.dtype == state_dtype(q)):
         return None
     for gate in gates.values():
         if gate.dtype != first.dtype:  # the general way converts it
             return None
-    assert sized.tag is not None  # plan.bare
-    place, own = seen % plan.b, mark(sized.tag)
+    assert bound.fingerprint is not None  # plan.bare
+    place, own = seen % plan.b, mark(bound.fingerprint)
     before = None
     if place:
         old = cache.get("factors")
@@ -107,7 +108,9 @@ def token(
         before = old.flatten(0, 1), row
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
-        slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
+        slots={
+            name: [w.flatten(0, 1) for w in slot] for name, slot in state.algorithm_state.items()
+        },
     )
     launch = shift = None
     if plan.fused is not None:
@@ -116,7 +119,7 @@ def token(
         y, kept, end = _by_operations(plan, memory, q, k, v, gates, before)
     else:
         assert plan.fused is not None
-        shift = shift_of(sized, state, gates)
+        shift = shift_of(bound, state, gates)
         made = run_token(
             plan.fused,
             launch,
@@ -131,7 +134,7 @@ def token(
         end = None if made.memory is None else memory.like(made.memory)
     if shift is None:
         after = state.position + 1
-        buffer = _rolled(sized, k, v, gates, state, after)
+        buffer = _rolled(bound, k, v, gates, state, after)
     else:
         after, buffer = shift.position_after, shift.after
     changed: dict[str, object] = {"position": after, "buffer": buffer}
@@ -139,10 +142,10 @@ def token(
         changed["cache"] = cached(*kept, {own: state.position})
     if end is not None:
         changed["weights"] = tuple(by_row(w, B) for w in end.A)
-        changed["slots"] = {
+        changed["algorithm_state"] = {
             name: tuple(by_row(w, B) for w in slot) for name, slot in end.slots.items()
         }
-    return y.view(B, 1, q.shape[2], v.shape[3]), state.moved(**changed)
+    return y.view(B, 1, q.shape[2], v.shape[3]), state.replace(**changed)
 
 
 def _by_operations(
@@ -231,7 +234,7 @@ def _asked(
 
 
 def _rolled(
-    sized: SizedRecipe,
+    bound: BoundRecipe,
     k: Tensor,
     v: Tensor,
     gates: Mapping[str, Tensor],
@@ -241,20 +244,18 @@ def _rolled(
     """The buffer one token on, at positions ``after``; what the recipe fixes is buffered too."""
     B, _, H, _ = k.shape
     rates: dict[str, Tensor] = {}
-    for name, x in sized.constants.items():
-        rates[name] = constant(_filled, B, H, x, device=k.device, dtype=k.dtype)
+    for name, x in bound.constants.items():
+        rates[name] = cached_constant(_filled, B, H, x, device=k.device, dtype=k.dtype)
     rates.update(gates)
-    seen = None if state.seen is None else state.seen + 1
-    return roll(
-        sized.recipe,
+    return update_buffer(
+        bound.recipe,
         state.buffer,
         k=k,
         v=v,
         rates=rates,
         lengths=None,
         position=after,
-        seen=seen,
-        nothing=[name for name, x in sized.constants.items() if x == 0],
+        host_position=None if state.host_position is None else state.host_position + 1,
     )
 
 

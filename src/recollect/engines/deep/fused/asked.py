@@ -10,17 +10,17 @@ from recollect.engines.deep.fused.fitting import SIZES, build_of, misfit
 from recollect.engines.deep.layout import DeepPlan
 
 if TYPE_CHECKING:
+    from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
 __all__ = ["fused_describes", "fused_plan", "fused_refuses"]
 
 
-def fused_plan(sized: SizedRecipe) -> DeepPlan:
+def fused_plan(bound: BoundRecipe) -> DeepPlan:
     """The deep engine's plan, with the fused walk where the sizes are its own."""
-    made = engine.plan(sized)
+    made = engine.plan(bound)
     assert made.chain is not None  # fused_refuses
-    build = build_of(sized.recipe, made.chain, made.maps, momentum=bool(made.rule.slot))
+    build = build_of(bound.recipe, made.chain, made.maps, momentum=bool(made.rule.slot))
     return replace(made, fused=build)
 
 
@@ -35,7 +35,7 @@ def fused_refuses(recipe: Recipe) -> list[str]:
 
 def fused_describes(recipe: Recipe) -> str:
     """How and where the fused walk runs a recipe, in a few words."""
-    many = recipe.algorithm.batch
+    many = recipe.algorithm.batch_size
     sizes = " or ".join(map(str, SIZES))
     return (
         f"CUDA kernels for batches of {many} tokens and {sizes} channels, products in bfloat16, "

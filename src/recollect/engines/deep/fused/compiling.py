@@ -74,8 +74,8 @@ def compiled(
     lib = find_nvrtc()
     if lib is None:
         raise CompileError(
-            "method='fused' compiles its kernel by NVRTC, and no libnvrtc.so was found: use a CUDA "
-            "build of torch, or method='deep'"
+            "engine='fused' compiles its kernel by NVRTC, and no libnvrtc.so was found: use a CUDA "
+            "build of torch, or engine='deep'"
         )
     headers = [path.name for path in sorted(SOURCES.glob("*.cuh"))]
     texts = [source(header) for header in headers]

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import lasts
+from recollect.choices.runtime import is_cacheable
 from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.fused.walk import Launch, aligned, launcher
 from recollect.engines.deep.step_coefficients import Row
-from recollect.recipe.sized import SizedRecipe
+from recollect.recipe.bound import BoundRecipe
 from recollect.state.buffer import Buffer
 from recollect.state.state import State
 
@@ -90,23 +90,27 @@ def token_launch(build: Build | None, x: Tensor, *, queries: int) -> Launch | No
         x: the query.
         queries: per key; the kernel takes one.
     """
-    if build is None or queries != 1 or x.dtype != torch.float32 or not lasts(x):
+    if build is None or queries != 1 or x.dtype != torch.float32 or not is_cacheable(x):
         return None
     return launcher(build, x.device)
 
 
-def shift_of(sized: SizedRecipe, state: State, gates: Mapping[str, Tensor]) -> Shift | None:
+def shift_of(bound: BoundRecipe, state: State, gates: Mapping[str, Tensor]) -> Shift | None:
     """Room for the raw associations one token on, where every row is as far and all slots shift.
 
     Args:
-        sized: the recipe, whose window is its inner batch.
+        bound: the recipe, whose window is its inner batch.
         state: before the token.
         gates: what is kept of a token beside its key and value.
     """
-    old, recipe = state.buffer, sized.recipe
-    if old is None or recipe.history != 0 or old.k.shape[1] != recipe.algorithm.batch - 1:
+    old, recipe = state.buffer, bound.recipe
+    if (
+        old is None
+        or recipe.num_past_associations != 0
+        or old.k.shape[1] != recipe.algorithm.batch_size - 1
+    ):
         return None
-    if any(sized.constants.get(name) != 0 for name in old.rates if name not in gates):
+    if any(bound.constants.get(name) != 0 for name in old.rates if name not in gates):
         return None
     floats = [old.k, old.v, *(old.rates[name] for name in gates)]
     if any(x.dtype != torch.float32 for x in floats):

@@ -151,7 +151,7 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
     if chain.bases:
         return f"{recipe.memory.title} stands beside a base, which the kernel does not read"
     bounded = recipe.memory.bounded and chain.target is not None
-    if chain.memory.finishes or bounded:
+    if chain.memory.has_output_map or bounded:
         return f"{recipe.memory.title} ends in more than a residual, which the kernel does not know"
     if chain.activation not in CURVES:
         return f"the kernel has no {chain.activation}, but {', '.join(CURVES)}"
@@ -161,12 +161,12 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
         return f"{recipe.features.title} lifts keys, and the kernel takes them as they are"
     if recipe.context.horizon != 1:
         return f"{recipe.context.title} writes associations more than once"
-    if recipe.algorithm.batch not in TOKENS:
+    if recipe.algorithm.batch_size not in TOKENS:
         *most, last = map(str, TOKENS)
         many = f"{', '.join(most)} or {last}"
         return (
-            f"an inner batch has {recipe.algorithm.batch} tokens, and the kernel takes {many} at "
-            "a time"
+            f"an inner batch has {recipe.algorithm.batch_size} tokens, and the kernel takes {many} "
+            "at a time"
         )
     return None
 
@@ -183,11 +183,11 @@ def build_of(
         momentum: whether it has an S.
     """
     assert chain.bias.affine is not None
-    D, M = maps[0].inp, maps[0].out
-    if D not in SIZES or maps[1].out != D:
+    D, M = maps[0].in_features, maps[0].out_features
+    if D not in SIZES or maps[1].out_features != D:
         return None
     HS = STATE // (2 * (1 + momentum) * D)
-    if recipe.algorithm.batch > 16:
+    if recipe.algorithm.batch_size > 16:
         HS = min(HS, 64)  # of 128 units and 32 tokens a trace spills
     while M % HS:
         HS //= 2
@@ -196,7 +196,7 @@ def build_of(
         return None
     build = Build(
         D=D,
-        R=recipe.algorithm.batch,
+        R=recipe.algorithm.batch_size,
         HS=HS,
         CS=CS,
         momentum=momentum,

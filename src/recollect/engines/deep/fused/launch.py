@@ -52,7 +52,7 @@ def _call(name: str, *args: object) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
         why = (text.value or b"unknown").decode()
-        raise DriverError(f"{name} failed ({code}: {why}) in the fused walk: use method='deep'")
+        raise DriverError(f"{name} failed ({code}: {why}) in the fused walk: use engine='deep'")
 
 
 @functools.cache

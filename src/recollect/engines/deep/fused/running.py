@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import lasts
+from recollect.choices.runtime import is_cacheable
 from recollect.engines.deep.fused.gradients import FusedWalker
 from recollect.engines.deep.fused.walk import Launch, launcher, run_walk
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
@@ -23,7 +23,7 @@ def launch_of(method: DeepPlan, layout: Layout) -> Launch | None:
     """
     x = layout.x
     assert method.fused is not None
-    if layout.G > 1 or x.dtype != torch.float32 or not lasts(x):
+    if layout.G > 1 or x.dtype != torch.float32 or not is_cacheable(x):
         return None
     return launcher(method.fused, x.device)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.features.kernels import LinearKernel, Round
-from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -28,7 +28,7 @@ from recollect.experiments.framework.task_models import (
     delta_former,
 )
 from recollect.experiments.papers.am.swaps import KERNELS, curve_panels, fit_values, mixer_work
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import panel_figure
@@ -58,7 +58,7 @@ def _reads(
     v = torch.stack([s.v @ s.keys for s in streams]).unsqueeze(2)
     q = torch.stack([s.q for s in streams]).unsqueeze(2)
     with torch.no_grad():
-        y, _ = recall(TRACKERS[kernel], q, k, v, output_state=False)
+        y, _ = recall(TRACKERS[kernel], q, k, v, output_final_state=False)
     return y[:, n:, 0], torch.stack([s.holds[n:] for s in streams])
 
 
@@ -193,7 +193,7 @@ def _fig7_mixers(config: Config, cell: Cell) -> list[Mixer]:
         layer = Mixer(recipe=get("softmax_attention").recipe, heads=4, head_dim=width // 4)
         return [layer] * int(cell["layers"])
     kappa, normalize = KERNELS[str(cell["kernel"])]
-    options = replace(BARE, gates=LEARNED)
+    options = replace(BARE, gate_options=LEARNED)
     return [Mixer(recipe=delta_former(kappa, normalize=normalize), options=options)]
 
 

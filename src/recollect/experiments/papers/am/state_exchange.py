@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import LinearKernel, Round
-from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -17,7 +17,7 @@ from recollect.experiments.framework.experiment import (
     judged,
 )
 from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.panels import Panel, panel_figure
@@ -43,7 +43,7 @@ def _exchange_measure(config: Config, cell: Cell, seed: int, device: torch.devic
     generator = torch.Generator().manual_seed(seed)
     stream = exchange(n, d, config["swaps"], generator, dtype=DTYPES[str(cell["dtype"])])
     q, k, v = (x[None, :, None].to(device) for x in (stream.q, stream.k, stream.v))
-    y, _ = recall(_tracker(KERNELS[str(cell["kernel"])]), q, k, v, output_state=False)
+    y, _ = recall(_tracker(KERNELS[str(cell["kernel"])]), q, k, v, output_final_state=False)
     y = y[0, :, 0].float().cpu()
     wanted = torch.nn.functional.one_hot(stream.holds, n).float()
     right = (y.argmax(-1) == stream.holds).float()[n:]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from recollect.blocks.cost import cost
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import Exponential, LinearKernel, ReluKernel, Round
-from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -58,7 +58,7 @@ def delta_mixer(
     kappa, normalize = KERNELS[kernel]
     return Mixer(
         recipe=delta_former(kappa, normalize=normalize, heads=w_heads),
-        options=replace(BARE, gates=LEARNED, rope=rope),
+        options=replace(BARE, gate_options=LEARNED, rope_theta=rope),
         heads=heads,
         kv_heads=1,
         head_dim=size,

@@ -22,7 +22,7 @@ from recollect.experiments.framework.experiment import (
     judged,
 )
 from recollect.experiments.framework.records import Cell, Missing, Results, Values
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.panels import Panel, panel_figure
@@ -43,8 +43,8 @@ TITLES = {
 
 ALGORITHMS: dict[str, Algorithm] = {
     "SGD": GradientDescent(),
-    "RMSProp": RMSProp(lr="token"),
-    "Adam": Adam(lr="token"),
+    "RMSProp": RMSProp(lr="input"),
+    "Adam": Adam(lr="input"),
     "Muon": Muon(momentum=0.9),
 }
 """All with the rate as a gate, so that the rates that are tried are rows of one call."""
@@ -85,7 +85,13 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     with torch.no_grad():
         # Queries are the next inputs: what is read is M_t(i_{t+1}), before the step on it.
         y, _ = recall(
-            recipe, i[:, 1:], i[:, :-1], o[:, :-1], {"lr": lr}, init=init, output_state=False
+            recipe,
+            i[:, 1:],
+            i[:, :-1],
+            o[:, :-1],
+            {"lr": lr},
+            initial_memory=init,
+            output_final_state=False,
         )
     loss = (y - o[:, 1:]).square().sum(-1) / o[:, 1:].square().sum(-1)
     loss = loss.squeeze(2).nan_to_num(float("inf")).clamp_max(1e6).cpu()  # [rates, T − 1]

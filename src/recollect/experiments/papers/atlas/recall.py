@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from recollect.cost import cost
+from recollect.blocks.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -32,7 +32,7 @@ def zoo_mixer(architecture: str, *, heads: int = 1) -> Mixer:
     options = preset.options
     return Mixer(
         recipe=preset.recipe,
-        options=options if options.conv else replace(options, conv=4),
+        options=options if options.conv_size else replace(options, conv_size=4),
         heads=heads,
     )
 

@@ -189,8 +189,8 @@ WHOLE = "YAAD"
 
 
 def _without_gates(options: LayerOptions, *names: str) -> LayerOptions:
-    gates = {name: gate for name, gate in dict(options.gates).items() if name not in names}
-    return replace(options, gates=gates)
+    gates = {name: gate for name, gate in dict(options.gate_options).items() if name not in names}
+    return replace(options, gate_options=gates)
 
 
 def _no_retention(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
@@ -198,9 +198,9 @@ def _no_retention(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerO
 
 
 def _learned_threshold(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
-    gates = dict(options.gates)
+    gates = dict(options.gate_options)
     gates["threshold"] = replace(gates["threshold"], source="learned")
-    return recipe, replace(options, gates=gates)
+    return recipe, replace(options, gate_options=gates)
 
 
 def _far_alone(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
@@ -213,7 +213,7 @@ def _near_alone(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOpt
 
 
 def _linear(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
-    plain = replace(_without_gates(options, "norm_weight"), last_map=1.0)
+    plain = replace(_without_gates(options, "norm_weight"), last_map_init_scale=1.0)
     return replace(recipe, memory=Matrix()), plain
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.compositions import AsContext
+from recollect.blocks.compositions import MemoryAsContext
 from recollect.blocks.cost import cost
-from recollect.blocks.mixers import Leaf, Mixer, mixer_of
+from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.experiments.framework.experiment import Config, Work
 from recollect.experiments.framework.fitting import LOST, training_steps
 from recollect.tasks.mqar import IGNORE
@@ -24,10 +24,10 @@ Draw = Callable[[str, int, int, torch.Generator], tuple[Tensor, Tensor]]
 CONV = 4
 
 
-def _with_conv(leaf: Leaf) -> Leaf:
-    if leaf.options.conv:
+def _with_conv(leaf: RecipeMixer) -> RecipeMixer:
+    if leaf.options.conv_size:
         return leaf
-    return replace(leaf, options=replace(leaf.options, conv=CONV))
+    return replace(leaf, options=replace(leaf.options, conv_size=CONV))
 
 
 def mixer_named(name: str, config: Config) -> Mixer:
@@ -38,10 +38,10 @@ def mixer_named(name: str, config: Config) -> Mixer:
         config: of the experiment; its ``segment``, if any, is that of memories as context, which
             then have no persistent tokens.
     """
-    found = mixer_of(find(name))
-    if isinstance(found, AsContext) and "segment" in config:
+    found = as_mixer(find(name))
+    if isinstance(found, MemoryAsContext) and "segment" in config:
         found = replace(found, segment=config["segment"], persistent=0)
-    return found.with_leaves(_with_conv) if not isinstance(found, Leaf) else _with_conv(found)
+    return found.map_leaves(_with_conv) if not isinstance(found, RecipeMixer) else _with_conv(found)
 
 
 class Reader(nn.Module):

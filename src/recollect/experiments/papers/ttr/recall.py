@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.cost import cost
+from recollect.blocks.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -21,7 +21,7 @@ from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import RecallModel
 from recollect.experiments.papers.ttr.regression import rls
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.panels import Panel, panel_figure
@@ -44,7 +44,7 @@ def construction(recipe: Recipe, tokens: Tensor, vocab: int) -> Tensor:
     x = functional.one_hot(tokens, vocab).double()
     k = functional.pad(x, (0, 0, 1, 0))[:, :-1].unsqueeze(2)
     x = x.unsqueeze(2)
-    y, _ = recall(recipe, x, k, x, output_state=False)
+    y, _ = recall(recipe, x, k, x, output_final_state=False)
     return y.squeeze(2)
 
 

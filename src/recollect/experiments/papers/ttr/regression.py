@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.blocks.cost import cost
 from recollect.choices.algorithm.closed_form import Analytic, LeastSquares
 from recollect.choices.context.windows import Prefix
-from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
     Claim,
     Config,
@@ -21,7 +21,7 @@ from recollect.experiments.framework.experiment import (
     judged,
 )
 from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.recall.recall import recall
+from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.panels import Panel, panel_figure
@@ -56,9 +56,9 @@ def _forecast(layer: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Te
         PLAIN: get("softmax_attention").recipe,
     }[layer]
     if layer == "local linear attention":
-        recipe = recipe.but(algorithm=Analytic(ridge=config["slopes_ridge"]))
+        recipe = recipe.replace(algorithm=Analytic(ridge=config["slopes_ridge"]))
     q, k, v = (x.unsqueeze(2) for x in (q, k, v))
-    y, _ = recall(recipe, q, k, v, output_state=False)
+    y, _ = recall(recipe, q, k, v, output_final_state=False)
     y = y.squeeze(2)
     return functional.normalize(y, dim=-1) if layer == "linear attention" else y
 
@@ -216,7 +216,7 @@ def _stability_measure(config: Config, cell: Cell, seed: int, device: torch.devi
         for _ in range(3)
     )
     recipe = rls(config["ridge"]) if cell["layer"] == "RLS" else get("linear_attention").recipe
-    y, _ = recall(recipe, q, k, v, output_state=False)
+    y, _ = recall(recipe, q, k, v, output_final_state=False)
     norm = y[0, :, 0].norm(dim=-1).cpu()
     bounds, under = [], 0
     for t in places:

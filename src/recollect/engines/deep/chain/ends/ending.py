@@ -4,9 +4,9 @@ With z what the last map says,
 
     M = finish(z, k),    g = ∂ℓ/∂M,    δ_L = (∂M/∂z)ᵀ g,    N = ⟨e, g⟩
 
-(`Stack.finish`; N is what a normalised step asks, `recollect.choices.algorithm.share`). Maps are
-written out in `forward` and `backward`. What follows them is a member's own, and has one number per
-value channel: autograd takes its gradients, and theirs.
+(`Stack.output_map`; a normalised step needs N). Maps are written out in `forward` and `backward`. A
+member defines the function after the maps, of one number per value channel: autograd takes its
+gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import correctable, said
+from recollect.choices.algorithm.normalized_steps import correctable_error, nearest_output_value
 from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
 
@@ -29,7 +29,7 @@ Values = Mapping[str, Tensor]
 def affine_of(memory: Stack, bias: Bias, target: float | None) -> tuple[float, float] | None:
     """`Ending.affine`; arguments as there."""
     bounded = target is not None and memory.bounded
-    return None if memory.finishes or bounded else bias.affine
+    return None if memory.has_output_map or bounded else bias.affine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class End:
     def above(self) -> Tensor:
         """N ``[P, R]``, where steps are normalised."""
         assert self.away is not None
-        return correctable(self.memory, self.away, self.error)
+        return correctable_error(self.memory, self.away, self.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Ending:
     """The end of a memory of H heads, under a loss.
 
     Attributes:
-        memory: answers `Stack.finish`, and what of a value can be said where it is bounded.
+        memory: answers `Stack.output_map`, and what of a value can be said where it is bounded.
         bias: the loss. heads: H.
         target: `Bias.target` where every association is scaled by its share, else ``None``.
     """
@@ -79,7 +79,7 @@ class Ending:
         Under shares that asks what of a value can be said (`said`), and e of g.
         """
         affine = self.bias.affine
-        if self.memory.last_norm != "layer" or affine is None:
+        if self.memory.output_norm != "layer" or affine is None:
             return False
         return self.target is None or (self.memory.bounded and affine[0] != 0)
 
@@ -90,10 +90,10 @@ class Ending:
             z: what the last map says, ``[..., P, R, V]``.
             raw: keys or queries before features. params: the memory's.
         """
-        if not self.memory.finishes:  # heads are all alike
-            return self.memory.finish(z, raw, params)
+        if not self.memory.has_output_map:  # heads are all alike
+            return self.memory.output_map(z, raw, params)
         parts = [x.reshape(-1, self.heads, *x.shape[-2:]) for x in (z, raw)]
-        return self.memory.finish(parts[0], parts[1], params).reshape(z.shape)
+        return self.memory.output_map(parts[0], parts[1], params).reshape(z.shape)
 
     def said(self, v: Tensor, raw: Tensor, params: Values) -> Tensor | None:
         """What of values can be said ``[..., P, R, V]``; ``None`` where nobody asks, or all can.
@@ -104,7 +104,7 @@ class Ending:
         if self.target is None or not self.memory.bounded:
             return None
         parts = [x.reshape(-1, self.heads, *x.shape[-2:]) for x in (self.target * v, raw)]
-        return said(self.memory, parts[0], parts[1], params).reshape(v.shape)
+        return nearest_output_value(self.memory, parts[0], parts[1], params).reshape(v.shape)
 
     def given(self, v: Tensor, raw: Tensor, params: Values) -> dict[str, Tensor]:
         """What `of` is given of associations; arguments as in `said`."""
@@ -122,8 +122,8 @@ class Ending:
             outer: whether they will be differentiated again.
         """
         raw, v = given["raw"], given["v"]
-        if not self.memory.finishes:
-            prediction = self.memory.finish(z, raw, params)
+        if not self.memory.has_output_map:
+            prediction = self.memory.output_map(z, raw, params)
             delta = error = self.bias.error(prediction, v, gates)
         else:
             if not outer:

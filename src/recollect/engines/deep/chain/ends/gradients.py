@@ -100,7 +100,7 @@ class _ByAutograd:
         memory = spec.ending.memory
         asked = {name: needs[name] for name in self.leaves | self.params}
         self.same: Tensor | None = None
-        if not memory.finishes:  # to the key, if at all, goes what goes to z
+        if not memory.has_output_map:  # to the key, if at all, goes what goes to z
             self.same = to_z if asked.pop("raw") and memory.residual else None
         every = self.leaves | self.params
         self.found = {name: torch.zeros_like(every[name]) for name, need in asked.items() if need}

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.norms import NORM_EPS, layer_norm_pull
+from recollect.choices.memory.norms import NORM_EPS, layer_norm_vjp
 from recollect.engines.deep.chain.ends.ending import End, Ending
 
 __all__ = ["LayerNormEnd", "LayerNormGradients"]
@@ -80,7 +80,7 @@ class LayerNormEnd:
         """
         unit, mean, r = _normalised(z)
         g = self.error(unit, self.fixed[n])
-        delta = layer_norm_pull(g * self.weight, z, mean, r)
+        delta = layer_norm_vjp(g * self.weight, z, mean, r)
         away = None if self.apart is None else self.away(g, self.apart[n])
         return End(memory=self.memory, delta=delta, error=g, away=away)
 
@@ -116,7 +116,7 @@ class LayerNormGradients:
         beside_up = -r * (s * unit).mean(-1, keepdim=True)
         per = -r / V
         self.beside = [x.unbind(0) for x in (beside_up, per * s, per * unit)]
-        self.along = torch.stack([unit, layer_norm_pull(s, z, mean, r)], dim=-2).unbind(0)
+        self.along = torch.stack([unit, layer_norm_vjp(s, z, mean, r)], dim=-2).unbind(0)
         self.shares: list[tuple[Tensor, ...]] | None = None
         self.to_said: Tensor | None = None
         if shares is not None and end.apart is not None:
@@ -135,7 +135,7 @@ class LayerNormGradients:
         """
         stats, up = [x[n] for x in self.stats], up.contiguous()
         of_up, of_unit, of_delta = (x[n] for x in self.beside)
-        to_s = layer_norm_pull(up, *stats)
+        to_s = layer_norm_vjp(up, *stats)
         to_g = to_s * self.weight
         if self.shares is None or pi is None:
             to_M = to_g if self.a == 1 else self.a * to_g
@@ -145,7 +145,7 @@ class LayerNormGradients:
             to_M = torch.addcmul(to_g if self.a == 1 else self.a * to_g, self.shares[1][n], per)
         unit, delta = (self.along[n] * up.unsqueeze(-2)).sum(-1, keepdim=True).unbind(-2)
         inner = (to_M * self.weight).addcmul_(up, of_up).addcmul_(of_unit, unit)
-        torch.addcmul(layer_norm_pull(inner, *stats), of_delta, delta, out=out)
+        torch.addcmul(layer_norm_vjp(inner, *stats), of_delta, delta, out=out)
         self.found[n] = to_s, to_g, to_M
 
     def gradients(self, needs: Mapping[str, bool], pi: Tensor | None) -> dict[str, Tensor]:

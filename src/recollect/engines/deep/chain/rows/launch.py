@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import lasts
+from recollect.choices.runtime import is_cacheable
 from recollect.engines.deep.chain.ends.ending import Ending
 
 __all__ = ["LAUNCHERS", "OPTIONS", "SMALLEST", "Launch", "compiles", "launch", "launcher"]
@@ -54,7 +54,7 @@ def launcher(A: Sequence[Tensor], ending: Ending, k: Tensor) -> Launch | None:
         return None
     if {k.dtype, A[0].dtype, A[1].dtype} not in ({torch.float32}, {torch.float64}):
         return None
-    if not lasts(k):  # a compiler asks for shapes, or follows operations of torch
+    if not is_cacheable(k):  # a compiler asks for shapes, or follows operations of torch
         return None
     if kind in LAUNCHERS:
         return LAUNCHERS[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import EPS
+from recollect.choices.algorithm.normalized_steps import EPS
 from recollect.engines.deep.chain.rows.launch import Launch
 from recollect.engines.deep.chain.trace import ChainSpec, Family
 

@@ -1,0 +1,217 @@
+"""Base class of the layers of compositions, and the modules that these layers share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.blocks.mixers import Mixer
+from recollect.blocks.state import AnyState, MixerState
+from recollect.choices.runtime import can_read_values
+from recollect.layer.checks import check_tokens
+from recollect.layer.feed_forward import FeedForward
+from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
+from recollect.layer.recipe_module import RecipeModule
+
+__all__ = [
+    "MixerLayer",
+    "OutputGate",
+    "PersistentTokens",
+    "initial_memory_of",
+    "rows_at_start",
+    "trim_state",
+]
+
+
+def initial_memory_of(layer: nn.Module) -> Any:
+    """Return the initial memory of a layer, as ``state.reset`` takes it."""
+    return layer.initial_memory if isinstance(layer, RecipeModule | MixerLayer) else None
+
+
+class PersistentTokens(nn.Module):
+    """Learned tokens in front of the text, equal for every input (Titans section 3.3).
+
+    Their initial root mean square is 1, as that of the normalised tokens that a layer receives.
+
+    Args:
+        count: number of tokens.
+        d_model: width of the tokens.
+    """
+
+    def __init__(self, count: int, d_model: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(count, d_model))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sample new tokens."""
+        nn.init.normal_(self.tokens)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the tokens for every sequence of ``x``, ``[B, count, d_model]``."""
+        return self.tokens.to(x.dtype).expand(x.shape[0], -1, -1)
+
+
+class OutputGate(nn.Module):
+    """One stream as the gate of another: w_a ⊙ RMS(a) ⊙ σ(w_m ⊙ RMS(m)) (Titans, after eq. 28).
+
+    Args:
+        d_model: number of channels of both streams.
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.memory_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+
+    def forward(self, attention: Tensor, memory: Tensor) -> Tensor:
+        """Return the gated attention ``[..., d_model]``; it is 0 if the attention is 0."""
+        dtype = self.attention_norm.weight.dtype
+        normed = self.attention_norm(attention.to(dtype))
+        gate = functional.sigmoid(self.memory_norm(memory.to(dtype)))
+        return (normed * gate).to(attention.dtype)
+
+
+class MixerLayer(nn.Module):
+    """The layer of a composition: it maps tokens to tokens and a `MixerState`.
+
+    Args:
+        d_model: width of the tokens.
+        mixer: the composition.
+        parts: a layer for each child of the composition, by name.
+
+    Shapes: x ``[B, T, d_model]`` → y ``[B, T, d_model]``.
+    """
+
+    resets_attention = False  # whether the layer resets and trims the state of its attention
+    parts_fed_directly: Sequence[str] = ()  # parts that learn the layer's tokens without a call
+
+    def __init__(self, d_model: int, mixer: Mixer, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.d_model, self.mixer = d_model, mixer
+        self.parts = nn.ModuleDict(parts)
+
+    @property
+    def initial_memory(self) -> dict[str, Any]:
+        """Initial memories of the parts by name, as ``state.reset`` takes them."""
+        return {name: initial_memory_of(part) for name, part in self.parts.items()}
+
+    @property
+    def leaves(self) -> dict[str, MemoryLayer | FeedForward]:
+        """Layers of all recipes, by the dotted path of part names."""
+        leaves: dict[str, MemoryLayer | FeedForward] = {}
+        for name, part in self.parts.items():
+            if isinstance(part, MixerLayer):
+                leaves |= {f"{name}.{path}": leaf for path, leaf in part.leaves.items()}
+            elif isinstance(part, MemoryLayer | FeedForward):
+                leaves[name] = part
+        return leaves
+
+    def reset_parameters(self) -> None:
+        """Sample new values of all weights."""
+        for module in self.modules():
+            if not isinstance(module, MixerLayer) and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Return outputs and the state after the last token, as `MemoryLayer` does.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: state of an earlier call, to continue from.
+            attention_mask: ``[B, T]``, nonzero at valid tokens, padded on either side.
+            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1).
+            output_final_state: whether to return the state; if not, ``None``.
+
+        Raises:
+            ValueError: shapes, types or devices that do not fit, or a state of another layer.
+        """
+        weight = next(self.parameters())
+        check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self._check_state(state, rows)
+        y, final_state = self.forward_checked(
+            x, state, attention_mask, cu_seqlens, output_final_state=output_final_state
+        )
+        return y, final_state if output_final_state else None
+
+    @abstractmethod
+    def forward_checked(
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        *,
+        output_final_state: bool,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Run `forward` with checked arguments."""
+        raise NotImplementedError
+
+    def _check_state(self, state: object, rows: int) -> None:
+        if state is None:
+            return
+        if not isinstance(state, MixerState):
+            raise ValueError(
+                f"state must be a state that this layer returned, not {type(state).__name__}"
+            )
+        missing = sorted(self.parts.keys() - state.parts.keys())
+        if missing:
+            raise ValueError(
+                f"this state belongs to another layer: it has parts {', '.join(state.parts)}, and "
+                f"not {missing[0]}"
+            )
+        if state.rows != rows:
+            raise ValueError(f"the state has {state.rows} rows, and this call has {rows}")
+
+    def extra_repr(self) -> str:
+        """Return the width and the kind of the composition."""
+        return f"{self.d_model}, {self.mixer.kind}"
+
+
+def trim_state(layer: nn.Module, state: Any, num_tokens: int) -> Any:
+    """Drop the empty slots of a state whose sequences were reset at different tokens.
+
+    Every sequence has at most ``num_tokens`` tokens since its reset.
+    """
+    if isinstance(layer, RecipeModule):
+        grows = layer.recipe.buffer_size is None or layer.recipe.uses_kernel_rows
+        return state.trim(num_tokens) if grows else state
+    if not isinstance(layer, MixerLayer):
+        return state
+    if not layer.resets_attention:
+        num_tokens += getattr(layer.mixer, "persistent", 0)
+    parts = dict(state.parts)
+    for name, part in parts.items():
+        if not (layer.resets_attention and name == "attention"):
+            # A name that is not a part is an earlier state of the memory.
+            source = layer.parts[name if name in layer.parts else "memory"]
+            parts[name] = trim_state(source, part, num_tokens)
+    return replace(state, parts=parts)
+
+
+def rows_at_start(state: AnyState | None, device: torch.device) -> Tensor | bool:
+    """Return which sequences are before their first token: all, none, or a mask ``[B]``."""
+    if state is None:
+        return True
+    if state.host_position is not None:
+        return state.host_position == 0
+    at_start = state.position.to(device) == 0
+    if can_read_values(at_start) and not bool(at_start.any()):
+        return False
+    return at_start

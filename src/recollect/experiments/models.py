@@ -1,5 +1,0 @@
-"""Moved to `recollect.experiments.framework.task_models`."""
-
-from recollect.moved import alias
-
-alias(__name__, "recollect.experiments.framework.task_models")

@@ -1,0 +1,1 @@
+"""Recipes in words and equations, and their diagnosis; see `recollect.explain`."""

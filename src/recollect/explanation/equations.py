@@ -1,0 +1,460 @@
+"""The equations of a recipe: what it solves, how it writes, how it reads.
+
+Every line is made of what the members say about themselves (`recollect.choices.equation_terms`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from recollect.choices.algorithm.normalized_steps import EPS, effective_batch_size, measures_overlap
+from recollect.choices.equation_terms import (
+    Gradient,
+    Term,
+    Terms,
+    format_number,
+    parenthesise,
+    render_sum,
+)
+from recollect.choices.memory.base import Stack
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["legend", "map_names", "objective", "read_rule", "write_rule"]
+
+
+def _index(recipe: Recipe) -> str:
+    return "tj" if recipe.associations_per_token > 1 else recipe.context.index
+
+
+def objective(recipe: Recipe) -> str:
+    """What is minimised at time t."""
+    if recipe.solves_from_gram:
+        penalty = Term(("‖W‖²",), recipe.ridge / 2)
+        return f"{render_sum(_over(recipe, _loss(recipe)))} + {penalty}"
+    i = _index(recipe)
+    x = "k_i" if recipe.nonparametric else recipe.features.lift(f"k_{i}")
+    loss = recipe.bias.term(recipe.memory.prediction_text(x, raw=f"k_{i}"), f"v_{i}")
+    if i == "t":
+        return render_sum(_over(recipe, loss, apart=True))
+    if recipe.memory.degree:
+        return _local(recipe, render_sum(loss))
+    if i == "tj":
+        total = render_sum(loss)
+        return f"Σ_(j≤{recipe.associations_per_token}) {total if len(loss) == 1 else f'({total})'}"
+    penalty = recipe.algorithm.penalty_text(recipe)
+    return render_sum(_over(recipe, loss)) + (f" + {penalty}" if penalty else "")
+
+
+def _loss(recipe: Recipe) -> Terms:
+    i = _index(recipe)
+    x = recipe.features.lift(f"k_{i}")
+    return recipe.bias.term(recipe.memory.prediction_text(x, raw=f"k_{i}"), f"v_{i}")
+
+
+def _local(recipe: Recipe, loss: str) -> str:
+    """A local polynomial's objective, with the ridge on its slopes."""
+    ridge = recipe.algorithm.ridge
+    assert not isinstance(ridge, str)  # what solves for a query has a constant one
+    slopes = " + ".join(f"‖M{j}‖²" for j in range(1, (recipe.memory.degree or 0) + 1))
+    slopes = slopes if recipe.memory.degree == 1 else f"({slopes})"
+    penalty = Term((slopes,), ridge / 2)
+    inside = render_sum((Term((loss,)), penalty))
+    return recipe.context.total(f"({inside})" if ridge else loss)
+
+
+def _over(recipe: Recipe, terms: Terms, *, apart: bool = False) -> Terms:
+    """A sum of one association as terms of the whole context: one term, or one for each."""
+    total = recipe.context.total
+    if len(terms) > 1 and not apart:
+        return (Term((total(f"({render_sum(terms)})"),)),)
+    return tuple(Term((total(" ".join(t.factors)),), t.coefficient) for t in terms)
+
+
+def _gradient(recipe: Recipe, point: str) -> Gradient:
+    """g_t at the weights ``point``, over the context."""
+    memory, context = recipe.memory, recipe.context
+    i = _index(recipe)
+    x, v = recipe.features.lift(f"k_{i}"), f"v_{i}"
+    share = f"ρ_{i} " if recipe.algorithm.uses_normalized_steps else ""
+    if not memory.linear or memory.gradient_text("e", x) is None:
+        alone = Term((context.total(f"{share}∇ℓ({point}; {x}, {v})"),))
+        return Gradient(terms=(alone,), compact=(alone,))
+    error = recipe.bias.error_terms(memory.prediction_text(x, W=point), v)
+    error = tuple(term for term in error if term.coefficient != 0)
+    written_at = [
+        share + (memory.gradient_text(parenthesise(" ".join(term.factors)), x) or "")
+        for term in error
+    ]
+    parts = _over(
+        recipe,
+        tuple(Term((text,), t.coefficient) for text, t in zip(written_at, error, strict=True)),
+        apart=True,
+    )
+    compact = parts
+    if len(error) > 1:
+        whole = share + (memory.gradient_text(f"({render_sum(error)})", x) or "")
+        compact = _over(recipe, (Term((whole,)),))
+    sees = recipe.bias.is_affine and recipe.bias.sees_prediction
+    return Gradient(
+        terms=parts if context.horizon == 1 else compact,
+        compact=compact,
+        erase=parts[:1] if sees else (),
+        write=parts[1:] if sees else parts,
+    )
+
+
+def _probed(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
+    """The erasure and the write of a probe, as terms added to the memory."""
+    probe, affine = recipe.bias.probe, recipe.bias.affine
+    assert probe is not None and affine is not None  # a probe needs an affine bias
+    lift, i = recipe.features.lift, _index(recipe)
+    key, own = lift(f"k_{i}"), lift(f"w_{i}" if probe.at == "token" else f"k_{i}")
+    into = own if probe.write == "probe" else key
+    rate = probe.symbol("rate", i)
+    error = parenthesise(recipe.memory.prediction_text(own, W=point))
+    if probe.per == "key" and isinstance(rate, str):
+        erase = Term((error, f"({rate} ⊙ {into})ᵀ"), -affine[0])
+    else:
+        erase = Term((error, f"{into}ᵀ")).times(rate, -affine[0])
+    write = Term((f"v_{i}", f"{key}ᵀ")).times(recipe.algorithm.rate_factor_text(i), affine[1])
+    return (erase,), (write,)
+
+
+def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
+    """Return the equations by which the memory moves at time t, one per line.
+
+    Args:
+        recipe: the recipe.
+        full: whether the scales of normalised steps have their equations, which `legend` describes.
+    """
+    memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
+    if recipe.nonparametric:
+        drop = (
+            ""
+            if recipe.num_past_associations is None
+            else f", drop (k_i, v_i) of i ≤ t−{recipe.num_past_associations}"
+        )
+        return (f"keep (k_t, v_t){drop}",)
+    if recipe.algorithm.condenses:
+        return algorithm.solution_equations(recipe)
+    if recipe.solves_from_gram:
+        x = recipe.features.lift("K")
+        ridge = Term(("I",), recipe.ridge)
+        return (f"W_t = Vᵀ {parenthesise(render_sum((Term(('κ(K, K)',)), ridge)))}⁻¹ {x}ᵀ",)
+    if recipe.context.horizon is None:
+        return _full_pass(recipe)
+    if algorithm.reduction == "mean":
+        return _averaged(recipe, full=full)
+    linked = retention.has_link and retention.is_additive
+    W, A = memory.weight_symbol, "A" if linked else memory.weight_symbol
+    several = recipe.associations_per_token > 1
+    at = "tj" if several else "t"
+    old, new = (f"{A}_(t,j−1)", f"{A}_(t,j)") if several else (f"{A}_(t−1)", f"{A}_t")
+    vector, decay = memory.is_elementwise, retention.decay
+    at_start = algorithm.batch_size > 1 or (_has_link_gates(recipe) and not several)
+    point = f"{W}°" if at_start else f"{W}_(t,j−1)" if several else f"{W}_(t−1)"
+    if decay is not None and decay.when == "before":
+        point = str(decay.decayed_text(point, at, vector=vector))
+    if recipe.bias.probe is not None:
+        erase, write = _probed(recipe, point)
+        lines, step = (), (*erase, *write)
+    else:
+        gradient = _gradient(recipe, point)
+        lines, step = algorithm.update_equations(gradient, at)
+    equations = [*lines]
+    if algorithm.update_every == "batch":
+        equations += _at_border(recipe, step, A)
+    else:
+        moves = retention.state_equations(old, new, step, at=at, vector=vector)
+        if linked and not recipe.at_border:
+            read = f"{W}_(t,j)" if several else f"{W}_t"
+            moves = (f"{moves[0]},   {read} = {_link(recipe, new)}", *moves[1:])
+        equations += [";   ".join((*lines, *moves))] if len(lines) == 1 else moves
+        equations = equations[1:] if len(lines) == 1 else equations
+    if several:
+        n = recipe.associations_per_token
+        ends = [f"{A}_(t,0) = {A}_(t−1)", f"{A}_t = {A}_(t,{n})"]
+        if linked and not recipe.at_border:
+            ends += [f"{W}_(t,0) = {_link(recipe, f'{A}_(t−1)')}", f"{W}_t = {W}_(t,{n})"]
+        equations.append(f"j = 1..{n};   {',   '.join(ends)}")
+        if decay is not None:
+            equations.append("the decay acts on the first sub-step")
+    equations += [*_rate(recipe), *(_step_scales(recipe, point) if full else [])]
+    equations += _undivided(recipe)
+    equations += _start(recipe, " ".join((*equations, *read_rule(recipe))))
+    return tuple(equations)
+
+
+def _rate(recipe: Recipe) -> list[str]:
+    """η_t where it is made from the key."""
+    algorithm, affine = recipe.algorithm, recipe.bias.affine
+    if not algorithm.rate_depends_on_key or affine is None:
+        return []
+    return [f"η_t = {algorithm.key_rate_text(recipe.features.lift('k_t'), affine[0])}"]
+
+
+def _step_index(recipe: Recipe) -> str:
+    """The index of the associations that a normalised step measures."""
+    algorithm = recipe.algorithm
+    if algorithm.uses_line_search:
+        return "i" if algorithm.update_every == "batch" else _index(recipe)
+    return "s" if algorithm.reduction == "mean" else _index(recipe)
+
+
+def _step_symbols(recipe: Recipe, *, full: bool) -> list[str]:
+    """Descriptions of the scales of normalised steps, and their place in the documentation."""
+    algorithm, i, lines = recipe.algorithm, _step_index(recipe), list[str]()
+    if measures_overlap(algorithm):
+        lines.append(
+            "r_t: in [0, 1], shortens the step of a key that overlaps earlier keys of its batch"
+        )
+    if algorithm.uses_normalized_steps:
+        lines.append(f"ρ_{i}: scale at which a step of η = 1 corrects the error of association {i}")
+    if algorithm.uses_line_search:
+        lines.append("λ_t: length of the step that leaves the smallest errors of its context")
+    if not lines:
+        return []
+    if recipe.memory.bounded:
+        lines.append(f"v̂_{i}: attainable target, the output closest to v_{i} that the norm allows")
+    letters = ", ".join(line.partition("_")[0] for line in lines)
+    hint = "" if full else f"equations of {letters}: full=True or --full; "
+    return [*lines, f"{hint}reasons: docs/explain.md#normalised-steps"]
+
+
+def _step_scales(recipe: Recipe, point: str) -> list[str]:
+    """The equations of the scales of normalised steps: r, ρ and λ."""
+    lines: list[str] = []
+    if measures_overlap(recipe.algorithm):
+        lines.append(
+            "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / "
+            f"{effective_batch_size(recipe.algorithm)} over the earlier tokens j of the inner batch"
+        )
+    i = _step_index(recipe)
+    if recipe.algorithm.uses_line_search:
+        x, eps = recipe.features.lift(f"k_{i}"), format_number(EPS)
+        prediction = recipe.memory.prediction_text(x, raw=f"k_{i}", W=point)
+        target, bounds = recipe.bias.target or 1.0, []
+        error = render_sum((Term((prediction,)), Term((f"v_{i}",), -target)))
+        if recipe.memory.bounded:
+            error = f"{prediction} − v̂_{i}"
+            value = recipe.memory.nearest_output_text(str(Term((f"v_{i}",), target)), f"k_{i}")
+            bounds = f"v̂_{i} = {value}".split(",   ")
+        moved = f"|∂_D M(k_{i})|²"
+        total = "Σ_i γ_i " if i == "i" else ""
+        return [
+            *lines,
+            f"λ_t = max(0, −{total}⟨{error}, ∂_D M(k_{i})⟩) / {total}({moved} + {eps}‖D‖²), "
+            f"D = the step at rate 1, ∂_D M at {point}",
+            *bounds,
+        ]
+    if not recipe.algorithm.uses_normalized_steps:
+        return lines
+    memory, x, W = recipe.memory, recipe.features.lift(f"k_{i}"), recipe.memory.weight_symbol
+    prediction, target = memory.prediction_text(x, raw=f"k_{i}", W=point), recipe.bias.target or 1.0
+    error = render_sum((Term((prediction,)), Term((f"v_{i}",), -target)))
+    value = str(Term((f"v_{i}",), target))
+    G = f"∂ℓ_{i}/∂{W}"
+    size = f"‖{G}‖²"
+    if recipe.retention.has_link:
+        L = recipe.retention.link_lipschitz
+        size = f"gain({G})" if L is None else str(Term((size,), L))
+    above, bounds = f"⟨{error}, e_{i}⟩", []
+    if memory.bounded:
+        above = f"max(0, ⟨{prediction} − v̂_{i}, e_{i}⟩)"
+        bounds = f"v̂_{i} = {memory.nearest_output_text(value, f'k_{i}')}".split(",   ")
+    below = f"{size} + {format_number(EPS)}‖e_{i}‖²"
+    return [*lines, f"ρ_{i} = {above} / ({below}),   e_{i} = ∂ℓ_{i}/∂M at {point}", *bounds]
+
+
+def _undivided(recipe: Recipe) -> list[str]:
+    """Where a normalised read divides by a sum over keys that no gradient divides by."""
+    if not recipe.uses_kernel_rows or recipe.memory.read.normalize != "sum":
+        return []
+    (W, *others), key = _readers(recipe), f"k_{_index(recipe)}"
+    x = recipe.features.lift(key)
+    return [
+        f"∂({W} {x})/∂{W} counts as {x}{_likewise(others)}: {_mass(recipe, 'j', key)} divides what "
+        "is read, and no step"
+    ]
+
+
+def _has_link_gates(recipe: Recipe) -> bool:
+    """Whether the link has gates, which are those of the token whose error is taken."""
+    retention = recipe.retention
+    decay = {gate.name for gate in retention.decay.gates()} if retention.decay else set[str]()
+    has_gates = any(gate.name not in decay for gate in retention.gates())
+    return retention.has_link and retention.is_additive and has_gates
+
+
+def _link(recipe: Recipe, state: str, at: str = "_t") -> str:
+    """The link of a state, with the gates of the token ``at``."""
+    return re.sub(r"_t\b", at, recipe.retention.link_text().replace("A_t", state))
+
+
+def _start(recipe: Recipe, text: str) -> list[str]:
+    """W°, the weights at which errors are taken, where the equations ``text`` have it."""
+    W, b, retention = recipe.memory.weight_symbol, recipe.algorithm.batch_size, recipe.retention
+    if f"{W}°" not in text:
+        return []
+    gated = _has_link_gates(recipe)
+    if b == 1:
+        return [f"{W}° = {_link(recipe, 'A_(t−1)')}"]
+    start = f"at the start of the inner batch of {b}"
+    if not (
+        gated
+        or recipe.at_border
+        or (retention.has_link and recipe.algorithm.update_every == "batch")
+    ):
+        return [f"{W}° = {W} {start}"]
+    line = f"{W}° = {_link(recipe, 'A°', '°')}: A {start}"
+    line += ", gates of its first token" if gated else ""
+    first = recipe.at_border and retention.links_after_first_token
+    return [f"{line}; from its second token on, A after the first" if first else line]
+
+
+def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
+    """One update at the end of every inner batch; tokens in between read W°."""
+    retention, algorithm, W = recipe.retention, recipe.algorithm, recipe.memory.weight_symbol
+    decay, b = retention.decay, algorithm.batch_size
+    start = f"{A}°"
+    decayed = Term((start,)) if decay is None else decay.decayed_text(start, "b")
+    moved = tuple(
+        Term(tuple(f.replace("η_t", "η̄") for f in term.factors), term.coefficient) for term in step
+    )
+    line = f"{A}_t = {render_sum((decayed, *moved))} at the last token of the inner batch"
+    bars = [] if decay is None or not isinstance(decay.alpha, str) else ["α_b = Π α_t"]
+    bars += ["η̄ = mean η_t"] if any("η̄" in f for t in moved for f in t.factors) else []
+    over = [f"{', '.join(bars)} over the inner batch; tokens in it read {W}°"] if bars else []
+    return [line, *(over or [f"tokens in the inner batch of {b} read {W}°"])]
+
+
+def _averaged(recipe: Recipe, *, full: bool) -> tuple[str, ...]:
+    """TTT's mean over the open inner batch."""
+    algorithm, W, b = recipe.algorithm, recipe.memory.weight_symbol, recipe.algorithm.batch_size
+    x = recipe.features.lift("k_s")
+    share = "ρ_s " if algorithm.uses_normalized_steps else ""
+    gradient = Term((f"{share}∇ℓ({W}°; {x}, v_s)",)).times(algorithm.rate_factor_text("s"))
+    offset, place = algorithm.symbol("offset"), "1/(place in the batch)"
+    if offset == 0.0:
+        tau = place
+    else:
+        tau = f"max(0, {render_sum((Term((place,)), Term(()).times(offset)))})"
+    return (
+        f"{W}_t = {W}° − τ_t Σ_(s≤t) {gradient}",
+        f"τ_t = {tau}; {W}° and s begin with the inner batch of {b}",
+        *(_step_scales(recipe, f"{W}°") if full else ()),
+    )
+
+
+def _full_pass(recipe: Recipe) -> tuple[str, ...]:
+    """Gradient steps on all of the past, from the initial memory, at every token."""
+    W, n = recipe.memory.weight_symbol, recipe.algorithm.updates_per_token
+    if n == 1:
+        step = _gradient(recipe, f"{W}_0").scaled(recipe.algorithm.rate_factor_text(), -1.0)
+        return (f"{W}_t = {render_sum((Term((f'{W}_0',)), *step))}",)
+    step = _gradient(recipe, W).scaled(recipe.algorithm.rate_factor_text(), -1.0)
+    return (f"{W} ← {render_sum((Term((W,)), *step))}", f"{n} times from {W}_0, at every t")
+
+
+def read_rule(recipe: Recipe) -> tuple[str, ...]:
+    """What is read at time t, then what its symbols mean."""
+    memory, read, W = recipe.memory, recipe.memory.read, recipe.memory.weight_symbol
+    if recipe.nonparametric:
+        return (_attend(recipe),)
+    if recipe.solves_from_gram:
+        likeness = recipe.features.similarity("k", "q")
+        return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
+    q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
+    when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
+    line = memory.prediction_text(q, raw="q_t", W=when)
+    n = "n_(t−1)" if read.when == "before" else "n_t"
+    notes: list[str] = []
+    if recipe.uses_kernel_rows:
+        notes.append(_rows(recipe))
+    elif read.normalize != "none":
+        below = f"({n}·{q})" if read.normalize == "sum" else f"max(|{n}·{q}|, 1)"
+        line = f"{line} / {below}"
+        zero = "; y_t = 0 where that is 0" if read.normalize == "sum" else ""
+        notes.append(f"n_t: the write with v_t = 1{zero}")
+    if read.bonus != 0.0:
+        u = read.symbol("bonus")
+        match = f"⟨{q}, u ⊙ {k}⟩" if isinstance(u, str) else f"⟨{q}, {k}⟩"
+        more = Term((match, "v_t"), 1.0 if isinstance(u, str) else u)
+        line = render_sum((Term((line,)), more))
+    if recipe.algorithm.update_every == "batch":
+        line = line.replace(f"{W}_t", f"{W}°")
+    elif recipe.at_border:
+        first = f"{W}° before the first token"
+        if recipe.retention.links_after_first_token:
+            first = f"{_link(recipe, 'A_t')} at the first token"
+        notes.append(f"{W}_t: {first} of the inner batch, then moved as A_t is, without the link")
+    return (f"y_t = {line}", *notes)
+
+
+def _rows(recipe: Recipe) -> str:
+    """What a map over infinitely many features is."""
+    x, likeness = recipe.features.lift("x"), recipe.features.similarity("k_i", "x")
+    (W, *others), divided = _readers(recipe), ""
+    if recipe.memory.read.normalize == "sum":
+        divided = f" / {_mass(recipe, 'i', 'x')}"
+        if recipe.retention.decay is not None:
+            divided += ", m_i 1 at first and decayed like u_i"
+    rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_likewise(others)}"
+    return f"{W} {x} = Σ_i κ(k_i, x) u_i{divided}, {rows}"
+
+
+def _mass(recipe: Recipe, i: str, x: str) -> str:
+    """What a normalised read divides by."""
+    weight = "" if recipe.retention.decay is None else f"m_{i} "
+    return f"Σ_{i} {weight}κ(k_{i}, {x})"
+
+
+def _readers(recipe: Recipe) -> list[str]:
+    """The letters of the maps that read features."""
+    memory = recipe.memory
+    names = (
+        [m.name for m in memory.maps(1, 1) if m.reads_features] if isinstance(memory, Stack) else []
+    )
+    return names or [memory.weight_symbol]
+
+
+def _likewise(others: list[str]) -> str:
+    return f", likewise for {', '.join(others)}" if others else ""
+
+
+def _attend(recipe: Recipe) -> str:
+    if recipe.memory.degree:
+        return "y_t = w"
+    total = recipe.context.total("").rstrip()
+    normalized = recipe.bias.is_affine and recipe.bias.sees_prediction
+    return f"y_t = {total} v_i" + (f" / {total}" if normalized else "")
+
+
+def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
+    """Return descriptions of the symbols in the equations.
+
+    Args:
+        recipe: the recipe.
+        full: as in `write_rule`.
+    """
+    notes = [note for part in recipe.members() for note in part.notes()]
+    if full and recipe.algorithm.uses_normalized_steps and recipe.retention.link_lipschitz is None:
+        notes.append("gain(G): what a step of A along G does to W, ⟨G, J G⟩ with J = ∂W/∂A")
+    decay = recipe.retention.decay
+    if not recipe.nonparametric and not recipe.memory.linear:
+        maps = ", ".join(map_names(recipe))
+        if maps:
+            notes.insert(0, f"W: {maps}, in order of application")
+        if decay is not None and decay.per in ("key", "key_value"):
+            notes.append("channels of keys decay in the first map, other maps decay by their mean")
+        if decay is not None and decay.per in ("value", "key_value"):
+            notes.append("channels of values decay in the last map, other maps decay by their mean")
+        if recipe.algorithm.per_value:
+            notes.append("rates of value channels act in the last map, other maps take their mean")
+    return tuple(dict.fromkeys((*_step_symbols(recipe, full=full), *notes)))
+
+
+def map_names(recipe: Recipe) -> list[str]:
+    """The names of a deep memory's maps; none for others."""
+    memory = recipe.memory
+    return [m.name for m in memory.maps(1, 1)] if isinstance(memory, Stack) else []

@@ -1,0 +1,348 @@
+"""`trace`: the associations that a layer's memory returns after each token.
+
+After token t, the memory is read at the key of every association s so far. The tables hold
+
+    y_ts = M(W_t; φ(k_s)),    cos(y_ts, v_s)    and    ‖y_ts − v_s‖ / ‖v_s‖
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.choices.member import RecipeError
+from recollect.explanation.diagnosis import short
+from recollect.functional.read import read
+from recollect.functional.recall import recall
+from recollect.layer.checks import check_tokens
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.recipe.recipe import Recipe
+from recollect.report.notebook import grid
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from recollect.report.figures import FigureFiles
+
+__all__ = ["Trace", "trace"]
+
+MAX_ASSOCIATIONS = 512
+"""Associations of a trace; the memory is read at T of them after each of T tokens."""
+
+MAX_LABELS = 40
+"""Words on an axis of the figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The values that a memory returns for the keys of earlier tokens.
+
+    With T tokens of n associations each, association s belongs to token s // n. Entries of
+    associations that are later than the token are NaN.
+
+    Attributes:
+        recipe: of the layer.
+        layer: name of the layer in the model; empty if the layer itself was traced.
+        tokens: T words.
+        cosine_similarity: of the returned value and the stored one, ``[T, T·n, H]``.
+        relative_error: norm of their difference by the norm of the stored one, ``[T, T·n, H]``.
+
+    Examples:
+        >>> layer = rc.zoo.get("delta_net").build(d_model=8, num_heads=2)
+        >>> result = rc.trace(layer, torch.randn(1, 5, 8))
+        >>> result.cosine_similarity.shape
+        torch.Size([5, 5, 2])
+    """
+
+    recipe: Recipe
+    layer: str
+    tokens: tuple[str, ...]
+    cosine_similarity: Tensor
+    relative_error: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        """H, number of memories."""
+        return self.cosine_similarity.shape[-1]
+
+    @property
+    def associations(self) -> tuple[str, ...]:
+        """Names of the T·n associations: the word of the token, and a number if it has several."""
+        n = self.cosine_similarity.shape[1] // len(self.tokens)
+        if n == 1:
+            return self.tokens
+        return tuple(f"{token} {i + 1}" for token in self.tokens for i in range(n))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: lists, NaN as null."""
+        tables = {name: getattr(self, name) for name in ("cosine_similarity", "relative_error")}
+        return {
+            "recipe": self.recipe.to_dict(),
+            "layer": self.layer,
+            "tokens": list(self.tokens),
+            "associations": list(self.associations),
+            **{
+                name: [
+                    [[x if x == x else None for x in heads] for heads in row]
+                    for row in table.tolist()
+                ]
+                for name, table in tables.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        columns = self._columns()
+        widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
+        lines = [self._title()]
+        for row in ([*columns], *zip(*columns.values(), strict=True)):
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, _NOTE])
+
+    def _repr_html_(self) -> str:
+        columns = self._columns()
+        rows = zip(*columns.values(), strict=True)
+        return grid(self._title(), [*columns], rows, notes=[_NOTE])
+
+    def _title(self) -> str:
+        name = f"layer {self.layer}, " if self.layer else ""
+        heads, tokens = self.num_heads, len(self.tokens)
+        return f"{name}{heads} head{'s' * (heads != 1)}, {tokens} token{'s' * (tokens != 1)}"
+
+    def _columns(self) -> dict[str, list[str]]:
+        """Each association after its own token and after the last one: means over the heads."""
+        names = self.associations
+        n = len(names) // len(self.tokens)
+        place = torch.arange(len(names))
+        token, last = place // n, len(self.tokens) - 1
+        columns = {"token": [str(t) for t in token.tolist()], "word": list(names)}
+        for title, table in (("cosine", self.cosine_similarity), ("error", self.relative_error)):
+            means = table.mean(-1)
+            pairs = zip(means[token, place].tolist(), means[last].tolist(), strict=True)
+            columns[title] = [f"{short(a)} → {short(b)}" for a, b in pairs]
+        return columns
+
+    def figure(self, title: str = "", *, head: int | None = None) -> FigureFiles:
+        """The cosine similarities as a picture, with the words on both axes.
+
+        Args:
+            title: of the figure; by default the memory's equation.
+            head: the memory to show; the mean over all of them if omitted.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+            ValueError: a head that the layer does not have.
+        """
+        from recollect.report.figures import figure_files, new_canvas
+
+        if head is not None and not 0 <= head < self.num_heads:
+            raise ValueError(f"head must be from 0 to {self.num_heads - 1}, not {head}")
+        table = self.cosine_similarity
+        shown = table.mean(-1) if head is None else table[..., head]
+        which = f"mean of {self.num_heads} heads" if head is None else f"head {head}"
+        with new_canvas() as canvas:
+            side = min(7.2, 2.4 + 0.22 * min(max(table.shape[:2]), MAX_LABELS))
+            canvas.set_size_inches(side, side + 0.8)
+            axes = canvas.subplots()
+            image = axes.imshow(
+                shown.numpy(), cmap="PuOr", vmin=-1, vmax=1, aspect="auto", interpolation="none"
+            )
+            _label(axes, "x", self.associations)
+            _label(axes, "y", self.tokens)
+            axes.grid(visible=False)
+            axes.set_xlabel("read at the key of")
+            axes.set_ylabel("after")
+            axes.set_title(
+                title or self.recipe.memory.prediction_text("k_t"),
+                loc="left",
+                fontsize=11,
+                fontweight="bold",
+            )
+            label = f"cosine similarity, {which}"
+            canvas.colorbar(image, ax=axes, label=label, location="bottom", fraction=0.04)
+            return figure_files(canvas)
+
+
+_NOTE = "cosine and error of what the memory returns: after its own token → after the last token"
+
+
+def _label(axes: Axes, axis: str, words: Sequence[str]) -> None:
+    """Words along an axis, every n-th of many."""
+    places = range(0, len(words), -(-len(words) // MAX_LABELS))
+    rotation = {"rotation": 90} if axis == "x" else {}
+    getattr(axes, f"set_{axis}ticks")(places, [words[i] for i in places], fontsize=8, **rotation)
+
+
+@torch.no_grad()
+def trace(
+    model: nn.Module,
+    text: str | Tensor | Sequence[int],
+    *,
+    tokenizer: Any = None,
+    layer: int | str = 0,
+    tokens: Sequence[str] | None = None,
+) -> Trace:
+    """Read a layer's memory after each token at the keys of all tokens so far.
+
+    Works for every recipe that `rc.read` reads. A text of T tokens takes T calls of `rc.recall`
+    and T of `rc.read`.
+
+    Args:
+        model: a `MemoryLayer`, or a model or composition that has some.
+        text: tokens ``[1, T, d_model]`` of a layer or composition; of a language model a text, or
+            token ids ``[T]`` or ``[1, T]``.
+        tokenizer: of the model: a text needs it, and it makes the words of token ids.
+        layer: index of a `MemoryLayer` among those of the model, or its name there.
+        tokens: T words; by default those of the tokenizer, or numbers from 0.
+
+    Raises:
+        ValueError: an input that does not fit, several sequences, or too many tokens.
+        RecipeError: no memory that can be read token by token.
+
+    Examples:
+        >>> layer = rc.zoo.get("softmax_attention").build(d_model=8, num_heads=2)
+        >>> result = rc.trace(layer, torch.randn(1, 4, 8), tokens="the cat the dog".split())
+        >>> result.figure("attention").save("trace")[0].name
+        'trace.png'
+    """
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"rc.trace takes a layer or a model, not {type(model).__name__}")
+    if isinstance(model, MemoryLayer):
+        memory, name, x = model, "", text
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"the input of a layer is a tensor [1, T, {model.d_model}], not "
+                f"{type(x).__name__}: give a text to a language model"
+            )
+    else:
+        memory, name = _memory_of(model, layer)
+        inputs = _inputs(model, text, tokenizer)
+        if tokens is None and tokenizer is not None and not inputs.is_floating_point():
+            tokens = [_word(tokenizer.decode([i])) for i in inputs[0].tolist()]
+        x = _received(model, memory, name, inputs)
+    check_tokens(x, None, None, d_model=memory.d_model, weight=memory.qkv.weight)
+    B, T, n = x.shape[0], x.shape[1], memory.recipe.associations_per_token
+    if B != 1 or not T:
+        raise ValueError(f"rc.trace takes one sequence [1, T, ...] with T ≥ 1, not {list(x.shape)}")
+    if n * T > MAX_ASSOCIATIONS:
+        raise ValueError(
+            f"rc.trace takes at most {MAX_ASSOCIATIONS} associations, and {T} tokens have {n * T}: "
+            "give a shorter text"
+        )
+    words = [str(t) for t in range(T)] if tokens is None else [*tokens]
+    if len(words) != T:
+        raise ValueError(f"tokens must be {T} words, one per token, not {len(words)}")
+    cosine, error = _read_back(memory, x)
+    return Trace(
+        recipe=memory.recipe,
+        layer=name,
+        tokens=tuple(words),
+        cosine_similarity=cosine,
+        relative_error=error,
+    )
+
+
+def _read_back(layer: MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine similarity and relative error ``[T, T·n, H]``."""
+    recipe, inputs = layer.recipe, layer.memory_inputs(x)
+    T, H, n = x.shape[1], layer.num_kv_heads, recipe.associations_per_token
+    keys = inputs.k.view(1, T, H, n, -1).transpose(2, 3).flatten(1, 2)  # [1, T·n, H, K]
+    values = inputs.v.view(1, T, H, n, -1).transpose(2, 3).flatten(1, 2)  # [1, T·n, H, V]
+    retained = {gate.name for gate in recipe.retention.gates()}
+    cosine = torch.full((T, T * n, H), torch.nan)
+    error = cosine.clone()
+    state = None
+    for t in range(T):
+        now, count = slice(t, t + 1), n * (t + 1)
+        _, state = recall(
+            recipe,
+            *(inputs.q[:, now], inputs.k[:, now], inputs.v[:, now]),
+            {name: gate[:, now] for name, gate in inputs.gates.items()},
+            params=inputs.params,
+            initial_memory=layer.initial_memory if state is None else None,
+            state=state,
+            engine=layer.engine,
+            precision=layer.precision,
+            chunk_size=layer.chunk_size,
+        )
+        # The link of the retention is that of token t, the similarity of a query that of token s.
+        gates = {
+            name: gate[:, now].expand(-1, count, *gate.shape[2:])
+            if name in retained
+            else gate[:, : t + 1].repeat_interleave(n, 1)
+            for name, gate in inputs.gates.items()
+            if name in recipe.read_gates
+        }
+        y = read(
+            recipe,
+            keys[:, :count],
+            gates=gates,
+            state=state,
+            params=inputs.params,
+            precision=layer.precision,
+        )
+        y, v = y[0].double(), values[0, :count].double()  # [n·(t + 1), H, V]
+        cosine[t, :count] = functional.cosine_similarity(y, v, dim=-1).float().cpu()
+        error[t, :count] = ((y - v).norm(dim=-1) / v.norm(dim=-1)).float().cpu()
+    return cosine, error
+
+
+def _memory_of(model: nn.Module, layer: int | str) -> tuple[MemoryLayer, str]:
+    """A memory layer of a model, and its name there."""
+    memories = {
+        name: module for name, module in model.named_modules() if isinstance(module, MemoryLayer)
+    }
+    names = [*memories]
+    if not names:
+        raise RecipeError(f"this {type(model).__name__} has no rc.MemoryLayer to trace")
+    if isinstance(layer, int) and 0 <= layer < len(names):
+        layer = names[layer]
+    if layer not in memories:
+        raise ValueError(
+            f"layer must be from 0 to {len(names) - 1}, or a name such as {names[0]!r}, not "
+            f"{layer!r}"
+        )
+    return memories[str(layer)], str(layer)
+
+
+def _inputs(model: nn.Module, text: str | Tensor | Sequence[int], tokenizer: Any) -> Tensor:
+    """The input of a model: vectors as they are, or ids ``[1, T]`` on the device of the model."""
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError("a text needs its tokenizer: give tokenizer=..., or token ids [1, T]")
+        text = tokenizer(text)["input_ids"]
+    ids = text if isinstance(text, Tensor) else torch.tensor(text)
+    if ids.is_floating_point():
+        return ids
+    if ids.dim() == 1:
+        ids = ids[None]
+    if ids.dim() != 2 or ids.shape[0] != 1 or not ids.shape[1]:
+        raise ValueError(f"token ids must have shape [T] or [1, T] with T ≥ 1, not {[*ids.shape]}")
+    device = next((weight.device for weight in model.parameters()), ids.device)
+    return ids.to(device)
+
+
+def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) -> Tensor:
+    """The tokens that a layer receives when the model reads the inputs."""
+    calls: list[Tensor] = []
+    hook = memory.register_forward_pre_hook(lambda _, arguments: calls.append(arguments[0]))
+    try:
+        model(inputs)
+    finally:
+        hook.remove()
+    if len(calls) != 1:
+        raise RecipeError(
+            f"{name} is called {len(calls)} times for this text, and rc.trace needs one call: "
+            "trace the layer itself with the tokens that rc.blocks.leaf_inputs gives"
+        )
+    return calls[0]
+
+
+def _word(text: str) -> str:
+    """A token as a label: without spaces around it, and with escapes for line breaks."""
+    return repr(text.strip(" "))[1:-1] or "␣"

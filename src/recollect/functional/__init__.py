@@ -1,0 +1,1 @@
+"""The functional interface: `recollect.recall` writes and reads, `recollect.read` only reads."""

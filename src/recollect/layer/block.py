@@ -1,0 +1,87 @@
+"""Backbone blocks around a sequence layer: norms, residual connections and the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.layer.feed_forward import FeedForward
+
+__all__ = ["Block", "FeedForward", "SwiGLU", "mlp_width"]
+
+
+def mlp_width(d_model: int) -> int:
+    """Return Llama's width of a SwiGLU MLP, 8/3 · d_model, as a multiple of 8."""
+    return max(8, round(d_model / 3) * 8)
+
+
+class SwiGLU(nn.Module):
+    """W_down(SiLU(W_gate x) ⊙ W_up x).
+
+    Args:
+        d_model: width of the inputs and outputs.
+        width: hidden channels.
+    """
+
+    def __init__(self, d_model: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.gate_up = nn.Linear(d_model, 2 * width, bias=False)
+        self.down = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs ``[..., d_model]`` for inputs ``[..., d_model]``."""
+        gate, linear = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * linear)
+
+
+class Block(nn.Module):
+    """A pre-norm block: x + layer(RMS(x)), then x + MLP(RMS(x)) (Llama's).
+
+    Args:
+        layer: the sequence layer, of a recipe or of a composition.
+        width: hidden channels of the MLP; ``None`` for a block without an MLP.
+        eps: ε of both norms.
+    """
+
+    def __init__(self, layer: nn.Module, width: int | None, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        d_model: int = layer.d_model  # type: ignore[assignment]
+        self.memory_norm = nn.RMSNorm(d_model, eps=eps)
+        self.layer = layer
+        self.mlp_norm = None if width is None else nn.RMSNorm(d_model, eps=eps)
+        self.mlp = None if width is None else SwiGLU(d_model, width)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """Return outputs and the state, with the arguments of `MemoryLayer.forward`."""
+        y, state = self.layer(
+            _norm_in_weight_dtype(self.memory_norm, x),
+            state,
+            attention_mask,
+            cu_seqlens,
+            output_final_state=output_final_state,
+        )
+        x = x + y
+        if self.mlp is None or self.mlp_norm is None:
+            return x, state
+        return x + self.mlp(_norm_in_weight_dtype(self.mlp_norm, x)), state
+
+
+def _norm_in_weight_dtype(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Apply the norm in the dtype of its weight, which may differ from x under autocast."""
+    weight = norm.weight
+    if weight.dtype == x.dtype:
+        return norm(x)
+    dtype = torch.promote_types(weight.dtype, x.dtype)
+    return norm(x.to(dtype)) if weight.dtype == dtype else norm(x)

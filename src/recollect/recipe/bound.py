@@ -1,0 +1,227 @@
+"""A recipe bound to sizes and to an engine, with all values that do not depend on the call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recollect.choices.retention.base import Decay
+from recollect.fields import Gate, Param
+from recollect.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from recollect.engines.fla import Offer
+    from recollect.engines.select import Engine
+
+__all__ = ["BoundRecipe", "SizedQuantity", "bound_recipe"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedQuantity:
+    """A gate or a param with its shape.
+
+    Attributes:
+        declared: the declaration of the recipe.
+        shape: ``(H, ...)``; a gate has ``[B, T]`` before it.
+    """
+
+    declared: Gate | Param
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoundRecipe:
+    """A recipe with H memories, keys of size K, values of size V, and the engine that runs it.
+
+    A layer creates one during initialisation. `recollect.recall` looks it up.
+
+    Attributes:
+        recipe: the recipe that the engine runs, with a decay of 1 if a running scale needs a decay.
+        gates, params: gates and params by name, in the recipe's order.
+        padding_values: a valid value of every number except 0, by engine-side name, for padding
+            and for empty slots.
+        constants: constants of the recipe, by engine-side name.
+        learned_rates: for each param that is a quantity: its name, the engine-side name, and
+            whether engines receive its logarithm.
+        num_features: F, or 0 if there are infinitely many features.
+        weight_shapes: shapes of the memory's maps, without batch and head.
+        slot_shapes: for each slot of the algorithm: its shape for each map, and whether it is
+            always float64.
+        associations_per_token: n.
+        has_normalizer: whether the memory has a value channel for a memory of ones.
+        is_stabilized: whether the normalizer has a floor, and the memory a running scale.
+        has_features: whether features may differ from the keys and queries themselves.
+        needs_lowering: whether an engine gets a rewritten call, because of a normalizer or of
+            several associations per token.
+        recipe_id: normal form of the caller's recipe, stored in its states.
+        fingerprint: hash of the recipe, used to validate engine caches kept in a state; ``None`` if
+            a member is unhashable.
+        needs_init: whether a memory of zeros cannot learn (`Recipe.needs_init`).
+        affine, decay, horizon, momentum_of, keyed, per_value: `Bias.affine`, `Retention.decay`,
+            `Context.horizon`, `Algorithm.recursion`, `Algorithm.rate_depends_on_key` and
+            `Algorithm.per_value` of the recipe, which engines read at every call.
+        engine: the engine that runs the recipe.
+        requested_engine: the engine that the caller requested, for example ``"auto"``.
+        plan: the result of `Engine.plan`.
+        precision: requested precision of products, or ``None``.
+        matmul_precision: actual precision of products: ``"float32"`` if the engine needs it.
+        fla_operator: operators of flash-linear-attention for the recipe, or ``None``.
+        measures_overlap: whether rates of inner batches depend on their keys.
+        uses_inner_autograd: whether the engine may take inner gradients by autograd.
+        name: key in the registry of layers' bound recipes (`recollect.functional.binding.named`).
+    """
+
+    recipe: Recipe
+    H: int
+    K: int
+    V: int
+    gates: Mapping[str, SizedQuantity]
+    params: Mapping[str, SizedQuantity]
+    padding_values: Mapping[str, float]
+    constants: Mapping[str, float]
+    learned_rates: tuple[tuple[str, str, bool], ...]
+    num_features: int
+    weight_shapes: tuple[Shape, ...]
+    slot_shapes: Mapping[str, tuple[tuple[Shape, ...], bool]]
+    associations_per_token: int
+    has_normalizer: bool
+    is_stabilized: bool
+    has_features: bool
+    needs_lowering: bool
+    recipe_id: str
+    fingerprint: int | None
+    needs_init: bool
+    affine: tuple[float, float] | None
+    decay: Decay | None
+    horizon: int | None
+    momentum_of: str | None
+    keyed: bool
+    per_value: bool
+    engine: Engine
+    requested_engine: str = "auto"
+    plan: Any = None
+    precision: str | None = None
+    matmul_precision: str | None = None
+    fla_operator: Offer | None = None
+    measures_overlap: bool = False
+    uses_inner_autograd: bool = True
+    name: str | None = None
+
+    @property
+    def engine_value_dim(self) -> int:
+        """Number of value channels in an engine: V, and one for the memory of ones."""
+        return self.V + self.has_normalizer
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether a compiler may trace a call that is not a custom operation.
+
+        The compiler would trace the implementation of products of a requested precision. At an
+        inner gradient it breaks its graph, and autograd loses the gradient.
+        """
+        return self.matmul_precision is None and not self.uses_inner_autograd
+
+
+def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> BoundRecipe:
+    """Bind a recipe to sizes and an engine, without the engine's own derived parts.
+
+    Args:
+        recipe: the regression problem.
+        H: number of memories.
+        K: key channels.
+        V: value channels.
+        engine: the engine that runs it.
+
+    Raises:
+        RecipeError: the memory or the features do not support the sizes.
+    """
+    read, recipe_id = recipe.memory.read, recipe.normal_form
+    if read.normalize == "floor" and recipe.retention.decay is None:
+        recipe = recipe.replace(retention=Decay(alpha=1.0))  # a running scale acts on a decay
+    axes, statics, logs = recipe.axes(K, V), recipe.statics(), recipe.logs()
+    gates: dict[str, SizedQuantity] = {}
+    for gate in recipe.gates():
+        n = (recipe.associations_per_token,) if recipe.per_association(gate) else ()
+        shape = (H, *n, *(axes[axis] for axis in gate.axes))
+        gates[gate.name] = SizedQuantity(declared=gate, shape=shape)
+    params = {
+        param.name: SizedQuantity(declared=param, shape=(H, *(axes[axis] for axis in param.axes)))
+        for param in recipe.params()
+    }
+    weights, algorithm = recipe.shapes(K, V), recipe.algorithm
+    has_normalizer = read.normalize != "none" and not recipe.uses_kernel_rows
+    is_stabilized = read.normalize == "floor"
+    return BoundRecipe(
+        recipe=recipe,
+        H=H,
+        K=K,
+        V=V,
+        gates=gates,
+        params=params,
+        padding_values={
+            **recipe.constants(),
+            **{x.name: x.init for x in recipe.params() if isinstance(x.init, float)},
+            **{gate.name: gate.init for gate in recipe.gates()},
+        },
+        constants=recipe.constants(),
+        learned_rates=tuple(
+            (name, f"log_{name}" if name in logs else name, name in logs)
+            for name in params
+            if name in statics
+        ),
+        num_features=axes["F"],
+        weight_shapes=weights,
+        slot_shapes=_slot_shapes(recipe, weights, has_normalizer=has_normalizer),
+        associations_per_token=recipe.associations_per_token,
+        has_normalizer=has_normalizer,
+        is_stabilized=is_stabilized,
+        has_features=recipe.features.lifts,
+        needs_lowering=recipe.associations_per_token > 1 or has_normalizer or is_stabilized,
+        recipe_id=recipe_id,
+        fingerprint=_fingerprint(recipe),
+        needs_init=recipe.needs_init(),
+        affine=recipe.bias.affine,
+        decay=recipe.retention.decay,
+        horizon=recipe.context.horizon,
+        momentum_of=algorithm.recursion,
+        keyed=algorithm.rate_depends_on_key,
+        per_value=algorithm.per_value,
+        engine=engine,
+    )
+
+
+def _slot_shapes(
+    recipe: Recipe, weights: tuple[Shape, ...], *, has_normalizer: bool
+) -> dict[str, tuple[tuple[Shape, ...], bool]]:
+    algorithm = recipe.algorithm
+    float64_slots = algorithm.float64_slots(recipe)
+    slots: dict[str, tuple[tuple[Shape, ...], bool]] = {}
+    for name in algorithm.slots:
+        shapes = tuple(algorithm.slot_shape(name, shape) for shape in weights)
+        if has_normalizer:
+            # The memory of ones is one more row of the weights.
+            shapes = tuple((*s[:-2], s[-2] + 1, s[-1]) for s in shapes)
+        slots[name] = (shapes, name in float64_slots)
+    return slots
+
+
+def _fingerprint(recipe: Recipe) -> int | None:
+    """Hash the recipe and its classes by their text, because hash(−1.0) is hash(−2.0)."""
+    if torch.compiler.is_compiling():
+        return None
+    classes: list[type] = []
+    parts = list(recipe.members())
+    for part in parts:
+        parts.extend(part.parts())
+        classes.append(type(part))
+    try:
+        text = repr((recipe, hash(recipe), [(id(cls), cls.__module__) for cls in classes]))
+    except TypeError:
+        return None
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
