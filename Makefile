@@ -16,7 +16,7 @@ DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
-# make gpu GPU_FLAGS='--only parity,bench --out runs/gpu'
+# make gpu GPU_FLAGS='--only linear,deep --out runs/gpu'
 GPU_FLAGS ?=
 
 BIN := $(VENV)/bin
@@ -48,8 +48,8 @@ test-slow: $(STAMP)-dev  ## the tests that take more than a few seconds
 test-gpu: $(STAMP)-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
 
-gpu: $(STAMP)-dev  ## everything that a GPU is asked, in 25 minutes: numbers, speed, training; results/gpu
-	$(BIN)/python -m recollect.benchmarks.gpu $(GPU_FLAGS)
+gpu: $(STAMP)-dev  ## measure errors, times and memory on a GPU, in nine minutes; runs/gpu
+	$(BIN)/python scripts/gpu_run.py $(GPU_FLAGS)
 
 lint: $(STAMP)-dev  ## style, formatting, plain words, and the direction of imports
 	$(BIN)/ruff check .

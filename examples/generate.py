@@ -62,5 +62,5 @@ for name, made in (("greedy", greedy), ("sampled", sampled), ("beams", beams)):
         print(f"{name}: {text!r}")
 
 with torch.no_grad():
-    cache = model(batch["input_ids"], attention_mask=batch["attention_mask"]).cache
+    cache = rc.lm.cache_of(model(batch["input_ids"], attention_mask=batch["attention_mask"]))
 print(cache, "growing with the text" if model.cache_grows else "however long the text")

@@ -59,7 +59,7 @@ for step in range(2 if arguments.smoke else 50):
 model.eval()
 out = model.generate(text[:1], max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
 print(out.sequences[0].tolist())
-print(out.cache.layers)  # states where layers were swapped, keys and values elsewhere
+print(rc.lm.cache_of(out).layers)  # states where layers were swapped, keys and values elsewhere
 
 # A swapped decoder is saved and loaded like any other; its configuration says what was swapped:
 #     model.save_pretrained("swapped")

@@ -87,7 +87,7 @@ def decodes_a_language_model(**options: bool) -> None:
     ids = torch.randint(16, (2, 30))
     with torch.no_grad():
         wanted = model(ids).logits
-        cache = model(ids[:, :3], use_cache=True).cache
+        cache = rc.lm.cache_of(model(ids[:, :3], use_cache=True))
         decoder = rc.StaticDecoder(model, cache, **options)
         for t in range(3, 29):
             torch.testing.assert_close(

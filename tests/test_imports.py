@@ -171,6 +171,4 @@ def test_commands_import_no_benchmark_before_one_is_asked_for() -> None:
 def test_the_names_of_benchmarks_are_those_of_the_suites() -> None:
     from recollect.benchmarks.suites import SUITES
 
-    assert (*SUITES, "train", "memory", "gpu") == importlib.import_module(
-        "recollect.cli.bench"
-    )._NAMES
+    assert (*SUITES, "train", "memory") == importlib.import_module("recollect.cli.bench")._NAMES

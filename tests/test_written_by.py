@@ -145,7 +145,7 @@ def test_documents_and_beams_of_a_model_keep_it() -> None:
         num_attention_heads=2,
     )
     model = rc.lm.RecollectForCausalLM(config).eval()
-    cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).cache
+    cache = rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]), use_cache=True))
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     written = rc.zoo.get("gated_delta_net").recipe.normal_form

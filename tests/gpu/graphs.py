@@ -77,7 +77,7 @@ def stepped(module: nn.Module, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     """What calling the module gives."""
     if isinstance(module, rc.lm.RecollectForCausalLM):
         out = module(x, cache=state, use_cache=True)
-        return out.logits, out.cache
+        return out.logits, rc.lm.cache_of(out)
     return module(x, state)
 
 

@@ -1,14 +1,12 @@
-"""The fused walk under NVIDIA's compute-sanitizer: memory, races in shared memory, barriers.
+"""The fused kernels under NVIDIA's compute-sanitizer: memory and barriers.
 
-``python -m tests.gpu.sanitizer --save FILE`` looks for the tool, runs `once` in a process under
-each of its checks and writes what they said; ``python -m tests.gpu.sanitizer once`` is that
-process. Torch's allocator is switched off for it, so that every tensor ends where its memory does.
+`check_kernels` runs ``python -m tests.gpu.sanitizer`` under one check of the tool. Torch's
+allocator is switched off there, so that every tensor ends where its memory does. The checks for
+races and for memory that was never written take minutes, and are not run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import shutil
@@ -23,7 +21,7 @@ import torch
 
 import recollect as rc
 
-CHECKS = ("memcheck", "racecheck", "synccheck", "initcheck")
+CHECKS = ("memcheck", "synccheck")
 FAULTS = 86
 """What the tool ends with where it found something; the program itself ends otherwise."""
 
@@ -82,21 +80,21 @@ def find_tool() -> str | None:
     return None
 
 
-def checked(tool: str, check: str, seconds: float) -> dict[str, Any]:
-    """What one check says.
+def check_kernels(tool: str, check: str, seconds: float) -> dict[str, Any]:
+    """Run the kernels under one check, and return its outcome and its first error.
 
     Args:
-        tool: its program.
-        check: by name.
-        seconds: after which it is ended.
+        tool: path of compute-sanitizer.
+        check: name of the check.
+        seconds: time limit.
     """
-    options = ["--tool", check, "--error-exitcode", str(FAULTS), "--print-limit", "20"]
-    told = subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
-    if "--kernel-regex" in told:  # all of torch's own kernels would take minutes
+    options = ["--tool", check, "--error-exitcode", str(FAULTS), "--print-limit", "5"]
+    usage = subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
+    if "--kernel-regex" in usage:  # all of torch's own kernels would take minutes
         options += ["--kernel-regex", "kns=fused_walk"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [tool, *options, sys.executable, "-m", "tests.gpu.sanitizer", "once"]
-    began = time.monotonic()
+    command = [tool, *options, sys.executable, "-m", "tests.gpu.sanitizer"]
+    start = time.monotonic()
     try:
         done = subprocess.run(
             command,
@@ -107,26 +105,35 @@ def checked(tool: str, check: str, seconds: float) -> dict[str, Any]:
             timeout=max(1.0, seconds),
             check=False,
         )
-        code, said = done.returncode, done.stdout
+        code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
         code = None
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-    summary = re.findall(r"=+ (.*SUMMARY.*)", said)
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+    summary = re.findall(r"=+ (.*SUMMARY.*)", output)
     return {
         "check": check,
         "outcome": outcome(code, summary),
         "summary": "; ".join(summary),
-        "seconds": time.monotonic() - began,
-        "tail": "" if code == 0 else said[-3000:],
+        "seconds": round(time.monotonic() - start, 1),
+        "first_error": first_error(output),
+        "tail": "" if code in (0, FAULTS) else output[-1500:],
     }
 
 
+def first_error(output: str) -> str:
+    """Return the first error that the tool prints: its lines up to an empty one."""
+    blocks = re.findall(r"(?:^=+ .*\n)+", output, re.MULTILINE)
+    lines = [line for line in "".join(blocks[:1]).splitlines() if "COMPUTE-SANITIZER" not in line]
+    errors = [line.lstrip("= ") for line in lines if "SUMMARY" not in line]
+    return "\n".join(errors)
+
+
 def outcome(code: int | None, summary: list[str]) -> str:
-    """What an exit status means.
+    """Return the meaning of an exit status.
 
     Args:
-        code: of the tool; ``None`` where it was ended.
-        summary: the lines with which it sums up.
+        code: exit status of the tool; ``None`` after its time limit.
+        summary: its summary lines.
     """
     if code is None:
         return "took too long"
@@ -136,28 +143,5 @@ def outcome(code: int | None, summary: list[str]) -> str:
     return "found something" if code == FAULTS else "did not run"
 
 
-def main() -> None:
-    """Run all checks, each with its share of the time."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitizer")
-    parser.add_argument("what", nargs="?", choices=["once"])
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--seconds", type=float, default=100.0)
-    given = parser.parse_args()
-    if given.what == "once":
-        once()
-        return
-    tool, until = find_tool(), time.monotonic() + given.seconds
-    found: dict[str, Any] = {"tool": tool, "checks": []}
-    for place, check in enumerate(CHECKS if tool is not None else ()):
-        left = (until - time.monotonic()) / (len(CHECKS) - place)
-        found["checks"].append(checked(str(tool), check, left))
-    text = json.dumps(found, indent=2)
-    if given.save is not None:
-        given.save.write_text(text + "\n", encoding="utf-8")
-    print(text)
-    if any(one["outcome"] == "found something" for one in found["checks"]):
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    once()

@@ -4,7 +4,7 @@ Three questions, none of which needs a GPU: does the table find the operator tha
 take (by hand, below); does a layer on the pretended GPU call it, in the way in which its
 documentation asks for, and get the CPU's numbers (`tests.gpu.backend`); and do the package's own
 kernels, in Triton's interpreter, give the reference's numbers (`tests.gpu.operators`). The last is
-asked of a GPU too where there is one, in bfloat16 (`make gpu`).
+asked of a GPU too where there is one, in bfloat16 (`make test-gpu`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The cases and bounds are those of the simulator (`test_fused_walk`, `test_fused_back`): what is
 asked here is whether the device does what the simulator says, and whether a walk comes out alike
-each time it is run. ``make gpu`` runs these, and the same kernels under compute-sanitizer
-(`tests.gpu.sanitizer`). Decoded tokens are held to the bounds of `test_fused_decode`, in float32.
+each time it is run. ``make test-gpu`` runs these; ``make gpu`` runs the same kernels under
+compute-sanitizer (`tests.gpu.sanitizer`). Decoded tokens are held to the bounds of
+`test_fused_decode`, in float32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every preset on a CUDA device: the CPU's numbers, and no host wait beyond the budgets.
 
-``make gpu`` runs these; without a device they are skipped. ``RECOLLECT_TEST_DEVICE=cpu`` runs them
-on the CPU, against which nothing can differ: that shows that they run, and `test_it_can_fail` that
-they would say so.
+``make test-gpu`` runs these; without a device they are skipped. ``RECOLLECT_TEST_DEVICE=cpu`` runs
+them on the CPU, against which nothing can differ: that shows that they run, and `test_it_can_fail`
+that they would say so.
 """
 
 from __future__ import annotations

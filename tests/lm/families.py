@@ -26,6 +26,11 @@ def every_family() -> list[object]:
     return params
 
 
+def enable_checkpointing(net: RecollectForCausalLM) -> None:
+    """Recompute activations in backward passes; transformers 5.24 has a new name for it."""
+    getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)()
+
+
 @functools.cache
 def model(name: str, seed: int = 0) -> RecollectForCausalLM:
     """Two layers of width 32; "hybrid" is a deep memory, attention and a window in turn."""

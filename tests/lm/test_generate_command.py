@@ -76,7 +76,7 @@ def test_the_text_is_that_of_generate(saved: Path) -> None:
         assert ("growing with the text" if grows else "however long the text") in beside
         assert said["cache_grows"] == grows
         with torch.no_grad():
-            cache = model(torch.cat([ids[0], want[:-1]])[None]).cache
+            cache = rc.lm.cache_of(model(torch.cat([ids[0], want[:-1]])[None]))
         assert said["cache_bytes_per_sequence"] == cache.nbytes
 
 
@@ -198,7 +198,7 @@ def test_the_size_of_the_cache_on_the_page_is_that_of_its_model() -> None:
     )
     model = RecollectForCausalLM(config).eval()
     with torch.no_grad():
-        cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).cache
+        cache = rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]), use_cache=True))
     assert str(command._cache_size(model, cache)) == line
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from tests.lm.families import every_family, model, padded, text
 from transformers.cache_utils import Cache, DynamicCache
 
-from recollect.lm import RecollectCache
+from recollect.lm import RecollectCache, cache_of
 
 ALL = [*every_family(), "hybrid"]
 # float32: logits are sums of a few hundred products of order 1, here of order 4.
@@ -37,9 +37,9 @@ def test_padding_on_the_left_is_each_row_alone_while_decoding_too(name: str) -> 
             torch.testing.assert_close(out.logits[1, -1], rows[1].logits[0, -1], **TOL)
             more = text(2, 1, seed=t)
             mask = torch.cat([mask, mask[:, -1:]], 1)
-            out = net(more, attention_mask=mask, cache=out.cache)
-            rows = [net(more[i : i + 1], cache=row.cache) for i, row in enumerate(rows)]
-    assert out.cache.get_seq_length() == ids.shape[1] + 3
+            out = net(more, attention_mask=mask, cache=cache_of(out))
+            rows = [net(more[i : i + 1], cache=cache_of(row)) for i, row in enumerate(rows)]
+    assert cache_of(out).get_seq_length() == ids.shape[1] + 3
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -89,7 +89,7 @@ def test_the_cache_grows_only_where_a_recipe_keeps_everything(name: str) -> None
     assert net.cache_grows == priced
     lengths = (5, 70) if priced else (3, 5, 21)  # 70 is beyond an inner batch of 64
     with torch.no_grad():
-        sizes = {T: net(text(1, T)).cache.nbytes_per_sequence for T in lengths}
+        sizes = {T: cache_of(net(text(1, T))).nbytes_per_sequence for T in lengths}
     assert (len(set(sizes.values())) > 1) == priced, sizes
 
 
@@ -101,7 +101,7 @@ def test_a_returned_cache_is_continued(name: str) -> None:
     out = net.generate(
         ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **how
     )
-    cache = out.cache
+    cache = cache_of(out)
     assert isinstance(cache, RecollectCache)
     assert isinstance(cache, Cache)
     assert cache.seen == out.sequences.shape[1] - 1  # the last token was not read yet
@@ -134,26 +134,26 @@ def test_embeddings_may_stand_for_the_prompt(name: str) -> None:
 
 def test_a_cache_is_taken_by_its_name_and_by_its_earlier_one() -> None:
     net, ids = model("gated_delta_net"), text()
-    before, last = net(ids[:, :-1]).cache, ids[:, -1:]
+    before, last = cache_of(net(ids[:, :-1])), ids[:, -1:]
     for part in (net, net.model):
         for names in ({"cache": before}, {"past_key_values": before}):
             assert torch.equal(part(last, **names)[0], part(last, cache=before)[0])
         assert not torch.equal(part(last, cache=before)[0], part(last)[0])
         with pytest.raises(ValueError, match="two names of one argument: give cache"):
-            part(last, cache=before, past_key_values=net(ids[:, :2]).cache)
+            part(last, cache=before, past_key_values=cache_of(net(ids[:, :2])))
     made = net.generate(ids, past_key_values=before, **HOW)
     assert torch.equal(made, net.generate(ids, cache=before, **HOW))
 
 
 def test_what_cannot_be_continued_is_one_sentence() -> None:
     net, ids = model("gated_delta_net"), text()
-    cache = net(ids).cache
+    cache = cache_of(net(ids))
     with pytest.raises(ValueError, match="seen 9 columns and 9 were given, which leaves none"):
         net.generate(ids, cache=cache, **HOW)
     with pytest.raises(ValueError, match=r"must be the RecollectCache .* of 2 layers"):
         net(ids, cache=DynamicCache())
     with pytest.raises(ValueError, match="not one of 3 layers"):
-        net(ids, cache=model("hybrid")(ids).cache)
+        net(ids, cache=cache_of(model("hybrid")(ids)))
     with pytest.raises(ValueError, match="cannot forget its last tokens"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="assisted generation"):
@@ -161,7 +161,7 @@ def test_what_cannot_be_continued_is_one_sentence() -> None:
 
 
 def test_a_cache_says_what_it_holds() -> None:
-    cache = model("gated_delta_net")(text(2, 5)).cache
+    cache = cache_of(model("gated_delta_net")(text(2, 5)))
     assert repr(cache) == (
         f"RecollectCache(2 layers, 2 rows, 5 columns, {cache.nbytes // 2} bytes per sequence)"
     )

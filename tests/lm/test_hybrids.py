@@ -11,7 +11,7 @@ import recollect as rc
 
 pytest.importorskip("transformers")
 
-from tests.lm.families import padded, text
+from tests.lm.families import enable_checkpointing, padded, text
 
 from recollect.blocks import (
     MemoryAsContext,
@@ -21,7 +21,13 @@ from recollect.blocks import (
     Sequential,
 )
 from recollect.blocks.routed import record_routing
-from recollect.lm import CachedPrompt, RecollectConfig, RecollectForCausalLM, count_parameters
+from recollect.lm import (
+    CachedPrompt,
+    RecollectConfig,
+    RecollectForCausalLM,
+    cache_of,
+    count_parameters,
+)
 
 VOCAB = 24
 HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
@@ -77,7 +83,7 @@ def test_decoding_is_reading_on_and_padding_is_nothing(name: str) -> None:
             torch.testing.assert_close(out.logits[i, -1], row.logits[0, -1], **TOL)
         more = text(2, 3, seed=5)
         mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
-        out = net(more, attention_mask=mask, cache=out.cache)
+        out = net(more, attention_mask=mask, cache=cache_of(out))
         for i in range(2):
             whole = torch.cat([ids[i : i + 1, 3 * (i == 0) :], more[i : i + 1]], 1)
             torch.testing.assert_close(out.logits[i], net(whole).logits[0, -3:], **TOL)
@@ -245,7 +251,7 @@ def test_checkpointed_layers_have_the_same_balance_gradient() -> None:
         net.model.gradient_checkpointing = checkpointed
         net.zero_grad()
         if checkpointed:
-            net.activation_checkpointing_enable()
+            enable_checkpointing(net)
         net(ids, labels=ids).loss.backward()
         found.append({name: p.grad.clone() for name, p in net.named_parameters()})
     for name, gradient in found[0].items():

@@ -15,12 +15,14 @@ import recollect as rc
 
 pytest.importorskip("transformers")
 
+from tests.lm.families import enable_checkpointing
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from recollect.lm import (
     RecollectConfig,
     RecollectForCausalLM,
     RecollectModel,
+    cache_of,
     match_parameters,
     parameter_count,
 )
@@ -70,12 +72,12 @@ def test_prefill_and_decode_are_one_forward(name: str) -> None:
         out = net(ids[:, :6])
         logits = [out.logits]
         for t in range(6, T):
-            out = net(ids[:, t : t + 1], cache=out.cache)
+            out = net(ids[:, t : t + 1], cache=cache_of(out))
             logits.append(out.logits)
     # Its systems of K(K + 3)/2 monomials are so badly conditioned that rounding grows tenfold.
     far = {"atol": 1e-3, "rtol": 1e-3} if name == "local_quadratic_attention" else TOL
     torch.testing.assert_close(torch.cat(logits, 1), whole, **far)
-    assert out.cache.get_seq_length() == T
+    assert cache_of(out).get_seq_length() == T
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention", "hybrid"])
@@ -91,8 +93,8 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
         torch.testing.assert_close(out.logits[1:], alone[1].logits, **TOL)
         # The next column, as generation feeds it: the mask grows with the text.
         longer = torch.cat([mask, mask[:, -1:]], 1)
-        more = net(ids[:, :1], attention_mask=longer, cache=out.cache).logits
-        one = net(ids[:1, :1], cache=alone[0].cache).logits
+        more = net(ids[:, :1], attention_mask=longer, cache=cache_of(out)).logits
+        one = net(ids[:1, :1], cache=cache_of(alone[0])).logits
         torch.testing.assert_close(more[:1], one, **TOL)
 
         packed = torch.cat([ids[0, 4:], ids[1]])[None]
@@ -203,11 +205,11 @@ def test_greedy_generation_is_argmax_with_padding_too(name: str) -> None:
 def test_a_cache_can_be_continued_twice() -> None:
     net, ids = model("delta_net"), text()
     with torch.no_grad():
-        cache = net(ids).cache
+        cache = cache_of(net(ids))
         first = net(ids[:, :2], cache=cache).logits
         assert torch.equal(net(ids[:, :2], cache=cache).logits, first)
     assert cache.get_seq_length() == T
-    longer = net(text(length=2 * T)).cache
+    longer = cache_of(net(text(length=2 * T)))
     assert longer.nbytes == cache.nbytes  # constant memory per sequence
 
 
@@ -220,8 +222,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         return [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
 
     plain = gradients()
-    enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
-    enable()
+    enable_checkpointing(net)
     assert net.model.gradient_checkpointing
     for a, b in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(a, b)

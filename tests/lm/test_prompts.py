@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from tests.lm.families import every_family, model, padded, text
 
-from recollect.lm import CachedPrompt, CheckpointError, RecollectForCausalLM
+from recollect.lm import CachedPrompt, CheckpointError, RecollectForCausalLM, cache_of
 from recollect.lm.model.checkpoint import read_tensors
 from recollect.lm.prompt import _digest, _metadata, fingerprint
 
@@ -53,13 +53,13 @@ def test_one_prompt_serves_several_questions() -> None:
 def test_what_generate_returned_is_a_prompt(tmp_path: Path) -> None:
     net, ids = model("hybrid"), text()
     out = net.generate(ids, return_dict_in_generate=True, **HOW)
-    prompt = CachedPrompt(input_ids=out.sequences, cache=out.cache)
+    prompt = CachedPrompt(input_ids=out.sequences, cache=cache_of(out))
     back = CachedPrompt.load(prompt.save(tmp_path / "p", net), net)
     want = net.generate(ids, **{**HOW, "max_new_tokens": 8})
     assert torch.equal(net.generate(**back.generate_kwargs(), **HOW), want)
     beams = net.generate(ids, num_beams=2, return_dict_in_generate=True, **HOW)
     with pytest.raises(ValueError, match="that of a beam search"):
-        CachedPrompt(input_ids=beams.sequences, cache=beams.cache)
+        CachedPrompt(input_ids=beams.sequences, cache=cache_of(beams))
 
 
 def test_bfloat16_is_kept_bit_by_bit(tmp_path: Path) -> None:

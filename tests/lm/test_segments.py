@@ -17,7 +17,7 @@ from tests.lm.runs import assert_same, plan, write_text
 from transformers import TrainingArguments
 
 import recollect as rc
-from recollect.lm import RecollectForCausalLM
+from recollect.lm import RecollectForCausalLM, cache_of
 from recollect.lm.model.loss import IGNORE
 from recollect.lm.training.segments import pieces, predicted
 from recollect.lm.training.train import RecollectTrainer, train
@@ -131,13 +131,13 @@ def test_the_gradient_that_is_cut_is_a_written_out_loop() -> None:
         logits = out.logits[:, : asked.shape[1]]
         total = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum")
         (total / items).backward()
-        cache = out.cache.detach()
+        cache = cache_of(out).detach()
     wanted = gradients(net)
     states = None
     for piece in pieces(given, 3):
         out = net(**piece.after(net, states), num_items_in_batch=predicted(given))
         out.loss.backward()
-        states = out.cache.detach()
+        states = cache_of(out).detach()
     found = gradients(net)
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
     alone(net, given).backward()

@@ -38,7 +38,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
-from recollect.lm import CheckpointError, replace_attention
+from recollect.lm import CheckpointError, cache_of, replace_attention
+from recollect.lm.model.cache import CACHE
 from recollect.lm.swap import SwappedAttention
 
 BASE = 10000.0
@@ -126,9 +127,9 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
         out = net(ids[1:, :4], use_cache=True)
         steps = [out.logits]
         for t in range(4, 9):
-            out = net(ids[1:, t : t + 1], cache=out.cache)
+            out = net(ids[1:, t : t + 1], **{CACHE: cache_of(out)})
             steps.append(out.logits)
-        assert out.cache.get_seq_length() == 9
+        assert cache_of(out).get_seq_length() == 9
     torch.testing.assert_close(torch.cat(steps, 1)[0], alone[1], atol=1e-4, rtol=1e-4)
     for beams in (1, 3):
         how = {**HOW, "attention_mask": mask, "num_beams": beams}
@@ -322,16 +323,16 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="LlamaMLP has no attention that could be replaced"):
         replace_attention(net.model.layers[0].mlp, "gla")
 
-    used = net(ids, use_cache=True).cache
+    used = cache_of(net(ids, use_cache=True))
     replace_attention(net, "gla", layers=[1])
     with pytest.raises(ValueError, match="filled by the attention that was replaced"):
-        net(ids[:, :1], cache=used)
+        net(ids[:, :1], **{CACHE: used})
     static = StaticCache(config=net.config, max_cache_len=20)
     with pytest.raises(ValueError, match="leave cache_implementation out"):
-        net(ids, cache=static)
+        net(ids, **{CACHE: static})
     with pytest.raises(ValueError, match="assisted generation"):
         net.generate(ids[1:], prompt_lookup_num_tokens=2, **HOW)
     whole = torch.ones(2, 1, 9, 9, dtype=torch.bool)
     with pytest.raises(ValueError, match="give a causal mask"):
         net(ids, attention_mask=whole)
-    assert isinstance(net(ids, use_cache=True).cache, DynamicCache)
+    assert isinstance(cache_of(net(ids, use_cache=True)), DynamicCache)

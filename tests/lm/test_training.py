@@ -220,7 +220,8 @@ for folder in sys.argv[2:]:
     for texts in (prompts, *([prompt] for prompt in prompts)):
         batch = tokenizer(texts, return_tensors="pt", padding=True)
         outputs += model.generate(**batch, **options)[:, -8:].tolist()
-    assert model(batch["input_ids"], attention_mask=batch["attention_mask"]).cache is not None
+    output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+    assert recollect.lm.cache_of(output) is not None
 print(json.dumps(outputs))
 """
 

@@ -26,7 +26,12 @@ from transformers import (
     pipeline,
 )
 
-from recollect.lm import RecollectForCausalLM, RecollectForSequenceClassification, RecollectModel
+from recollect.lm import (
+    RecollectForCausalLM,
+    RecollectForSequenceClassification,
+    RecollectModel,
+    cache_of,
+)
 from recollect.lm.data.tokenizers import byte_tokenizer
 
 # transformers and PEFT call each other by names that transformers is about to change.
@@ -160,15 +165,15 @@ def test_positions_after_padding_and_after_a_cache() -> None:
         alone = net(ids[None]).logits
         padded = net(row, attention_mask=mask, position_ids=positions).logits[:, 2:]
         first = net(row[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5])
-        assert first.cache is not None
+        assert cache_of(first) is not None
         more = {"position_ids": positions[:, 5:], "cache_position": torch.arange(5, 9)}
-        rest = net(row[:, 5:], cache=first.cache, attention_mask=mask, **more)
+        rest = net(row[:, 5:], cache=cache_of(first), attention_mask=mask, **more)
     torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rest.logits, alone[:, 3:], atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="count on after a cache"):
         net(
             row[:, 5:],
-            cache=first.cache,
+            cache=cache_of(first),
             position_ids=torch.tensor([[0, 1, 0, 1]]),
         )
 
@@ -211,7 +216,7 @@ def test_rows_may_be_packed_too() -> None:
     torch.testing.assert_close(packed.logits, want, atol=1e-5, rtol=1e-5)
     total = sum(float(one.loss) * (len(x) - 1) for one, x in zip(alone, (a, b, c, d), strict=True))
     assert float(packed.loss) == pytest.approx(total / 12, rel=1e-5)
-    assert packed.cache is None
+    assert cache_of(packed) is None
     assert {x.shape for x in packed.hidden_states} == {(2, 8, 16)}
 
 

@@ -16,6 +16,8 @@ from recollect.parallel.segment import local_pieces
 
 pytest.importorskip("transformers")
 
+from tests.lm.families import enable_checkpointing
+
 T, WIDTH = 13, 16
 CUTS = {2: (0, 5, 13), 4: (0, 4, 5, 10, 13)}
 BORDERS = (0, 3, 5, 9, 13)
@@ -184,7 +186,7 @@ def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
         one, several = _model(name), _model(name)
         wanted = _train(one, None, batches)
         if documents:
-            several.activation_checkpointing_enable()
+            enable_checkpointing(several)
         with rc.parallel.context(several, strategy=way) as along:
             found = _train(several, along, batches)
         assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5, (name, way)
@@ -296,9 +298,9 @@ def _check_use(rank: int) -> None:
     with rc.parallel.context(model) as along, torch.no_grad():
         part = model(along.split(ids), use_cache=True)
     assert (part.logits - along.split(whole.logits)).abs().max() < 1e-5
-    cache = part.cache
+    cache = rc.lm.cache_of(part)
     assert [state.position.tolist() for state in cache.states] == [[11, 11]] * 2
-    told = model(ids[:, :1], cache=whole.cache).logits
+    told = model(ids[:, :1], cache=rc.lm.cache_of(whole)).logits
     cache.seen = 11
     assert (model(ids[:, :1], cache=cache).logits - told).abs().max() < 1e-5
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):

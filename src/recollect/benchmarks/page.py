@@ -7,7 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.benchmarks.gpu.page import save_gpu_page
 from recollect.report.environment import Environment
 from recollect.report.html import Cell, Note, Report, Table
 from recollect.report.units import readable
@@ -28,8 +27,6 @@ def save_bench_page(
     Raises:
         OSError: it cannot be written.
     """
-    if "speeds" in data:
-        return save_gpu_page(data, path, command=command)
     timed = "timings" in data
     facts = Environment(**data["environment"]).facts()
     if "shape" in data:

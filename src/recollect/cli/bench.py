@@ -32,7 +32,6 @@ _NAMES = (
     "rows",
     "train",
     "memory",
-    "gpu",
 )
 
 _CONTEXT = 512  # tokens of a row of the suite ``train``, where nothing is said
@@ -55,8 +54,7 @@ def bench(
     length: Annotated[
         int | None,
         typer.Option(
-            help="T, tokens; 4096, of titans 256, local 1024, train and presets 512, "
-            "gpu 2048 to 65536, --recipe 512."
+            help="T, tokens; 4096, of titans 256, local 1024, train and presets 512, --recipe 512."
         ),
     ] = None,
     heads: Annotated[
@@ -94,9 +92,6 @@ def bench(
         return
     rounds = rounds or 7
     names = [name.strip() for name in only.split(",") if name.strip()]
-    if suite == "gpu":
-        _bench_gpu(names, device, rounds, (length, heads, size), save, as_json)
-        return
     if suite == "train":
         _bench_train(rounds, length or _CONTEXT, save, as_json)
         return
@@ -148,33 +143,6 @@ def _bench_recipe(
         _save(save, data)
         return
     typer.echo(str(result))
-    _told(save, data)
-
-
-def _bench_gpu(
-    only: list[str],
-    device: str,
-    rounds: int,
-    sizes: tuple[int | None, int | None, int | None],
-    save: Path | None,
-    as_json: bool,
-) -> None:
-    """The suite ``gpu``: several lengths, peers, decoding; on another device at tiny sizes."""
-    from recollect.benchmarks.gpu.speed import FULL, TINY, lines, measure
-
-    length, heads, size = sizes
-    chosen = replace(FULL, rounds=rounds) if device.startswith("cuda") else TINY
-    if length is not None:
-        chosen = replace(chosen, lengths=(length,), tokens=max(length, chosen.tokens))
-    chosen = replace(chosen, heads=heads or chosen.heads, size=size or chosen.size)
-    with BenchDisplay(console_of_page(stderr=True), "gpu", 1) as display:
-        data = measure(device, chosen, only=only, progress=display.count)
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        _save(save, data)
-        return
-    for line in lines(data):
-        typer.echo(line)
     _told(save, data)
 
 

@@ -36,7 +36,7 @@ from recollect.lm.evaluation.evaluate import evaluate
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
 from recollect.lm.evaluation.watching import EvaluationWatcher
-from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.classification import RecollectForSequenceClassification
 from recollect.lm.model.config import RecollectConfig
@@ -76,6 +76,7 @@ __all__ = [
     "TaskResult",
     "TrainPlan",
     "Trained",
+    "cache_of",
     "check_coordinates",
     "count_parameters",
     "evaluate",

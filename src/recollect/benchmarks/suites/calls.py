@@ -144,13 +144,14 @@ def recall_case(
     *,
     backward: bool = False,
     engine: str = "auto",
+    precision: str | None = None,
 ) -> Case:
     """A recipe through `recollect.recall`, forward or forward and backward.
 
     Args:
         name: of the preset, `NO_NORM`, or a recipe. label: of the case. shape: of the call.
         backward: whether gradients of all inputs are taken.
-        engine: as in `recollect.recall`.
+        engine, precision: as in `recollect.recall`.
     """
     recipe = recipe_of(name)
 
@@ -170,6 +171,7 @@ def recall_case(
                 params=params,
                 output_final_state=False,
                 engine=engine,
+                precision=precision,
             )
             return y
 

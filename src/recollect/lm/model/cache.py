@@ -26,7 +26,21 @@ CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 
 
 def cache_of(outputs: Any) -> Any:
-    """The cache in what a model or ``generate`` of transformers gave back, of whichever version."""
+    """Return the cache in the outputs of a model or of ``generate``.
+
+    Transformers calls it ``outputs.cache`` from 5.24 on, and ``outputs.past_key_values`` before.
+
+    Args:
+        outputs: outputs of any causal language model, with ``use_cache=True``.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config).eval()
+        >>> rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]))).get_seq_length()
+        3
+    """
     return getattr(outputs, CACHE)
 
 
@@ -163,11 +177,11 @@ class RecollectCache(Cache):
         ...     num_attention_heads=2,
         ... )
         >>> model = rc.lm.RecollectForCausalLM(config).eval()
-        >>> cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).cache
+        >>> cache = rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]), use_cache=True))
         >>> cache.get_seq_length()
         3
         >>> out = model(torch.tensor([[4]]), cache=cache, use_cache=True)
-        >>> out.cache.get_seq_length(), cache.get_seq_length()
+        >>> rc.lm.cache_of(out).get_seq_length(), cache.get_seq_length()
         (4, 3)
     """
 

@@ -39,5 +39,5 @@ def fused_describes(recipe: Recipe) -> str:
     sizes = " or ".join(map(str, SIZES))
     return (
         f"CUDA kernels for batches of {many} tokens and {sizes} channels, products in bfloat16, "
-        "decoded tokens in float32, never run on a device yet; elsewhere as deep"
+        "decoded tokens in float32; elsewhere as deep"
     )

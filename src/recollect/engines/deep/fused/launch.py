@@ -1,4 +1,4 @@
-"""Launching the fused walk through CUDA's driver. Never run on a device yet.
+"""Launching the fused walk through CUDA's driver.
 
 A kernel is compiled at its first call on a device and kept for the process, so a call that is
 captured as a graph needs one before it that is not.

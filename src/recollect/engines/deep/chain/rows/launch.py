@@ -1,7 +1,4 @@
-"""Which chains have their stretches launched as one operation each, and who launches them.
-
-Never run on a device yet.
-"""
+"""Selection of the chains whose elementwise operations are one launch each, and the launches."""
 
 from __future__ import annotations
 

@@ -1,0 +1,462 @@
+"""Steps of `gpu_run.py` that compare a device with the CPU or with a reference, and their context.
+
+Times of these steps are not published: several of them run next to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu_tables import strip_folders
+from tests.gpu.parity import Waits
+from tests.gpu.passes import Unwatched, decode, distance, length, passes, pieces
+from tests.gpu.sanitizer import CHECKS, check_kernels, find_tool
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+import recollect as rc
+from recollect.benchmarks.suites.calls import (
+    NO_NORM,
+    Shape,
+    gates_of,
+    recall_case,
+    recipe_of,
+    stepper,
+    tensors,
+)
+from recollect.choices.matmul_precision import matmul_precision
+from recollect.engines.deep.fused.compiling import find_nvrtc
+from recollect.engines.fla.operators import function, gated_backward_raises
+from recollect.report.environment import describe_environment
+
+__all__ = [
+    "OPERATORS",
+    "StepContext",
+    "backend",
+    "device",
+    "free_memory",
+    "fused",
+    "has_backend",
+    "presets",
+    "recurrence_call",
+    "recurrence_shape",
+    "sanitizer",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """Device, deadline and output file of one step.
+
+    Attributes:
+        step: name of the step in the lines.
+        part: index of this process among those that share the step.
+        num_parts: number of these processes.
+        device: ``"cuda"``, or ``"cpu"`` for tiny sizes.
+        warm_up: whether the step only compiles kernels, without times.
+        deadline: `time.time()` at which the process is ended.
+        path: file of the lines.
+        start: `time.time()` at the start of the run.
+        commit: commit of the source tree if git does not know it.
+    """
+
+    step: str
+    part: int = 0
+    num_parts: int = 1
+    device: str
+    warm_up: bool = False
+    deadline: float
+    path: Path
+    start: float
+    commit: str = "unknown"
+
+    @property
+    def tiny(self) -> bool:
+        """Whether sizes only test the script."""
+        return self.device == "cpu"
+
+    def write(self, what: str, **data: Any) -> None:
+        """Append a line to the file."""
+        data = {k: strip_folders(v) if isinstance(v, str) else v for k, v in data.items()}
+        line = {"step": self.step, "what": what, "t": round(time.time() - self.start, 1), **data}
+        text = json.dumps(line, default=str) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        print(text, end="", flush=True)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.deadline - time.time()
+
+    @contextlib.contextmanager
+    def guard(self, case: str, **data: Any) -> Iterator[None]:
+        """Write a line for an exception, and continue with the next case."""
+        try:
+            yield
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.write(
+                "failed",
+                of=case,
+                error=f"{type(error).__name__}: {error}"[:1500],
+                at=f"{Path(frame.filename).name}:{frame.lineno}",
+                **data,
+            )
+            free_memory(self.device)
+
+
+def free_memory(device: str) -> None:
+    """Release tensors in cycles, and the allocator's cache."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -- device --------------------------------------------------------------------------------------
+
+PACKAGES = (
+    *("torch", "triton", "transformers", "accelerate", "numpy", "safetensors", "tokenizers"),
+    *("flash-linear-attention", "fla-core", "titans-pytorch", "tilelang", "pytest"),
+)
+TOOLS = ("nvcc", "ncu", "compute-sanitizer", "gcc")
+
+
+def device(context: StepContext) -> None:
+    """Write versions, properties of the device, and the rates of its simplest operations."""
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    commit = describe_environment("cpu").commit
+    context.write(
+        "versions",
+        python=platform.python_version(),
+        cpus=os.cpu_count(),
+        cuda=torch.version.cuda,
+        commit=context.commit if commit == "unknown" else commit,
+        tools=[name for name in TOOLS if shutil.which(name)],
+        packages=versions,
+    )
+    if context.device == "cuda":
+        card = torch.cuda.get_device_properties(0)
+        context.write(
+            "device",
+            name=card.name,
+            capability=[card.major, card.minor],
+            multiprocessors=card.multi_processor_count,
+            memory_gib=round(card.total_memory / 2**30, 1),
+            l2_mib=round(card.L2_cache_size / 2**20),
+            nvrtc=find_nvrtc() is not None,
+        )
+    with context.guard("ceilings"):
+        context.write("ceilings", **_ceilings(context))
+
+
+def _ceilings(context: StepContext) -> dict[str, Any]:
+    """Measure products by type, a copy, and the launch of a small operation.
+
+    Numbers are random: products of equal numbers are faster on a GPU.
+    """
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=0.02 if context.tiny else 0.1).median
+
+    side, num_bytes = (256, 2**22) if context.tiny else (8192, 2**32)
+    lhs, rhs = torch.randn(2, side, side, device=context.device)
+    rates: dict[str, float] = {}
+    for name, precision, dtype in (
+        ("bfloat16", None, torch.bfloat16),
+        ("TF32", "tf32", torch.float32),
+        ("float32", "float32", torch.float32),
+    ):
+        a, b = lhs.to(dtype), rhs.to(dtype)
+        with matmul_precision(precision):
+            rates[name] = 2.0 * side**3 / seconds(lambda: a @ b)  # noqa: B023
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=context.device)
+    target, small = torch.empty_like(source), torch.zeros(1, device=context.device)
+    return {
+        "matmul": rates,
+        "side": side,
+        "copy": 2.0 * num_bytes / seconds(lambda: target.copy_(source)),
+        "copied": num_bytes,
+        "launch": seconds(lambda: small.add_(1.0)),
+    }
+
+
+# -- presets -------------------------------------------------------------------------------------
+
+FIRST = ("softmax_attention", "gated_delta_net", "titans")
+SLOW = (
+    *("atlas_plus_plus", "moneta_exact", "memora_per_token", "local_quadratic_attention"),
+    *("atlas_per_token", "f_divergence"),
+)
+BOUNDS = {"float32": (3e-5, 1e-4), "tf32": (5e-3, 1e-2), "bf16": (4e-2, 1e-1)}
+"""Largest relative errors of outputs and of all gradients together; a larger one is marked."""
+CANCELLATION = {"local_quadratic_attention": 1e-3}
+
+
+def presets(context: StepContext) -> None:
+    """Compare every preset with the CPU in float64: outputs, gradients and decoded tokens.
+
+    The presets run without flash-linear-attention, which the step ``backend`` checks.
+    """
+    others = [name for name in rc.zoo.names() if name not in FIRST + SLOW]
+    names = FIRST if context.tiny else (*FIRST, *others, *SLOW)
+    names = names[context.part :: context.num_parts]
+    choose = importlib.import_module("recollect.engines.fla.choose")
+    with patch.object(choose, "installed", lambda: False):
+        for index, name in enumerate(names):
+            if context.seconds_left() < 3:
+                context.write("left out", presets=names[index:])
+                return
+            with context.guard(name):
+                _compare_preset(context, name)
+
+
+def _compare_preset(context: StepContext, name: str) -> None:
+    preset, start = rc.zoo.get(name), time.time()
+    torch.manual_seed(0)
+    layer = preset.build(d_model=32, num_heads=2)
+    x = torch.randn(2, length(preset), 32)
+    exact, unwatched = copy.deepcopy(layer).double(), Unwatched()
+    y, gradients = passes(exact, x.double(), unwatched)
+    decodes = isinstance(layer, rc.MemoryLayer)
+    tokens = decode(exact, pieces(x.double()), unwatched) if decodes else None
+    slow = name in SLOW or (time.time() - start > 6 and not context.tiny)
+    for precision, bounds in BOUNDS.items():
+        if context.seconds_left() < 2 or (slow and precision != "float32"):
+            return
+        start = time.time()
+        on_device = copy.deepcopy(layer).to(context.device)
+        if hasattr(on_device, "precision"):
+            on_device.precision = precision
+        # The first pass creates constants, loads libraries and compiles kernels.
+        passes(on_device, x.to(context.device, copy=True), unwatched)
+        on_device.zero_grad()
+        waits = Waits()
+        y_device, gradients_device = passes(on_device, x.to(context.device, copy=True), waits)
+        total, worst, worst_name = _gradient_errors(gradients_device, gradients)
+        errors = {"y": distance(y_device, y), "gradient": total, "worst": worst}
+        if tokens is not None:
+            parts = pieces(x.to(context.device))
+            decode(on_device, parts, unwatched)
+            errors["decoded"] = distance(decode(on_device, parts, waits), tokens)
+        y_bound, gradient_bound = (max(bound, CANCELLATION.get(name, 0.0)) for bound in bounds)
+        good = errors["y"] <= y_bound and total <= gradient_bound
+        context.write(
+            "preset",
+            name=name,
+            precision=precision,
+            good=good and errors.get("decoded", 0.0) <= 2 * y_bound,
+            **{key: float(f"{error:.2e}") for key, error in errors.items()},
+            whose=worst_name,
+            waits={part: sites for part, sites in waits.lines.items() if sites},
+            seconds=round(time.time() - start, 2),
+        )
+
+
+def _gradient_errors(
+    gradients: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
+) -> tuple[float, float, str]:
+    """Return the error of all gradients together, and the largest error with its parameter.
+
+    A gradient of less than a thousandth of the total norm counts with that norm.
+    """
+    norms = {key: float(g.norm()) for key, g in reference.items() if g is not None}
+    total = max(math.hypot(*norms.values()), 1e-30)
+    errors = {
+        key: distance(gradients[key], g) * norms.get(key, 1.0) for key, g in reference.items()
+    }
+    relative = {key: e / max(norms.get(key, 1.0), 1e-3 * total) for key, e in errors.items()}
+    worst_name = max(relative, key=lambda key: relative[key])
+    return math.hypot(*errors.values()) / total, relative[worst_name], worst_name
+
+
+# -- flash-linear-attention ----------------------------------------------------------------------
+
+OPERATORS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "gated_delta_net": (
+        "fla.ops.gated_delta_rule",
+        "chunk_gated_delta_rule",
+        {"log_decay": "g", "lr": "beta"},
+    ),
+    "mamba2": ("fla.ops.simple_gla", "chunk_simple_gla", {"log_decay": "g"}),
+    "gla": ("fla.ops.gla", "chunk_gla", {"log_decay": "g"}),
+    "delta_net": ("fla.ops.delta_rule", "chunk_delta_rule", {"lr": "beta"}),
+}
+"""Module and name of a preset's operator, and its names of the preset's gates."""
+
+CHANNEL_OPERATORS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "gated_delta_net": ("fla.ops.kda", "chunk_kda", {"log_decay": "g", "lr": "beta"}),
+    "mamba2": ("fla.ops.gla", "chunk_gla", {"log_decay": "g"}),
+}
+"""Operators with a decay per channel, for devices on which `gated_backward_raises`."""
+
+
+def has_backend(device: str) -> bool:
+    """Return whether flash-linear-attention can run on a device."""
+    names = ("fla", "triton")
+    return device == "cuda" and all(importlib.util.find_spec(name) for name in names)
+
+
+def recurrence_shape(context: StepContext, T: int, tokens: int, H: int = 16, D: int = 64) -> Shape:
+    """Return the sizes of a call in bfloat16: sequences of T tokens, ``tokens`` in total."""
+    if context.tiny:
+        T, tokens, H, D = 64, 64, 2, 16
+    B = max(1, tokens // T)
+    return Shape(B=B, T=T, H=H, K=D, V=D, dtype=torch.bfloat16, device=context.device)
+
+
+def recurrence_call(
+    name: str, shape: Shape, method: str, *, backward: bool
+) -> tuple[Callable[[], Any], str | None]:
+    """Return a call of a preset, and the name of its operator for ``method="operator"``.
+
+    Args:
+        name: name of the preset.
+        shape: sizes of the call.
+        method: an engine, or ``"operator"`` for flash-linear-attention's function alone.
+        backward: whether the call computes the gradients of all inputs.
+    """
+    if method != "operator":
+        return recall_case(name, name, shape, backward=backward, engine=method).make(), None
+    per_channel = backward and name in CHANNEL_OPERATORS and gated_backward_raises()
+    module, operator, names = (CHANNEL_OPERATORS if per_channel else OPERATORS)[name]
+    q, k, v = tensors(shape, grad=backward)
+    gates = gates_of(recipe_of(name), shape, grad=backward)
+    call = function(module, operator)
+
+    def forward() -> Any:
+        arguments = {names[gate]: x for gate, x in gates.items() if gate in names}
+        if per_channel:
+            arguments["g"] = arguments["g"].unsqueeze(-1).expand(q.shape)
+        in_values = "lr" in gates and "lr" not in names
+        value = v * gates["lr"].unsqueeze(-1).to(v.dtype) if in_values else v
+        return call(q, k, value, scale=1.0, **arguments)[0]
+
+    leaves = [q, k, v, *gates.values()]
+    return (stepper(forward, leaves) if backward else forward), operator
+
+
+def backend(context: StepContext) -> None:
+    """Compare outputs and gradients through flash-linear-attention with PyTorch in float32."""
+    if not has_backend(context.device):
+        context.write("not run", why="flash-linear-attention with Triton on CUDA is missing")
+        return
+    if context.part == 0:
+        context.write("guard", refuses_gated_backward=gated_backward_raises())
+    names = list(OPERATORS)[context.part :: context.num_parts]
+    cases = [
+        (name, D, backward)
+        for backward in (False, True)
+        for name in names
+        for D in ((64, 128) if name == "gated_delta_net" else (64,))
+    ]
+    for name, D, backward in cases:
+        with context.guard(name, D=D, backward=backward):
+            shape = recurrence_shape(context, 1024, 1024, H=4, D=D)
+            exact = replace(shape, dtype=torch.float32)
+            call, _ = recurrence_call(name, shape, "fla", backward=backward)
+            reference, _ = recurrence_call(name, exact, "torch", backward=backward)
+            outputs, expected = call(), reference()
+            pairs = zip(outputs, expected, strict=True) if backward else [(outputs, expected)]
+            errors = [float(f"{distance(a, b):.2e}") for a, b in pairs]
+            context.write("equal", name=name, method="fla", D=D, backward=backward, far=errors)
+
+
+# -- the fused kernel ----------------------------------------------------------------------------
+
+
+def fused(context: StepContext) -> None:
+    """Compare the fused kernel with the reference in float64: outputs, gradients and tokens."""
+    plain = recipe_of(NO_NORM)
+    algorithm: Any = plain.algorithm
+    long = plain.replace(algorithm=replace(algorithm, batch_size=64))
+    cases = [("b = 16", plain, 75), ("b = 64", long, 150)]
+    for case, recipe, T in cases[: 1 if context.tiny else None]:
+        with context.guard(case):
+            inputs = _titans_inputs(recipe, T)
+            exact = {key: x.double().requires_grad_() for key, x in inputs.items()}
+            expected = _recall_titans(recipe, exact, "reference")
+            leaves = {key: x.to(context.device).requires_grad_() for key, x in inputs.items()}
+            with torch.no_grad():
+                first, second = (_recall_titans(recipe, leaves, "fused") for _ in range(2))
+            error, equal = distance(first, expected), bool(torch.equal(first, second))
+            context.write("equal", case=case, y=error, alike=equal)
+            loss = _recall_titans(recipe, leaves, "fused").square().sum()
+            slopes = torch.autograd.grad(loss, list(leaves.values()))
+            reference = torch.autograd.grad(expected.square().sum(), list(exact.values()))
+            pairs = zip(inputs, slopes, reference, strict=True)
+            errors = {key: float(f"{distance(a, b):.2e}") for key, a, b in pairs}
+            context.write("gradients", case=case, far=errors)
+    with context.guard("tokens"):
+        torch.manual_seed(0)
+        layer = rc.MemoryLayer(128, 2, plain, engine="fused").eval()
+        x = torch.randn(2, 60, 128)
+        exact_layer, on_device = copy.deepcopy(layer).double(), layer.to(context.device)
+        parts = [x[:, :37], *x[:, 37:].split(1, 1)]
+        expected = decode(exact_layer, [part.double() for part in parts], Unwatched())
+        tokens = decode(on_device, [part.to(context.device) for part in parts], Unwatched())
+        context.write("tokens", y=distance(tokens, expected))
+
+
+def _titans_inputs(recipe: rc.Recipe, T: int) -> dict[str, Tensor]:
+    """Return q, k, v, gates and initial weights of two heads of 64 channels."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, T, 2, 64, generator=g)
+    u = torch.rand(3, 1, T, 2, generator=g)
+    x = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
+    x |= {"lr": 0.05 * u[0], "log_decay": -0.05 * u[1], "momentum": 0.9 * u[2]}
+    for index, shape in enumerate(recipe.shapes(64, 64)):
+        x[f"W{index}"] = torch.randn(2, *shape, generator=g) * shape[-1] ** -0.5
+    # Exact in bfloat16, so that rounding of inputs is no error.
+    return {key: tensor.bfloat16().float() for key, tensor in x.items()}
+
+
+def _recall_titans(recipe: rc.Recipe, x: Mapping[str, Tensor], engine: str) -> Tensor:
+    gates = {key: x[key] for key in ("lr", "log_decay", "momentum")}
+    initial = [x[key] for key in x if key.startswith("W")]
+    return rc.recall(
+        recipe,
+        x["q"],
+        x["k"],
+        x["v"],
+        gates,
+        initial_memory=initial,
+        output_final_state=False,
+        engine=engine,
+    )[0]
+
+
+def sanitizer(context: StepContext) -> None:
+    """Run the fused kernels under compute-sanitizer."""
+    tool = find_tool() if context.device == "cuda" else None
+    if tool is None:
+        context.write("not run", why="no CUDA device, or no compute-sanitizer")
+        return
+    for index, check in enumerate(CHECKS):
+        seconds = (context.seconds_left() - 2) / (len(CHECKS) - index)
+        with context.guard(check):
+            context.write("check", **check_kernels(tool, check, seconds))
