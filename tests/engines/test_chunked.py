@@ -440,6 +440,27 @@ def test_momentum_of_exactly_zero_is_no_momentum() -> None:
     assert close(A, wanted_A)
 
 
+@pytest.mark.parametrize("momentum", ["gradient", "value"])
+def test_gradients_of_a_momentum_that_is_sometimes_zero(momentum: str) -> None:
+    n = numbers(T=40, H=1, decay="head", momentum=momentum)
+    n["momentum"][:, ::7] = 0.0
+    agree(n, run)
+
+
+def test_no_backward_pass_of_momentum_reads_values() -> None:
+    """The backward pass of torch.cumprod reads whether there are zeros."""
+    n = numbers(T=70, decay="head", momentum="gradient")
+    n["momentum"].requires_grad_()
+    pending: list[Any] = [run(n)[0].grad_fn]
+    visited: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+    assert not [node for node in visited - {None} if "Cumprod" in node.name()]
+
+
 @pytest.mark.parametrize("momentum", ["none", "gradient"])
 @pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5), (0, 0)])
 def test_empty_input(B: int, T: int, momentum: str) -> None:

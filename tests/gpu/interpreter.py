@@ -7,6 +7,7 @@ put in its place:
 
 * ``tl.dot`` of bfloat16 multiplies raw bits, and of float32 ignores ``input_precision``: products
   are of what a tensor core reads (bfloat16 as numbers, TF32 as 10 bits), summed in float32;
+* casts of float32 to bfloat16 cut bits off: they round to nearest;
 * sums, products, comparisons and ``tl.sum`` of bfloat16 work on raw bits, without a word: they are
   those of the numbers, rounded to bfloat16; some versions have no constants of it;
 * ``@triton.autotune`` asks for a driver: the first configuration is taken;
@@ -93,6 +94,17 @@ def _sum_of(self: Any, x: Any) -> Any:
     return self.to_tensor(_bits(total), x.dtype)
 
 
+_float = own._convert_float
+
+
+def _convert_float(data: Any, kind: Any, to: Any, rounding: Any) -> Any:
+    """Casts round to nearest: the interpreter cuts off the bits that bfloat16 does not have."""
+    if kind == tl.float32 and to == tl.bfloat16:
+        return _bits(data)
+    return _float(data, kind, to, rounding)
+
+
+own._convert_float = _convert_float
 own.ReduceOps.sum = _sum_of
 own.InterpreterBuilder.get_bf16 = _constant
 own.InterpreterBuilder.binary_op = _binary_op

@@ -134,6 +134,9 @@ QUICK: Mapping[str, Case] = {
     "chunk_gated_delta_rule, no decay": Case(recipe="delta", tokens=20),
     "chunk_gated_delta_rule": Case(recipe="delta after decay", queries=2),
     "chunk_gated_delta_rule, twice": Case(recipe="delta after decay", again=True, tokens=10),
+    "chunk_gated_delta_rule, twice, bf16": Case(
+        recipe="delta after decay", dtype=BRAIN, again=True, tokens=10
+    ),
     "chunk_gated_delta_rule, packed": Case(recipe="delta after decay", borders=SHORT, tokens=20),
     "chunk_gated_delta_rule, packed, twice": Case(
         recipe="delta after decay", borders=(0, 3, 8), again=True, tokens=8
@@ -195,6 +198,10 @@ LONG: Mapping[str, Case] = {
         recipe="probe after decay", dtype=BRAIN, keys=15, values=13, tokens=20
     ),
     "chunk_dplr_delta_rule, bf16": Case(recipe="probe", dtype=BRAIN),
+    "chunk_rwkv6, twice, bf16": Case(
+        recipe="read before, bonus", dtype=BRAIN, again=True, tokens=10
+    ),
+    "chunk_gla, read before, bf16": Case(recipe="read before", dtype=BRAIN, tokens=20),
     "chunk_mesa_net over chunks": Case(recipe="ridge", values=K, queries=2, padded=True),
     "parallel_forgetting_attn, strong decays": Case(
         recipe="attention", starts=False, decay=20.0, forgets=True

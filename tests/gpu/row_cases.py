@@ -120,6 +120,8 @@ def drawn(case: Case) -> dict[str, Any]:
     init = [torch.randn(B, H, *s, dtype=torch.float64) * s[1] ** -0.5 for s in shapes]
     given = {"q": q, "k": k, "v": v, **{f"gate {name}": x for name, x in gates.items()}}
     given |= {f"init {n}": w for n, w in enumerate(init)}
+    for name, x in rc.initial_params(case.recipe, H=H, K=K, V=K).items():
+        given[f"param {name}"] = x.double() + 0.3 * torch.randn(x.shape, dtype=torch.float64)
     return {name: x.to(case.dtype) for name, x in given.items()}
 
 
@@ -143,6 +145,7 @@ def solved(
         case.recipe,
         *(leaves[name] for name in ("q", "k", "v")),
         {name[5:]: x for name, x in leaves.items() if name.startswith("gate ")},
+        params={name[6:]: x for name, x in leaves.items() if name.startswith("param ")},
         initial_memory=[x for name, x in leaves.items() if name.startswith("init ")],
         engine=engine,
         chunk_size=case.chunk,

@@ -22,6 +22,8 @@ from tests.gpu.operator_cases import CASES, SETS, distance, solved
 from tests.gpu.parity import MISSING
 from tests.gpu.printed import interprets, printed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import recollect as rc
@@ -267,6 +269,59 @@ def test_a_compiled_call_trains(on_hopper: list[str]) -> None:
     assert on_hopper == [DELTA]
     torch.autograd.grad(y.sum(), arguments["q"])
     assert on_hopper == [DELTA, KDA]
+
+
+# -- what is done around an operator ---------------------------------------------------------------
+
+
+class _Operator(torch.autograd.Function):
+    """A stand-in for an operator, which computes nothing and allocates what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+class _LargeResults(TorchDispatchMode):
+    """Note operations that write as many numbers as the queries have."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.names = size, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
+            tensors = (x for x in tree_leaves(found) if isinstance(x, Tensor))
+            self.names += [str(func) for x in tensors if x.numel() >= self.size]
+        return found
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "linear_attention"])
+@pytest.mark.usefixtures("anywhere")
+def test_tensors_of_16_bits_are_not_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator gets q, k and v as they are, and gradients return as they are."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **more: Any) -> tuple[Tensor, None]:
+        gates += tuple(x for x in (more.get("g"), more.get("beta")) if x is not None)
+        assert more["output_final_state"] is False
+        return _Operator.apply(q, k, v, *gates), None  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(recurrences, "function", lambda module, name: run)
+    q, k, v = (torch.randn(2, 40, 2, 8).bfloat16().requires_grad_() for _ in range(3))
+    values = {"lr": torch.rand(2, 40, 2), "log_decay": -torch.rand(2, 40, 2)}
+    recipe = rc.zoo.get(name).recipe
+    gates = {gate.name: values[gate.name].requires_grad_() for gate in recipe.gates()}
+    grad = torch.ones_like(v)
+    with _LargeResults(q.numel()) as noted:
+        y, _ = rc.recall(recipe, q, k, v, gates, engine="fla", output_final_state=False)
+        torch.autograd.grad(y, [q, k, v, *gates.values()], grad)
+    assert noted.names == []
 
 
 # -- the choice of a caller ------------------------------------------------------------------------

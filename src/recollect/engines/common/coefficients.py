@@ -113,7 +113,7 @@ def products(x: Tensor) -> Tensor:
 
 
 SMALL = 2**17
-"""Entries up to which a few large operations beat one small operation per row."""
+"""Entries up to which a few large operations beat one small operation per row on a CPU."""
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -130,7 +130,8 @@ def _rows(x: Tensor) -> Tensor:
 class _Products(CustomFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        P = flushed(_rows(x.detach()))
+        on_cpu = x.device.type == "cpu"
+        P = flushed(_rows(x.detach())) if on_cpu else product_matrix(x.detach())
         ctx.save_for_backward(x, P)
         return P
 
@@ -202,15 +203,16 @@ def coefficients(
         a, alpha = total.to(like.dtype).exp(), log_decay.to(like.dtype).exp()
     if theta is None:
         return Coefficients(a=a, E=P, P=P, alpha=alpha)
-    products = product_matrix(theta)
-    reach = theta.cumprod(-1)
+    # The backward pass of torch.cumprod waits for the device to look for zeros.
+    momentum = products(theta)
+    reach = theta[..., :1] * momentum[..., 0]
     gated = P if live is None else P * live.unsqueeze(-2)
     return Coefficients(
         a=a,
-        E=gated @ products,
+        E=gated @ momentum,
         P=P,
         alpha=alpha,
         m=(gated @ reach.unsqueeze(-1)).squeeze(-1),
-        theta=products,
+        theta=momentum,
         theta_end=reach[..., -1],
     )

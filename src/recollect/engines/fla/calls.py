@@ -69,8 +69,17 @@ def packs(offered: Offer, x: Tensor) -> bool:
 
 
 def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
-    p, read = linear_problem(problem), problem.recipe.memory.read
-    operator, borders = choice.operator, problem.cu_seqlens
+    operator, read = choice.operator, problem.recipe.memory.read
+    borders, dtype = problem.cu_seqlens, problem.v.dtype
+    # Directions of their own and a bonus are products of keys, which need the state's dtype.
+    multiplies_keys = "probe" in operator.erases or (
+        read.bonus != 0.0 and not operator.reads_before
+    )
+    p = linear_problem(problem, keeps_dtype=not multiplies_keys)
+    bound = problem.bound
+    assert bound.fla_operator is not None and bound.fla_operator.structure is not None
+    # A running scale of the memory is a rate.
+    unweighted = bound.fla_operator.structure.writes_values and not bound.is_stabilized
     if p.lr.dim() == 4:
         # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
         p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
@@ -91,21 +100,24 @@ def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
                 borders=borders,
                 several=problem.steps_per_token,
                 final=problem.uses_final_state,
+                unweighted=unweighted,
             )
             y, A = solve(operator, x, q, few=choice.few)
             return y, q.A0 if A is None else A, None
 
         now = over(p, inputs)
         y, A, _ = read_in_order(now, "after" if operator.reads_before else read.when, theirs)
-        return (y if u is None or operator.reads_before else y + bonus(now, u)), A
+        y = y if u is None or operator.reads_before else y + bonus(now, u)
+        return y.to(dtype), A
 
     def own(inputs: Inputs) -> tuple[Tensor, ...]:
+        inputs = {name: x.to(p.A0.dtype) for name, x in inputs.items()}
         now, u = over(p, inputs), inputs.get("bonus")
         y, A = _each_document(now, read.when, borders)
-        return (y if u is None else y + bonus(now, u)), A
+        return (y if u is None else y + bonus(now, u)).to(dtype), A
 
     y, A = by_operator(fast, own, inputs)
-    return y.to(problem.v.dtype), problem.final_state(weights=(A,))
+    return y, problem.final_state(weights=(A,)) if problem.uses_final_state else problem.state
 
 
 def _per_head(u: Tensor, features: int) -> Tensor:

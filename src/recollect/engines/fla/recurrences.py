@@ -81,6 +81,7 @@ def arguments(
     borders: Tensor | None = None,
     several: int = 1,
     final: bool = True,
+    unweighted: bool = False,
 ) -> Arguments:
     """What an operator takes of a problem.
 
@@ -90,15 +91,16 @@ def arguments(
         dtype: in which it multiplies.
         bonus: ``[H, K]``, for an operator that reads before the write.
         borders, several, final: of `Arguments`.
+        unweighted: whether every rate is 1.
     """
     p, G = p.masked(), p.q.shape[3]
     (a, b), k, v, decay = p.affine, p.k, p.v, p.log_decay
     decay = None if decay is None else decay.clamp_min(FLOOR)
     beta = probe = erase = None
     if a == 0:
-        v = v * (b * p.lr).unsqueeze(-1)
+        v = v if unweighted and b == 1 else v * (b * p.lr).unsqueeze(-1)
     elif "probe" not in operator.erases:
-        v, beta = v if a == b else (b / a) * v, a * p.lr
+        v, beta = v if a == b else (b / a) * v, p.lr if a == 1 else a * p.lr
     else:
         probe, erase = p.probe, p.erase
         if probe is None or erase is None:
@@ -156,7 +158,7 @@ def solve(operator: Operator, x: Arguments, like: LinearProblem, *, few: bool) -
     A = None if S is None else S.mT.to(like.A0.dtype)
     if A is not None and G > 1:
         A = A.unflatten(1, (H, G))[:, :, 0]  # all queries of a memory have the same
-    return y.to(like.v.dtype).unflatten(2, (H, G)), A
+    return y.unflatten(2, (H, G)), A
 
 
 def _without_odd_sizes(x: Arguments) -> Arguments:

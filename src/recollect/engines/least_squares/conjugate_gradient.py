@@ -288,7 +288,8 @@ def _solve(system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limi
 
 
 def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: int) -> None:
-    unsolved = int((size > enough).sum())
+    # Before the limit the loop ends because every system is solved.
+    unsolved = 0 if count < limit else int((size > enough).sum())
     watch = _WATCHED.get()
     if watch is None and not unsolved:
         return

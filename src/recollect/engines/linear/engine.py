@@ -155,7 +155,7 @@ def read_in_order(
     if when == "after" or p.q.shape[1] == 0:
         return solve(p)
     y, A, S = solve(replace(p, q=torch.cat([p.q[:, 1:], torch.zeros_like(p.q[:, :1])], dim=1)))
-    first = torch.einsum("bhvk,bhgk->bhgv", p.A0, p.q[:, 0]).unsqueeze(1)
+    first = torch.einsum("bhvk,bhgk->bhgv", p.A0, p.q[:, 0].to(p.A0.dtype)).unsqueeze(1)
     return torch.cat([first, y[:, :-1]], dim=1), A, S
 
 

@@ -120,20 +120,29 @@ class LinearProblem:
         return (replace(self, **dict(zip(every, run, strict=True))) for run in runs)
 
 
-def linear_problem(problem: Problem) -> LinearProblem:
-    """Lifted keys and queries, rates, decays and states of a problem, in the state's dtype."""
+def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProblem:
+    """Lifted keys and queries, rates, decays and states of a problem, in the state's dtype.
+
+    Args:
+        problem: the problem.
+        keeps_dtype: whether q, k and v keep their dtype if the recipe has no features.
+    """
     bound, rates, state = problem.bound, problem.rates, problem.state
     recipe, affine, decay, momentum_of = bound.recipe, bound.affine, bound.decay, bound.momentum_of
     moves = momentum_of != "none"
     assert affine is not None  # linear.refuses
     dtype = state_dtype(problem.q, problem.k, problem.v)
-    position = problem.positions()
-    q = problem.phi(problem.q, "query", position)
-    k = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
-    v = problem.v.to(dtype)
+    # Only features read the positions of tokens.
+    position = problem.positions() if bound.has_features else state.position
+    if keeps_dtype and not bound.has_features:
+        q, k, v = problem.q, problem.k, problem.v
+    else:
+        q = problem.phi(problem.q, "query", position)
+        k = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
+        v = problem.v.to(dtype)
     lr = rates["lr"]
     if bound.keyed:
-        lr = recipe.algorithm.rate(lr, k.square().sum(-1), affine[0])
+        lr = recipe.algorithm.rate(lr, k.to(dtype).square().sum(-1), affine[0])
     window = past = None
     if bound.horizon != 1:
         window, past = _window(problem, k)

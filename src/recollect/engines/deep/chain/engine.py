@@ -23,6 +23,7 @@ from recollect.choices.autograd import CustomFunction, differentiable_backward
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
 from recollect.engines.deep.chain.chain import Chain
+from recollect.engines.deep.chain.ends.ending import Ending
 from recollect.engines.deep.chain.families import apart, families_of, hosted
 from recollect.engines.deep.chain.forward import (
     ScratchBuffers,
@@ -42,6 +43,8 @@ from recollect.engines.deep.chain.rows import agree, launcher
 from recollect.engines.deep.chain.rows.launch import launch
 from recollect.engines.deep.chain.shares import Shares
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
+from recollect.engines.deep.recurrence import RecurrenceRunner, agrees, runner_of
+from recollect.engines.deep.recurrence.launch import launch as launch_recurrence
 from recollect.engines.deep.step_coefficients import Table
 
 __all__ = ["run_chain"]
@@ -96,6 +99,8 @@ def run_chain(
         families = tuple((i,) for i in range(len(A)))
     rows = None
     if walker is None and kernels and not hosted(k) and not bases:
+        walker = _runner(chain, A, ending, k, (queries[0].shape[3], len(stacks)), outer=outer)
+    if walker is None and kernels and not hosted(k) and not bases:
         rows = launcher(A, ending, k)
         if rows is launch and not agree(_tried, rows, k.device):
             rows = None  # only Triton's own is asked: who puts another there answers for it
@@ -138,6 +143,32 @@ def run_chain(
     return y, after, None if S is None else [end[1] for end in ends]
 
 
+def _runner(
+    chain: Chain, A: Weights, ending: Ending, k: Tensor, sizes: tuple[int, int], *, outer: bool
+) -> RecurrenceRunner | None:
+    """The runner of the recurrence's kernels, if there are any for a call and their trial succeeds.
+
+    Args:
+        sizes: queries of an inner batch, and stacks.
+    """
+    Q, J = sizes
+    runner = runner_of(A, ending, k, Q)
+    if runner is None or runner.launch is not launch_recurrence:
+        return runner  # a registered launcher has no trial
+    spec = ChainSpec(
+        curve=CURVES[chain.activation],
+        ending=ending,
+        gates=(),
+        params=chain.params,
+        tall=(True, False),
+        families=((0,), (1,)),
+        keep=outer,
+        walker=runner,
+    )
+    R, (W, D) = k.shape[2], A[0].shape[-2:]
+    return runner if agrees(_run_flat, spec, (R, Q, D, W, J), k.device) else None
+
+
 def _where_moved(commits: Commits, after: Weights, before: Weights) -> Weights:
     """What stands after the batches, and to the last bit what stood before where none was kept."""
     if any(commit is True for commit in commits):
@@ -149,11 +180,17 @@ def _where_moved(commits: Commits, after: Weights, before: Weights) -> Weights:
     return [torch.where(moved, w, old) for w, old in zip(after, before, strict=True)]
 
 
+def _run_flat(spec: ChainSpec, flat: Sequence[Any]) -> tuple[Tensor, ...]:
+    """All batches, each to its end, from inputs as `_ChainFunction` takes them."""
+    keys, queries, memory = _named(spec, flat)
+    y, ends = _run_batches(spec, keys, queries, [True] * keys.k.shape[0], memory)
+    return y, *ends
+
+
 def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """All batches of a trial, to their ends."""
     T, c, k, v, raw, scale, *rest = given
-    commits = [True] * k.shape[0]
-    return _ChainFunction.apply(spec, commits, T, scale, None, k, v, raw, c, *rest)
+    return _run_flat(spec, [T, scale, None, k, v, raw, c, *rest])
 
 
 def _transitions(table: Table, *, pulled: bool) -> tuple[Tensor | None, Tensor]:
@@ -199,7 +236,7 @@ def _run_batches(
         memory, shares = list(start), shares_of(spec, keys)
         for here in _spans(keys, start):
             cut = keys.cut(*here)
-            trace = forward(spec, cut, memory, commits[slice(*here)], buffers, shares)
+            trace = _walked(spec, cut, memory, commits[slice(*here)], buffers, shares)
             parts.append(read(spec, trace, queries.cut(*here))[0])
             memory = trace.ends
         return torch.cat(parts), memory

@@ -1,0 +1,88 @@
+"""Selection of the kernels for the recurrence, and their launch by Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from recollect.choices.runtime import is_cacheable
+from recollect.engines.deep.chain.ends.ending import Ending
+from recollect.engines.deep.chain.rows.launch import compiles
+from recollect.engines.deep.recurrence.runner import TUNING, Launch, RecurrenceRunner
+
+__all__ = ["DTYPES", "LAUNCHERS", "TUNING", "launch", "runner_of"]
+
+LAUNCHERS: dict[str, Launch] = {}
+"""Launch function by device type; tests register Triton's interpreter."""
+
+DTYPES = (torch.float32,)
+"""Types of the states."""
+
+NARROWEST, WIDEST = 16, 128
+"""Channels of keys and values: a product of tensor cores has 16, and a tile must fit registers."""
+
+SMALLEST, LARGEST = 16, 32
+"""Associations and queries of an inner batch: 64 spill kilobytes of registers."""
+
+
+def _is_size(n: int, smallest: int, largest: int) -> bool:
+    return smallest <= n <= largest and n & (n - 1) == 0
+
+
+def runner_of(
+    A: Sequence[Tensor], ending: Ending, k: Tensor, num_queries: int
+) -> RecurrenceRunner | None:
+    """Return the kernels' runner for a chain, or ``None`` if PyTorch operations run it.
+
+    Args:
+        A: the maps, ``[P, out, in]``.
+        ending: of the chain.
+        k: keys ``[N, P, R, D]``.
+        num_queries: of an inner batch.
+    """
+    kind = k.device.type
+    if kind != "cuda" and kind not in LAUNCHERS:
+        return None
+    if len(A) != 2 or not (ending.layer_norm or ending.affine is not None):
+        return None
+    affine = ending.bias.affine
+    if affine is None or (ending.target is not None and affine[0] == 0):
+        return None
+    W, D = A[0].shape[-2:]
+    if tuple(A[1].shape[-2:]) != (D, W) or W % 16 or not _is_size(D, NARROWEST, min(W, WIDEST)):
+        return None
+    if k.shape[0] < 2 or not all(_is_size(n, SMALLEST, LARGEST) for n in (k.shape[2], num_queries)):
+        return None
+    if {k.dtype, A[0].dtype, A[1].dtype} not in [{dtype} for dtype in DTYPES]:
+        return None
+    if not is_cacheable(k):  # traced, or without data
+        return None
+    if kind in LAUNCHERS:
+        return RecurrenceRunner(LAUNCHERS[kind])
+    if find_spec("triton") is None or not compiles(k.device):
+        return None
+    return RecurrenceRunner(launch)
+
+
+def launch(
+    kernel: str, programs: int, arguments: Sequence[Tensor | int], constants: Mapping[str, object]
+) -> None:
+    """Enqueue a kernel on the device of its arguments; the first call compiles it.
+
+    Args:
+        kernel: ``"forward"`` or ``"backward"``.
+        programs: their number.
+        arguments: tensors and numbers in order.
+        constants: values that the kernel is compiled for.
+    """
+    from recollect.engines.deep.recurrence import kernels
+
+    first, *_ = arguments
+    assert isinstance(first, Tensor)
+    options = {**TUNING[kernel][str(constants["PRECISION"])]}
+    del options["BW"]  # among the constants
+    with torch.cuda.device(first.device):
+        getattr(kernels, kernel)[(programs,)](*arguments, **constants, **options)
