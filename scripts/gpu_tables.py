@@ -68,12 +68,15 @@ def _section(path: Path) -> str:
         _ceilings(lines),
         _presets(lines),
         _backend(lines),
+        _recurrence(lines),
         _fused(lines),
         _linear(lines),
         _deep(lines),
         _peers(lines),
         _decoding(lines),
+        _attention(lines),
         _training(lines),
+        _compiled(lines),
         _missing(lines),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -170,6 +173,24 @@ def _backend(lines: Sequence[Line]) -> str:
     return _table(title, columns, rows)
 
 
+def _recurrence(lines: Sequence[Line]) -> str:
+    rows = [
+        [
+            f"`{line['name']}`" if " " not in line["name"] else line["name"],
+            line["T"],
+            f"`{line['precision']}`",
+            f"{line['worst']:.1e}",
+            f"{line['torch_worst']:.1e}",
+            "equal" if line["alike"] else "not equal",
+            _commit(line),
+        ]
+        for line in _last(_select(lines, "recurrence", "equal"), ("name", "T", "precision"))
+    ]
+    title = "Triton's recurrence of deep memories against PyTorch in float64 (relative errors)"
+    columns = ["memory", "T", "precision", "largest error of outputs, states and gradients"]
+    return _table(title, [*columns, "PyTorch's path", "two runs", "commit"], rows)
+
+
 def _fused(lines: Sequence[Line]) -> str:
     rows: list[list[Any]] = []
     for line in _last(_select(lines, "fused", "equal"), ("case",)):
@@ -227,7 +248,7 @@ def _deep(lines: Sequence[Line]) -> str:
         [
             f"`{line['name']}`" if " " not in line["name"] else line["name"],
             IMPLEMENTATIONS[line["method"]],
-            f"`{line['precision']}`",
+            f"`{line['precision'] or 'float32'}`",
             line["B"],
             PASSES[line["backward"]],
             f"{line['ms']:.1f}",
@@ -301,6 +322,41 @@ def _training(lines: Sequence[Line]) -> str:
     ]
     title = "Training in bfloat16"
     return _table(title, [*columns, "TFLOP/s", "peak MiB", "commit"], rows)
+
+
+def _attention(lines: Sequence[Line]) -> str:
+    rows = [
+        [
+            line["backends"],
+            f"{min(line['us'][1:]):,.0f} to {max(line['us'][1:]):,.0f}",
+            _commit(line),
+        ]
+        for line in _last(_select(lines, "attention", "new lengths"), ("backends",))
+    ]
+    title = "`scaled_dot_product_attention` of one query, at a number of keys that is new (µs)"
+    return _table(title, ["kernel", "each call after the first", "commit"], rows)
+
+
+def _compiled(lines: Sequence[Line]) -> str:
+    names = {
+        "eager": "eager",
+        "operator": "blocks compiled, the memory as one operator",
+        "break": "blocks compiled, a graph break at the memory",
+    }
+    rows = [
+        [
+            f"`{line['name']}`",
+            names[line["mode"]],
+            f"{line['rows']} × {line['context']:,}",
+            f"{line['ms']:.1f}",
+            f"{line['tokens_per_second']:,}",
+            _rounded(line["peak_mib"]),
+            _commit(line),
+        ]
+        for line in _last(_select(lines, "compiled", "step"), ("name", "mode"))
+    ]
+    columns = ["preset", "mode", "batch", "ms", "tokens/s", "peak MiB", "commit"]
+    return _table("Four layers of the 170M model, forward + backward in bfloat16", columns, rows)
 
 
 def _missing(lines: Sequence[Line]) -> str:

@@ -216,7 +216,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = rc.zoo.get("gla").build(d_model=8, num_heads=2).eval(), torch.randn(1, 1, 8)
     decoder = rc.StaticDecoder(layer, layer(x)[1], compile=True)
     decoder(x)
-    with pytest.raises(ValueError, match=r"cannot be compiled: there is no C\+\+ compiler"):
+    with pytest.raises(ValueError, match=r"cannot be compiled: no working C\+\+ compiler"):
         decoder(x)
 
 

@@ -235,7 +235,7 @@ Decay, Window, GD = rc.retention.Decay, rc.context.Window, rc.algorithm.Gradient
 Momentum, MLP, Read = rc.algorithm.Momentum, rc.memory.MLP, rc.memory.Read
 CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "local regression with momentum": (
-        "LocalConstant keeps associations.*Momentum.*use algorithm.Analytic",
+        "LocalConstant stores associations.*Momentum.*use algorithm.Analytic",
         lambda: SOFTMAX.replace(algorithm=Momentum()),
     ),
     "channel decay on a kernel": (
@@ -543,7 +543,7 @@ def test_states_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="a state that recall returned"):
         rc.read(recipe, q, state={})  # type: ignore[arg-type]
     layer = rc.MemoryLayer(8, 2, recipe)
-    with pytest.raises(ValueError, match="what this layer returned"):
+    with pytest.raises(ValueError, match="a state that this layer returned"):
         layer(torch.randn(1, 3, 8), state)  # type: ignore[arg-type]
     plain = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(conv_size=0))
     with pytest.raises(ValueError, match="belongs to another layer"):

@@ -198,12 +198,12 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
         (
             rc.Recipe(memory=DEEP),
             SHARE,
-            r"GradientDescent\(normalized_steps=True\)",
+            "GradientDescent(normalized_steps=True)",
         ),
         (
             rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Muon()),
             SHARE,
-            r"algorithm.Muon\(normalized_steps=True\)",
+            "algorithm.Muon(normalized_steps=True)",
         ),
         (
             rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Momentum(normalized_steps=True)),
@@ -242,7 +242,7 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
         (
             rc.Recipe(memory=DEEP, algorithm=HeadMean()),
             {"offset": GateOptions(unit="batch_mean", init=-0.5)},
-            "with one value per place of the inner batch (axes 'b')",
+            "one value per position of the inner batch (axes 'b')",
         ),
     ],
 )
@@ -308,7 +308,7 @@ def test_what_is_bounded_below_alone_is_free_above() -> None:
 def test_a_celu_without_a_lower_end_is_refused(bad: dict[str, float]) -> None:
     offset = GateOptions(unit="batch_mean", activation="celu", **bad)  # type: ignore[arg-type]
     recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
-    with pytest.raises(rc.RecipeError, match="give it low, and no high"):
+    with pytest.raises(rc.RecipeError, match="set low, and leave high out"):
         rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
 
 

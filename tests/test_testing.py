@@ -60,7 +60,7 @@ def test_a_report_lists_what_was_checked_and_what_was_skipped() -> None:
     names = {check.name for check in report.passed}
     assert "affine is true of error" in names
     assert any(name.startswith("error is autograd's gradient of loss") for name in names)
-    assert "engine linear agrees with the reference" in names
+    assert "the engine that recall chooses agrees with the reference" in names
     skipped = {check.skipped for check in report.skipped}
     assert "algorithm.GradientDescent does not solve for all of the past" in skipped
     lines = str(report).splitlines()

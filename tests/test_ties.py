@@ -88,7 +88,7 @@ def test_ties_follow_what_was_tied_before() -> None:
     first = Tie(target="lr", source="k", rule="implicit")
     then = Tie(target="log_decay", source="lr", rule="diagonal")
     assert LayerOptions(ties=(first, then)).ties == (first, then)
-    with pytest.raises(rc.RecipeError, match="tied before"):
+    with pytest.raises(rc.RecipeError, match="the tie of its source must come first"):
         LayerOptions(ties=(then, first))
 
 

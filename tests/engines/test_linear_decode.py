@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import recollect as rc
 from recollect.choices.algorithm.descent import GradientDescent, Implicit
@@ -220,3 +223,20 @@ def test_a_decoded_token_of_attention_is_one_graph() -> None:
     _, state = layer(x[:, :5])
     found, _ = torch.compile(layer, backend="eager", fullgraph=True)(x[:, 5:], state)
     torch.testing.assert_close(found, y[:, 5:], atol=1e-5, rtol=1e-5)
+
+
+def test_one_query_on_a_gpu_leaves_out_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN plans its attention anew for each number of keys, which takes 36 ms."""
+    enabled: list[bool] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    with FakeTensorMode(), torch.no_grad():
+        keys = torch.empty(1, 2, 5, 8, device="cuda")
+        for queries in (1, 3):
+            softmax.sdpa(torch.empty(1, 2, queries, 8, device="cuda"), keys, keys, scale=1.0)
+    assert enabled == [False, True]

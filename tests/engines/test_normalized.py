@@ -843,13 +843,13 @@ def test_repeated_tokens_and_large_values_stay_finite(size: float) -> None:
 # -- words ---------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    (r"states no target that its loss is least at: use bias\.L2\(\)", {"bias": bias.DotProduct()}),
-    (r"states no target", {"bias": outside.Tempered()}),
+    (r"declares no target, the minimum of its loss: use bias\.L2\(\)", {"bias": bias.DotProduct()}),
+    (r"declares no target", {"bias": outside.Tempered()}),
     (r"scales erasure and write alike", {"bias": bias.L2(probe=bias.Probe())}),
     (r"descends on all of the past at once: use context\.Online", {"context": context.Prefix()}),
     (r"rebuilds A from W: use normalized_steps=False", {"retention": retention.FDivergence()}),
     (
-        r"divides that by a sum that moves with every key: use memory\.Read\(\)",
+        r"divides by a sum that changes with every key: use memory\.Read\(\)",
         {
             "features": rc.features.Exponential(),
             "memory": memory.Matrix(read=memory.Read(normalize="sum")),
@@ -867,7 +867,7 @@ def test_refusals(match: str, changes: dict[str, Any]) -> None:
 
 MUON_REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("use lr_position='outside'", {"lr_position": "inside"}, {}),
-    ("states no target", {}, {"bias": bias.DotProduct()}),
+    ("declares no target", {}, {"bias": bias.DotProduct()}),
     ("puts a link between them: use retention.Keep", {}, {"retention": retention.Simplex()}),
     ("puts a link between them: use retention.Keep", {}, {"retention": retention.Ball()}),
 ]

@@ -27,5 +27,5 @@ def to_bfloat16(x, y, N: tl.constexpr):  # type: ignore[no-untyped-def]
 if __name__ == "__main__":
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     y = torch.empty_like(x, dtype=torch.bfloat16)
-    to_bfloat16[(1,)](x, y, N=1024)
+    to_bfloat16[(1,)](x, y, N=1024)  # pyright: ignore[reportArgumentType]
     print(int((y != x.bfloat16()).sum()))

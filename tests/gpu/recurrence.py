@@ -2,7 +2,8 @@
 
 ``python -m tests.gpu.recurrence parity [NAME...]`` prints one JSON object per case: how often each
 kernel ran, and how far outputs, states and every gradient are from the definition. ``... factors``
-prints distances by the precision of products. ``... trial`` tries correct and wrong kernels. A
+prints distances by the precision of products, ``... launches`` the number of operations on the
+device by the number of tokens. ``... trial`` tries correct and wrong kernels. A
 program of its own, because the device and Triton's interpreter stay with their process.
 """
 
@@ -22,48 +23,14 @@ from typing import Any
 
 import torch
 from tests.gpu import pretend
-from tests.gpu.row_cases import Case, TwiceLessThrice, apart, drawn, recipe, solved, told
+from tests.gpu.recurrence_cases import CASES, MUTANTS, TITANS
+from tests.gpu.row_cases import Case, apart, drawn, solved, told
 from torch import Tensor
 
-import recollect as rc
 from recollect.choices.matmul_precision import matmul_precision
 from recollect.engines.deep import recurrence
 from recollect.engines.deep.chain import engine
 from recollect.engines.deep.recurrence import launch, trial
-
-NORM = {"norm": "layer"}
-TITANS = recipe(memory=NORM)
-CASES = {
-    "titans": Case(TITANS),
-    "titans in float32": Case(TITANS, dtype=torch.float32),
-    "rows that end early": Case(TITANS, B=2, padded=True),
-    "without momentum": Case(recipe(momentum=False, memory=NORM), B=2, padded=True),
-    "plain steps": Case(recipe(share=False, memory=NORM)),
-    "without a norm": Case(recipe()),
-    "another affine error": Case(recipe(bias=TwiceLessThrice()), T=24),
-    "no decay, no residual": Case(
-        recipe(
-            momentum=False,
-            share=False,
-            retention=rc.retention.Keep(),
-            memory={"residual": False, "activation": "silu"},
-        ),
-        T=24,
-    ),
-    "zeros": Case(TITANS, zeros=True),
-    "several groups": Case(TITANS, T=72, chunk=32),
-    "gradients of gradients": Case(TITANS, T=20, again=True),
-    **{
-        f"{name} between": Case(recipe(memory={**NORM, "activation": name}), T=24)
-        for name in ("gelu_tanh", "tanh", "relu", "identity")
-    },
-    "one batch": Case(TITANS, T=16, taken=False),
-    "batches of 5 tokens": Case(recipe(b=5, memory=NORM), T=17, taken=False),
-    "8 channels": Case(TITANS, K=8, T=20, taken=False),
-    "a root mean square": Case(recipe(memory={"norm": "rms"}), T=20, taken=False),
-    "three maps": Case(recipe(memory={**NORM, "depth": 3}), T=20, taken=False),
-    "PyTorch operations": Case(TITANS, T=20, engine="torch", taken=False),
-}
 
 RAN: Counter[str] = Counter()
 """How often each kernel was launched."""
@@ -120,15 +87,14 @@ def factors() -> None:
         print(json.dumps({"precision": precision, "error": error}), flush=True)
 
 
-MUTANTS = (
-    ("share = tl.maximum(above, 0.0) / below", "share = above / above"),
-    ("next1 += m * one", "next1 += one"),
-    ("up_k += d1_sq * twice * key", "up_k += 0.0"),
-    ("of_g += to_N * apart + to_size * g", "of_g += to_size * g"),
-    ("bend * tl.load(u1 + wide + t + rw) * up_d", "bend * up_d"),
-    ("next2 = _dot(up_zt, h, next2, PRECISION)", "next2 = next2 + 0.0"),
-)
-"""Code of `kernels`, and incorrect code in its place."""
+def launches() -> None:
+    """Operations on the device, forward and backward, by the number of tokens."""
+    for T in (48, 160):
+        case = Case(TITANS, dtype=torch.float32, T=T)
+        leaves = drawn(case)
+        with pretend.counted() as counts:
+            solved(case, leaves, case.engine, pretend.put)
+        print(json.dumps([T, counts.launches, sum(counts.syncs.values())]), flush=True)
 
 
 def trials() -> None:
@@ -160,7 +126,9 @@ def main(kind: str, *names: str) -> None:
     """Print what ``kind`` names."""
     warnings.simplefilter("ignore")
     install()
-    {"parity": lambda: parity(names), "factors": factors, "trial": trials}[kind]()
+    {"parity": lambda: parity(names), "factors": factors, "launches": launches, "trial": trials}[
+        kind
+    ]()
 
 
 if __name__ == "__main__":

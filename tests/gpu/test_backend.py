@@ -295,11 +295,11 @@ class _LargeResults(TorchDispatchMode):
         self.size, self.names = size, list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
-            tensors = (x for x in tree_leaves(found) if isinstance(x, Tensor))
+            tensors = (x for x in tree_leaves(result) if isinstance(x, Tensor))
             self.names += [str(func) for x in tensors if x.numel() >= self.size]
-        return found
+        return result
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "linear_attention"])
@@ -453,17 +453,18 @@ def test_layers_on_a_gpu_call_them(names: list[str]) -> None:
 
 # Of ‖·‖: products of operands with 10 bits (TF32, fp16) or 7 (bf16), errors of 2^−11 and 2^−8
 # each. A decay's gradient is a difference of such sums, and the smaller the stronger it decays.
-TF32, BF16, SINGLE = 2e-3, 3e-2, 2e-6
+TF32, BF16, SINGLE = 2e-3, 1e-2, 2e-6
 FAINT = 1e-2
 
 
 def _bound(name: str, part: str) -> float:
+    quotient = "normalised" in name and part == "d q"
     if "bf16" in name:
-        return BF16
+        return 3 * BF16 if quotient else BF16
     if name.startswith(("token by token", "fused")) or ("twice" in name and part.startswith("d")):
         return SINGLE  # float32, or this library's own way
-    if "normalised" in name and part == "d q":
-        return 2 * TF32  # of a quotient
+    if quotient:
+        return 2 * TF32
     return FAINT if part == "d log_decay" and "strong" in name else TF32
 
 

@@ -96,4 +96,4 @@ def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited("gated_delta_net", sites) == [
         "gated_delta_net decode: the host waited 1 times, budget 0: layer.py:7"
     ]
-    assert not waited("mesa_net", {"forward": ["solve.py:3"] * 10})
+    assert not waited("mesa_net", {"forward": ["solve.py:3"] * 9})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.gpu.parity import MISSING
 from tests.gpu.printed import interprets, printed
-from tests.gpu.recurrence import CASES, MUTANTS
+from tests.gpu.recurrence_cases import CASES, MUTANTS
 from tests.gpu.row_cases import apart, bound, drawn, solved, told
 from torch import Tensor
 
@@ -50,7 +50,14 @@ def test_factors_of_products_follow_the_requested_precision() -> None:
     errors = {one["precision"]: one["error"] for one in printed("recurrence", "factors")}
     assert errors["float32"] < 1e-5
     assert 1e-4 < errors["tf32"] < 1e-2
-    assert 1e-3 < errors["bf16"] < 3e-2
+    assert 1e-3 < errors["bf16"] < 1e-2
+
+
+@needs_triton
+@pretended
+def test_launches_do_not_depend_on_tokens() -> None:
+    (_, few, waits), (_, many, waits_too) = printed("recurrence", "launches")
+    assert many <= few <= 400 and waits == waits_too == 0
 
 
 @needs_triton

@@ -69,7 +69,7 @@ RECALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a state in tensors": ({"state": _q()}, "a state that recall returned"),
     "a sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "dense"),
     "a long mask": ({"attention_mask": torch.ones(1, 4)}, "must have shape [1, 3]"),
-    "a mask of halves": ({"attention_mask": torch.full((1, 3), 0.5)}, "must hold 1"),
+    "a mask of halves": ({"attention_mask": torch.full((1, 3), 0.5)}, "must be 1"),
     "a mask in a list": ({"attention_mask": [1, 1, 1]}, "must have shape"),
     "borders in a list": ({"cu_seqlens": [0, 3]}, "cu_seqlens must be a tensor"),
     "borders too short": ({"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens must rise"),
@@ -159,7 +159,7 @@ LAYERS: dict[str, tuple[Callable[[], object], str]] = {
     "x in a list": (lambda: LAYER([[1]]), "not list"),
     "x of nan": (lambda: LAYER(_x() + torch.nan), "NaN"),
     "a mask too long": (lambda: LAYER(_x(), attention_mask=torch.ones(1, 4)), "[1, 3]"),
-    "a state in words": (lambda: LAYER(_x(), "x"), "what this layer returned"),
+    "a state in words": (lambda: LAYER(_x(), "x"), "a state that this layer returned"),
 }
 
 
@@ -221,7 +221,7 @@ PLACES = {
     "a word": (("nowhere else",), RuntimeError, "nowhere"),
     "a number": ((1.5,), ValueError, "takes a device, a dtype or a tensor"),
     "nothing": ((None,), ValueError, "not None"),
-    "two dtypes": ((torch.float32, torch.float64), ValueError, "two of dtype"),
+    "two dtypes": ((torch.float32, torch.float64), ValueError, "takes one dtype, not both"),
 }
 
 
@@ -232,7 +232,7 @@ def test_where_a_state_cannot_go(what: str) -> None:
     for one in (state, state.memory):
         with pytest.raises(error, match=says):
             one.to(*where)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="two of device"):
+    with pytest.raises(ValueError, match="takes one device, not both"):
         state.to("cpu", device="cpu")
 
 
@@ -336,11 +336,11 @@ def _state() -> dict[str, Tensor]:
 
 
 STATES: dict[str, tuple[Callable[[], Any], str]] = {
-    "empty": (dict, "it has no 'position'"),
+    "empty": (dict, "'position' is missing"),
     "a list": (list, "tensors by name"),
     "None": (lambda: None, "tensors by name"),
     "numbers": (lambda: {"position": 1, "sizes": 2}, "must be a tensor, not 1"),
-    "no sizes": (lambda: {"position": torch.zeros(1)}, "it has no 'sizes'"),
+    "no sizes": (lambda: {"position": torch.zeros(1)}, "'sizes' is missing"),
     "two sizes": (lambda: _state() | {"sizes": torch.tensor([1, 2])}, "3 whole number"),
     "a strange name": (lambda: _state() | {"weight": _q()}, "'weight' is no part"),
     "a strange number": (lambda: _state() | {"weights.x": _q()}, "'weights.x' is no part"),
@@ -352,10 +352,10 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "half of its rows": (
         lambda: _state() | {"kernel_rows.k": _q()},
-        "it has no 'kernel_rows.mass'",
+        "'kernel_rows.mass' is missing",
     ),
-    "half a buffer": (lambda: _state() | {"buffer.k": _q()}, "it has no 'buffer.v'"),
-    "rates alone": (lambda: _state() | {"buffer.rates.lr": _q()}, "it has no 'buffer.k'"),
+    "half a buffer": (lambda: _state() | {"buffer.k": _q()}, "'buffer.v' is missing"),
+    "rates alone": (lambda: _state() | {"buffer.rates.lr": _q()}, "'buffer.k' is missing"),
 }
 
 

@@ -227,7 +227,7 @@ def test_a_value_is_found_again_as_the_ridge_falls() -> None:
 def test_what_has_no_gram_factor_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match=r"Analytic\(ridge=1\.0\)"):
         regression(rc.features.Gaussian(), 0.0)
-    with pytest.raises(rc.RecipeError, match="not positive for"):
+    with pytest.raises(rc.RecipeError, match="not positive definite for"):
         regression(rc.features.ReluKernel())
     with pytest.raises(rc.RecipeError, match="Prefix"):
         regression(rc.features.Gaussian()).replace(context=rc.context.Online())

@@ -216,7 +216,7 @@ def test_options_that_do_not_fit_are_not_explained() -> None:
     leaf = rc.blocks.RecipeMixer(
         recipe=titans.recipe.replace(algorithm=rc.algorithm.Momentum()), options=titans.options
     )
-    with pytest.raises(rc.RecipeError, match="unit='stability_limit' needs steps"):
+    with pytest.raises(rc.RecipeError, match="unit='stability_limit' needs normalised steps"):
         rc.explain(leaf)
 
 

@@ -58,7 +58,7 @@ if typer is not None:
 __all__ = ["COMMANDS", "build", "main"]
 
 _UNREGISTERED = (
-    "import the module that defines it (its class carries @rc.member) before loading this recipe"
+    "import the module that defines it (its class has @rc.member) before loading this recipe"
 )
 _IMPORT_IT = (
     "name the module that defines it with --import MODULE (or import = [...] in a run's file); "

@@ -69,14 +69,12 @@ def packs(offered: Offer, x: Tensor) -> bool:
 
 
 def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
-    operator, read = choice.operator, problem.recipe.memory.read
+    bound, operator, read = problem.bound, choice.operator, problem.recipe.memory.read
     borders, dtype = problem.cu_seqlens, problem.v.dtype
-    # Directions of their own and a bonus are products of keys, which need the state's dtype.
-    multiplies_keys = "probe" in operator.erases or (
-        read.bonus != 0.0 and not operator.reads_before
-    )
+    # Rates and directions of keys and a bonus are products of keys in the state's dtype.
+    multiplies_keys = bound.keyed or "probe" in operator.erases
+    multiplies_keys |= read.bonus != 0.0 and not operator.reads_before
     p = linear_problem(problem, keeps_dtype=not multiplies_keys)
-    bound = problem.bound
     assert bound.fla_operator is not None and bound.fla_operator.structure is not None
     # A running scale of the memory is a rate.
     unweighted = bound.fla_operator.structure.writes_values and not bound.is_stabilized

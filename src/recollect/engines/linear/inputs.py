@@ -142,7 +142,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         v = problem.v.to(dtype)
     lr = rates["lr"]
     if bound.keyed:
-        lr = recipe.algorithm.rate(lr, k.to(dtype).square().sum(-1), affine[0])
+        lr = recipe.algorithm.rate(lr, k.square().sum(-1), affine[0])
     window = past = None
     if bound.horizon != 1:
         window, past = _window(problem, k)
