@@ -392,7 +392,7 @@ def test_explain_a_toml_file(tmp_path: Path) -> None:
         ("a.json", "{", "is not JSON"),
         ("a.toml", "x == 1", "is not TOML"),
         ("a.json", "[" * 100_000, "is not JSON"),
-        ("a.json", "3", "a recipe is a mapping of choices, not int"),
+        ("a.json", "3", "Recipe is a mapping of choices, not int"),
         ("a.json", '{"bias": {"member": "L3"}}', "no member named 'L3'"),
         ("a.json", '{"bias": {"member": "L2", "p": 3}}', "L2 has no field 'p'"),
         ("a.json", '{"bais": {"member": "L2"}}', "no choice 'bais'"),

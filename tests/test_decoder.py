@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import recollect as rc
+from recollect.decoder import static
+from recollect.decoder.states import map_state, tensors_of
 
 pytest.importorskip("transformers")
 
 
 MAC = rc.blocks.MemoryAsContext("gla", "softmax_attention", segment=4, persistent=1)
+
+
+def recorded(run: Callable[[], Any]) -> static.Recorded:
+    """Run a function as a CUDA graph does: later runs write into the tensors of the first."""
+    y, new_state = run()
+    # Expanded tensors share entries, and cannot be written to.
+    new_state = map_state(new_state, torch.Tensor.contiguous)
+    targets = [y, *tensors_of(new_state)]
+
+    def replay() -> None:
+        output, state = run()
+        for old, x in zip(targets, [output, *tensors_of(state)], strict=True):
+            if x is not old:
+                old.copy_(x)
+
+    return (y, new_state), replay
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record each phase on the CPU, too."""
+    monkeypatch.setattr(static, "graph_recorder", lambda _: recorded)
 
 
 def deep(batch: int = 4) -> rc.Recipe:
@@ -37,13 +64,19 @@ def decodes_as_the_layer(name: str, tokens: int) -> rc.StaticDecoder:
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "rls", "mamba2"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.usefixtures("graphs")
 def test_the_layers_own_tokens(name: str, mode: type) -> None:
     with mode():
         decoder = decodes_as_the_layer(name, 12)
     assert decoder.num_recorded == decoder.period == 1
 
 
+def test_without_graphs_the_module_runs() -> None:
+    assert decodes_as_the_layer("gated_delta_net", 12).num_recorded == 0
+
+
 @pytest.mark.parametrize("name", ["ttt_linear", "omega_net"])
+@pytest.mark.usefixtures("graphs")
 def test_rows_of_a_deep_memory_on_a_cpu(name: str) -> None:
     """Its caches hold views that all rows share."""
     with torch.no_grad():
@@ -51,6 +84,7 @@ def test_rows_of_a_deep_memory_on_a_cpu(name: str) -> None:
     assert decoder.num_recorded == decoder.period == 16
 
 
+@pytest.mark.usefixtures("graphs")
 def test_inner_batches_and_going_on() -> None:
     """Every place of the inner batch is a step of its own; the module goes on from the state."""
     torch.manual_seed(0)
@@ -69,6 +103,7 @@ def test_inner_batches_and_going_on() -> None:
     assert torch.equal(state.memory.weights[0], before), "the given state stays as it is"
 
 
+@pytest.mark.usefixtures("graphs")
 def test_a_language_model() -> None:
     decodes_a_language_model()
 
@@ -100,6 +135,7 @@ def decodes_a_language_model(**options: bool) -> None:
     torch.testing.assert_close(last[:, 0], wanted[:, 29], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("graphs")
 def test_rows_out_of_step() -> None:
     """Linear memories decide nothing by place; a deep one says why it cannot."""
     torch.manual_seed(0)
@@ -121,6 +157,7 @@ def test_rows_out_of_step() -> None:
 
 @pytest.mark.parametrize("name", ["softmax_attention", "fox", "moba", "delta_former"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.usefixtures("graphs")
 def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
     """The layer's own tokens, rows of different lengths among them, until no slot is left."""
     torch.manual_seed(0)
@@ -187,19 +224,21 @@ def test_what_is_refused() -> None:
         decoder(x[:, :1].double())
 
 
-def test_what_cannot_be_recorded_says_so() -> None:
+def test_what_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(1, 3, 8)
 
     def refuses(run: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    decoder = rc.StaticDecoder(layer, layer(x)[1], record=refuses)  # type: ignore[arg-type]
+    monkeypatch.setattr(static, "graph_recorder", lambda _: refuses)
+    decoder = rc.StaticDecoder(layer, layer(x)[1])
     decoder(x[:, :1])
     with pytest.raises(ValueError, match="MemoryLayer cannot be recorded as a graph"):
         decoder(x[:, :1])
 
 
+@pytest.mark.usefixtures("graphs")
 def test_an_error_of_the_module_is_not_reworded() -> None:
     layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(1, 3, 8)

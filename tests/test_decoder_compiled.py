@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_decoder import decodes_a_language_model, deep
+from tests.test_decoder import decodes_a_language_model, deep, recorded
 from torch import Tensor, nn
 
 import recollect as rc
@@ -45,12 +45,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.compile", lambda graph, *_: graph)
 
 
-def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3, **options: Any) -> None:
+def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3) -> None:
     """Tokens and states of the decoder are the layer's, over all places and back."""
     layer.eval()
     with torch.no_grad():
         _, state = layer(torch.randn(B, 3, D))
-        decoder = rc.StaticDecoder(layer, state, compile=True, **options)
+        decoder = rc.StaticDecoder(layer, state, compile=True)
         for _ in range(decoder.warmup_tokens + 2 * decoder.period + more):
             x = torch.randn(B, 1, D)
             y, state = layer(x, state)
@@ -139,17 +139,18 @@ def test_modes(
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_program_in_fixed_tensors() -> None:
+def test_a_program_in_fixed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the program itself is recorded."""
     torch.manual_seed(0)
-    recorded: list[Callable[[], object]] = []
+    runs: list[Callable[[], object]] = []
 
     def record(run: Callable[[], Any]) -> Any:
-        recorded.append(run)
-        return static._without_graph(run)
+        runs.append(run)
+        return recorded(run)
 
-    follows(rc.MemoryLayer(D, 2, deep()), record=record)
-    assert len(recorded) == 4
+    monkeypatch.setattr(static, "graph_recorder", lambda _: record)
+    follows(rc.MemoryLayer(D, 2, deep()))
+    assert len(runs) == 4
 
 
 @pytest.mark.usefixtures("traced")

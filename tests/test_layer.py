@@ -412,7 +412,7 @@ def test_low_rank_and_fixed_numbers() -> None:
     [
         (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of num_heads = 3"),
         (lambda: MemoryLayer(D, 4, rc.Recipe(), num_kv_heads=3), "num_kv_heads = 3"),
-        (lambda: MemoryLayer(D, 0, rc.Recipe()), "at least 1"),
+        (lambda: MemoryLayer(D, 0, rc.Recipe()), "from 1 to"),
         (lambda: MemoryLayer(D, 2, 3), "rc.Recipe"),  # type: ignore[arg-type]
         (lambda: MemoryLayer(D, 2, rc.Recipe(), {"conv_size": 4}), "LayerOptions"),  # type: ignore[arg-type]
         (lambda: MemoryLayer(D, 2, rc.Recipe(memory=rc.memory.MLP()), value_dim=4), "K = V"),

@@ -96,7 +96,10 @@ def test_no_convolution_is_said_in_two_ways() -> None:
             "each target needs one tie",
         ),
         (lambda: LayerOptions.from_dict({"convolution": 4}), "no field 'convolution'"),
+        (lambda: LayerOptions.from_dict({None: 4}), "no field None"),
         (lambda: LayerOptions.from_dict([4]), "mapping"),
+        (lambda: LayerOptions.from_dict({"gate_options": nested(10_000)}), r"not \[\[\[\["),
+        (lambda: LayerOptions.from_dict({"ties": 10**5000}), "about 5,001 digits"),
         (
             lambda: LayerOptions.from_dict({"gate_options": {"lr": {"speed": 1}}}),
             "no field 'speed'",
@@ -106,6 +109,14 @@ def test_no_convolution_is_said_in_two_ways() -> None:
 def test_bad_options_are_refused_by_name(make: object, says: str) -> None:
     with pytest.raises(rc.RecipeError, match=says):
         make()  # type: ignore[operator]
+
+
+def nested(levels: int) -> list[object]:
+    """Lists in lists."""
+    data: list[object] = []
+    for _ in range(levels):
+        data = [data]
+    return data
 
 
 def test_a_number_held_for_all_tokens_cannot_come_of_the_input() -> None:

@@ -94,6 +94,12 @@ def test_a_recipe_of_schema_1_is_refused_with_a_sentence_that_names_the_changelo
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("schema", [1, 3])
+def test_another_schema_is_named_before_its_unknown_choices(schema: int) -> None:
+    with pytest.raises(rc.RecipeError, match=f"has schema {schema}.*CHANGELOG.md"):
+        rc.Recipe.from_dict({"schema": schema, "loss": {"member": "L2"}})
+
+
 def test_the_script_rewrites_a_recipe_and_its_options(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,3 +351,24 @@ def test_a_saved_member_stays_the_users_if_the_library_adds_its_name(
         del members[key]
     with pytest.raises(rc.RecipeError, match=r"import the module that defines it .*module 'mine'"):
         rc.Recipe.from_json(text)
+
+
+@pytest.mark.usefixtures("members")
+def test_a_value_of_another_type_in_a_file_is_a_recipe_error() -> None:
+    @rc.member
+    class Compares(rc.bias.Bias):
+        """‖M(k) − v‖²/scale."""
+
+        scale: float = 1.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.scale <= 0:
+                raise rc.RecipeError("scale must be positive")
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return (prediction - value).square().sum(-1) / self.scale
+
+    text = rc.Recipe(bias=Compares()).to_json().replace('"scale": 1.0', '"scale": "x"')
+    with pytest.raises(rc.RecipeError, match=r"^Compares: '<=' not supported"):
+        rc.Recipe.from_json(text)

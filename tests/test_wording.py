@@ -64,7 +64,10 @@ def test_words_nest_and_end() -> None:
             lambda: FEED_FORWARD.build(12, 5, options=rc.zoo.get("ffn_multi_head").options),
             "d_model = 12 is no multiple of num_heads = 5: choose other sizes",
         ),
-        (lambda: PRESET.build(12, 0), "d_model and num_heads must be at least 1, not 12 and 0"),
+        (
+            lambda: PRESET.build(12, 0),
+            "num_heads must be a whole number from 1 to 2147483647, not 0",
+        ),
         (
             lambda: PRESET.build(12, 4, num_kv_heads=3),
             "num_heads = 4 must be a multiple of num_kv_heads = 3: several query heads share one "

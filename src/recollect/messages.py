@@ -1,4 +1,4 @@
-"""Texts of error messages: argument names as the user wrote them, values, suggestions."""
+"""Errors and their texts: argument names as the user wrote them, values, suggestions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,26 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["argument_name", "renamed_arguments", "short_repr", "suggest_arguments", "suggestion"]
+__all__ = [
+    "RecipeError",
+    "argument_name",
+    "renamed_arguments",
+    "short_repr",
+    "suggest_arguments",
+    "suggestion",
+]
+
+
+class RecipeError(ValueError):
+    """Error of a recipe or member without a meaning, with the conflict and a remedy.
+
+    Examples:
+        >>> rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=-1.0))
+        Traceback (most recent call last):
+            ...
+        recollect.messages.RecipeError: algorithm.GradientDescent(lr=...) must be ...
+    """
+
 
 _NAMES: ContextVar[Mapping[str, str]] = ContextVar("names", default={})  # noqa: B039
 

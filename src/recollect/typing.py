@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 Gates: TypeAlias = Mapping[str, Tensor]
@@ -37,14 +36,3 @@ Weights: TypeAlias = tuple[Tensor, ...]
 
 Init: TypeAlias = Tensor | Sequence[Tensor]
 """Initial memory A0: one ``[H, out, in]`` tensor per map, or the only one by itself."""
-
-
-def is_size(number: object) -> bool:
-    """Whether a number of heads or channels can be that: whole, and at least 1.
-
-    Args:
-        number: of any type; sizes of traced tensors are symbols of whole numbers.
-    """
-    if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
-        return False
-    return bool(number >= 1)

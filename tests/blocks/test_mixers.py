@@ -151,8 +151,11 @@ REFUSED = {
         lambda: read_mixer({"mixer": "sequential", "parts": 3}),
         "Sequential: parts must be a list of mixers, not 3",
     ),
-    "no mapping": (lambda: read_mixer([1]), "a mixer is a mapping of fields, not"),
-    "no recipe": (lambda: read_mixer({"options": {}}), "this one has no recipe"),
+    "no mapping": (
+        lambda: read_mixer([1]),
+        "a mixer is {'recipe': ..., 'options': ...} or {'mixer': kind, ...}, not [1]",
+    ),
+    "no recipe": (lambda: read_mixer({"options": {}}), "not {'options': {}}"),
     "sinks and a window": (
         lambda: rc.Recipe(
             memory=rc.memory.LocalConstant(),

@@ -28,6 +28,7 @@ from tests.gpu.simulator.run import library
 from torch import Tensor, nn
 
 import recollect as rc
+from recollect.decoder import static
 from recollect.engines.deep.fused import walk
 from recollect.engines.deep.fused.fitting import Build
 from recollect.layer.block import Block
@@ -103,7 +104,7 @@ def decoded(name: str) -> dict[str, object]:
     with pretend.counted():
         _, state = stepped(there, pretend.put(x), None)
         try:
-            decoder = rc.StaticDecoder(there, state, max_cache_len=slots, record=pretend.record)
+            decoder = rc.StaticDecoder(there, state, max_cache_len=slots)
         except ValueError as error:
             return {"name": name, "refused": str(error)}
         _, cpu_state = stepped(cpu, x, None)
@@ -220,7 +221,7 @@ def fused() -> dict[str, object]:
                 if t > PROMPT + 1:  # what is made once is made
                     counts[name].append(made.launches)
                     syncs, copies = syncs + sum(made.syncs.values()), sum(made.copies.values())
-        decoder = rc.StaticDecoder(there, state, record=pretend.record)
+        decoder = rc.StaticDecoder(there, state)
         _, said = layers[0](x[:, :PROMPT])
         far = 0.0
         for t in range(PROMPT, x.shape[1]):
@@ -244,6 +245,7 @@ def main(kind: str, *names: str) -> None:
     """Every system that is named."""
     warnings.simplefilter("ignore")
     rows.install()
+    static.graph_recorder = lambda device: pretend.record
     if kind == "fused":
         print(json.dumps(fused()))
     for name in names:

@@ -17,9 +17,11 @@ from tests.gpu.printed import printed
 from tests.gpu.simulator.run import simulated, unnoticed
 from tests.gpu.test_budgets import pytestmark as needs_torch
 from tests.gpu.test_fused_walk import by_keys, drawn, far, plain, titans, told, worst
+from tests.test_decoder import recorded
 from torch import Tensor
 
 import recollect as rc
+from recollect.decoder import static
 
 NEAR = 2e-6
 PLACES = (
@@ -312,6 +314,7 @@ def test_a_static_decoder_takes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
     batched.load_state_dict(layer.state_dict())
     x = torch.randn(1, 80, 128)
     with torch.no_grad(), simulated(monkeypatch, folder) as ran:
+        monkeypatch.setattr(static, "graph_recorder", lambda _: recorded)
         _, state = batched(x[:, :7])
         decoder = rc.StaticDecoder(layer, state)
         apart = 0.0

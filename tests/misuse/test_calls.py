@@ -140,8 +140,8 @@ LAYERS: dict[str, tuple[Callable[[], object], str]] = {
     "options in a list": (lambda: rc.LayerOptions.from_dict([]), "mapping"),  # type: ignore[arg-type]
     "gates that cross": (lambda: rc.GateOptions(low=2, high=1), "low must be below high"),
     "d_model None": (lambda: rc.MemoryLayer(None, 2, R), "d_model must be a whole number"),  # type: ignore[arg-type]
-    "d_model huge": (lambda: rc.MemoryLayer(10**400, 2, R), "at most 2,147,483,647"),
-    "d_model 10^12": (lambda: rc.MemoryLayer(10**12, 2, R), "at most 2,147,483,647"),
+    "d_model huge": (lambda: rc.MemoryLayer(10**400, 2, R), "from 1 to 2147483647"),
+    "d_model 10^12": (lambda: rc.MemoryLayer(10**12, 2, R), "from 1 to 2147483647"),
     "heads None": (lambda: rc.MemoryLayer(16, None, R), "heads must be a whole number"),  # type: ignore[arg-type]
     **{
         f"depth {x!r}": (lambda x=x: rc.MemoryLayer(16, 2, R, depth=x), "depth must be (index")

@@ -245,6 +245,8 @@ def test_places_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 DATA: dict[str, tuple[Any, str]] = {
     "nested too deep": (_nested(5000), "nested too deep"),
     "keys that are numbers": ({3: {}}, "no choice 3"),
+    "keys that are None": ({None: {}}, "no choice None"),
+    "fields that are None": ({"bias": {"member": "L2", None: 1}}, "L2 has no field None"),
     "fields that are numbers": ({"bias": {"member": "L2", 3: 1, "x": 2}}, "L2 has no field 3"),
     "text": ("{}", "mapping of choices, not str"),
     "a recipe": (rc.Recipe(), "mapping of choices, not Recipe"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.functional.compress import rewrite
 from recollect.tasks import Exchange, exchange, spread_keys
 from recollect.tasks.exchange import welch
 
@@ -96,35 +95,3 @@ def test_the_linear_kernel_fails(n: int, d: int) -> None:
     with torch.no_grad():
         _, end = wrong(tracker(rc.features.LinearKernel()), stream)
     assert end > n // 2
-
-
-@pytest.mark.parametrize(("n", "d"), SIZES)
-def test_a_cache_rewritten_every_n_swaps_follows_as_well(n: int, d: int) -> None:
-    """AM 10.3: at most 2n rows, whatever the number of swaps."""
-    recipe, stream = tracker(rc.features.Round()), exchange(
-        n, d, 400, torch.Generator().manual_seed(1)
-    )  # fmt: skip
-    state, longest = None, 0
-    with torch.no_grad():
-        for start in range(0, n + 400, n):
-            piece = slice(start, start + n)
-            y, state = rc.recall(
-                recipe, heads(stream.q[piece]), heads(stream.k[piece]), heads(stream.v[piece]),
-                state=state,
-            )  # fmt: skip
-            assert torch.equal(y[0, :, 0].argmax(-1), stream.holds[piece])
-            assert state is not None and state.kernel_rows is not None
-            longest = max(longest, state.kernel_rows.k.shape[1])
-            state = rewrite(recipe, state, heads(stream.keys))
-    assert longest == 2 * n
-    end = rc.read(recipe, heads(stream.keys), state=state)[0, :, 0]
-    assert torch.equal(end.argmax(-1), stream.final)
-
-
-def test_only_rows_of_values_can_be_rewritten() -> None:
-    recipe = rc.Recipe()
-    x = torch.randn(1, 3, 1, 4, generator=torch.Generator().manual_seed(0))
-    _, state = rc.recall(recipe, x, x, x, {"lr": torch.ones(1, 3, 1)})
-    assert state is not None
-    with pytest.raises(rc.RecipeError, match="one row of values per key"):
-        rewrite(recipe, state, x)

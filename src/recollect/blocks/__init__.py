@@ -23,8 +23,8 @@ from recollect.blocks.compositions import (
     MixtureOfMemories,
     ResidualMemory,
     Sequential,
+    read_mixer,
 )
-from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.state import MixerState
 

@@ -171,13 +171,8 @@ class Retrieval(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """Return the outputs of the layer, and its state after these queries.
 
-        Args:
-            x: tokens ``[B, T, d_model]``.
-            layer: layer that is read.
-            start: state whose memory is read.
-            state: state of the layer before the tokens; its memory is returned unchanged.
-            lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the
-                right.
+        The memory of ``start`` is read. ``state`` is that of the layer before the tokens, whose
+        memory is returned unchanged.
         """
         inputs = layer.memory_inputs(x, state, lengths)
         params = inputs.params or None

@@ -13,15 +13,20 @@ from typing import Any, ClassVar
 
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.fields import integer, number, option, validated_field
-from recollect.messages import short_repr
+from recollect.layer.options import LayerOptions
+from recollect.messages import RecipeError, short_repr
+from recollect.recipe.recipe import Recipe
+from recollect.serialization import limited_nesting, read_fields
 
 __all__ = [
+    "KINDS",
     "LIST_FIELDS",
     "MemoryAsContext",
     "MemoryAsGate",
     "MixtureOfMemories",
     "ResidualMemory",
     "Sequential",
+    "read_mixer",
 ]
 
 LIST_FIELDS = ("parts", "memories")
@@ -432,6 +437,57 @@ class MixtureOfMemories(_ListMixer):
             f"S = the {self.top} largest of p = softmax(W x), over {len(self.memories)} memories",
             f"y = Σ_(j ∈ S) p_j / (Σ_(i ∈ S) p_i) · m_j(x){shared}; the others do not see x",
         )
+
+
+KINDS: Mapping[str, type[Mixer]] = {
+    cls.kind: cls
+    for cls in (Sequential, MemoryAsGate, MemoryAsContext, ResidualMemory, MixtureOfMemories)
+}
+"""Compositions by their names in JSON."""
+
+
+@limited_nesting()
+def read_mixer(data: Any) -> Mixer:
+    """Rebuild a mixer from the result of `Mixer.to_dict`, without running code in it.
+
+    Args:
+        data: ``{"recipe": ..., "options": ...}``, or ``{"mixer": kind, ...}`` with the fields of a
+            composition.
+
+    Raises:
+        RecipeError: an unknown kind or field, a missing field, an invalid value, or mixers nested
+            deeper than Python's recursion limit.
+
+    Examples:
+        >>> gated = rc.blocks.MemoryAsGate("gated_delta_net", "sliding_window_attention")
+        >>> rc.blocks.read_mixer(gated.to_dict()) == gated
+        True
+    """
+    if not isinstance(data, Mapping) or not {"mixer", "recipe"} & set(data):
+        raise RecipeError(
+            "a mixer is {'recipe': ..., 'options': ...} or {'mixer': kind, ...}, not "
+            f"{short_repr(data)}"
+        )
+    if "mixer" not in data:
+        fields = read_fields(RecipeMixer, data)
+        options = LayerOptions.from_dict(fields.get("options", {}))
+        return RecipeMixer(recipe=Recipe.from_dict(fields["recipe"]), options=options)
+    kind = data["mixer"]
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise RecipeError(f"there is no mixer {short_repr(kind)}; there are {', '.join(KINDS)}")
+    fields = read_fields(cls, data, tag="mixer")
+    for name in cls.mixer_fields:
+        value = fields.get(name)
+        if isinstance(value, list | tuple):
+            fields[name] = [read_mixer(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        elif name in LIST_FIELDS:
+            raise RecipeError(
+                f"{cls.__name__}: {name} must be a list of mixers, not {short_repr(value)}"
+            )
+        elif value is not None:
+            fields[name] = read_mixer(value)
+    return cls.from_fields(fields)
 
 
 def _input_text(persistent: int) -> str:

@@ -60,11 +60,7 @@ class PersistentTokens(nn.Module):
 
 
 class OutputGate(nn.Module):
-    """One stream as the gate of another: w_a ⊙ RMS(a) ⊙ σ(w_m ⊙ RMS(m)) (Titans, after eq. 28).
-
-    Args:
-        d_model: number of channels of both streams.
-    """
+    """One stream as the gate of another: w_a ⊙ RMS(a) ⊙ σ(w_m ⊙ RMS(m)) (Titans, after eq. 28)."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -142,8 +138,7 @@ class MixerLayer(nn.Module):
             ValueError: shapes, types or devices that do not fit, or a state of another layer.
         """
         weight = next(self.parameters())
-        check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
-        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         self._check_state(state, rows)
         y, final_state = self.forward_checked(
             x, state, attention_mask, cu_seqlens, output_final_state=output_final_state

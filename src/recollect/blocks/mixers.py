@@ -16,6 +16,7 @@ from recollect.choices.member import RecipeError
 from recollect.layer.options import LayerOptions, Options
 from recollect.messages import short_repr
 from recollect.recipe.recipe import Recipe
+from recollect.serialization import fields_to_data
 
 __all__ = ["Mixer", "RecipeMixer", "Stream", "as_mixer"]
 
@@ -126,15 +127,7 @@ class Mixer(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, with all defaults."""
-        data: dict[str, Any] = {"mixer": self.kind}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, Mixer):
-                value = value.to_dict()
-            elif isinstance(value, tuple):
-                value = [x.to_dict() if isinstance(x, Mixer) else x for x in value]  # pyright: ignore[reportUnknownVariableType]
-            data[field.name] = value
-        return data
+        return {"mixer": self.kind, **fields_to_data(self)}
 
 
 def as_mixer(value: Any) -> Mixer:
@@ -217,4 +210,4 @@ class RecipeMixer(Mixer):
         return change(self)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"recipe": self.recipe.to_dict(), "options": self.options.to_dict()}
+        return fields_to_data(self)

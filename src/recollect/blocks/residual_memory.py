@@ -70,13 +70,7 @@ class SecondMemory(RecipeModule):
     def gates_and_params(
         self, x: Tensor, k: Tensor, shared: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Compute gates and params of tokens.
-
-        Args:
-            x: tokens ``[B, T, d_model]``.
-            k: keys of the tokens ``[B, T, H, K]``.
-            shared: gates of the first memory by name.
-        """
+        """Compute gates and params of tokens; ``shared`` are gates of the first memory."""
         values = {**self.compute_gates(x, {}), **shared}
         if self.options.ties:
             values = self.ties.apply_ties(values, k, self.gates)

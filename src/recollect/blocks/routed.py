@@ -58,13 +58,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """p = softmax(W x) over M memories, in at least float32, and its k largest entries.
-
-    Args:
-        d_model: width of the tokens.
-        memories: M.
-        top: k.
-    """
+    """p = softmax(W x) over M memories, in at least float32, and its k largest entries."""
 
     def __init__(self, d_model: int, memories: int, top: int) -> None:
         super().__init__()
@@ -72,12 +66,7 @@ class Router(nn.Module):
         self.top = top
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
-        """Route tokens ``[B, T, d_model]``.
-
-        Args:
-            x: tokens.
-            mask: ``[B, T]``, nonzero at valid tokens.
-        """
+        """Route tokens ``[B, T, d_model]``."""
         if mask is not None:
             x = torch.where(mask[..., None] != 0, x, 0.0)
         scores = self.scores(x)

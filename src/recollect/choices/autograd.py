@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "CustomFunction",
     "as_separate_nodes",
     "differentiable_backward",
+    "gram",
     "inner_leaves",
     "mark_once_differentiable",
     "once_differentiable",
@@ -222,3 +223,34 @@ def mark_once_differentiable(subject: str, *tensors: Tensor) -> tuple[Tensor, ..
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return tensors
     return _Passthrough.apply(subject, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gram(CustomFunction):
+    """XXᵀ of ``X [..., s, l]``, with the gradient (Ḡ + Ḡᵀ) X: one product instead of two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(X: Tensor) -> Tensor:
+        return X @ X.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (X,), (g,) = ctx.saved_tensors, grads
+        return (g + g.mT) @ X
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (X,), (dX,) = ctx.saved_tensors, tangents
+        half = dX @ X.mT
+        return half + half.mT
+
+
+def gram(X: Tensor) -> Tensor:
+    """Return XXᵀ ``[..., s, s]``, without `_Gram` in compiled graphs, which do not support jvp."""
+    return X @ X.mT if torch.compiler.is_compiling() else cast(Tensor, _Gram.apply(X))

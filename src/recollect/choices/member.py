@@ -18,13 +18,13 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 from recollect.fields import LARGEST, Gate, Param, Quantity, Range, field_spec, quantity_of
-from recollect.messages import short_repr, suggest_arguments, suggestion
+from recollect.messages import RecipeError, short_repr, suggest_arguments
+from recollect.serialization import fields_to_data, read_fields
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -36,20 +36,8 @@ __all__ = [
     "decode",
     "get_member",
     "member",
-    "recursion_error_as",
     "registered_name",
 ]
-
-
-class RecipeError(ValueError):
-    """Error of a recipe or member without a meaning, with the conflict and a remedy.
-
-    Examples:
-        >>> rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=-1.0))
-        Traceback (most recent call last):
-            ...
-        recollect.choices.member.RecipeError: algorithm.GradientDescent(lr=...) must be ...
-    """
 
 
 class Member:
@@ -237,10 +225,6 @@ class Member:
         names = {name for name, _, value in self._quantities() if value == "learned"}
         return frozenset(names).union(*(part.static_quantities() for part in self.parts()))
 
-    def logs(self) -> frozenset[str]:
-        """Return the names of params that engines receive as logarithms, ``log_<name>``."""
-        return frozenset(param.name for param in self.params() if param.is_log)
-
     # -- text for `recollect.explain` --------------------------------------------------------------
 
     shown: ClassVar[tuple[str, ...]] = ()
@@ -279,10 +263,7 @@ class Member:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: the registered name under ``"member"`` and all fields."""
-        return {
-            "member": registered_name(type(self)),
-            **{field.name: _encode(getattr(self, field.name)) for field in self._fields()},
-        }
+        return {"member": registered_name(type(self)), **fields_to_data(self)}
 
 
 def _brief(value: Any) -> str:
@@ -310,14 +291,6 @@ def _to_plain_data(value: Any) -> Any:
         f"must be a number, word, tuple or member, not {type(value).__name__} "
         "(a recipe is plain data: register functions and classes by name)"
     )
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Member):
-        return value.to_dict()
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    return value
 
 
 _REGISTRY: dict[tuple[str, str, str], type[Member]] = {}
@@ -436,22 +409,6 @@ def all_members() -> tuple[type[Member], ...]:
     return tuple(_REGISTRY.values())
 
 
-@contextmanager
-def recursion_error_as(subject: str) -> Generator[None, None, None]:
-    """Replace a RecursionError by a `RecipeError` on nested data.
-
-    Args:
-        subject: the nested data in the message, in the plural.
-
-    Raises:
-        RecipeError: the code inside raises a RecursionError.
-    """
-    try:
-        yield
-    except RecursionError:
-        raise RecipeError(f"{subject} are nested too deep: use fewer") from None
-
-
 def decode(data: Any, choice: str | None = None) -> Any:
     """Rebuild members from `Member.to_dict` data; plain values are returned unchanged.
 
@@ -470,29 +427,13 @@ def decode(data: Any, choice: str | None = None) -> Any:
         keys = f"it has {', '.join(map(short_repr, list(data)[:4]))}" if data else "it is empty"
         raise RecipeError(f'a table of a recipe names its "member"; {keys}: add "member" = "..."')
     cls = get_member(data["member"], choice)
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(data) - names - {"member"}, key=str)
-    if unknown:
-        hint = suggestion(str(unknown[0]), sorted(names))
-        raise RecipeError(f"{cls.__name__} has no field {short_repr(unknown[0])}; {hint}")
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        is_optional = (
-            field.default is not dataclasses.MISSING
-            or field.default_factory is not dataclasses.MISSING
-        )
-        if field.init and not is_optional and field.name not in data:
-            raise RecipeError(f"{cls.__name__} needs {field.name}, which is missing")
+    fields = read_fields(cls, data, tag="member")
+    choices = {field.name: _slot_choice(field) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments = {name: decode(value, choices[name]) for name, value in fields.items()}
     try:
-        return cls(
-            **{
-                field.name: decode(data[field.name], _slot_choice(field))
-                for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-                if field.name in data
-            }
-        )
-    except TypeError as error:
-        message = str(error).removeprefix(f"{cls.__name__}.__init__() ")
-        raise RecipeError(f"{cls.__name__}: {message}") from None
+        return cls(**arguments)
+    except TypeError as error:  # a value of another type in the checks of a user's member
+        raise RecipeError(f"{cls.__name__}: {error}") from None
 
 
 def _slot_choice(field: dataclasses.Field[Any]) -> str | None:

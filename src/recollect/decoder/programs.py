@@ -48,22 +48,13 @@ class Program:
         return y, self.state(tensors)
 
     def run(self, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Run the step with the tensors of a state.
-
-        Args:
-            x: the token.
-            tensors: tensors of the state before the token.
-        """
+        """Run the step with the tensors of a state."""
         with _without_autocast(x):
             y, *outputs = self.compiled(x, *tensors)
         return y, outputs
 
     def state(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the state after the step.
-
-        Args:
-            tensors: tensors from `run`.
-        """
+        """Return the state after the step."""
         return with_tensors(self.state_template, tensors)
 
 
@@ -96,11 +87,7 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def traced(step: Step, x: Tensor, state: Any) -> tuple[GraphModule, Any]:
-    """Return the operations of a step on tensors, and the state after it as a template.
-
-    Args:
-        step, x, state: as in `program_of`.
-    """
+    """Return the operations of a step on tensors, and the state after it as a template."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     outputs: list[Any] = []

@@ -56,9 +56,7 @@ def map_state(state: Any, f: Callable[[Tensor], Tensor]) -> Any:
 def snapshot(state: Any, num_columns: int) -> Any:
     """Return a copy whose host positions are read from its tensors.
 
-    Args:
-        state: state of a layer, or the cache of a language model.
-        num_columns: columns that the cache has read.
+    A cache has read ``num_columns`` columns.
     """
     if hasattr(state, "states"):
         return type(state)([snapshot(one, num_columns) for one in state.states], num_columns)
@@ -105,13 +103,7 @@ class Slots:
 
     @classmethod
     def of(cls, old_state: Any, new_state: Any, size: int) -> Slots:
-        """Return slots for the parts of a state that grew with one token.
-
-        Args:
-            old_state: state before the token.
-            new_state: state after the token.
-            size: number of slots.
-        """
+        """Return slots for the parts of a state that grew with one token."""
         pairs = zip(_memories(old_state), _memories(new_state), strict=True)
         return cls(
             size,
@@ -122,21 +114,12 @@ class Slots:
         )
 
     def used(self, state: Any) -> int:
-        """Return the largest number of slots of a memory in a state without empty slots.
-
-        Args:
-            state: a state that a module returned.
-        """
+        """Return the largest number of slots of a memory in a state without empty slots."""
         pairs = zip(_memories(state), self.grows, strict=True)
         return max((_num_slots(one, growing) for one, growing in pairs), default=0)
 
     def fixed(self, state: Any, size: int | None = None) -> Any:
-        """Return the state with a fixed number of slots: add or drop empty ones on the left.
-
-        Args:
-            state: a state with at most this number of used slots.
-            size: number of slots. Default: `size`.
-        """
+        """Return the state with ``size`` slots (default: `size`): empty ones are on the left."""
         slots, grows = self.size if size is None else size, iter(self.grows)
 
         def fit(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ MAX_GRAPHS = 256
 
 Recorded = tuple[Any, Callable[[], object]]
 Record = Callable[[Callable[[], Any]], Recorded]
+"""Function that runs a function once, and returns its result and a replay into these tensors."""
 
 
 class StaticDecoder:
@@ -53,7 +54,7 @@ class StaticDecoder:
 
     On a CUDA device each phase of the inner batch is recorded as a CUDA graph after the buffers of
     the state have filled once. Later tokens replay the graph with one launch. On other devices the
-    operations run one by one.
+    module itself runs.
 
     With ``compile=True`` TorchInductor compiles each phase at its first token, on every device. It
     takes seconds per phase, makes tokens several times faster (`docs/language-models`), and changes
@@ -70,9 +71,6 @@ class StaticDecoder:
         max_cache_len: number of slots of states that grow with the text (a KV cache), including the
             prompt. Each token takes the time and memory of all slots.
         compile: whether TorchInductor compiles the operations of a token.
-        record: function that runs a function without arguments once. It returns the result, and a
-            function that repeats the run into the tensors of this result. Default: CUDA graphs on
-            CUDA devices.
 
     Attributes:
         period: number of phases, and of graphs.
@@ -104,7 +102,6 @@ class StaticDecoder:
         *,
         max_cache_len: int | None = None,
         compile: bool = False,  # noqa: A002
-        record: Record | None = None,
     ) -> None:
         if state is None or not hasattr(state, "map"):
             raise ValueError(
@@ -158,7 +155,8 @@ class StaticDecoder:
                 "its batch elements are at different positions of their inner batches (padding, "
                 "packing or a reset): decode them separately, or without a static decoder"
             )
-        self._compiled, self._record = compile, record
+        self._compiled = compile
+        self._record = graph_recorder(tensors_of(self._state)[0].device)
         self._captured: list[Callable[[], Tensor]] = []
         self._first: Any = None
         self._program_output: tuple[Program, list[Tensor]] | None = None
@@ -236,7 +234,8 @@ class StaticDecoder:
             )
         if self._size is not None and self._slots is None:
             return self._first_growing_token()
-        if not self._captured and not (is_warm and phase == 0):
+        runs_module = self._record is None and not self._compiled
+        if runs_module or not (self._captured or (is_warm and phase == 0)):
             y, self._state = self._step(self._input_token(), self._state)
             return y
         return self._captured[phase]() if phase < len(self._captured) else self._capture_phase()
@@ -286,7 +285,7 @@ class StaticDecoder:
         try:
             if self._compiled:
                 step = program = program_of(self._step, x, old_state)
-                if self._record is None and x.device.type != "cuda":
+                if self._record is None:
                     self._captured.append(lambda: self._run_program(program))
                     return self._run_program(program)
                 step(x, old_state)  # compiled lazily, which must not be recorded
@@ -318,8 +317,7 @@ class StaticDecoder:
         x, last = self._input_token(), len(self._captured) == self.period - 1
         if not self._captured:
             self._first = old_state = map_state(old_state, Tensor.clone)
-        if self._record is None:
-            self._record = _cuda_graphs() if x.device.type == "cuda" else _without_graph
+        assert self._record is not None
 
         def run() -> tuple[Tensor, Any]:
             y, new_state = step(x, old_state)
@@ -340,24 +338,10 @@ class StaticDecoder:
         return y
 
 
-def _without_graph(run: Callable[[], Any]) -> Recorded:
-    """Run the operations without a graph; later runs write into the tensors of the first."""
-    y, new_state = run()
-    # Expanded tensors share entries, and cannot be written to.
-    new_state = map_state(new_state, Tensor.contiguous)
-    fixed_input = [y, *tensors_of(new_state)]
-
-    def replay() -> None:
-        output, state = run()
-        for old, x in zip(fixed_input, [output, *tensors_of(state)], strict=True):
-            if x is not old:
-                old.copy_(x)
-
-    return (y, new_state), replay
-
-
-def _cuda_graphs() -> Record:
-    """Return a function that records CUDA graphs in a shared memory pool."""
+def graph_recorder(device: torch.device) -> Record | None:
+    """Return a function that records CUDA graphs in one memory pool; ``None`` on other devices."""
+    if device.type != "cuda":
+        return None
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Callable[[], Any]) -> Recorded:

@@ -14,11 +14,7 @@ __all__ = ["is_composition_part", "refuse", "warmup_and_period", "why_no_slots"]
 
 
 def why_no_slots(part: nn.Module) -> str | None:
-    """Return the reason why this part of a module prevents a fixed number of slots, or ``None``.
-
-    Args:
-        part: a part of the module.
-    """
+    """Return the reason why this part of a module prevents a fixed number of slots, or ``None``."""
     if isinstance(part, MemoryAsContextLayer):
         return "MemoryAsContext resets its attention in each segment, which slots do not support"
     if (
@@ -34,11 +30,7 @@ def why_no_slots(part: nn.Module) -> str | None:
 
 
 def warmup_and_period(module: nn.Module) -> tuple[int, int]:
-    """Return the number of tokens until all buffers are full, and the period of host decisions.
-
-    Args:
-        module: the module with all of its parts.
-    """
+    """Return the number of tokens until all buffers are full, and the period of host decisions."""
     warm, periods = 0, [1]
     for part in module.modules():
         if isinstance(part, MemoryLayer):
@@ -53,21 +45,12 @@ def warmup_and_period(module: nn.Module) -> tuple[int, int]:
 
 
 def is_composition_part(module: nn.Module, name: str) -> bool:
-    """Return whether a part belongs to a composition.
-
-    Args:
-        module: the outer module.
-        name: dotted name of the part.
-    """
+    """Return whether a part belongs to a composition."""
     parents = name.split(".")[:-1]
     paths = [".".join(parents[:n]) for n in range(len(parents) + 1)]
     return any(hasattr(module.get_submodule(path), "mixer") for path in paths)
 
 
 def refuse(why: str) -> NoReturn:
-    """Raise a ValueError for a module that cannot decode in fixed tensors.
-
-    Args:
-        why: the reason, and an alternative.
-    """
+    """Raise a ValueError with the reason why a module cannot decode in fixed tensors."""
     raise ValueError(f"this cannot be decoded in fixed tensors: {why}")

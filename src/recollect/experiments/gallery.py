@@ -11,10 +11,10 @@ from typing import Any
 
 from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.registry import EXPERIMENTS
-from recollect.recipe.json_text import read_json
 from recollect.report.files import read_regular, write_atomic
 from recollect.report.html import embedded, picture, prose
 from recollect.report.shell import shell
+from recollect.serialization import read_json
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
 

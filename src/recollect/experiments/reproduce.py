@@ -24,11 +24,11 @@ from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
 from recollect.experiments.framework.run import Nobody, Run, Viewer, command_of
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
-from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
 from recollect.report.files import read_regular, rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
+from recollect.serialization import read_json
 
 __all__ = ["chosen", "reproduce"]
 

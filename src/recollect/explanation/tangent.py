@@ -32,7 +32,7 @@ def measured(recipe: Recipe) -> bool:
     """Whether a recipe's steps add up as the module has it: plain maps and linear recursions."""
     algorithm = recipe.algorithm
     plain = isinstance(recipe.memory, Stack) and recipe.features.finite
-    plain = plain and not recipe.retention.has_link and recipe.retention.is_additive
+    plain = plain and recipe.retention.is_plain
     plain = plain and algorithm.recursion is not None and not algorithm.needs_split_error
     plain = (
         plain

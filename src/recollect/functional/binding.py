@@ -38,20 +38,7 @@ def bind(
     engine: str = "auto",
     precision: str | None = None,
 ) -> BoundRecipe:
-    """Bind a recipe to sizes and to the engine that runs it.
-
-    Args:
-        recipe: the regression problem.
-        H: number of memories.
-        K: key channels.
-        V: value channels.
-        engine: ``"auto"``, ``"torch"``, ``"fla"``, ``"reference"``, or an engine's name.
-        precision: of products of float32 numbers; ``None`` is PyTorch's setting.
-
-    Raises:
-        RecipeError: sizes that the recipe cannot have, or an engine that cannot run it.
-        ValueError: an unknown engine or precision.
-    """
+    """Bind a recipe to sizes and to the engine that runs it, with the arguments of `recall`."""
     if torch.compiler.is_compiling():
         return _bind(recipe, H, K, V, engine, precision)
     key = (recipe, H, K, V, engine, precision)

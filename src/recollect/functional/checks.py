@@ -37,6 +37,7 @@ __all__ = [
     "check_mask",
     "check_params",
     "check_precision",
+    "check_rows",
     "check_state",
     "check_tensors",
     "check_values",
@@ -45,9 +46,6 @@ __all__ = [
     "refuse_transforms",
     "tensors_of",
 ]
-
-MAX_PYTHON_SCAN = 64
-"""Tensors of up to this size are scanned in Python, which is faster than an operation."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _NEEDS_VALUES = (
@@ -185,6 +183,17 @@ def check_boundaries(boundaries: Tensor, k: Tensor) -> int:
     return len(offsets) - 1
 
 
+def check_rows(mask: Tensor | None, boundaries: Tensor | None, x: Tensor) -> int:
+    """Check the mask or the boundaries of ``x [B, T, ...]``; return the number of sequences."""
+    if mask is not None and boundaries is not None:
+        raise ValueError(
+            "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
+        )
+    if mask is not None:
+        check_mask(mask, x)
+    return x.shape[0] if boundaries is None else check_boundaries(boundaries, x)
+
+
 def tensors_of(init: Init) -> tuple[Tensor, ...]:
     """Return an initial memory as a tuple of tensors. Raise ValueError for another type."""
     parts = (init,) if isinstance(init, Tensor) or not isinstance(init, Iterable) else tuple(init)
@@ -231,18 +240,12 @@ def check_call(call: Problem) -> None:
         RecipeError: gates or params that the recipe does not declare, or of other shapes;
             ``initial_memory`` together with ``state``; reads after the end of a window.
     """
-    state, mask, boundaries = call.state, call.attention_mask, call.cu_seqlens
+    state = call.state
     if state is not None and call.initial_memory is not None:
         raise RecipeError(
             "initial_memory and state exclude each other: a state contains its memory"
         )
-    if mask is not None and boundaries is not None:
-        raise ValueError(
-            "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
-        )
-    if mask is not None:
-        check_mask(mask, call.k)
-    rows = call.k.shape[0] if boundaries is None else check_boundaries(boundaries, call.k)
+    rows = check_rows(call.attention_mask, call.cu_seqlens, call.k)
     if state is not None:
         _check_call_state(state, rows, call)
     if call.chunk_size is not None:
@@ -417,7 +420,8 @@ def check_values(bound: BoundRecipe, gates: Mapping[str, Tensor], params: Params
                 continue
             if type(x) is not Tensor and not can_read_values(x):
                 continue
-            low, high, span = *_min_max(x), quantity.declared.range
+            low, high = (end.item() for end in x.aminmax())
+            span = quantity.declared.range
             out_of_range = None
             if span.low is not None and (low < span.low or (span.low_open and low == span.low)):
                 out_of_range = low
@@ -431,17 +435,6 @@ def check_values(bound: BoundRecipe, gates: Mapping[str, Tensor], params: Params
                     f"{kind} {name!r} of {quantity.declared.owner} must be {span}, and holds "
                     f"{out_of_range:.4g}{hint}"
                 )
-
-
-def _min_max(x: Tensor) -> tuple[float, float]:
-    """Return the extreme values of a tensor, without an operation for a decoded token's."""
-    if x.numel() > MAX_PYTHON_SCAN:
-        low, high = x.aminmax()
-        return low.item(), high.item()
-    values = x.tolist()
-    while isinstance(values[0], list):
-        values = values[0] if len(values) == 1 else [one for row in values for one in row]
-    return min(values), max(values)
 
 
 # -- NaN and infinities ---------------------------------------------------------------------------

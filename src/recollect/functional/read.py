@@ -196,13 +196,7 @@ def _read_outputs(problem: Problem) -> Tensor:
 def read_from(
     problem: Problem, state: State, *, gates: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Read the problem's queries from a state, ``[B, T, H, G, V]``.
-
-    Args:
-        problem: with the queries.
-        state: the memory that is read.
-        gates: gates of the read, by name.
-    """
+    """Read the problem's queries from a state, ``[B, T, H, G, V]``."""
     bound, (B, T) = problem.bound, problem.q.shape[:2]
     dtype, device = state_dtype(problem.q, problem.k), problem.q.device
     per_query = {name: x for name, x in problem.rates.items() if x.shape[1] == T}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +43,12 @@ from recollect.functional.modes import (
 from recollect.functional.packing import run_compacted, run_documents
 from recollect.functional.read import read_from
 from recollect.messages import suggest_arguments
+from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.state.state import State, initial_state
 from recollect.typing import Gates, Init, Params
 
-__all__ = ["memorise", "recall"]
+__all__ = ["memorise", "new_call", "recall", "with_initial_state"]
 
 
 @suggest_arguments
@@ -125,19 +126,10 @@ def recall(
     """
     recipe = as_recipe(recipe, "rc.recall")
     check_flags(causal=causal, output_final_state=output_final_state)
-    gates, params = as_mapping(gates, "gates"), as_mapping(params, "params")
-    refuse_transforms(itertools.chain((q, k, v), gates.values(), params.values()))
-    check_tensors(recipe, q, k, v)
-    sizes = {"H": k.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
-    call = Problem(
-        bound=bind(recipe, **sizes, engine=engine, precision=precision),
-        q=q,
-        k=k,
-        v=v,
-        gates=gates,
-        params=params,
+    call = new_call(
+        *(recipe, q, k, v, gates, params, engine, precision),
         initial_memory=initial_memory,
-        state=cast(State, state),
+        state=state,
         attention_mask=attention_mask,
         cu_seqlens=cu_seqlens,
         causal=causal,
@@ -145,6 +137,26 @@ def recall(
         output_final_state=output_final_state,
     )
     return memorise(call)
+
+
+def new_call(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None,
+    params: Params | None,
+    engine: str,
+    precision: str | None,
+    **options: Any,
+) -> Problem:
+    """Return the call of these arguments, with q, k and v checked; options are other fields."""
+    gates, params = as_mapping(gates, "gates"), as_mapping(params, "params")
+    refuse_transforms(itertools.chain((q, k, v), gates.values(), params.values()))
+    check_tensors(recipe, q, k, v)
+    sizes = {"H": k.shape[2], "K": k.shape[-1], "V": v.shape[-1]}
+    bound = bind(recipe, **sizes, engine=engine, precision=precision)
+    return Problem(bound=bound, q=q, k=k, v=v, gates=gates, params=params, **options)
 
 
 def memorise(call: Problem) -> tuple[Tensor, State | None]:
@@ -160,7 +172,7 @@ def memorise(call: Problem) -> tuple[Tensor, State | None]:
     if call.cu_seqlens is not None:
         if call.initial_memory is not None:
             # Documents are grouped by length, so each needs its own initial state.
-            call = _with_initial_state(call, rows=call.cu_seqlens.numel() - 1)
+            call = with_initial_state(call, rows=call.cu_seqlens.numel() - 1)
         result = _run_packed(call)
         y, state = run_documents(_run, call) if result is None else result
     elif call.attention_mask is not None:
@@ -170,7 +182,7 @@ def memorise(call: Problem) -> tuple[Tensor, State | None]:
     return y, state if call.output_final_state else None
 
 
-def _with_initial_state(call: Problem, *, rows: int) -> Problem:
+def with_initial_state(call: Problem, *, rows: int) -> Problem:
     """Return the call with the state before the first token, made of the initial memory."""
     state = initial_state(
         call.bound,

@@ -19,12 +19,7 @@ def mlp_width(d_model: int) -> int:
 
 
 class SwiGLU(nn.Module):
-    """W_down(SiLU(W_gate x) ⊙ W_up x).
-
-    Args:
-        d_model: width of the inputs and outputs.
-        width: hidden channels.
-    """
+    """W_down(SiLU(W_gate x) ⊙ W_up x)."""
 
     def __init__(self, d_model: int, width: int) -> None:
         super().__init__()

@@ -13,12 +13,13 @@ from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
 from recollect.choices.runtime import autocast_enabled
 from recollect.fields import Gate, Param, as_int
-from recollect.functional.checks import DENSE, check_boundaries, check_mask, layout_name
+from recollect.functional.checks import DENSE, check_rows, layout_name
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.rotary import phase_misfit
 from recollect.layer.state import LayerState
 from recollect.layer.ties import tie_misfits
 from recollect.messages import argument_name, short_repr
+from recollect.recipe.compatibility import check_size
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import as_recipe, resolve_name
 from recollect.recipe.stability import step_limit
@@ -83,27 +84,16 @@ def check_sizes(
     Raises:
         RecipeError: sizes that a layer cannot have.
     """
-    sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
-        # The bounds of the other sizes are checked below, with their divisors.
-        if size is None and name not in ("d_model", "num_heads"):
-            continue
-        number = as_int(size)
-        if number is None or (number < 1 and name.endswith("_dim")):
-            raise RecipeError(
-                f"{argument_name(name)} must be a whole number >= 1, not {short_repr(size)}"
-            )
-        if number > MAX_WIDTH:
-            raise RecipeError(
-                f"{argument_name(name)} must be at most {MAX_WIDTH:,}, not {short_repr(size)}"
-            )
-    d_model, num_heads = int(d_model), int(num_heads)
+    optional = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     num_kv_heads, head_dim, value_dim = (
-        None if size is None else int(size) for size in (num_kv_heads, head_dim, value_dim)
+        None if size is None else check_size(argument_name(name), size, at_most=MAX_WIDTH)
+        for name, size in optional.items()
     )
     name = argument_name("head_dim")
-    check_heads(d_model, num_heads, divide=head_dim is None, hint=name and f", or give {name}")
-    if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
+    d_model, num_heads = check_heads(
+        d_model, num_heads, divide=head_dim is None, hint=name and f", or give {name}"
+    )
+    if num_kv_heads is not None and num_heads % num_kv_heads:
         raise RecipeError(
             f"{argument_name('num_heads')} = {num_heads} must be a multiple of "
             f"{argument_name('num_kv_heads')} = {num_kv_heads}: several "
@@ -122,25 +112,18 @@ def check_sizes(
     return d_model, num_heads, num_kv_heads, head_dim, value_dim
 
 
-def check_heads(d_model: int, num_heads: int, *, divide: bool = True, hint: str = "") -> None:
-    """Check that a width can be divided among heads.
-
-    Args:
-        d_model: width of the tokens.
-        num_heads: number of heads.
-        divide: whether the width must be a multiple of the heads.
-        hint: alternative to other sizes, for the message.
-
-    Raises:
-        RecipeError: it cannot.
-    """
+def check_heads(
+    d_model: int, num_heads: int, *, divide: bool = True, hint: str = ""
+) -> tuple[int, int]:
+    """Return width and heads, or raise RecipeError, which ``hint`` ends, if they do not divide."""
     width, count = argument_name("d_model"), argument_name("num_heads")
-    if d_model < 1 or num_heads < 1:
-        raise RecipeError(f"{width} and {count} must be at least 1, not {d_model} and {num_heads}")
+    d_model = check_size(width, d_model, at_most=MAX_WIDTH)
+    num_heads = check_size(count, num_heads, at_most=MAX_WIDTH)
     if divide and d_model % num_heads:
         raise RecipeError(
             f"{width} = {d_model} is no multiple of {count} = {num_heads}: choose other sizes{hint}"
         )
+    return d_model, num_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,15 +156,8 @@ def fit_options(
 ) -> tuple[LayerOptions, tuple[str, ...]]:
     """Reset the options that do not fit a recipe, and return the names of those options.
 
-    Values of a gate are reset, too, if its default unit differs between the recipes.
-
-    Args:
-        recipe: the recipe that options must fit.
-        options: the options of a layer of ``previous``.
-        previous: the recipe that the options were written for.
-
-    Raises:
-        RecipeError: an option does not fit, and no default replaces it.
+    Values of a gate are reset, too, if its default unit differs between the recipes. Options were
+    written for the recipe ``previous``. An option without a default that fits raises RecipeError.
     """
     names: dict[str, None] = {}
     declared = {item.name for item in (*recipe.gates(), *recipe.params())}
@@ -354,18 +330,10 @@ def _value_unit_misfit(
 
 def check_tokens(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *, d_model: int, weight: Tensor
-) -> None:
-    """Check tokens, and the mask or the boundaries of documents.
+) -> int:
+    """Check tokens, which need the dtype and device of ``weight``, and the mask or boundaries.
 
-    Args:
-        x: tokens.
-        mask: mask of the valid tokens.
-        cu_seqlens: boundaries of packed documents.
-        d_model: width of the layer.
-        weight: a weight of the layer, with the dtype and device that x must have.
-
-    Raises:
-        ValueError: other shapes, dtypes, layouts or devices.
+    Return the number of sequences.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -384,14 +352,7 @@ def check_tokens(
         raise ValueError(f"x is on {x.device} and the layer on {weight.device}: move one of them")
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
-    if mask is not None and cu_seqlens is not None:
-        raise ValueError(
-            "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
-        )
-    if mask is not None:
-        check_mask(mask, x)
-    if cu_seqlens is not None:
-        check_boundaries(cu_seqlens, x)
+    return check_rows(mask, cu_seqlens, x)
 
 
 def check_depth(depth: Any) -> tuple[int, int]:

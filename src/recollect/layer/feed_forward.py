@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
                 "no rope, gates or ties"
             )
         num_heads = 1 if options.joined else num_heads
-        check_heads(d_model, num_heads)
+        d_model, num_heads = check_heads(d_model, num_heads)
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_heads
         self.head_dim = self.value_dim = d_model // num_heads
         self.recipe, self.options = recipe, options

@@ -137,13 +137,7 @@ def _source(declared: Gate | Param) -> str:
 def range_map(declared: Gate | Param, options: GateOptions, *, unit: float = 1.0) -> RangeMap:
     """Return the activation of a gate or param; see the module's docstring.
 
-    Args:
-        declared: declaration of the gate or param.
-        options: options in the unit of the declaration.
-        unit: size of the unit in which the options were written; used in error messages.
-
-    Raises:
-        RecipeError: ends outside the declared range.
+    Options are in the unit of the declaration. Messages give ends as multiples of ``unit``.
     """
     declared_range, name = declared.range, declared.name
     start = declared.init if isinstance(declared.init, int | float) else 0.0
@@ -207,9 +201,7 @@ def _inverse_places(size: int) -> Tensor:
 def stability_limit(limit: StabilityLimit, values: Mapping[str, Tensor]) -> Tensor:
     """Return the stability limit of the rate ``"lr"`` at every token ``[B, T, H, ...]``.
 
-    Args:
-        limit: limit of the recipe.
-        values: gates and params by name, including the rate.
+    ``values`` are gates and params by name, including the rate.
     """
     rate = values["lr"]
     factor = 2 * (1 - limit.constant_momentum) / (limit.batch_size * limit.window)
@@ -436,13 +428,9 @@ class GateProjection(nn.Module):
         )
 
     def shard_heads(self, index: int, parts: int) -> None:
-        """Make this the projection of one part of the heads; the caller cuts the weights.
+        """Make this the projection of one of equal parts of the heads; the caller cuts the weights.
 
         Constants are those of these heads: schedules and spreads run over all heads.
-
-        Args:
-            index: index of the part, from 0.
-            parts: number of equal parts.
         """
         size = self.heads // parts
         self._head_slice = slice(index * size, (index + 1) * size)

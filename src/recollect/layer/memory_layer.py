@@ -194,10 +194,10 @@ class MemoryLayer(RecipeModule):
         if not torch.compiler.is_compiling():
             refuse_transforms(itertools.chain((x,), self.parameters()))
         weight = self.qkv.weight
-        check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
+        rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         check_state(
             state,
-            rows=x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            rows=rows,
             conv_state_shape=self.conv_state_shape,
             phase=self.phase is not None,
             shift=self.shift is not None,
@@ -400,16 +400,7 @@ def run_memory(
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = True,
 ) -> tuple[Tensor, State | None]:
-    """Write and read the memory of a layer; return outputs ``[B, T, heads, V]`` and its state.
-
-    Args:
-        layer: layer of the memory.
-        inputs: inputs of the memory.
-        state: state before the first token.
-        batch: positions of the tokens in their padded sequences.
-        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
-        output_final_state: whether to return the state; if not, ``None``.
-    """
+    """Write and read the memory of a layer; return outputs ``[B, T, heads, V]`` and its state."""
     call = make_call(
         *(layer, inputs, None if state is None else state.memory),
         batch=batch,

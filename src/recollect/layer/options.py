@@ -23,8 +23,9 @@ from recollect.fields import (
     text,
     validated_field,
 )
-from recollect.messages import suggest_arguments
+from recollect.messages import short_repr, suggest_arguments
 from recollect.recipe.stability import step_limit
+from recollect.serialization import fields_to_data, read_fields
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -71,28 +72,19 @@ def _gates(value: Any) -> tuple[tuple[str, GateOptions], ...]:
     try:
         pairs = sorted(dict(value).items())
     except (TypeError, ValueError):
-        raise ValueError(f"must map names to GateOptions, not {value!r}") from None
+        raise ValueError(f"must map names to GateOptions, not {short_repr(value)}") from None
     for name, options in pairs:
         if not isinstance(name, str) or not isinstance(options, GateOptions):
-            raise ValueError(f"must map names to GateOptions, not {name!r} to {options!r}")
+            raise ValueError(
+                f"must map names to GateOptions, not {short_repr(name)} to {short_repr(options)}"
+            )
     return tuple(pairs)
 
 
 def _ties(value: Any) -> tuple[Tie, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(tie, Tie) for tie in value):
-        raise ValueError(f"must be a tuple of Tie, not {value!r}")
+        raise ValueError(f"must be a tuple of Tie, not {short_repr(value)}")
     return tuple(value)
-
-
-def _fields(cls: type, data: object) -> dict[str, Any]:
-    """The constructor's arguments out of plain data; unknown names are refused."""
-    if not isinstance(data, Mapping):
-        raise RecipeError(f"{cls.__name__} is a mapping of fields, not {type(data).__name__}")
-    names = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(set(data) - set(names), key=str)
-    if unknown:
-        raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}")
-    return dict(data)
 
 
 @suggest_arguments
@@ -214,8 +206,7 @@ class GateOptions(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, with all defaults."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**data, "init": list(self.init) if isinstance(self.init, tuple) else self.init}
+        return fields_to_data(self)
 
     @classmethod
     def from_dict(cls, data: object) -> GateOptions:
@@ -224,7 +215,7 @@ class GateOptions(Options):
         Raises:
             RecipeError: an unknown field, or a value its field refuses.
         """
-        return cls(**_fields(cls, data))
+        return cls(**read_fields(cls, data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +271,7 @@ class Tie(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"target": self.target, "source": self.source, "rule": self.rule}
+        return fields_to_data(self)
 
     @classmethod
     def from_dict(cls, data: object) -> Tie:
@@ -289,11 +280,7 @@ class Tie(Options):
         Raises:
             RecipeError: an unknown or missing field, or a value its field refuses.
         """
-        fields = _fields(cls, data)
-        for name in ("target", "source", "rule"):
-            if name not in fields:
-                raise RecipeError(f"Tie needs {name}: set target, source and rule")
-        return cls(**fields)
+        return cls(**read_fields(cls, data))
 
 
 @suggest_arguments
@@ -382,9 +369,8 @@ class LayerOptions(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, with all defaults."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         gates = {name: gate.to_dict() for name, gate in dict(self.gate_options).items()}
-        return {**data, "gate_options": gates, "ties": [tie.to_dict() for tie in self.ties]}
+        return {**fields_to_data(self), "gate_options": gates}
 
     @classmethod
     def from_dict(cls, data: object) -> LayerOptions:
@@ -393,15 +379,9 @@ class LayerOptions(Options):
         Raises:
             RecipeError: an unknown field, or a value its field refuses.
         """
-        fields = _fields(cls, data)
-        gates = fields.get("gate_options", {})
-        if not isinstance(gates, Mapping):
-            raise RecipeError(
-                f"LayerOptions: gate_options is a mapping, not {type(gates).__name__}"
-            )
-        fields["gate_options"] = {name: GateOptions.from_dict(gate) for name, gate in gates.items()}
-        ties = fields.get("ties", ())
-        if not isinstance(ties, list | tuple):
-            raise RecipeError(f"LayerOptions: ties is a list, not {type(ties).__name__}")
-        fields["ties"] = tuple(Tie.from_dict(tie) for tie in ties)
+        fields = read_fields(cls, data)
+        if isinstance(gates := fields.get("gate_options"), Mapping):
+            fields["gate_options"] = {name: GateOptions.from_dict(x) for name, x in gates.items()}
+        if isinstance(ties := fields.get("ties"), list | tuple):
+            fields["ties"] = tuple(Tie.from_dict(tie) for tie in ties)
         return cls(**fields)

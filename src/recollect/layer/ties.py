@@ -73,13 +73,7 @@ def _incompatibility(
 
 
 class Ties(nn.Module):
-    """Rules and learned factors ξ ``[H, K]`` of the ties of a layer.
-
-    Args:
-        options: options with the ties.
-        heads: H.
-        key_dim: K.
-    """
+    """Rules and learned factors ξ ``[H, K]`` of the ties of a layer."""
 
     def __init__(self, options: LayerOptions, recipe: Recipe, *, heads: int, key_dim: int) -> None:
         super().__init__()
@@ -115,13 +109,7 @@ class Ties(nn.Module):
     def apply_ties(
         self, values: dict[str, Tensor], k: Tensor, gates: nn.ModuleDict
     ) -> dict[str, Tensor]:
-        """Return all gates and params by name, with ties applied.
-
-        Args:
-            values: gates and params of the layer's projections.
-            k: keys before ties.
-            gates: projections of the gates.
-        """
+        """Return all gates and params by name, with ties applied."""
         tied = dict(values)
         for tie in self.ties:
             if tie.target != "k":

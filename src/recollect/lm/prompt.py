@@ -22,8 +22,8 @@ from recollect.blocks.state import state_from_dict
 from recollect.lm.model.arguments import check_token_ids
 from recollect.lm.model.cache import CACHE, RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
-from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
+from recollect.serialization import read_json
 
 if TYPE_CHECKING:
     from recollect.lm.model.model import RecollectForCausalLM

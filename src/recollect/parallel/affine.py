@@ -38,19 +38,11 @@ def affine_run(
 ) -> Run:
     """Return a run function for a segment whose problem has a state of zeros.
 
-    Args:
-        run: run function of the engine.
-        transition: `Strategy.transition`.
-        segment: segment of this rank.
-        initial: z before the first token of the sequence.
-        last_piece: z after a later piece of this segment, which the next rank continues.
+    ``run`` is that of the engine, ``initial`` is z before the sequence, and ``last_piece`` is z
+    after a later piece of this segment, which the next rank continues.
     """
-    transitions = {"keys": _by_keys, "decays": _by_decays, "entries": _by_entries}
-
-    def run_segment(problem: Problem) -> tuple[Tensor, State]:
-        return transitions[transition](problem, run, segment, initial, last_piece)
-
-    return run_segment
+    run_segment = {"keys": _by_keys, "decays": _by_decays, "entries": _by_entries}[transition]
+    return lambda problem: run_segment(problem, run, segment, initial, last_piece)
 
 
 def _segment_start(segment: Segment, initial: Tensor, last_piece: Tensor | None) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -20,7 +19,6 @@ from recollect.parallel.models import (
     bind_arguments,
     check_model,
     outer_models,
-    own_children,
     sequence_layers,
 )
 from recollect.parallel.segment import local_pieces
@@ -104,7 +102,7 @@ class ContextParallel:
                 "rank's tokens to its layers (`split`)"
             )
         for inner in models:
-            forward = self._language if "lm_head" in own_children(inner) else self._body
+            forward = self._language if "lm_head" in dict(inner.named_children()) else self._body
             self._put(inner, partial(forward, inner))
 
     def _put(self, module: nn.Module, forward: Any) -> None:
@@ -128,12 +126,7 @@ class ContextParallel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -145,18 +138,13 @@ class ContextParallel:
         """
         return x.tensor_split(self.along.link.ranks, dim=dim)[self.along.link.rank]
 
-    @property
-    def _link(self) -> Link:
-        """The ranks, as processes."""
-        return cast(Link, self.along.link)
-
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum or average all gradients over the ranks, according to ``gradient_reduction``.
 
         It is for custom training loops. DDP and FSDP2 over these ranks reduce gradients themselves.
         """
-        link = self._link
+        link = self.along.link
         for p in self.model.parameters():
             if p.requires_grad:
                 if p.grad is None:
@@ -172,7 +160,7 @@ class ContextParallel:
 
     def _language(self, model: nn.Module, *args: Any, **named: Any) -> Any:
         """Run a language model. With labels, the loss is that of the full sequence on all ranks."""
-        link = self._link
+        link = self.along.link
         named = self._local(model, args, named)
         labels, targets = named.pop("labels", None), named.get("shift_labels")
         if labels is None and targets is None:
@@ -201,11 +189,9 @@ class ContextParallel:
 
     def _targets(self, labels: Tensor, named: dict[str, Any]) -> Tensor:
         """Return the targets of this rank's columns; the last is the next rank's first label."""
-        link = self._link
-        first = labels[:, :1].contiguous()
-        firsts = [torch.empty_like(first) for _ in range(link.ranks)]
-        dist.all_gather(firsts, first, group=link.group)
-        next_label = torch.full_like(first, IGNORE) if link.last else firsts[link.rank + 1]
+        link = self.along.link
+        firsts = link.gather(labels[:, :1])
+        next_label = firsts[link.rank + 1] if not link.last else torch.full_like(firsts[0], IGNORE)
         targets = torch.cat([labels[:, 1:], next_label], dim=1)
         mask, cu_seqlens = named.get("attention_mask"), named.get("cu_seqlens")
         if mask is not None:
@@ -238,28 +224,22 @@ class ContextParallel:
                 f"documents over several ranks must be packed in one sequence, not {x.shape[0]}: "
                 "concatenate the sequences, or pass them one by one"
             )
-        link = self._link
-        values_here = torch.tensor([x.shape[1]], device=x.device)
-        sizes = [torch.empty_like(values_here) for _ in range(link.ranks)]
-        dist.all_gather(sizes, values_here, group=link.group)
-        tokens = tuple(int(size) for size in sizes)
+        link = self.along.link
+        tokens = tuple(size for (size,) in link.numbers((x.shape[1],), x.device))
         local, _ = local_pieces(cu_seqlens, tokens, link.rank)
         return {**named, "cu_seqlens": local, "use_cache": False}
 
     def _columns(self, named: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's columns of full sequences, which must be equal on all ranks."""
-        link = self._link
+        link = self.along.link
         args = {name: named[name] for name in _COLUMNS if isinstance(named.get(name), Tensor)}
         sums = [_fingerprint(args[name]) if name in args else -1 for name in _COLUMNS]
         if not args:
             raise ValueError("shard_inputs=True needs full sequences: pass input_ids")
         first = next(iter(args.values()))
-        values_here = torch.tensor([*first.shape[:2], *sums], device=first.device)
-        gathered = [torch.empty_like(values_here) for _ in range(link.ranks)]
-        dist.all_gather(gathered, values_here, group=link.group)
-        for name, values in zip(
-            ("rows", "tokens per row", *_COLUMNS), torch.stack(gathered, 1).tolist(), strict=True
-        ):
+        names = ("rows", "tokens per row", *_COLUMNS)
+        by_rank = link.numbers((*first.shape[:2], *sums), first.device)
+        for name, *values in zip(names, *by_rank, strict=True):
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 raise self._consensus_error(

@@ -24,7 +24,7 @@ from recollect.parallel.functions import (
     SendState,
     StartChain,
 )
-from recollect.parallel.link import Ranks
+from recollect.parallel.link import Link
 from recollect.state.state import State
 from recollect.state.tree import TensorTree
 
@@ -40,7 +40,7 @@ class Exchange:
         shared: tensors that are equal on all ranks, and get a gradient on each.
     """
 
-    def __init__(self, link: Ranks, *inputs: Tensor, shared: Sequence[Tensor] = ()) -> None:
+    def __init__(self, link: Link, *inputs: Tensor, shared: Sequence[Tensor] = ()) -> None:
         self.link = link
         start = torch.zeros((), device=inputs[0].device, requires_grad=torch.is_grad_enabled())
         chain = StartChain.apply(len(shared), start, *inputs, *shared)
@@ -50,14 +50,6 @@ class Exchange:
         """Gather ``x``, of one shape on all ranks, as ``[R, ...]``."""
         gathered, self.order_token = cast("Any", Gather.apply(self.link, self.order_token, x))
         return gathered
-
-    def numbers(self, *values: int) -> list[list[int]]:
-        """Gather integers, one list per rank."""
-        return self.link.numbers(values, self.order_token.device)
-
-    def counts(self, x: Tensor) -> Tensor:
-        """Gather an integer tensor as ``[R, ...]``."""
-        return self.link.gather(x)
 
     def send_state(self, state: TensorTree) -> None:
         """Send a state to the next rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from recollect.choices.autograd import Backward, CustomFunction
 from recollect.choices.member import RecipeError
-from recollect.parallel.link import Link, Ranks, pickle_meta
+from recollect.parallel.link import Link, meta_of
 from recollect.state.tree import TensorTree
 
 __all__ = [
@@ -29,10 +28,6 @@ __all__ = [
 
 
 # -- states as messages ---------------------------------------------------------------------------
-
-
-def _read(data: Tensor) -> Any:
-    return pickle.load(io.BytesIO(data.cpu().numpy().tobytes()))
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -57,10 +52,6 @@ def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in tensors if x.is_floating_point()]
 
 
-def _meta(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(x, device="meta") for x in tensors]
-
-
 def _flush_at_the_end(link: Link) -> None:
     """Wait at the end of this backward pass until all its messages have been received."""
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -68,11 +59,7 @@ def _flush_at_the_end(link: Link) -> None:
 
 
 def no_double_backward(backward: Backward) -> Backward:
-    """Raise if a backward pass with exchanges is differentiated again; a decorator.
-
-    Args:
-        backward: method of a ``torch.autograd.Function``, below ``@staticmethod``.
-    """
+    """Raise if a backward pass with exchanges is differentiated again; below ``@staticmethod``."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor) -> Any:
@@ -125,7 +112,7 @@ class Gather(CustomFunction):
     """Gather a tensor of every rank as ``[R, ...]``; gradients are summed at the source rank."""
 
     @staticmethod
-    def forward(ctx: Any, link: Ranks, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, link: Link, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         ctx.link = link
         return link.gather(x), token.clone()
 
@@ -141,10 +128,10 @@ class SendState(CustomFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, link: Ranks, shapes: TensorTree, token: Tensor, *tensors: Tensor
+        ctx: Any, link: Link, shapes: TensorTree, token: Tensor, *tensors: Tensor
     ) -> Tensor:
         ctx.link, ctx.device = link, token.device
-        ctx.like = _meta(tensors)
+        ctx.like = [torch.empty_like(x, device="meta") for x in tensors]
         link.send_meta(shapes, link.rank + 1, token.device)
         link.isend(_packed(tensors).to(token.device), link.rank + 1)
         return token.clone()
@@ -170,7 +157,7 @@ class RecvState(CustomFunction):
         ctx.link, of = link, link.rank - 1
         size = link.recv(torch.zeros(1, dtype=torch.long, device=token.device), of)
         head = torch.empty(int(size), dtype=torch.uint8, device=token.device)
-        shapes.append(_read(link.recv(head, of)))
+        shapes.append(pickle.loads(link.recv(head, of).cpu().numpy().tobytes()))
         like = shapes[0].flatten()[1]
         data = torch.empty(_count(like), dtype=torch.uint8, device=token.device)
         tensors = _unpacked(link.recv(data, of), like)
@@ -198,16 +185,10 @@ class BroadcastState(CustomFunction):
     ) -> tuple[Tensor, ...]:
         ctx.link, ctx.of, ctx.count = link, of, len(tensors)
         device, is_source = token.device, link.rank == of
-        size = torch.zeros(1, dtype=torch.long, device=device)
-        head = torch.empty(0, dtype=torch.uint8, device=device)
-        if is_source:
-            head = torch.frombuffer(bytearray(pickle_meta(shapes[0])), dtype=torch.uint8).to(device)
-            size.fill_(head.numel())
-        dist.broadcast(size, group=link.group, group_src=of)
-        head = head if is_source else torch.empty(int(size), dtype=torch.uint8, device=device)
-        dist.broadcast(head, group=link.group, group_src=of)
+        messages = [meta_of(shapes[0]) if is_source else None]
+        dist.broadcast_object_list(messages, group=link.group, device=device, group_src=of)
         if not is_source:
-            shapes.append(_read(head))
+            shapes.append(messages[0])
         like = shapes[0].flatten()[1]
         if is_source:
             data = _packed(tensors).to(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,13 +19,10 @@ __all__ = ["with_earlier_associations"]
 def with_earlier_associations(
     problem: Problem, segment: Segment, initial: Buffer | None, last_piece: Buffer | None
 ) -> Problem:
-    """Return the problem with the associations of earlier ranks as its state.
+    """Return the problem of this rank's tokens with the associations of earlier ranks as its state.
 
-    Args:
-        problem: problem of this rank's tokens.
-        segment: segment of this rank.
-        initial: associations before the first token of the sequence.
-        last_piece: associations of a later piece of this segment, which the next rank continues.
+    ``initial`` are those before the sequence. ``last_piece`` are those of a later piece of this
+    segment, which the next rank continues.
     """
     span = problem.recipe.buffer_size
     if span == 0:
@@ -33,7 +30,7 @@ def with_earlier_associations(
     bound = problem.bound
     token_invariant = bound.constants.keys() | {name for _, name, _ in bound.learned_rates}
     rates = {name: x for name, x in problem.rates.items() if name not in token_invariant}
-    tokens = {"k": problem.k, "v": problem.v, **{f"rate {n}": x for n, x in rates.items()}}
+    tokens = _by_name(problem.k, problem.v, rates)
     tensors, mask = _gathered(tokens, initial, last_piece, segment, span)
     history = problem.recipe.num_past_associations
     if span is not None and history is not None:
@@ -49,6 +46,10 @@ def with_earlier_associations(
     if not mask.shape[1]:
         return problem
     return replace(problem, state=replace(problem.state, buffer=buffer))
+
+
+def _by_name(k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"k": k, "v": v, **{f"rate {name}": x for name, x in rates.items()}}
 
 
 def _gathered(
@@ -67,15 +68,11 @@ def _gathered(
     for dtype in dict.fromkeys(x.dtype for x in tokens.values()):
         group = {name: x for name, x in tokens.items() if x.dtype == dtype}
 
-        def from_buffer(buffer: Buffer, group: Mapping[str, Tensor] = group) -> Tensor:
-            rates_by_token = {
-                "k": buffer.k,
-                "v": buffer.v,
-                **{f"rate {n}": x for n, x in buffer.rates.items()},
-            }
-            return _concat_channels([rates_by_token[name] for name in group]).to(
-                next(iter(group.values())).dtype
-            )
+        def from_buffer(
+            buffer: Buffer, names: Iterable[str] = group, dtype: torch.dtype = dtype
+        ) -> Tensor:
+            stored = _by_name(buffer.k, buffer.v, buffer.rates)
+            return _concat_channels([stored[name] for name in names]).to(dtype)
 
         earlier = None if initial is None else (from_buffer(initial), initial.mask)
         last_tokens = None if last_piece is None else from_buffer(last_piece)

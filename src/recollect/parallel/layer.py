@@ -20,7 +20,7 @@ from recollect.layer.memory_layer import MemoryLayer, make_call, state_after
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.state import LayerState
 from recollect.parallel.exchange import Exchange
-from recollect.parallel.link import Ranks
+from recollect.parallel.link import Link
 from recollect.parallel.memorise import keep_saved_tensors, memorise_segment
 from recollect.parallel.segment import Segment, segment_of
 from recollect.parallel.segment_recall import consensus_values, num_microbatches
@@ -40,7 +40,7 @@ class Along:
         pieces: number of microbatches of the sequential strategy; ``None`` for the default.
     """
 
-    link: Ranks
+    link: Link
     strategy: str = "auto"
     pieces: int | None = None
 
@@ -180,13 +180,7 @@ def run_feed_forward(
     *,
     output_final_state: bool = True,
 ) -> tuple[Tensor, LayerState | None]:
-    """Run `FeedForward.forward` on this rank's segment, and exchange the number of tokens.
-
-    Args:
-        along: the ranks.
-        layer: the layer, equal on all ranks.
-        x, state, attention_mask, cu_seqlens, output_final_state: as for `run_memory_layer`.
-    """
+    """Run `FeedForward.forward` on this rank's segment, and exchange the number of tokens."""
     _check_documents(cu_seqlens, state)
     returns_state = output_final_state and cu_seqlens is None
     y, final = original_forward(
@@ -194,7 +188,7 @@ def run_feed_forward(
     )
     if final is not None:
         initial = 0 if state is None else state.position
-        count = Exchange(along.link, x).counts(final.position - initial).sum(0)
+        count = along.link.gather(final.position - initial).sum(0)
         memory = State(weights=(), position=initial + count, sizes=final.memory.sizes)
         final = LayerState(memory=memory)
     return y, final
@@ -217,13 +211,7 @@ def run_layer(
     *,
     output_final_state: bool = True,
 ) -> tuple[Tensor, Any]:
-    """Run any sequence layer on this rank's segment, after the state of the previous rank arrived.
-
-    Args:
-        along: the ranks.
-        layer: the layer, equal on all ranks.
-        x, state, attention_mask, cu_seqlens, output_final_state: as for `run_memory_layer`.
-    """
+    """Run any sequence layer on this rank's segment, after the previous rank's state arrived."""
     _check_documents(cu_seqlens, state)
     link = along.link
     exchange = Exchange(link, x, shared=tuple(layer.parameters()))

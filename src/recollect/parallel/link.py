@@ -4,67 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Group", "Link", "Ranks", "pickle_meta", "rank_group"]
+__all__ = ["Group", "Link", "meta_of", "rank_group"]
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """A group of processes, a mesh of one dimension, or ``None`` for all processes."""
-
-
-class Ranks(Protocol):
-    """Interface of `Link`, which the planner also implements without processes."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks R."""
-        ...
-
-    @property
-    def last(self) -> bool:
-        """Whether this rank has the end of the sequence."""
-        ...
-
-    def numbers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Gather integers, one list per rank."""
-        ...
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather ``x`` as ``[R, ...]``."""
-        ...
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum ``x [R, ...]`` over ranks, and return this rank's entry."""
-        ...
-
-    def send_meta(self, state: Any, to: int, device: torch.device) -> None:
-        """Send the types and shapes of a state, before its tensors."""
-        ...
-
-    def isend(self, x: Tensor, to: int) -> None:
-        """Send without waiting."""
-        ...
-
-    def recv(self, x: Tensor, of: int) -> Tensor:
-        """Receive into ``x``."""
-        ...
-
-    def flush(self) -> None:
-        """Wait until all messages have been received."""
-        ...
 
 
 @dataclass(eq=False)
@@ -72,15 +25,15 @@ class Link:
     """Ranks that share a sequence. Rank r has the r-th segment.
 
     Attributes:
-        group_reference: weak reference to the process group, which may be destroyed.
         rank: rank of this process in the group.
         ranks: number of ranks R.
+        group_reference: weak reference to the process group, which may be destroyed.
         pending: messages in transit, with their tensors.
     """
 
-    group_reference: ReferenceType[dist.ProcessGroup]
     rank: int
     ranks: int
+    group_reference: Callable[[], dist.ProcessGroup | None]
     pending: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
 
     @property
@@ -114,7 +67,8 @@ class Link:
 
     def send_meta(self, state: Any, to: int, device: torch.device) -> None:
         """Send the types and shapes of a state, before its tensors."""
-        head = torch.frombuffer(bytearray(pickle_meta(state)), dtype=torch.uint8).to(device)
+        head = torch.frombuffer(bytearray(pickle.dumps(meta_of(state))), dtype=torch.uint8)
+        head = head.to(device)
         self.isend(torch.tensor([head.numel()], device=device), to)
         self.isend(head, to)
 
@@ -135,23 +89,16 @@ class Link:
             self.pending.popleft()[0].wait()
 
 
-def pickle_meta(state: Any) -> bytes:
-    """Return a pickled state of meta tensors."""
-    return pickle.dumps(state.map(lambda x: torch.empty_like(x, device="meta")))
+def meta_of(state: Any) -> Any:
+    """Return a state of meta tensors."""
+    return state.map(lambda x: torch.empty_like(x, device="meta"))
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
 
 
 def rank_group(group: Group) -> Link:
-    """Return the ranks of a group.
-
-    Args:
-        group: process group, or mesh of one dimension; ``None`` is all processes.
-
-    Raises:
-        ValueError: no process group, a mesh of several dimensions, or a group without this process.
-    """
+    """Return the ranks of a group. Raise ValueError unless this process is in one."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "there are no ranks to share a sequence: start the processes with torchrun and call "
@@ -169,5 +116,5 @@ def rank_group(group: Group) -> Link:
     if rank < 0 or group is None:
         raise ValueError("this process is not in the group that shares the sequence")
     if group not in _links:
-        _links[group] = Link(ref(group), rank, dist.get_world_size(group))
+        _links[group] = Link(rank, dist.get_world_size(group), ref(group))
     return _links[group]

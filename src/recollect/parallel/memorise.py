@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect.engines.common.problem import Problem, state_dtype
-from recollect.functional.recall import memorise
+from recollect.engines.common.problem import Problem
+from recollect.functional.recall import memorise, with_initial_state
 from recollect.parallel.affine import Run, affine_run, joined_weights
 from recollect.parallel.gathered import with_earlier_associations
 from recollect.parallel.pieces import join_pieces, pieces_for, slice_call, slice_state
 from recollect.parallel.segment import Segment
 from recollect.parallel.strategies import Strategy
-from recollect.state.state import State, initial_state, join_states
+from recollect.state.state import State, join_states
 
 __all__ = ["keep_saved_tensors", "memorise_segment"]
 
@@ -33,7 +34,7 @@ class _FirstPiece:
 
     call: Problem
     initial: State
-    last_piece: State | None
+    last_piece: State | None = None
 
 
 def memorise_segment(
@@ -49,53 +50,30 @@ def memorise_segment(
         strategy: strategy of the recipe.
         pieces: number m of microbatches of the sequential strategy.
     """
-    runs = {"affine": _affine, "gather": _gather, "sequential": _sequential}
-    state = call.state
-    if state is None:
-        rows = call.k.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-        state = initial_state(
-            call.bound,
-            B=rows,
-            dtype=state_dtype(call.q, call.k, call.v),
-            device=call.k.device,
-            init=call.initial_memory,
-        )
-        call = replace(call, initial_memory=None, state=state)
+    run = {"affine": _affine, "gather": _gather, "sequential": _sequential}[strategy.name]
     borders = call.cu_seqlens
+    N = call.k.shape[0] if borders is None else borders.shape[0] - 1
+    if call.state is None:
+        call = with_initial_state(call, rows=N)
+    state = call.state
     if borders is None:
-        y, final = runs[strategy.name](
-            _FirstPiece(call=call, initial=state, last_piece=None), segment, strategy, pieces
-        )
-        return y, final
-    N, size = borders.shape[0] - 1, int(borders[1])
-    rows = torch.arange(N, device=call.k.device)
-    first = replace(_sliced(call, slice(0, size)), cu_seqlens=None)
-    first = replace(first, state=None)
-    initial = state.select(rows[:1])
+        return run(_FirstPiece(call=call, initial=state), segment, strategy, pieces)
+    size, rows = int(borders[1]), torch.arange(N, device=call.k.device)
+    first_call = _sliced(call, slice(0, size), state=None, cu_seqlens=None)
+    first = _FirstPiece(call=first_call, initial=state.select(rows[:1]))
     if N == 1:
-        return runs[strategy.name](
-            _FirstPiece(call=first, initial=initial, last_piece=None), segment, strategy, pieces
-        )
-    last_piece = replace(
-        _sliced(call, slice(size, None)),
-        cu_seqlens=borders[1:] - borders[1],
-        state=state.select(rows[1:]),
-    )
-    outputs, states = _run(last_piece)
-    last = states.select(rows[N - 2 : N - 1])
-    y, final = runs[strategy.name](
-        _FirstPiece(call=first, initial=initial, last_piece=last), segment, strategy, pieces
-    )
-    return torch.cat([y, outputs], dim=1), _join_states(final, states)
+        return run(first, segment, strategy, pieces)
+    boundaries, state = borders[1:] - borders[1], state.select(rows[1:])
+    outputs, states = _run(_sliced(call, slice(size, None), state=state, cu_seqlens=boundaries))
+    first = replace(first, last_piece=states.select(rows[N - 2 : N - 1]))
+    y, final = run(first, segment, strategy, pieces)
+    return torch.cat([y, outputs], dim=1), join_states([final, states])
 
 
-def _join_states(first: State, last_piece: State) -> State:
-    return join_states([replace(first, cache={}), replace(last_piece, cache={})])
-
-
-def _sliced(call: Problem, tokens: slice) -> Problem:
+def _sliced(call: Problem, tokens: slice, **changed: Any) -> Problem:
     return replace(
         call,
+        **changed,
         q=call.q[:, tokens],
         k=call.k[:, tokens],
         v=call.v[:, tokens],
@@ -115,9 +93,6 @@ def keep_saved_tensors(inner_gradients: bool) -> AbstractContextManager[None]:
 
     A checkpoint around the layer would otherwise recompute the layer and its exchanges during an
     inner gradient, on this rank only.
-
-    Args:
-        inner_gradients: whether a run may take inner gradients.
     """
     if inner_gradients and torch.is_grad_enabled():
         return saved_tensors_hooks(_identity, _identity)

@@ -14,7 +14,7 @@ from recollect.blocks.sequential import PartsLayer
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 
-__all__ = ["bind_arguments", "check_model", "outer_models", "own_children", "sequence_layers"]
+__all__ = ["bind_arguments", "check_model", "outer_models", "sequence_layers"]
 
 
 def sequence_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -33,14 +33,9 @@ def sequence_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
         yield from sequence_layers(inner, f"{name}.{child}" if name else child)
 
 
-def own_children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of a module, without those that a wrapper delegates to."""
-    return dict(module.named_children())
-
-
 def outer_models(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that read texts: with an output layer, or with blocks."""
-    children = own_children(module)
+    children = dict(module.named_children())
     if "lm_head" in children or isinstance(children.get("blocks"), nn.ModuleList):
         if any(True for _ in sequence_layers(module, "")):
             yield module
@@ -54,12 +49,6 @@ def check_model(model: nn.Module) -> None:
 
     A compiled forward may ignore a replaced forward of an inner module. A classifier reads the last
     token, and a learned prompt would precede the tokens of every rank.
-
-    Args:
-        model: the model, as for `context`.
-
-    Raises:
-        ValueError: routed tokens, a compiled model, a classifier, or a learned prompt.
     """
     if any(isinstance(module, Router) for module in model.modules()):
         raise ValueError(
@@ -69,7 +58,7 @@ def check_model(model: nn.Module) -> None:
     for module in model.modules():
         if next(sequence_layers(module, ""), None) is None:
             continue
-        children, name = own_children(module), type(module).__name__
+        children, name = dict(module.named_children()), type(module).__name__
         if "_orig_mod" in children or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"this {name} is compiled, and would ignore the replaced forwards of its layers: "

@@ -30,15 +30,10 @@ class Piece:
 
 
 def pieces_for(call: Problem, count: int) -> list[list[Piece]]:
-    """Split a dense call into at most ``count`` pieces, by rows first and then by heads.
-
-    Args:
-        call: a call without packed documents.
-        count: maximum number m of pieces.
-    """
+    """Split a dense call into at most ``count`` pieces, by rows first and then by heads."""
     B, H = call.k.shape[0], call.bound.H
-    num_row_pieces = max(n for n in range(1, min(B, count) + 1))
-    num_head_pieces = max(n for n in range(1, H + 1) if n * num_row_pieces <= count or n == 1)
+    num_row_pieces = max(1, min(B, count))
+    num_head_pieces = max(1, min(H, count // num_row_pieces))
     heads = [None] if num_head_pieces == 1 else _split_ranges(H, num_head_pieces)
     return [[Piece(rows, one) for one in heads] for rows in _split_ranges(B, num_row_pieces)]
 

@@ -180,7 +180,8 @@ def segment_of(
     starts_document = borders is not None and borders.shape[0] > 2
     names = ("rows", "whether documents are packed", *(name for name, _ in same))
     consensus = (B, borders is not None, *(n for _, n in same))
-    all_values = exchange.numbers(*consensus, lengths is not None, T, T - start, starts_document)
+    values = (*consensus, lengths is not None, T, T - start, starts_document)
+    all_values = exchange.link.numbers(values, x.device)
     for index, name in enumerate(names):
         other = next(
             (r for r, row in enumerate(all_values) if row[index] != all_values[0][index]), None
@@ -201,7 +202,7 @@ def segment_of(
     counts = counts[:, None].expand(-1, B)
     padded = any(row[-4] for row in all_values)
     if padded:
-        counts = exchange.counts(counts[exchange.link.rank] if lengths is None else lengths)
+        counts = exchange.link.gather(counts[exchange.link.rank] if lengths is None else lengths)
     return Segment(
         exchange=exchange,
         tokens=tokens,

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import zlib
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, state_dtype
-from recollect.functional.binding import bind
-from recollect.functional.checks import (
-    as_mapping,
-    check_call,
-    check_flags,
-    check_tensors,
-    refuse_transforms,
-)
+from recollect.fields import int_check, validate
+from recollect.functional.checks import check_call, check_flags
 from recollect.functional.packing import compact, scatter, select_tokens
+from recollect.functional.recall import new_call, with_initial_state
 from recollect.parallel.exchange import Exchange
 from recollect.parallel.link import Group, rank_group
 from recollect.parallel.memorise import memorise_segment
@@ -27,7 +19,7 @@ from recollect.parallel.segment import Segment, local_pieces, segment_of
 from recollect.parallel.strategies import Strategy, strategy_for
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
-from recollect.state.state import State, initial_state, join_states
+from recollect.state.state import State, join_states
 from recollect.typing import Gates, Init, Params
 
 __all__ = ["consensus_values", "num_microbatches", "recall"]
@@ -118,44 +110,33 @@ def recall(
             "causal=False reads associations of later tokens, which is not supported over ranks: "
             "keep the sequence on one rank, or use causal=True"
         )
-    gates, params = as_mapping(gates, "gates"), as_mapping(params, "params")
-    refuse_transforms(itertools.chain((q, k, v), gates.values(), params.values()))
-    check_tensors(recipe, q, k, v)
     chosen = strategy_for(recipe, strategy)
     link = rank_group(group)
-    exchange = Exchange(link, q, k, v, *gates.values(), shared=tuple(params.values()))
-    call = Problem(
-        bound=bind(
-            recipe,
-            H=k.shape[2],
-            K=k.shape[-1],
-            V=v.shape[-1],
-            engine=engine,
-            precision=precision,
-        ),
-        q=q,
-        k=k,
-        v=v,
-        gates=gates,
-        params=params,
+    call = new_call(
+        *(recipe, q, k, v, gates, params, engine, precision),
         initial_memory=initial_memory,
-        state=cast(State, state),
+        state=state,
         attention_mask=attention_mask,
         chunk_size=chunk_size,
     )
+    exchange = Exchange(link, q, k, v, *call.gates.values(), shared=tuple(call.params.values()))
     count = num_microbatches(microbatches, link.ranks)
     if cu_seqlens is not None:
         if k.shape[0] != 1 or attention_mask is not None:
             raise ValueError(
                 "cu_seqlens packs documents in one sequence without padding: B must be 1"
             )
-        tokens = tuple(row[0] for row in exchange.numbers(k.shape[1]))
+        tokens = tuple(size for (size,) in link.numbers((k.shape[1],), k.device))
         borders, documents = local_pieces(cu_seqlens, tokens, link.rank)
-        initial = _initial_document_states(call, cu_seqlens.shape[0] - 1)
-        indices = torch.tensor(documents, device=k.device)
-        call = dataclasses.replace(
-            call, cu_seqlens=borders, initial_memory=None, state=initial.select(indices)
-        )
+        num_documents = cu_seqlens.shape[0] - 1
+        if state is None:
+            call = with_initial_state(call, rows=num_documents)
+        elif state.rows != num_documents:
+            raise ValueError(
+                f"the state has {state.rows} rows, and this call has {num_documents} documents"
+            )
+        initial = call.state.select(torch.tensor(documents, device=k.device))
+        call = dataclasses.replace(call, cu_seqlens=borders, state=initial)
     check_call(call)
     batch = None
     if attention_mask is not None:
@@ -172,60 +153,22 @@ def recall(
 
 
 def num_microbatches(pieces: int | None, ranks: int) -> int:
-    """Return the maximum number of microbatches of the sequential strategy.
-
-    Args:
-        pieces: requested number, or ``None`` for the default.
-        ranks: number of ranks R.
-
-    Raises:
-        ValueError: a number below 1.
-    """
+    """Return the maximum number of microbatches of the sequential strategy, as requested or not."""
     if pieces is None:
         return max(1, 4 * (ranks - 1))
-    if not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1:
-        raise ValueError(f"microbatches must be a whole number of at least 1, not {pieces!r}")
-    return pieces
+    return validate("microbatches", int_check(1), pieces)
 
 
 def consensus_values(
     recipe: Recipe, strategy: Strategy, pieces: int, sizes: tuple[int, ...]
 ) -> tuple[tuple[str, int], ...]:
-    """Return the values that must be equal on all ranks, by name, as integers.
-
-    Args:
-        recipe: the regression problem.
-        strategy: strategy of the recipe.
-        pieces: maximum number of microbatches.
-        sizes: number of memories, and sizes of keys and values.
-    """
+    """Return the values that must be equal on all ranks, by name; ``sizes`` are H, K and V."""
     names = ("the number of memories", "the size of keys", "the size of values")
     return (
         ("the recipe (its checksum)", zlib.crc32(recipe.normal_form.encode())),
         ("the strategy", zlib.crc32(strategy.name.encode())),
         ("pieces", pieces),
         *zip(names, sizes, strict=True),
-    )
-
-
-def _initial_document_states(call: Problem, documents: int) -> State:
-    """Return the state before each document of the full sequence."""
-    if call.state is not None:
-        if call.state.rows != documents:
-            raise ValueError(
-                f"the state has {call.state.rows} rows, and this call has {documents} documents"
-            )
-        if call.initial_memory is not None:
-            raise ValueError(
-                "initial_memory and state exclude each other: a state contains its memory"
-            )
-        return call.state
-    return initial_state(
-        call.bound,
-        B=documents,
-        dtype=state_dtype(call.q, call.k, call.v),
-        device=call.k.device,
-        init=call.initial_memory,
     )
 
 

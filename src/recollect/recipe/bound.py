@@ -144,7 +144,7 @@ def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> B
     read, recipe_id = recipe.memory.read, recipe.normal_form
     if read.normalize == "floor" and recipe.retention.decay is None:
         recipe = recipe.replace(retention=Decay(alpha=1.0))  # a running scale acts on a decay
-    axes, statics, logs = recipe.axes(K, V), recipe.statics(), recipe.logs()
+    axes = recipe.axes(K, V)
     gates: dict[str, SizedQuantity] = {}
     for gate in recipe.gates():
         n = (recipe.associations_per_token,) if recipe.per_association(gate) else ()
@@ -171,9 +171,9 @@ def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> B
         },
         constants=recipe.constants(),
         learned_rates=tuple(
-            (name, f"log_{name}" if name in logs else name, name in logs)
-            for name in params
-            if name in statics
+            (param.name, f"log_{param.name}" if param.is_log else param.name, param.is_log)
+            for param in recipe.params()
+            if param.name in recipe.statics
         ),
         num_features=axes["F"],
         weight_shapes=weights,

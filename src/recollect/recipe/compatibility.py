@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from recollect.choices.features.finite import Identity
 from recollect.choices.member import Member, RecipeError
 from recollect.choices.memory.base import Read, Stack
-from recollect.fields import LARGEST, as_int
-from recollect.messages import short_repr
-from recollect.typing import is_size
+from recollect.fields import int_check, validate
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -30,28 +30,24 @@ NAME_OWNERS = {
 """Choice and role of the quantities that engines read by a fixed name."""
 
 
-def check_size(name: str, size: object) -> int:
-    """Return a valid number of heads or channels.
+def check_size(name: str, size: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
+    """Return a valid number of heads, channels or pairs.
 
     Args:
         name: name of the size in messages.
         size: value of the caller.
+        at_least: the minimum.
+        at_most: the maximum; by default the largest size of a tensor.
 
     Raises:
-        RecipeError: the value is not an integer from 1 to the largest size of a tensor.
+        RecipeError: the value is not an integer between these.
     """
-    number = as_int(size)
-    if number is None:
-        if not is_size(size):
-            raise RecipeError(f"{name} must be a whole number >= 1, not {short_repr(size)}")
-        return size  # type: ignore[return-value]  # a symbolic size in a compiled graph
-    if number < 1:
-        raise RecipeError(f"{name} must be a whole number >= 1, not {short_repr(size)}")
-    if number > LARGEST:
-        raise RecipeError(
-            f"{name} must be a whole number of at most 64 bits, not {short_repr(size)}"
-        )
-    return number
+    if isinstance(size, torch.SymInt):  # in a compiled graph
+        return size  # type: ignore[return-value]
+    try:
+        return validate(name, int_check(at_least, at_most), size)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def member_conflicts(recipe: Recipe) -> Iterator[str]:
@@ -62,13 +58,13 @@ def member_conflicts(recipe: Recipe) -> Iterator[str]:
         return
     if not recipe.features.finite:
         yield from _kernel_rows_conflicts(recipe)
-    changes = retention.decay is not None or retention.has_link or not retention.is_additive
+    changes = retention.decay is not None or not retention.is_plain
     if recipe.context.horizon is None and changes:
         yield (
             f"{recipe.context.title} solves from the origin at every token, so {retention.title} "
             "would have no effect: use retention.Keep() and Prefix(decay=...)"
         )
-    if recipe.bias.probe is not None and (retention.has_link or not retention.is_additive):
+    if recipe.bias.probe is not None and not retention.is_plain:
         yield (
             f"bias.Probe erases from the state itself, and {retention.title} puts a link between "
             "state and weights: use retention.Keep() or Decay()"
@@ -99,11 +95,7 @@ def _kernel_rows_conflicts(recipe: Recipe) -> Iterator[str]:
     if algorithm.solves:
         yield from _gram_conflicts(recipe)
     decay = retention.decay
-    if (
-        retention.has_link
-        or not retention.is_additive
-        or (decay is not None and decay.per != "head")
-    ):
+    if not retention.is_plain or (decay is not None and decay.per != "head"):
         yield (
             f"{subject}, and {retention.title} acts on single channels or entries: use "
             "retention.Keep() or Decay(per='head')"
@@ -152,7 +144,7 @@ def _nonparametric_conflicts(recipe: Recipe) -> Iterator[str]:
             "bias.DotProduct()"
         )
     retention = recipe.retention
-    if retention.decay is not None or retention.has_link or not retention.is_additive:
+    if retention.decay is not None or not retention.is_plain:
         yield (
             f"{memory} has no state to decay, and {retention.title} changes one: use "
             "retention.Keep()"

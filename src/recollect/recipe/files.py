@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from recollect.choices.member import RecipeError
-from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.toml_text import MAX_BYTES, read_toml
 from recollect.report.files import read_regular
+from recollect.serialization import read_json
 
 __all__ = ["load_recipe", "read_data"]
 

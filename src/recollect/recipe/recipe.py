@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,17 +21,17 @@ from recollect.choices.context.base import Context
 from recollect.choices.context.windows import Online
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
-from recollect.choices.member import Member, RecipeError, decode, recursion_error_as
+from recollect.choices.member import Member, RecipeError, decode
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.overrides import check_weight_shapes
 from recollect.choices.retention.base import Keep, Retention
-from recollect.fields import LARGEST, Gate, Param, as_int
+from recollect.fields import Gate, Param
 from recollect.messages import short_repr, suggest_arguments
 from recollect.recipe.canonical import canonical, normal_form
 from recollect.recipe.compatibility import check_size, member_conflicts, name_conflicts
-from recollect.recipe.json_text import read_json
 from recollect.report.notebook import equations_of, facts
+from recollect.serialization import fields_to_data, limited_nesting, read_fields, read_json
 
 __all__ = ["SCHEMA", "Recipe", "RecipeError"]
 
@@ -154,10 +154,6 @@ class Recipe:
         """Return the constants by engine-side name (decays as logs)."""
         return dict(self._constants)
 
-    def logs(self) -> frozenset[str]:
-        """Return the params that engines receive as logarithms."""
-        return self._logs
-
     @cached_property
     def _constants(self) -> dict[str, float]:
         constants = self._default_constants()
@@ -200,15 +196,8 @@ class Recipe:
         return frozenset().union(*(part.log_decays for part in self.members()))
 
     @cached_property
-    def _logs(self) -> frozenset[str]:
-        return frozenset().union(*(part.logs() for part in self.members()))
-
     def statics(self) -> frozenset[str]:
-        """Return the params that are quantities, in contrast to those of feature maps and norms."""
-        return self._statics
-
-    @cached_property
-    def _statics(self) -> frozenset[str]:
+        """Params that are quantities, in contrast to those of feature maps and norms."""
         return frozenset().union(*(part.static_quantities() for part in self.members()))
 
     @cached_property
@@ -359,11 +348,7 @@ class Recipe:
             RecipeError: ``pairs`` is not an integer ≥ 0, a size is not an integer ≥ 1, or the
                 memory needs K = V.
         """
-        count = as_int(pairs)
-        if count is None or not 0 <= count <= LARGEST:
-            raise RecipeError(
-                f"pairs must be a whole number >= 0 of at most 64 bits, not {short_repr(pairs)}"
-            )
+        count = check_size("pairs", pairs, at_least=0)
         widths = (K, *self.row_widths(V)) if self.uses_kernel_rows else ()
         return (*((count, width) for width in widths), *self.shapes(K, V))
 
@@ -394,31 +379,26 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data with all defaults and a ``schema`` number."""
-        return {"schema": SCHEMA, **{name: getattr(self, name).to_dict() for name in CHOICES}}
+        return {"schema": SCHEMA, **fields_to_data(self)}
 
     @classmethod
+    @limited_nesting()
     def from_dict(cls, data: Any) -> Recipe:
         """Rebuild a recipe; missing choices have their defaults.
 
         Raises:
             RecipeError: another schema, an unknown choice or field, or an unregistered member.
         """
-        if not isinstance(data, dict):
-            raise RecipeError(f"a recipe is a mapping of choices, not {type(data).__name__}")
-        schema: Any = data.get("schema", SCHEMA)
+        # Choices of another schema have other names.
+        schema: Any = data.get("schema", SCHEMA) if isinstance(data, Mapping) else SCHEMA
         if schema != SCHEMA or type(schema) is not int:  # True == 1
             raise RecipeError(
                 f"this recipe has schema {short_repr(schema)} and this version of recollect reads "
                 f"schema {SCHEMA}: rename its fields as CHANGELOG.md lists, or install the version "
                 "that wrote it"
             )
-        unknown = sorted(set(data) - {"schema", *CHOICES}, key=str)
-        if unknown:
-            raise RecipeError(
-                f"a recipe has no choice {short_repr(unknown[0])}; it has {', '.join(CHOICES)}"
-            )
-        with recursion_error_as("members of a recipe"):
-            return cls(**{name: decode(data[name], name) for name in CHOICES if name in data})
+        choices = read_fields(cls, data, tag="schema", kind="choice")
+        return cls(**{name: decode(member, name) for name, member in choices.items()})
 
     def to_json(self, indent: int | None = None) -> str:
         """Return `to_dict` as JSON text."""

@@ -6,6 +6,8 @@ import re
 import tomllib
 from typing import Any
 
+from recollect.serialization import limited_nesting
+
 __all__ = ["MAX_BYTES", "read_toml"]
 
 MAX_BYTES = 2**20
@@ -27,6 +29,7 @@ _STRING_OR_COMMENT = re.compile(
 _LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MAX_KEY_PARTS}}}")
 
 
+@limited_nesting()
 def read_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
@@ -38,7 +41,4 @@ def read_toml(text: str) -> dict[str, Any]:
     """
     if _LONG_KEY.search(_STRING_OR_COMMENT.sub("x", text)):
         raise ValueError(f"a key has more than {MAX_KEY_PARTS} dotted parts")
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
+    return tomllib.loads(text)

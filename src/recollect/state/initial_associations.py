@@ -48,7 +48,7 @@ def initial_associations(
     by_token = [x.transpose(0, 1).expand(B, *x.transpose(0, 1).shape) for x in tensors]
     rates = dict(zip(names[2:], by_token[2:], strict=True))
     initial = {**recipe.constants(), **{gate.name: gate.init for gate in recipe.gates()}}
-    statics = recipe.statics()
+    statics = recipe.statics
     for param in recipe.params():
         if param.name in statics:
             log = param.is_log

@@ -73,8 +73,7 @@ def _affine(recipe: Recipe) -> bool:
         and recipe.bias.probe is None
         and recipe.context.horizon == 1
         and recipe.retention.decay is None
-        and not recipe.retention.has_link
-        and recipe.retention.is_additive
+        and recipe.retention.is_plain
         and not recipe.algorithm.slots
         and recipe.algorithm.batch_size == 1
         and recipe.associations_per_token == 1

@@ -330,8 +330,7 @@ def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None]
         and recipe.bias.probe is None
         and recipe.context.horizon == 1
         and recipe.retention.decay is None
-        and not recipe.retention.has_link
-        and recipe.retention.is_additive
+        and recipe.retention.is_plain
         and not recipe.algorithm.slots
         and not recipe.algorithm.rate_depends_on_key
     )

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recollect.lm.planning.live_memory import LiveMemory
-from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
+from recollect.serialization import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, rate_quantity
-from recollect.choices.autograd import CustomFunction
+from recollect.choices.autograd import gram
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.matmul_precision import effective_eps
 from recollect.choices.member import RecipeError, member
@@ -64,14 +64,14 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
         unit = torch.where(unit == 0, 1.0, unit)
         X = X / unit
         # ‖X‖² is the trace of the Gram matrix, which saves an intermediate of the size of X.
-        G = _gram(X)
+        G = gram(X)
         norm = safe_sqrt(G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
         # Only zeros have a norm below 1. The minimum keeps their derivative finite in float16.
         min_norm = torch.finfo(S.dtype).max ** (-1 / 3)
         scale = 1 / (norm + 1e-7 / unit).clamp_min(min_norm)
         X = torch.bmm(_fused_iterations(G * scale * scale, min(steps, max_fused)) * scale, X)
         for done in range(max_fused, steps, max_fused):
-            X = torch.bmm(_fused_iterations(_gram(X), min(steps - done, max_fused)), X)
+            X = torch.bmm(_fused_iterations(gram(X), min(steps - done, max_fused)), X)
     X = X.view_as(wide)
     return X.mT if tall else X
 
@@ -81,37 +81,6 @@ def _max_abs(X: Tensor) -> Tensor:
     if X.device.type == "cpu":  # eight times faster than the norm
         return torch.maximum(X.amax((-2, -1), True), X.amin((-2, -1), True).neg())
     return torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1), keepdim=True)
-
-
-class _Gram(CustomFunction):
-    """XXᵀ of ``X [n, s, l]``, with the gradient (Ḡ + Ḡᵀ) X: one product instead of two."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(X: Tensor) -> Tensor:
-        return torch.bmm(X, X.mT)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (X,), (g,) = ctx.saved_tensors, grads
-        return torch.bmm(g + g.mT, X)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        (X,), (dX,) = ctx.saved_tensors, tangents
-        half = torch.bmm(dX, X.mT)
-        return half + half.mT
-
-
-def _gram(X: Tensor) -> Tensor:
-    """Return XXᵀ ``[n, s, s]``, without `_Gram` in compiled graphs, which do not support jvp."""
-    return torch.bmm(X, X.mT) if torch.compiler.is_compiling() else cast(Tensor, _Gram.apply(X))
 
 
 def _fusable_iterations(S: Tensor) -> int:
@@ -207,9 +176,7 @@ class Muon(Descent):
                 "lr_position='inside': use lr_position='outside'"
             )
 
-    @property
-    def uses_normalized_steps(self) -> bool:  # type: ignore[override]
-        return False
+    uses_normalized_steps = False  # type: ignore[assignment]
 
     @property
     def uses_line_search(self) -> bool:  # type: ignore[override]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect.choices.autograd import CustomFunction
+from recollect.choices.autograd import CustomFunction, gram
 
 if TYPE_CHECKING:
     from recollect.choices.algorithm.base import Algorithm
@@ -126,27 +126,13 @@ def overlap_discount(keys: Tensor, n: int) -> Tensor:
         keys: keys of the tokens in order, ``[..., b, K]``.
         n: number of tokens that divide the stability limit, ≥ 1.
     """
-    G: Tensor = _Gram.apply(keys)
+    G = gram(keys)
     # Added to squared norms, so that keys of zeros have finite second derivatives.
     tiny = torch.finfo(keys.dtype).tiny ** (1 / 3)
     scale = (G.diagonal(dim1=-2, dim2=-1) * n + tiny).rsqrt()
     overlap = (G * scale.unsqueeze(-1) * scale.unsqueeze(-2)).abs()
     u: Tensor = _OverlapRecursion.apply(overlap)
     return u.clamp_min(0)
-
-
-class _Gram(CustomFunction):
-    """Gram matrix of ``keys [..., b, K]``, ``[..., b, b]``."""
-
-    @staticmethod
-    def forward(ctx: Any, keys: Tensor) -> Tensor:
-        ctx.save_for_backward(keys)
-        return keys @ keys.mT
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (keys,), (g,) = ctx.saved_tensors, grads
-        return (g + g.mT) @ keys
 
 
 class _OverlapRecursion(CustomFunction):

@@ -56,9 +56,7 @@ class L2(Bias):
 class _MinimumAtValue(Bias):
     """Loss with its minimum at the value."""
 
-    @property
-    def target(self) -> float:
-        return 1.0
+    target = 1.0  # type: ignore[assignment]
 
 
 @member
@@ -235,9 +233,7 @@ class ValueRobust(_MinimumAtValue):
         # At e = 0 the gradient of the norm is 0, and so is its derivative.
         return e + gates["value_radius"] * e / size.masked_fill(size == 0, torch.inf)
 
-    @property
-    def name(self) -> str:
-        return "robust"
+    name = "robust"  # type: ignore[assignment]
 
     def term(self, prediction: str, value: str) -> Terms:
         e = f"‖{prediction} − {value}‖"

@@ -20,13 +20,9 @@ class _Restriction(Context):
 
     is_restriction = True
 
-    @property
-    def horizon(self) -> None:
-        return None
+    horizon = None  # type: ignore[assignment]
 
-    @property
-    def factor(self) -> str:
-        return "g_i^(t)"
+    factor = "g_i^(t)"  # type: ignore[assignment]
 
 
 @member

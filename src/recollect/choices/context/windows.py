@@ -91,6 +91,4 @@ class Prefix(Context):
 
     is_restriction = True
 
-    @property
-    def horizon(self) -> None:
-        return None
+    horizon = None  # type: ignore[assignment]

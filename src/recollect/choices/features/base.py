@@ -184,9 +184,7 @@ class Kernel(Features):
 
     smooth: bool = True
 
-    @property
-    def finite(self) -> bool:
-        return False
+    finite = False  # type: ignore[assignment]
 
     def dim(self, K: int) -> int:
         raise ValueError(f"{self.title} has infinitely many features")

@@ -127,9 +127,7 @@ class ReluKernel(Kernel):
         tensor([[2., 0.]])
     """
 
-    @property
-    def nonnegative(self) -> bool:
-        return True
+    nonnegative = True  # type: ignore[assignment]
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
         return functional.relu(q @ k.mT)

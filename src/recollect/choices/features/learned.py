@@ -150,9 +150,7 @@ class LearnedRelu(Features):
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         return functional.relu(affine_map(x, params["feature_map"], params["feature_shift"]))
 
-    @property
-    def text(self) -> str:
-        return "relu(Wx + b), learned"
+    text = "relu(Wx + b), learned"  # type: ignore[assignment]
 
 
 @member
@@ -194,9 +192,7 @@ class Quadratic(Features):
         x = functional.layer_norm(x, (K,), eps=1e-5)
         return quadratic(K**-0.25 * (scale * x + shift))
 
-    @property
-    def text(self) -> str:
-        return "φ(q)·φ(k) = (q'·k')²/K, x' = γ norm(x) + β, learned"
+    text = "φ(q)·φ(k) = (q'·k')²/K, x' = γ norm(x) + β, learned"  # type: ignore[assignment]
 
 
 @member

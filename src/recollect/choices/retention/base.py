@@ -150,12 +150,15 @@ class Retention(Member):
         return type(self).advance is Retention.advance
 
     @property
-    def links_after_first_token(self) -> bool:
-        """Whether W_1 = link(A_1) replaces W° for tokens 2..b of a batch (MIRAS 30).
+    def is_plain(self) -> bool:
+        """Whether W_t = A_t = α A_{t−1} + step, without a link."""
+        return not self.has_link and self.is_additive
 
-        It applies to ``link_every="batch"``.
-        """
-        return False
+    links_after_first_token: bool = False
+    """Whether W_1 = link(A_1) replaces W° for tokens 2..b of a batch (MIRAS 30).
+
+    It applies to ``link_every="batch"``.
+    """
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -168,7 +171,6 @@ class Retention(Member):
                 f"the state itself, and {self.title} puts a link between them: use "
                 "retention.Keep() or Decay()"
             )
-        uses_quantities = self.has_link or not self.is_additive
         for name, axes in quantities.items():
             if name == "log_decay":
                 yield (
@@ -180,7 +182,7 @@ class Retention(Member):
                     f"{self.title} declares the quantity {name!r} with axes {axes}, and link and "
                     "advance receive one value per head: drop the axes"
                 )
-            elif not uses_quantities:
+            elif self.is_plain:
                 yield (
                     f"{self.title} declares the quantity {name!r} and overrides neither link nor "
                     "advance, which receive it: override one of them"
@@ -249,9 +251,6 @@ _AXES = {
     "key_value": ("F",),
     "entry": ("V", "F"),
 }
-
-
-DECAY_SCALE_PARAM = "decay_scale"
 
 
 DEFAULT_LOG_DECAY = math.log(0.98)
@@ -370,7 +369,7 @@ class Decay(Retention):
         params = super().params()
         if self.is_input_scaled:
             scale = Param(
-                name=DECAY_SCALE_PARAM,
+                name="decay_scale",
                 owner=self.title,
                 axes=_AXES[self.per],
                 range=Range(low=0.0),
@@ -384,8 +383,7 @@ class Decay(Retention):
         return (param, dataclasses.replace(param, name="decay_value", axes=("V",)))
 
     def static_quantities(self) -> frozenset[str]:
-        scale = frozenset({DECAY_SCALE_PARAM}) if self.is_input_scaled else frozenset[str]()
-        return super().static_quantities() | self.logs() | scale
+        return frozenset(param.name for param in self.params())
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)

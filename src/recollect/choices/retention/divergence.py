@@ -97,9 +97,7 @@ class FDivergence(Retention):
         )
         return weighted(W, g, step - zeta)
 
-    @property
-    def has_link(self) -> bool:
-        return True
+    has_link = True  # type: ignore[assignment]
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)

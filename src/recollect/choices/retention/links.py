@@ -198,9 +198,7 @@ class Simplex(Retention):
             means = ((h @ W.mT) * delta).sum(-1).square()
         return total - VARIANCE_SHRINKAGE / self.scale * means
 
-    @property
-    def links_after_first_token(self) -> bool:
-        return True
+    links_after_first_token = True
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -254,9 +252,7 @@ class ElasticNet(Retention):
         # The state of the proximal form is W itself, with the threshold applied.
         return _soft_threshold(updated, gates["tau"], self.smooth)
 
-    @property
-    def link_lipschitz(self) -> float:
-        return 1.0
+    link_lipschitz = 1.0  # type: ignore[assignment]
 
     @property
     def has_link(self) -> bool:
@@ -364,9 +360,7 @@ class Ball(Retention):
         outside = size > radius
         return torch.where(outside, A * radius / torch.where(outside, size, 1.0), A)
 
-    @property
-    def link_lipschitz(self) -> float:
-        return 1.0
+    link_lipschitz = 1.0  # type: ignore[assignment]
 
     def link_text(self) -> str:
         return f"A_t · min(1, {format_number(self.symbol('radius'))}/‖A_t‖)"

@@ -52,7 +52,7 @@ def refuses(recipe: Recipe) -> list[str]:
         reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
     if recipe.context.horizon is None:
         reasons.append(f"{recipe.context.title} sees all of the past at once")
-    if retention.has_link or not retention.is_additive:
+    if not retention.is_plain:
         reasons.append(f"{retention.title} puts a link between the state and the weights")
     if algorithm.recursion is None:
         reasons.append(f"the step of {algorithm.title} is not linear in the gradients")

@@ -9,9 +9,9 @@ from typing import Any
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.results import ModelRun, Sizes
 from recollect.experiments.comparison.training import Schedule
-from recollect.recipe.json_text import read_json
 from recollect.report.environment import Environment
 from recollect.report.files import LARGEST, check_regular
+from recollect.serialization import read_json
 
 __all__ = ["load_comparison"]
 

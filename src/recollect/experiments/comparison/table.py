@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.blocks.files import read_mixer
+from recollect.blocks.compositions import read_mixer
 from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.experiments.comparison.compare import SHARED, Named, compare, named, named_alike
 from recollect.experiments.comparison.comparison import Comparison
@@ -25,12 +25,12 @@ from recollect.experiments.comparison.results import ModelRun, Nobody, Sizes, Wa
 from recollect.experiments.comparison.tasks import MEASURED, read_corpus
 from recollect.layer.options import LayerOptions
 from recollect.messages import argument_name
-from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 from recollect.report.devices import find_device
 from recollect.report.files import read_regular, rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
+from recollect.serialization import read_json
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.zoo.preset import hybrids, names
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.messages import argument_name
-from recollect.recipe.json_text import read_json
+from recollect.serialization import read_json
 
 __all__ = ["BadLines", "HubDocuments", "Source", "find_files"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from recollect.lm.evaluation.local_tasks import local_tasks, local_version
 from recollect.lm.evaluation.results import SCHEMA, TaskResult
-from recollect.recipe.json_text import read_json
 from recollect.report.files import read_regular, write_atomic
+from recollect.serialization import read_json
 
 __all__ = ["earlier_groups", "finished", "keep"]
 

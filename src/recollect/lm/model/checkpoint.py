@@ -14,8 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from recollect.recipe.json_text import read_json
 from recollect.report.files import LARGEST, check_regular, read_regular
+from recollect.serialization import read_json
 
 __all__ = [
     "CheckpointError",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from recollect.blocks.files import read_mixer
+from recollect.blocks.compositions import read_mixer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.choices.member import RecipeError
 from recollect.choices.products import PRECISIONS

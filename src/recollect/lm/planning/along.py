@@ -6,6 +6,7 @@ tensors without numbers an exchange has only to give back the right shapes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,56 +17,47 @@ from torch import Tensor, nn
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.link import Link
 from recollect.parallel.models import sequence_layers
 from recollect.parallel.strategies import strategy_for
 
 __all__ = ["PaperRanks", "lay_along"]
 
 
-class PaperRanks:
-    """One rank of a sequence; the others are as long, and what they say has no numbers.
+class PaperRanks(Link):
+    """One rank of a sequence without processes: the others have as many tokens.
+
+    Received tensors have the right shapes and no values. One message is in transit at a time.
 
     Args:
-        rank: this one. ranks: R.
+        rank: this one.
+        ranks: R.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        self._sent: Tensor | None = None  # the last message, which is under way
-
-    @property
-    def last(self) -> bool:
-        """Whether this rank holds the end of the sequence."""
-        return self.rank == self.ranks - 1
+        super().__init__(rank, ranks, lambda: None)
 
     def numbers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """This rank's, of everybody."""
         return [list(values)] * self.ranks
 
     def gather(self, x: Tensor) -> Tensor:
-        """R tensors and all of them in one, as in a `Link`."""
         x = x.contiguous()
         return torch.stack([torch.empty_like(x) for _ in range(self.ranks)])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """One of R tensors."""
-        x = x.contiguous()
-        return torch.empty_like(x[0])
+        return torch.empty_like(x.contiguous()[0])
 
     def send_meta(self, state: Any, to: int, device: torch.device) -> None:
-        """A kilobyte, which is not counted."""
+        pass  # about a kilobyte, which is not counted
 
     def isend(self, x: Tensor, to: int) -> None:
-        """Hold it until the next message."""
-        self._sent = x
+        self.pending = deque([(None, x)])
 
     def recv(self, x: Tensor, of: int) -> Tensor:
-        """As it is."""
         return x
 
     def flush(self) -> None:
-        """Nothing is under way any more."""
-        self._sent = None
+        self.pending.clear()
 
 
 def lay_along(block: nn.Module, ranks: int) -> None:

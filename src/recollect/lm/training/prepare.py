@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from recollect.blocks.compositions import LIST_FIELDS
-from recollect.blocks.files import KINDS, read_mixer
+from recollect.blocks.compositions import KINDS, LIST_FIELDS, read_mixer
 from recollect.blocks.mixers import Mixer, as_mixer
 from recollect.layer.options import LayerOptions
 from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
