@@ -5,7 +5,10 @@ Without a GPU the kernels run in Triton's interpreter (`tests.gpu.recurrence`).
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +18,16 @@ from tests.gpu.printed import interprets, printed
 from tests.gpu.recurrence_cases import CASES, MUTANTS
 from tests.gpu.row_cases import apart, bound, drawn, solved, told
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import recollect as rc
 from recollect.engines.deep import recurrence
+from recollect.engines.deep.chain import engine
+from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.ends.ending import Ending
-from recollect.engines.deep.recurrence import launch
+from recollect.engines.deep.chain.rows import trial as rows_trial
+from recollect.engines.deep.chain.trace import ChainSpec
+from recollect.engines.deep.recurrence import launch, trial
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 needs_triton = pytest.mark.skipif(not interprets(), reason="no triton >= 3.6 to run kernels with")
@@ -105,6 +113,105 @@ def test_structure_and_sizes_select(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not selected(R=18) and not selected(Q=48) and not selected(R=64) and not selected(N=1)
     assert not selected((32, 8)) and not selected((512, 256)) and not selected((16, 32))
     assert not selected(dtype=torch.float64) and not selected(dtype=torch.bfloat16)
+
+
+# -- the trial -------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The trial without earlier results, with operations of PyTorch in place of the kernels."""
+    for module in (trial, rows_trial):
+        monkeypatch.setattr(module, "_RESULTS", {})
+    spec = ChainSpec(
+        curve=CURVES["gelu"],
+        ending=Ending(memory=rc.memory.MLP(), bias=rc.bias.L2(), heads=1, target=1.0),
+        gates=(),
+        params=(),
+        tall=(True, False),
+        families=((0,), (1,)),
+        keep=True,
+        walker=object(),
+    )
+
+    def call(run: trial.Run = without_kernels, device: torch.device = CPU) -> bool:
+        return trial.agrees(run, spec, (16, 16, 16, 32, 2), device)
+
+    return call
+
+
+def without_kernels(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    tensors = [x for x in inputs if x is not None]
+    assert {(x.dtype, x.device) for x in tensors} == {(torch.float32, CPU)}
+    return engine._run_flat(replace(spec, walker=None, rows=None), inputs)
+
+
+def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
+    def nan_in_the_last(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        *first, last = without_kernels(spec, inputs)
+        return *first, last * float("nan") if spec.walker is not None else last
+
+    with pytest.warns(UserWarning, match="differ by nan"):
+        assert not agrees(nan_in_the_last)
+
+
+def test_a_trial_does_not_depend_on_defaults(agrees: Any) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert agrees()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _chain(spec: ChainSpec, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return engine._tried(replace(spec, rows=None), inputs)
+
+
+@pytest.mark.parametrize("kind", ["recurrence", "rows"])
+def test_a_trial_inside_a_checkpoint(kind: str, agrees: Any) -> None:
+    """The checkpoint runs its function again for its own gradient, not for those of the trial."""
+    x, calls, results = torch.linspace(-1.0, 1.0, 5).requires_grad_(), list[int](), list[bool]()
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(1)
+        results.append(
+            agrees() if kind == "recurrence" else rows_trial.agree(_chain, lambda *_: None, CPU)
+        )
+        return x.sin().exp()
+
+    (gradient,) = torch.autograd.grad(checkpoint(function, x, use_reentrant=False).sum(), x)
+    assert torch.allclose(gradient, (x.cos() * x.sin().exp()).detach())
+    assert len(calls) == 2 and results == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["recurrence", "rows"])
+def test_no_trial_while_a_graph_is_captured(
+    kind: str, agrees: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, trials, results = torch.device("cuda", 0), list[int](), list[bool]()
+    monkeypatch.setattr(trial, "_difference", lambda *_: trials.append(1))
+    monkeypatch.setattr(rows_trial, "_try", lambda *_: not trials.append(1))
+    for captures in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)  # noqa: B023
+        if kind == "recurrence":
+            results.append(agrees(device=device))
+        else:
+            results.append(rows_trial.agree(_chain, launch.launch, device))
+    assert results == [False, True, True] and len(trials) == 1
+
+
+def test_a_trial_without_memory_is_repeated(agrees: Any) -> None:
+    def exhausted(*_: Any) -> tuple[Tensor, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        agrees(exhausted)
+    assert agrees()
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from recollect.engines.deep.chain.rows.trial import captures_graph, isolated, largest
 from recollect.engines.deep.chain.trace import ChainSpec
 from recollect.engines.deep.recurrence.runner import dot_precision
 
@@ -27,7 +28,8 @@ def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device
     """Whether a small call gives the same outputs, and the same gradients if ``spec.keep``.
 
     The call has the structure and sizes of the caller's, so that its kernels are those of the
-    trial. Results are kept for the process.
+    trial. Results are kept for the process. While a CUDA graph is captured, the host cannot wait:
+    kernels without a result are then refused, and a later call tries them.
 
     Args:
         run: of the engine.
@@ -39,6 +41,8 @@ def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device
     structure = (ending.layer_norm, ending.residual, ending.bias.affine, spec.normalised)
     key = (spec.curve.name, spec.keep, *structure, *sizes, precision, device)
     if key not in _RESULTS:
+        if captures_graph(device):
+            return False
         reason = _difference(run, spec, sizes, device, BOUNDS[precision])
         _RESULTS[key] = reason is None
         if reason is not None:
@@ -50,8 +54,8 @@ def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device
     return _RESULTS[key]
 
 
-def _distance(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm() / y.norm().clamp_min(1e-30))
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).norm() / y.norm().clamp_min(1e-30)
 
 
 def _difference(
@@ -63,10 +67,10 @@ def _difference(
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 0.5) -> Tensor:
-        x = scale * torch.randn(shape, generator=generator)
-        return x.to(device).requires_grad_(spec.keep)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return (scale * x).to(device).requires_grad_(spec.keep)
 
-    with torch.inference_mode(False), torch.set_grad_enabled(spec.keep):
+    with isolated(spec.keep):
         T = draw(N, P, J, J)
         nearest = draw(N, P, R, D) if spec.ending.layer_norm and spec.normalised else None
         tokens = [draw(N, P, R, D, scale=D**-0.5), draw(N, P, R, D), draw(N, P, R, D)]
@@ -84,7 +88,9 @@ def _difference(
 
         try:
             pairs = zip(results(spec), results(replace(spec, walker=None)), strict=True)
-            error = max(_distance(x.detach(), y.detach()) for x, y in pairs)
+            error = largest([_distance(x, y) for x, y in pairs])
+        except torch.OutOfMemoryError:  # of the caller, whose call needs more memory
+            raise
         except Exception as problem:  # of Triton, its compiler or the driver
             return f"do not run ({problem!r})"
     # The comparison is False for NaN too.
