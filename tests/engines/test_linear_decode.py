@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recollect as rc
 from recollect.choices.algorithm.descent import GradientDescent, Implicit
@@ -240,3 +241,22 @@ def test_one_query_on_a_gpu_leaves_out_cudnn(monkeypatch: pytest.MonkeyPatch) ->
         for queries in (1, 3):
             softmax.sdpa(torch.empty(1, 2, queries, 8, device="cuda"), keys, keys, scale=1.0)
     assert enabled == [False, True]
+
+
+@pytest.mark.parametrize("chosen", [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION])
+def test_one_query_on_a_gpu_keeps_the_kernels_of_the_caller(
+    chosen: SDPBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled: list[tuple[bool, bool]] = []
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        switches = torch.backends.cuda
+        enabled.append((switches.math_sdp_enabled(), switches.cudnn_sdp_enabled()))
+        assert not switches.flash_sdp_enabled() and not switches.mem_efficient_sdp_enabled()
+        return torch.empty_like(args[0])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    with FakeTensorMode(), torch.no_grad(), sdpa_kernel(chosen):
+        x = torch.empty(1, 2, 1, 8, device="cuda")
+        softmax.sdpa(x, x, x, scale=1.0)
+    assert enabled == [(chosen == SDPBackend.MATH, chosen == SDPBackend.CUDNN_ATTENTION)]

@@ -61,7 +61,8 @@ def sdpa(
     # A branch, because sizes of a compiled call may be symbols, which the platform does not take.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     one_query = q.device.type == "cuda" and q.shape[2] == 1 and mask is None
-    with sdpa_kernel(_WITHOUT_CUDNN) if one_query else nullcontext():
+    kernels = _enabled_without_cudnn() if one_query else []
+    with sdpa_kernel(kernels) if kernels else nullcontext():
         return functional.scaled_dot_product_attention(
             q,
             k,
@@ -71,6 +72,19 @@ def sdpa(
             scale=scale,
             **grouped,
         )
+
+
+def _enabled_without_cudnn() -> list[SDPBackend]:
+    """Return the enabled kernels for one query; none if the caller has enabled only cuDNN's."""
+    if torch.compiler.is_compiling():  # a compiler does not trace the switches
+        return _WITHOUT_CUDNN
+    switches = torch.backends.cuda
+    enabled = (
+        switches.flash_sdp_enabled(),
+        switches.mem_efficient_sdp_enabled(),
+        switches.math_sdp_enabled(),
+    )
+    return [kernel for kernel, on in zip(_WITHOUT_CUDNN, enabled, strict=True) if on]
 
 
 def plain_scale(bound: BoundRecipe) -> float | None:
