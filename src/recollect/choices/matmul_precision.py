@@ -47,8 +47,6 @@ def effective_eps(dtype: torch.dtype) -> float:
 def matmul_precision(precision: str | None) -> AbstractContextManager[None]:
     """Set the precision of products inside the context; ``None`` has no effect.
 
-    Products in ``"bf16"`` have not been timed on a GPU yet.
-
     Args:
         precision: one of `recollect.choices.products.PRECISIONS`.
 
