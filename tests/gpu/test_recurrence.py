@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.gpu.printed import interprets, printed
 from tests.gpu.recurrence_cases import CASES, MUTANTS
 from tests.gpu.row_cases import apart, bound, drawn, solved, told
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import recollect as rc
 from recollect.engines.deep import recurrence
@@ -158,14 +159,14 @@ def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
 
 
 def test_a_trial_does_not_depend_on_defaults(agrees: Any) -> None:
-    before = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("error")
             assert agrees()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
 def _chain(spec: ChainSpec, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -187,6 +188,21 @@ def test_a_trial_inside_a_checkpoint(kind: str, agrees: Any) -> None:
     (gradient,) = torch.autograd.grad(checkpoint(function, x, use_reentrant=False).sum(), x)
     assert torch.allclose(gradient, (x.cos() * x.sin().exp()).detach())
     assert len(calls) == 2 and results == [True, True]
+
+
+def test_a_trial_inside_a_selective_checkpoint(agrees: Any) -> None:
+    """Results of the trial's products are not taken for those of the checkpointed function."""
+    x = torch.linspace(-1.0, 1.0, 8).view(1, 2, 4).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        assert agrees()
+        return torch.bmm(x.sin(), x.mT).exp()
+
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.bmm.default])
+    y = checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(torch.bmm(x.sin(), x.mT).exp().sum(), x)
+    assert torch.allclose(gradient, expected)
 
 
 @pytest.mark.parametrize("kind", ["recurrence", "rows"])

@@ -10,6 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+)
 
 from recollect.choices.bias.losses import L2
 from recollect.choices.memory.maps import MLP
@@ -42,16 +45,16 @@ def captures_graph(device: torch.device) -> bool:
 
 @contextmanager
 def isolated(grad: bool) -> Generator[None]:
-    """Run a trial without inference mode, and without the caller's hooks of saved tensors.
+    """Run a trial without the caller's inference mode, hooks of saved tensors and dispatch modes.
 
-    The trial runs in the first call only. Activation checkpointing would count its saved tensors,
-    and would not find them when it runs the call again.
+    The trial runs in the first call only. Activation checkpointing would count its saved tensors
+    and operations, and would not find them when it runs the call again.
 
     Args:
         grad: whether autograd records.
     """
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), hooks:
+    with _disable_current_modes(), hooks, torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
 
 
@@ -99,19 +102,20 @@ def _try(run: Run, launch: Launch, device: torch.device) -> bool:
 
     def numbers(spec: ChainSpec, dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        drawn = [0.5 * torch.randn(size, generator=generator, device="cpu") for size in sizes]
-        given = [x.to(device, dtype).requires_grad_() for x in drawn]
+        values = [0.5 * torch.randn(size, generator=generator, device="cpu") for size in sizes]
+        given = [x.to(device, dtype).requires_grad_() for x in values]
         out = run(spec, given)
         return [*out, *torch.autograd.grad(out, given, [torch.ones_like(x) for x in out])]
 
     with isolated(True):
         for dtype, most in FAR.items():
             pairs = zip(numbers(spec, dtype), numbers(replace(spec, rows=None), dtype), strict=True)
-            far = largest([(a - b).abs().max() / (1 + b.abs().max()) for a, b in pairs])
-            if not far <= most:  # NaN too
+            error = largest([(a - b).abs().max() / (1 + b.abs().max()) for a, b in pairs])
+            if not error <= most:  # NaN too
                 warnings.warn(
-                    f"kernels of deep memories give other {dtype} numbers on {device} than torch's "
-                    f"operations (by {far:.2g}), which are taken in their place: please report it",
+                    f"kernels of deep memories give other {dtype} numbers on {device} than "
+                    f"torch's operations (by {error:.2g}), which are taken in their place: please "
+                    "report it",
                     stacklevel=2,
                 )
                 return False
