@@ -27,6 +27,9 @@ CASES = {
         T=24,
     ),
     "zeros": Case(TITANS, zeros=True),
+    "a window of 17 tokens": Case(
+        recipe(memory=NORM, context=rc.context.Window(size=17, gated=False))
+    ),
     "several groups": Case(TITANS, T=72, chunk=32),
     "gradients of gradients": Case(TITANS, T=20, again=True),
     **{
