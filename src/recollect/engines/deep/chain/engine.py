@@ -102,7 +102,7 @@ def run_chain(
         walker = _runner(chain, A, ending, k, (queries[0].shape[3], len(stacks)), outer=outer)
     if walker is None and kernels and not hosted(k) and not bases:
         rows = launcher(A, ending, k)
-        if rows is launch and not agree(_tried, rows, k.device):
+        if rows is launch and not agree(_tried, launch, k.device):
             rows = None  # only Triton's own is asked: who puts another there answers for it
     if walker is not None or rows is not None:
         tall = (True, False)  # of two maps as wide as high too
