@@ -1,4 +1,4 @@
-"""What a user's loss may return: shapes are checked at each call, the rest by `check_member`."""
+"""Results of a user's loss: shapes are checked at each call, the rest by `check_member`."""
 
 from __future__ import annotations
 

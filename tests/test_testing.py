@@ -447,7 +447,7 @@ def test_a_gain_that_differs_from_its_factors() -> None:
         def rank_one_step_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
             return delta.square().sum(-1)
 
-    caught(Hasty, "rank_one_gain of δ and h is not the gain of δhᵀ")
+    caught(Hasty, "rank_one_step_gain of δ and h is not the step_gain of δhᵀ")
 
 
 def test_a_retention_that_says_additive_and_is_not() -> None:

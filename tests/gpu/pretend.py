@@ -26,7 +26,7 @@ import copy
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -240,6 +240,32 @@ def enqueued(run: Callable[[], None]) -> None:
     _now.launches += 1
     if _noted is not None:
         _noted.append((run, (), {}, None))
+
+
+def interpreted(kernels: Any, launches: Counter[str]) -> Callable[..., None]:
+    """Return a launcher that runs kernels in Triton's interpreter.
+
+    Args:
+        kernels: their module.
+        launches: number of launches by name of the kernel, which the launcher counts.
+    """
+
+    def launch(
+        kernel: str,
+        programs: int,
+        arguments: Sequence[Tensor | int],
+        constants: Mapping[str, object],
+    ) -> None:
+        inputs = [host(x) if isinstance(x, Tensor) else x for x in arguments]
+
+        def run() -> None:
+            getattr(kernels, kernel)[(programs,)](*inputs, **constants)
+
+        launches[kernel] += 1
+        run()
+        enqueued(run)
+
+    return launch
 
 
 def _named_anew(x: Any) -> Any:

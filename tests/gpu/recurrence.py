@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 from tests.gpu import pretend
 from tests.gpu.recurrence_cases import CASES, MUTANTS, TITANS
 from tests.gpu.row_cases import Case, apart, drawn, solved, told
-from torch import Tensor
 
 from recollect.choices.matmul_precision import matmul_precision
 from recollect.engines.deep import recurrence
@@ -45,23 +44,7 @@ def install(kernels: Any = None) -> None:
     importlib.import_module("tests.gpu.interpreter")
     if kernels is None:
         kernels = importlib.import_module("recollect.engines.deep.recurrence.kernels")
-
-    def interpreted(
-        kernel: str,
-        programs: int,
-        arguments: Sequence[Tensor | int],
-        constants: Mapping[str, object],
-    ) -> None:
-        inputs = [pretend.host(x) if isinstance(x, Tensor) else x for x in arguments]
-
-        def run() -> None:
-            getattr(kernels, kernel)[(programs,)](*inputs, **constants)
-
-        RAN[kernel] += 1
-        run()
-        pretend.enqueued(run)
-
-    recurrence.LAUNCHERS[pretend.NAME] = interpreted
+    recurrence.LAUNCHERS[pretend.NAME] = pretend.interpreted(kernels, RAN)
     launch.DTYPES = (torch.float32, torch.float64)
 
 

@@ -48,7 +48,7 @@ MUTANTS = (
     ("share = tl.maximum(above, 0.0) / below", "share = above / above"),
     ("next1 += m * one", "next1 += one"),
     ("up_k += d1_sq * twice * key", "up_k += 0.0"),
-    ("of_g += to_N * apart + to_size * g", "of_g += to_size * g"),
+    ("of_g += to_N * distance + to_size * g", "of_g += to_size * g"),
     ("bend * tl.load(u1 + wide + t + rw) * up_d", "bend * up_d"),
     ("next2 = _dot(up_zt, h, next2, PRECISION)", "next2 = next2 + 0.0"),
 )

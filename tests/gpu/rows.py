@@ -18,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +49,7 @@ def install(kernels: Any = None) -> None:
     importlib.import_module("tests.gpu.interpreter")
     if kernels is None:
         kernels = importlib.import_module("recollect.engines.deep.chain.rows.kernels")
-
-    def interpreted(
-        kernel: str,
-        programs: int,
-        arguments: Sequence[Tensor | int],
-        sizes: Mapping[str, object],
-    ) -> None:
-        given = [pretend.host(x) if isinstance(x, Tensor) else x for x in arguments]
-
-        def run() -> None:
-            getattr(kernels, kernel)[(programs,)](*given, **sizes)
-
-        RAN[kernel] += 1
-        run()
-        pretend.enqueued(run)
-
-    rows.LAUNCHERS[pretend.NAME] = interpreted
+    rows.LAUNCHERS[pretend.NAME] = pretend.interpreted(kernels, RAN)
 
 
 def there(case: Case) -> dict[str, Tensor]:

@@ -196,10 +196,10 @@ def _read(model: RecollectForCausalLM, more: torch.Tensor, saved: Path | None) -
 
     if saved is None:
         return CachedPrompt.prefill(model, more)
-    before = CachedPrompt.load(saved, model)
-    if before.input_ids.shape[0] != 1:
-        raise ValueError(f"{saved} holds {before.input_ids.shape[0]} texts, and one is continued")
-    return before.extend(model, more) if more.shape[1] else before
+    loaded = CachedPrompt.load(saved, model)
+    if loaded.input_ids.shape[0] != 1:
+        raise ValueError(f"{saved} holds {loaded.input_ids.shape[0]} texts, and one is continued")
+    return loaded.extend(model, more) if more.shape[1] else loaded
 
 
 @dataclass(frozen=True, kw_only=True)

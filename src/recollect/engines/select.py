@@ -212,8 +212,8 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
             f"engine={engine!r} is unknown: use 'auto', 'torch', 'fla' or one of {', '.join(names)}"
         )
     refused: dict[str, list[str]] = {}
-    asked = [one for one in ASKED if one.name == engine]
-    for candidate in asked or ENGINES:
+    on_request = [one for one in ASKED if one.name == engine]
+    for candidate in on_request or ENGINES:
         reasons = candidate.refuses(recipe)
         if engine == candidate.name and reasons:
             able = [e.name for e in ENGINES if not e.refuses(recipe)]

@@ -21,7 +21,7 @@ _SIZE = 64  # K and V of the numbers that an explanation quotes
 
 
 class _Explained(Protocol):
-    """What is told of each recipe: `recollect.explanation.explain.Explanation` has it."""
+    """Parts of `recollect.explanation.explain.Explanation` that a composition shows."""
 
     @property
     def recipe(self) -> Recipe: ...

@@ -92,8 +92,8 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
     )
     compact = parts
     if len(error) > 1:
-        whole = share + (memory.gradient_text(f"({render_sum(error)})", x) or "")
-        compact = _over(recipe, (Term((whole,)),))
+        gradient = share + (memory.gradient_text(f"({render_sum(error)})", x) or "")
+        compact = _over(recipe, (Term((gradient,)),))
     sees = recipe.bias.is_affine and recipe.bias.sees_prediction
     return Gradient(
         terms=parts if context.horizon == 1 else compact,

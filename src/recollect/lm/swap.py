@@ -109,8 +109,8 @@ class SwappedAttention(nn.Module):
             y, _ = _run(self.layer, hidden_states, None, where, output_final_state=False)
             return self.dropout(y), None
         slot = _slot(cache, self.layer_idx)
-        y, after = _run(self.layer, hidden_states, slot, where, output_final_state=True)
-        slot.advance(after, hidden_states.shape[1])
+        y, new_state = _run(self.layer, hidden_states, slot, where, output_final_state=True)
+        slot.advance(new_state, hidden_states.shape[1])
         return self.dropout(y), None
 
 
@@ -118,20 +118,22 @@ def _run(
     layer: MemoryLayer,
     x: Tensor,
     slot: StateLayer | None,
-    where: Columns,
+    columns: Columns,
     *,
     output_final_state: bool,
 ) -> tuple[Tensor, Any]:
     state = None if slot is None else slot.state
-    if where.borders is None:
-        return layer(x, state, where.mask, output_final_state=output_final_state)
+    if columns.borders is None:
+        return layer(x, state, columns.mask, output_final_state=output_final_state)
     if output_final_state:
         raise ValueError(
             "packed documents end where others begin, so there is no one state to go on from: pass "
             "use_cache=False, or one document per row"
         )
     # All rows in one: documents know nothing of each other anyway.
-    y, _ = layer(x.reshape(1, -1, x.shape[-1]), None, None, where.borders, output_final_state=False)
+    y, _ = layer(
+        x.reshape(1, -1, x.shape[-1]), None, None, columns.borders, output_final_state=False
+    )
     return y.view_as(x), None
 
 

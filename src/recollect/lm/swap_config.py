@@ -129,12 +129,12 @@ def decoder_config(data: Mapping[str, Any]) -> tuple[type[PretrainedConfig], dic
             "CHANGELOG.md lists, or install the version that wrote it"
         )
     kind, inside, swaps = data.get("decoder_type"), data.get("decoder"), data.get("swaps")
-    wanted = {"layers", "recipe", "options", "engine"}
+    required = {"layers", "recipe", "options", "engine"}
     if (
         not isinstance(inside, Mapping)
         or not isinstance(swaps, list)
         or not swaps
-        or not all(isinstance(swap, Mapping) and set(swap) == wanted for swap in swaps)
+        or not all(isinstance(swap, Mapping) and set(swap) == required for swap in swaps)
     ):
         raise CheckpointError(f"{where} lacks its decoder or what replaced its layers: {AGAIN}")
     check_attributes(where, inside)

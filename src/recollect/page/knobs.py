@@ -108,17 +108,17 @@ class Knobs:
         return data
 
     def _first(self, cls: type[Member]) -> Data | None:
-        given: Data = {"member": registered_name(cls)}
+        data: Data = {"member": registered_name(cls)}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             missing = dataclasses.MISSING
             if field.default is missing and field.default_factory is missing:
                 rule = field_spec(field)
-                seen = self._seen.get((registered_name(cls), field.name), [])
-                if not seen and (rule is None or rule.kind != "integer"):
+                recorded = self._seen.get((registered_name(cls), field.name), [])
+                if not recorded and (rule is None or rule.kind != "integer"):
                     return None  # the name of code of the user's
-                given[field.name] = seen[0] if seen else _REQUIRED_SIZE
+                data[field.name] = recorded[0] if recorded else _REQUIRED_SIZE
         try:
-            return decode(given).to_dict()
+            return decode(data).to_dict()
         except RecipeError:  # a member of the user's whose sizes begin elsewhere
             return None
 
@@ -145,22 +145,22 @@ class Knobs:
         cls = _classes()[name]
         (declared,) = (x for x in dataclasses.fields(cls) if x.name == field)  # type: ignore[arg-type]
         first = self._first(cls) or {}
-        found: list[Any] = [first[field]] if field in first else []
-        rule, seen = quantity_of(declared), self._seen.get((name, field), [])
+        settings: list[Any] = [first[field]] if field in first else []
+        rule, recorded = quantity_of(declared), self._seen.get((name, field), [])
         if rule is not None:
-            found += [*rule.sources, *seen]
-            if all(isinstance(x, str) for x in found) and rule.range.contains(rule.init):
-                found.append(rule.init)  # a constant, too
+            settings += [*rule.sources, *recorded]
+            if all(isinstance(x, str) for x in settings) and rule.range.contains(rule.init):
+                settings.append(rule.init)  # a constant, too
         else:
-            said = field_spec(declared)
-            if said is not None:
-                found += [None] * said.optional
-                found += {"option": [*said.choices], "flag": [False, True]}.get(said.kind, [])
-            found += seen
-            sizes = [] if said is None or said.kind != "integer" else _distinct(found)
+            spec = field_spec(declared)
+            if spec is not None:
+                settings += [None] * spec.optional
+                settings += {"option": [*spec.choices], "flag": [False, True]}.get(spec.kind, [])
+            settings += recorded
+            sizes = [] if spec is None or spec.kind != "integer" else _distinct(settings)
             if len(sizes) == 1 and sizes[0] is not None:
-                found.append(max(1, 2 * sizes[0]))
-        return _distinct(found)
+                settings.append(max(1, 2 * sizes[0]))
+        return _distinct(settings)
 
     def near(self, data: Data) -> Iterator[tuple[str, Data]]:
         """Settings of the same member that differ in one field: the field's name, and the data.

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-SAID = ("sizes", "recipe_id")
+LABELS = ("sizes", "recipe_id")
 """Parts of a saved state that say what it is, and are no numbers that it remembers."""
 
 
@@ -89,7 +89,7 @@ def random_cuts(T: int, index: int) -> list[int]:
 
 def parts(state: State) -> dict[str, Tensor]:
     """A state's tensors by name, booleans and counts as floats."""
-    found = {name: x for name, x in state.to_dict().items() if name not in SAID}
+    found = {name: x for name, x in state.to_dict().items() if name not in LABELS}
     return {n: x if x.is_floating_point() else x.double() for n, x in found.items()}
 
 

@@ -70,8 +70,8 @@ def check_data(cls: type[Member], pool: Pool | None = None) -> None:
         pool: what its slots are filled from.
     """
     name = named(cls)
-    own = get_member(registered_name(cls), cls.choice) is cls
-    require(own, f"{name} is not the member registered by its name")
+    is_registered = get_member(registered_name(cls), cls.choice) is cls
+    require(is_registered, f"{name} is not the member registered by its name")
     require(cls.__doc__, f"{name} has no docstring that says what it computes")
     for made in variants(cls, 8, pool):
         text = json.dumps(made.to_dict(), allow_nan=False)

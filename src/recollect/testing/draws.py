@@ -179,8 +179,8 @@ class Pool:
             owner, slot = host
             (field,) = (f for f in dataclasses.fields(owner) if f.name == slot)  # type: ignore[arg-type]
             rule = field_spec(field)
-            held = (made,) if rule is not None and rule.is_tuple else made
-            made = dataclasses.replace(self.member(rng, owner), **{slot: held})  # type: ignore[type-var]
+            members = (made,) if rule is not None and rule.is_tuple else made
+            made = dataclasses.replace(self.member(rng, owner), **{slot: members})  # type: ignore[type-var]
         (place,) = made.choices() & set(CHOICES)
         chosen: dict[str, Any] = {place: made}
         for name in CHOICES:

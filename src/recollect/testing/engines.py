@@ -140,40 +140,40 @@ def agree(
     Raises:
         AssertionError: what differs.
     """
-    expected, kept, slopes = gradients(recipe, x, engine="reference")
-    y, state, found = gradients(recipe, x, engine=engine, **options)
-    same((y, state), (expected, kept), tolerance, f"of engine {engine}")
-    wrong, name = worst(found, slopes)
+    expected, expected_state, slopes = gradients(recipe, x, engine="reference")
+    y, state, gradients_found = gradients(recipe, x, engine=engine, **options)
+    same((y, state), (expected, expected_state), tolerance, f"of engine {engine}")
+    wrong, name = worst(gradients_found, slopes)
     require(wrong < tolerance, f"the gradient of {name} by engine {engine} is off by {wrong:.1e}")
 
 
 def check_lengths(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Outputs and state equal the reference's, without gradients."""
     with torch.no_grad():
-        found, expected = run(recipe, x, engine=engine), run(recipe, x, engine="reference")
-    same(found, expected, EXACT, f"of engine {engine} at {x.T} tokens")
+        outputs, expected = run(recipe, x, engine=engine), run(recipe, x, engine="reference")
+    same(outputs, expected, EXACT, f"of engine {engine} at {x.T} tokens")
 
 
 def check_chunks_and_splits(recipe: Recipe, x: Inputs, engine: str) -> None:
     """Pieces of 0, 1 and more tokens, one token at a time, and chunks of any size."""
     with torch.no_grad():
-        whole = run(recipe, x, engine=engine)
+        complete = run(recipe, x, engine=engine)
         third = x.T // 3
         for cuts in ([1, 1, third, x.T - 2], list(range(1, x.T))):
             pieces = split(recipe, x, cuts, [engine])
-            same(pieces, whole, EXACT, f"of engine {engine} split at {cuts}")
+            same(pieces, complete, EXACT, f"of engine {engine} split at {cuts}")
         for size in (1, 2, 5, 16, 64):
             chunked = run(recipe, x, engine=engine, chunk_size=size)
-            same(chunked, whole, EXACT, f"of engine {engine} with chunk_size={size}")
+            same(chunked, complete, EXACT, f"of engine {engine} with chunk_size={size}")
 
 
 def check_turns(recipe: Recipe, x: Inputs, engine: str) -> None:
     """The engine continues the reference's states, and the reference the engine's."""
     with torch.no_grad():
-        whole = run(recipe, x, engine="reference")
+        complete = run(recipe, x, engine="reference")
         for order in (["reference", engine], [engine, "reference"]):
             pieces = split(recipe, x, [3, 4, 8], order)
-            same(pieces, whole, EXACT, f"of {order[0]} and {order[1]} in turns")
+            same(pieces, complete, EXACT, f"of {order[0]} and {order[1]} in turns")
 
 
 def check_gradients_across_splits(recipe: Recipe, x: Inputs, engine: str) -> None:
@@ -202,7 +202,7 @@ MASKS = {
 """Attention masks of two rows of 9 tokens."""
 
 
-def check_masks(recipe: Recipe, x: Inputs, engine: str, where: str) -> None:
+def check_masks(recipe: Recipe, x: Inputs, engine: str, side: str) -> None:
     """Each masked row equals its real tokens run alone, and masked tokens read 0.
 
     Args:
@@ -211,17 +211,17 @@ def check_masks(recipe: Recipe, x: Inputs, engine: str, where: str) -> None:
         engine: the engine's name.
         where: which of `MASKS`.
     """
-    mask, how = MASKS[where].bool(), f"of engine {engine} masked at the {where}"
+    mask, how = MASKS[side].bool(), f"of engine {engine} masked at the {side}"
     y, state = run(recipe, x, engine=engine, attention_mask=mask, chunk_size=4)
     require(not y[~mask].any(), f"masked outputs {how} are not 0")
     for row in range(2):
         alone = x.rows(row).tokens(lambda a, row=row: a[:, mask[row]])
-        here, there = run(recipe, alone, engine=engine)
-        wrong = error(y[row : row + 1, mask[row]], here)
+        row_y, row_state = run(recipe, alone, engine=engine)
+        wrong = error(y[row : row + 1, mask[row]], row_y)
         require(wrong < EXACT, f"outputs {how} are off by {wrong:.1e}")
         if recipe.buffer_size is not None:  # an unbounded cache keeps its padding
             kept = parts(state.select(torch.tensor([row])))
-            wrong, name = worst(kept, parts(there))
+            wrong, name = worst(kept, parts(row_state))
             require(wrong < EXACT, f"{name} of the state {how} is off by {wrong:.1e}")
 
 
@@ -233,15 +233,15 @@ def check_packing(recipe: Recipe, x: Inputs, engine: str) -> None:
     y2, state2 = run(recipe, x, engine=engine, cu_seqlens=packed, state=state)
     for document, (start, stop) in enumerate(itertools.pairwise(borders)):
         piece = x.cut(start, stop)
-        here, there = run(recipe, piece, engine=engine)
-        wrong = error(y[:, start:stop], here)
+        document_y, document_state = run(recipe, piece, engine=engine)
+        wrong = error(y[:, start:stop], document_y)
         require(wrong < EXACT, f"outputs {how} are off by {wrong:.1e}")
-        here, there = run(recipe, piece, engine=engine, state=there)
-        wrong = error(y2[:, start:stop], here)
+        document_y, document_state = run(recipe, piece, engine=engine, state=document_state)
+        wrong = error(y2[:, start:stop], document_y)
         require(wrong < EXACT, f"outputs {how} that continue are off by {wrong:.1e}")
         if recipe.buffer_size is not None:  # an unbounded cache keeps its padding
             kept = parts(state2.select(torch.tensor([document])))
-            wrong, name = worst(kept, parts(there))
+            wrong, name = worst(kept, parts(document_state))
             require(wrong < EXACT, f"{name} of the state {how} is off by {wrong:.1e}")
 
 

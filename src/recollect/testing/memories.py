@@ -1,4 +1,4 @@
-"""What a memory declares of itself: linear, a chain and its end, bias, bases, a residual."""
+"""Declarations of a memory: linear, a chain and its end, bias, bases, a residual."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ def check_memory(memory: Memory) -> str | None:
     g = torch.Generator().manual_seed(3)
     params = {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in memory.params()}
     x = normal(1, 1, 5, 4, seed=12)
-    found = memory.bind(4, 4)(weights, x, x, params)
-    require(found.shape == x.shape, f"{title}: forward gives {tuple(found.shape)} and not [..., V]")
+    prediction = memory.bind(4, 4)(weights, x, x, params)
+    require(
+        prediction.shape == x.shape,
+        f"{title}: forward gives {tuple(prediction.shape)} and not [..., V]",
+    )
     if memory.linear:
         W = weights[0]
-        wrong = off(found, W.unsqueeze(-2) * x if memory.is_elementwise else x @ W.mT)
+        wrong = off(prediction, W.unsqueeze(-2) * x if memory.is_elementwise else x @ W.mT)
         product = "w ⊙ x" if memory.is_elementwise else "W x"
         require(
             not wrong,
@@ -46,8 +49,8 @@ def check_memory(memory: Memory) -> str | None:
         )
     if not memory.needs_init:
         zeros = [torch.zeros_like(w).requires_grad_() for w in weights]
-        said = memory.bind(4, 4)(zeros, x, x, params)
-        moved = torch.autograd.grad(said.sum(), zeros, materialize_grads=True)
+        outputs = memory.bind(4, 4)(zeros, x, x, params)
+        moved = torch.autograd.grad(outputs.sum(), zeros, materialize_grads=True)
         require(
             any(bool(g.any()) for g in moved),
             f"{title} declares needs_init=False, and a memory of zeros has no gradient",
@@ -58,9 +61,9 @@ def check_memory(memory: Memory) -> str | None:
     require(memory.bias == bias, f"{title} declares bias={memory.bias}, and its maps do not")
     if memory.base_params:
         shapes = {name: tuple(x.shape[1:]) for name, x in params.items()}
-        said = [shapes.get(name) for name in memory.base_params]
+        base_shapes = [shapes.get(name) for name in memory.base_params]
         require(
-            said == [tuple(W.shape[2:]) for W in weights],
+            base_shapes == [tuple(W.shape[2:]) for W in weights],
             f"{title} declares base_params={memory.base_params!r}, and there has to be a param of "
             "its shape for every map, in the maps' order",
         )
@@ -70,7 +73,7 @@ def check_memory(memory: Memory) -> str | None:
         h = x @ maps[0].mT
         for W in maps[1:]:
             h = activation(memory.chain_activation)(h) @ W.mT
-        wrong = off(found, memory.output_map(h, x, params))
+        wrong = off(prediction, memory.output_map(h, x, params))
         require(
             not wrong,
             f"{title} declares chain_activation={memory.chain_activation!r}, which is its maps "
@@ -93,13 +96,13 @@ def check_memory(memory: Memory) -> str | None:
             )
             weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
             normed = weight * functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS) + shift
-            wrong = off(found, x + normed if memory.residual else normed)
+            wrong = off(prediction, x + normed if memory.residual else normed)
             require(
                 not wrong,
                 f"{title} declares last_norm='layer', and its program is {wrong:.1e} off",
             )
-    moved = memory.bind(4, 4)(weights, x, x + 1.0, params) - found
-    wrong = off(moved, torch.full_like(found, float(memory.residual)))
+    moved = memory.bind(4, 4)(weights, x, x + 1.0, params) - prediction
+    wrong = off(moved, torch.full_like(prediction, float(memory.residual)))
     require(
         not wrong,
         f"{title} declares residual={memory.residual}, and what the raw key adds is {wrong:.1e} "

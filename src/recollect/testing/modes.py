@@ -117,8 +117,8 @@ def check_create_graph(recipe: Recipe, x: Inputs, engine: str) -> None:
 
     def at(step: float) -> float:
         moved = x.put({n: a + step * ways[n] for n, a in x.tensors().items()}).leaves()
-        here = first_gradient(recipe, moved, create_graph=False, engine=engine)
-        return sum(float((a.detach() * weights[n]).sum()) for n, a in here.items())
+        gradient = first_gradient(recipe, moved, create_graph=False, engine=engine)
+        return sum(float((a.detach() * weights[n]).sum()) for n, a in gradient.items())
 
     slope = float("nan")
     for h in (1e-4, 1e-5, 1e-7):  # a kink inside the step is met by a smaller one
@@ -134,20 +134,20 @@ def check_inference(recipe: Recipe, x: Inputs, engine: str) -> None:
     """The same numbers in inference mode, whole and token by token, and out of it again."""
     y, state = run(recipe, x, engine=engine)
     with torch.no_grad():
-        quiet, _ = run(recipe, x, engine=engine)
+        y_no_grad, _ = run(recipe, x, engine=engine)
         names = read_gates(recipe)
         asked = {name: x.gates[name] for name in names}
         seen = read(recipe, x.q, gates=asked, state=state, params=x.params)
     with torch.inference_mode():
         inside = x.map(torch.clone)
-        whole, after = run(recipe, inside, engine=engine)
+        y_inference, inference_state = run(recipe, inside, engine=engine)
         pieces, _ = split(recipe, inside, list(range(1, x.T)), [engine])
         gates = {name: inside.gates[name] for name in names}
-        late = read(recipe, inside.q, gates=gates, state=after, params=inside.params)
+        late = read(recipe, inside.q, gates=gates, state=inference_state, params=inside.params)
     outside, _ = run(recipe, inside, engine=engine)
     for what, found, expected in (
-        ("under no_grad", quiet, y),
-        ("in inference mode", whole, y),
+        ("under no_grad", y_no_grad, y),
+        ("in inference mode", y_inference, y),
         ("token by token in inference mode", pieces, y),
         ("of inputs made in inference mode", outside, y),
         ("of rc.read in inference mode", late, seen),

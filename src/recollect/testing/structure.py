@@ -197,12 +197,15 @@ def check_gain(retention: Retention) -> str | None:
         return None
     h, delta = normal(5, 4, seed=3), normal(5, 3, seed=4)
     G = delta.unsqueeze(-1) * h.unsqueeze(-2)
-    found = retention.step_gain(A[0], G, gates)
-    sane = found.shape == (5,) and bool(torch.isfinite(found).all())
-    require(sane, f"{title}: gain is not one finite number per association")
+    gains = retention.step_gain(A[0], G, gates)
+    sane = gains.shape == (5,) and bool(torch.isfinite(gains).all())
+    require(sane, f"{title}: step_gain is not one finite number per association")
     fast = retention.rank_one_step_gain(A[0], h, delta, gates)
-    wrong = 0.0 if fast is None else off(fast, found)
-    require(not wrong, f"{title}: rank_one_gain of δ and h is not the gain of δhᵀ, {wrong:.1e} off")
+    wrong = 0.0 if fast is None else off(fast, gains)
+    require(
+        not wrong,
+        f"{title}: rank_one_step_gain of δ and h is not the step_gain of δhᵀ, {wrong:.1e} off",
+    )
     return None
 
 

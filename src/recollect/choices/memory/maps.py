@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -381,32 +382,23 @@ class GatedMLP(_Perceptron):
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         M, num_ones = self.expansion * V, int(self.bias)
-        return (
-            LinearMap(
-                name="W2",
-                out_features=M,
-                in_features=F + num_ones,
-                reads_features=True,
-                is_output=False,
-                bias=self.bias,
-            ),
-            LinearMap(
-                name="W3",
-                out_features=M,
-                in_features=F + num_ones,
-                reads_features=True,
-                is_output=False,
-                bias=self.bias,
-            ),
-            LinearMap(
-                name="W1",
-                out_features=V,
-                in_features=M + num_ones,
-                reads_features=False,
-                is_output=True,
-                bias=self.bias,
-            ),
+        W2 = LinearMap(
+            name="W2",
+            out_features=M,
+            in_features=F + num_ones,
+            reads_features=True,
+            is_output=False,
+            bias=self.bias,
         )
+        W1 = LinearMap(
+            name="W1",
+            out_features=V,
+            in_features=M + num_ones,
+            reads_features=False,
+            is_output=True,
+            bias=self.bias,
+        )
+        return W2, replace(W2, name="W3"), W1
 
     def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         apply = self._add_base(apply, params)

@@ -50,10 +50,12 @@ def gather_visible(
         rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = buffered + T, problem.state.position[:, None]
-    seen = problem.state.host_position
+    num_seen = problem.state.host_position
     # As many slots as tokens that each row has seen, and no padding.
-    full = problem.lengths is None and (buffered == 0 or seen == buffered)
-    end = seen + T if seen is not None else n if problem.recipe.buffer_size is None else None
+    full = problem.lengths is None and (buffered == 0 or num_seen == buffered)
+    end = (
+        num_seen + T if num_seen is not None else n if problem.recipe.buffer_size is None else None
+    )
     slot = torch.arange(n, device=device)
     position = start + slot - buffered
     first = problem.recipe.context.num_sinks

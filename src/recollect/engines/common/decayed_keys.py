@@ -98,15 +98,15 @@ def with_enough_digits(run: Run, problem: Problem) -> tuple[Tensor, State]:
     Raises:
         ValueError: float64 does not hold it either, or the state has lost it.
     """
-    dtype, before = state_dtype(problem.q, problem.k, problem.v), problem.state.kernel_rows
+    dtype, old_rows = state_dtype(problem.q, problem.k, problem.v), problem.state.kernel_rows
     decays, asks = problem.recipe.retention.decay is not None, can_read_values(problem.k)
-    assert before is not None
+    assert old_rows is not None
     if decays and dtype is not torch.float64:
         if asks:
             y, state, lost = run(problem, None)
             if not bool(lost) and bool(y.isfinite().all()):
                 return y, state
-        y, state, lost = run(_widened(problem), doubtful(before))
+        y, state, lost = run(_widened(problem), doubtful(old_rows))
         assert state.kernel_rows is not None
         weights = tuple(w.to(dtype) for w in state.weights)
         slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.algorithm_state.items()}

@@ -130,7 +130,7 @@ def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
     # A NaN that came in goes out, and is told of by name.
     lost = (failed > 0) & right.isfinite().all(-1).all(-1)
-    if not can_read_values(right):  # nobody can be told; what is not determined is no number
+    if not can_read_values(right):  # no error can be raised: undetermined entries become NaN
         return torch.cholesky_solve(right, factor).masked_fill(lost[..., None, None], torch.nan)
     if bool(lost.any()):
         raise ValueError(

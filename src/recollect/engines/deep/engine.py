@@ -350,7 +350,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         return grid.N  # its intermediates never leave the chip
     B, _, H, G, _ = problem.q.shape
     weights = sum(m.out_features * m.in_features for m in method.maps)
-    kept = weights * (1 + len(problem.state.algorithm_state))
+    state_numbers = weights * (1 + len(problem.state.algorithm_state))
     widths = sum(m.out_features + m.in_features for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
     if method.normalizer is not None and method.normalizer.builds:
@@ -358,10 +358,10 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     rows = grid.b * (1 + G) + grid.c
     budget = _room(problem.q, GROUP_BYTES)
     if method.chain is None:
-        numbers = kept * copies + 4 * rows * widths
+        numbers = state_numbers * copies + 4 * rows * widths
     else:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
-        numbers = kept + weights * bool(method.chain.bases)
+        numbers = state_numbers + weights * bool(method.chain.bases)
         numbers += rows * (3 * widths + 2 * (grid.b + grid.c))
         numbers += 12 * rows * method.maps[-1].out_features * method.memory.has_output_map
     each = B * H * numbers * problem.state.weights[0].element_size()
@@ -372,7 +372,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         if not outer:
             budget = whole  # next to nothing of this is kept
     fit = max(1, budget // max(each, 1))
-    return max(fit, _least_memory(grid.N, kept / numbers)) if outer else fit
+    return max(fit, _least_memory(grid.N, state_numbers / numbers)) if outer else fit
 
 
 def _least_memory(N: int, share: float) -> int:

@@ -205,9 +205,9 @@ def lay_out(problem: Problem) -> Grid:
     tokens, method = join(problem), problem.bound.plan
     b, c = method.b, method.c
     B, T = problem.k.shape[:2]
-    seen = 0 if b == 1 else problem.state.host_position
+    num_seen = 0 if b == 1 else problem.state.host_position
     # Rows that have come differently far decide shapes: their numbers must be known.
-    places = problem.state.position.tolist() if seen is None else [seen] * B
+    places = problem.state.position.tolist() if num_seen is None else [num_seen] * B
     opened = [place % b for place in places]
     lengths = [T] * B if problem.lengths is None else problem.lengths.tolist()
     ends = [o + n for o, n in zip(opened, lengths, strict=True)]

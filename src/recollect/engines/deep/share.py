@@ -51,8 +51,8 @@ class Normalizer:
     def of(cls, recipe: Recipe, target: float) -> Normalizer:
         """What a recipe's memory and retention and its bias's target make of it."""
         retention = recipe.retention
-        own = type(retention).rank_one_step_gain is not Retention.rank_one_step_gain
-        builds = retention.link_lipschitz is None and not own
+        is_overridden = type(retention).rank_one_step_gain is not Retention.rank_one_step_gain
+        builds = retention.link_lipschitz is None and not is_overridden
         return cls(memory=recipe.memory, retention=retention, target=target, builds=builds)
 
     def said(self, v: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
@@ -101,9 +101,9 @@ class Normalizer:
         """⟨G, J G⟩ of one map, ``[B, H, R]``."""
         h, delta = (x.unflatten(0, A.shape[:2]) for x in (one.h, one.delta))
         if h.shape[2] == R:
-            found = self.retention.rank_one_step_gain(A, h, delta, numbers)
-            if found is not None:
-                return found
+            gain = self.retention.rank_one_step_gain(A, h, delta, numbers)
+            if gain is not None:
+                return gain
         G: Tensor | None = None
         for left, right in zip(delta.split(R, dim=2), h.split(R, dim=2), strict=True):
             part = left.unsqueeze(-1) * right.unsqueeze(-2)

@@ -231,15 +231,15 @@ def _conjugate_gradients(
     }
     if log is not None and problem.recipe.context.has_decay:
         inputs["log_decay"] = log
-    live = problem.token_mask
+    token_mask = problem.token_mask
 
     def fast(inputs: Inputs) -> tuple[Tensor, ...]:
         q, k, weight, origin = (inputs[name] for name in ("q", "k", "weight", "origin"))
         log = inputs.get("log_decay")
         log = torch.zeros_like(weight) if log is None else log.clamp_min(FLOOR)
         rest = inputs["v"] - torch.einsum("bhvf,bthf->bthv", origin, k)
-        if live is not None:
-            there = live[..., None]
+        if token_mask is not None:
+            there = token_mask[..., None]
             weight, log = torch.where(there, weight, 0.0), torch.where(there, log, 0.0)
             k, rest = (torch.where(there.unsqueeze(-1), x, 0.0) for x in (k, rest))
             q = torch.where(there[..., None, None], q, 0.0)

@@ -100,13 +100,13 @@ def offer(bound: BoundRecipe, engine: str = "auto") -> Offer:
         RecipeError: nothing, where ``engine="fla"`` takes nothing else.
     """
     must = engine == "fla"
-    found = _on_offer(bound, must) if engine in ("auto", "fla") else _not_asked(engine)
-    if must and found.reason is not None:
+    offers = _on_offer(bound, must) if engine in ("auto", "fla") else _not_asked(engine)
+    if must and offers.reason is not None:
         raise RecipeError(
-            f"engine='fla' cannot run this recipe: {found.reason}; use engine='auto', which takes "
+            f"engine='fla' cannot run this recipe: {offers.reason}; use engine='auto', which takes "
             f"{PACKAGE} where it can"
         )
-    return found
+    return offers
 
 
 def _not_asked(engine: str) -> Offer:

@@ -83,9 +83,9 @@ def describes(recipe: Recipe) -> str:
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the state, whose buffer is what they attend to."""
-    after = problem.final_state()
-    whole = problem.recipe.buffer_size is None and problem.lengths is None
-    return attend(problem, joined=after.buffer if whole else None), after
+    final_state = problem.final_state()
+    keeps_all = problem.recipe.buffer_size is None and problem.lengths is None
+    return attend(problem, joined=final_state.buffer if keeps_all else None), final_state
 
 
 def attend(
@@ -109,8 +109,8 @@ def attend(
         return v.new_zeros(B, T, H, G, v.shape[-1])
     exponent = kernel.exponent(K) if is_mean(recipe) else None
     # Attention alone may run in half precision; sums of weights may not.
-    alone = all(part.uniform for part in recipe.context.restrictions)
-    exact = exponent is None or exponent[1] != 0 or not alone
+    all_uniform = all(part.uniform for part in recipe.context.restrictions)
+    exact = exponent is None or exponent[1] != 0 or not all_uniform
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
     visible = gather_visible(problem, dtype, query_rates, joined)
     stored = values(problem, dtype, joined)
@@ -324,8 +324,8 @@ def _pieces(
     # Padding may see nothing, not even itself.
     may_be_empty = reading or gapped or any(x.may_hide_all for x in weights)
     # Gradients of these are carried by a key channel, or there are none.
-    quiet = [x for x in weights if x.is_binary or x.key_part is not None]
-    loud = [x for x in weights if not (x.is_binary or x.key_part is not None)]
+    constant_weights = [x for x in weights if x.is_binary or x.key_part is not None]
+    varying_weights = [x for x in weights if not (x.is_binary or x.key_part is not None)]
 
     size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
     first_keys: dict[int, int] = {}
@@ -338,8 +338,8 @@ def _pieces(
         if mask is not None:
             mask = mask[:, None]
         with torch.no_grad():
-            bias = [x.log(queries, keys) for x in quiet if x.log is not None]
-        bias += [x.log(queries, keys) for x in loud if x.log is not None]
+            bias = [x.log(queries, keys) for x in constant_weights if x.log is not None]
+        bias += [x.log(queries, keys) for x in varying_weights if x.log is not None]
         empty = None
         if bias:
             total = (
@@ -374,7 +374,7 @@ def _pieces(
         y = sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)
         return y if empty is None else y.masked_fill(empty, 0.0)
 
-    again = any(x.log is not None for x in loud)
+    again = any(x.log is not None for x in varying_weights)
     return torch.cat(list(piecewise(visible, piece, horizon, recompute=again)), dim=2)
 
 

@@ -42,8 +42,8 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
         return reading_of_rows(recipe, s, queries)
     if recipe.solves_from_gram:  # the factor is kept
         return s.T * (s.T + 2 * (s.K + s.V)) * s.G * s.H * queries
-    kept = recipe.context.num_kept
-    seen = s.T if kept is None else min(kept, s.T)
+    num_kept = recipe.context.num_kept
+    seen = s.T if num_kept is None else min(num_kept, s.T)
     # A decoded token reads what is kept and its own association: one more than is kept.
     return local_flops(recipe, replace(s, T=seen - 1)).decode * queries if seen else 0
 
@@ -60,8 +60,10 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
         band, first = context.num_kept - context.num_sinks, context.num_sinks
     banded = len(names) == 1 and band is not None
     window = band is not None and (band < s.T or first > 0)
-    kept = recipe.context.num_kept
-    last = s.T + 1 if kept is None else min(kept, s.T) + 1  # the cache, and the token itself
+    num_kept = recipe.context.num_kept
+    last = (
+        s.T + 1 if num_kept is None else min(num_kept, s.T) + 1
+    )  # the cache, and the token itself
     if recipe.memory.degree:
         return _polynomial(recipe, s, last)
     mean = recipe.bias.is_affine and recipe.bias.sees_prediction

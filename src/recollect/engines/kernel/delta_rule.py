@@ -253,8 +253,8 @@ class _Call:
             share = functional.pad(_fold(share), (0, self.T)).to(self.dtype)
             counted = apply_rows(spec, x, self.keys, share.unsqueeze(-1), logs, seen)
             if self.problem.token_mask is not None:
-                live = self.problem.token_mask.repeat_interleave(self.H, dim=0)
-                counted = counted * live.repeat_interleave(spec.heads, dim=1).unsqueeze(-1)
+                token_mask = self.problem.token_mask.repeat_interleave(self.H, dim=0)
+                counted = counted * token_mask.repeat_interleave(spec.heads, dim=1).unsqueeze(-1)
             if bool((counted > bearable(self.dtype)).any()):
                 raise too_faint(self.problem)
 

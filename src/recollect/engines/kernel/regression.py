@@ -61,8 +61,8 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     # The owner's entry says all by its name; what it holds is any rows.
     owner = {_owner(problem): factor[:, :, :1, :1]}
     made = {FACTOR: factor, SOLVED: solved, **owner} if keep else {}
-    after = problem.final_state(cache=made)
-    return y.to(v.dtype).to(problem.v.dtype), after
+    final_state = problem.final_state(cache=made)
+    return y.to(v.dtype).to(problem.v.dtype), final_state
 
 
 def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ def _factor(A: Tensor, recipe: Recipe) -> Tensor:
         ValueError: A is not positive definite in this precision.
     """
     factor, info = torch.linalg.cholesky_ex(A)
-    if not can_read_values(A):  # nobody can be told; what is not determined is no number
+    if not can_read_values(A):  # no error can be raised: undetermined entries become NaN
         return factor.masked_fill((info > 0)[..., None, None], torch.nan)
     if not bool(info.any()):
         return factor

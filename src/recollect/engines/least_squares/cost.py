@@ -31,9 +31,9 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
             "read": 2 * J * F * V + 2 * J * C * (F + V),
         }
         if inverse.ridge == "refreshed" and recipe.context.has_decay:
-            every = inverse.refresh_every
+            refresh_every = inverse.refresh_every
             border = 2 * F**3 + 2 * F * F * V
-            chunk["borders"] = border * C // every + 2 * C * F * F + 2 * C * C * (F + V)
+            chunk["borders"] = border * C // refresh_every + 2 * C * F * F + 2 * C * C * (F + V)
         step = (4 * F * F + 2 * F * F + 2 * write + read) * H
         return Counted(
             forward={name: n * N * H for name, n in chunk.items()},

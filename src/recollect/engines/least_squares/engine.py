@@ -128,23 +128,23 @@ def run(problem: Problem, solve: Solve | None = None) -> tuple[Tensor, State]:
         return torch.where(some, new, old)
 
     state = problem.state
-    after = problem.final_state(
+    final_state = problem.final_state(
         weights=(rows(weights, state.weights[0]),),
         algorithm_state={
             name: (rows(x, state.algorithm_state[name][0]),) for name, x in slots.items()
         },
     )
-    return y.to(problem.v.dtype), after
+    return y.to(problem.v.dtype), final_state
 
 
 def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     recipe, state, p = problem.recipe, problem.state, ridge_problem(problem)
-    forgets, every, tokens = recipe.context.has_decay, _every(recipe), p.k.shape[1]
+    forgets, refresh_every, tokens = recipe.context.has_decay, _every(recipe), p.k.shape[1]
     size, features = problem.chunk_size or CHUNK, p.k.shape[-1]
     looked = forgets and can_read_values(p.k)
     facts, anew = None, None
     if looked and tokens > 1:
-        facts = read_facts(problem, p.log_decay, (*halves(size), features), every=every)
+        facts = read_facts(problem, p.log_decay, (*halves(size), features), every=refresh_every)
     if forgets:
         starts = p.log_decay < RESET
         if facts.anew if facts else not looked or bool(starts.any()):
@@ -165,10 +165,10 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     def attempt(dtype: torch.dtype, size: int) -> tuple[Cut, Solved, Unresolved | None]:
         numbers = p.to(dtype)
         if step:
-            at, solved = Cut(chunk=1, slots=1), _step(problem, every, numbers)
+            at, solved = Cut(chunk=1, slots=1), _step(problem, refresh_every, numbers)
         else:
             size = size if facts is None else gentle(facts, size, dtype)
-            at = cut(problem, size, every=every, facts=facts)
+            at = cut(problem, size, every=refresh_every, facts=facts)
             solved = _chunks(problem, at, numbers, anew)
         return at, solved, unresolved(solved[-1]) if looked else None
 

@@ -102,16 +102,16 @@ def ridge_problem(problem: Problem) -> RidgeProblem:
     position = problem.positions()
     k, v, weight = association(problem, position)
     q = problem.phi(problem.q, "query", position)
-    logs, live = problem.rates["log_decay"], problem.token_mask
+    logs, token_mask = problem.rates["log_decay"], problem.token_mask
     if recipe.context.has_weights or recipe.bias.affine != (1.0, 1.0):
         # The root's slope at 0 is infinite, and nothing so small reaches a sum.
         root = (weight + 1e-20).sqrt().unsqueeze(-1)
         k, v = k * root, v * root
-    if live is not None:
-        real = live[..., None, None]
+    if token_mask is not None:
+        real = token_mask[..., None, None]
         k, v = torch.where(real, k, 0.0), torch.where(real, v, 0.0)
         q = torch.where(real.unsqueeze(-1), q, 0.0)
-        logs = torch.where(live[..., None], logs, 0.0)
+        logs = torch.where(token_mask[..., None], logs, 0.0)
     ridge = ridge_of(problem.rates, k.shape[-1])
     fresh, slots = (state.position == 0)[:, None, None, None], state.algorithm_state
     return RidgeProblem(

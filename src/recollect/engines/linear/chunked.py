@@ -207,7 +207,7 @@ def _common(p: LinearProblem, chunk: int) -> tuple[Tensor, Tensor]:
         chunk: tokens of a chunk, at most T.
     """
     (B, T, H, G, _), v = p.q.shape, p.v
-    layout = _Layout(B=B, H=H, G=G, C=chunk, affine=p.affine, before=p.before)
+    layout = _Layout(B=B, H=H, G=G, C=chunk, affine=p.affine, decays_first=p.before)
     # Elsewhere than on a CPU, launches cost more than memory: one group.
     rows = GROUP if p.q.device.type == "cpu" else B * H * T
     size = chunk * max(1, rows // (B * H * chunk))
@@ -233,7 +233,7 @@ class _Layout:
     G: int
     C: int
     affine: tuple[float, float]
-    before: bool
+    decays_first: bool
 
     def split(self, x: Tensor) -> Tensor:
         missing = -x.shape[1] % self.C
@@ -282,11 +282,11 @@ class _Layout:
         total = cumulated(logs, 2)  # [n, BH, C, K or 1]
         reach = total.exp().to(c.dtype)
         end = reach[..., -1:, :]
-        seen = total if self.before else shift(total, 2, 0.0)
+        visible = total if self.decays_first else shift(total, 2, 0.0)
         if X is None:
             Xs = None
         else:
-            Xs = X * (reach if self.before else seen.exp().to(c.dtype))
+            Xs = X * (reach if self.decays_first else visible.exp().to(c.dtype))
         Qs = Q * self._queries(reach)
         if absorbable(total):
             back = (-total).exp().to(c.dtype)
@@ -297,14 +297,14 @@ class _Layout:
         to_end = D * (total[..., -1:, :] - total).exp().to(c.dtype)
         if log_decay.dim() == 4:
             scores = decayed_gram(Q, total, D, total, strict=False)
-            system = None if X is None else decayed_gram(X, seen, D, total, strict=True)
+            system = None if X is None else decayed_gram(X, visible, D, total, strict=True)
         else:
             P = decay_matrix(total.squeeze(-1), c.dtype)
             scores = (Q @ D.mT) * self._queries(P)
             system = None
             if X is not None:
                 earlier = shift(P, -2, 0.0)
-                earlier = earlier * logs.exp().to(c.dtype) if self.before else earlier
+                earlier = earlier * logs.exp().to(c.dtype) if self.decays_first else earlier
                 system = (X @ D.mT) * earlier
         return Pieces(system, scores, Xs, Qs, to_end, c, end.mT)
 

@@ -39,8 +39,8 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         heads, V, per = s.H * V, 1, "key" if per in ("key_value", "entry") else "head"
     T, c = s.T * s.n, s.c
     probe = recipe.bias.probe is not None
-    apart = sees and algorithm.recursion == "value"
-    token = _token(F, V, c, s.G, sees=sees, probe=probe, apart=apart) * heads
+    has_value_momentum = sees and algorithm.recursion == "value"
+    token = _token(F, V, c, s.G, sees=sees, probe=probe, apart=has_value_momentum) * heads
     if moving and per != "head":
         notes.append("decay per channel with momentum runs token by token")
         return Counted(

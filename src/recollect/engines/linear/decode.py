@@ -112,8 +112,8 @@ def one_token(problem: Problem) -> tuple[Tensor, State]:
         assert bound.affine is not None  # linear.refuses
         lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
     k, v, A = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V), start.to(dtype)
-    y, after = _step(bound, bound.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
-    return y.view(B, 1, H, y.shape[1], V), problem.final_state(weights=(after.view(B, H, V, F),))
+    y, updated = _step(bound, bound.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
+    return y.view(B, 1, H, y.shape[1], V), problem.final_state(weights=(updated.view(B, H, V, F),))
 
 
 def token(

@@ -97,8 +97,8 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
     if recipe.uses_kernel_rows:
         return reading_of_rows(recipe, s, queries)
     if recipe.nonparametric or recipe.solves_from_gram:
-        seen = min(s.T, recipe.context.num_kept or s.T)
-        return 2 * (s.K + s.V) * s.H * s.G * seen * queries
+        num_visible = min(s.T, recipe.context.num_kept or s.T)
+        return 2 * (s.K + s.V) * s.H * s.G * num_visible * queries
     return reading_of_weights(recipe, s, queries)
 
 

@@ -56,7 +56,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         return problem.v.new_zeros(B, 0, H, G, V), problem.final_state()
     inverse = problem.recipe.algorithm.inverse
     assert inverse is not None  # the recipe condenses
-    form, every = inverse.ridge, inverse.refresh_every
+    form, refresh_every = inverse.ridge, inverse.refresh_every
     wide = bool(problem.recipe.algorithm.float64_slots(problem.recipe))
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
@@ -68,12 +68,12 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
     now = _start(state, ridge)
     anew = logs < RESET if wide else torch.zeros_like(logs, dtype=torch.bool)
     decay = torch.where(anew, 0.0, logs.exp())
-    live = problem.token_mask
-    if live is None:
-        live = torch.ones(B, T, dtype=torch.bool, device=k.device)
+    token_mask = problem.token_mask
+    if token_mask is None:
+        token_mask = torch.ones(B, T, dtype=torch.bool, device=k.device)
     outputs: list[Tensor] = []
     for t in range(T):
-        rows = live[:, t]
+        rows = token_mask[:, t]
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
         share = now.ridge_share if form == "constant" else now.ridge_share * decay[:, t]
@@ -97,7 +97,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         y = _read(problem, now, q[:, t])
         outputs.append(torch.where(rows[:, None, None, None], y, 0.0))
         if form == "refreshed":
-            border = rows & ((problem.state.position + t + 1) % every == 0)
+            border = rows & ((problem.state.position + t + 1) % refresh_every == 0)
             now = replace(now, ridge_share=torch.where(border[:, None], 1.0, now.ridge_share))
     y = torch.stack(outputs, dim=1).to(problem.v.dtype)
     return y, _state(problem, now)

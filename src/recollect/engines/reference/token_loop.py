@@ -227,14 +227,14 @@ class TokenLoop:
         else:
             lr = self._lr(j, phi)
             # A step of a searched length is a direction until all maps' are known.
-            given = [None] * len(lr) if algorithm.uses_line_search else lr
+            rates = [None] * len(lr) if algorithm.uses_line_search else lr
             theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
             gradients, written = self._gradients_of(W, j)
             writes: list[Tensor] | list[None] = written or [None] * len(W)
             steps, slots = [], {name: [] for name in self.S}
             for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
                 g2 = as_matrix(g)
-                eta, theta_i = given[i], theta[i]
+                eta, theta_i = rates[i], theta[i]
                 new, step = algorithm.update(
                     {name: as_matrix(self.S[name][i]) for name in self.S},
                     Step(
@@ -396,8 +396,8 @@ class TokenLoop:
         """Replay the open batch, then every new token; outputs of the new ones."""
         tokens, read_how = self.tokens, self.recipe.memory.read
         buffered, opened = tokens.buffered, problem.state.position % self.b
-        seen = problem.state.host_position
-        first = 0 if seen is None else buffered - seen % self.b
+        num_seen = problem.state.host_position
+        first = 0 if num_seen is None else buffered - num_seen % self.b
         q_phi = problem.phi(problem.q, "query", self._query_positions(problem))
         outputs: list[Tensor] = []
         replay = problem.state.buffer is not None
@@ -405,7 +405,7 @@ class TokenLoop:
             if j < buffered:
                 live = tokens.valid[:, j] & (j >= buffered - opened)
                 # Where the host knows how far the batch has come it need not ask the device.
-                if replay and j >= first and (seen is not None or bool(live.any())):
+                if replay and j >= first and (num_seen is not None or bool(live.any())):
                     self._advance(j, live)
                 continue
             live = tokens.valid[:, j]

@@ -190,7 +190,7 @@ def compare(
     validate(
         argument_name("seeds", "compare: seeds"), int_check(1, min(SEEDS, 2**32 - seed)), seeds
     )
-    where = find_device(device, said=argument_name("device", "compare: device"))
+    target_device = find_device(device, said=argument_name("device", "compare: device"))
     check_text_is_read(tasks, text=text, corpus=corpus)
     by_task = _by_task(sizes, tasks)
     every = {task: by_task.get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
@@ -200,7 +200,7 @@ def compare(
     runs: dict[tuple[str, str], ModelRun] = {}
     failures: list[tuple[str, str, str]] = []
     wanted: list[Job] = []
-    environment = training_environment(len(every) * len(chosen) * seeds, jobs, where)
+    environment = training_environment(len(every) * len(chosen) * seeds, jobs, target_device)
     interrupted = False
     try:
         if "text" in every:
@@ -225,7 +225,7 @@ def compare(
                     size=size,
                     seed=number,
                     several=seeds > 1,
-                    device=str(where),
+                    device=str(target_device),
                 )
                 for number in range(seed, seed + seeds)
                 for name, config in zip(names, configs, strict=True)
@@ -333,10 +333,10 @@ def _fitted(mixer: Mixer, size: Sizes, *, conv: bool) -> Mixer:
 
     A composition that has one already keeps its other parts as they are.
     """
-    told = conv and not any(leaf.options.conv_size for leaf in mixer.leaves.values())
+    adds_conv = conv and not any(leaf.options.conv_size for leaf in mixer.leaves.values())
 
     def fit(leaf: RecipeMixer) -> RecipeMixer:
-        options = _with_conv(leaf.options) if told else leaf.options
+        options = _with_conv(leaf.options) if adds_conv else leaf.options
         return replace(leaf, options=_sized(options, size))
 
     return mixer.map_leaves(fit)

@@ -124,7 +124,7 @@ def _added(
     command: str,
 ) -> Comparison | None:
     """`add_rows`, in a folder that is this run's own."""
-    where = find_device(device, said=argument_name("device", "add_rows: device"))
+    target_device = find_device(device, said=argument_name("device", "add_rows: device"))
     terms = _terms(sizes, parameters, corpus.sha256, seed, engine)
     for path in sorted(place.glob("*.json")):
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
@@ -147,7 +147,7 @@ def _added(
         "terms": terms,
         "bigram": bigram_bits_per_byte(corpus),
         "source": corpus.source,
-        "environment": training_environment(len(todo), jobs, where).to_dict(),
+        "environment": training_environment(len(todo), jobs, target_device).to_dict(),
     }
 
     unwritten: dict[str, str] = {}

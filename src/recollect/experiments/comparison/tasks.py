@@ -89,10 +89,10 @@ def check_text_is_read(tasks: Sequence[str], **texts: object) -> None:
     """
     for name, text in texts.items():
         if text is not None and "text" not in tasks:
-            said, others = argument_name(name), ", ".join(dict.fromkeys(tasks))
+            label, others = argument_name(name), ", ".join(dict.fromkeys(tasks))
             raise ValueError(
-                f"{said} is read by the task text alone, and {argument_name('tasks')} has only "
-                f"{others}: add the task text, compare on it in a run of its own, or leave {said} "
+                f"{label} is read by the task text alone, and {argument_name('tasks')} has only "
+                f"{others}: add the task text, compare on it in a run of its own, or leave {label} "
                 "out"
             )
 

@@ -259,8 +259,8 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
             system = find(one) if isinstance(one, str) else one
             if isinstance(system, Hybrid):  # a pattern of several mixers brings their names
                 chosen = dict(system.layers)
-        written = {name: as_mixer(value).to_dict() for name, value in chosen.items()}
-        return cls(recipes=written, layers=None if layers is None else list(layers), **sizes)
+        recipe_data = {name: as_mixer(value).to_dict() for name, value in chosen.items()}
+        return cls(recipes=recipe_data, layers=None if layers is None else list(layers), **sizes)
 
     def recipe(self, name: str) -> tuple[Recipe, LayerOptions]:
         """A recipe of this configuration, and its options.
@@ -382,8 +382,8 @@ def _check_fields(config: RecollectConfig) -> None:
     def refuse(name: str, wanted: str) -> None:
         given = repr(getattr(config, name))
         given = given if len(given) <= 80 else f"{given[:77]}..."
-        where = argument_name(name, f"RecollectConfig({name}=...)")
-        raise RecipeError(f"{where} must be {wanted}, not {given}")
+        label = argument_name(name, f"RecollectConfig({name}=...)")
+        raise RecipeError(f"{label} must be {wanted}, not {given}")
 
     for name in (*_SIZES, *_OPTIONAL):
         value = getattr(config, name)

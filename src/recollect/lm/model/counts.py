@@ -157,10 +157,10 @@ def _numbers(
             continue
         own = options.gate(item.name)
         if isinstance(item, Gate):
-            made, several = "input", recipe.per_association(item)
+            default_source, several = "input", recipe.per_association(item)
         else:
-            made, several = "learned" if item.learned else "constant", False
-        source = "learned" if rule == "rate" else own.source or made
+            default_source, several = "learned" if item.learned else "constant", False
+        source = "learned" if rule == "rate" else own.source or default_source
         halves = _paired(item, recipe, options)
         inner = [max(1, axes[axis] // 2) if halves else axes[axis] for axis in item.axes]
         size = N * math.prod(inner) * (recipe.associations_per_token if several else 1)
@@ -223,9 +223,9 @@ def parameter_count(config: RecollectConfig) -> int:
         if "overflow" not in str(error):
             raise
         sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
-        said = " and ".join(f"{argument_name(name)} = {x:,}" for name, x in sizes.items() if x)
+        size_text = " and ".join(f"{argument_name(name)} = {x:,}" for name, x in sizes.items() if x)
         raise ValueError(
-            f"{said} ask for a matrix of more bytes than 64 bits can count: take smaller ones"
+            f"{size_text} ask for a matrix of more bytes than 64 bits can count: take smaller ones"
         ) from None
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 

@@ -136,20 +136,20 @@ class RecollectModel(RecollectPreTrainedModel):
         for block, state in zip(self.blocks, before, strict=True):
             hidden.append(x)
             if self.gradient_checkpointing and self.training:
-                x, after = self._gradient_checkpointing_func(
+                x, new_state = self._gradient_checkpointing_func(
                     block.__call__, x, state, mask, cu_seqlens, output_final_state=use_cache
                 )
             else:
-                x, after = block(x, state, mask, cu_seqlens, output_final_state=use_cache)
-            states.append(after)
+                x, new_state = block(x, state, mask, cu_seqlens, output_final_state=use_cache)
+            states.append(new_state)
         x = self.norm(x)
         if many:
             x, hidden = x.view(rows, columns, -1), [y.view(rows, columns, -1) for y in hidden]
-        after = RecollectCache(states, seen + columns) if use_cache else None
+        new_state = RecollectCache(states, seen + columns) if use_cache else None
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden, x) if output_hidden_states else None,
-            **_kept(after),
+            **_kept(new_state),
         )
 
 

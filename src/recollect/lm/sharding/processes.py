@@ -76,8 +76,8 @@ def patience() -> timedelta:
     """
     written = os.environ.get(PATIENCE, "1800")
     if not written.isdecimal() or not int(written):
-        said = f"{PATIENCE} must be a number of seconds, not {short_repr(written)}"
-        raise of_all(ValueError(said))
+        message = f"{PATIENCE} must be a number of seconds, not {short_repr(written)}"
+        raise of_all(ValueError(message))
     return timedelta(seconds=int(written))
 
 

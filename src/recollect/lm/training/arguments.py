@@ -103,12 +103,12 @@ def device_of(plan: TrainPlan, processes: int) -> torch.device | None:
     Raises:
         ValueError: it is not here, or several processes would share it.
     """
-    said = argument_name("[run] device")
+    label = argument_name("[run] device")
     if processes == 1:
-        return find_device(plan.run.device, said=said)
+        return find_device(plan.run.device, said=label)
     if plan.run.device is not None:
         raise ValueError(
-            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
+            f"{label} {plan.run.device!r} is one device, and each of these {processes} processes "
             "takes its own: leave it out"
         )
     return None

@@ -118,11 +118,11 @@ class ModelPlan(_Table):
             raise ValueError("[model] mlp and parameters exclude each other: one sets the other")
         if self.start is not None:
             default = ModelPlan(start=None)
-            given = [f.name for f in fields(self) if f.name not in ("start", "engine")]
-            given = [name for name in given if getattr(self, name) != getattr(default, name)]
-            if given:
+            names = [f.name for f in fields(self) if f.name not in ("start", "engine")]
+            names = [name for name in names if getattr(self, name) != getattr(default, name)]
+            if names:
                 raise ValueError(
-                    f"[model] start takes the saved model as it is: leave out {', '.join(given)}"
+                    f"[model] start takes the saved model as it is: leave out {', '.join(names)}"
                 )
 
 

@@ -71,8 +71,8 @@ def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -
         lr: η ``[P, 1]``. slope: a of the error.
     """
     widths, tiny = tuple(widths), torch.finfo(row.dtype).tiny
-    least = cached_constant(_least_of_row, widths, tiny, device=row.device, dtype=row.dtype)
-    squares, (first, second, *_) = torch.addcmul(least, row, row), widths
+    lower_bounds = cached_constant(_least_of_row, widths, tiny, device=row.device, dtype=row.dtype)
+    squares, (first, second, *_) = torch.addcmul(lower_bounds, row, row), widths
     if widths == (first, second, second, first):
         # The outer two and the inner two are of one width each.
         inner = squares[..., first : first + 2 * second].unflatten(2, (2, second)).sum(-1)
@@ -145,7 +145,7 @@ class Shares:
         self.along: Tensor | None = None
         if slope is None:
             self.along = torch.empty_like(keys)
-            self.some = cached_constant(_some, self.tiny, device=k.device, dtype=k.dtype)
+            self.positive_floor = cached_constant(_some, self.tiny, device=k.device, dtype=k.dtype)
         weights, made = self.all_weights, self.all_weights[:, :, None, :, :, None]
         # What c is divided by where the error is affine, or multiplied by.
         factor = self.below if self.along is None else self.along
@@ -169,8 +169,8 @@ class Shares:
             names = [name for _, some in factors for name in some]
             self.row = {name: row for row, name in enumerate(names)}
             ahead = -1 if self.slope is None else self.row.get(self.L - 1, -1)
-            least = (len(names), ahead, self.row[2 * self.L - 1], self.tiny)
-            self.least = cached_constant(_least, *least, device=below.device, dtype=below.dtype)
+            layout = (len(names), ahead, self.row[2 * self.L - 1], self.tiny)
+            self.floors = cached_constant(_least, *layout, device=below.device, dtype=below.dtype)
             self.sizes = below.new_empty(len(names), *below.shape[1:])
             self.each = self.sizes.unbind(0)
         self.factors = [
@@ -191,7 +191,7 @@ class Shares:
         if L > 1 or end is not None:
             for x, out in self.factors:
                 torch.linalg.vector_norm(x[n], dim=-1, out=out)
-            torch.addcmul(self.least, self.sizes, self.sizes, out=self.sizes)
+            torch.addcmul(self.floors, self.sizes, self.sizes, out=self.sizes)
         if end is None:
             so_far = self._square(L - 1, keys)
             for i in range(L - 1):
@@ -200,7 +200,7 @@ class Shares:
             torch.div(given, per, out=weights)
             return made
         above, size = end.above(), end.error.square().sum(-1)
-        torch.add(self.some, size, alpha=EPS, out=below)
+        torch.add(self.positive_floor, size, alpha=EPS, out=below)
         for i in range(L):
             below.addcmul_(self._square(i, keys), self.each[self.row[L + i]])
         torch.div(above, below, out=factor)

@@ -87,9 +87,9 @@ def token(
         state: before the token.
     """
     plan: DeepPlan = bound.plan
-    seen, cache, first = state.host_position, state.cache, state.weights[0]
+    num_seen, cache, first = state.host_position, state.cache, state.weights[0]
     B, H = first.shape[:2]
-    if not plan.bare or seen is None or B == 0 or state.recipe_id != bound.recipe_id:
+    if not plan.bare or num_seen is None or B == 0 or state.recipe_id != bound.recipe_id:
         return None
     if not (q.dtype == k.dtype == v.dtype == first.dtype == state_dtype(q)):
         return None
@@ -97,11 +97,11 @@ def token(
         if gate.dtype != first.dtype:  # the general way converts it
             return None
     assert bound.fingerprint is not None  # plan.bare
-    place, own = seen % plan.b, mark(bound.fingerprint)
+    place, cache_key = num_seen % plan.b, mark(bound.fingerprint)
     before = None
     if place:
         old = cache.get("factors")
-        if old is None or old.shape[2] != place or "C" not in cache or own not in cache:
+        if old is None or old.shape[2] != place or "C" not in cache or cache_key not in cache:
             return None
         D = cache.get("D")
         row = Row(C=cache["C"].flatten(0, 1), D=None if D is None else D.flatten(0, 1))
@@ -139,7 +139,7 @@ def token(
         after, buffer = shift.position_after, shift.after
     changed: dict[str, object] = {"position": after, "buffer": buffer}
     if kept is not None:
-        changed["cache"] = cached(*kept, {own: state.position})
+        changed["cache"] = cached(*kept, {cache_key: state.position})
     if end is not None:
         changed["weights"] = tuple(by_row(w, B) for w in end.A)
         changed["algorithm_state"] = {

@@ -18,10 +18,12 @@ __all__ = ["fused_describes", "fused_plan", "fused_refuses"]
 
 def fused_plan(bound: BoundRecipe) -> DeepPlan:
     """The deep engine's plan, with the fused walk where the sizes are its own."""
-    made = engine.plan(bound)
-    assert made.chain is not None  # fused_refuses
-    build = build_of(bound.recipe, made.chain, made.maps, momentum=bool(made.rule.slot))
-    return replace(made, fused=build)
+    engine_plan = engine.plan(bound)
+    assert engine_plan.chain is not None  # fused_refuses
+    build = build_of(
+        bound.recipe, engine_plan.chain, engine_plan.maps, momentum=bool(engine_plan.rule.slot)
+    )
+    return replace(engine_plan, fused=build)
 
 
 def fused_refuses(recipe: Recipe) -> list[str]:

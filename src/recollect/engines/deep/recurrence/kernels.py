@@ -6,7 +6,7 @@ backward step. Sums have the type of the tensors, and factors of products the on
 names. The module is imported at the first launch: Triton need not be installed. With R
 associations, D channels, W hidden units and J stacks (A, then S):
 
-    k, raw, v, said, d2, z2     [N, P, R, D]           T    [N, P, J, J]
+    k, raw, v, nearest, d2, z2     [N, P, R, D]           T    [N, P, J, J]
     z1, u1, h1, d1              [N, P, R, W]           c    [N, P, R, J]
     M1, M2                      [N + 1, P, J, D, W]    weight, bias [H, D]
 
@@ -89,7 +89,7 @@ def _norm_vjp(x, unit, scale, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward(
-    k, raw, v, said, weight, bias, T, c,
+    k, raw, v, nearest, weight, bias, T, c,
     M1, M2, z1, u1, h1, d1, d2, z2, scaled, rho, sizes,
     N, P, H,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, J: tl.constexpr, BW: tl.constexpr,
@@ -113,13 +113,13 @@ def forward(
         shift = tl.load(bias + head + d)[None, :]
     at = p
     for _ in range(N):
-        here, wide = at * R * D, at * R * W
+        row_start, wide = at * R * D, at * R * W
         if KEEP:
             spare = wide
         else:
             spare = p * R * W
         A1, A2 = M1 + at * J * D * W, M2 + at * J * D * W
-        key, value = tl.load(k + here + rd), tl.load(v + here + rd)
+        key, value = tl.load(k + row_start + rd), tl.load(v + row_start + rd)
         z = tl.zeros([R, D], kind)
         for t in range(0, W, BW):
             inner = _dot(key, tl.load(A1 + t + dw), tl.zeros([R, BW], kind), PRECISION)
@@ -131,14 +131,14 @@ def forward(
         if NORM:
             prediction, unit, scale = _layer_norm(z, gain, shift, D, NORM_EPS)
         if RESIDUAL:
-            prediction += tl.load(raw + here + rd)
+            prediction += tl.load(raw + row_start + rd)
         g = SLOPE * prediction - OFFSET * value
         e = g
         if NORM:
             e = _norm_vjp(gain * g, unit, scale, D)
-        tl.store(d2 + here + rd, e)
+        tl.store(d2 + row_start + rd, e)
         if KEEP:
-            tl.store(z2 + here + rd, z)
+            tl.store(z2 + row_start + rd, z)
         below_sum, inner_sum = tl.zeros([R, BW], kind), tl.zeros([R, BW], kind)
         tl.debug_barrier()
         for t in range(0, W, BW):
@@ -159,7 +159,7 @@ def forward(
             tl.store(sizes + row * 2 + 1, h1_sq)
             k_sq, e_sq = tl.sum(key * key, 1), tl.sum(e * e, 1)
             if NORM:
-                above = tl.sum((prediction - tl.load(said + here + rd)) * g, 1)
+                above = tl.sum((prediction - tl.load(nearest + row_start + rd)) * g, 1)
                 below = k_sq * d1_sq + h1_sq * e_sq + EPS * tl.sum(g * g, 1) + TINY
                 share = tl.maximum(above, 0.0) / below
             else:
@@ -172,7 +172,7 @@ def forward(
             second = share * tl.load(c + row * J + 1)
             tl.store(scaled + row * J + 1, second)
         tl.debug_barrier()
-        key_t, e_t = tl.load(k + here + dr), tl.load(d2 + here + dr)
+        key_t, e_t = tl.load(k + row_start + dr), tl.load(d2 + row_start + dr)
         a = tl.load(T + at * J * J)
         to1, to2 = A1 + P * J * D * W, A2 + P * J * D * W
         for t in range(0, W, BW):
@@ -195,23 +195,23 @@ def forward(
 
 
 @triton.jit
-def _write_vjp(x, y, up, c, up_x, up_y, up_c, PRECISION: tl.constexpr):
+def _write_vjp(x, y, grad, c, up_x, up_y, up_c, PRECISION: tl.constexpr):
     """Add the gradients of x, y and c, of which c xᵀ y was written, from that of the memory."""
-    part = _dot(x, up, tl.zeros(y.shape, y.dtype), PRECISION)
-    return _dot(c * y, tl.trans(up), up_x, PRECISION), up_y + c * part, up_c + y * part
+    part = _dot(x, grad, tl.zeros(y.shape, y.dtype), PRECISION)
+    return _dot(c * y, tl.trans(grad), up_x, PRECISION), up_y + c * part, up_c + y * part
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def backward(
-    k, raw, v, said, weight, bias, T,
+    k, raw, v, nearest, weight, bias, T,
     M1, M2, z1, u1, h1, d1, d2, z2, scaled, sizes,
     to_k, to_h, to_d, to_e, left1, right1, left2, right2,
-    G1, G2, to_T, to_c, to_g, to_M, to_said, to_weight, spare,
+    G1, G2, to_T, to_c, to_g, to_M, to_nearest, to_weight, spare,
     N, P, H,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, J: tl.constexpr, BW: tl.constexpr,
     Q: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SHARE: tl.constexpr,
     CURVE: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
-    NORM_EPS: tl.constexpr, TINY: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    NORM_EPS: tl.constexpr, TINY: tl.constexpr, FLOOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients, from the last batch to the first, in the letters of `chain.backward`.
 
@@ -221,7 +221,7 @@ def backward(
         Gradients through reads. to_k becomes k̄ without z̄_1 A_1ᵀ, and z̄_1 replaces to_d.
     left ``[N, P, Q, J D]``, right ``[N, P, Q, W]``
         Factors of the reads' part in the gradients of A and S.
-    to_g, to_M, to_said, to_weight ``[N, P, R, D]``
+    to_g, to_M, to_nearest, to_weight ``[N, P, R, D]``
         Gradients of g, of the prediction, of the nearest value and of the norm's weight.
     """
     p, P = tl.program_id(0).to(tl.int64), P.to(tl.int64)
@@ -237,11 +237,11 @@ def backward(
     U1, U2 = G1 + p * J * D * W, G2 + p * J * D * W
     at = p + (N - 1) * P
     for _ in range(N):
-        here, wide, row = at * R * D, at * R * W, at * R + r
+        row_start, wide, row = at * R * D, at * R * W, at * R + r
         A1, A2 = M1 + at * J * D * W, M2 + at * J * D * W
-        key, e = tl.load(k + here + rd), tl.load(d2 + here + rd)
+        key, e = tl.load(k + row_start + rd), tl.load(d2 + row_start + rd)
         first = tl.load(scaled + row * J)[:, None]
-        up_k, up_e = tl.load(to_k + here + rd), tl.load(to_e + here + rd)
+        up_k, up_e = tl.load(to_k + row_start + rd), tl.load(to_e + row_start + rd)
         beside_e = tl.zeros([R, D], kind)
         of_pi = tl.zeros([R, BW], kind)
         of_first, of_second = tl.zeros([R, BW], kind), tl.zeros([R, BW], kind)
@@ -282,12 +282,12 @@ def backward(
             tl.store(to_T + at * 4 + 3, tl.sum(of_s))
             tl.store(to_c + row * J + 1, tl.sum(of_second, 1))
         # The end: from δ̄_2 and π to z̄_2.
-        z, value = tl.load(z2 + here + rd), tl.load(v + here + rd)
+        z, value = tl.load(z2 + row_start + rd), tl.load(v + row_start + rd)
         prediction, unit, scale = z, z, z
         if NORM:
             prediction, unit, scale = _layer_norm(z, gain, shift, D, NORM_EPS)
         if RESIDUAL:
-            prediction += tl.load(raw + here + rd)
+            prediction += tl.load(raw + row_start + rd)
         g = SLOPE * prediction - OFFSET * value
         pi = tl.sum(of_pi, 1)[:, None]
         per_d, per_h, to_N, to_size = pi, pi, pi, pi
@@ -300,40 +300,40 @@ def backward(
                 below = ahead + h1_sq * e_sq + EPS * tl.sum(g * g, 1)[:, None]
             else:
                 below = ahead + (h1_sq + EPS) * e_sq
-            twice = -2.0 * pi / tl.maximum(below, LEAST)
+            twice = -2.0 * pi / tl.maximum(below, FLOOR)
             if NORM:
-                apart = prediction - tl.load(said + here + rd)
-                above = tl.sum(apart * g, 1)[:, None]
-                to_N = tl.where(above < LEAST, 0.0, pi / tl.maximum(above, LEAST))
+                distance = prediction - tl.load(nearest + row_start + rd)
+                above = tl.sum(distance * g, 1)[:, None]
+                to_N = tl.where(above < FLOOR, 0.0, pi / tl.maximum(above, FLOOR))
                 to_size = EPS * twice
                 per_e = h1_sq * twice
-                tl.store(to_said + here + rd, -to_N * g)
+                tl.store(to_nearest + row_start + rd, -to_N * g)
             else:
                 per_e = -ahead * twice / tl.maximum(e_sq, TINY)
             per_d, per_h = k_sq * twice, e_sq * twice
             up_e += per_d * beside_e + per_e * e
             up_k += d1_sq * twice * key
-        tl.store(to_k + here + rd, up_k)
+        tl.store(to_k + row_start + rd, up_k)
         if NORM:
             s = gain * g
             of_s_up = _norm_vjp(up_e, unit, scale, D)
             of_g = gain * of_s_up
             of_M = SLOPE * of_g
             if SHARE:
-                of_g += to_N * apart + to_size * g
+                of_g += to_N * distance + to_size * g
                 of_M = SLOPE * of_g + to_N * g
             inner = gain * of_M - scale * (_mean(s * unit, D) * up_e + _mean(up_e * unit, D) * s)
             up_z = _norm_vjp(inner, unit, scale, D) - scale * _mean(up_e * e, D) * unit
-            tl.store(to_weight + here + rd, g * of_s_up + unit * of_M)
+            tl.store(to_weight + row_start + rd, g * of_s_up + unit * of_M)
         else:
             of_g = up_e
             of_M = SLOPE * up_e
             up_z = of_M
-        tl.store(to_g + here + rd, of_g)
-        tl.store(to_M + here + rd, of_M)
+        tl.store(to_g + row_start + rd, of_g)
+        tl.store(to_M + row_start + rd, of_M)
         tl.store(spare + p * R * D + rd, up_z)
         tl.debug_barrier()
-        key_t, e_t = tl.load(k + here + dr), tl.load(d2 + here + dr)
+        key_t, e_t = tl.load(k + row_start + dr), tl.load(d2 + row_start + dr)
         up_zt = tl.load(spare + p * R * D + dr)
         x1, x2 = tl.load(left1 + at * Q * J * D + dq), tl.load(left2 + at * Q * J * D + dq)
         a = tl.load(T + at * J * J)

@@ -150,11 +150,11 @@ class RecurrenceRunner:
         to_T, to_c = torch.zeros_like(saved.T), torch.empty_like(trace.weights)
         to_g, to_M = torch.empty_like(k), torch.empty_like(k)
         norm = spec.ending.layer_norm
-        to_said = torch.empty_like(k) if norm and spec.normalised else to_g
+        to_nearest = torch.empty_like(k) if norm and spec.normalised else to_g
         to_weight, spare = torch.empty_like(k) if norm else to_g, torch.empty_like(k[0])
         tokens, heads = _inputs(spec, keys, k)
         tensors = (*saved.M, saved.z, saved.u, h, delta, e, saved.last, trace.weights, saved.sizes)
-        outputs = (to_T, to_c, to_g, to_M, to_said, to_weight, spare)
+        outputs = (to_T, to_c, to_g, to_M, to_nearest, to_weight, spare)
         arguments = (
             *tokens,
             saved.T,
@@ -172,7 +172,7 @@ class RecurrenceRunner:
         )
         constants = _constants(spec, "backward", k, (W, J))
         info = torch.finfo(k.dtype)
-        constants |= {"Q": reads[0].shape[2], "LEAST": info.tiny / info.eps}
+        constants |= {"Q": reads[0].shape[2], "FLOOR": info.tiny / info.eps}
         self.launch("backward", P, arguments, constants)
         if needs["k"]:
             to_k = torch.baddbmm(
@@ -186,7 +186,7 @@ class RecurrenceRunner:
         assert affine is not None
         named: dict[str, Tensor] = {}
         if norm and spec.normalised:
-            named["said"] = to_said
+            named["said"] = to_nearest
         if norm:
             for name, x in (("norm_weight", to_weight), ("norm_bias", to_M)):
                 if needs[f"param {name}"]:

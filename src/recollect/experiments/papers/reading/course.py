@@ -38,10 +38,10 @@ def mixer_named(name: str, config: Config) -> Mixer:
         config: of the experiment; its ``segment``, if any, is that of memories as context, which
             then have no persistent tokens.
     """
-    found = as_mixer(find(name))
-    if isinstance(found, MemoryAsContext) and "segment" in config:
-        found = replace(found, segment=config["segment"], persistent=0)
-    return found.map_leaves(_with_conv) if not isinstance(found, RecipeMixer) else _with_conv(found)
+    mixer = as_mixer(find(name))
+    if isinstance(mixer, MemoryAsContext) and "segment" in config:
+        mixer = replace(mixer, segment=config["segment"], persistent=0)
+    return mixer.map_leaves(_with_conv) if not isinstance(mixer, RecipeMixer) else _with_conv(mixer)
 
 
 class Reader(nn.Module):

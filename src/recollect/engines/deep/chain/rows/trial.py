@@ -103,9 +103,9 @@ def _try(run: Run, launch: Launch, device: torch.device) -> bool:
     def numbers(spec: ChainSpec, dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         values = [0.5 * torch.randn(size, generator=generator, device="cpu") for size in sizes]
-        given = [x.to(device, dtype).requires_grad_() for x in values]
-        out = run(spec, given)
-        return [*out, *torch.autograd.grad(out, given, [torch.ones_like(x) for x in out])]
+        leaves = [x.to(device, dtype).requires_grad_() for x in values]
+        out = run(spec, leaves)
+        return [*out, *torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out])]
 
     with isolated(True):
         for dtype, most in FAR.items():
