@@ -89,8 +89,8 @@ def random_cuts(T: int, index: int) -> list[int]:
 
 def parts(state: State) -> dict[str, Tensor]:
     """A state's tensors by name, booleans and counts as floats."""
-    found = {name: x for name, x in state.to_dict().items() if name not in LABELS}
-    return {n: x if x.is_floating_point() else x.double() for n, x in found.items()}
+    tensors = {name: x for name, x in state.to_dict().items() if name not in LABELS}
+    return {n: x if x.is_floating_point() else x.double() for n, x in tensors.items()}
 
 
 def loss(y: Tensor, state: State) -> Tensor:

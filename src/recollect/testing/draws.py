@@ -174,15 +174,15 @@ class Pool:
     def _around(
         self, rng: random.Random, cls: type[Member], host: tuple[type[Member], str] | None
     ) -> Recipe:
-        made = self.member(rng, cls)
+        current = self.member(rng, cls)
         if host is not None:
             owner, slot = host
             (field,) = (f for f in dataclasses.fields(owner) if f.name == slot)  # type: ignore[arg-type]
             rule = field_spec(field)
-            members = (made,) if rule is not None and rule.is_tuple else made
-            made = dataclasses.replace(self.member(rng, owner), **{slot: members})  # type: ignore[type-var]
-        (place,) = made.choices() & set(CHOICES)
-        chosen: dict[str, Any] = {place: made}
+            members = (current,) if rule is not None and rule.is_tuple else current
+            current = dataclasses.replace(self.member(rng, owner), **{slot: members})  # type: ignore[type-var]
+        (place,) = current.choices() & set(CHOICES)
+        chosen: dict[str, Any] = {place: current}
         for name in CHOICES:
             if name != place and rng.random() < 0.35:
                 chosen[name] = self.member(rng, rng.choice(self.members(name)))

@@ -103,10 +103,10 @@ def with_enough_digits(run: Run, problem: Problem) -> tuple[Tensor, State]:
     assert old_rows is not None
     if decays and dtype is not torch.float64:
         if asks:
-            y, state, lost = run(problem, None)
-            if not bool(lost) and bool(y.isfinite().all()):
+            y, state, lost_digits = run(problem, None)
+            if not bool(lost_digits) and bool(y.isfinite().all()):
                 return y, state
-        y, state, lost = run(_widened(problem), doubtful(old_rows))
+        y, state, lost_digits = run(_widened(problem), doubtful(old_rows))
         assert state.kernel_rows is not None
         weights = tuple(w.to(dtype) for w in state.weights)
         slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.algorithm_state.items()}
@@ -116,10 +116,10 @@ def with_enough_digits(run: Run, problem: Problem) -> tuple[Tensor, State]:
             problem.final_state(weights=weights, algorithm_state=slots, kernel_rows=dual),
         )
     else:
-        y, state, lost = run(problem, None)
+        y, state, lost_digits = run(problem, None)
     if not asks:
-        return y.masked_fill(lost, torch.nan) if decays else y, state
-    if bool(lost):
+        return y.masked_fill(lost_digits, torch.nan) if decays else y, state
+    if bool(lost_digits):
         raise too_faint(problem)
     return y, state
 

@@ -239,10 +239,10 @@ def _conjugate_gradients(
         log = torch.zeros_like(weight) if log is None else log.clamp_min(FLOOR)
         rest = inputs["v"] - torch.einsum("bhvf,bthf->bthv", origin, k)
         if token_mask is not None:
-            there = token_mask[..., None]
-            weight, log = torch.where(there, weight, 0.0), torch.where(there, log, 0.0)
-            k, rest = (torch.where(there.unsqueeze(-1), x, 0.0) for x in (k, rest))
-            q = torch.where(there[..., None, None], q, 0.0)
+            is_token = token_mask[..., None]
+            weight, log = torch.where(is_token, weight, 0.0), torch.where(is_token, log, 0.0)
+            k, rest = (torch.where(is_token.unsqueeze(-1), x, 0.0) for x in (k, rest))
+            q = torch.where(is_token[..., None, None], q, 0.0)
 
         def heads(x: Tensor, dim: int = 2) -> Tensor:
             return x if G == 1 else x.repeat_interleave(G, dim=dim)

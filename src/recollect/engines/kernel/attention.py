@@ -374,8 +374,8 @@ def _pieces(
         y = sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)
         return y if empty is None else y.masked_fill(empty, 0.0)
 
-    again = any(x.log is not None for x in varying_weights)
-    return torch.cat(list(piecewise(visible, piece, horizon, recompute=again)), dim=2)
+    recomputes = any(x.log is not None for x in varying_weights)
+    return torch.cat(list(piecewise(visible, piece, horizon, recompute=recomputes)), dim=2)
 
 
 # -- sums that are no softmax ----------------------------------------------------------------------

@@ -43,9 +43,9 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
     if recipe.solves_from_gram:  # the factor is kept
         return s.T * (s.T + 2 * (s.K + s.V)) * s.G * s.H * queries
     num_kept = recipe.context.num_kept
-    seen = s.T if num_kept is None else min(num_kept, s.T)
+    num_visible = s.T if num_kept is None else min(num_kept, s.T)
     # A decoded token reads what is kept and its own association: one more than is kept.
-    return local_flops(recipe, replace(s, T=seen - 1)).decode * queries if seen else 0
+    return local_flops(recipe, replace(s, T=num_visible - 1)).decode * queries if num_visible else 0
 
 
 STEPS = 8  # of conjugate gradients, where nothing is known of their number
