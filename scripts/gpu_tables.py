@@ -86,7 +86,10 @@ def _section(path: Path) -> str:
 
 
 def _device(lines: Sequence[Line], file: str) -> str:
-    versions = _select(lines, "device", "versions")[-1]
+    runs = _select(lines, "device", "versions")
+    if not runs:
+        return f"### Unknown device\n\nThe run ended before `{file}` contained its versions."
+    versions = runs[-1]
     packages = versions["packages"]
     names = ("torch", "triton", "flash-linear-attention", "transformers")
     software = ", ".join(f"{name} {packages[name] or 'missing'}" for name in names)
