@@ -1,11 +1,13 @@
 """Rename the members, fields and values of stored recipes from schema 1 to schema 2.
 
 ``python results/to_schema_2.py FILE.json ...`` rewrites JSON files in place: recipes, mixers, layer
-options and results that hold them. CHANGELOG.md has the table of names.
+options, ``config.json`` of models, and results that hold them. A ``manifest.json`` in the folder of
+a file gets its new checksum. CHANGELOG.md has the table of names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -63,6 +65,7 @@ OPTIONS = {
     "anchors": "num_anchors",
     "gates": "gate_options",
 }
+ENGINE = {"method": "engine"}
 GATES = {"squash": "activation", "spread": "head_spread", "schedule": "init_schedule"}
 VALUES: dict[str, dict[Any, str]] = {
     "batch_overlap": {"keys": "measured", "batch": "worst_case"},
@@ -99,9 +102,13 @@ def converted(data: Any) -> Any:
     if "qk_norm" in data and "gates" in data:
         gates = {name: renamed(gate, GATES) for name, gate in data["gates"].items()}
         return renamed({**data, "gates": gates}, OPTIONS)
+    if "model_type" in data and "schema" in data:  # a configuration; "swaps" are replaced layers
+        data = renamed({**data, "schema": 2}, ENGINE)
+        if "swaps" in data:
+            data["swaps"] = [renamed(swap, ENGINE) for swap in data["swaps"]]
+        return data
     if "terms" in data and "run" in data:  # a row of results/language_models
-        terms = {("engine" if key == "method" else key): x for key, x in data["terms"].items()}
-        data = {**data, "schema": 2, "terms": terms}
+        data = {**data, "schema": 2, "terms": renamed(data["terms"], ENGINE)}
     return {key: converted(value) for key, value in data.items()}
 
 
@@ -122,6 +129,18 @@ def main() -> None:
         indent = 1 if text.startswith("{\n ") and not text.startswith("{\n  ") else 2
         data = converted(json.loads(text))
         path.write_text(json.dumps(data, indent=indent, ensure_ascii=False) + "\n", "utf-8")
+        update_manifest(path)
+
+
+def update_manifest(path: Path) -> None:
+    """Write the size and checksum of a file into the manifest of its folder, if it is there."""
+    manifest = path.parent / "manifest.json"
+    data = json.loads(manifest.read_text("utf-8")) if manifest.exists() else {"files": {}}
+    if path.name in data["files"]:
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        data["files"][path.name] = {"bytes": len(content), "sha256": digest}
+        manifest.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

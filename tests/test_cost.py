@@ -191,10 +191,10 @@ REFERENCE: dict[str, rc.Recipe] = {
 def test_reference_engine(name: str) -> None:
     recipe = REFERENCE[name]
     x = generate.inputs(recipe, B=1, T=30, H=2, G=2, K=16, V=16, dtype=torch.float32)
-    found = priced(recipe, x, engine="reference")
-    assert found.engine == "reference"
+    price = priced(recipe, x, engine="reference")
+    assert price.engine == "reference"
     # The first tokens of a window see fewer than c associations.
-    assert found.total == pytest.approx(flops(recipe, x, engine="reference"), rel=0.1)
+    assert price.total == pytest.approx(flops(recipe, x, engine="reference"), rel=0.1)
 
 
 def test_the_same_recipe_costs_what_its_engine_takes() -> None:

@@ -34,8 +34,8 @@ def test_delta_net_by_hand() -> None:
     """W_t = W_(t−1) − η e kᵀ: the surprise is ½‖e‖², the step η‖k‖² = η, the norm ‖W_t‖."""
     layer, x = build("delta_net"), tokens()
     found = rc.diagnose(layer, x)
-    told = layer.memory_inputs(x)
-    k, v, gates = told.k, told.v, told.gates
+    inputs = layer.memory_inputs(x)
+    k, v, gates = inputs.k, inputs.v, inputs.gates
     W = torch.zeros(B, HEADS, v.shape[-1], k.shape[-1], dtype=torch.float64)
     norms, surprise = [W.flatten(2).norm(dim=-1).mean(0)], []
     for t in range(T):
@@ -64,14 +64,14 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
     found = rc.diagnose(layer, x)
     assert found.places.tolist() == [0, 5, 10, 15, 20]
     assert list(found.memory) == ["W2", "W1"]
-    told = layer.memory_inputs(x)
-    q, k, v, gates, params = told.q, told.k, told.v, told.gates, told.params
+    inputs = layer.memory_inputs(x)
+    q, k, v, gates, params = inputs.q, inputs.k, inputs.v, inputs.gates, inputs.params
     state = None
     for p, (start, stop) in enumerate(((0, 5), (5, 10), (10, 15), (15, 20))):
         cut = slice(start, stop)
-        asked = {"initial_memory": layer.initial_memory} if state is None else {"state": state}
-        before = rc.read(recipe, k[:, cut], params=params, **asked)  # type: ignore[arg-type]
-        e = before - v[:, cut]
+        origin = {"initial_memory": layer.initial_memory} if state is None else {"state": state}
+        prediction = rc.read(recipe, k[:, cut], params=params, **origin)  # type: ignore[arg-type]
+        e = prediction - v[:, cut]
         near = e.norm(dim=-1) <= 2
         loss = torch.where(near, 0.5 * e.square().sum(-1), 2 * e.abs().sum(-1))
         torch.testing.assert_close(found.surprise[cut].double(), loss.mean(0), **TOL)
@@ -80,11 +80,11 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
             *(q[:, cut], k[:, cut], v[:, cut]),
             {name: gate[:, cut] for name, gate in gates.items()},
             params=params,
-            **asked,  # type: ignore[arg-type]
+            **origin,  # type: ignore[arg-type]
         )
         assert state is not None
         error = torch.where(near.unsqueeze(-1), e, 2 * e.sign())
-        gone = before - rc.read(recipe, k[:, cut], state=state, params=params)
+        gone = prediction - rc.read(recipe, k[:, cut], state=state, params=params)
         step = (gone * error).sum(-1) / error.square().sum(-1)
         torch.testing.assert_close(found.step[cut].double(), step.mean(0), **TOL)
         for name, w in zip(("W2", "W1"), state.weights, strict=True):
@@ -175,8 +175,8 @@ def test_a_memory_that_grew_and_faded_is_told() -> None:
     found = rc.diagnose(layer, x)
     assert found.memory["W"][0].max() == 0
     assert any("head 1: the norm of W fades" in line for line in found.findings)
-    kept = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40))
-    assert not any("fades" in line for line in kept.findings)
+    diagnosis = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40))
+    assert not any("fades" in line for line in diagnosis.findings)
 
 
 def test_the_first_overflow_is_found_and_named() -> None:

@@ -22,7 +22,7 @@ def build(algorithm: rc.algorithm.Algorithm, **gates: GateOptions) -> rc.MemoryL
 
 def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> Tensor:
     """Of the first batch, by the gradient of every association with autograd: ``[H]``."""
-    found = layer.memory_inputs(x.double())
+    inputs = layer.memory_inputs(x.double())
     start = layer.initial_memory
     assert start is not None
     tops = torch.zeros(x.shape[0], 2, dtype=torch.float64)
@@ -31,11 +31,11 @@ def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> T
             W2, W1 = (w[head].detach().clone().requires_grad_() for w in start)
             slopes, errors, rates = [], [], []
             for t in range(b):
-                k, v = found.k[row, t, head], found.v[row, t, head]
+                k, v = inputs.k[row, t, head], inputs.v[row, t, head]
                 error = k + W1 @ torch.nn.functional.gelu(W2 @ k) - v
                 parts = torch.autograd.grad(0.5 * error.square().sum(), [W2, W1])
                 slope = torch.cat([p.flatten() for p in parts])
-                rate = found.gates["lr"][row, t, head].detach()
+                rate = inputs.gates["lr"][row, t, head].detach()
                 if normalized:
                     square = error.detach().square().sum()
                     rate = rate * square / (slope.square().sum() + 1e-6 * square)
@@ -80,10 +80,10 @@ def test_equal_tokens_reach_twice_the_share() -> None:
 
 def test_steps_beyond_the_limit_are_found() -> None:
     large = GateOptions(source="constant", init=40.0, high=80.0)
-    found = rc.diagnose(
+    diagnosis = rc.diagnose(
         build(rc.algorithm.GradientDescent(batch_size=6), lr=large), tokens().double()
     )
-    assert any("a share of what is stable" in line for line in found.findings)
+    assert any("a share of what is stable" in line for line in diagnosis.findings)
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,8 @@ def test_every_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     """What a docstring shows is what comes out. Files of an example lie in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     # Its members are those of the package and its own, whatever other tests have registered.
-    own = {n: cls for n, cls in member._REGISTRY.items() if n[0] == "recollect"}
-    monkeypatch.setattr(member, "_REGISTRY", own)
+    classes = {n: cls for n, cls in member._REGISTRY.items() if n[0] == "recollect"}
+    monkeypatch.setattr(member, "_REGISTRY", classes)
     for systems in ("_PRESETS", "_HYBRIDS"):
         monkeypatch.setattr(zoo_presets, systems, dict(getattr(zoo_presets, systems)))
     told: list[str] = []

@@ -576,8 +576,8 @@ def test_normalised_steps_are_described_and_unfolded(name: str) -> None:
 
 
 def test_method_is_explained_as_asked() -> None:
-    found = explain(R(), engine="reference")
-    assert (found.engine, found.cost.engine) == ("reference", "reference")
+    explanation = explain(R(), engine="reference")
+    assert (explanation.engine, explanation.cost.engine) == ("reference", "reference")
     with pytest.raises(rc.RecipeError, match="cannot run"):
         explain(MONETA, engine="linear")
 
@@ -588,11 +588,11 @@ def one_graph(name: str, *, grad: bool = False, state: bool = False) -> bool:
     K, V = generate.sizes(recipe, random.Random(0))
     x = generate.inputs(recipe, T=5, K=K, V=V, dtype=torch.float32)
     x = x.leaves() if grad else x
-    given = {"params": x.params, "initial_memory": x.init}
-    before = rc.recall(recipe, x.q, x.k, x.v, x.gates, **given)[1] if state else None
+    arguments = {"params": x.params, "initial_memory": x.init}
+    initial_state = rc.recall(recipe, x.q, x.k, x.v, x.gates, **arguments)[1] if state else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return rc.recall(recipe, q, k, v, x.gates, state=before, **given)[0]
+        return rc.recall(recipe, q, k, v, x.gates, state=initial_state, **arguments)[0]
 
     torch._dynamo.reset()
     try:
@@ -636,8 +636,8 @@ def test_no_engine_excludes_graph_breaks(engine: Engine) -> None:
     names = [looks[engine.name]] if engine.name in looks else rc.zoo.names()
     able = (rc.zoo.get(name).recipe for name in names)
     recipe = next(recipe for recipe in able if not engine.refuses(recipe))
-    found = explain(recipe, engine=engine.name)
-    assert "torch.compile" not in str(found)
+    explanation = explain(recipe, engine=engine.name)
+    assert "torch.compile" not in str(explanation)
     x = generate.inputs(recipe, T=5, dtype=torch.float32)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -242,8 +242,8 @@ def test_cosine_counts_tokens_not_associations() -> None:
     for method in ("reference", "linear"):
         y, _ = generate.run(made, x, engine=method)
         torch.testing.assert_close(y[0, :, 0], want, **EXACT)
-        first, kept = generate.run(made, x.cut(0, 4), engine=method)
-        rest, _ = generate.run(made, x.cut(4, 7), engine=method, state=kept)
+        first, first_state = generate.run(made, x.cut(0, 4), engine=method)
+        rest, _ = generate.run(made, x.cut(4, 7), engine=method, state=first_state)
         torch.testing.assert_close(torch.cat([first, rest], 1), y, **EXACT)
 
 
@@ -338,11 +338,13 @@ def test_an_unknown_law_is_refused() -> None:
 
 
 def test_params_start_as_declared() -> None:
-    made = rc.Recipe(features=features.Polynomial(), retention=rc.retention.Decay(alpha="learned"))
-    found = rc.initial_params(made, H=3, K=4, V=4)
-    assert found["log_coefficients"].shape == (3, 3)
-    torch.testing.assert_close(found["log_coefficients"][1].exp(), torch.tensor([1.0, 1.0, 0.5]))
-    assert found["decay"].tolist() == pytest.approx([0.98] * 3)
+    recipe = rc.Recipe(
+        features=features.Polynomial(), retention=rc.retention.Decay(alpha="learned")
+    )
+    y = rc.initial_params(recipe, H=3, K=4, V=4)
+    assert y["log_coefficients"].shape == (3, 3)
+    torch.testing.assert_close(y["log_coefficients"][1].exp(), torch.tensor([1.0, 1.0, 0.5]))
+    assert y["decay"].tolist() == pytest.approx([0.98] * 3)
 
 
 RANDOM = ("performer", "rfa", "dijiang", "polysketchformer")

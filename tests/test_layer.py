@@ -228,7 +228,7 @@ def test_state_moves_as_one() -> None:
     torch.testing.assert_close(twice[0], twice[1])
     assert all(not t.requires_grad for t in state.detach().memory.tensors())
     assert state.to(dtype=torch.float32).conv.dtype == torch.float32
-    with pytest.raises(ValueError, match="no part"):
+    with pytest.raises(ValueError, match="not part of a"):
         LayerState.from_dict({"tail": x})
 
 
@@ -261,8 +261,8 @@ def test_gates_start_where_they_are_declared() -> None:
     alpha = layer.gates["log_decay"](zero).exp().flatten()
     assert (alpha.diff() > 0).all()  # from forgetful to faithful heads
     assert alpha.log().abs().log().mean().exp().item() == pytest.approx(0.0202, rel=0.01)
-    given = LayerOptions(gate_options={"lr": GateOptions(low=0, high=2, init=1.5)})
-    layer = MemoryLayer(D, 4, rc.Recipe(), given)
+    options = LayerOptions(gate_options={"lr": GateOptions(low=0, high=2, init=1.5)})
+    layer = MemoryLayer(D, 4, rc.Recipe(), options)
     torch.testing.assert_close(layer.gates["lr"](zero), torch.full((1, 1, 4), 1.5))
     assert layer.gates["lr"](1000 * torch.randn(5, 1, D)).max() <= 2
 
@@ -368,13 +368,13 @@ def test_tied_numbers_follow(rule: str) -> None:
     layer = MemoryLayer(D, HEADS, *TIED[rule]).double()
     x = tokens()
     y, _ = layer(x)
-    made = layer.memory_inputs(x)
-    seen = {**made.gates, "k": made.k}
+    inputs = layer.memory_inputs(x)
+    gate_means = {**inputs.gates, "k": inputs.k}
     if rule == "complement":
-        torch.testing.assert_close(seen["k"], 1 - seen["log_decay"].exp())
+        torch.testing.assert_close(gate_means["k"], 1 - gate_means["log_decay"].exp())
         assert layer.qkv.out_features == 2 * D
     else:
-        ratio = seen["log_decay"] / seen["lr"]  # −a, one per head
+        ratio = gate_means["log_decay"] / gate_means["lr"]  # −a, one per head
         torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio))
         assert (ratio < 0).all()
         assert ratio[0, 0, 0] != ratio[0, 0, 1]
@@ -528,6 +528,6 @@ def test_a_layer_by_name_is_the_systems_own(name: str) -> None:
         layer.load_state_dict(built.state_dict())
         x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(0))
         assert torch.equal(layer(x)[0], built(x)[0])
-    own = rc.LayerOptions(conv_size=2)
-    assert rc.MemoryLayer(16, 2, name, own).options == own
+    options = rc.LayerOptions(conv_size=2)
+    assert rc.MemoryLayer(16, 2, name, options).options == options
     assert rc.MemoryLayer(16, 2, preset.recipe).options == rc.LayerOptions()

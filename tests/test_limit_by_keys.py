@@ -181,10 +181,10 @@ def test_second_derivatives() -> None:
 
     def slope(lowered: bool) -> Tensor:
         k = x.k.clone().requires_grad_()
-        given = dataclasses.replace(x, k=k)
+        keys = dataclasses.replace(x, k=k)
         made = without(recipe) if lowered else recipe
-        given = scaled(given, recipe.algorithm.batch_size) if lowered else given
-        y, _ = generate.run(made, given, engine="reference" if lowered else "auto")
+        keys = scaled(keys, recipe.algorithm.batch_size) if lowered else keys
+        y, _ = generate.run(made, keys, engine="reference" if lowered else "auto")
         (g,) = torch.autograd.grad(y.square().sum(), k, create_graph=True)
         return torch.autograd.grad(g.square().sum(), k)[0]
 
@@ -239,10 +239,10 @@ def test_a_layer_states_its_share_of_it() -> None:
         limit = step_limit(recipe)
         assert limit is not None and limit.batch_size == n
         layer = rc.MemoryLayer(8, 2, recipe)
-        found = layer.memory_inputs(torch.randn(1, 5, 8))
+        inputs = layer.memory_inputs(torch.randn(1, 5, 8))
         share = layer.gates["lr"](torch.zeros(1, 5, 8))
         torch.testing.assert_close(share, torch.full_like(share, 0.5))
-        assert found.gates["lr"].max() < 2 / n
+        assert inputs.gates["lr"].max() < 2 / n
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -199,7 +199,7 @@ def test_states_that_do_not_fit() -> None:
 
 def test_deep_memories_ask_for_init() -> None:
     x = dataclasses.replace(generate.inputs(DEEP), init=None)
-    refuse("needs init.*never learns", DEEP, x)
+    refuse("needs initial_memory.*never learns", DEEP, x)
 
 
 def test_reads_that_do_not_fit() -> None:
@@ -365,13 +365,13 @@ def test_no_tokens_change_nothing(name: str, method: str) -> None:
     empty = x.cut(0, 0)
     y, state = generate.run(recipe, empty, engine=method)
     assert y.shape == (2, 0, 4, 4)
-    found, after = generate.run(recipe, x, state=state, engine=method)
-    expected, kept = generate.run(recipe, x, engine=method)
+    outputs, final_state = generate.run(recipe, x, state=state, engine=method)
+    expected, expected_state = generate.run(recipe, x, engine=method)
     # A copy of an initial memory may be laid out in another way, and rounds in another.
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    y, same = generate.run(recipe, empty, state=after, engine=method)
+    torch.testing.assert_close(outputs, expected, atol=1e-12, rtol=1e-12)
+    y, same = generate.run(recipe, empty, state=final_state, engine=method)
     assert y.shape == (2, 0, 4, 4)
-    for a, b in zip(same.tensors(), kept.tensors(), strict=True):
+    for a, b in zip(same.tensors(), expected_state.tensors(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     _, none = rc.recall(
         recipe,
@@ -417,10 +417,10 @@ def test_poison_under_the_mask_stays_there(name: str, method: str) -> None:
     def poison(a: Tensor) -> Tensor:
         return a.masked_fill(gaps.view(2, 6, *(1,) * (a.dim() - 2)), torch.nan)
 
-    found = generate.gradients(recipe, x.tokens(poison), attention_mask=mask, engine=method)
+    results = generate.gradients(recipe, x.tokens(poison), attention_mask=mask, engine=method)
     clean = generate.gradients(recipe, x, attention_mask=mask, engine=method)
-    assert torch.equal(found[0], clean[0])
-    for name, slope in found[2].items():
+    assert torch.equal(results[0], clean[0])
+    for name, slope in results[2].items():
         assert torch.equal(slope, clean[2][name]), name
 
 

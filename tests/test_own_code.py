@@ -108,7 +108,7 @@ LINKS: dict[str, tuple[Callable[..., Any], str]] = {
     "in place": (lambda self, A, gates: A.clamp_(-1, 1), "changes its argument in place"),
     "undeclared": (
         lambda self, A, gates: A * gates["radius"],
-        "reads the number 'radius', and it declares none: declare it as a field",
+        "reads the quantity 'radius', and it declares none: declare it as a field",
     ),
 }
 
@@ -147,7 +147,9 @@ def test_numbers_that_nobody_declared() -> None:
     def loss(self: Any, prediction: Any, value: Any, gates: Any) -> Any:
         return (gates["sharp"] * (prediction - value) ** 2).sum(-1)
 
-    says = "reads the number 'sharp', and it declares none: declare it as a field, such as sharp ="
+    says = (
+        "reads the quantity 'sharp', and it declares none: declare it as a field, such as sharp ="
+    )
     cls = rc.member(type("OwnLoss", (rc.bias.Bias,), {"loss": loss}))
     refused_by_contract(cls, f"OwnLoss.loss {says}")
     refused_by_contract(

@@ -16,7 +16,7 @@ from recollect.testing.user_code import check_user_code, sample_numbers
 Values = Mapping[str, Tensor]
 
 PER = "one number per association"
-ALONE = "for an entry of a batch than for the entry alone"
+BATCH_ENTRY = "for an entry of a batch than for the entry alone"
 LOSSES: dict[str, tuple[str, Any]] = {
     "a mean over everything": (PER, lambda p, v: F.mse_loss(p, v)),
     "a sum over everything": (PER, lambda p, v: (p - v).square().sum()),
@@ -27,11 +27,11 @@ LOSSES: dict[str, tuple[str, Any]] = {
     ),
     "an axis too many": (PER, lambda p, v: (p - v).square().sum(-1, keepdim=True)),
     "normalised over the batch": (
-        ALONE,
+        BATCH_ENTRY,
         lambda p, v: ((p - v) / (1 + (p - v).square().mean((0, 1)))).square().sum(-1),
     ),
     "less its mean over time": (
-        ALONE,
+        BATCH_ENTRY,
         lambda p, v: ((p - v) - (p - v).mean(1, keepdim=True)).square().sum(-1),
     ),
     "a float": ("not float", lambda p, v: (p - v).square().sum().item()),
@@ -44,7 +44,7 @@ ERRORS: dict[str, tuple[str, Any]] = {
     "a scalar": ("one slope per value channel", lambda p, v: (p - v).mean()),
     "a list": ("not list", lambda p, v: (p - v).tolist()),
     "detached": ("carries no gradient", lambda p, v: (p - v).detach()),
-    "less its mean": (ALONE, lambda p, v: p - v - (p - v).mean((0, 1))),
+    "less its mean": (BATCH_ENTRY, lambda p, v: p - v - (p - v).mean((0, 1))),
 }
 
 
@@ -64,9 +64,9 @@ def _refused(name: str, function: Any, match: str) -> None:
         p, v = torch.randn(2, 2, 3, 4)
         with pytest.raises(rc.RecipeError, match=match) as caught:
             bias.error(p, v, {})
-    said = str(caught.value)
-    assert said.startswith(f"bias.OwnReturn.{name} ")
-    assert "\n" not in said and len(said) < 400
+    message = str(caught.value)
+    assert message.startswith(f"bias.OwnReturn.{name} ")
+    assert "\n" not in message and len(message) < 400
 
 
 @pytest.mark.parametrize("what", LOSSES)

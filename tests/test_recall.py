@@ -603,11 +603,11 @@ def test_reading_after_everything_is_memorised() -> None:
 @pytest.mark.parametrize("rate", [None, 1.0, 0.5])
 def test_a_floor_without_a_decay_forgot_its_scale(rate: float | None, method: str) -> None:
     """y = C q / max(|n·q|, 1) with steps e^(log η): nothing decays, and the scale still moves."""
-    kept = rc.retention.Keep() if rate is None else rc.retention.Decay(alpha=rate)
+    memory_decay = rc.retention.Keep() if rate is None else rc.retention.Decay(alpha=rate)
     recipe = rc.Recipe(
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
         bias=rc.bias.DotProduct(),
-        retention=kept,
+        retention=memory_decay,
         algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     )
     log_lr, alpha = 2 * normal(T, seed=42), rate or 1.0
@@ -628,11 +628,11 @@ def test_float64_inputs_widen_a_float32_state(name: str, method: str) -> None:
     x = generate.inputs(recipe, T=6)
     single, rest = x.cut(0, 4).map(Tensor.float), x.cut(4, 6)
     _, state = generate.run(recipe, single)
-    y, after = generate.run(recipe, rest, state=state, engine=method)
+    y, final_state = generate.run(recipe, rest, state=state, engine=method)
     wide = state.to(dtype=torch.float64)
     expected, _ = generate.run(recipe, rest, state=wide, engine=method)
     assert y.dtype == wide.dtype == torch.float64
-    assert all(w.dtype == torch.float64 for w in after.weights)
+    assert all(w.dtype == torch.float64 for w in final_state.weights)
     assert generate.error(y, expected) < 1e-10
 
 

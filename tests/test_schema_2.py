@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import recollect as rc
 
@@ -45,9 +46,9 @@ TITANS: dict[str, Any] = {
 }
 
 
-def gate(**given: Any) -> dict[str, Any]:
+def gate(**values: Any) -> dict[str, Any]:
     unset = ("source", "unit", "squash", "low", "high", "init", "spread", "rank", "schedule")
-    return {**dict.fromkeys(unset), "temperature": 1.0, **given}
+    return {**dict.fromkeys(unset), "temperature": 1.0, **values}
 
 
 OPTIONS: dict[str, Any] = {
@@ -89,9 +90,9 @@ def script() -> ModuleType:
 def test_a_recipe_of_schema_1_is_refused_with_a_sentence_that_names_the_changelog() -> None:
     with pytest.raises(rc.RecipeError) as refused:
         rc.Recipe.from_dict(TITANS)
-    said = str(refused.value)
-    assert "schema 1" in said and "reads schema 2" in said and "CHANGELOG.md" in said
-    assert "\n" not in said
+    message = str(refused.value)
+    assert "schema 1" in message and "reads schema 2" in message and "CHANGELOG.md" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("schema", [1, 3])
@@ -100,21 +101,49 @@ def test_another_schema_is_named_before_its_unknown_choices(schema: int) -> None
         rc.Recipe.from_dict({"schema": schema, "loss": {"member": "L2"}})
 
 
-def test_the_script_rewrites_a_recipe_and_its_options(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "titans.json"
-    path.write_text(json.dumps({"recipe": TITANS, "options": OPTIONS}, indent=2) + "\n", "utf-8")
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(path)])
-    script.main()
-    written = json.loads(path.read_text("utf-8"))
-    titans = rc.zoo.get("titans")
-    assert rc.Recipe.from_dict(written["recipe"]) == titans.recipe
-    assert rc.LayerOptions.from_dict(written["options"]) == titans.options
-
-
 def test_the_script_keeps_the_words_of_fields_that_are_no_quantities(script: ModuleType) -> None:
     probe = {"member": "Probe", "at": "token", "write": "probe", "rate": "token"}
     assert script.converted(probe) == {**probe, "rate": "input"}
     simplex = {"member": "Simplex", "every": "token"}
     assert script.converted(simplex) == {"member": "Simplex", "link_every": "token"}
+
+
+def test_a_state_of_schema_1_is_refused_with_a_sentence_that_names_the_changelog() -> None:
+    recipe = rc.Recipe(algorithm=rc.algorithm.Momentum(lr=0.5, momentum=0.5))
+    x = torch.randn(1, 3, 2, 4)
+    _, state = rc.recall(recipe, x, x, x)
+    assert state is not None
+    old = {
+        name.replace("algorithm_state", "slots").replace("recipe_id", "written_by"): tensor
+        for name, tensor in state.to_dict().items()
+    }
+    with pytest.raises(
+        ValueError, match=r"schema 1, in which 'algorithm_state' was 'slots'.*CHANGE"
+    ):
+        rc.State.from_dict(old)
+    with pytest.raises(ValueError, match=r"'memory\.slots'"):
+        rc.LayerState.from_dict({f"memory.{name}": tensor for name, tensor in old.items()})
+
+
+def test_the_script_rewrites_a_model_with_its_recipe_and_options(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    config = rc.lm.RecollectConfig.from_recipes(
+        "titans", vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = rc.lm.RecollectForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    data = json.loads(path.read_text("utf-8"))
+    del data["engine"]
+    recipes = {"titans": {"recipe": TITANS, "options": OPTIONS}}
+    old = {**data, "schema": 1, "method": "deep", "recipes": recipes}
+    path.write_text(json.dumps(old), "utf-8")
+    with pytest.raises(rc.RecipeError, match="has schema 1 and"):
+        rc.lm.RecollectForCausalLM.from_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(path)])
+    script.main()  # the manifest, too: a file that was altered is refused
+    loaded = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.engine == "deep"
+    assert loaded.config.recipes == model.config.recipes

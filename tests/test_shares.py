@@ -23,8 +23,8 @@ def layer(recipe: rc.Recipe, d_model: int = 16, **gates: GateOptions) -> rc.Memo
 
 def handed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
     """The numbers that the memory is handed, and the share, as the projection gives it."""
-    found = made.memory_inputs(x)
-    return {**found.gates, **found.params, "share": made.gates["lr"](x)}
+    inputs = made.memory_inputs(x)
+    return {**inputs.gates, **inputs.params, "share": made.gates["lr"](x)}
 
 
 def tokens(d_model: int = 16, rows: int = 2, length: int = 6) -> Tensor:
@@ -142,9 +142,9 @@ def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
     torch.manual_seed(0)
     x = tokens()
     torch.testing.assert_close(layer(recipe)(x)[0], bare(x)[0], rtol=0, atol=0)
-    own = layer(recipe, lr=GateOptions(unit="raw", source="constant", init=0.25))
-    assert own.limit is None
-    rate = handed(own, x)["lr"]
+    raw = layer(recipe, lr=GateOptions(unit="raw", source="constant", init=0.25))
+    assert raw.limit is None
+    rate = handed(raw, x)["lr"]
     torch.testing.assert_close(rate, torch.full_like(rate, 0.25))
 
 
@@ -172,8 +172,8 @@ def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows:
     x = tokens(rows=1, length=1).expand(1, 84, 16)
     with torch.no_grad():
         # The convolution's first tokens differ from those that follow.
-        found = made.memory_inputs(x)
-        k, v, lr = found.k[:, 4:], found.v[:, 4:], found.gates["lr"][:, 4:]
+        inputs = made.memory_inputs(x)
+        k, v, lr = inputs.k[:, 4:], inputs.v[:, 4:], inputs.gates["lr"][:, 4:]
 
         def error(n: int) -> Tensor:
             y, _ = rc.recall(made.recipe, k[:, :n], k[:, :n], v[:, :n], {"lr": lr[:, :n]})
@@ -267,9 +267,9 @@ def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...
     recipe = rc.Recipe(bias=rc.bias.Huber(), memory=rc.memory.MLP())
     gates = {"threshold": GateOptions(unit="value_rms", source="constant", init=init)}
     layer = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options=gates), value_dim=V, head_dim=V)
-    found = layer.memory_inputs(torch.randn(1, 3, 8)).gates["threshold"]
+    threshold = layer.memory_inputs(torch.randn(1, 3, 8)).gates["threshold"]
     expected = torch.tensor(init if isinstance(init, tuple) else (1.0 if init is None else init,))
-    torch.testing.assert_close(found, (V**0.5 * expected).expand(1, 3, 2))
+    torch.testing.assert_close(threshold, (V**0.5 * expected).expand(1, 3, 2))
 
 
 @pytest.mark.parametrize("squash", ["softplus", "celu"])
@@ -281,27 +281,29 @@ def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
     x = tokens(8)
     for init in (0.0, 0.5, (-0.8, 1.0)):
         offset = GateOptions(**options, init=init)  # type: ignore[arg-type]
-        made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
-        found = made.memory_inputs(x).params["offset"]
+        layer_with_offset = rc.MemoryLayer(
+            8, 2, recipe, LayerOptions(gate_options={"offset": offset})
+        )
+        offsets = layer_with_offset.memory_inputs(x).params["offset"]
         p = torch.tensor(init).expand(2)[:, None]
         # The inverse goes out to 1e-4 of its end.
-        torch.testing.assert_close(found, p / place, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(offsets, p / place, atol=1e-4, rtol=1e-5)
 
 
 def test_what_is_bounded_below_alone_is_free_above() -> None:
     """squash="celu": a correction moves as a parameter does, but for its way down."""
     recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
     offset = GateOptions(unit="batch_mean", activation="celu", low=-0.8)
-    made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
-    bias, place = made.params["offset"].bias, torch.arange(1.0, 9.0)
+    layer_with_offset = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
+    bias, place = layer_with_offset.params["offset"].bias, torch.arange(1.0, 9.0)
     assert isinstance(bias, torch.nn.Parameter) and not bias.any()
     for moved in (0.3, -0.3):
         with torch.no_grad():
             bias.fill_(moved)
-        found = made.memory_inputs(tokens(8)).params["offset"]
+        offsets = layer_with_offset.memory_inputs(tokens(8)).params["offset"]
         end = 0.8 / place
         below = end * ((-0.3 / end).exp() - 1)
-        torch.testing.assert_close(found, (bias if moved > 0 else below.expand(2, 8)).detach())
+        torch.testing.assert_close(offsets, (bias if moved > 0 else below.expand(2, 8)).detach())
 
 
 @pytest.mark.parametrize("bad", [{}, {"low": 0.0}, {"low": -0.8, "high": 1.0}])
@@ -315,16 +317,16 @@ def test_a_celu_without_a_lower_end_is_refused(bad: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
 def test_no_place_of_a_batch_falls_silent(name: str) -> None:
     """Where τ was 0 before, beyond −1/place, it keeps a fifth of the mean, and a gradient."""
-    made = rc.zoo.get(name).build(d_model=16, num_heads=2)
-    bias = made.params["offset"].bias
+    preset_layer = rc.zoo.get(name).build(d_model=16, num_heads=2)
+    bias = preset_layer.params["offset"].bias
     assert isinstance(bias, torch.nn.Parameter)
     with torch.no_grad():
         bias.sub_(0.3)
     x = tokens(length=16)
     place = torch.arange(1.0, 17.0)
-    tau = 1 / place + made.memory_inputs(x).params["offset"]
+    tau = 1 / place + preset_layer.memory_inputs(x).params["offset"]
     assert (tau * place > 0.2 - 1e-6).all() and (tau[:, 0] > 0.5).all()
-    made(x)[0].square().sum().backward()
+    preset_layer(x)[0].square().sum().backward()
     assert bias.grad is not None and (bias.grad != 0).all()
 
 
@@ -336,22 +338,24 @@ def test_an_inner_norm_begins_as_long_as_the_key(norm: str, length: float, kind:
     made = rc.MemoryLayer(32, 2, recipe, LayerOptions(qk_norm=norm))
     x = tokens(32)
     with torch.no_grad():
-        found = made.memory_inputs(x)
-        params = {**found.params}
-        y = rc.read(recipe, found.k, initial_memory=made.initial_memory, params=params)
-    torch.testing.assert_close(found.k.norm(dim=-1), torch.full(found.k.shape[:-1], length))
-    added = (y - found.k).norm(dim=-1)
+        inputs = made.memory_inputs(x)
+        params = {**inputs.params}
+        y = rc.read(recipe, inputs.k, initial_memory=made.initial_memory, params=params)
+    torch.testing.assert_close(inputs.k.norm(dim=-1), torch.full(inputs.k.shape[:-1], length))
+    added = (y - inputs.k).norm(dim=-1)
     torch.testing.assert_close(added, torch.full_like(added, length), rtol=1e-3, atol=1e-3)
 
 
 def test_an_inner_norm_that_nothing_is_beside_begins_at_one() -> None:
     apart = rc.memory.MLP(norm="layer", residual=False)
     for memory, qk_norm in ((apart, "l2"), (rc.memory.MLP(norm="layer"), "none")):
-        made = rc.MemoryLayer(32, 2, rc.Recipe(memory=memory), LayerOptions(qk_norm=qk_norm))
-        assert (made.params["norm_weight"].initial() == 1).all()
-    given = LayerOptions(gate_options={"norm_weight": GateOptions(init=0.5)})
-    made = rc.MemoryLayer(32, 2, rc.Recipe(memory=rc.memory.MLP(norm="layer")), given)
-    assert (made.params["norm_weight"].initial() == 0.5).all()
+        preset_layer = rc.MemoryLayer(
+            32, 2, rc.Recipe(memory=memory), LayerOptions(qk_norm=qk_norm)
+        )
+        assert (preset_layer.params["norm_weight"].initial() == 1).all()
+    options = LayerOptions(gate_options={"norm_weight": GateOptions(init=0.5)})
+    preset_layer = rc.MemoryLayer(32, 2, rc.Recipe(memory=rc.memory.MLP(norm="layer")), options)
+    assert (preset_layer.params["norm_weight"].initial() == 0.5).all()
 
 
 def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
@@ -372,25 +376,29 @@ def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
 def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.Memory) -> None:
     """But for its residual; what is written is read, and every map learns from the start."""
     recipe = rc.Recipe(memory=memory, algorithm=NORMALISED)
-    made = rc.MemoryLayer(16, 2, recipe, LayerOptions(gate_options=SHARE, last_map_init_scale=0.0))
-    maps = made.initial_memory
+    memory_layer = rc.MemoryLayer(
+        16, 2, recipe, LayerOptions(gate_options=SHARE, last_map_init_scale=0.0)
+    )
+    maps = memory_layer.initial_memory
     assert maps is not None
     assert all(weight.any() for weight in maps[:-1])
     assert not maps[-1].any()
     x = tokens()
-    found = made.memory_inputs(x)
-    silent = rc.read(recipe, found.k, initial_memory=maps, params=found.params)
-    torch.testing.assert_close(silent, found.k, rtol=0, atol=0)
-    numbers = {"gates": found.gates, "params": found.params, "initial_memory": maps}
-    y, _ = rc.recall(recipe, found.k, found.k, found.v, **numbers)
-    assert ((y - found.v).norm(dim=-1) < (silent - found.v).norm(dim=-1)).all()
-    made(x)[0].square().sum().backward()
+    inputs = memory_layer.memory_inputs(x)
+    silent = rc.read(recipe, inputs.k, initial_memory=maps, params=inputs.params)
+    torch.testing.assert_close(silent, inputs.k, rtol=0, atol=0)
+    numbers = {"gates": inputs.gates, "params": inputs.params, "initial_memory": maps}
+    y, _ = rc.recall(recipe, inputs.k, inputs.k, inputs.v, **numbers)
+    assert ((y - inputs.v).norm(dim=-1) < (silent - inputs.v).norm(dim=-1)).all()
+    memory_layer(x)[0].square().sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in maps)
 
 
 @pytest.mark.parametrize("recipe", [rc.Recipe(), rc.zoo.get("deep_transformer").recipe])
 def test_a_last_map_of_what_is_not_made_of_maps_is_refused(recipe: rc.Recipe) -> None:
-    with pytest.raises(rc.RecipeError, match=r"last_map_init_scale=0\) is about initial weights"):
+    with pytest.raises(
+        rc.RecipeError, match=r"last_map_init_scale=0\) scales random initial weights"
+    ):
         rc.MemoryLayer(16, 2, recipe, LayerOptions(last_map_init_scale=0.0))
 
 

@@ -121,7 +121,7 @@ def test_a_saved_state_has_no_names_that_only_begin_like_its_own(name: str) -> N
     _, state = rc.recall(rc.Recipe(), q, k, v, {"lr": torch.full((1, 2, 1), 0.5)})
     assert state is not None
     flat = state.to_dict()
-    with pytest.raises(ValueError, match=f"{name!r} is no part of a recollect state"):
+    with pytest.raises(ValueError, match=f"{name!r} is not part of a recollect state"):
         rc.State.from_dict({**flat, name: torch.zeros(1)})
     with pytest.raises(ValueError, match="'recipe_id' of a state must be text"):
         rc.State.from_dict({**flat, "recipe_id": torch.zeros(0, dtype=torch.uint8)})

@@ -181,7 +181,7 @@ def test_a_rate_per_value_channel_that_acts_per_head() -> None:
         ) -> tuple[dict[str, Tensor], Tensor]:
             return {}, -step.lr.mean(-2, keepdim=True) * step.gradient
 
-    caught(Averaged, r"the number 'lr' with axes \('V',\), and ignores them")
+    caught(Averaged, r"the quantity 'lr' with axes \('V',\), and ignores them")
 
 
 def test_a_number_per_value_channel_of_which_one_is_read() -> None:
@@ -195,7 +195,7 @@ def test_a_number_per_value_channel_of_which_one_is_read() -> None:
             strength = gates["strength"][..., :1]
             return 0.5 * (strength * (prediction - value).square()).sum(-1)
 
-    caught(Narrow, r"the number 'strength' with axes \('V',\), and ignores them")
+    caught(Narrow, r"the quantity 'strength' with axes \('V',\), and ignores them")
 
 
 def test_a_memory_that_says_linear_and_is_not() -> None:
@@ -241,6 +241,12 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
     caught(NoChainAtAll, "declares chain_activation='tanh'")
 
 
+def one_map(self: rc.memory.Stack, F: int, V: int) -> tuple[LinearMap, ...]:
+    """The maps of a memory with the map W alone."""
+    W = LinearMap(name="W", out_features=V, in_features=F, reads_features=True, is_output=True)
+    return (W,)
+
+
 def test_a_memory_that_says_layer_norm_and_has_another() -> None:
     @rc.member
     class Centred(rc.memory.Stack):
@@ -260,12 +266,7 @@ def test_a_memory_that_says_layer_norm_and_has_another() -> None:
                 for name in ("norm_weight", "norm_bias")
             )
 
-        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (
-                LinearMap(
-                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
-                ),
-            )
+        maps = one_map
 
         def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return self.output_map(apply(0, x), raw, params)
@@ -274,7 +275,7 @@ def test_a_memory_that_says_layer_norm_and_has_another() -> None:
             weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
             return weight * (z - z.mean(-1, keepdim=True)) + shift
 
-    caught(Centred, "declares last_norm='layer', and its program is")
+    caught(Centred, "declares output_norm='layer', and compute is")
 
 
 def test_a_memory_whose_layer_norm_has_no_weights() -> None:
@@ -290,12 +291,7 @@ def test_a_memory_whose_layer_norm_has_no_weights() -> None:
         def output_norm(self) -> str:
             return "layer"
 
-        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (
-                LinearMap(
-                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
-                ),
-            )
+        maps = one_map
 
         def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return self.output_map(apply(0, x), raw, params)
@@ -303,7 +299,7 @@ def test_a_memory_whose_layer_norm_has_no_weights() -> None:
         def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
             return torch.nn.functional.layer_norm(z, z.shape[-1:], eps=1e-6)
 
-    caught(Weightless, "declares last_norm='layer', and has no params norm_weight and norm_bias")
+    caught(Weightless, "declares output_norm='layer', and has no params norm_weight and norm_bias")
 
 
 def test_a_memory_that_hides_its_end() -> None:
@@ -317,12 +313,7 @@ def test_a_memory_that_hides_its_end() -> None:
         def chain_activation(self) -> str:
             return "identity"
 
-        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (
-                LinearMap(
-                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
-                ),
-            )
+        maps = one_map
 
         def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return torch.tanh(apply(0, x))
@@ -330,7 +321,7 @@ def test_a_memory_that_hides_its_end() -> None:
         def output_map(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
             return torch.tanh(z)
 
-    caught(Hidden, "declares finishes=False")
+    caught(Hidden, "declares has_output_map=False")
 
 
 @pytest.mark.parametrize("named", [("fixed", "fixed"), ("fxed",), ("turned",)])
@@ -351,12 +342,7 @@ def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
         def axes(self, K: int, F: int, V: int) -> dict[str, int]:
             return {"heads": V * F}
 
-        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-            return (
-                LinearMap(
-                    name="W", out_features=V, in_features=F, reads_features=True, is_output=True
-                ),
-            )
+        maps = one_map
 
         def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return apply(0, x) + x @ params["fixed"][:, None].mT + 0 * params["turned"].sum()
@@ -384,18 +370,18 @@ def test_a_memory_that_says_zeros_learn_and_they_do_not() -> None:
 
 @pytest.mark.parametrize("kind", ["gate", "param"])
 def test_a_number_that_is_declared_and_never_read(kind: str) -> None:
-    given = "input" if kind == "gate" else "learned"
+    source = "input" if kind == "gate" else "learned"
 
     @rc.member
     class Deaf(rc.bias.Bias):
         """½‖e‖², and a scale that stays unread."""
 
-        scale: float | str = rc.quantity(given, sources=(given,), above=0, init=1.0)
+        scale: float | str = rc.quantity(source, sources=(source,), above=0, init=1.0)
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return 0.5 * (prediction - value).square().sum(-1)
 
-    caught(Deaf, "declares the number 'scale', and nothing reads it")
+    caught(Deaf, "declares the quantity 'scale', and nothing reads it")
 
 
 def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
@@ -544,7 +530,7 @@ def test_a_loss_that_fails_names_its_member() -> None:
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return (gates["absent"] * (prediction - value)).sum(-1)
 
-    caught(Failing, "reads the number 'absent', and it declares none")
+    caught(Failing, "reads the quantity 'absent', and it declares none")
 
 
 def test_a_preset_whose_layer_is_not_causal() -> None:

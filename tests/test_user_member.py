@@ -128,10 +128,10 @@ def test_they_run_differentiate_decode_and_round_trip(name: str) -> None:
     y, state, slopes = generate.gradients(recipe, x, engine="auto")
     assert all(torch.isfinite(slope).all() for slope in slopes.values())
     assert slopes["k"].abs().max() > 0
-    expected, kept, twins = generate.gradients(recipe, x, engine="reference")
+    expected, expected_state, twins = generate.gradients(recipe, x, engine="reference")
     # Another grouping of the same float64 sums.
     assert generate.error(y, expected) < 1e-10
-    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < 1e-10
+    assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < 1e-10
     assert generate.worst(slopes, twins)[0] < 1e-9
     decoded, last = generate.split(recipe, x, list(range(1, 9)), ["auto"])
     assert generate.error(decoded, y) < 1e-10
@@ -247,8 +247,8 @@ def test_a_gate_whose_name_contains_decay_is_read_as_any_other() -> None:
     gates = {"undecayed": torch.rand(1, 4, 2) + 0.1}
     y, state = rc.recall(recipe, q, k, v, gates=gates, output_final_state=True)
     last = {"undecayed": gates["undecayed"][:, -1:]}
-    again = rc.read(recipe, q[:, -1:], state=state, gates=last)
-    torch.testing.assert_close(again, y[:, -1:])
+    y_read = rc.read(recipe, q[:, -1:], state=state, gates=last)
+    torch.testing.assert_close(y_read, y[:, -1:])
     rc.testing.check_member(Clamped)
 
 
@@ -313,9 +313,9 @@ def test_members_named_like_those_of_other_choices_are_saved_and_loaded(
             return x.clamp(-1, 1)
 
     recipe = rc.Recipe(bias=Gaussian(width=2.0), features=Huber())
-    again = rc.Recipe.from_json(recipe.to_json())
-    assert again == recipe and type(again.bias) is Gaussian and type(again.features) is Huber
-    assert "Gaussian" in str(rc.explain(again))
+    loaded = rc.Recipe.from_json(recipe.to_json())
+    assert loaded == recipe and type(loaded.bias) is Gaussian and type(loaded.features) is Huber
+    assert "Gaussian" in str(rc.explain(loaded))
     named = {"bias": {"member": "Gaussian"}, "features": {"member": "Huber"}}
     assert rc.Recipe.from_dict(named) == recipe.replace(bias=Gaussian())
     plain = rc.Recipe(bias=rc.bias.Huber(), features=rc.features.Relu())

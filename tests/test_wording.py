@@ -54,15 +54,15 @@ def test_words_nest_and_end() -> None:
     [
         (
             lambda: rc.MemoryLayer(12, 5, rc.Recipe()),
-            "d_model = 12 is no multiple of num_heads = 5: choose other sizes, or give head_dim",
+            "d_model = 12 is not a multiple of num_heads = 5: choose other sizes, or give head_dim",
         ),
         (
             lambda: PRESET.build(12, 5),
-            "d_model = 12 is no multiple of num_heads = 5: choose other sizes, or give head_dim",
+            "d_model = 12 is not a multiple of num_heads = 5: choose other sizes, or give head_dim",
         ),
         (
             lambda: FEED_FORWARD.build(12, 5, options=rc.zoo.get("ffn_multi_head").options),
-            "d_model = 12 is no multiple of num_heads = 5: choose other sizes",
+            "d_model = 12 is not a multiple of num_heads = 5: choose other sizes",
         ),
         (
             lambda: PRESET.build(12, 0),
@@ -75,17 +75,18 @@ def test_words_nest_and_end() -> None:
         ),
         (
             lambda: PRESET.build(6, 2, options=ROPE),
-            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even d_model / "
+            "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even d_model / "
             "num_heads, not 3",
         ),
         (
             lambda: PRESET.build(8, 2, options=ROPE, head_dim=5),
-            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even head_dim, not "
-            "5",
+            "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even head_dim, "
+            "not 5",
         ),
         (
             lambda: PRESET.build(8, 2, options=rc.LayerOptions(rope_theta=1e4, key_dim=7)),
-            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even key_dim, not 7",
+            "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even key_dim, "
+            "not 7",
         ),
     ],
 )
@@ -102,12 +103,12 @@ def model(recipe: str = "delta_net", **sizes: Any) -> object:
 CONFIGS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: model(num_attention_heads=5),
-        "hidden_size = 12 is no multiple of num_attention_heads = 5: choose other sizes, or give "
-        "head_dim",
+        "hidden_size = 12 is not a multiple of num_attention_heads = 5: choose other sizes, or "
+        "give head_dim",
     ),
     (
         lambda: model("ffn_multi_head", num_attention_heads=5),
-        "hidden_size = 12 is no multiple of num_attention_heads = 5: choose other sizes",
+        "hidden_size = 12 is not a multiple of num_attention_heads = 5: choose other sizes",
     ),
     (
         lambda: model(num_attention_heads=4, num_key_value_heads=3),
@@ -116,7 +117,7 @@ CONFIGS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: model("softmax_attention", num_attention_heads=4),
-        "LayerOptions(rope_theta=...) turns pairs of channels and needs an even hidden_size / "
+        "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even hidden_size / "
         "num_attention_heads, not 3",
     ),
     (
@@ -153,8 +154,8 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
     [
         (
             {"width": 12, "heads": 5},
-            "[model] width = 12 is no multiple of [model] heads = 5: choose other sizes, or give "
-            "[model] key_dim",
+            "[model] width = 12 is not a multiple of [model] heads = 5: choose other sizes, or "
+            "give [model] key_dim",
         ),
         (
             {"width": 12, "heads": 4, "kv_heads": 3},
@@ -163,7 +164,7 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
         ),
         (
             {"recipe": "softmax_attention", "width": 12, "heads": 2, "key_dim": 3},
-            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even [model] "
+            "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even [model] "
             "key_dim, not 3",
         ),
         ({"depth": 10**6}, "[model] depth must be a whole number from 1 to 10,000, not 1000000"),
@@ -206,7 +207,7 @@ def test_a_saved_model_that_a_plan_names_says_what_its_own_fields_are_called(
     tables = {"model": {"start": str(tmp_path)}, "data": {"train": "a"}, "optimizer": {"steps": 1}}
     plan = TrainPlan.from_dict(tables)
     found = refusal(lambda: build_model(plan, byte_tokenizer()))
-    assert "hidden_size = 12 is no multiple of num_attention_heads = 5" in found
+    assert "hidden_size = 12 is not a multiple of num_attention_heads = 5" in found
 
 
 MQAR: dict[str, Any] = {"width": 12, "depth": 1, "heads": 1, "length": 48}
@@ -214,7 +215,7 @@ MQAR: dict[str, Any] = {"width": 12, "depth": 1, "heads": 1, "length": 48}
 COMPARISONS = [
     (
         {"heads": 5},
-        "{0}width = 12 is no multiple of {0}heads = 5: choose other sizes",
+        "{0}width = 12 is not a multiple of {0}heads = 5: choose other sizes",
     ),
     (
         {"parameters": 1},

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from recollect.benchmarks.recipe import bench
     from recollect.blocks.cost import cost
     from recollect.choices import algorithm, bias, context, features, memory, retention
-    from recollect.choices.member import RecipeError, member
+    from recollect.choices.member import member
     from recollect.costs import Cost
     from recollect.decoder import StaticDecoder
     from recollect.engines.least_squares.conjugate_gradient import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from recollect.functional.recall import recall
     from recollect.layer import LayerState, MemoryLayer
     from recollect.layer.options import GateOptions, LayerOptions, Tie
+    from recollect.messages import RecipeError
     from recollect.recipe.files import load_recipe
     from recollect.recipe.initial_params import initial_params
     from recollect.recipe.recipe import Recipe
@@ -124,7 +125,7 @@ _SOURCES = {
     "MemoryLayer": "layer",
     "Param": "fields",
     "Recipe": "recipe.recipe",
-    "RecipeError": "choices.member",
+    "RecipeError": "messages",
     "SolverReport": "engines.least_squares.conjugate_gradient",
     "State": "state.state",
     "StaticDecoder": "decoder",

@@ -43,13 +43,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from recollect.choices.member import RecipeError
 from recollect.choices.retention import Decay
 from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.common.state_bytes import state_bytes
 from recollect.engines.fewer_steps import fewer_steps
 from recollect.engines.select import ENGINES, Selection, select_engine
 from recollect.fields import int_check, validate
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.report.units import readable
 
@@ -226,7 +226,7 @@ class Workload:
         engine: as for `recollect.recall`.
 
     Raises:
-        ValueError: a size that is no whole number or below its minimum.
+        ValueError: a size that is not a whole number or is below its minimum.
     """
 
     K: int = 64

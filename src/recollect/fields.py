@@ -69,9 +69,7 @@ class Range:
         except OverflowError:
             return False
         above = self.low is None or value > self.low or (value == self.low and not self.low_open)
-        below = (
-            self.high is None or value < self.high or (value == self.high and not self.high_open)
-        )
+        below = self.high is None or (value < self.high if self.high_open else value <= self.high)
         return above and below
 
     def __str__(self) -> str:
@@ -526,13 +524,15 @@ class Quantity:
 
     def validated(self, value: Any) -> float | str:
         """Return the stored value; raises ValueError."""
-        allowed = f"{self.range}, {' or '.join(map(repr, self.sources))}"
         if isinstance(value, str) and value in self.sources:
             return value
+        number = "number" if self.range == REAL else f"number {self.range}"
+        *others, last = number, *map(repr, self.sources)
+        allowed = f"{', '.join(others)} or {last}" if others else last
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"must be a number {allowed}, not {short_repr(value)}")
+            raise ValueError(f"must be a {allowed}, not {short_repr(value)}")
         if not self.range.contains(value):
-            raise ValueError(f"must be a finite number {allowed}, not {short_repr(value)}")
+            raise ValueError(f"must be a finite {allowed}, not {short_repr(value)}")
         return check_float32(value)
 
 

@@ -22,22 +22,22 @@ __all__ = ["safe_divide", "safe_log", "safe_pow", "safe_sqrt"]
 def safe_sqrt(x: Tensor) -> Tensor:
     """Return √x for x ≥ 0, with derivative 0 at 0."""
     zero = x == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+    return x.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
 def safe_pow(x: Tensor, exponent: float | Tensor) -> Tensor:
     """Return x to the power of an exponent for x ≥ 0: value and derivative 0 at 0."""
     zero = x == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).pow(exponent))
+    return x.masked_fill(zero, 1.0).pow(exponent).masked_fill(zero, 0.0)
 
 
 def safe_log(x: Tensor) -> Tensor:
     """Return log x for x ≥ 0: −∞ with derivative 0 at 0."""
     zero = x == 0
-    return torch.where(zero, -torch.inf, torch.where(zero, 1.0, x).log())
+    return x.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
 
 
 def safe_divide(x: Tensor | float, y: Tensor) -> Tensor:
     """Return x / y: value and derivatives 0 where y is 0."""
     zero = y == 0
-    return torch.where(zero, 0.0, x / torch.where(zero, 1.0, y))
+    return (x / y.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)

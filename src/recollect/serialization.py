@@ -98,5 +98,5 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {key[:60]!r} stands twice in one object: keep one of them")
+        raise ValueError(f"the key {key[:60]!r} occurs twice in one object: keep one of them")
     return data

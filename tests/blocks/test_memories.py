@@ -111,9 +111,9 @@ def test_a_memory_runs_over_the_tokens_that_came_to_it_alone(shared: str | None)
     """With convolutions, positions, windows, token shifts and inner batches of all kinds."""
     layer = build(MixtureOfMemories(ROUTED, top=2, shared=shared), 8, 2).double()
     x = tokens(3, 40)
-    with record_routing(layer) as seen:
+    with record_routing(layer) as routes:
         y, state = layer(x)
-    (routing,) = seen
+    (routing,) = routes
     p = (x @ layer.router.scores.weight.T).softmax(-1)
     expected = torch.zeros_like(x) if shared is None else layer.parts["shared"](x)[0]
     counts = torch.zeros(3, len(ROUTED), dtype=torch.long)
@@ -147,12 +147,12 @@ def test_the_balance_loss_is_k_when_balanced_and_more_when_not() -> None:
     x = torch.eye(8, dtype=torch.float64)[:4].repeat(3, 1)[None]
     with torch.no_grad():
         layer.router.scores.weight.copy_(50 * torch.eye(4, 8))  # token j to memory j
-    with record_routing(layer) as seen:
+    with record_routing(layer) as routes:
         layer(x)
         layer(x[:, :1].expand(1, 12, 8))
         layer(x, None, (torch.arange(12) < 8)[None])
         layer(x, None, (torch.arange(12) % 4 == 0)[None])
-    losses = [routing.balance_loss.item() for routing in seen]
+    losses = [routing.balance_loss.item() for routing in routes]
     for loss, known in zip(losses, (1.0, 4.0, 1.0, 4.0), strict=True):
         assert math.isclose(loss, known, rel_tol=1e-12)
 
@@ -209,7 +209,7 @@ def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
         (lambda: ResidualMemory("gla", "gla", share="lr"), "must be a list of names of gates"),
         (
             lambda: ResidualMemory("gla", "delta_net", weigh_first="log_decay"),
-            "no gate of that memory with one number per head; it has: none",
+            "not a gate of that memory with one number per head; it has: none",
         ),
         (lambda: ResidualMemory("gla", "gla", read="never"), "must be one of 'after', 'before'"),
     ],

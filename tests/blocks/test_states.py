@@ -241,7 +241,7 @@ def test_what_a_call_is_given_is_checked() -> None:
         chain(x, state)
     with pytest.raises(ValueError, match="must be a state that this layer returned"):
         layer(x, rc.zoo.get("gla").build(D, 2)(x)[1])
-    with pytest.raises(ValueError, match="no part of a recollect state"):
+    with pytest.raises(ValueError, match="not part of a recollect state"):
         MixerState.from_dict({**state.to_dict(), "odd": torch.zeros(1)})
     y, nothing = layer(x, output_final_state=False)
     assert nothing is None and y.shape == x.shape

@@ -170,14 +170,14 @@ def test_reads_are_priced_by_the_products_that_they_run(name: str) -> None:
     T, queries = 64, 8
     with torch.no_grad():
         _, state = layer(torch.randn(1, T, 16))
-        asked = layer.memory_inputs(torch.randn(1, queries, 16), state)
+        query_inputs = layer.memory_inputs(torch.randn(1, queries, 16), state)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             rc.read(
                 layer.recipe,
-                asked.q,
-                gates=asked.gates,
+                query_inputs.q,
+                gates=query_inputs.gates,
                 state=state.memory,
-                params=asked.params or None,
+                params=query_inputs.params or None,
             )
     run = counter.get_total_flops()
     sizes = {"K": layer.head_dim, "V": layer.value_dim, "H": 2, "T": T}
@@ -213,16 +213,16 @@ def test_what_a_part_receives_is_that_of_the_open_segment() -> None:
     streams: list[torch.Tensor] = []
     attention = layer.parts["attention"]
     hook = attention.register_forward_hook(lambda m, i, out: streams.append(i[0]))
-    seen = leaf_inputs(layer, x)
+    inputs = leaf_inputs(layer, x)
     hook.remove()
-    assert {name: tokens.shape[1] for name, tokens in seen.items()} == {
+    assert {name: tokens.shape[1] for name, tokens in inputs.items()} == {
         "memory": 10,
         "attention.memory": 4,  # the last 2 tokens, a retrieval before each
         "attention.attention": 2,  # of 4 tokens, the last one of the second inner segment
     }
-    alone = leaf_inputs(attention, streams[-1])
+    leaf_input = leaf_inputs(attention, streams[-1])
     for name in ("memory", "attention"):
-        assert torch.equal(seen[f"attention.{name}"], alone[name])
+        assert torch.equal(inputs[f"attention.{name}"], leaf_input[name])
     gated = build(MemoryAsGate(loops.memory(), loops.attention()), 8, 2).double()
     assert all(torch.equal(tokens, x) for tokens in leaf_inputs(gated, x).values())
 
@@ -232,12 +232,12 @@ def test_what_routed_and_boosted_memories_receive() -> None:
         MixtureOfMemories(["gla", "delta_net"], top=1, shared=ResidualMemory("gla", "gla")), 8, 2
     )
     x = torch.randn(1, 10, 8)
-    seen = leaf_inputs(layer, x)
+    inputs = leaf_inputs(layer, x)
     first = (x @ layer.router.scores.weight.T).argmax(-1)[0] == 0
-    assert torch.equal(seen["0"], x[:, first]) and torch.equal(seen["1"], x[:, ~first])
-    assert torch.equal(seen["shared.first"], x)
-    assert "shared.second" not in seen
-    for name, tokens in seen.items():
+    assert torch.equal(inputs["0"], x[:, first]) and torch.equal(inputs["1"], x[:, ~first])
+    assert torch.equal(inputs["shared.first"], x)
+    assert "shared.second" not in inputs
+    for name, tokens in inputs.items():
         assert rc.diagnose(layer.leaves[name], tokens).surprise.shape == (tokens.shape[1], 2)
     other = torch.cat([x, x.flip(1) * torch.linspace(-1, 1, 10)[:, None]])
     with pytest.raises(ValueError, match="give leaf_inputs\\(\\) one row at a time"):
@@ -259,11 +259,11 @@ def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     net = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, **sizes))
     before = {name: weight.clone() for name, weight in net.state_dict().items()}
-    for name, said in (
+    for name, sentence in (
         ("titans_mac", "MemoryAsContext composes 2"),
         ("samba", "samba is a pattern"),
     ):
-        with pytest.raises(rc.RecipeError, match=said):
+        with pytest.raises(rc.RecipeError, match=sentence):
             rc.lm.replace_attention(net, name)
     assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
 
@@ -292,14 +292,14 @@ def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None
 def test_what_a_memory_receives_can_be_diagnosed() -> None:
     layer = build(MemoryAsContext(loops.memory(), loops.attention(), segment=4), 8, 2).double()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
-    seen = leaf_inputs(layer, x)
+    inputs = leaf_inputs(layer, x)
     learned = []
     hook = layer.parts["memory"].register_forward_hook(lambda m, i, out: learned.append(i[0]))
     layer(x)
     hook.remove()
-    assert torch.equal(seen["memory"], torch.cat(learned, 1))
-    found = rc.diagnose(layer.leaves["memory"], seen["memory"])
-    assert found.surprise.shape == (10, 2)
+    assert torch.equal(inputs["memory"], torch.cat(learned, 1))
+    diagnosis = rc.diagnose(layer.leaves["memory"], inputs["memory"])
+    assert diagnosis.surprise.shape == (10, 2)
     with pytest.raises(rc.RecipeError, match="this layer composes memory, attention"):
         rc.diagnose(layer, x)  # type: ignore[arg-type]
 
@@ -312,9 +312,11 @@ def test_models_of_hybrids_are_compared() -> None:
         length=48,
         schedule=rc.experiments.Schedule(steps=2, batch=2, lr=1e-3),
     )
-    own = ("mine", MemoryAsGate("gla", "sliding_window_attention"))
-    found = rc.compare(["samba", "titans_mal", own, "gla"], ["mqar"], sizes={"mqar": size})
-    runs = {run.model: run for run in found.of("mqar")}
+    named_mixer = ("mine", MemoryAsGate("gla", "sliding_window_attention"))
+    comparison = rc.compare(
+        ["samba", "titans_mal", named_mixer, "gla"], ["mqar"], sizes={"mqar": size}
+    )
+    runs = {run.model: run for run in comparison.of("mqar")}
     assert set(runs) == {"samba", "titans_mal", "mine", "gla"}
     assert all(run.finished for run in runs.values())
 

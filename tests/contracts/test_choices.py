@@ -248,7 +248,7 @@ def test_lq_survives_float32_powers(size: float) -> None:
     "memory", [*of("memory"), *(rc.memory.MLP(norm=norm) for norm in ("layer", "rms"))]
 )
 def test_declared_shapes_of_memories_are_true(memory: rc.memory.Memory) -> None:
-    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, its end."""
+    """``linear`` is W x and nothing else; a chain is its maps, activation and ``output_map``."""
     structure.check_memory(memory)
 
 

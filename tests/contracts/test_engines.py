@@ -474,12 +474,12 @@ def test_each_input_differentiates_alone(method: str, recipe: rc.Recipe) -> None
 def test_single_precision(method: str, recipe: rc.Recipe) -> None:
     """Against the same engine in float64, which the tests above hold to the reference."""
     x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
-    expected, kept, slopes = generate.gradients(recipe, x, engine=method)
-    y, state, found = generate.gradients(recipe, x.map(Tensor.float), engine=method)
+    expected, expected_state, slopes = generate.gradients(recipe, x, engine=method)
+    y, state, grads = generate.gradients(recipe, x.map(Tensor.float), engine=method)
     assert y.dtype == torch.float32
     assert generate.error(y, expected) < SINGLE
-    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < SINGLE
-    wrong, name = generate.worst(found, slopes)
+    assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < SINGLE
+    wrong, name = generate.worst(grads, slopes)
     assert wrong < SINGLE_GRADIENT, f"gradient of {name}: {wrong:.1e}"
 
 

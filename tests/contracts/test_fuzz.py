@@ -60,8 +60,8 @@ def test_every_member_is_drawn() -> None:
             part = waiting.pop()
             seen.add(type(part).__name__)
             waiting.extend(part.parts())
-    drawn = {cls.__name__ for cls in all_members() if generate.drawn(cls)}
-    assert drawn - seen == set()
+    names = {cls.__name__ for cls in all_members() if generate.drawn(cls)}
+    assert names - seen == set()
 
 
 def test_draws_are_reproducible() -> None:

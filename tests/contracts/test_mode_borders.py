@@ -114,8 +114,8 @@ def test_reading_on_meta_has_a_shape() -> None:
     """A device without autocast."""
     recipe = rc.Recipe()
     q = torch.empty(1, 3, 2, 4, device="meta")
-    found = rc.read(recipe, q, initial_memory=torch.empty(2, 5, 4, device="meta"))
-    assert found.shape == (1, 3, 2, 5)
+    y = rc.read(recipe, q, initial_memory=torch.empty(2, 5, 4, device="meta"))
+    assert y.shape == (1, 3, 2, 5)
 
 
 def test_one_graph_holds_a_call_of_softmax_attention() -> None:

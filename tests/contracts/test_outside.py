@@ -42,9 +42,9 @@ def same(recipe: rc.Recipe, engine: str, *, T: int = 9) -> None:
     assert select_engine(recipe).engine.name == engine
     x = generate.inputs(recipe, T=T)
     y, state, slopes = generate.gradients(recipe, x, engine=engine)
-    expected, kept, twins = generate.gradients(recipe, x, engine="reference")
+    expected, expected_state, twins = generate.gradients(recipe, x, engine="reference")
     assert generate.error(y, expected) < EXACT
-    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
+    assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < EXACT
     assert generate.worst(slopes, twins)[0] < 1e-9
 
 
@@ -172,7 +172,7 @@ def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:
 
 
 def test_an_algorithm_without_a_rate_takes_steps_at_rate_one_with_a_probe() -> None:
-    """Its engines asked for the number 'lr' and ended in a KeyError."""
+    """Its engines asked for the quantity 'lr' and ended in a KeyError."""
 
     recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=FullPass())
     same(recipe, "linear")
@@ -266,11 +266,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a number that no step is handed": (
         lambda: rc.Recipe(algorithm=_algorithm(beta=rc.quantity("input"))),
-        "the number 'beta', which steps do not use",
+        "the quantity 'beta', which steps do not use",
     ),
     "a momentum that a plain step does not take": (
         lambda: rc.Recipe(algorithm=_algorithm(momentum=rc.quantity("input"))),
-        "the number 'momentum', which steps do not use",
+        "the quantity 'momentum', which steps do not use",
     ),
     "a momentum per value channel": (
         lambda: rc.Recipe(
@@ -326,13 +326,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             context=_context(horizon=_ALL_PAST, decay=rc.quantity(0.9, role="decay")),
             algorithm=Solver(),
         ),
-        "the number 'decay' with axes",
+        "the quantity 'decay' with axes",
     ),
     "a decay inside a horizon": (
         lambda: rc.Recipe(
             context=_context(horizon=_SOME, decay=rc.quantity(0.9, log=True, role="decay"))
         ),
-        "the number 'log_decay' with axes",
+        "the quantity 'log_decay' with axes",
     ),
     "weights in over() that no solver of statistics asks for": (
         lambda: rc.Recipe(
@@ -368,13 +368,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a loss's number under a name that engines read elsewhere": (
         lambda: rc.Recipe(bias=_bias(s=rc.quantity("input", name="lr")), algorithm=FullPass()),
-        "the number 'lr' is read from the algorithm",
+        "the quantity 'lr' is read from the algorithm",
     ),
     "a loss's weight where the context's would be read": (
         lambda: rc.Recipe(
             bias=_bias(weight=rc.quantity("input")), context=Everything(), algorithm=FullPass()
         ),
-        "the number 'weight' is read from the context",
+        "the quantity 'weight' is read from the context",
     ),
     "a memory's gate": (
         lambda: _memory(tau=rc.quantity("input")),

@@ -159,9 +159,9 @@ def test_decays_keep_their_digits_in_single_precision(low: float) -> None:
     pick = torch.randint(0, 4, x.gates["log_decay"].shape, generator=g)
     x.gates["log_decay"].copy_(torch.tensor([low, 0.0, -1e-3, 0.2 * low]).double()[pick])
     y, _, slopes = generate.gradients(recipe, x, engine="kernel")
-    single, _, found = generate.gradients(recipe, x.map(Tensor.float), engine="kernel")
+    single, _, grads = generate.gradients(recipe, x.map(Tensor.float), engine="kernel")
     assert generate.error(single, y) < 1e-5
-    wrong, name = generate.worst(found, slopes)
+    wrong, name = generate.worst(grads, slopes)
     assert wrong < 1e-4, f"gradient of {name}: {wrong:.1e}"
     with torch.no_grad():
         want, _ = generate.run(recipe, x.cut(0, 300), engine="reference")

@@ -118,18 +118,18 @@ def test_products_of_few_bits_leave_what_was_written(name: str) -> None:
         gates={**x.gates, "log_decay": slow, "lr": 0.02 + 0 * slow},
         init=None,
     )
-    expected, after, slopes = generate.gradients(recipe, x, engine="deep")
+    expected, expected_state, slopes = generate.gradients(recipe, x, engine="deep")
     low = x.put({name: t.float() for name, t in x.tensors().items()})
-    y, state, found = generate.gradients(recipe, low, engine="deep", precision="bf16")
+    y, state, grads = generate.gradients(recipe, low, engine="deep", precision="bf16")
 
     def off(a: Tensor, b: Tensor) -> float:
         return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
 
     assert off(y, expected) < 0.01
-    for w, one in zip(state.weights, after.weights, strict=True):
+    for w, one in zip(state.weights, expected_state.weights, strict=True):
         assert off(w, one) < 0.01
     for one in ("gate log_decay", *(f"param {name}" for name in base)):
-        assert off(found[one], slopes[one]) < 0.05, one
+        assert off(grads[one], slopes[one]) < 0.05, one
 
 
 @pytest.mark.parametrize("T", [1, 5])
@@ -138,16 +138,16 @@ def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
     recipe = rc.zoo.get("titans_with_base").recipe
     x = generate.inputs(recipe, B=2, T=48, H=2, K=8, V=8, dtype=torch.float32)
     with torch.no_grad():
-        _, before = generate.run(recipe, x, engine="deep")
+        _, initial_state = generate.run(recipe, x, engine="deep")
         mask = torch.ones(2, T, dtype=torch.bool)
         mask[1, T // 2 :] = False
         some = {one: t[:, :T] for one, t in x.gates.items()}
         _, after = rc.recall(
             recipe, x.q[:, :T], x.k[:, :T], x.v[:, :T], some,
-            params=x.params, state=before, attention_mask=mask, engine="deep",
+            params=x.params, state=initial_state, attention_mask=mask, engine="deep",
         )  # fmt: skip
-    assert any(w.any() for w in before.weights)
-    for w, old in zip(after.weights, before.weights, strict=True):
+    assert any(w.any() for w in initial_state.weights)
+    for w, old in zip(after.weights, initial_state.weights, strict=True):
         assert torch.equal(w, old)
 
 
@@ -159,13 +159,13 @@ def test_without_forgetting_it_is_an_initial_memory(method: str) -> None:
     start = tuple(_normal(H, *s, seed=3).detach() for s in memory.MLP().shapes(D, D))
     plain = rc.Recipe(memory=memory.MLP(), algorithm=step)
     ours = rc.Recipe(memory=memory.MLP(static_weights=True), algorithm=step)
-    expected, after = rc.recall(plain, q, k, v, initial_memory=start, engine=method)
+    expected, expected_state = rc.recall(plain, q, k, v, initial_memory=start, engine=method)
     params = dict(zip(("base_W2", "base_W1"), start, strict=True))
-    found, state = rc.recall(ours, q, k, v, params=params, engine=method)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
-    assert after is not None
+    y, state = rc.recall(ours, q, k, v, params=params, engine=method)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-11)
+    assert expected_state is not None
     assert state is not None
-    for w, A, moved in zip(start, after.weights, state.weights, strict=True):
+    for w, A, moved in zip(start, expected_state.weights, state.weights, strict=True):
         torch.testing.assert_close(moved, A - w, rtol=1e-9, atol=1e-11)
 
 
@@ -195,11 +195,13 @@ def test_a_layer_draws_its_base_and_learns_an_initial_memory_from_zero() -> None
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_base_begins_as_an_initial_memory_does(biases: bool) -> None:
     torch.manual_seed(0)
-    made = rc.Recipe(memory=memory.MLP(static_weights=True, bias=biases))
-    drawn = rc.initial_params(made, H=64, K=4, V=4)
+    recipe = rc.Recipe(memory=memory.MLP(static_weights=True, bias=biases))
+    params = rc.initial_params(recipe, H=64, K=4, V=4)
     plain = rc.MemoryLayer(256, 64, rc.Recipe(memory=memory.MLP(bias=biases)))
     assert plain.initial_memory is not None
-    for base, start in zip((drawn["base_W2"], drawn["base_W1"]), plain.initial_memory, strict=True):
+    for base, start in zip(
+        (params["base_W2"], params["base_W1"]), plain.initial_memory, strict=True
+    ):
         assert base.shape == start.shape
         assert base.std().item() == pytest.approx(start.std().item(), rel=0.05)
 
@@ -208,7 +210,10 @@ def test_options_of_initial_weights_that_are_drawn_are_refused_beside_a_base() -
     recipe = rc.Recipe(memory=memory.MLP(static_weights=True))
     for options, words in (
         (rc.LayerOptions(memory_init_scale=2.0), "memory_init_scale=2.* begins with zeros here"),
-        (rc.LayerOptions(last_map_init_scale=0.5), "last_map_init_scale=0.5.* without a base"),
+        (
+            rc.LayerOptions(last_map_init_scale=0.5),
+            "last_map_init_scale=0.5.* without static weights",
+        ),
     ):
         with pytest.raises(rc.RecipeError, match=words):
             rc.MemoryLayer(8, 2, recipe, options)
@@ -294,9 +299,9 @@ def test_a_kernel_has_no_base() -> None:
 
 
 def test_equations_say_it() -> None:
-    said = rc.explain(rc.Recipe(memory=memory.GatedMLP(static_weights=True)))
-    assert "(W̄1 + W1)(silu((W̄2 + W2) q_t) ⊙ (W̄3 + W3) q_t)" in str(said)
-    assert "the base is learned, not memory" in str(said)
+    explanation = rc.explain(rc.Recipe(memory=memory.GatedMLP(static_weights=True)))
+    assert "(W̄1 + W1)(silu((W̄2 + W2) q_t) ⊙ (W̄3 + W3) q_t)" in str(explanation)
+    assert "the base is learned, not memory" in str(explanation)
     for depth, kind in itertools.product((1, 3), ("layer", None)):
-        made = memory.MLP(depth=depth, norm=kind, static_weights=True)
-        assert made.prediction_text("k").count("W̄") == depth
+        mlp = memory.MLP(depth=depth, norm=kind, static_weights=True)
+        assert mlp.prediction_text("k").count("W̄") == depth

@@ -82,7 +82,7 @@ def oracle(n: Numbers, b: int, h: int, length: int) -> tuple[Tensor, Tensor, Ten
             A = A - lr[t] * weighed(False, True)
         elif theta is None:
             A = D * A - lr[t] * weighed(True, True)
-        elif n["momentum_of"] == "gradient":
+        elif n["momentum_on"] == "gradient":
             S = theta[t] * S - lr[t] * weighed(True, True)
             A = D * A + S
         else:
@@ -146,7 +146,7 @@ def numbers(
         "lr": rand(B, T, H) / (1 if window is None else window),
         "affine": affine,
         "before": before,
-        "momentum_of": "value" if momentum == "value" else "gradient",
+        "momentum_on": "value" if momentum == "value" else "gradient",
     }
     if decay == "head":
         n["log_decay"] = -depth * rand(B, T, H)
@@ -513,11 +513,11 @@ def test_float64_inputs_widen_a_float32_state(tokens: int) -> None:
     assert state is not None
     assert state.weights[0].dtype == torch.float32
     q, k, v, gates = q[:, :tokens], k[:, :tokens], v[:, :tokens], {"lr": lr[:, :tokens]}
-    y, after = rc.recall(rc.Recipe(), q, k, v, gates, state=state, engine="linear")
+    y, final_state = rc.recall(rc.Recipe(), q, k, v, gates, state=state, engine="linear")
     wide = state.map(lambda x: x.double() if x.is_floating_point() else x)
     exact, _ = rc.recall(rc.Recipe(), q, k, v, gates, state=wide, engine="reference")
-    assert after is not None
-    assert y.dtype == after.weights[0].dtype == torch.float64
+    assert final_state is not None
+    assert y.dtype == final_state.weights[0].dtype == torch.float64
     assert close(y, exact)
 
 

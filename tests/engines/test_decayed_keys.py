@@ -276,6 +276,6 @@ def test_strong_decays_inside_a_block_cost_three_digits() -> None:
     decay[:, ::2] = -200.0
     x = x.put({"gate log_decay": decay})
     y, _, slopes = generate.gradients(PROBED, x.map(lambda a: a.double()), engine="kernel")
-    z, _, found = generate.gradients(PROBED, x, engine="kernel")
+    z, _, grads = generate.gradients(PROBED, x, engine="kernel")
     assert generate.error(z, y) < 1e-6
-    assert generate.worst(found, slopes)[0] < 3e-6
+    assert generate.worst(grads, slopes)[0] < 3e-6

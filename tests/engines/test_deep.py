@@ -175,23 +175,23 @@ def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
 def check(recipe: rc.Recipe, index: int) -> None:
     """Outputs, state and gradients equal the reference's, whole and split between engines."""
     x = generate.small_inputs(recipe, index, longest=15)
-    expected, kept, slopes = generate.gradients(recipe, x, engine="reference")
+    expected, expected_state, slopes = generate.gradients(recipe, x, engine="reference")
     if not expected.abs().amax() < 1e6:
         x = generate.smaller(recipe, x)
-        expected, kept, slopes = generate.gradients(recipe, x, engine="reference")
+        expected, expected_state, slopes = generate.gradients(recipe, x, engine="reference")
     # A power below 2 and a division by the root of moments amplify rounding.
     moments = isinstance(recipe.algorithm, algorithm.Adam | algorithm.RMSProp)
     rough = getattr(recipe.bias, "p", 2.0) < 2 or moments
     tolerance = ROUGH if rough else EXACT
     chunk = 1 + index % 9
-    y, state, found = generate.gradients(recipe, x, engine="deep", chunk_size=chunk)
-    wrong = max(generate.error(y, expected), generate.worst(found, slopes)[0])
+    y, state, grads = generate.gradients(recipe, x, engine="deep", chunk_size=chunk)
+    wrong = max(generate.error(y, expected), generate.worst(grads, slopes)[0])
     if tolerance <= wrong < ROUGH:  # measured only where it decides: four runs of the reference
         tolerance = max(tolerance, AMPLIFIED * moved(recipe, x))
     assert generate.error(y, expected) < tolerance
     for what, a, b in (
-        ("state", generate.parts(state), generate.parts(kept)),
-        ("gradient", found, slopes),
+        ("state", generate.parts(state), generate.parts(expected_state)),
+        ("gradient", grads, slopes),
     ):
         wrong, name = generate.worst(a, b)
         assert wrong < tolerance, f"{what} {name}: {wrong:.1e}"
@@ -200,7 +200,7 @@ def check(recipe: rc.Recipe, index: int) -> None:
         for order in (["deep"], ["deep", "reference"], ["reference", "deep"]):
             y, state = generate.split(recipe, x, cuts, order)
             assert generate.error(y, expected) < tolerance, f"split at {cuts} by {order}"
-            wrong, name = generate.worst(generate.parts(state), generate.parts(kept))
+            wrong, name = generate.worst(generate.parts(state), generate.parts(expected_state))
             assert wrong < tolerance, f"state {name} after {cuts} by {order}: {wrong:.1e}"
 
 

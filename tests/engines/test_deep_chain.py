@@ -165,15 +165,17 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
     mask = torch.ones(2, 17, dtype=torch.bool)
     mask[0, 10:] = False
     for options in ({}, {"attention_mask": mask}):
-        expected, kept, slopes = generate.gradients(recipe, x, engine="reference", **options)
-        y, state, found = generate.gradients(recipe, x, engine="deep", **options)
+        expected, expected_state, slopes = generate.gradients(
+            recipe, x, engine="reference", **options
+        )
+        y, state, grads = generate.gradients(recipe, x, engine="deep", **options)
         assert generate.error(y, expected) < EXACT
-        assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
-        assert generate.worst(found, slopes)[0] < EXACT
+        assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < EXACT
+        assert generate.worst(grads, slopes)[0] < EXACT
         with torch.no_grad():
             y, state = generate.run(recipe, x, engine="deep", **options)
         assert generate.error(y, expected) < EXACT
-        assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
+        assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < EXACT
 
 
 def test_a_second_pass_over_the_same_graph() -> None:
@@ -199,10 +201,10 @@ def test_single_precision_agrees() -> None:
     x = generate.inputs(recipe, B=2, T=33, H=2, K=8, V=8, dtype=torch.float64)
     expected, _, slopes = generate.gradients(recipe, x, engine="deep")
     low = x.put({name: t.float() for name, t in x.tensors().items()})
-    y, _, found = generate.gradients(recipe, low, engine="deep")
+    y, _, grads = generate.gradients(recipe, low, engine="deep")
     assert y.dtype == torch.float32
     assert generate.error(y, expected) < 1e-5
-    assert generate.worst(found, slopes)[0] < 1e-4
+    assert generate.worst(grads, slopes)[0] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -123,26 +123,26 @@ def test_nothing_stale_is_taken() -> None:
     recipe = RECIPES["ttt_linear"]
     x = generate.inputs(recipe, B=3, T=6)
     begin = rc.recall(recipe, **_tokens(x, 0, 3), initial_memory=x.init)[1]
-    kept = rc.recall(recipe, **_tokens(x, 3, 4), state=begin)[1]
-    assert begin is not None and kept is not None and kept.cache
-    kept = dataclasses.replace(kept, recipe_id=None)  # so that another recipe may go on
-    bare = dataclasses.replace(kept, cache={})
+    prior = rc.recall(recipe, **_tokens(x, 3, 4), state=begin)[1]
+    assert begin is not None and prior is not None and prior.cache
+    prior = dataclasses.replace(prior, recipe_id=None)  # so that another recipe may go on
+    bare = dataclasses.replace(prior, cache={})
     here = _tokens(x, 4, 5)
     changed = {**here, "params": {name: 1.5 * value for name, value in x.params.items()}}
     other = recipe.replace(bias=bias.Lp(p=3))
     assert x.params
     for tokens, one in ((here, recipe), (changed, recipe), (here, other)):
         expected = rc.recall(one, **tokens, state=bare, engine="reference")[0]
-        found = rc.recall(one, **tokens, state=kept, engine="deep")[0]
-        assert generate.error(found, expected) < EXACT
+        y = rc.recall(one, **tokens, state=prior, engine="deep")[0]
+        assert generate.error(y, expected) < EXACT
     rows = torch.tensor([2, 0])
     some = {
         **{name: here[name][rows] for name in ("q", "k", "v")},
         "gates": {name: gate[rows] for name, gate in here["gates"].items()},
         "params": x.params,
     }
-    expected = rc.recall(recipe, **here, state=kept)[0][rows]
-    assert generate.error(rc.recall(recipe, **some, state=kept.select(rows))[0], expected) < EXACT
+    expected = rc.recall(recipe, **here, state=prior)[0][rows]
+    assert generate.error(rc.recall(recipe, **some, state=prior.select(rows))[0], expected) < EXACT
 
 
 @torch.no_grad()

@@ -147,12 +147,12 @@ def test_the_general_way_goes_on_from_a_layers_token_and_back() -> None:
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 8):
         call = _call(bound, x, t, state)
-        y, after = memorise(call if t % 2 else dataclasses.replace(call, trusted=False))
-        assert after is not None
-        sizes = {name: one.shape for name, one in after.cache.items()}
+        y, next_state = memorise(call if t % 2 else dataclasses.replace(call, trusted=False))
+        assert next_state is not None
+        sizes = {name: one.shape for name, one in next_state.cache.items()}
         assert len(sizes) == (0 if t == 7 else 4)
         assert generate.error(y, expected[:, t : t + 1]) < EXACT
-        state = after
+        state = next_state
 
 
 @torch.no_grad()

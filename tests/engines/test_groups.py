@@ -52,8 +52,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slopes(recipe: rc.Recipe, x: Any, method: str = "deep") -> tuple[Tensor, dict[str, Tensor]]:
-    y, _, found = generate.gradients(recipe, x, engine=method)
-    return y, found
+    y, _, grads = generate.gradients(recipe, x, engine=method)
+    return y, grads
 
 
 @pytest.mark.parametrize("way", RULES)

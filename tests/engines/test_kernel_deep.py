@@ -26,9 +26,9 @@ def _recipes() -> dict[str, rc.Recipe]:
     found: dict[str, rc.Recipe] = {}
     for (name, recipe), normalize in itertools.product(EXPLICIT.items(), ("none", "sum")):
         memory = dataclasses.replace(recipe.memory, read=Read(normalize=normalize))
-        made = recipe.replace(memory=memory)
-        if kernel_delta.refuses(made):
-            found[f"{name}, {normalize}"] = made
+        recipe_with_memory = recipe.replace(memory=memory)
+        if kernel_delta.refuses(recipe_with_memory):
+            found[f"{name}, {normalize}"] = recipe_with_memory
     for name in ("deep_transformer", "swdt", "dot"):
         recipe = rc.zoo.get(name).recipe
         found[name] = recipe.replace(algorithm=dataclasses.replace(recipe.algorithm, batch_size=3))
@@ -75,10 +75,10 @@ def test_any_split_and_other_engines(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
-        whole = generate.run(recipe, x, engine="reference")
+        complete = generate.run(recipe, x, engine="reference")
         for cuts in ([1, 1, 4, 7], list(range(1, 9))):
-            same(generate.split(recipe, x, cuts, ["kernel"]), whole, LIMIT)
-        same(generate.split(recipe, x, [2, 3, 7], ["reference", "kernel"]), whole, LIMIT)
+            same(generate.split(recipe, x, cuts, ["kernel"]), complete, LIMIT)
+        same(generate.split(recipe, x, [2, 3, 7], ["reference", "kernel"]), complete, LIMIT)
 
 
 MASK = torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1, 1, 1]])
@@ -97,9 +97,9 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
         for row in range(2):
             real = MASK[row].bool()
             alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-            z, after = generate.run(recipe, alone, engine="reference")
+            z, final_state = generate.run(recipe, alone, engine="reference")
             assert generate.error(y[row : row + 1, real], z) < LIMIT
-            z, _ = generate.run(recipe, x.rows(row), state=after, engine="reference")
+            z, _ = generate.run(recipe, x.rows(row), state=final_state, engine="reference")
             assert generate.error(late[row : row + 1], z) < LIMIT
         for start, stop in itertools.pairwise(borders):
             z, _ = generate.run(recipe, one.cut(start, stop), engine="reference")

@@ -87,12 +87,12 @@ def test_splits_blocks_and_other_engines(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=11, H=2, K=4, V=3)
     with torch.no_grad():
-        whole = generate.run(recipe, x, engine="reference")
-        same(generate.split(recipe, x, [1, 1, 6, 9], ["kernel"]), whole)
-        same(generate.split(recipe, x, list(range(1, 11)), ["kernel"]), whole)
-        same(generate.split(recipe, x, [3, 4, 8], ["reference", "kernel"]), whole)
+        complete = generate.run(recipe, x, engine="reference")
+        same(generate.split(recipe, x, [1, 1, 6, 9], ["kernel"]), complete)
+        same(generate.split(recipe, x, list(range(1, 11)), ["kernel"]), complete)
+        same(generate.split(recipe, x, [3, 4, 8], ["reference", "kernel"]), complete)
         for block in (1, 2, 5, 16):
-            same(generate.run(recipe, x, engine="kernel", chunk_size=block), whole)
+            same(generate.run(recipe, x, engine="kernel", chunk_size=block), complete)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -128,10 +128,10 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
         for row in range(2):
             real = MASK[row].bool()
             alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-            z, after = generate.run(recipe, alone, engine="reference")
+            z, final_state = generate.run(recipe, alone, engine="reference")
             assert generate.error(y[row : row + 1, real], z) < LIMIT
             assert not y[row, ~real].any()
-            answer = rc.read(recipe, x.q[row : row + 1], state=after, params=x.params)
+            answer = rc.read(recipe, x.q[row : row + 1], state=final_state, params=x.params)
             assert generate.error(held[row : row + 1], answer) < LIMIT
         one, borders = x.rows(0), [0, 4, 4, 5, 9]
         packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel")

@@ -170,9 +170,9 @@ def test_rows_of_exact_zeros_lost_their_gradient(name: str) -> None:
     recipe = RECIPES[name]
     for what, x in _zeroed(generate.inputs(recipe, B=1, T=7, H=1, K=4, V=4)).items():
         y, _, slopes = generate.gradients(recipe, x, engine="reference")
-        z, _, found = generate.gradients(recipe, x, engine="kernel")
+        z, _, grads = generate.gradients(recipe, x, engine="kernel")
         assert generate.error(z, y) < EXACT, what
-        wrong = generate.worst(found, slopes)
+        wrong = generate.worst(grads, slopes)
         assert wrong[0] < 10 * EXACT, (what, wrong)
 
 
@@ -209,9 +209,9 @@ def test_engine_and_reference_forget_alike(name: str) -> None:
     for log_decay, tokens in ((-math.inf, slice(2, 3)), (-700.0, slice(None))):
         x = _forgetting(given, log_decay, tokens)
         y, _, slopes = generate.gradients(recipe, x, engine="reference")
-        z, _, found = generate.gradients(recipe, x, engine="kernel")
+        z, _, grads = generate.gradients(recipe, x, engine="kernel")
         assert generate.error(z, y) < EXACT
-        assert generate.worst(found, slopes)[0] < 10 * EXACT
+        assert generate.worst(grads, slopes)[0] < 10 * EXACT
         whole = generate.run(recipe, x)[0]
         split = generate.split(recipe, x, [1, 3], ["kernel", "reference"])[0]
         assert generate.error(split, whole) < EXACT

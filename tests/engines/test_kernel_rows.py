@@ -207,5 +207,5 @@ def test_a_bundle_of_pairs_is_read_like_associations() -> None:
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=3, zero=True)
     _, state = generate.run(recipe, x)
     pairs = (x.k[0].transpose(0, 1), x.v[0].transpose(0, 1))
-    found = rc.read(recipe, x.q, initial_memory=pairs)
-    torch.testing.assert_close(found, rc.read(recipe, x.q, state=state), atol=EXACT, rtol=0)
+    y = rc.read(recipe, x.q, initial_memory=pairs)
+    torch.testing.assert_close(y, rc.read(recipe, x.q, state=state), atol=EXACT, rtol=0)

@@ -150,7 +150,7 @@ def test_decoding_token_by_token_equals_the_whole() -> None:
             algorithm=LeastSquares(ridge_schedule=form, refresh_every=16),
         )
         gates = {"log_decay": LOGS, "weight": WEIGHT}
-        whole, last = rc.recall(recipe, Q, KEYS, VALUES, gates, initial_memory=INIT)
+        complete, last = rc.recall(recipe, Q, KEYS, VALUES, gates, initial_memory=INIT)
         state, outputs, sizes = None, [], set()
         for t in range(T):
             now = slice(t, t + 1)
@@ -162,7 +162,7 @@ def test_decoding_token_by_token_equals_the_whole() -> None:
             assert state is not None
             outputs.append(y)
             sizes.add(state.nbytes)
-        assert error(torch.cat(outputs, dim=1), whole) < TOL
+        assert error(torch.cat(outputs, dim=1), complete) < TOL
         assert last is not None and state is not None
         for name, x in last.to_dict().items():
             if x.is_floating_point():

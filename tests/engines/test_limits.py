@@ -62,8 +62,8 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
     expected = all_of(recipe, x, engine="reference")
     assert not [name for name, a in expected.items() if not a.isfinite().all()]
     for method in fast(recipe):
-        found = all_of(recipe, x, engine=method, chunk_size=4)
-        wrong = {name: generate.error(found[name], a) for name, a in expected.items()}
+        results = all_of(recipe, x, engine=method, chunk_size=4)
+        wrong = {name: generate.error(results[name], a) for name, a in expected.items()}
         if max(wrong.values()) < EXACT:
             continue
         rounded = dict.fromkeys(expected, EXACT / 10)
@@ -168,8 +168,8 @@ def test_no_rows_or_no_tokens_raised_a_raw_error(name: str) -> None:
         for method in ("auto", *fast(recipe), "reference"):
             y, state, _ = generate.gradients(recipe, x, engine=method)
             assert y.shape == (B, T, *x.q.shape[2:3], x.v.shape[-1])
-            again, _ = generate.run(recipe, x, engine=method, state=state.detach())
-            assert again.shape == y.shape
+            y_continued, _ = generate.run(recipe, x, engine=method, state=state.detach())
+            assert y_continued.shape == y.shape
             if not any(part.horizon is not None for part in recipe.context.restrictions):
-                whole, _ = generate.run(recipe, x, engine=method, causal=False)
-                assert whole.shape == y.shape
+                y_complete, _ = generate.run(recipe, x, engine=method, causal=False)
+                assert y_complete.shape == y.shape

@@ -50,9 +50,9 @@ def test_one_token_and_all_its_gradients(
         assert _plain(recipe)
         x = fitting(recipe, B=2, T=1, H=2, G=3)
         y, state, slopes = gradients(recipe, x, engine="linear")
-        expected, kept, wanted = gradients(recipe, x, engine="reference")
-        same((y, state), (expected, kept), 1e-12, "of one token")
-        assert worst(slopes, wanted)[0] < 1e-12
+        expected, expected_state, expected_grads = gradients(recipe, x, engine="reference")
+        same((y, state), (expected, expected_state), 1e-12, "of one token")
+        assert worst(slopes, expected_grads)[0] < 1e-12
 
 
 def test_presets_that_decode_so_and_those_that_do_not() -> None:
@@ -108,7 +108,7 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
     token = {name: one[:, 4:] for name, one in gates.items()}
     _, state = rc.recall(recipe, q[:, :4], k[:, :4], v[:, :4], prompt, engine="reference")
     last = (q[:, 4:], k[:, 4:], v[:, 4:])
-    expected, kept = rc.recall(recipe, *last, token, state=state, engine="reference")
+    expected, expected_state = rc.recall(recipe, *last, token, state=state, engine="reference")
     bound = bind(recipe, H=2, K=k.shape[-1], V=v.shape[-1])
     call = Problem(
         bound=bound,
@@ -121,7 +121,7 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
         trusted=True,
     )
     y, after = memorise(call)
-    same((y, after), (expected, kept), 1e-12, "of a layer's token")
+    same((y, after), (expected, expected_state), 1e-12, "of a layer's token")
 
 
 @pytest.mark.parametrize("G", [1, 3])

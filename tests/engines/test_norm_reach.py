@@ -59,19 +59,19 @@ def test_what_a_norm_can_say(name: str, size: float, centred: bool) -> None:
     w = WEIGHTS[name]
     for seed in range(4):
         d = size * (normal(V, seed=10 + seed) + 0.5) * w.norm() / V**0.5
-        found, best = project_to_norm_range(d, w, centred=centred), nearest(w, d, centred)
+        projection, best = project_to_norm_range(d, w, centred=centred), nearest(w, d, centred)
         none = w == 0
-        u = torch.where(none, 0.0, found / torch.where(none, 1.0, w))
+        u = torch.where(none, 0.0, projection / torch.where(none, 1.0, w))
         if centred:  # channels without weight say u too, and together take what the others have
             rest = float(u.sum())
             assert bool(none.any()) or abs(rest) < 1e-9 * V
             u[none] = -rest / none.sum()
         assert u.square().mean() < 1 + 1e-6
         if name == "equal" or (name == "trained" and within_reach(w, d, centred)):
-            assert (found - best).norm() < 1e-6 * w.norm()
+            assert (projection - best).norm() < 1e-6 * w.norm()
         if size == 30.0:
-            assert (found - best).norm() < 1e-2 * w.norm()
-        further = (found - d).norm() - (best - d).norm()
+            assert (projection - best).norm() < 1e-2 * w.norm()
+        further = (projection - d).norm() - (best - d).norm()
         assert further > -1e-6 * w.norm()
         if name in FURTHER:
             assert further < FURTHER[name] * w.norm()
@@ -95,10 +95,10 @@ def test_gradients_are_those_that_autograd_follows(size: float, centred: bool) -
     """Written out, and recorded to be differentiated again: two ways, with weights per head."""
     d, w = size * normal(2, 3, 4, V, seed=3), normal(3, 1, V, seed=4)
     leaves, up = [d.requires_grad_(), w.requires_grad_()], normal(2, 3, 4, V, seed=5)
-    said = project_to_norm_range(d, w, centred=centred)
-    written = torch.autograd.grad(said, leaves, up, retain_graph=True)
-    followed = torch.autograd.grad(said, leaves, up, create_graph=True)
-    for one, other in zip(written, followed, strict=True):
+    projection = project_to_norm_range(d, w, centred=centred)
+    grads = torch.autograd.grad(projection, leaves, up, retain_graph=True)
+    followed = torch.autograd.grad(projection, leaves, up, create_graph=True)
+    for one, other in zip(grads, followed, strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=1e-12)
 
 

@@ -449,13 +449,13 @@ def test_gains(name: str) -> None:
         A = normal(3, 5, seed=seed)
         h, delta = normal(7, 5, seed=20 + seed), normal(7, 3, seed=30 + seed)
         G = delta.unsqueeze(-1) * h.unsqueeze(-2)
-        found = kept.step_gain(A, G, gates)
+        gain = kept.step_gain(A, G, gates)
         fast = kept.rank_one_step_gain(A, h, delta, gates)
         if fast is not None:
-            assert generate.error(fast, found) < 1e-13
-        assert bool((found > 0).all())
+            assert generate.error(fast, gain) < 1e-13
+        assert bool((gain > 0).all())
         exact = torch.stack([curvature(lambda a: kept.link(a, gates), A, g) for g in G])
-        ratios += (exact / found).tolist()
+        ratios += (exact / gain).tolist()
     if "simplex" in name:  # a thousandth of the mean's square is added to the variance
         assert min(ratios) > 0.9 and max(ratios) <= 1 + 1e-12
     elif name in ("L1.5", "L2"):
@@ -820,10 +820,10 @@ def test_the_cache_of_decoding_holds_what_is_written() -> None:
     recipe = STRUCTURES["window"]
     x = fitting(recipe, B=2, T=11, H=2)
     with torch.no_grad():
-        whole, end = generate.run(recipe, x, engine="deep")
+        complete, end = generate.run(recipe, x, engine="deep")
         pieces, state = generate.split(recipe, x, list(range(1, 11)), ["deep"])
     assert "factors" in state.cache
-    assert generate.error(pieces, whole) < EXACT
+    assert generate.error(pieces, complete) < EXACT
     assert generate.worst(generate.parts(state), generate.parts(end))[0] < EXACT
 
 

@@ -329,7 +329,7 @@ def test_new_starts_equal_the_reference_in_all_that_goes_in_and_comes_out(
     """Initial memories, ridges, padding and states from before, and their gradients."""
     (q, k, v, logs), _ = several(-math.inf)
     algorithm = rc.algorithm.LeastSquares(ridge="learned", ridge_schedule=form, refresh_every=every)
-    asked = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
+    recipe = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
     g = torch.Generator().manual_seed(7)
     init = torch.randn(2, 3, 4, generator=g).double().requires_grad_()
     ridge = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
@@ -339,7 +339,7 @@ def test_new_starts_equal_the_reference_in_all_that_goes_in_and_comes_out(
         state, outputs = None, []
         for past in (slice(0, 21), slice(21, 150)):
             y, state = rc.recall(
-                asked,
+                recipe,
                 *(q[:, past], k[:, past], v[:, past], {"log_decay": logs[:, past]}),
                 params={"ridge": ridge},
                 initial_memory=init if state is None else None,
@@ -478,7 +478,7 @@ def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
     """Outputs, states and gradients of the reference, where spans and starts are anywhere."""
     leaves, _ = several(-math.inf, often=often)
     algorithm = rc.algorithm.LeastSquares(refresh_every=every)
-    asked = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
+    recipe = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
     mask = torch.rand(3, 150, generator=torch.Generator().manual_seed(7)) > 0.2
     found: list[list[Tensor]] = []
     for method in ("least_squares", "reference"):
@@ -486,7 +486,7 @@ def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
         for past in (slice(0, 21), slice(21, 22), slice(22, 150)):
             q, k, v, logs = (x[:, past] for x in leaves)
             y, state = rc.recall(
-                asked, q, k, v, {"log_decay": logs}, state=state, engine=method,
+                recipe, q, k, v, {"log_decay": logs}, state=state, engine=method,
                 attention_mask=mask[:, past],
             )  # fmt: skip
             outputs.append(y)

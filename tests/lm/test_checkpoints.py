@@ -174,7 +174,7 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
     "truth for a size": (config(num_hidden_layers=True), "not True"),
     "heads that do not divide": (
         config(num_attention_heads=3),
-        "hidden_size = 32 is no multiple of num_attention_heads = 3",
+        "hidden_size = 32 is not a multiple of num_attention_heads = 3",
     ),
     "more layers": (config(num_hidden_layers=3), "lacks the weight 'model.blocks.2.*12 more"),
     "fewer layers": (config(num_hidden_layers=1), "knows nothing of"),
@@ -205,7 +205,7 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
         raw("generation_config.json", lambda b: b'{"__class__": 5}'),
         "generation_config.json has the key '__class__'",
     ),
-    "weight named twice": (raw("model.safetensors", named_twice), "'lm_head.weight' stands twice"),
+    "weight named twice": (raw("model.safetensors", named_twice), "'lm_head.weight' occurs twice"),
     "weights a pipe": (replaced_by_a_pipe("model.safetensors"), "it is a pipe, a socket or a"),
     "weights a device": (replaced_by_a_device, "it is a pipe, a socket or a device"),
     "manifest a pipe": (replaced_by_a_pipe("manifest.json"), "it is a pipe, a socket or a"),

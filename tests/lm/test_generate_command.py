@@ -339,7 +339,7 @@ def test_a_decoder_of_others_is_checked_before_it_is_loaded(tmp_path: Path) -> N
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(named_twice(path.read_bytes()))
-    with pytest.raises(ValueError, match="stands twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         load_saved(str(tmp_path), others=True)
 
 

@@ -134,15 +134,15 @@ def test_embeddings_may_stand_for_the_prompt(name: str) -> None:
 
 def test_a_cache_is_taken_by_its_name_and_by_its_earlier_one() -> None:
     net, ids = model("gated_delta_net"), text()
-    before, last = cache_of(net(ids[:, :-1])), ids[:, -1:]
+    cache, last = cache_of(net(ids[:, :-1])), ids[:, -1:]
     for part in (net, net.model):
-        for names in ({"cache": before}, {"past_key_values": before}):
-            assert torch.equal(part(last, **names)[0], part(last, cache=before)[0])
-        assert not torch.equal(part(last, cache=before)[0], part(last)[0])
+        for names in ({"cache": cache}, {"past_key_values": cache}):
+            assert torch.equal(part(last, **names)[0], part(last, cache=cache)[0])
+        assert not torch.equal(part(last, cache=cache)[0], part(last)[0])
         with pytest.raises(ValueError, match="two names of one argument: give cache"):
-            part(last, cache=before, past_key_values=cache_of(net(ids[:, :2])))
-    made = net.generate(ids, past_key_values=before, **HOW)
-    assert torch.equal(made, net.generate(ids, cache=before, **HOW))
+            part(last, cache=cache, past_key_values=cache_of(net(ids[:, :2])))
+    generated = net.generate(ids, past_key_values=cache, **HOW)
+    assert torch.equal(generated, net.generate(ids, cache=cache, **HOW))
 
 
 def test_what_cannot_be_continued_is_one_sentence() -> None:

@@ -106,10 +106,10 @@ def test_a_prompt_is_kept_in_a_file(name: str, tmp_path: Path) -> None:
     for length in (1, 2, 7):
         prompt = CachedPrompt.prefill(net, text(2, length))
         path = prompt.save(tmp_path / "prompt.safetensors", net)
-        again = CachedPrompt.load(path, net)
+        loaded = CachedPrompt.load(path, net)
         question = text(2, 2, seed=3)
         expected = net.generate(**prompt.generate_kwargs(question), **HOW)
-        assert torch.equal(net.generate(**again.generate_kwargs(question), **HOW), expected)
+        assert torch.equal(net.generate(**loaded.generate_kwargs(question), **HOW), expected)
 
 
 def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
@@ -216,12 +216,12 @@ def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
         {"a": MixtureOfMemories(["gla"] * 3, top=1), "b": "delta_net"}, router_aux_loss_coef=0.5
     )
     ids, mask = padded()
-    with record_routing(net) as seen:
+    with record_routing(net) as routes:
         held_out = net(ids, attention_mask=mask, labels=ids)
     routers = [block.layer.router for block in net.model.blocks if "0" in _parts(block.layer)]
-    assert len(seen) == len(routers) == 2  # layers a, b, a
+    assert len(routes) == len(routers) == 2  # layers a, b, a
     losses = []
-    for routing in seen:
+    for routing in routes:
         real = mask.bool()
         count = torch.nn.functional.one_hot(routing.chosen[real][:, 0], 3).double().mean(0)
         losses.append(3 * (count * routing.probabilities[real].double().mean(0)).sum())

@@ -203,8 +203,8 @@ def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
     alone = estimate(run, config, devices=1, memory=2**40)
     assert alone.launch == ("", "recollect train run.toml")
     five = rank_of(run, config, Way(data=5))
-    assert five.refused == "batch = 12 is no multiple of the 5 groups that read it"
-    assert "heads = 2 is no multiple" in str(rank_of(run, config, Way(tensor=4)).refused)
+    assert five.refused == "batch = 12 is not a multiple of the 5 groups that read it"
+    assert "heads = 2 is not a multiple" in str(rank_of(run, config, Way(tensor=4)).refused)
 
 
 @gathers

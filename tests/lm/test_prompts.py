@@ -41,9 +41,9 @@ def test_a_saved_prompt_is_resumed(name: str, tmp_path: Path) -> None:
 
 def test_one_prompt_serves_several_questions() -> None:
     net, ids, more = model("gated_delta_net"), text(1), text(3, 2, seed=5)
-    made = net.generate(**CachedPrompt.prefill(net, ids).generate_kwargs(more), **HOW)
+    generated = net.generate(**CachedPrompt.prefill(net, ids).generate_kwargs(more), **HOW)
     want = net.generate(torch.cat([ids.expand(3, -1), more], 1), **HOW)
-    assert torch.equal(made, want)
+    assert torch.equal(generated, want)
     one = CachedPrompt.prefill(net, ids[:, :1])  # nothing to read before the last column
     assert torch.equal(
         net.generate(**one.generate_kwargs(), **HOW), net.generate(ids[:, :1], **HOW)
@@ -76,7 +76,7 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
     net = model("gated_delta_net")
     net.save_pretrained(tmp_path)
     back = RecollectForCausalLM.from_pretrained(tmp_path)
-    back.model.blocks[0].layer.method = "reference"
+    back.model.blocks[0].layer.engine = "reference"
     assert fingerprint(back) == fingerprint(net)
     with torch.no_grad():
         back.lm_head.weight[0, 0] += 1
@@ -124,12 +124,12 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
         ({first: tensors[first].double()}, {}, r"is torch\.float64"),
         ({first: None}, {}, "missing or too many"),
         ({"layers.7.conv": tensors[first].clone()}, {}, "no layer of this model"),
-        ({"layers.0.memory.evil": tensors[first].clone()}, {}, "no part of a recollect state"),
+        ({"layers.0.memory.evil": tensors[first].clone()}, {}, "not part of a recollect state"),
         ({"input_ids": None}, {}, "no layer of this model"),
         ({"input_ids": tensors["input_ids"][:1]}, {}, "the cache has 2 rows and the text 1"),
         ({}, {"seen": 99}, "has seen 99 columns"),
         ({}, {"layers": 1}, "no layer of this model"),
-        ({}, {"format": 2}, "has format 2"),
+        ({}, {"format": 1}, "has format 1"),
         ({}, {"model": "x"}, "is no saved prompt"),
         ({"layers.0.memory.sizes": torch.tensor(3)}, {}, "holds no prompt of this model"),
     ):
@@ -169,6 +169,6 @@ def test_misuse_is_one_sentence() -> None:
         prompt.generate_kwargs(text(3, 2))
     with pytest.raises(ValueError, match=r"attention_mask must have shape \[2, 9\]"):
         CachedPrompt(input_ids=ids, cache=prompt.cache, attention_mask=mask[:, 1:])
-    whole = CachedPrompt(input_ids=ids[:, :-1], cache=prompt.cache)
+    prefix = CachedPrompt(input_ids=ids[:, :-1], cache=prompt.cache)
     with pytest.raises(ValueError, match="give at least one token more"):
-        whole.generate_kwargs()
+        prefix.generate_kwargs()

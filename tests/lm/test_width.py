@@ -17,12 +17,12 @@ pytest.importorskip("datasets")
 
 from tests.lm.runs import assert_same, plan, weights, write_text
 
-from recollect.choices.member import RecipeError
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.training import Progress, train
 from recollect.lm.training.prepare import build_model, tokenizer_of
 from recollect.lm.width.of_plan import default_widths
 from recollect.lm.width.roles import at_width
+from recollect.messages import RecipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 

@@ -89,12 +89,12 @@ def parsed(text: str) -> Any:
     """JSON as Python reads it, of objects that name a key once.
 
     Raises:
-        ValueError: it is none, or a key stands twice.
+        ValueError: it is none, or a key occurs twice.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key occurs twice")
         return dict(pairs)
 
     return json.loads(text, object_pairs_hook=once)

@@ -342,8 +342,8 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "numbers": (lambda: {"position": 1, "sizes": 2}, "must be a tensor, not 1"),
     "no sizes": (lambda: {"position": torch.zeros(1)}, "'sizes' is missing"),
     "two sizes": (lambda: _state() | {"sizes": torch.tensor([1, 2])}, "3 whole number"),
-    "a strange name": (lambda: _state() | {"weight": _q()}, "'weight' is no part"),
-    "a strange number": (lambda: _state() | {"weights.x": _q()}, "'weights.x' is no part"),
+    "a strange name": (lambda: _state() | {"weight": _q()}, "'weight' is not part"),
+    "a strange number": (lambda: _state() | {"weights.x": _q()}, "'weights.x' is not part"),
     "a gap": (lambda: _state() | {"weights.5": _q()}, "lacks the tensor weights.1"),
     "a writer in numbers": (lambda: _state() | {"recipe_id": _q()}, "'recipe_id' of a state"),
     "a writer in Latin": (
@@ -397,7 +397,7 @@ def _changed(old: str, new: str) -> Callable[[str], str]:
 WHOLE = "(hidden_size=...) must be a whole number"
 # What config.json holds in place of what was saved, and what the sentence must name.
 CONFIGS: dict[str, tuple[Callable[[str], str], str]] = {
-    "a key twice": (_changed('"head_dim"', '"hidden_size": 8, "head_dim"'), "'hidden_size' stands"),
+    "a key twice": (_changed('"head_dim"', '"hidden_size": 8, "head_dim"'), "'hidden_size' occurs"),
     "401 digits": (
         _changed(": 16,", ": 1" + "0" * 400 + ","),
         WHOLE,

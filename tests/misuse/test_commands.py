@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "explain none.json": ("there is no file none.json",),
     "explain folder.json": ("Is a directory",),
     "explain half.json": ("half.json is not JSON",),
-    "explain twice.json": ("twice.json is not JSON", "'bias' stands twice"),
+    "explain twice.json": ("twice.json is not JSON", "'bias' occurs twice"),
     "explain typo.json": ("did you mean 'Matrix'", "--import MODULE"),
     "explain deep.json": ("deep.json is not JSON", "too deep"),
     "explain latin.json": ("latin.json", "not UTF-8"),

@@ -156,6 +156,6 @@ async function scenario() {
   see("every picture says what it shows", pictures.length === 4 && pictures.every((node) =>
     node.getAttribute("role") === "img" && node.getAttribute("aria-label").length > 12), pictures.length);
   const ids = [...document.querySelectorAll("select,input,button,section,p,div")].map((node) => node.id).filter((id) => id !== "");
-  see("no id stands twice", new Set(ids).size === ids.length, ids.length);
+  see("no id occurs twice", new Set(ids).size === ids.length, ids.length);
   return checked;
 }

@@ -92,8 +92,8 @@ def test_neighbours_are_all_that_one_knob_reaches(table: Table) -> None:
             turned[choice].append(data[choice])
     for choice in CHOICES:
         members = {x["member"] for x in turned[choice]}
-        every = {cls.__name__ for cls in all_members() if choice in cls.choices()}
-        assert members == every - {"Module"}, choice  # which is code of the user's
+        classes = {cls.__name__ for cls in all_members() if choice in cls.choices()}
+        assert members == classes - {"Module"}, choice  # which is code of the user's
     decays = [x for x in turned["retention"] if x["member"] == "Decay"]
     assert {x["per"] for x in decays} == {"head", "key", "value", "key_value", "entry"}
     assert {x["when"] for x in decays} == {"after", "before"}

@@ -68,11 +68,11 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     layer.zero_grad()
     piece = x[:, own].clone().requires_grad_()
     with rc.parallel.context(layer, strategy=way) as along:
-        said, final = layer(piece, **local, output_final_state=states)
-        loss = (said * weights[:, own]).sum()
+        outputs, final = layer(piece, **local, output_final_state=states)
+        loss = (outputs * weights[:, own]).sum()
         (loss + (rank == 0) * _size(final) if states else loss).backward()
         along.reduce_gradients()
-    wrong = {"y": _off(said, y[:, own])}
+    wrong = {"y": _off(outputs, y[:, own])}
     assert piece.grad is not None and inputs.grad is not None
     wrong["gradient of x"] = _off(piece.grad, inputs.grad[:, own])
     for n, p in _named(layer):
@@ -133,7 +133,9 @@ def test_layers_are_exact(ranks: int) -> None:
             cases.append((name, mode, "auto"))
     if ranks == 2:
         cases += [
-            ("gated_delta_net", mode, way) for mode in MODES for way in ("auto", "sequential")
+            ("gated_delta_net", mode, strategy)
+            for mode in MODES
+            for strategy in ("auto", "sequential")
         ]
     on_ranks(ranks, _check_layers, cases)
 
@@ -203,8 +205,8 @@ def test_training_along_two_ranks_is_training_on_one() -> None:
             name != "samba"
             and rc.parallel.strategy_for(rc.zoo.get(name).recipe).name == "sequential"
         )
-        ways = ("auto",) if leaf else ("auto", "sequential")
-        cases += [(name, way, (index + i) % 2 == 0) for i, way in enumerate(ways)]
+        strategies = ("auto",) if leaf else ("auto", "sequential")
+        cases += [(name, strategy, (index + i) % 2 == 0) for i, strategy in enumerate(strategies)]
     on_ranks(2, _check_training, cases)
 
 
@@ -300,9 +302,9 @@ def _check_use(rank: int) -> None:
     assert (part.logits - along.split(whole.logits)).abs().max() < 1e-5
     cache = rc.lm.cache_of(part)
     assert [state.position.tolist() for state in cache.states] == [[11, 11]] * 2
-    told = model(ids[:, :1], cache=rc.lm.cache_of(whole)).logits
+    logits = model(ids[:, :1], cache=rc.lm.cache_of(whole)).logits
     cache.seen = 11
-    assert (model(ids[:, :1], cache=cache).logits - told).abs().max() < 1e-5
+    assert (model(ids[:, :1], cache=cache).logits - logits).abs().max() < 1e-5
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
         model.zero_grad()
         with rc.parallel.context(model, gradient_reduction=gradients) as along:

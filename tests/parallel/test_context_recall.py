@@ -153,8 +153,8 @@ def test_the_whole_zoo(ranks: int) -> None:
     for name in rc.zoo.names():
         if name == "memora_per_token":  # loses 1e-9 to its own arithmetic, split or not
             continue
-        way = rc.parallel.strategy_for(rc.zoo.get(name).recipe).name
-        for one in dict.fromkeys((way, "sequential")):
+        strategy = rc.parallel.strategy_for(rc.zoo.get(name).recipe).name
+        for one in dict.fromkeys((strategy, "sequential")):
             cases += [(name, one, mode, "auto") for mode in ("rows", "documents")]
     on_ranks(ranks, _check_all, cases)
 
@@ -166,19 +166,21 @@ def _continue(rank: int) -> None:
         x = _given(recipe, "rows")[0]
         first, rest = x.cut(0, 4), x.cut(4, T)
         named: dict[str, Any] = {"params": x.params}
-        y, wanted = rc.recall(recipe, x.q, x.k, x.v, x.gates, initial_memory=x.init, **named)
-        _, before = rc.recall(
+        y, expected_state = rc.recall(
+            recipe, x.q, x.k, x.v, x.gates, initial_memory=x.init, **named
+        )
+        _, previous_state = rc.recall(
             recipe, first.q, first.k, first.v, first.gates, initial_memory=x.init, **named
         )
         own = rest.cut(2 * rank, 2 if rank == 0 else T)
         said, after = rc.parallel.recall(
-            recipe, own.q, own.k, own.v, own.gates, state=before, **named
+            recipe, own.q, own.k, own.v, own.gates, state=previous_state, **named
         )
         where = slice(4 + 2 * rank, 6 if rank == 0 else T)
-        assert wanted is not None and after is not None
+        assert expected_state is not None and after is not None
         assert _off(said, y[:, where]) < EXACT
-        assert after.host_position == wanted.host_position == T
-        for a, b in zip(after.weights, wanted.weights, strict=True):
+        assert after.host_position == expected_state.host_position == T
+        for a, b in zip(after.weights, expected_state.weights, strict=True):
             assert _off(a, b) < EXACT
 
 
@@ -264,11 +266,11 @@ def test_pieces_cover_rows_and_heads_once() -> None:
 
 def test_documents_are_cut_at_the_borders_of_ranks() -> None:
     borders, tokens = torch.tensor([0, 5, 10, 18, 20]), (10, 3, 7)
-    found = [local_pieces(borders, tokens, rank) for rank in range(3)]
+    pieces = [local_pieces(borders, tokens, rank) for rank in range(3)]
     # The second document ends with the first rank, which hands on an empty third one.
-    assert found[0][0].tolist() == [0, 5, 10, 10] and found[0][1] == [0, 1, 2]
-    assert found[1][0].tolist() == [0, 3] and found[1][1] == [2]
-    assert found[2][0].tolist() == [0, 5, 7] and found[2][1] == [2, 3]
+    assert pieces[0][0].tolist() == [0, 5, 10, 10] and pieces[0][1] == [0, 1, 2]
+    assert pieces[1][0].tolist() == [0, 3] and pieces[1][1] == [2]
+    assert pieces[2][0].tolist() == [0, 5, 7] and pieces[2][1] == [2, 3]
 
 
 # -- what cannot be -------------------------------------------------------------------------------

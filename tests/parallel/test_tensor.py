@@ -66,20 +66,20 @@ def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
 def test_parts_of_a_layer_add_up(kv_heads: int) -> None:
     """Without processes: what two layers say, each of a part of the heads, adds up."""
     torch.manual_seed(0)
-    whole = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
+    undivided = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     total = torch.zeros_like(x)
     for index in range(2):
         part = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
-        for name, weight in whole.named_parameters():
-            cut = cuts(whole).get(name)
+        for name, weight in undivided.named_parameters():
+            cut = cuts(undivided).get(name)
             owner, _, own = name.rpartition(".")
             value = weight if cut is None else cut.part(weight, index, 2)
             setattr(part.get_submodule(owner), own, torch.nn.Parameter(value.detach()))
         keep_part(part, index, 2)
-        assert part.qkv.weight.shape[0] == whole.qkv.weight.shape[0] // 2
+        assert part.qkv.weight.shape[0] == undivided.qkv.weight.shape[0] // 2
         total += part(x)[0]
-    torch.testing.assert_close(total, whole(x)[0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(total, undivided(x)[0], atol=1e-12, rtol=0)
 
 
 def test_fixed_numbers_of_a_part_are_those_of_its_heads() -> None:

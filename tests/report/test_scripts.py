@@ -180,13 +180,13 @@ def test_a_drawing_says_where_its_axes_lie() -> None:
         uses = re.findall(
             r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #0072b2', svg
         )
-        drawn = [(float(x) / width, float(y) / height) for x, y in uses]
+        points = [(float(x) / width, float(y) / height) for x, y in uses]
         left, top, wide, high = box
         for x, y in ((2, 1.0), (8, 10.0), (8, 2.0)):
             across = math.log(x / plot.x.low) / math.log(plot.x.high / plot.x.low)
             up = math.log(y / plot.y.low) / math.log(plot.y.high / plot.y.low)
             at = left + wide * across, top + high * (1 - up)
-            assert any(at == pytest.approx(one, abs=2e-3) for one in drawn), (x, y)
+            assert any(at == pytest.approx(one, abs=2e-3) for one in points), (x, y)
     several = panel_figure(
         [Panel(y="p", series=[line], title="one", log_x=True), Panel(y="q", series=[other], x="z")],
         x="x",

@@ -210,8 +210,8 @@ def test_omega_net_with_base(method: str) -> None:
     recipe = rc.zoo.get("omega_net_with_base").recipe
     params = {"base_W2": POLY[0], "base_W1": POLY[1], "log_coefficients": LOG_A}
     gates = {"lr": LR, "window": GAMMA, **DECAY}
-    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, engine=method)
-    torch.testing.assert_close(got, want, **TOL)
+    y, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, engine=method)
+    torch.testing.assert_close(y, want, **TOL)
 
 
 @METHODS

@@ -108,9 +108,9 @@ def test_mistakes_are_named() -> None:
     recipe = rc.zoo.get("ffn_swiglu").recipe
     q = torch.randn(1, 3, 1, 4)
     five, six = torch.ones(1, 5, 4), torch.ones(1, 6, 4)
-    with pytest.raises(rc.RecipeError, match="bundle of associations"):
+    with pytest.raises(rc.RecipeError, match="tuple of associations"):
         rc.read(recipe, q, gates={"gate_query": q}, initial_memory=five)
-    with pytest.raises(rc.RecipeError, match="bundle of keys, values, gate_key"):
+    with pytest.raises(rc.RecipeError, match="tuple of keys, values, gate_key"):
         rc.read(recipe, q, gates={"gate_query": q}, initial_memory=(five, five))
     with pytest.raises(rc.RecipeError, match="values must have shape"):
         rc.read(recipe, q, gates={"gate_query": q}, initial_memory=(five, six, five))

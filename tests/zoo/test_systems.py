@@ -473,8 +473,8 @@ def test_delta_product_of_one_is_delta_net(method: str) -> None:
     one = recipe.replace(algorithm=replace(recipe.algorithm, updates_per_token=1))  # type: ignore[type-var]
     assert one == rc.zoo.get("delta_net").recipe
     beta = uniform(0.0, 2.0, B, T, H, seed=84)
-    got = rc.recall(one, Q, KEY, X, {"lr": beta}, engine=method)[0]
-    torch.testing.assert_close(got, zoo("delta_net", method, lr=beta), **TOL)
+    y = rc.recall(one, Q, KEY, X, {"lr": beta}, engine=method)[0]
+    torch.testing.assert_close(y, zoo("delta_net", method, lr=beta), **TOL)
 
 
 def test_delta_products_rates_reach_two() -> None:

@@ -82,8 +82,8 @@ def test_titans_with_base(method: str) -> None:
     gates = {"lr": LR, "log_decay": ALPHA.log(), "momentum": THETA}
     params = dict(zip(("base_W2", "base_W1"), MLP, strict=True))
     recipe = rc.zoo.get("titans_with_base").recipe
-    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, engine=method)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    y, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, engine=method)
+    torch.testing.assert_close(y, torch.stack(outputs, 1), **TOL)
 
 
 @METHODS

@@ -38,9 +38,6 @@ from recollect.layer.state import LayerState
 
 __all__ = ["MemoryAsContextLayer", "Retrieval"]
 
-LAYER_TENSORS = ("conv", "phase", "shift")
-"""Tensors of a `LayerState` besides its memory."""
-
 
 class MemoryAsContextLayer(MixerLayer):
     """The layer of `MemoryAsContext`.
@@ -151,7 +148,7 @@ class MemoryAsContextLayer(MixerLayer):
     def _retrieve(self, x: Tensor, state: _SegmentState, lengths: Tensor | None) -> Tensor:
         """Return h = M(q(x)) of the memory at the start of the segment, without writing (21)."""
         # Positions are those of the text: the memory has learned all earlier tokens.
-        query_state = LayerState(memory=state.memory.memory, **_tensors(state.query_state))
+        query_state = LayerState(memory=state.memory.memory, **state.query_state.layer_tensors)
         h, state.query_state = self.retrieval(
             x, self.memory, state.segment_start, query_state, lengths
         )
@@ -185,12 +182,6 @@ def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
-def _tensors(state: LayerState) -> dict[str, Tensor]:
-    """Return the tensors of a layer's state besides its memory, by name."""
-    tensors = {name: getattr(state, name) for name in LAYER_TENSORS}
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
 @dataclass(kw_only=True)
 class _SegmentState:
     """State of a call: of the memory, and of the attention to the open segment.
@@ -220,7 +211,7 @@ class _SegmentState:
 
     def mixer_state(self) -> MixerState:
         parts = {"memory": self.memory, "start": self.segment_start, "attention": self.attention}
-        return MixerState(parts=parts, tensors=_tensors(self.query_state), clock="memory")
+        return MixerState(parts=parts, tensors=self.query_state.layer_tensors, clock="memory")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.residual_memory import ResidualMemoryLayer, SecondMemory
 from recollect.blocks.routed import MixtureOfMemoriesLayer
 from recollect.blocks.sequential import MemoryAsGateLayer, SequentialLayer
-from recollect.choices.member import RecipeError
 from recollect.layer.feed_forward import FeedForward, build_layer
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.messages import RecipeError
 
 __all__ = ["build", "leaf_inputs"]
 

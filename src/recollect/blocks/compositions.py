@@ -334,8 +334,8 @@ class ResidualMemory(Mixer):
             if name is not None and known.get(name) != ():
                 scalars = [n for n, axes in known.items() if axes == ()]
                 raise ValueError(
-                    f"ResidualMemory({field}={name!r}) is no gate of that memory with one number "
-                    f"per head; it has: {', '.join(scalars) or 'none'}"
+                    f"ResidualMemory({field}={name!r}) is not a gate of that memory with one "
+                    f"number per head; it has: {', '.join(scalars) or 'none'}"
                 )
 
     @property

@@ -1,7 +1,4 @@
-"""Cost of a composition: the cost of each of its recipes on the stream that it runs over.
-
-==================  =======================================================================
-"""
+"""Cost of a composition: the cost of each of its recipes on the stream that it runs over."""
 
 from __future__ import annotations
 
@@ -91,7 +88,8 @@ def cost(
     Raises:
         RecipeError: sizes that a recipe cannot have, an engine that cannot run it, or an engine
             without counted costs.
-        ValueError: a size that is no whole number or below its minimum, or an unknown engine.
+        ValueError: a size that is not a whole number or is below its minimum, or an unknown
+            engine.
 
     Examples:
         >>> price = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=128)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from recollect.choices.member import RecipeError
 from recollect.layer.options import LayerOptions, Options
-from recollect.messages import short_repr
+from recollect.messages import RecipeError, short_repr
 from recollect.recipe.recipe import Recipe
 from recollect.serialization import fields_to_data
 

@@ -18,13 +18,13 @@ from recollect.blocks.compositions import ResidualMemory
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.mixers import RecipeMixer
 from recollect.blocks.state import MixerState
-from recollect.choices.member import RecipeError
 from recollect.functional.packing import CompactedBatch, compact, scatter
 from recollect.functional.read import read
 from recollect.layer.checks import check_options, check_sizes
 from recollect.layer.memory_layer import MemoryLayer, run_memory, state_after
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.state import LayerState, MemoryInputs
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["ResidualMemoryLayer", "SecondMemory"]

@@ -18,7 +18,7 @@ from recollect.blocks.compositions import MixtureOfMemories
 from recollect.blocks.layers import MixerLayer, trim_state
 from recollect.blocks.state import MixerState
 from recollect.choices.runtime import has_data
-from recollect.functional.packing import compact
+from recollect.functional.packing import compact, token_counts
 
 __all__ = ["MixtureOfMemoriesLayer", "Router", "Routing", "record_routing"]
 
@@ -150,7 +150,9 @@ class MixtureOfMemoriesLayer(MixerLayer):
             return y, None
         if "shared" in self.parts:
             return y, MixerState(parts=final_states, clock="shared")
-        position = _token_count(x, state, mask, cu_seqlens)
+        position = token_counts(x, mask, cu_seqlens)
+        if state is not None:
+            position = position + state.position
         return y, MixerState(parts=final_states, tensors={"position": position}, clock="position")
 
     def _run_memory(
@@ -191,16 +193,3 @@ class MixtureOfMemoriesLayer(MixerLayer):
         y = torch.where(valid[..., None], y * weight.gather(1, index[..., None]).to(y.dtype), 0.0)
         out = torch.zeros_like(x, dtype=y.dtype)
         return out.scatter(1, index[..., None].expand_as(y), y), final_state
-
-
-def _token_count(
-    x: Tensor, state: MixerState | None, mask: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Return the number of tokens of each sequence after a call ``[B]``."""
-    if cu_seqlens is not None:
-        count = cu_seqlens.diff().to(device=x.device, dtype=torch.long)
-    elif mask is not None:
-        count = (mask != 0).sum(1)
-    else:
-        count = torch.full((x.shape[0],), x.shape[1], device=x.device)
-    return count if state is None else state.position + count

@@ -97,7 +97,9 @@ class MixerState(TensorTree):
     def _read(cls, flat: Mapping[str, Tensor], prefix: str) -> MixerState:
         state = super()._read(flat, prefix)
         if state.clock not in {*state.parts, *state.tensors}:
-            raise ValueError(f"this is no state of a composition: it has no part {state.clock!r}")
+            raise ValueError(
+                f"this is not a state of a composition: it has no part {state.clock!r}"
+            )
         return state
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.matmul_precision import active, matmul_precision
-from recollect.choices.member import RecipeError
 from recollect.choices.runtime import autocast_enabled
+from recollect.messages import RecipeError
 
 __all__ = [
     "CustomFunction",

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Member",
-    "RecipeError",
     "all_members",
     "decode",
     "get_member",
@@ -81,7 +80,7 @@ class Member:
             names |= {name, f"log_{name}"}
             if value != "learned":
                 raise RecipeError(
-                    f"{self.title} declares the number {name!r} as {value!r}, and {method} "
+                    f"{self.title} declares the quantity {name!r} as {value!r}, and {method} "
                     "receives params only: use 'learned', or declare a constant as a plain field"
                 )
         names |= {gate.name for part in self.parts() for gate in part.gates()}
@@ -191,28 +190,28 @@ class Member:
         return frozenset(constants | gates | params)
 
     @functools.cached_property
-    def numbers(self) -> dict[str, tuple[str, ...]]:
+    def quantity_axes(self) -> dict[str, tuple[str, ...]]:
         """Axes after the head of every declared quantity, by engine-side name (decays as logs).
 
         Constants have no axes.
         """
-        statics = self.static_quantities()
+        learned_names = self.learned_quantities()
         axes: dict[str, tuple[str, ...]] = dict.fromkeys(self.constants(), ())
         for param in self.params():
-            if param.name in statics:
+            if param.name in learned_names:
                 axes[f"log_{param.name}" if param.is_log else param.name] = param.axes
         return axes | {gate.name: gate.axes for gate in self.gates()}
 
-    def varies(self, name: str, neutral: float) -> bool:
+    def is_active(self, name: str, neutral: float) -> bool:
         """Whether the member declares a quantity other than the constant ``neutral``.
 
         Args:
             name: engine-side name, e.g. ``"lr"`` or ``"log_decay"``.
             neutral: constant without an effect.
         """
-        return name in self.numbers and self.constants().get(name) != neutral
+        return name in self.quantity_axes and self.constants().get(name) != neutral
 
-    def field_of(self, name: str) -> str | None:
+    def quantity_field(self, name: str) -> str | None:
         """Return the field of a quantity (``"decay"``, ``"lr"``), or ``None``."""
         for field in self._fields():
             spec = quantity_of(field)
@@ -220,10 +219,10 @@ class Member:
                 return field.name
         return None
 
-    def static_quantities(self) -> frozenset[str]:
+    def learned_quantities(self) -> frozenset[str]:
         """Return the names of the quantities with the value ``"learned"``, one per head."""
         names = {name for name, _, value in self._quantities() if value == "learned"}
-        return frozenset(names).union(*(part.static_quantities() for part in self.parts()))
+        return frozenset(names).union(*(part.learned_quantities() for part in self.parts()))
 
     # -- text for `recollect.explain` --------------------------------------------------------------
 

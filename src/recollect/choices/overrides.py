@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from recollect.choices.member import Member, RecipeError
+from recollect.choices.member import Member
 from recollect.fields import as_int
+from recollect.messages import RecipeError
 
 __all__ = ["check_override", "check_shape", "check_weight_shapes"]
 

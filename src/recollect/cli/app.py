@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import recollect as rc
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.report.ranks import is_of_all, rank, speaks, world_size
 from recollect.report.signals import ENDINGS, Ended, answered, received
 from recollect_command import MISSING

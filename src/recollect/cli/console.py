@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.layer.options import LayerOptions

@@ -9,15 +9,13 @@ tensors, so that a step that depends on a value raises an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from recollect.choices.runtime import autocast_enabled, tracing_mode
+from recollect.choices.runtime import tracing_mode, without_autocast
 from recollect.decoder.states import tensors_of, with_tensors
 
 __all__ = ["DEVICE_OPTIONS", "Program", "Step", "program_of", "traced"]
@@ -49,7 +47,7 @@ class Program:
 
     def run(self, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Run the step with the tensors of a state."""
-        with _without_autocast(x):
+        with without_autocast(x.device.type):  # its casts are in the trace
             y, *outputs = self.compiled(x, *tensors)
         return y, outputs
 
@@ -73,17 +71,11 @@ def program_of(step: Step, x: Tensor, state: Any) -> Program:
 
     graph, state_template = traced(step, x, state)
     options = {} if x.device.type == "cpu" else DEVICE_OPTIONS
-    with _without_autocast(x):
+    with without_autocast(x.device.type):
         program = compiled(graph, [x, *tensors_of(state)], options)
     return Program(
         compiled=cast("Callable[..., Sequence[Tensor]]", program), state_template=state_template
     )
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast, whose casts are already in the trace."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if autocast_enabled(kind) else nullcontext()
 
 
 def traced(step: Step, x: Tensor, state: Any) -> tuple[GraphModule, Any]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recollect.state.state import State
+from recollect.state.tree import align_right
 
 __all__ = [
     "Slots",
@@ -123,10 +123,7 @@ class Slots:
         slots, grows = self.size if size is None else size, iter(self.grows)
 
         def fit(x: Tensor) -> Tensor:
-            missing = slots - x.shape[1]
-            if missing <= 0:
-                return x[:, -missing:]
-            return torch.cat([x.new_zeros(x.shape[0], missing, *x.shape[2:]), x], dim=1)
+            return align_right(x, slots)
 
         def fit_memory(memory: State) -> State:
             buffer_grows, rows_grow = next(grows)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recollect.choices.member import RecipeError
 from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.select import select_engine
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.engines import deep, kernel, least_squares, linear, reference
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.sizes import Counted, Sizes
+from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.state.state import State

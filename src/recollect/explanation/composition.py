@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from recollect.blocks.cost import SEGMENT_START_SUFFIX, cost
 from recollect.blocks.mixers import Mixer, RecipeMixer
-from recollect.choices.member import RecipeError
 from recollect.costs import Cost
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.report.notebook import facts
 from recollect.report.units import readable

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from recollect.blocks.layers import MixerLayer
-from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
 from recollect.engines.deep.gradient_factors import Points
@@ -31,6 +30,7 @@ from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.layer.gates import GateProjection, RangeMap, stability_limit
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.messages import RecipeError
 from recollect.state.state import State
 
 __all__ = ["Diagnosis", "Fault", "diagnose"]
@@ -225,12 +225,12 @@ class _Examination:
         def by_head(x: Tensor) -> Tensor:
             return x.to(dtype).transpose(1, 2)
 
-        numbers = {name: by_head(rates[name]) for name in bias.numbers}
+        numbers = {name: by_head(rates[name]) for name in bias.quantity_axes}
         points = Points(
             phi=by_head(phi.squeeze(3)),
             raw=by_head(k),
             v=by_head(v),
-            gates={n: x if bias.numbers[n] else x.unsqueeze(-1) for n, x in numbers.items()},
+            gates={n: x if bias.quantity_axes[n] else x.unsqueeze(-1) for n, x in numbers.items()},
         )
         steps = {n: by_head(rates[n]) for n in ("lr", "momentum", "window") if n in rates}
         W = [w.to(dtype) for w in state.weights]
@@ -265,11 +265,11 @@ class _Examination:
         if error is not None:
             return error, prediction, prediction
         bias_numbers: dict[str, Tensor] = {}
-        travelling = {gate.name for gate in bias.gates()}  # one number per association
-        for name in bias.numbers:
+        per_association = {gate.name for gate in bias.gates()}  # one number per association
+        for name in bias.quantity_axes:
             rate = rates[name]
-            if n > 1 and name in travelling:
-                bias_numbers[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
+            if n > 1 and name in per_association:
+                bias_numbers[name] = rate if bias.quantity_axes[name] else rate.unsqueeze(-1)
             else:
                 bias_numbers[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
         v = v.to(dtype)

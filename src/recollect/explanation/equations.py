@@ -135,7 +135,7 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
             else f", drop (k_i, v_i) of i ≤ t−{recipe.num_past_associations}"
         )
         return (f"keep (k_t, v_t){drop}",)
-    if recipe.algorithm.condenses:
+    if recipe.algorithm.inverse is not None:
         return algorithm.solution_equations(recipe)
     if recipe.solves_from_gram:
         x = recipe.features.lift("K")
@@ -166,7 +166,7 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
         equations += _at_border(recipe, step, A)
     else:
         moves = retention.state_equations(old, new, step, at=at, vector=vector)
-        if linked and not recipe.at_border:
+        if linked and not recipe.links_at_batch_end:
             read = f"{W}_(t,j)" if several else f"{W}_t"
             moves = (f"{moves[0]},   {read} = {_link(recipe, new)}", *moves[1:])
         equations += [";   ".join((*lines, *moves))] if len(lines) == 1 else moves
@@ -174,7 +174,7 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     if several:
         n = recipe.associations_per_token
         ends = [f"{A}_(t,0) = {A}_(t−1)", f"{A}_t = {A}_(t,{n})"]
-        if linked and not recipe.at_border:
+        if linked and not recipe.links_at_batch_end:
             ends += [f"{W}_(t,0) = {_link(recipe, f'{A}_(t−1)')}", f"{W}_t = {W}_(t,{n})"]
         equations.append(f"j = 1..{n};   {',   '.join(ends)}")
         if decay is not None:
@@ -302,13 +302,13 @@ def _start(recipe: Recipe, text: str) -> list[str]:
     start = f"at the start of the inner batch of {b}"
     if not (
         gated
-        or recipe.at_border
+        or recipe.links_at_batch_end
         or (retention.has_link and recipe.algorithm.update_every == "batch")
     ):
         return [f"{W}° = {W} {start}"]
     line = f"{W}° = {_link(recipe, 'A°', '°')}: A {start}"
     line += ", gates of its first token" if gated else ""
-    first = recipe.at_border and retention.links_after_first_token
+    first = recipe.links_at_batch_end and retention.links_after_first_token
     return [f"{line}; from its second token on, A after the first" if first else line]
 
 
@@ -383,7 +383,7 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
         line = render_sum((Term((line,)), more))
     if recipe.algorithm.update_every == "batch":
         line = line.replace(f"{W}_t", f"{W}°")
-    elif recipe.at_border:
+    elif recipe.links_at_batch_end:
         first = f"{W}° before the first token"
         if recipe.retention.links_after_first_token:
             first = f"{_link(recipe, 'A_t')} at the first token"

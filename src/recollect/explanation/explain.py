@@ -20,7 +20,6 @@ from typing import Any, Protocol, overload
 
 from recollect.blocks.cost import cost
 from recollect.blocks.mixers import Mixer, RecipeMixer
-from recollect.choices.member import RecipeError
 from recollect.choices.products import check_precision_name
 from recollect.costs import Cost
 from recollect.engines.fla import PACKAGE, offer
@@ -32,6 +31,7 @@ from recollect.fields import Gate, Param
 from recollect.functional.binding import bind
 from recollect.layer.checks import check_options
 from recollect.layer.options import GateOptions, LayerOptions
+from recollect.messages import RecipeError
 from recollect.parallel.strategies import strategy_for
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.stability import step_limit
@@ -208,9 +208,9 @@ class Explanation:
 
     def _needs(self) -> Iterator[str]:
         for gate in self.gates:
-            travels = ", of the association" if gate.per_association else ""
+            owner = ", of the association" if gate.per_association else ""
             unit = f"; {self.units[gate.name]}" if gate.name in self.units else ""
-            yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{travels}{unit}"
+            yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{owner}{unit}"
         for param in self.params:
             drawn = f", drawn ({param.draw})" if param.draw else ""
             fixed = "" if param.learned else ", not trained"

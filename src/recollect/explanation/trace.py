@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.member import RecipeError
 from recollect.explanation.diagnosis import short
 from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.layer.checks import check_tokens
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.report.notebook import grid
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from recollect.choices.member import RecipeError
 from recollect.choices.runtime import can_read_values, has_data
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.select import Engine
 from recollect.fields import Gate, int_check, validate
-from recollect.messages import short_repr, suggestion
+from recollect.messages import RecipeError, short_repr, suggestion
 from recollect.recipe.bound import BoundRecipe, SizedQuantity
 from recollect.recipe.canonical import first_difference, is_valid
 from recollect.recipe.recipe import Recipe
@@ -259,7 +258,7 @@ def check_call(call: Problem) -> None:
     ):
         raise RecipeError(
             "causal=False reads after all tokens are memorised, and a window contains only the "
-            "last ones: use context.KernelWeighted(kernel=...) without within"
+            "last ones: use context.KernelWeighted(kernel=...) without restrictions"
         )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "run_documents",
     "scatter",
     "select_tokens",
+    "token_counts",
 ]
 
 
@@ -100,6 +101,15 @@ def document_batches(
             lengths=size,
             documents=torch.tensor(group, device=device),
         )
+
+
+def token_counts(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the number of real tokens of each sequence of ``x [B, T, ...]``, ``[B]``."""
+    if cu_seqlens is not None:
+        return cu_seqlens.diff().to(device=x.device, dtype=torch.long)
+    if mask is not None:
+        return (mask != 0).sum(1)
+    return torch.full((x.shape[0],), x.shape[1], device=x.device)
 
 
 def prepend_tokens(

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.choices.runtime import without_autocast
 from recollect.engines import reference
 from recollect.engines.common.problem import Problem, resolve, state_dtype
@@ -32,6 +31,7 @@ from recollect.functional.modes import (
     problem_without_inference_flag,
     without_inference_flag,
 )
+from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
@@ -112,7 +112,7 @@ def read(
     if key_dim != K:
         raise ValueError(f"q has K = {K} and the state's keys have K = {key_dim}")
     if Hq % H:
-        raise ValueError(f"q has {Hq} heads, which is no multiple of the {H} memories")
+        raise ValueError(f"q has {Hq} heads, which is not a multiple of the {H} memories")
     gates = _read_gates(bound, gates, [B, T])
     check_params(bound, params, like=q)
     problem = Problem(
@@ -135,19 +135,20 @@ def read(
 def _memory_sizes(recipe: Recipe, init_tensors: Sequence[Tensor], K: int) -> tuple[int, int]:
     """Return H and V of an initial memory."""
     if not init_tensors:
-        raise RecipeError("rc.read needs something to read, and init is empty")
+        raise RecipeError("rc.read needs a memory to read, and initial_memory is empty")
     # Initial associations are keys, values, then gates.
     several = len(init_tensors) > 1
     value = init_tensors[1] if recipe.nonparametric and several else init_tensors[-1]
     if recipe.nonparametric:
         if not several or value.dim() != 3:
             raise RecipeError(
-                f"init of {recipe.memory.title} is a bundle of associations: keys [H, m, K], "
-                "values [H, m, V], then the gates per association"
+                f"initial_memory of {recipe.memory.title} is a tuple of associations: keys "
+                "[H, m, K], values [H, m, V], then the gates per association"
             )
     elif recipe.memory.has_channels is False:
         raise RecipeError(
-            f"the value size of {recipe.memory.title} does not follow from init: read from a state"
+            f"the value size of {recipe.memory.title} does not follow from initial_memory: read "
+            "from a state"
         )
     diagonal = recipe.memory.is_elementwise
     V = value.shape[-1 if diagonal else -2]

@@ -105,7 +105,7 @@ def recall(
     Returns:
         ``y [B, T, Hq, V]`` in v's dtype, not finite if steps diverge (η ‖k‖² beyond 2 in the
         delta rule: long keys), and the state after the last token. States are float32
-        (float64 if an input is, and for names in `Algorithm.wide`), attached to autograd.
+        (float64 if an input is, and for names in `Algorithm.float64_slots`), attached to autograd.
 
     Raises:
         RecipeError: gates or params missing, unknown or of the wrong shape; an engine that

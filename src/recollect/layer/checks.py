@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
 from recollect.choices.runtime import autocast_enabled
 from recollect.fields import Gate, Param, as_int
@@ -18,7 +17,7 @@ from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.rotary import phase_misfit
 from recollect.layer.state import LayerState
 from recollect.layer.ties import tie_misfits
-from recollect.messages import argument_name, short_repr
+from recollect.messages import RecipeError, argument_name, short_repr
 from recollect.recipe.compatibility import check_size
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import as_recipe, resolve_name
@@ -106,7 +105,7 @@ def check_sizes(
         else:
             name = f"{argument_name('d_model')} / {argument_name('num_heads')}"
         raise RecipeError(
-            "LayerOptions(rope_theta=...) turns pairs of channels and needs an even "
+            "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even "
             f"{name}, not {key_dim}"
         )
     return d_model, num_heads, num_kv_heads, head_dim, value_dim
@@ -121,7 +120,8 @@ def check_heads(
     num_heads = check_size(count, num_heads, at_most=MAX_WIDTH)
     if divide and d_model % num_heads:
         raise RecipeError(
-            f"{width} = {d_model} is no multiple of {count} = {num_heads}: choose other sizes{hint}"
+            f"{width} = {d_model} is not a multiple of {count} = {num_heads}: choose other sizes"
+            f"{hint}"
         )
     return d_model, num_heads
 
@@ -188,24 +188,22 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
     resets: list[tuple[str, dict[str, Any]]] = []
     if recipe.associations_per_token > 1 and (options.value_skip or options.qk == "ones"):
         reason = (
-            "LayerOptions(value_skip=..., qk=...) speak of one association per token, and this "
+            "LayerOptions(value_skip=..., qk=...) need one association per token, and this "
             f"recipe takes {recipe.associations_per_token}"
         )
         resets.append((reason, {"value_skip": False, "qk": "input"}))
     made_of_maps = isinstance(recipe.memory, Stack) and recipe.features.finite
     if options.last_map_init_scale != 1 and not (made_of_maps and recipe.needs_init()):
         reason = (
-            f"LayerOptions(last_map_init_scale={options.last_map_init_scale:g}) is about initial "
-            "weights that are drawn, "
-            "of a memory made of linear maps (memory.MLP, memory.GatedMLP) without a base, and "
-            "this recipe has none: leave it out"
+            f"LayerOptions(last_map_init_scale={options.last_map_init_scale:g}) scales random "
+            "initial weights of a memory made of linear maps (memory.MLP, memory.GatedMLP) "
+            "without static weights, and this recipe has none: leave it out"
         )
         resets.append((reason, {"last_map_init_scale": 1.0}))
     if options.memory_init_scale != 1 and recipe.learns_init and not recipe.needs_init():
         reason = (
-            f"LayerOptions(memory_init_scale={options.memory_init_scale:g}) is about initial "
-            f"weights that are drawn, and {recipe.memory.title} begins with zeros here: leave it "
-            "out"
+            f"LayerOptions(memory_init_scale={options.memory_init_scale:g}) scales random "
+            f"initial weights, and {recipe.memory.title} begins with zeros here: leave it out"
         )
         resets.append((reason, {"memory_init_scale": 1.0}))
     if options.complex_decay != "none" and (reason := phase_misfit(recipe, options)) is not None:
@@ -316,7 +314,11 @@ def _value_unit_misfit(
 ) -> str | None:
     """Return the reason why a gate or param cannot be in units of √V."""
     range_, owner = declared.range, declared.owner
-    if name not in recipe.bias.numbers or range_.low not in (None, 0.0) or range_.high is not None:
+    if (
+        name not in recipe.bias.quantity_axes
+        or range_.low not in (None, 0.0)
+        or range_.high is not None
+    ):
         return (
             "unit='value_rms' is for numbers that a bias compares with values or errors, of any "
             f"length, and {owner} takes {range_}: leave unit out"

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.member import RecipeError
 from recollect.choices.products import check_precision_name
 from recollect.engines.select import select_engine
 from recollect.functional.checks import check_mask
+from recollect.functional.packing import token_counts
 from recollect.functional.read import read
 from recollect.layer.checks import check_heads, check_options
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
@@ -147,15 +148,10 @@ class FeedForward(nn.Module):
             y = torch.where(attention_mask[..., None] != 0, y, 0.0)
         if not output_final_state:
             return y, None
-        if cu_seqlens is not None:
-            count = cu_seqlens.diff().to(x.device)
-        elif attention_mask is not None:
-            count = (attention_mask != 0).sum(1)
-        else:
-            count = torch.full((B,), T, device=x.device)
-        earlier = 0 if state is None else state.position
+        position = token_counts(x, attention_mask, cu_seqlens)
+        if state is not None:
+            position = position + state.position
         sizes = (self.num_heads, self.head_dim, self.value_dim)
-        position = (earlier + count).to(torch.long)
         return y, LayerState(memory=State(weights=(), position=position, sizes=sizes))
 
     def extra_repr(self) -> str:

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.member import RecipeError
 from recollect.choices.runtime import autocast_enabled, cached_constant, is_cacheable
 from recollect.fields import Gate, Param, Range
 from recollect.layer.options import GateOptions
+from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_value
 
 if TYPE_CHECKING:

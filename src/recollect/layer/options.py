@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from recollect.choices.member import RecipeError
 from recollect.fields import (
     REAL,
     Validated,
@@ -23,7 +22,7 @@ from recollect.fields import (
     text,
     validated_field,
 )
-from recollect.messages import short_repr, suggest_arguments
+from recollect.messages import RecipeError, short_repr, suggest_arguments
 from recollect.recipe.stability import step_limit
 from recollect.serialization import fields_to_data, read_fields
 
@@ -59,6 +58,23 @@ class Options(Validated):
         return f"{cls.__name__}({field}=...)"
 
 
+class _SavedOptions(Options):
+    """Base of options that are saved as plain data."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, with all defaults."""
+        return fields_to_data(self)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Return options from the result of `to_dict`; missing fields have their defaults.
+
+        Raises:
+            RecipeError: an unknown or missing field, or a value its field refuses.
+        """
+        return cls(**read_fields(cls, data))
+
+
 def _conv(value: Any) -> int:
     return 0 if value is None else int_check()(value)
 
@@ -89,7 +105,7 @@ def _ties(value: Any) -> tuple[Tie, ...]:
 
 @suggest_arguments
 @dataclass(frozen=True, kw_only=True)
-class GateOptions(Options):
+class GateOptions(_SavedOptions):
     """Source, activation and initial value of a gate (per token) or a param (per head).
 
     The value is ``activation(z)``. z is a projection of the token plus a bias (``"input"``) or a
@@ -204,22 +220,9 @@ class GateOptions(Options):
             unit = "stability_limit" if "lr" in {gate.name for gate in recipe.gates()} else None
         return None if unit == "raw" else unit
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with all defaults."""
-        return fields_to_data(self)
-
-    @classmethod
-    def from_dict(cls, data: object) -> GateOptions:
-        """Return options from the result of `to_dict`; missing fields have their defaults.
-
-        Raises:
-            RecipeError: an unknown field, or a value its field refuses.
-        """
-        return cls(**read_fields(cls, data))
-
 
 @dataclass(frozen=True, kw_only=True)
-class Tie(Options):
+class Tie(_SavedOptions):
     """A gate, param, key or probe that is computed from another one.
 
     Args:
@@ -269,23 +272,10 @@ class Tie(Options):
                 "follow the key, the others a gate"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return fields_to_data(self)
-
-    @classmethod
-    def from_dict(cls, data: object) -> Tie:
-        """Return a tie from the result of `to_dict`.
-
-        Raises:
-            RecipeError: an unknown or missing field, or a value its field refuses.
-        """
-        return cls(**read_fields(cls, data))
-
 
 @suggest_arguments
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions(Options):
+class LayerOptions(_SavedOptions):
     """Options of a `MemoryLayer` around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
 
     Args:
@@ -368,17 +358,11 @@ class LayerOptions(Options):
         return dict(self.gate_options).get(name, GateOptions())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with all defaults."""
         gates = {name: gate.to_dict() for name, gate in dict(self.gate_options).items()}
         return {**fields_to_data(self), "gate_options": gates}
 
     @classmethod
-    def from_dict(cls, data: object) -> LayerOptions:
-        """Return options from the result of `to_dict`; missing fields have their defaults.
-
-        Raises:
-            RecipeError: an unknown field, or a value its field refuses.
-        """
+    def from_dict(cls, data: object) -> Self:
         fields = read_fields(cls, data)
         if isinstance(gates := fields.get("gate_options"), Mapping):
             fields["gate_options"] = {name: GateOptions.from_dict(x) for name, x in gates.items()}

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.choices.features.finite import Identity
-from recollect.choices.member import RecipeError
 from recollect.choices.runtime import cached_constant
 from recollect.fields import Gate, Param
 from recollect.layer.options import LayerOptions
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 
 __all__ = [
@@ -46,7 +46,7 @@ def phase_misfit(recipe: Recipe, options: LayerOptions) -> str | None:
     option = f"LayerOptions(complex_decay={options.complex_decay!r})"
     if not recipe.memory.linear or recipe.features != Identity():
         return (
-            f"{option} turns the keys of a linear memory, which {recipe.memory.title} with "
+            f"{option} rotates the keys of a linear memory, which {recipe.memory.title} with "
             f"{recipe.features.title} is not: use memory.Matrix or Vector, and features.Identity()"
         )
     if recipe.bias.probe is not None or (
@@ -79,8 +79,8 @@ class ComplexDecayPhase(nn.Module):
         super().__init__()
         if size % 2:
             raise RecipeError(
-                f"LayerOptions(complex_decay={source!r}) turns pairs of channels and needs an even "
-                f"size, not {size}"
+                f"LayerOptions(complex_decay={source!r}) rotates pairs of channels and needs an "
+                f"even size, not {size}"
             )
         self.heads, self.size = heads, size
         self.bias = nn.Parameter(torch.empty(heads, size // 2))

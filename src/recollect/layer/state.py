@@ -78,8 +78,8 @@ class LayerState(TensorTree):
     shift: Tensor | None = None
 
     @property
-    def _layer_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the layer itself by name."""
+    def layer_tensors(self) -> dict[str, Tensor]:
+        """Tensors besides the state of the memory, by name."""
         named = {"conv": self.conv, "phase": self.phase, "shift": self.shift}
         return {name: x for name, x in named.items() if x is not None}
 
@@ -111,7 +111,7 @@ class LayerState(TensorTree):
                 zeros by default.
         """
         zeros = {
-            name: where_rows(mask, x.new_zeros(()), x) for name, x in self._layer_tensors.items()
+            name: where_rows(mask, x.new_zeros(()), x) for name, x in self.layer_tensors.items()
         }
         return LayerState(memory=self.memory.reset(mask, init), **zeros)
 
@@ -122,7 +122,7 @@ class LayerState(TensorTree):
             rows: ``[B]``, True for this state and False for the other.
             other: a state of the same layer.
         """
-        pairs = {name: (x, other._layer_tensors[name]) for name, x in self._layer_tensors.items()}
+        pairs = {name: (x, other.layer_tensors[name]) for name, x in self.layer_tensors.items()}
         chosen = {name: where_rows(rows, x, y.to(x.dtype)) for name, (x, y) in pairs.items()}
         return LayerState(memory=self.memory.where(rows, other.memory), **chosen)
 

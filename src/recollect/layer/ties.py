@@ -57,7 +57,7 @@ def _incompatibility(
         return "needs two gates"
     if tie.rule in ("negative", "variance") and source != target:
         both = [f"[{', '.join(('H', *(axes or ())))}]" for axes in (target, source)]
-        return f"needs numbers of one shape, not {' and '.join(both)}"
+        return f"needs quantities of one shape, not {' and '.join(both)}"
     if tie.rule == "negative" and not (tie.source in gates and tie.target in gates):
         return "needs two gates"
     if tie.rule == "variance" and known[tie.source].role != "decay":

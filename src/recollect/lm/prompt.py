@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CachedPrompt", "fingerprint"]
 
-FORMAT = 1
+FORMAT = 2
 WRITER = "memory.recipe_id"
 """The end of the names of who wrote a memory."""
 # What says how a model runs or is saved, not what it computes.
@@ -272,7 +272,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What `Prompt.save` wrote beside the tensors."""
+    """Return the metadata that `CachedPrompt.save` writes next to the tensors."""
     try:
         written = read_json(metadata["recollect"])
         kinds = {"format": int, "seen": int, "layers": int, "model": dict, "sha256": str}
@@ -280,13 +280,13 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             raise TypeError
     except (KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(
-            f"{path} is no saved prompt: write one with Prompt.save (a model's own file is loaded "
-            "with from_pretrained)"
+            f"{path} is no saved prompt: write one with CachedPrompt.save (a model's own file is "
+            "loaded with from_pretrained)"
         ) from None
     if written["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has format {written['format']} and this version of recollect reads format "
-            f"{FORMAT}: install the version that wrote it"
+            f"{FORMAT}: read the prompt again, or install the version that wrote it"
         )
     return written
 

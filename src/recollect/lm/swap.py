@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
-from recollect.choices.member import RecipeError
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.cache import StateLayer, one_cache
 from recollect.lm.model.config import Named, resolved
 from recollect.lm.model.masks import Columns, columns
 from recollect.lm.swap_config import record
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["Swap", "SwappedAttention", "SwappedLayer", "place_layers", "replace_attention"]

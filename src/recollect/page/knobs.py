@@ -12,14 +12,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from recollect.choices.member import (
-    Member,
-    RecipeError,
-    all_members,
-    decode,
-    registered_name,
-)
+from recollect.choices.member import Member, all_members, decode, registered_name
 from recollect.fields import field_spec, quantity_of
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES, Recipe
 
 __all__ = ["Data", "Knobs", "key_of", "summary"]

@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 import recollect
 from recollect import zoo
 from recollect.choices import algorithm, bias, context, features, memory, retention
-from recollect.choices.member import RecipeError, all_members, registered_name
+from recollect.choices.member import all_members, registered_name
 from recollect.explanation.explain import Explanation, explain
+from recollect.messages import RecipeError
 from recollect.page.knobs import Data, Knobs, key_of, summary
 from recollect.recipe.recipe import CHOICES, Recipe
 

@@ -45,7 +45,7 @@ def affine_run(
     return lambda problem: run_segment(problem, run, segment, initial, last_piece)
 
 
-def _segment_start(segment: Segment, initial: Tensor, last_piece: Tensor | None) -> Tensor:
+def _segment_start(segment: Segment, initial: Tensor) -> Tensor:
     """Return z before this rank's first piece, without contributions of earlier ranks."""
     return initial if segment.includes_start else torch.zeros_like(initial)
 
@@ -79,7 +79,7 @@ def _by_keys(
     if last_piece is not None:
         outgoing = torch.cat([last_piece, torch.zeros_like(final_tensor[:, :, V:])], dim=-2)
     messages = segment.exchange.gather(outgoing)
-    z = _segment_start(segment, initial, last_piece)
+    z = _segment_start(segment, initial)
     for message in messages[segment.first_source_rank : segment.rank]:
         z = z @ message[:, :, V:] + message[:, :, :V]
     contribution = torch.einsum("bhvf,bthgf->bthgv", z, y[..., V:].to(z.dtype))
@@ -164,7 +164,7 @@ def _compose_decays(
         outgoing = (last_piece, *(torch.zeros_like(x) for x in by))
     parts = [x.flatten(2) for x in outgoing]
     messages = segment.exchange.gather(torch.cat(parts, dim=-1))
-    z = _segment_start(segment, initial, last_piece)
+    z = _segment_start(segment, initial)
     sizes = [x.shape[-1] for x in parts]
     for message in messages[segment.first_source_rank : segment.rank]:
         added, *decays = (

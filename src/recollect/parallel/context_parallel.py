@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.parallel.functions import no_double_backward
-from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.layer import ContextRanks, run_feed_forward, run_layer, run_memory_layer
 from recollect.parallel.link import Group, Link, rank_group
 from recollect.parallel.models import (
     bind_arguments,
@@ -51,7 +51,7 @@ class ContextParallel:
 
     Attributes:
         model: the model.
-        along: the ranks.
+        context_ranks: the ranks.
         gradient_reduction: ``"sum"`` or ``"mean"``.
         shard_inputs: whether calls receive full sequences.
         strategies: strategy of each memory layer, by its name in the model.
@@ -72,23 +72,23 @@ class ContextParallel:
     def __init__(
         self,
         model: nn.Module,
-        along: Along,
+        context_ranks: ContextRanks,
         gradient_reduction: str,
         *,
         shard_inputs: bool = False,
     ) -> None:
-        self.model, self.along = model, along
+        self.model, self.context_ranks = model, context_ranks
         self.gradient_reduction, self.shard_inputs = gradient_reduction, shard_inputs
         self.strategies: dict[str, Strategy] = {}
         self._changed: list[nn.Module] = []
         check_model(model)
         for name, layer in sequence_layers(model, ""):
             if isinstance(layer, MemoryLayer):
-                self.strategies[name] = along.strategy_for(layer)
+                self.strategies[name] = context_ranks.strategy_for(layer)
                 run: Any = run_memory_layer
             else:
                 run = run_feed_forward if isinstance(layer, FeedForward) else run_layer
-            self._put(layer, partial(run, along, layer))
+            self._put(layer, partial(run, context_ranks, layer))
         if not self._changed:
             raise ValueError(
                 f"{type(model).__name__} has no sequence layer of recollect: pass a MemoryLayer, "
@@ -136,7 +136,7 @@ class ContextParallel:
             x: the full sequence, equal on all ranks.
             dim: axis of the tokens.
         """
-        return x.tensor_split(self.along.link.ranks, dim=dim)[self.along.link.rank]
+        return x.tensor_split(self.context_ranks.link.ranks, dim=dim)[self.context_ranks.link.rank]
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -144,7 +144,7 @@ class ContextParallel:
 
         It is for custom training loops. DDP and FSDP2 over these ranks reduce gradients themselves.
         """
-        link = self.along.link
+        link = self.context_ranks.link
         for p in self.model.parameters():
             if p.requires_grad:
                 if p.grad is None:
@@ -160,7 +160,7 @@ class ContextParallel:
 
     def _language(self, model: nn.Module, *args: Any, **named: Any) -> Any:
         """Run a language model. With labels, the loss is that of the full sequence on all ranks."""
-        link = self.along.link
+        link = self.context_ranks.link
         named = self._local(model, args, named)
         labels, targets = named.pop("labels", None), named.get("shift_labels")
         if labels is None and targets is None:
@@ -189,7 +189,7 @@ class ContextParallel:
 
     def _targets(self, labels: Tensor, named: dict[str, Any]) -> Tensor:
         """Return the targets of this rank's columns; the last is the next rank's first label."""
-        link = self.along.link
+        link = self.context_ranks.link
         firsts = link.gather(labels[:, :1])
         next_label = firsts[link.rank + 1] if not link.last else torch.full_like(firsts[0], IGNORE)
         targets = torch.cat([labels[:, 1:], next_label], dim=1)
@@ -224,14 +224,14 @@ class ContextParallel:
                 f"documents over several ranks must be packed in one sequence, not {x.shape[0]}: "
                 "concatenate the sequences, or pass them one by one"
             )
-        link = self.along.link
+        link = self.context_ranks.link
         tokens = tuple(size for (size,) in link.numbers((x.shape[1],), x.device))
         local, _ = local_pieces(cu_seqlens, tokens, link.rank)
         return {**named, "cu_seqlens": local, "use_cache": False}
 
     def _columns(self, named: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's columns of full sequences, which must be equal on all ranks."""
-        link = self.along.link
+        link = self.context_ranks.link
         args = {name: named[name] for name in _COLUMNS if isinstance(named.get(name), Tensor)}
         sums = [_fingerprint(args[name]) if name in args else -1 for name in _COLUMNS]
         if not args:
@@ -256,7 +256,7 @@ class ContextParallel:
     def _consensus_error(self, reason: str) -> Exception:
         """Return an error for all ranks of a sequence, which only rank 0 prints."""
         error = ValueError(reason)
-        return of_all(error, speakers=0) if self.along.link.rank else error
+        return of_all(error, speakers=0) if self.context_ranks.link.rank else error
 
 
 _COLUMNS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels")
@@ -345,6 +345,6 @@ def context(
         )
     if gradient_reduction not in ("sum", "mean"):
         raise ValueError(f"gradient_reduction must be sum or mean, not {gradient_reduction!r}")
-    along = Along(link=rank_group(group), strategy=strategy, pieces=microbatches)
-    _ = along.count
-    return ContextParallel(model, along, gradient_reduction, shard_inputs=shard_inputs)
+    context_ranks = ContextRanks(link=rank_group(group), strategy=strategy, pieces=microbatches)
+    _ = context_ranks.count
+    return ContextParallel(model, context_ranks, gradient_reduction, shard_inputs=shard_inputs)

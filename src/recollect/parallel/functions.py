@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recollect.choices.autograd import Backward, CustomFunction
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.parallel.link import Link, meta_of
 from recollect.state.tree import TensorTree
 

@@ -27,11 +27,11 @@ from recollect.parallel.segment_recall import consensus_values, num_microbatches
 from recollect.parallel.strategies import Strategy, strategy_for
 from recollect.state.state import State
 
-__all__ = ["Along", "run_feed_forward", "run_layer", "run_memory_layer"]
+__all__ = ["ContextRanks", "run_feed_forward", "run_layer", "run_memory_layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Along:
+class ContextRanks:
     """The ranks that share a sequence.
 
     Attributes:
@@ -55,7 +55,7 @@ class Along:
 
 
 def run_memory_layer(
-    along: Along,
+    context_ranks: ContextRanks,
     layer: MemoryLayer,
     x: Tensor,
     state: LayerState | None = None,
@@ -67,7 +67,7 @@ def run_memory_layer(
     """Run `MemoryLayer.forward` on this rank's segment.
 
     Args:
-        along: the ranks.
+        context_ranks: the ranks.
         layer: the layer, equal on all ranks.
         x: this rank's tokens ``[B, T, d_model]``.
         state: state before the first token of the sequence, equal on all ranks.
@@ -82,14 +82,14 @@ def run_memory_layer(
     check_state(
         state, rows=x.shape[0], conv_state_shape=layer.conv_state_shape, phase=phase, shift=shift
     )
-    exchange = Exchange(along.link, x, shared=tuple(layer.parameters()))
+    exchange = Exchange(context_ranks.link, x, shared=tuple(layer.parameters()))
     batch = None if attention_mask is None else compact(attention_mask)
     x = x if batch is None else batch.gather(x)
     lengths = None if batch is None else batch.lengths
-    strategy, pieces = along.strategy_for(layer), along.count
+    strategy, pieces = context_ranks.strategy_for(layer), context_ranks.count
     sizes = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
     same = consensus_values(layer.recipe, strategy, pieces, sizes)
-    segment = segment_of(exchange, x, lengths=lengths, borders=cu_seqlens, same=same)
+    segment = segment_of(exchange, x, lengths=lengths, boundaries=cu_seqlens, same=same)
     initial = _state_before_segment(layer, x, segment, state)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     inputs = layer.memory_inputs(x, _pad_pieces(initial, rows), lengths, cu_seqlens)
@@ -100,13 +100,13 @@ def run_memory_layer(
     y, final = layer.output(y, inputs), None
     if output_final_state and cu_seqlens is None:
         local = state_after(inputs, memory)
-        final = exchange.broadcast_state(local, along.link.ranks - 1)
+        final = exchange.broadcast_state(local, context_ranks.link.ranks - 1)
     (y,) = exchange.attach_to_outputs(y)
     return y if batch is None else scatter(y, batch), final
 
 
-def _check_documents(borders: Tensor | None, state: Any) -> None:
-    if borders is not None and state is not None:
+def _check_documents(boundaries: Tensor | None, state: Any) -> None:
+    if boundaries is not None and state is not None:
         raise ValueError(
             "a layer over several ranks takes packed documents or a state, not both: pass "
             "documents from their start"
@@ -171,7 +171,7 @@ def _pad_pieces(state: LayerState, rows: int) -> LayerState:
 
 
 def run_feed_forward(
-    along: Along,
+    context_ranks: ContextRanks,
     layer: FeedForward,
     x: Tensor,
     state: LayerState | None = None,
@@ -188,7 +188,7 @@ def run_feed_forward(
     )
     if final is not None:
         initial = 0 if state is None else state.position
-        count = along.link.gather(final.position - initial).sum(0)
+        count = context_ranks.link.gather(final.position - initial).sum(0)
         memory = State(weights=(), position=initial + count, sizes=final.memory.sizes)
         final = LayerState(memory=memory)
     return y, final
@@ -202,7 +202,7 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tenso
 
 
 def run_layer(
-    along: Along,
+    context_ranks: ContextRanks,
     layer: nn.Module,
     x: Tensor,
     state: Any = None,
@@ -213,9 +213,11 @@ def run_layer(
 ) -> tuple[Tensor, Any]:
     """Run any sequence layer on this rank's segment, after the previous rank's state arrived."""
     _check_documents(cu_seqlens, state)
-    link = along.link
+    link = context_ranks.link
     exchange = Exchange(link, x, shared=tuple(layer.parameters()))
-    segment = segment_of(exchange, x, borders=cu_seqlens, same=(("pieces", along.count),))
+    segment = segment_of(
+        exchange, x, boundaries=cu_seqlens, same=(("pieces", context_ranks.count),)
+    )
     outputs: list[Tensor] = []
     state_after: Any = None
     size = x.shape[1] if cu_seqlens is None else int(cu_seqlens[1])
@@ -225,7 +227,7 @@ def run_layer(
             exchange.send_state(states.select(torch.tensor([states.rows - 1], device=x.device)))
         outputs.append(y)
     # Only memories can join the final states of several pieces.
-    count = 1 if output_final_state else min(x.shape[0], along.count)
+    count = 1 if output_final_state else min(x.shape[0], context_ranks.count)
     parts: list[Tensor] = []
     for rows in torch.arange(x.shape[0], device=x.device).tensor_split(count):
         initial = (

@@ -51,20 +51,20 @@ def memorise_segment(
         pieces: number m of microbatches of the sequential strategy.
     """
     run = {"affine": _affine, "gather": _gather, "sequential": _sequential}[strategy.name]
-    borders = call.cu_seqlens
-    N = call.k.shape[0] if borders is None else borders.shape[0] - 1
+    boundaries = call.cu_seqlens
+    N = call.k.shape[0] if boundaries is None else boundaries.shape[0] - 1
     if call.state is None:
         call = with_initial_state(call, rows=N)
     state = call.state
-    if borders is None:
+    if boundaries is None:
         return run(_FirstPiece(call=call, initial=state), segment, strategy, pieces)
-    size, rows = int(borders[1]), torch.arange(N, device=call.k.device)
+    size, rows = int(boundaries[1]), torch.arange(N, device=call.k.device)
     first_call = _sliced(call, slice(0, size), state=None, cu_seqlens=None)
     first = _FirstPiece(call=first_call, initial=state.select(rows[:1]))
     if N == 1:
         return run(first, segment, strategy, pieces)
-    boundaries, state = borders[1:] - borders[1], state.select(rows[1:])
-    outputs, states = _run(_sliced(call, slice(size, None), state=state, cu_seqlens=boundaries))
+    later, state = boundaries[1:] - boundaries[1], state.select(rows[1:])
+    outputs, states = _run(_sliced(call, slice(size, None), state=state, cu_seqlens=later))
     first = replace(first, last_piece=states.select(rows[N - 2 : N - 1]))
     y, final = run(first, segment, strategy, pieces)
     return torch.cat([y, outputs], dim=1), join_states([final, states])

@@ -160,7 +160,7 @@ def segment_of(
     x: Tensor,
     *,
     lengths: Tensor | None = None,
-    borders: Tensor | None = None,
+    boundaries: Tensor | None = None,
     same: tuple[tuple[str, int], ...] = (),
 ) -> Segment:
     """Exchange the numbers of tokens, and check that all ranks run equal calls.
@@ -169,17 +169,17 @@ def segment_of(
         exchange: exchanges of the call.
         x: this rank's tokens ``[B, T, ...]``.
         lengths: number of valid tokens ``[B]``, for padding on the right.
-        borders: ``[N + 1]`` boundaries of this rank's pieces (B = 1).
+        boundaries: ``[N + 1]`` boundaries of this rank's pieces (B = 1).
         same: integers by name that must be equal on all ranks.
 
     Raises:
         ValueError: ranks that differ, or a rank without a token.
     """
     B, T = x.shape[:2]
-    start = 0 if borders is None else int(borders[-2])
-    starts_document = borders is not None and borders.shape[0] > 2
+    start = 0 if boundaries is None else int(boundaries[-2])
+    starts_document = boundaries is not None and boundaries.shape[0] > 2
     names = ("rows", "whether documents are packed", *(name for name, _ in same))
-    consensus = (B, borders is not None, *(n for _, n in same))
+    consensus = (B, boundaries is not None, *(n for _, n in same))
     values = (*consensus, lengths is not None, T, T - start, starts_document)
     all_values = exchange.link.numbers(values, x.device)
     for index, name in enumerate(names):
@@ -215,33 +215,33 @@ def segment_of(
     )
 
 
-def local_pieces(borders: Tensor, tokens: tuple[int, ...], rank: int) -> tuple[Tensor, list[int]]:
+def local_pieces(
+    boundaries: Tensor, tokens: tuple[int, ...], rank: int
+) -> tuple[Tensor, list[int]]:
     """Return the boundaries of a rank's pieces, and the index of the document of each piece.
 
     Args:
-        borders: ``[N + 1]`` boundaries of the documents in the full sequence.
+        boundaries: ``[N + 1]`` boundaries of the documents in the full sequence.
         tokens: number of tokens of each rank.
         rank: the rank.
 
     Raises:
         ValueError: boundaries that do not fit the tokens, or a document without tokens.
     """
-    boundaries = borders.tolist()
-    if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != sum(tokens):
+    ends = boundaries.tolist()
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != sum(tokens):
         raise ValueError(
             f"cu_seqlens must run from 0 to the {sum(tokens)} tokens of all ranks, not "
-            f"{boundaries}: pass the boundaries in the full sequence on every rank"
+            f"{ends}: pass the boundaries in the full sequence on every rank"
         )
-    if any(a >= b for a, b in pairwise(boundaries)):
+    if any(a >= b for a, b in pairwise(ends)):
         raise ValueError(
             "cu_seqlens must increase: documents over several ranks have at least one token"
         )
     first = (0, *accumulate(tokens))[rank]
     stop = first + tokens[rank]
-    inside = [
-        end for end in boundaries if first < end < stop or (end == stop and end < boundaries[-1])
-    ]
+    inside = [end for end in ends if first < end < stop or (end == stop and end < ends[-1])]
     local = [0, *(end - first for end in inside), tokens[rank]]
-    earliest = sum(end <= first for end in boundaries) - 1
-    documents = [min(earliest + i, len(boundaries) - 2) for i in range(len(local) - 1)]
-    return borders.new_tensor(local), documents
+    earliest = sum(end <= first for end in ends) - 1
+    documents = [min(earliest + i, len(ends) - 2) for i in range(len(local) - 1)]
+    return boundaries.new_tensor(local), documents

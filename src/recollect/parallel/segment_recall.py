@@ -127,7 +127,7 @@ def recall(
                 "cu_seqlens packs documents in one sequence without padding: B must be 1"
             )
         tokens = tuple(size for (size,) in link.numbers((k.shape[1],), k.device))
-        borders, documents = local_pieces(cu_seqlens, tokens, link.rank)
+        boundaries, documents = local_pieces(cu_seqlens, tokens, link.rank)
         num_documents = cu_seqlens.shape[0] - 1
         if state is None:
             call = with_initial_state(call, rows=num_documents)
@@ -136,14 +136,14 @@ def recall(
                 f"the state has {state.rows} rows, and this call has {num_documents} documents"
             )
         initial = call.state.select(torch.tensor(documents, device=k.device))
-        call = dataclasses.replace(call, cu_seqlens=borders, state=initial)
+        call = dataclasses.replace(call, cu_seqlens=boundaries, state=initial)
     check_call(call)
     batch = None
     if attention_mask is not None:
         batch = compact(attention_mask)
         call = select_tokens(call, batch)
     same = consensus_values(recipe, chosen, count, (k.shape[2], k.shape[-1], v.shape[-1]))
-    segment = segment_of(exchange, k, lengths=call.lengths, borders=call.cu_seqlens, same=same)
+    segment = segment_of(exchange, k, lengths=call.lengths, boundaries=call.cu_seqlens, same=same)
     y, final = memorise_segment(call, segment, chosen, pieces=count)
     if batch is not None:
         y = scatter(y, batch)
@@ -172,15 +172,15 @@ def consensus_values(
     )
 
 
-def _final_state(final: State, segment: Segment, borders: Tensor | None) -> State:
+def _final_state(final: State, segment: Segment, boundaries: Tensor | None) -> State:
     """Return the state after the last token of the sequence, or after each document."""
     exchange, link = segment.exchange, segment.exchange.link
-    if borders is None:
+    if boundaries is None:
         return exchange.broadcast_state(final if link.last else None, link.ranks - 1)
     states: list[State] = []
     for rank in range(link.ranks):
         # The next rank continues the last piece, so it does not end here.
-        num_pieces = local_pieces(borders, segment.tokens, rank)[0].shape[0] - 1
+        num_pieces = local_pieces(boundaries, segment.tokens, rank)[0].shape[0] - 1
         num_ends = num_pieces - (rank < link.ranks - 1)
         if num_ends:
             local = None

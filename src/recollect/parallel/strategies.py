@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recollect.choices.member import RecipeError
 from recollect.engines import linear
 from recollect.engines.linear.engine import scans
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
 

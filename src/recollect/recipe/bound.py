@@ -63,9 +63,9 @@ class BoundRecipe:
         fingerprint: hash of the recipe, used to validate engine caches kept in a state; ``None`` if
             a member is unhashable.
         needs_init: whether a memory of zeros cannot learn (`Recipe.needs_init`).
-        affine, decay, horizon, momentum_of, keyed, per_value: `Bias.affine`, `Retention.decay`,
-            `Context.horizon`, `Algorithm.recursion`, `Algorithm.rate_depends_on_key` and
-            `Algorithm.per_value` of the recipe, which engines read at every call.
+        affine, decay, horizon: `Bias.affine`, `Retention.decay` and `Context.horizon` of the
+            recipe, which engines read at every call.
+        recursion, rate_depends_on_key, per_value: attributes of the recipe's algorithm.
         engine: the engine that runs the recipe.
         requested_engine: the engine that the caller requested, for example ``"auto"``.
         plan: the result of `Engine.plan`.
@@ -100,8 +100,8 @@ class BoundRecipe:
     affine: tuple[float, float] | None
     decay: Decay | None
     horizon: int | None
-    momentum_of: str | None
-    keyed: bool
+    recursion: str | None
+    rate_depends_on_key: bool
     per_value: bool
     engine: Engine
     requested_engine: str = "auto"
@@ -173,7 +173,7 @@ def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> B
         learned_rates=tuple(
             (param.name, f"log_{param.name}" if param.is_log else param.name, param.is_log)
             for param in recipe.params()
-            if param.name in recipe.statics
+            if param.name in recipe.learned_quantities
         ),
         num_features=axes["F"],
         weight_shapes=weights,
@@ -189,8 +189,8 @@ def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> B
         affine=recipe.bias.affine,
         decay=recipe.retention.decay,
         horizon=recipe.context.horizon,
-        momentum_of=algorithm.recursion,
-        keyed=algorithm.rate_depends_on_key,
+        recursion=algorithm.recursion,
+        rate_depends_on_key=algorithm.rate_depends_on_key,
         per_value=algorithm.per_value,
         engine=engine,
     )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recollect.choices.features.finite import Identity
-from recollect.choices.member import Member, RecipeError
+from recollect.choices.member import Member
 from recollect.choices.memory.base import Read, Stack
 from recollect.fields import int_check, validate
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -223,20 +224,20 @@ def name_conflicts(members: Sequence[Member], *, sees_past: bool) -> Iterator[st
         choices = (choice, "context") if name == "decay" else (choice,)
         if len(owners) == 1 and owners[0].choice not in choices:
             yield (
-                f"the number {name!r} is read from the {choice}, and {owners[0].title} declares "
+                f"the quantity {name!r} is read from the {choice}, and {owners[0].title} declares "
                 "one with another meaning: use another name for its quantity"
             )
         for part in owners:
             if part.choice in choices and part.role_of(name) not in (role, None):
                 yield (
-                    f"engines read the number {name!r} of {part.title} as its {role}: declare it "
+                    f"engines read the quantity {name!r} of {part.title} as its {role}: declare it "
                     f"with role={role!r}, or use another name"
                 )
     for name, owners in owners_of.items():
         if len(owners) > 1:
             titles = [part.title for part in owners]
             yield (
-                f"the number {name!r} belongs to {' and '.join(titles)}: remove one of them, or "
+                f"the quantity {name!r} belongs to {' and '.join(titles)}: remove one of them, or "
                 "use another name for its quantity"
             )
     gates = [gate for part in members for gate in part.gates()]

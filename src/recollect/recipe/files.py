@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.toml_text import MAX_BYTES, read_toml
 from recollect.report.files import read_regular

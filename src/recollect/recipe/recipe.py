@@ -21,19 +21,19 @@ from recollect.choices.context.base import Context
 from recollect.choices.context.windows import Online
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
-from recollect.choices.member import Member, RecipeError, decode
+from recollect.choices.member import Member, decode
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.overrides import check_weight_shapes
 from recollect.choices.retention.base import Keep, Retention
 from recollect.fields import Gate, Param
-from recollect.messages import short_repr, suggest_arguments
+from recollect.messages import RecipeError, short_repr, suggest_arguments
 from recollect.recipe.canonical import canonical, normal_form
 from recollect.recipe.compatibility import check_size, member_conflicts, name_conflicts
 from recollect.report.notebook import equations_of, facts
 from recollect.serialization import fields_to_data, limited_nesting, read_fields, read_json
 
-__all__ = ["SCHEMA", "Recipe", "RecipeError"]
+__all__ = ["SCHEMA", "Recipe"]
 
 SCHEMA = 2
 CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
@@ -165,12 +165,12 @@ class Recipe:
         """Return constants of quantities that engines read and no member declares."""
         constants: dict[str, float] = {}
         algorithm = self.algorithm
-        descends = not (algorithm.solves or algorithm.condenses)
-        if descends and not {"lr", "log_lr"} & algorithm.numbers.keys():
+        descends = not (algorithm.solves or algorithm.inverse)
+        if descends and not {"lr", "log_lr"} & algorithm.quantity_axes.keys():
             constants["lr"] = 1.0
         if self.context.horizon is None and self.memory.degree is None and self.features.finite:
             for name, neutral in (("log_decay", 0.0), ("weight", 1.0)):
-                if name not in self.context.numbers:
+                if name not in self.context.quantity_axes:
                     constants[name] = neutral
         return constants
 
@@ -196,9 +196,9 @@ class Recipe:
         return frozenset().union(*(part.log_decays for part in self.members()))
 
     @cached_property
-    def statics(self) -> frozenset[str]:
+    def learned_quantities(self) -> frozenset[str]:
         """Params that are quantities, in contrast to those of feature maps and norms."""
-        return frozenset().union(*(part.static_quantities() for part in self.members()))
+        return frozenset().union(*(part.learned_quantities() for part in self.members()))
 
     @cached_property
     def associations_per_token(self) -> int:
@@ -238,7 +238,7 @@ class Recipe:
         """Number of past associations that later tokens or reads need; ``None`` for all."""
         horizon = self.context.num_kept
         if horizon is None:
-            return 0 if self.algorithm.condenses else None
+            return 0 if self.algorithm.inverse is not None else None
         # The newest association of a window is in the weights, but not in a nonparametric memory.
         return horizon if self.nonparametric else horizon - 1
 
@@ -252,7 +252,7 @@ class Recipe:
         )
 
     @cached_property
-    def at_border(self) -> bool:
+    def links_at_batch_end(self) -> bool:
         """Whether the link acts only at the end of inner batches longer than one token."""
         return (
             self.retention.has_link

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from recollect.choices.member import RecipeError
-from recollect.messages import short_repr
+from recollect.messages import RecipeError, short_repr
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["HasRecipe", "RecipeLike", "as_recipe", "resolve_name"]

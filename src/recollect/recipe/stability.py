@@ -70,7 +70,7 @@ def step_limit(recipe: Recipe) -> StabilityLimit | None:
         return None
     is_single = algorithm.reduction == "mean" or algorithm.update_every == "batch"
     gated = not algorithm.uses_line_search and "window" in {gate.name for gate in recipe.gates()}
-    accumulates = "momentum" in algorithm.numbers and not algorithm.uses_line_search
+    accumulates = "momentum" in algorithm.quantity_axes and not algorithm.uses_line_search
     constant = recipe.constants().get("momentum") if accumulates else None
     return StabilityLimit(
         batch_size=1 if is_single else effective_batch_size(algorithm),

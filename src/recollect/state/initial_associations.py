@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 from recollect.typing import Init
 
@@ -33,7 +33,7 @@ def initial_associations(
     names = ["keys", "values", *(gate.name for gate in gates)]
     if len(tensors) != len(names):
         raise RecipeError(
-            f"init of {recipe.memory.title} is a bundle of {', '.join(names)}, and has "
+            f"initial_memory of {recipe.memory.title} is a tuple of {', '.join(names)}, and has "
             f"{len(tensors)} tensor(s)"
         )
     sizes = recipe.axes(K, V)
@@ -42,15 +42,15 @@ def initial_associations(
     for name, x, shape in zip(names, tensors, axes, strict=True):
         if tuple(x.shape) != (H, m, *shape):
             raise RecipeError(
-                f"init of {recipe.memory.title}: {name} must have shape {[H, m, *shape]}, not "
-                f"{list(x.shape)}"
+                f"initial_memory of {recipe.memory.title}: {name} must have shape "
+                f"{[H, m, *shape]}, not {list(x.shape)}"
             )
     by_token = [x.transpose(0, 1).expand(B, *x.transpose(0, 1).shape) for x in tensors]
     rates = dict(zip(names[2:], by_token[2:], strict=True))
     initial = {**recipe.constants(), **{gate.name: gate.init for gate in recipe.gates()}}
-    statics = recipe.statics
+    learned_quantities = recipe.learned_quantities
     for param in recipe.params():
-        if param.name in statics:
+        if param.name in learned_quantities:
             log = param.is_log
             start = param.init if isinstance(param.init, int | float) else 1.0
             initial[f"log_{param.name}" if log else param.name] = 0.0 if log else float(start)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.state.tree import TensorTree, align_right, where_rows
 from recollect.typing import Weights
 
@@ -99,8 +99,8 @@ def initial_kernel_rows(
     for x, size in zip(pairs, (K, *widths), strict=True):
         if tuple(x.shape) not in ((H, m, size), (B, H, m, size)):
             raise RecipeError(
-                f"init of {recipe.memory.title} under {recipe.features.title} must begin with keys "
-                f"{[H, m, K]} and rows {', '.join(str([H, m, w]) for w in widths)} for m "
+                f"initial_memory of {recipe.memory.title} under {recipe.features.title} must begin "
+                f"with keys {[H, m, K]} and rows {', '.join(str([H, m, w]) for w in widths)} for m "
                 f"pairs, not {list(x.shape)}"
             )
     keys, *rows = (

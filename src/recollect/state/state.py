@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 from recollect.state.buffer import Buffer, update_buffer
 from recollect.state.initial_associations import initial_associations
@@ -22,6 +22,15 @@ from recollect.state.tree import UNSAVED, TensorTree, align_right, where_rows
 from recollect.typing import Init, Weights
 
 __all__ = ["Buffer", "HostPosition", "State", "initial_state", "join_states"]
+
+
+NAMES_OF_SCHEMA_1 = {
+    "dual": "kernel_rows",
+    "ones": "normalizer",
+    "slots": "algorithm_state",
+    "written_by": "recipe_id",
+}
+"""Names of fields in saved states of schema 1, with their names of today."""
 
 
 @dataclass(eq=False)
@@ -196,6 +205,13 @@ class State(TensorTree):
 
     @classmethod
     def _read(cls, flat: Mapping[str, Tensor], prefix: str) -> Self:
+        for name in dict.fromkeys(name.partition(".")[0] for name in flat):
+            if name in NAMES_OF_SCHEMA_1:
+                raise ValueError(
+                    f"this state has schema 1, in which {NAMES_OF_SCHEMA_1[name]!r} was "
+                    f"{prefix + name!r}: rename its tensors as CHANGELOG.md lists, or install the "
+                    "version that wrote it"
+                )
         state = super()._read(flat, prefix)
         positions = set(state.position.flatten().tolist())
         is_full = state.kernel_rows is None or bool(state.kernel_rows.mask.all())
@@ -274,8 +290,8 @@ def initial_state(
             )
             expected = ", ".join(str([H, *shape]) for shape in shapes)
             raise RecipeError(
-                f"{recipe.memory.title} needs init, because a deep memory of zeros never learns: "
-                f"pass one tensor per map, of shapes {expected}"
+                f"{recipe.memory.title} needs initial_memory, because a deep memory of zeros never "
+                f"learns: pass one tensor per map, of shapes {expected}"
             )
         weights = tuple(torch.zeros(B, H, *shape, **options) for shape in bound.weight_shapes)
     else:
@@ -320,13 +336,13 @@ def _split_init(
     if len(tensors) != num_pairs + num_maps and not has_no_pairs:
         pairs = f"{num_pairs} of its pairs and " if num_pairs else ""
         raise RecipeError(
-            f"{recipe.memory.title} takes {pairs}{num_maps} map(s) and init has {len(tensors)} "
-            "tensor(s)"
+            f"{recipe.memory.title} takes {pairs}{num_maps} map(s), and initial_memory has "
+            f"{len(tensors)} tensor(s)"
         )
     for a, shape in zip(tensors[num_pairs:], bound.weight_shapes, strict=True):
         if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
             raise RecipeError(
-                f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
-                f"{[B, H, *shape]}), not {list(a.shape)}"
+                f"initial_memory of {recipe.memory.title} must have shape {[H, *shape]} (or one "
+                f"per row, {[B, H, *shape]}), not {list(a.shape)}"
             )
     return tensors[:num_pairs], tensors[num_pairs:]

@@ -240,7 +240,7 @@ def _groups(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _unknown(name: str) -> ValueError:
-    return ValueError(f"{name!r} is no part of a recollect state")
+    return ValueError(f"{name!r} is not part of a recollect state")
 
 
 def _read_value(kind: Any, flat: Mapping[str, Tensor], name: str) -> Any:

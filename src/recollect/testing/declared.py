@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.member import Member, RecipeError, decode, get_member, registered_name
+from recollect.choices.member import Member, decode, get_member, registered_name
 from recollect.fields import field_spec, quantity_of
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES
 from recollect.testing.compare import require
 from recollect.testing.draws import Pool, variants
@@ -169,7 +170,7 @@ def check_numbers(made: Member) -> None:
     gates, params, names = made.gates(), made.params(), made.quantity_names()
     twice = sorted({name for name in names if names.count(name) > 1})
     for name in twice:
-        raise AssertionError(f"{made.title} asks for the number {name!r} more than once")
+        raise AssertionError(f"{made.title} asks for the quantity {name!r} more than once")
     for gate in gates:
         inside = gate.range.contains(gate.init)
         require(inside, f"{made.title}: the gate {gate.name!r} starts outside of its range")

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from recollect.choices.member import Member, RecipeError, all_members
+from recollect.choices.member import Member, all_members
 from recollect.choices.memory.module import module_factory
 from recollect.fields import Range, field_spec, quantity_of
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES, Recipe
 
 __all__ = ["FACTORY", "Pool", "hosts", "parts_of", "variants"]

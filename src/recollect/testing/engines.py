@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.engines import select
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import (
     error,
@@ -209,7 +209,7 @@ def check_masks(recipe: Recipe, x: Inputs, engine: str, side: str) -> None:
         recipe: what is run.
         x: two rows of 9 tokens.
         engine: the engine's name.
-        where: which of `MASKS`.
+        side: which of `MASKS`.
     """
     mask, how = MASKS[side].bool(), f"of engine {engine} masked at the {side}"
     y, state = run(recipe, x, engine=engine, attention_mask=mask, chunk_size=4)

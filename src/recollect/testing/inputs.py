@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.member import RecipeError
 from recollect.fields import Gate, Param
+from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_value
 from recollect.recipe.recipe import Recipe
 

@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from recollect.choices.member import Member, RecipeError
+from recollect.choices.member import Member
 from recollect.engines.select import ENGINES
 from recollect.fields import Gate, Param
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.testing.compare import error, label, require, run
 from recollect.testing.declared import (
@@ -284,20 +285,20 @@ def check_numbers_are_read(
             _try(numbers.setdefault(name, _Number(axes=item.axes)), recipe, x, y, item)
     checks: list[tuple[str, str | None]] = []
     for name, number in numbers.items():
-        check = f"the number {name} changes outputs"
+        check = f"the quantity {name} changes outputs"
         if number.recipes < FEW and not number.moves:
             checks.append((check, f"only {number.recipes} of the recipes have it"))
             continue
         checks.append((check, None))
         require(
             number.moves,
-            f"{named(cls)} declares the number {name!r}, and nothing reads it: no output changes "
+            f"{named(cls)} declares the quantity {name!r}, and nothing reads it: no output changes "
             "with it",
         )
         require(
             2 * number.told >= number.wide,
-            f"{named(cls)} declares the number {name!r} with axes {number.axes}, and ignores them: "
-            "no output changes when its entries change places or one by one",
+            f"{named(cls)} declares the quantity {name!r} with axes {number.axes}, and ignores "
+            "them: no output changes when its entries change places or one by one",
         )
     return checks
 
@@ -350,7 +351,7 @@ def _try(number: _Number, recipe: Recipe, x: Inputs, y: Tensor, item: Gate | Par
         # A mean sees every entry, and not which is which; its rounding may. A param of a map's own
         # may be symmetric.
         channels = isinstance(item, Gate) or item.name in {
-            n for part in recipe.members() for n in part.static_quantities()
+            n for part in recipe.members() for n in part.learned_quantities()
         }
         rolled = x.put({key: value.roll(1, axis)}) if channels else None
         apart = rolled is None or not error(_outputs(recipe, rolled), y) < 1e-10

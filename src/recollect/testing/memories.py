@@ -19,7 +19,7 @@ __all__ = ["check_memory"]
 
 
 def check_memory(memory: Memory) -> str | None:
-    """``linear`` is W x and nothing else; a ``chain`` its maps and bases, activation, ``finish``.
+    """``linear`` is W x alone; a chain is its maps and bases, its activation and ``output_map``.
 
     A memory that needs no initial weights learns from zeros.
     """
@@ -84,22 +84,22 @@ def check_memory(memory: Memory) -> str | None:
             wrong = off(memory.output_map(h, x, params), x + h if memory.residual else h)
             require(
                 not wrong,
-                f"{title} declares finishes=False, and its finish does more than add the raw key: "
-                f"it is {wrong:.1e} off",
+                f"{title} declares has_output_map=False, and its output_map does more than add the "
+                f"raw key: it is {wrong:.1e} off",
             )
         if memory.output_norm == "layer":
             axes = {param.name: param.axes for param in memory.params()}
             require(
                 all(axes.get(f"norm_{name}") == ("V",) for name in ("weight", "bias")),
-                f"{title} declares last_norm='layer', and has no params norm_weight and norm_bias "
-                "of axes ('V',)",
+                f"{title} declares output_norm='layer', and has no params norm_weight and "
+                "norm_bias of axes ('V',)",
             )
             weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
             normed = weight * functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS) + shift
             wrong = off(prediction, x + normed if memory.residual else normed)
             require(
                 not wrong,
-                f"{title} declares last_norm='layer', and its program is {wrong:.1e} off",
+                f"{title} declares output_norm='layer', and compute is {wrong:.1e} off",
             )
     moved = memory.bind(4, 4)(weights, x, x + 1.0, params) - prediction
     wrong = off(moved, torch.full_like(prediction, float(memory.residual)))

@@ -15,9 +15,9 @@ import re
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.member import RecipeError
 from recollect.engines.select import select_engine
 from recollect.functional.read import read
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import error, loss, require, run, split, worst
 from recollect.testing.engines import check_single_gradients

@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from recollect.choices.member import RecipeError
 from recollect.engines.select import ENGINES
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
 from recollect.testing.engines import agree, tame

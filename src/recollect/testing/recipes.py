@@ -174,7 +174,7 @@ def _check_packed(recipe: Recipe, x: Inputs, index: int) -> None:
 def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> str | None:
     """Reading without writing is the last output; causal=False is reading after everything."""
     how = recipe.memory.read
-    delayed = recipe.at_border or recipe.algorithm.update_every == "batch"
+    delayed = recipe.links_at_batch_end or recipe.algorithm.update_every == "batch"
     # A ridge is refreshed after the last token of its span has read.
     inverse = recipe.algorithm.inverse
     if inverse is not None and inverse.ridge == "refreshed":
@@ -255,9 +255,8 @@ def _check_masked(recipe: Recipe, x: Inputs, index: int, engine: str) -> None:
         wrong = error(y[row : row + 1, real], y1)
         require(wrong < SPLIT, f"masked outputs of {engine} are off by {wrong:.1e}")
         require(not y[row, ~real].any(), f"a masked token of {engine} reads something other than 0")
-        if (
-            recipe.buffer_size is not None and not recipe.uses_kernel_rows
-        ):  # an unbounded cache keeps its padding
+        is_bounded = recipe.buffer_size is not None and not recipe.uses_kernel_rows
+        if is_bounded:  # an unbounded cache keeps its padding
             here = parts(state.select(torch.tensor([row])))
             wrong, name = worst(here, parts(state1))
             require(wrong < SPLIT, f"masked {name} of the state of {engine} is off by {wrong:.1e}")

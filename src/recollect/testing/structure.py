@@ -230,7 +230,7 @@ def check_advance(retention: Retention) -> str | None:
 def check_recursion(algorithm: Algorithm) -> str | None:
     """`recursion` is the linear recursion that `update` takes, on the slots that it declares."""
     title, of = algorithm.title, algorithm.recursion
-    if algorithm.condenses or algorithm.solves:
+    if algorithm.inverse is not None or algorithm.solves:
         return "it solves in closed form"
     g, write = normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
     old = {

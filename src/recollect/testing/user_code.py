@@ -83,7 +83,7 @@ def _call(
     missing, kind = recorded.missing[0], "input" if name in ("loss", "error", "link") else "learned"
     has = f"it declares {', '.join(sorted(values))}" if values else "it declares none"
     raise AssertionError(
-        f"{member.title}.{name} reads the number {missing!r}, and {has}: declare it as a field, "
+        f"{member.title}.{name} reads the quantity {missing!r}, and {has}: declare it as a field, "
         f'such as {missing} = rc.quantity("{kind}")'
     )
 

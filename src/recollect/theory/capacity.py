@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.given import lifted, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.capacity import capacity_bound
@@ -86,7 +86,7 @@ def _grows(recipe: Recipe) -> bool:
 
 def _solves(recipe: Recipe) -> bool:
     alike = not recipe.context.has_decay
-    return recipe.algorithm.condenses and alike and recipe.features.lift("k") == "k"
+    return recipe.algorithm.inverse is not None and alike and recipe.features.lift("k") == "k"
 
 
 def _settles(recipe: Recipe) -> bool:

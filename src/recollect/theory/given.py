@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.functional.read import read
 from recollect.functional.recall import recall
+from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params

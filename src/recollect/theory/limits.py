@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.functional.recall import recall
+from recollect.messages import RecipeError
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.typing import Gates
 

@@ -15,8 +15,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.functional.recall import recall
+from recollect.messages import RecipeError
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.state.state import State
 from recollect.typing import Gates, Params

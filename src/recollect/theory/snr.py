@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
+from recollect.messages import RecipeError
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.given import lifted, write
 

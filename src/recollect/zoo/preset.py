@@ -10,12 +10,11 @@ from typing import Any
 
 from recollect.blocks.builder import build
 from recollect.blocks.mixers import Mixer, as_mixer
-from recollect.choices.member import RecipeError
 from recollect.layer.checks import fit_options
 from recollect.layer.feed_forward import FeedForward, build_layer
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
-from recollect.messages import short_repr
+from recollect.messages import RecipeError, short_repr
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.report.notebook import equations_of, facts
 

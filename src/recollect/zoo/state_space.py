@@ -22,9 +22,8 @@ from recollect.zoo.sources import MIRAS, TTR
 
 __all__ = ["lru", "mamba", "mamba2", "rg_lru"]
 
-_DELTA = GateOptions(
-    activation="softplus", init=0.01, head_spread=10.0
-)  # 0.001 to 0.1, as published
+# 0.001 to 0.1, as published
+_DELTA = GateOptions(activation="softplus", init=0.01, head_spread=10.0)
 _VECTOR = LayerOptions(conv_activation="none", qk="ones", qk_norm="none", output_norm="none")
 
 

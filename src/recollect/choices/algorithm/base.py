@@ -15,7 +15,8 @@ from recollect.choices.algorithm.normalized_steps import (
     overlap_conflicts,
 )
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
-from recollect.choices.member import Member, RecipeError
+from recollect.choices.member import Member
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -169,18 +170,13 @@ class Algorithm(Member):
         return self.recursion is not None
 
     @property
-    def condenses(self) -> bool:
-        """Whether statistics of fixed size (the slots) replace all past associations."""
-        return self.inverse is not None
-
-    @property
     def per_value(self) -> bool:
         """Whether η differs between value channels."""
         return self._rate_axes == ("V",)
 
     @property
     def _rate_axes(self) -> tuple[str, ...]:
-        axes = self.numbers
+        axes = self.quantity_axes
         return axes.get("lr", axes.get("log_lr", ()))
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
@@ -283,7 +279,7 @@ class Algorithm(Member):
     @property
     def rate_field(self) -> str | None:
         """Name of the field of the rate η, or ``None``."""
-        return self.field_of("lr")
+        return self.quantity_field("lr")
 
     def rate_factor_text(self, at: str = "t") -> float | str:
         """Return η in an equation: a number, a letter, or a diagonal for rates per channel."""
@@ -346,40 +342,42 @@ class Algorithm(Member):
         """Yield missing or contradictory declarations."""
         name, slots, recursion = self.title, self.slots, self.recursion
         overrides_update = type(self).update is not Algorithm.update
-        if self.solves and not (self.condenses or recipe.nonparametric or recipe.solves_from_gram):
+        if self.solves and not (
+            self.inverse is not None or recipe.nonparametric or recipe.solves_from_gram
+        ):
             yield (
                 f"{name} sets solves=True without statistics to solve from: declare its inverse, "
                 "as algorithm.LeastSquares does, or use solves=False"
             )
         if self.inverse is not None and (
-            slots != self.inverse.slots or self.numbers.get("ridge") not in ((), ("in",))
+            slots != self.inverse.slots or self.quantity_axes.get("ridge") not in ((), ("in",))
         ):
             yield (
                 f"{name} declares an inverse, which needs slots={self.inverse.slots} and the "
-                "number 'ridge', per head or with axes=('in',)"
+                "quantity 'ridge', per head or with axes=('in',)"
             )
         if recursion in ("gradient", "value") and (
-            slots != ("momentum",) or "momentum" not in self.numbers
+            slots != ("momentum",) or "momentum" not in self.quantity_axes
         ):
             yield (
                 f"{name} declares recursion={recursion!r}, which needs slots=('momentum',) and the "
-                "number 'momentum': declare both, or leave recursion out"
+                "quantity 'momentum': declare both, or leave recursion out"
             )
         if self.accumulator is not None and slots != ("momentum",):
             yield f"{name} declares accumulator={self.accumulator!r}: set slots=('momentum',)"
-        if slots and not overrides_update and not self.condenses:
+        if slots and not overrides_update and self.inverse is None:
             yield f"{name} has slots {', '.join(slots)} and never updates them: override update"
         if self.update_every == "batch" and self.accumulator is None:
             yield (
                 f"{name} updates the memory once per inner batch and declares no accumulator: "
                 "declare accumulator and override batch_step"
             )
-        if self.reduction == "mean" and (overrides_update or "offset" not in self.numbers):
+        if self.reduction == "mean" and (overrides_update or "offset" not in self.quantity_axes):
             yield (
-                f"{name}(reduction='mean') averages plain steps −η g, with the number 'offset': "
+                f"{name}(reduction='mean') averages plain steps −η g, with the quantity 'offset': "
                 "do not override update and declare offset, or use reduction='sum'"
             )
-        plain = recursion == "none" or self.condenses or self.solves
+        plain = recursion == "none" or self.inverse is not None or self.solves
         if recipe.context.horizon is None and self.full_batch and not plain:
             yield (
                 f"{name} sets full_batch=True and overrides update, but a full pass takes plain "
@@ -388,14 +386,14 @@ class Algorithm(Member):
 
     def _unused_quantities(self) -> Iterator[str]:
         """Yield declared quantities that no engine uses, or with unsupported axes."""
-        title, axes = self.title, self.numbers
+        title, axes = self.title, self.quantity_axes
         used = {"lr", "log_lr", "offset", "ridge"}
         if type(self).update is not Algorithm.update:
             used |= {"momentum"}
         for name in sorted(axes.keys() - used):
             yield (
-                f"{title} declares the number {name!r}, which steps do not use: declare a constant "
-                "as a plain field, or name the quantity 'lr' or 'momentum'"
+                f"{title} declares the quantity {name!r}, which steps do not use: declare a "
+                "constant as a plain field, or name the quantity 'lr' or 'momentum'"
             )
         per_value = () if self.rate_depends_on_key else ("V",)
         if self._rate_axes not in ((), per_value):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Inverse
 from recollect.choices.equation_terms import format_number
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.fields import integer, number, option, quantity
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

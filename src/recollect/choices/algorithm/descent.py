@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Slots, Step
@@ -18,8 +17,10 @@ from recollect.choices.equation_terms import (
     parenthesise,
     render_sum,
 )
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.fields import flag, integer, option, quantity
+from recollect.messages import RecipeError
+from recollect.numerics import safe_divide
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -270,8 +271,7 @@ class NLMS(_KeyDependentRate):
     lr: float | str = rate_quantity(1.0, init=1.0, letter="μ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
-        zero = kappa == 0
-        return torch.where(zero, 0.0, lr / torch.where(zero, 1.0, slope * kappa))
+        return safe_divide(lr, slope * kappa)
 
     def key_rate_text(self, x: str, slope: float) -> str:
         mu = self.symbol("lr")

@@ -13,9 +13,10 @@ from recollect.choices.algorithm.descent import Descent, rate_quantity
 from recollect.choices.autograd import gram
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.matmul_precision import effective_eps
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.choices.runtime import without_autocast
 from recollect.fields import flag, integer, option, quantity
+from recollect.messages import RecipeError
 from recollect.numerics import safe_sqrt
 
 if TYPE_CHECKING:

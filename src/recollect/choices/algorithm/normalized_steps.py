@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction, gram
+from recollect.numerics import safe_divide
 
 if TYPE_CHECKING:
     from recollect.choices.algorithm.base import Algorithm
@@ -88,9 +89,7 @@ def polyak_scale(numerator: Tensor, error: Tensor, gain: Tensor) -> Tensor:
         error: g ``[..., V]``.
         gain: Σ_l ⟨G_l, J_l G_l⟩ ``[...]``.
     """
-    denominator = gain + EPS * error.square().sum(-1)
-    zero = denominator == 0
-    return (numerator / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+    return safe_divide(numerator, gain + EPS * error.square().sum(-1))
 
 
 def polyak_scale_at(
@@ -210,8 +209,7 @@ def line_search_scale(residual: Tensor, change: Tensor, weight: Tensor, size: Te
     """
     numerator = -((residual * change).sum(-1) * weight).sum(-1)
     denominator = ((change.square().sum(-1) + EPS * size.unsqueeze(-1)) * weight).sum(-1)
-    zero = denominator == 0
-    return (numerator.clamp_min(0) / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+    return safe_divide(numerator.clamp_min(0), denominator)
 
 
 def line_search_conflicts(algorithm: Member, recipe: Recipe) -> Iterator[str]:

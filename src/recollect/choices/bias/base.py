@@ -10,9 +10,10 @@ from torch import Tensor
 
 from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.features.base import Kernel
-from recollect.choices.member import Member, RecipeError, member
+from recollect.choices.member import Member, member
 from recollect.choices.overrides import check_override
 from recollect.fields import Gate, Param, integer, option, quantity, slot
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -263,14 +264,14 @@ class Bias(Member):
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        nested = {name for part in self.parts() for name in part.numbers}
-        for name, axes in self.numbers.items():
+        nested = {name for part in self.parts() for name in part.quantity_axes}
+        for name, axes in self.quantity_axes.items():
             if name not in nested and axes not in ((), ("V",)):
                 yield (
-                    f"{self.title} declares the number {name!r} with axes {axes}: a loss takes one "
-                    "per association, or per value channel with axes=('V',)"
+                    f"{self.title} declares the quantity {name!r} with axes {axes}: a loss takes "
+                    "one per association, or per value channel with axes=('V',)"
                 )
-        params = {param.name for param in self.params()} - self.static_quantities()
+        params = {param.name for param in self.params()} - self.learned_quantities()
         for name in sorted(params - {p.name for part in self.parts() for p in part.params()}):
             yield (
                 f"{self.title} requires the param {name!r}, and a loss takes quantities only: "

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias, Probe, Values
 from recollect.choices.equation_terms import Term, Terms, format_number, power, render_sum
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.fields import number, option, quantity, slot
+from recollect.messages import RecipeError
 from recollect.numerics import safe_divide, safe_pow, safe_sqrt
 
 __all__ = ["L2", "DotProduct", "Huber", "Lp", "ValueRobust"]

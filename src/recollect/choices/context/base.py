@@ -108,12 +108,12 @@ class Context(Member):
     @functools.cached_property
     def has_decay(self) -> bool:
         """Whether its quantity ``"decay"`` is not 1."""
-        return self.varies("log_decay", 0.0)
+        return self.is_active("log_decay", 0.0)
 
     @functools.cached_property
     def has_weights(self) -> bool:
         """Whether its quantity ``"weight"`` is not 1."""
-        return self.varies("weight", 1.0)
+        return self.is_active("weight", 1.0)
 
     @property
     def geometric(self) -> bool:
@@ -123,7 +123,7 @@ class Context(Member):
     @property
     def uniform(self) -> bool:
         """Whether all visible associations have weight 1."""
-        weighted = self.has_decay or self.has_weights or "window" in self.numbers
+        weighted = self.has_decay or self.has_weights or "window" in self.quantity_axes
         return self.geometric and not weighted
 
     @property
@@ -156,10 +156,10 @@ class Context(Member):
     def total(self, term: str) -> str:
         """Return the text of the sum of a term of one association, which has the index `index`."""
         if self.horizon == 1:
-            return f"γ_t {term}" if "window" in self.numbers else term
+            return f"γ_t {term}" if "window" in self.quantity_axes else term
         if self.horizon is None:
             return " ".join((f"Σ_(i≤t) {self.factor}".rstrip(), term))
-        weight = "γ_i^(t) " if "window" in self.numbers else ""
+        weight = "γ_i^(t) " if "window" in self.quantity_axes else ""
         return f"Σ_(i>t−{self.horizon}) {weight}{term}"
 
     @property
@@ -169,18 +169,18 @@ class Context(Member):
             return "γ_i^(t)"
         words: list[str] = []
         if self.has_decay:
-            decay = self.field_of("decay")
+            decay = self.quantity_field("decay")
             gamma = "γ_i" if decay is None else self.symbol(decay, "i")
             is_gate = isinstance(gamma, str) and gamma.endswith("_i")
             words.append("γ_i^(t)" if is_gate else f"{format_number(gamma)}^(t−i)")
         if self.has_weights:
-            weight = self.field_of("weight")
+            weight = self.quantity_field("weight")
             words.append("w_i" if weight is None else format_number(self.symbol(weight, "i")))
         return " ".join(words)
 
     def notes(self) -> tuple[str, ...]:
         notes = super().notes()
-        if "window" in self.numbers and self.horizon != 1:
+        if "window" in self.quantity_axes and self.horizon != 1:
             return ("γ_i^(t): the current token's weight of association i", *notes)
         if self.has_decay and any(gate.name == "log_decay" for gate in self.gates()):
             return ("γ_i^(t): the product of the decays of the tokens after i", *notes)
@@ -206,7 +206,7 @@ class Context(Member):
             elif self.signed or not recipe.solves_from_gram:
                 yield (
                     f"{self.title} defines weights in over(), which only memories that solve for "
-                    "each query use: declare the numbers 'decay' and 'weight', or set "
+                    "each query use: declare the quantities 'decay' and 'weight', or set "
                     "is_restriction and use context.KernelWeighted(restrictions=...)"
                 )
         elif self.horizon is None and not recipe.algorithm.full_batch:
@@ -225,12 +225,12 @@ class Context(Member):
             used, kind = {}, "with a kernel"
         elif not is_restriction and self.horizon is not None:
             used, kind = {"window": ("c",)}, "with a horizon"
-        nested = {name for part in self.parts() for name in part.numbers}
+        nested = {name for part in self.parts() for name in part.quantity_axes}
         expected = " and ".join(f"{name!r} with axes {axes}" for name, axes in used.items())
-        for name, axes in self.numbers.items():
+        for name, axes in self.quantity_axes.items():
             if name not in nested and used.get(name) != axes:
                 yield (
-                    f"{self.title} declares the number {name!r} with axes {axes}, but a context "
+                    f"{self.title} declares the quantity {name!r} with axes {axes}, but a context "
                     f"{kind} uses {expected or 'none'} (a decay as its logarithm): give its "
                     "quantity that form, or remove it"
                 )

@@ -119,12 +119,8 @@ class KernelWeighted(Context):
 
     def total(self, term: str) -> str:
         sum_text = f"Σ_(t−{self.horizon}<i≤t)" if self.horizon else "Σ_(i≤t)"
-        return f"{sum_text} {self.weight_text} {term}"
-
-    @property
-    def weight_text(self) -> str:
-        """Text of the weight of one association."""
-        return " ".join([*filter(None, (part.factor for part in self.restrictions)), "s(k_i, q_t)"])
+        factors = filter(None, (part.factor for part in self.restrictions))
+        return " ".join((sum_text, *factors, "s(k_i, q_t)", term))
 
     def notes(self) -> tuple[str, ...]:
         assert self.kernel is not None  # only None is refused by requires()

@@ -68,7 +68,7 @@ class Prefix(Context):
 
     Args:
         decay: γ in (0, 1]: a constant, the gate ``"log_decay"``, or a param.
-        weight: w_i ≥ 0: a constant or the gate ``"weight"``, which travels with the association.
+        weight: w_i ≥ 0: a constant or the gate ``"weight"`` of the association.
 
     Examples:
         >>> context = rc.context.Prefix(decay="input")

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from recollect.choices.features.base import Features, resolve_tau, tau_text
 from recollect.choices.features.monomials import monomials
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.fields import Param, integer, number
-from recollect.messages import short_repr
+from recollect.messages import RecipeError, short_repr
 
 __all__ = ["EluPlusOne", "Identity", "Polynomial", "Relu", "Silu", "Taylor"]
 

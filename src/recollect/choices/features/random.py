@@ -19,9 +19,10 @@ from recollect.choices.features.base import (
     tau_text,
 )
 from recollect.choices.features.monomials import quadratic
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.choices.runtime import cached_constant
 from recollect.fields import Param, flag, integer, number, option
+from recollect.messages import RecipeError
 
 __all__ = ["FrequencyDomain", "PolynomialSketch", "PositiveRandom", "RandomFourier"]
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recollect.choices.member import Member, RecipeError, member
+from recollect.choices.member import Member, member
 from recollect.choices.overrides import check_override, check_shape
 from recollect.fields import option, quantity
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.choices.memory.base import Apply, LinearMap, Memory, Read, Stack
 from recollect.choices.memory.norms import NORM_EPS, layer_norm, project_to_norm_range
 from recollect.choices.runtime import cached_constant
 from recollect.fields import Param, flag, integer, option, slot
-from recollect.messages import short_repr
+from recollect.messages import RecipeError, short_repr
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

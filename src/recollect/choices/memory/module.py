@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.member import RecipeError, member
+from recollect.choices.member import member
 from recollect.choices.memory.base import Forward, Memory
 from recollect.fields import text
+from recollect.messages import RecipeError
 
 __all__ = ["Module", "module_factory"]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from recollect.choices.autograd import inner_leaves
 from recollect.choices.equation_terms import Term, Terms, render_sum
-from recollect.choices.member import Member, RecipeError, member
+from recollect.choices.member import Member, member
 from recollect.choices.overrides import check_override
 from recollect.fields import Gate, Param, Range, option, quantity
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -162,8 +163,8 @@ class Retention(Member):
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        quantities = dict(self.numbers)
-        for name in self.decay.numbers if self.decay is not None else ():
+        quantities = dict(self.quantity_axes)
+        for name in self.decay.quantity_axes if self.decay is not None else ():
             quantities.pop(name, None)
         if self.has_link and recipe.memory.read != type(recipe.memory.read)():
             yield (
@@ -201,7 +202,7 @@ class Retention(Member):
         """
         if not self.has_link:
             return ""
-        fields = (self.field_of(name) for name, _, _ in self._quantities())
+        fields = (self.quantity_field(name) for name, _, _ in self._quantities())
         symbols = (self.symbol(field) for field in fields if field is not None)
         letters = [symbol for symbol in symbols if isinstance(symbol, str)]
         return f"{type(self).__name__.lower()}({', '.join(('A_t', *letters))})"
@@ -382,7 +383,7 @@ class Decay(Retention):
         (param,) = params
         return (param, dataclasses.replace(param, name="decay_value", axes=("V",)))
 
-    def static_quantities(self) -> frozenset[str]:
+    def learned_quantities(self) -> frozenset[str]:
         return frozenset(param.name for param in self.params())
 
     def requires(self, recipe: Recipe) -> Iterator[str]:

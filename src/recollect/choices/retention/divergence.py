@@ -19,6 +19,7 @@ from recollect.choices.retention.base import Decay, Retention, Values
 from recollect.choices.retention.links import DIMS, decay_axis_conflicts
 from recollect.choices.retention.multiplier import normalization_multiplier, weighted
 from recollect.fields import number, option, slot
+from recollect.numerics import safe_pow
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -88,8 +89,7 @@ class FDivergence(Retention):
         W = self.link(A, gates)
         if log_decay is not None:
             alpha = log_decay.exp().expand_as(W)
-            zero = W == 0
-            W = torch.where(zero, 0.0, torch.where(zero, 1.0, W).pow(alpha))
+            W = safe_pow(W, alpha)
             W = self.scale * W / W.sum(self._dim, keepdim=True)
         g, unit_point = _DIVERGENCES[self.kind]
         zeta = normalization_multiplier(

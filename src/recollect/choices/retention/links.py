@@ -13,6 +13,7 @@ from recollect.choices.equation_terms import Term, Terms, format_number, power, 
 from recollect.choices.member import member
 from recollect.choices.retention.base import Decay, Retention, Values
 from recollect.fields import flag, number, option, quantity, slot
+from recollect.numerics import safe_pow
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -24,8 +25,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     """Return sign(x)|x|^exponent, with a finite gradient at 0."""
     if exponent == 3:
         return x.pow(3)
-    zero = x == 0
-    return torch.where(zero, 0.0, x.sign() * torch.where(zero, 1.0, x.abs()).pow(exponent))
+    return x.sign() * safe_pow(x.abs(), exponent)
 
 
 def decay_axis_conflicts(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
@@ -133,13 +133,12 @@ def _norm(A: Tensor, q: float, dim: tuple[int, ...]) -> Tensor:
     The norm is homogeneous. Dividing by max|A| avoids overflow of float32 powers.
     """
     scale = A.detach().abs().amax(dim=dim, keepdim=True)
-    zero = scale == 0
-    scale = torch.where(zero, 1.0, scale)
+    scale = torch.where(scale == 0, 1.0, scale)
     u = A / scale
     # Squares for q = 2 and 4: general powers cost ten times as much.
     powers = u.square().square() if q == 4 else u.square() if q == 2 else _power(u.abs(), q)
     total = powers.sum(dim=dim, keepdim=True)
-    return torch.where(zero, 0.0, scale * torch.where(zero, 1.0, total).pow(1 / q))
+    return scale * safe_pow(total, 1 / q)
 
 
 VARIANCE_SHRINKAGE = 0.999

@@ -272,7 +272,7 @@ class Tokens:
             low: the first association. stop: the one after the last.
         """
         numbers: dict[str, Tensor] = {}
-        for name in bias.numbers:
+        for name in bias.quantity_axes:
             x = self.rates[name][:, low:stop].transpose(1, 2)
             numbers[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         return numbers

@@ -52,7 +52,7 @@ def state_bytes(
 def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
     """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
     numbers = dict.fromkeys(recipe.constants(), 1)
-    named = recipe.statics
+    named = recipe.learned_quantities
     for declared in (*recipe.params(), *recipe.gates()):
         if declared.name in named or declared in recipe.gates():
             numbers[declared.name] = s.numel(declared.axes)

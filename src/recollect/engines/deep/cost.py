@@ -49,7 +49,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         notes.append("decoding replays the open inner batch, half of it on average")
     batches, built = -(-T // b), way(recipe) == "tokens"
     # The first token of a batch that settles is a step of its own.
-    split = recipe.at_border and recipe.retention.links_after_first_token and b > 1
+    split = recipe.links_at_batch_end and recipe.retention.links_after_first_token and b > 1
     return Counted(
         forward=parts,
         decode=decode,
@@ -70,7 +70,7 @@ def batch_flops(
     recipe: Recipe, maps: Sequence[LinearMap], b: int, G: int, *, ends: bool = True
 ) -> dict[str, int]:
     """One inner batch of b tokens of one head by part; ``ends``: with the step to the next."""
-    splits = recipe.at_border and recipe.retention.links_after_first_token
+    splits = recipe.links_at_batch_end and recipe.retention.links_after_first_token
     if splits and way(recipe) == "table" and b > 1:
         first = _segment(recipe, maps, 1, G, ends=True)
         memory = recipe.memory
@@ -118,7 +118,7 @@ def _segment(
     small = 2 * b**3 * (moving and recipe.retention.decay is not None)
     if c > 1 and not rule.pairs:
         small += 2 * b * b * R * (moving or recipe.retention.decay is not None)
-    settled = recipe.retention.has_link and not recipe.at_border
+    settled = recipe.retention.has_link and not recipe.links_at_batch_end
     if how == "border" or settled:
         read = 2 * b * G * fixed * W
     else:

@@ -107,7 +107,7 @@ def way(recipe: Recipe) -> str:
     if recipe.algorithm.update_every == "batch":
         return "border"
     linked, b = recipe.retention.has_link, recipe.algorithm.batch_size
-    if _separates(recipe) and (not linked or recipe.at_border or b == 1):
+    if _separates(recipe) and (not linked or recipe.links_at_batch_end or b == 1):
         return "table"
     return "tokens"
 
@@ -161,13 +161,13 @@ def plan(bound: BoundRecipe) -> DeepPlan:
         way=how,
         rule=rule,
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
-        settled=retention.has_link and not recipe.at_border and how != "border",
-        split=recipe.at_border and retention.links_after_first_token and how != "border",
+        settled=retention.has_link and not recipe.links_at_batch_end and how != "border",
+        split=recipe.links_at_batch_end and retention.links_after_first_token and how != "border",
         chain=chain_of(recipe),
         b=algorithm.batch_size,
         c=recipe.context.horizon or 1,
         slope=bias.affine[0] if algorithm.rate_depends_on_key and bias.affine is not None else None,
-        numbers=tuple(sorted(bias.numbers)),
+        numbers=tuple(sorted(bias.quantity_axes)),
         params=tuple(param.name for param in memory.params()),
         lifts=tuple(param.name for param in recipe.features.params()),
         decodes=decodes,

@@ -121,7 +121,7 @@ def _map(
             ),
         )
         A, W = _settled(work, t, A, W, step, log_decay)
-        seen.append(W if recipe.at_border else A)
+        seen.append(W if recipe.links_at_batch_end else A)
     return A, slots, _readable(work, seen)
 
 
@@ -192,7 +192,7 @@ def _taken(work: TokenStep, i: int, W: Tensor, A: Tensor, steps: Tensor) -> tupl
     for t, (numbers, step) in enumerate(zip(work.numbers, steps.unbind(2), strict=True)):
         log_decay = _rows(numbers["log_decay"][i], work) if "log_decay" in numbers else None
         A, W = _settled(work, t, A, W, step, log_decay)
-        seen.append(W if work.recipe.at_border else A)
+        seen.append(W if work.recipe.links_at_batch_end else A)
     return A, _readable(work, seen)
 
 
@@ -200,7 +200,7 @@ def _settled(
     work: TokenStep, t: int, A: Tensor, W: Tensor, step: Tensor, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A after a token, and W where the link waits for the border."""
-    if work.recipe.at_border:
+    if work.recipe.links_at_batch_end:
         W = step + (W if log_decay is None else log_decay.exp() * W)
     return work.recipe.retention.advance(A, step, log_decay, work.gates[t]), W
 
@@ -209,7 +209,7 @@ def _readable(work: TokenStep, seen: Sequence[Tensor]) -> Tensor:
     """What every token reads, ``[P n, out, in]``."""
     recipe, retention = work.recipe, work.recipe.retention
     stacked = torch.stack(list(seen), dim=2)  # [B, H, n, out, in]
-    if retention.has_link and not recipe.at_border:
+    if retention.has_link and not recipe.links_at_batch_end:
         names = work.gates[0]
         gates = {name: torch.stack([g[name] for g in work.gates], dim=2) for name in names}
         stacked = retention.link(stacked, gates)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.fla.choose import Choice, Offer, choose, refusal
@@ -25,6 +24,7 @@ from recollect.engines.kernel.attention import attend
 from recollect.engines.least_squares import engine as least_squares
 from recollect.engines.linear.engine import bonus, read_in_order, solve_vector
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
+from recollect.messages import RecipeError
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
     bound, operator, read = problem.bound, choice.operator, problem.recipe.memory.read
     borders, dtype = problem.cu_seqlens, problem.v.dtype
     # Rates and directions of keys and a bonus are products of keys in the state's dtype.
-    multiplies_keys = bound.keyed or "probe" in operator.erases
+    multiplies_keys = bound.rate_depends_on_key or "probe" in operator.erases
     multiplies_keys |= read.bonus != 0.0 and not operator.reads_before
     p = linear_problem(problem, keeps_dtype=not multiplies_keys)
     assert bound.fla_operator is not None and bound.fla_operator.structure is not None

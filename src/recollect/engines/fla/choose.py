@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from recollect.choices.matmul_precision import active
-from recollect.choices.member import RecipeError
 from recollect.choices.runtime import is_cacheable
 from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
 from recollect.engines.fla.operators import (
@@ -21,6 +20,7 @@ from recollect.engines.fla.operators import (
     operators,
 )
 from recollect.engines.fla.structure import Structure, structure
+from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 
 __all__ = ["DEVICES", "FEW", "Choice", "Offer", "allowed", "choose", "offer", "refusal"]

@@ -108,7 +108,9 @@ def _linear(bound: BoundRecipe) -> Structure:
         before=decay is None or decay.when == "before",
         reads_before=read.when == "before",
         bonus=read.bonus != 0.0,
-        writes_values=unweighed and affine == (0.0, 1.0) and "window" not in recipe.context.numbers,
+        writes_values=unweighed
+        and affine == (0.0, 1.0)
+        and "window" not in recipe.context.quantity_axes,
         associations=bound.associations_per_token,
         # A running scale and the read of the token before do not end where documents do.
         packs=not (memory.is_elementwise or bound.is_stabilized or read.when == "before"),

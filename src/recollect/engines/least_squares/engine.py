@@ -63,7 +63,7 @@ Solved = tuple[Tensor, RidgeState, Tensor]
 def refuses(recipe: Recipe) -> list[str]:
     """Why this engine cannot run a recipe; empty when it can."""
     reasons: list[str] = []
-    if not recipe.algorithm.condenses:
+    if recipe.algorithm.inverse is None:
         reasons.append(f"{recipe.algorithm.title} does not solve for all of the past")
     elif not recipe.features.finite:
         reasons.append(f"{recipe.features.title} has infinitely many features")

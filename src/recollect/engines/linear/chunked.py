@@ -90,7 +90,7 @@ def _general(p: LinearProblem, chunk: int) -> tuple[Tensor, Tensor, Tensor | Non
             direction=erase if a == 1 else a * erase,
             known=(written, values),
         )
-    elif p.momentum_of == "value" and p.momentum is not None:
+    elif p.momentum_on == "value" and p.momentum is not None:
         streams = Streams(
             measured=keys,
             direction=written if a == 1 else a * written,

@@ -91,7 +91,7 @@ def _plain(recipe: Recipe) -> bool:
     return (
         not memory.is_elementwise
         and (memory.read.when == "after" and memory.read.bonus == 0.0)
-        and (recipe.context.horizon == 1 and "window" not in recipe.context.numbers)
+        and (recipe.context.horizon == 1 and "window" not in recipe.context.quantity_axes)
         and recipe.bias.probe is None
         and (algorithm.recursion == "none" and not algorithm.per_value)
         and (decay is None or decay.per in ("head", "key"))
@@ -108,7 +108,7 @@ def one_token(problem: Problem) -> tuple[Tensor, State]:
     q = problem.phi(problem.q, "query", position).reshape(P, problem.q.shape[3], F)
     k = problem.phi(problem.k.unsqueeze(3), "key", position)
     lr, log_decay = rates["lr"], rates.get("log_decay")
-    if bound.keyed:
+    if bound.rate_depends_on_key:
         assert bound.affine is not None  # linear.refuses
         lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
     k, v, A = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V), start.to(dtype)

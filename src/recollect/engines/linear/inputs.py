@@ -35,7 +35,7 @@ class LinearProblem:
     associations of the window::
 
         g_t = Σ_i γ_(t,i) (a P_t k_i − b v_i) k_iᵀ
-        S_t = θ_t S_{t−1} − η_t g_t           (momentum_of="value": on the part −b v kᵀ only)
+        S_t = θ_t S_{t−1} − η_t g_t           (momentum_on="value": on the part −b v kᵀ only)
         A_t = D_t A_{t−1} + S_t               (no momentum: D_t A_{t−1} − η_t g_t)
         A_t = D_t A_{t−1} − a (P_t w_t) e_tᵀ + η_t b v_t k_tᵀ       with a probe w and direction e
         y_t = A_t q_t
@@ -56,7 +56,7 @@ class LinearProblem:
         live: ``[B, T]``; False only on the right. Dead tokens move nothing.
         affine: (a, b).
         before: whether the error is measured after the decay.
-        momentum_of: ``"gradient"`` or ``"value"``, where there is momentum.
+        momentum_on: ``"gradient"`` or ``"value"``, where there is momentum.
         chunk_size: tokens per chunk; no influence on results.
     """
 
@@ -77,7 +77,7 @@ class LinearProblem:
     live: Tensor | None = None
     affine: tuple[float, float] = (1.0, 1.0)
     before: bool = False
-    momentum_of: str = "gradient"
+    momentum_on: str = "gradient"
     chunk_size: int | None = None
 
     def tokens(self) -> dict[str, Tensor]:
@@ -128,8 +128,8 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         keeps_dtype: whether q, k and v keep their dtype if the recipe has no features.
     """
     bound, rates, state = problem.bound, problem.rates, problem.state
-    recipe, affine, decay, momentum_of = bound.recipe, bound.affine, bound.decay, bound.momentum_of
-    moves = momentum_of != "none"
+    recipe, affine, decay, momentum_on = bound.recipe, bound.affine, bound.decay, bound.recursion
+    moves = momentum_on != "none"
     assert affine is not None  # linear.refuses
     dtype = state_dtype(problem.q, problem.k, problem.v)
     # Only features read the positions of tokens.
@@ -141,7 +141,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         k = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
         v = problem.v.to(dtype)
     lr = rates["lr"]
-    if bound.keyed:
+    if bound.rate_depends_on_key:
         lr = recipe.algorithm.rate(lr, k.square().sum(-1), affine[0])
     window = past = None
     if bound.horizon != 1:
@@ -179,7 +179,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         live=problem.token_mask,
         affine=affine,
         before=decay is not None and decay.when == "before",
-        momentum_of="value" if momentum_of == "value" else "gradient",
+        momentum_on="value" if momentum_on == "value" else "gradient",
         chunk_size=problem.chunk_size,
     )
 

@@ -51,7 +51,7 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
             along = p.erase[:, t].unsqueeze(-2)
         elif a != 0:
             predicted = keys @ point.mT  # [B, H, m, V]
-            if S is not None and p.momentum_of == "value":
+            if S is not None and p.momentum_on == "value":
                 erased = -a * (weight * predicted)
             else:
                 error = error - predicted if a == 1 else error - a * predicted
@@ -61,11 +61,11 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
             after = after if erased is None else _plus_outer(after, erased, along)
         else:
             kept = p.momentum[:, t][..., None, None] * S
-            if erased is not None and p.momentum_of != "value":
+            if erased is not None and p.momentum_on != "value":
                 kept = _plus_outer(kept, erased, along)
             momentum = _plus_outer(kept, written, keys)
             after = decayed + momentum
-            if erased is not None and p.momentum_of == "value":
+            if erased is not None and p.momentum_on == "value":
                 after = _plus_outer(after, erased, along)
         if p.live is not None:
             rows = p.live[:, t].view(-1, 1, 1, 1)

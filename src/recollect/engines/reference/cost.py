@@ -45,7 +45,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.has_base_matmuls)
     forward, pulled = fixed * 2 * s.weights, fixed * 2 * (s.weights - first)
     backward, read = pulled + 2 * s.weights, s.G * forward
-    if recipe.algorithm.condenses:
+    if recipe.algorithm.inverse is not None:
         F, V = s.F, s.V
         each = {"statistics": 2 * F * (F + V), "solve": 2 * F**3 // 3 + 2 * F * F * V}
         token = sum(each.values()) + s.G * 2 * F * V

@@ -34,7 +34,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
     if problem.recipe.nonparametric:
         return local_regression.local(problem)
-    if problem.recipe.algorithm.condenses:
+    if problem.recipe.algorithm.inverse is not None:
         return least_squares(problem)
     if problem.recipe.solves_from_gram:
         return local_regression.regression(problem)
@@ -63,7 +63,7 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     T = problem.q.shape[1]
     position = (problem.state.position - 1).clamp_min(0)[:, None].expand(-1, T)
     phi = problem.phi(problem.q, "query", position)
-    if recipe.algorithm.condenses:
+    if recipe.algorithm.inverse is not None:
         return read_least_squares(problem, phi, rates).to(problem.v.dtype)
     raw, forward = problem.q.to(phi.dtype), forward_of(problem)
     if recipe.context.horizon is None:

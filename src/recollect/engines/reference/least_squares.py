@@ -55,7 +55,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
     if T == 0:
         return problem.v.new_zeros(B, 0, H, G, V), problem.final_state()
     inverse = problem.recipe.algorithm.inverse
-    assert inverse is not None  # the recipe condenses
+    assert inverse is not None  # the recipe has fixed-size statistics
     form, refresh_every = inverse.ridge, inverse.refresh_every
     wide = bool(problem.recipe.algorithm.float64_slots(problem.recipe))
     k, v, weight = association(problem)

@@ -266,7 +266,7 @@ class TokenLoop:
         self.S = {name: keep(slots[name], self.S[name]) for name in self.S}
         self.A = keep(A, self.A)
         self.readable = keep(readable, self.readable)
-        if recipe.at_border and retention.links_after_first_token:
+        if recipe.links_at_batch_end and retention.links_after_first_token:
             # MIRAS 30: W_1 = link(A_1) of the batch's first token replaces W° for tokens 2..b.
             first = (live & (place == 1)).view(-1, 1, 1, 1)
             settled = self._link(self.A, gates)
@@ -295,7 +295,7 @@ class TokenLoop:
         linked = self._link(self.A, self._step_gates(j))
         self.W = _where(rows, linked, self.W)
         self._measure_from(rows, self._step_gates(j))
-        if self.recipe.at_border or self.recipe.algorithm.update_every == "batch":
+        if self.recipe.links_at_batch_end or self.recipe.algorithm.update_every == "batch":
             self.readable = _where(rows, linked, self.readable)
         self.A0 = _where(rows, self.A, self.A0)
         self.S0 = {n: _where(rows, self.S[n], self.S0[n]) for n in self.S}
@@ -335,7 +335,7 @@ class TokenLoop:
         A = [
             retention.advance(a, s, d, gates) for a, s, d in zip(old, steps, log_decay, strict=True)
         ]
-        if recipe.at_border:
+        if recipe.links_at_batch_end:
             # W̃_t = α_t W̃_{t−1} + S_t, from W° at the border: linear inside the batch.
             read = [
                 s + (as_matrix(r) if d is None else d.exp() * as_matrix(r))
@@ -440,7 +440,7 @@ class TokenLoop:
             linear = self.recipe.algorithm.update_every != "batch"
             return self.A if linear else self._inside(list(self.W), list(self.A))
         linked = self._link(self.A, _scalars(rates, t))
-        if self.recipe.at_border or self.recipe.algorithm.update_every == "batch":
+        if self.recipe.links_at_batch_end or self.recipe.algorithm.update_every == "batch":
             return self._inside(self.readable, linked)
         return linked
 

@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from recollect.blocks.compositions import read_mixer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
-from recollect.choices.member import RecipeError
 from recollect.choices.products import PRECISIONS
 from recollect.engines.select import select_engine
 from recollect.fields import as_int
@@ -19,7 +18,7 @@ from recollect.layer.block import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_config
 from recollect.lm.publishing.remote_code import RemoteConfig
-from recollect.messages import argument_name, short_repr, suggestion
+from recollect.messages import RecipeError, argument_name, short_repr, suggestion
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Hybrid, Preset, find
 

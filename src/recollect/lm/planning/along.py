@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.layer import ContextRanks, run_feed_forward, run_layer, run_memory_layer
 from recollect.parallel.link import Link
 from recollect.parallel.models import sequence_layers
 from recollect.parallel.strategies import strategy_for
@@ -76,4 +76,4 @@ def lay_along(block: nn.Module, ranks: int) -> None:
             rank = 0 if strategy_for(layer.recipe).name == "sequential" else ranks - 1
         elif isinstance(layer, FeedForward):
             run = run_feed_forward
-        layer.forward = partial(run, Along(link=PaperRanks(rank, ranks)), layer)
+        layer.forward = partial(run, ContextRanks(link=PaperRanks(rank, ranks)), layer)

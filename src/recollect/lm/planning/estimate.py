@@ -291,8 +291,8 @@ def rank_of(
     """
     batch, tokens = plan.optimizer.batch, -(-plan.data.piece // way.context)
     if batch % way.data:
-        said = f"batch = {batch} is no multiple of the {way.data} groups that read it"
-        return Rank(way=way, refused=said)
+        reason = f"batch = {batch} is not a multiple of the {way.data} groups that read it"
+        return Rank(way=way, refused=reason)
     rows = batch // way.data
     try:
         _check(plan, config, way)
@@ -374,7 +374,7 @@ def _divided(config: RecollectConfig, tensor: int) -> RecollectConfig:
     }
     for name, size in sizes.items():
         if size % tensor:
-            raise ValueError(f"{name} = {size} is no multiple of tensor = {tensor}")
+            raise ValueError(f"{name} = {size} is not a multiple of tensor = {tensor}")
     own = {leaf.options.key_dim for mixer, _ in config.mixed for leaf in mixer.leaves.values()}
     if config.head_dim is None and len(own) > 1:
         raise ValueError("recipes of several key sizes are not counted under tensor parallelism")

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.residual_memory import ResidualMemoryLayer, SecondMemory
-from recollect.choices.member import RecipeError
 from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory, RecipeModule
+from recollect.messages import RecipeError
 
 __all__ = ["Cut", "check_divisible", "cuts", "keep_part", "model_cuts"]
 
@@ -113,7 +113,7 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
         where: the layer in words, for the message.
 
     Raises:
-        RecipeError: heads, memories or channels that are no multiple of the parts, or a layer that
+        RecipeError: heads, memories or channels that the parts do not divide, or a layer that
             does not consist of heads, or begins anew from an initial memory within.
     """
     if isinstance(module, MixerLayer):

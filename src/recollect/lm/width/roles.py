@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from recollect.blocks.layers import PersistentTokens
-from recollect.choices.member import RecipeError
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
@@ -38,6 +37,7 @@ from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.messages import RecipeError
 
 __all__ = ["Role", "at_width", "built", "follows_width", "roles"]
 

@@ -25,9 +25,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from recollect.choices.member import RecipeError
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.width.roles import Role, built, follows_width, roles
+from recollect.messages import RecipeError
 
 __all__ = ["BASE_WIDTH", "Rule", "check_tied", "rules_of", "scale_for_width", "width_rules"]
 

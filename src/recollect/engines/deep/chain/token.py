@@ -59,7 +59,7 @@ def is_bare(bound: BoundRecipe, rule: Rule, chain: Chain | None) -> bool:
         )
         and recipe.context.horizon == 1
         and rule.slot in ("", "steps")
-        and not recipe.bias.numbers
+        and not recipe.bias.quantity_axes
         and all(gate.shape == (bound.H,) for gate in bound.gates.values())
         and set(bound.gates) == gates
     )

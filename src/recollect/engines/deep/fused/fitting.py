@@ -155,7 +155,7 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
         return f"{recipe.memory.title} ends in more than a residual, which the kernel does not know"
     if chain.activation not in CURVES:
         return f"the kernel has no {chain.activation}, but {', '.join(CURVES)}"
-    if chain.bias.affine is None or chain.bias.numbers:
+    if chain.bias.affine is None or chain.bias.quantity_axes:
         return f"the error of {chain.bias.title} is not a·prediction − b·value with fixed a and b"
     if recipe.features.lifts:
         return f"{recipe.features.title} lifts keys, and the kernel takes them as they are"
