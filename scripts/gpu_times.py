@@ -179,7 +179,7 @@ def deep(context: StepContext) -> None:
     """Time deep memories with the host and as one CUDA graph, then next to titans-pytorch."""
     B, presets = (1, ()) if context.tiny else (8, DEEP)
     for backward in (False, True):
-        for name, precision in (*presets, ("titans", "bf16"), (NO_NORM, None)):
+        for name, precision in (*presets, (NO_NORM, None)):
             _time_deep(context, name, precision, B, "auto", backward=backward)
     _time_titans_pytorch(context, B)
     for backward in (False, True):

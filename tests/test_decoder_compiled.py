@@ -111,7 +111,7 @@ def autocast() -> AbstractContextManager[object]:
     [
         (nullcontext, torch.float64, None),
         (nullcontext, torch.bfloat16, None),
-        (nullcontext, torch.float32, "bf16"),
+        (nullcontext, torch.float32, "tf32"),
         (inference, torch.float32, None),
         (autocast, torch.float32, None),
     ],

@@ -80,28 +80,15 @@ def test_any_size_has_its_direction(dtype: torch.dtype, size: float) -> None:
     assert (X - expected).abs().amax() < near
 
 
-def test_products_of_fewer_bits_make_every_gram_matrix_anew() -> None:
-    """What is lost of small singular values grows with the iterations that share one."""
+def test_products_of_fewer_bits_make_every_gram_matrix_again() -> None:
+    """The error of small singular values grows with the iterations that share one."""
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 16, 64, generator=g)
     expected = torch.stack([_defined(s.double(), 5) for s in S])
-    with matmul_precision("bf16"), FlopCounterMode(display=False) as counter:
+    with matmul_precision("tf32", "cpu"), FlopCounterMode(display=False) as counter:
         found = newton_schulz(S, 5)
     assert counter.get_total_flops() == 2 * 5 * (4 * 16 * 16 * 64 + 2 * 16**3)
-    assert 1e-4 < (found - expected).abs().amax() < 0.1
-
-
-def test_the_way_back_multiplies_as_the_way_there_did() -> None:
-    """Outside of the mode too; a graph may be kept beyond it."""
-    g = torch.Generator().manual_seed(0)
-    S = torch.randn(2, 16, 64, generator=g, requires_grad=True)
-    up = torch.randn(2, 16, 64, generator=g)
-    (exact,) = torch.autograd.grad((newton_schulz(S, 1) * up).sum(), S)
-    with matmul_precision("bf16"):
-        X = newton_schulz(S, 1)
-    (found,) = torch.autograd.grad((X * up).sum(), S)
-    away = (found - exact).abs().amax() / exact.abs().amax()
-    assert 1e-4 < away < 0.05
+    assert (found - expected).abs().amax() < 1e-4
 
 
 def test_one_graph_holds_it() -> None:

@@ -63,8 +63,8 @@ def factors() -> None:
     """Products of rounded factors, with and without gradients."""
     case = Case(TITANS, dtype=torch.float32, T=64)
     expected = told(case)
-    for precision in ("float32", "tf32", "bf16"):
-        with pretend.counted(), matmul_precision(precision):
+    for precision in ("float32", "tf32"):
+        with pretend.counted(), matmul_precision(precision, "cuda"):
             results = solved(case, drawn(case), case.engine, pretend.put)
         error = max(apart(results, expected).values())
         print(json.dumps({"precision": precision, "error": error}), flush=True)

@@ -148,7 +148,7 @@ def mutants() -> None:
         install(module)
         worst = max(apart(there(case), said).values())
         # Where products round their factors, numbers next to each other may come apart.
-        with pretend.counted(), matmul_precision("bf16"):
+        with pretend.counted(), matmul_precision("tf32", "cuda"):
             trusted = agree(_tried, rows.LAUNCHERS[pretend.NAME], pretend.put(torch.ones(1)).device)
         print(json.dumps([wrong, worst, trusted]), flush=True)
 

@@ -241,7 +241,6 @@ FLOAT64 = ("swdt",)
     ("precision", "bits"),
     [
         ("tf32", 10),
-        pytest.param("bf16", 7, marks=pytest.mark.slow),
         pytest.param("float32", 23, marks=pytest.mark.slow),
     ],
 )

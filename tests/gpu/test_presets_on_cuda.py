@@ -19,7 +19,7 @@ from torch import nn
 
 import recollect as rc
 
-BITS = {"float32": 23, "tf32": 10, "bf16": 7}
+BITS = {"float32": 23, "tf32": 10}
 needs_device = pytest.mark.skipif(not HERE, reason=MISSING)
 
 

@@ -59,7 +59,6 @@ def test_factors_of_products_follow_the_requested_precision() -> None:
     errors = {one["precision"]: one["error"] for one in printed("recurrence", "factors")}
     assert errors["float32"] < 1e-5
     assert 1e-4 < errors["tf32"] < 1e-2
-    assert 1e-3 < errors["bf16"] < 1e-2
 
 
 @needs_triton

@@ -26,9 +26,9 @@ def memories(model: torch.nn.Module) -> list[str | None]:
     ("precision", "layers"),
     [
         (None, [None, None]),
-        ("bf16", ["bf16", "bf16"]),
+        ("tf32", ["tf32", "tf32"]),
         ({"gated_delta_net": "tf32"}, ["tf32", None]),
-        ({"gated_delta_net": "bf16", "softmax_attention": "float32"}, ["bf16", "float32"]),
+        ({"gated_delta_net": "tf32", "softmax_attention": "float32"}, ["tf32", "float32"]),
     ],
 )
 def test_layers_of_a_model(precision: Any, layers: list[str | None], tmp_path: Path) -> None:
@@ -58,10 +58,11 @@ def test_a_configuration_that_says_nothing_is_one_of_before() -> None:
 @pytest.mark.parametrize(
     ("precision", "said"),
     [
-        ("half", "must be 'float32', 'tf32' or 'bf16', or one of these by recipe, not 'half'"),
-        (16, "must be 'float32', 'tf32' or 'bf16'"),
-        ({"gated_delta_net": "fp8"}, "must be 'float32', 'tf32' or 'bf16'"),
-        ({"titans": "bf16"}, "names the recipe 'titans', which is not among"),
+        ("half", "must be 'float32' or 'tf32', or one of these by recipe, not 'half'"),
+        (16, "must be 'float32' or 'tf32'"),
+        ({"gated_delta_net": "fp8"}, "must be 'float32' or 'tf32'"),
+        ({"gated_delta_net": "bf16"}, "not 'bf16': .* use autocast or a bfloat16 model"),
+        ({"titans": "tf32"}, "names the recipe 'titans', which is not among"),
     ],
 )
 def test_refused(precision: Any, said: str) -> None:
@@ -71,38 +72,33 @@ def test_refused(precision: Any, said: str) -> None:
 
 def test_a_composition_hands_it_to_its_parts() -> None:
     both = rc.blocks.MemoryAsGate("gated_delta_net", "sliding_window_attention")
-    layer = rc.blocks.build(both, d_model=16, num_heads=2, precision="bf16")
-    assert memories(layer) == ["bf16", "bf16"]
+    layer = rc.blocks.build(both, d_model=16, num_heads=2, precision="tf32")
+    assert memories(layer) == ["tf32", "tf32"]
     config = rc.lm.RecollectConfig.from_recipes({"both": both}, precision={"both": "tf32"}, **SIZES)
     assert set(memories(rc.lm.RecollectForCausalLM(config))) == {"tf32"}
 
 
 def test_the_file_of_a_run() -> None:
-    assert ModelPlan(precision="bf16").precision == "bf16"
+    assert ModelPlan(precision="tf32").precision == "tf32"
     assert ModelPlan(precision={"titans": "tf32"}).precision == {"titans": "tf32"}
-    for value in ("fp16", 16, {"titans": "double"}):
-        with pytest.raises(
-            ValueError, match="must be one of 'float32', 'tf32', 'bf16', or a table"
-        ):
+    for value in ("fp16", 16, {"titans": "double"}, "bf16"):
+        with pytest.raises(ValueError, match="must be 'float32' or 'tf32', or a table"):
             to_precision(value)
+    with pytest.raises(ValueError, match=r"precision must .* use autocast or a bfloat16 model"):
+        ModelPlan(precision="bf16")
     with pytest.raises(ValueError, match="leave out precision"):
-        ModelPlan(start="model", precision="bf16")
+        ModelPlan(start="model", precision="tf32")
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "said"),
     [
-        ("gated_delta_net", "bf16", "products of bfloat16, added in float32"),
         ("gated_delta_net", "tf32", "products of TF32 where the device has it, added in float32"),
         ("geometric_rls", "float32", "products of float32"),
-        (
-            "geometric_rls",
-            "bf16",
-            "products of float32, not bf16: some of its statistics",
-        ),
+        ("geometric_rls", "tf32", "products of float32, not tf32: some of its statistics"),
         ("mesa_net", "tf32", "products of float32, not tf32: conjugate gradients"),
-        ("local_linear_attention", "bf16", "products of float32, not bf16: the system of a fit"),
-        ("titans_mac", "bf16", "products of bfloat16, added in float32"),
+        ("local_linear_attention", "tf32", "products of float32, not tf32: the system of a fit"),
+        ("titans_mac", "tf32", "products of TF32 where the device has it, added in float32"),
     ],
 )
 def test_what_explain_says(name: str, precision: str, said: str) -> None:

@@ -55,8 +55,8 @@ def _save_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and active.mode is not None:
-            ctx.precision = active.mode.precision
+        if not torch.compiler.is_compiling() and active.precision is not None:
+            ctx.precision = active.precision
         return function(ctx, *args, **kwargs)
 
     return wrapper
@@ -70,10 +70,10 @@ def _restore_precision(backward: Backward) -> Backward:
         device = next((g.device.type for g in grads if g is not None), None)
         rounds = device is not None and autocast_enabled(device)
         precision = getattr(ctx, "precision", None)
-        if precision is None and not rounds:
+        if device is None or (precision is None and not rounds):
             return backward(ctx, *grads)
-        no_autocast = torch.autocast(device, enabled=False) if rounds and device else nullcontext()
-        with no_autocast, matmul_precision(precision):
+        no_autocast = torch.autocast(device, enabled=False) if rounds else nullcontext()
+        with no_autocast, matmul_precision(precision, device):
             return backward(ctx, *grads)
 
     return wrapper

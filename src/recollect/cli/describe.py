@@ -140,7 +140,7 @@ def explain(
     ],
     engine: Annotated[str, typer.Option(help="Explain as if this engine were asked for.")] = "auto",
     precision: Annotated[
-        str | None, typer.Option(help="And this precision of products: float32, tf32 or bf16.")
+        str | None, typer.Option(help="And this precision of products: float32 or tf32.")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Print the equations of normalised steps, too.")

@@ -53,7 +53,7 @@ class Engine:
             tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each
             over as one operation (`recollect.functional.one_operation`).
         needs_digits: why its products of a recipe stay float32 whatever precision is asked for;
-            ``None`` where they take what is asked for (`recollect.choices.products.PRECISIONS`).
+            ``None`` if they take it (`recollect.choices.matmul_precision.PRECISIONS`).
         rounded: whether it goes on from a memory whose tensors were rounded to half precision.
         inner_gradients: whether it may take inner gradients of a recipe by autograd, which
             inference mode forbids and a compiler that follows the engine would lose.

@@ -20,7 +20,7 @@ from typing import Any, Protocol, overload
 
 from recollect.blocks.cost import cost
 from recollect.blocks.mixers import Mixer, RecipeMixer
-from recollect.choices.products import check_precision_name
+from recollect.choices.matmul_precision import check_precision_name
 from recollect.costs import Cost
 from recollect.engines.fla import PACKAGE, offer
 from recollect.engines.select import Engine, select_engine
@@ -354,7 +354,6 @@ def _fidelity(system: object) -> str:
 _MULTIPLIED = {
     "float32": "float32",
     "tf32": "TF32 where the device has it, added in float32",
-    "bf16": "bfloat16, added in float32",
 }
 
 

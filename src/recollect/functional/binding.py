@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from recollect.choices.algorithm.normalized_steps import measures_overlap
-from recollect.choices.products import check_precision_name
+from recollect.choices.matmul_precision import check_precision_name
 from recollect.engines import select as engines
 from recollect.engines.fla import offer
 from recollect.engines.select import Engine

@@ -74,7 +74,7 @@ def problem_without_inference_flag(problem: Problem) -> Problem:
 @contextmanager
 def engine_context(device: torch.device, precision: str) -> Generator[None]:
     """Switch autocast off and set the precision of products."""
-    with without_autocast(device.type), matmul_precision(precision):
+    with without_autocast(device.type), matmul_precision(precision, device.type):
         yield
 
 

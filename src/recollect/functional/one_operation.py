@@ -49,7 +49,7 @@ def use_custom_op(call: Problem) -> bool:
     if bound.name is None or (has_lengths and grows and call.output_final_state):
         return False  # the longest sequence decides the length of such a state
     if bound.matmul_precision is not None or bound.requested_engine == "fla":
-        return True  # the compiler traces neither kernels nor products of a requested precision
+        return True  # a graph keeps neither kernels nor PyTorch's setting for products
     return follows is None or not follows(bound, call.k.shape[1])
 
 

@@ -97,9 +97,12 @@ def recall(
             starts again at each, and the state has one row per document.
         chunk_size: tokens per chunk of engines that work in chunks; it does not change results.
         precision: precision of the factors of float32 products: ``"float32"``, ``"tf32"`` (if the
-            device has it), ``"bf16"``, or ``None`` for PyTorch's setting. Sums are in float32, and
-            nothing else is rounded. The reference engine, and recipes that need all digits
-            (`recollect.explain` lists them), keep float32.
+            device has it), or ``None`` for PyTorch's setting. The other two change that setting,
+            which all threads share, while the engine runs. Gradients that autograd derives by
+            itself follow PyTorch's setting during ``backward()``, so set
+            ``torch.backends.cuda.matmul.fp32_precision`` to ``"ieee"`` or ``"tf32"`` there for the
+            same precision. Sums are in float32. The reference engine, and recipes that need all
+            digits (`recollect.explain` lists them), keep float32.
         output_final_state: False returns ``None`` in place of the final state.
 
     Returns:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.products import check_precision_name
+from recollect.choices.matmul_precision import check_precision_name
 from recollect.engines.select import select_engine
 from recollect.functional.checks import check_mask
 from recollect.functional.packing import token_counts

@@ -122,8 +122,8 @@ class BoundRecipe:
     def is_traceable(self) -> bool:
         """Whether a compiler may trace a call that is not a custom operation.
 
-        The compiler would trace the implementation of products of a requested precision. At an
-        inner gradient it breaks its graph, and autograd loses the gradient.
+        A graph does not keep PyTorch's setting for products. At an inner gradient the compiler
+        breaks its graph, and autograd loses the gradient.
         """
         return self.matmul_precision is None and not self.uses_inner_autograd
 

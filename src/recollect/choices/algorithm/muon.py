@@ -12,7 +12,7 @@ from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, rate_quantity
 from recollect.choices.autograd import gram
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
-from recollect.choices.matmul_precision import effective_eps
+from recollect.choices.matmul_precision import effective_eps, is_full_precision
 from recollect.choices.member import member
 from recollect.choices.runtime import without_autocast
 from recollect.fields import flag, integer, option, quantity
@@ -89,7 +89,7 @@ def _fusable_iterations(S: Tensor) -> int:
     if S.device.type != "cpu" or effective_eps(S.dtype) > 1e-6:
         return 1
     # Compilers cannot trace the query.
-    is_full = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
+    is_full = torch.compiler.is_compiling() or is_full_precision("cpu")
     return MAX_FUSED if is_full else 1
 
 

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from recollect.choices.matmul_precision import active
+from recollect.choices.matmul_precision import active, is_full_precision
 from recollect.choices.runtime import is_cacheable
 from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
 from recollect.engines.fla.operators import (
@@ -33,10 +33,6 @@ FEW = 16
 
 WIDE = 256
 """Most key channels of that kernel, which holds a column of the memory in registers."""
-
-
-_ASKED = {"tf32": torch.float32, "bf16": torch.bfloat16}
-"""In which type its kernels multiply what was asked for; it has none that is exact in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,17 +127,17 @@ def allowed(dtype: torch.dtype) -> torch.dtype | None:
     """The type in which products of a call may be taken, or ``None``.
 
     Its kernels multiply in the type that they are given, float32 as TF32, and add in float32.
-    Inside `matmul_precision` the type is that of the requested precision.
+    Inside `matmul_precision` it is float32 for ``"tf32"``, and no type for ``"float32"``: no
+    kernel multiplies all bits.
 
     Args:
         dtype: of q, k and v together.
     """
-    if active.mode is not None:
-        return _ASKED.get(active.mode.precision)
+    if active.precision is not None:
+        return torch.float32 if active.precision == "tf32" else None
     if dtype in (torch.bfloat16, torch.float16):
         return dtype
-    tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return dtype if tf32 else None
+    return dtype if dtype == torch.float32 and not is_full_precision("cuda") else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +182,7 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
     if not offered.operators[0].multiplies:
         return Choice(operator=offered.operators[0], dtype=torch.float32)
     dtype = allowed(given)
-    if dtype is None and active.mode is not None:
+    if dtype is None and active.precision is not None:
         return "precision='float32' was asked for, and it multiplies float32 as TF32"
     if dtype is None:
         return (

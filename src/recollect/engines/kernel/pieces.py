@@ -58,11 +58,11 @@ def piecewise(
     size = piece_size(B * H * G, visible.k.shape[1], size)
     for queries, keys in slices(visible, horizon, size):
         if recompute and torch.is_grad_enabled():
-            mode = active.mode
-            # A compiler refuses a context_fn, even the one that does nothing.
-            more: dict[str, Any] = (
-                {} if mode is None else {"context_fn": partial(_as_asked, mode.precision)}
-            )
+            more: dict[str, Any] = {}
+            if active.precision is not None:
+                # A compiler refuses a context_fn, even the one that does nothing.
+                device_type = visible.q.device.type
+                more["context_fn"] = partial(_contexts, active.precision, device_type)
             result = checkpoint(piece, queries, keys, use_reentrant=False, **more)
         else:
             result = piece(queries, keys)
@@ -70,11 +70,11 @@ def piecewise(
         yield result
 
 
-def _as_asked(
-    precision: str,
+def _contexts(
+    precision: str, device_type: str
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a piece runs in, and what it runs in once more."""
-    return nullcontext(), matmul_precision(precision)
+    """Return the contexts of a piece's first run and of its recomputation."""
+    return nullcontext(), matmul_precision(precision, device_type)
 
 
 def slices(

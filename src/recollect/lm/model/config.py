@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from recollect.blocks.compositions import read_mixer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
-from recollect.choices.products import PRECISIONS
+from recollect.choices.matmul_precision import PRECISIONS, precision_error
 from recollect.engines.select import select_engine
 from recollect.fields import as_int
 from recollect.layer.block import mlp_width
@@ -410,7 +410,9 @@ def _check_fields(config: RecollectConfig) -> None:
     said = config.precision
     for one in said.values() if isinstance(said, Mapping) else [said]:
         if one is not None and one not in PRECISIONS:
-            refuse("precision", "'float32', 'tf32' or 'bf16', or one of these by recipe")
+            subject = argument_name("precision", "RecollectConfig(precision=...)")
+            expected = "'float32' or 'tf32', or one of these by recipe"
+            raise RecipeError(f"{subject} {precision_error(one, expected)}")
     if not isinstance(config.engine, str):
         refuse("engine", "the name of an engine")
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

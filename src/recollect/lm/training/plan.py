@@ -82,8 +82,8 @@ class ModelPlan(_Table):
         parameters: trained numbers that the MLP's width is set to reach, in place of ``mlp``.
         tie: whether the output reads the embedding.
         engine: engine, as in `recall`.
-        precision: of the memories' products, ``"float32"``, ``"tf32"`` or ``"bf16"``, or of some
-            recipes alone: ``{titans = "bf16"}``; as in `RecollectConfig`.
+        precision: of the memories' products, ``"float32"`` or ``"tf32"``, or of some recipes
+            alone: ``{titans = "tf32"}``; as in `RecollectConfig`.
         start: folder of a saved model to go on from; its configuration and tokenizer are taken.
     """
 

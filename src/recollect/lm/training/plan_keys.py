@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from recollect.choices.products import PRECISIONS
+from recollect.choices.matmul_precision import PRECISIONS, precision_error
 from recollect.fields import Range, float_check
 from recollect.messages import short_repr
 
@@ -99,10 +99,8 @@ def to_precision(value: Any) -> str | dict[str, str]:
     """A precision of products, or one by name of a recipe."""
     for one in value.values() if isinstance(value, Mapping) else [value]:
         if one not in PRECISIONS:
-            said = ", ".join(map(repr, PRECISIONS))
-            raise ValueError(
-                f"must be one of {said}, or a table of these by recipe, not {short_repr(value)}"
-            )
+            expected = "'float32' or 'tf32', or a table of these by recipe"
+            raise ValueError(precision_error(one, expected))
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 

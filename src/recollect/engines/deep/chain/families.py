@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.matmul_precision import active, matmul_precision
+from recollect.choices.matmul_precision import matmul_precision
 from recollect.engines.deep.chain.trace import ChainSpec, Family, ForwardTrace, Keys, ReadGradients
 
 __all__ = [
@@ -77,18 +77,11 @@ def add_stacks(out: Tensor, T: Tensor, M: Tensor, *, back: bool = False) -> None
         back: whether T is turned over.
     """
     T = T.mT if back else T
-    if not hosted(M):  # where products may be TensorFloat-32's without anybody's asking here
-        with matmul_precision("float32"):
-            torch.bmm(T, M, out=out)
-    elif active.mode is None:
+    if hosted(M):
         torch.bmm(T, M, out=out)
     else:
-        factors = T.unsqueeze(-1)
-        for j, to in enumerate(out.unbind(1)):
-            first, *others = range(j + 1) if back else range(j, M.shape[1])
-            torch.mul(M[:, first], factors[:, j, first], out=to)
-            for i in others:
-                to.addcmul_(M[:, i], factors[:, j, i])
+        with matmul_precision("float32", M.device.type):
+            torch.bmm(T, M, out=out)
 
 
 def by_batch(x: Tensor, N: int) -> Sequence[Tensor]:

@@ -2,9 +2,9 @@
 
 A and S of the two maps stay in global memory, where reads and the backward pass need them. They
 pass through registers in tiles of BW hidden units, three times in a forward step and twice in a
-backward step. Sums have the type of the tensors, and factors of products the one that PRECISION
-names. The module is imported at the first launch: Triton need not be installed. With R
-associations, D channels, W hidden units and J stacks (A, then S):
+backward step. Sums have the type of the tensors. PRECISION is that of the factors of products. The
+module is imported at the first launch: Triton need not be installed. With R associations, D
+channels, W hidden units and J stacks (A, then S):
 
     k, raw, v, nearest, d2, z2     [N, P, R, D]           T    [N, P, J, J]
     z1, u1, h1, d1              [N, P, R, W]           c    [N, P, R, J]
@@ -31,10 +31,7 @@ COUNTS = ["N", "P", "H"]
 @triton.jit
 def _dot(x, y, total, PRECISION: tl.constexpr):
     """total + x y."""
-    if PRECISION == "bf16":
-        return tl.dot(x.to(tl.bfloat16), y.to(tl.bfloat16), total)
-    else:
-        return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype)
+    return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.normalized_steps import EPS
-from recollect.choices.matmul_precision import active
+from recollect.choices.matmul_precision import is_full_precision
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.deep.chain.backward import InputGradients
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
@@ -24,12 +24,10 @@ TUNING: dict[str, dict[str, dict[str, int]]] = {
     "forward": {
         "ieee": {"BW": 64, "num_warps": 8, "num_stages": 2},
         "tf32": {"BW": 64, "num_warps": 8, "num_stages": 2},
-        "bf16": {"BW": 64, "num_warps": 8, "num_stages": 2},
     },
     "backward": {
         "ieee": {"BW": 16, "num_warps": 8, "num_stages": 1},
         "tf32": {"BW": 64, "num_warps": 8, "num_stages": 1},
-        "bf16": {"BW": 64, "num_warps": 8, "num_stages": 1},
     },
 }
 """Compiler options by kernel and precision, with the hidden units of a tile at 64 channels and 16
@@ -37,10 +35,8 @@ associations as BW. Larger tiles spill more registers on Hopper."""
 
 
 def dot_precision() -> str:
-    """Factors of float32 products: ``"ieee"``, ``"tf32"`` or ``"bf16"``."""
-    if active.mode is None:
-        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return {"float32": "ieee"}.get(active.mode.precision, active.mode.precision)
+    """Factors of float32 products: ``"ieee"`` or ``"tf32"``."""
+    return "ieee" if is_full_precision("cuda") else "tf32"
 
 
 def _tile(limit: int, W: int, D: int, R: int) -> int:
