@@ -28,13 +28,11 @@ import torch
 from gpu_tables import strip_folders
 from tests.gpu.parity import Waits
 from tests.gpu.passes import Unwatched, decode, distance, length, passes, pieces
-from tests.gpu.sanitizer import CHECKS, check_kernels, find_tool
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import recollect as rc
 from recollect.benchmarks.suites.calls import (
-    NO_NORM,
     Shape,
     gates_of,
     recall_case,
@@ -43,7 +41,6 @@ from recollect.benchmarks.suites.calls import (
     tensors,
 )
 from recollect.choices.matmul_precision import matmul_precision
-from recollect.engines.deep.fused.compiling import find_nvrtc
 from recollect.engines.fla.operators import function, gated_backward_raises
 from recollect.report.environment import describe_environment
 
@@ -53,12 +50,10 @@ __all__ = [
     "backend",
     "device",
     "free_memory",
-    "fused",
     "has_backend",
     "presets",
     "recurrence_call",
     "recurrence_shape",
-    "sanitizer",
 ]
 
 
@@ -138,7 +133,7 @@ PACKAGES = (
     *("torch", "triton", "transformers", "accelerate", "numpy", "safetensors", "tokenizers"),
     *("flash-linear-attention", "fla-core", "titans-pytorch", "tilelang", "pytest"),
 )
-TOOLS = ("nvcc", "ncu", "compute-sanitizer", "gcc")
+TOOLS = ("nvcc", "ncu", "gcc")
 
 
 def device(context: StepContext) -> None:
@@ -166,7 +161,6 @@ def device(context: StepContext) -> None:
             multiprocessors=card.multi_processor_count,
             memory_gib=round(card.total_memory / 2**30, 1),
             l2_mib=round(card.L2_cache_size / 2**20),
-            nvrtc=find_nvrtc() is not None,
         )
     with context.guard("ceilings"):
         context.write("ceilings", **_ceilings(context))
@@ -384,79 +378,3 @@ def backend(context: StepContext) -> None:
             pairs = zip(outputs, expected, strict=True) if backward else [(outputs, expected)]
             errors = [float(f"{distance(a, b):.2e}") for a, b in pairs]
             context.write("equal", name=name, method="fla", D=D, backward=backward, far=errors)
-
-
-# -- the fused kernel ----------------------------------------------------------------------------
-
-
-def fused(context: StepContext) -> None:
-    """Compare the fused kernel with the reference in float64: outputs, gradients and tokens."""
-    plain = recipe_of(NO_NORM)
-    algorithm: Any = plain.algorithm
-    long = plain.replace(algorithm=replace(algorithm, batch_size=64))
-    cases = [("b = 16", plain, 75), ("b = 64", long, 150)]
-    for case, recipe, T in cases[: 1 if context.tiny else None]:
-        with context.guard(case):
-            inputs = _titans_inputs(recipe, T)
-            exact = {key: x.double().requires_grad_() for key, x in inputs.items()}
-            expected = _recall_titans(recipe, exact, "reference")
-            leaves = {key: x.to(context.device).requires_grad_() for key, x in inputs.items()}
-            with torch.no_grad():
-                first, second = (_recall_titans(recipe, leaves, "fused") for _ in range(2))
-            error, equal = distance(first, expected), bool(torch.equal(first, second))
-            context.write("equal", case=case, y=error, alike=equal)
-            loss = _recall_titans(recipe, leaves, "fused").square().sum()
-            slopes = torch.autograd.grad(loss, list(leaves.values()))
-            reference = torch.autograd.grad(expected.square().sum(), list(exact.values()))
-            pairs = zip(inputs, slopes, reference, strict=True)
-            errors = {key: float(f"{distance(a, b):.2e}") for key, a, b in pairs}
-            context.write("gradients", case=case, far=errors)
-    with context.guard("tokens"):
-        torch.manual_seed(0)
-        layer = rc.MemoryLayer(128, 2, plain, engine="fused").eval()
-        x = torch.randn(2, 60, 128)
-        exact_layer, on_device = copy.deepcopy(layer).double(), layer.to(context.device)
-        parts = [x[:, :37], *x[:, 37:].split(1, 1)]
-        expected = decode(exact_layer, [part.double() for part in parts], Unwatched())
-        tokens = decode(on_device, [part.to(context.device) for part in parts], Unwatched())
-        context.write("tokens", y=distance(tokens, expected))
-
-
-def _titans_inputs(recipe: rc.Recipe, T: int) -> dict[str, Tensor]:
-    """Return q, k, v, gates and initial weights of two heads of 64 channels."""
-    g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, T, 2, 64, generator=g)
-    u = torch.rand(3, 1, T, 2, generator=g)
-    x = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
-    x |= {"lr": 0.05 * u[0], "log_decay": -0.05 * u[1], "momentum": 0.9 * u[2]}
-    for index, shape in enumerate(recipe.shapes(64, 64)):
-        x[f"W{index}"] = torch.randn(2, *shape, generator=g) * shape[-1] ** -0.5
-    # Exact in bfloat16, so that rounding of inputs is no error.
-    return {key: tensor.bfloat16().float() for key, tensor in x.items()}
-
-
-def _recall_titans(recipe: rc.Recipe, x: Mapping[str, Tensor], engine: str) -> Tensor:
-    gates = {key: x[key] for key in ("lr", "log_decay", "momentum")}
-    initial = [x[key] for key in x if key.startswith("W")]
-    return rc.recall(
-        recipe,
-        x["q"],
-        x["k"],
-        x["v"],
-        gates,
-        initial_memory=initial,
-        output_final_state=False,
-        engine=engine,
-    )[0]
-
-
-def sanitizer(context: StepContext) -> None:
-    """Run the fused kernels under compute-sanitizer."""
-    tool = find_tool() if context.device == "cuda" else None
-    if tool is None:
-        context.write("not run", why="no CUDA device, or no compute-sanitizer")
-        return
-    for index, check in enumerate(CHECKS):
-        seconds = (context.seconds_left() - 2) / (len(CHECKS) - index)
-        with context.guard(check):
-            context.write("check", **check_kernels(tool, check, seconds))

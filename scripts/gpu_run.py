@@ -9,9 +9,9 @@ numbers or compile kernels run next to each other; steps that measure times run 
 GPU, the steps run at tiny sizes on the CPU, which tests this script.
 
 Nothing is installed. The run needs torch and the source tree, and uses triton,
-flash-linear-attention, titans-pytorch, transformers and compute-sanitizer if they are there. Wheels
-in ``.gpu/whl`` are unpacked into a temporary folder. In a copy without ``.git`` the file
-``.gpu/commit`` contains the commit.
+flash-linear-attention, titans-pytorch and transformers if they are there. Wheels in ``.gpu/whl``
+are unpacked into a temporary folder. In a copy without ``.git`` the file ``.gpu/commit`` contains
+the commit.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ STEPS = (
     Step(name="device", module="gpu_checks", seconds=60, exclusive=True),
     Step(name="presets", module="gpu_checks", seconds=100, processes=5),
     Step(name="backend", module="gpu_checks", seconds=100, processes=4),
-    Step(name="fused", module="gpu_checks", seconds=60),
-    Step(name="sanitizer", module="gpu_checks", seconds=60),
     Step(name="linear", seconds=100, processes=8, warm_up=True),
     Step(name="training", seconds=100, warm_up=True),
     Step(name="decoding", seconds=100, warm_up=True),
@@ -82,8 +80,6 @@ STEPS = (
     Step(name="training", seconds=90, exclusive=True),
     Step(name="deep", seconds=110, exclusive=True),
     Step(name="decoding", seconds=50, exclusive=True),
-    # The last step: a kernel that hangs ends with it.
-    Step(name="fused_speed", seconds=30, exclusive=True),
 )
 
 

@@ -21,7 +21,6 @@ IMPLEMENTATIONS = {
     "auto": '`engine="auto"`',
     "fla": '`engine="fla"`',
     "torch": '`engine="torch"`',
-    "fused": '`engine="fused"`',
     "operator": "flash-linear-attention's operator alone",
     "channels": "flash-linear-attention's operator with a decay per channel",
 }
@@ -69,7 +68,6 @@ def _section(path: Path) -> str:
         _presets(lines),
         _backend(lines),
         _recurrence(lines),
-        _fused(lines),
         _linear(lines),
         _deep(lines),
         _peers(lines),
@@ -194,26 +192,6 @@ def _recurrence(lines: Sequence[Line]) -> str:
     return _table(title, [*columns, "PyTorch's path", "two runs", "commit"], rows)
 
 
-def _fused(lines: Sequence[Line]) -> str:
-    rows: list[list[Any]] = []
-    for line in _last(_select(lines, "fused", "equal"), ("case",)):
-        equal = "equal" if line["alike"] else "not equal"
-        rows.append(
-            [f"outputs, {line['case']}", f"{line['y']:.1e}, two runs {equal}", _commit(line)]
-        )
-    for line in _last(_select(lines, "fused", "gradients"), ("case",)):
-        error = max(line["far"].values())
-        rows.append([f"gradients, {line['case']}", f"{error:.1e}", _commit(line)])
-    for line in _last(_select(lines, "fused", "tokens"), ()):
-        rows.append(["tokens after a prompt", f"{line['y']:.1e}", _commit(line)])
-    for line in _last(_select(lines, "sanitizer", "check"), ("check",)):
-        errors = re.search(r"(\d+) errors", line["summary"])
-        result = line["outcome"] + (f", {errors[1]} errors" if errors else "")
-        rows.append([f"compute-sanitizer, `{line['check']}`", result, _commit(line)])
-    title = "The fused kernel against the reference in float64 (relative errors)"
-    return _table(title, ["measurement", "result", "commit"], rows)
-
-
 def _linear(lines: Sequence[Line]) -> str:
     keys = ("T", "B", "H", "D", "name", "method", "operator")
     columns = ["T", "B", "preset", "implementation", *PASSES.values(), "peak MiB", "commit"]
@@ -246,7 +224,9 @@ def _both_passes(
 
 def _deep(lines: Sequence[Line]) -> str:
     keys = ("name", "method", "precision", "B", "T", "H", "D", "backward")
-    results = _last([line for line in lines if line["what"] == "deep"], keys)
+    # Files have lines of engines that were removed since.
+    deep = [x for x in lines if x["what"] == "deep" and x["method"] in IMPLEMENTATIONS]
+    results = _last(deep, keys)
     rows = [
         [
             f"`{line['name']}`" if " " not in line["name"] else line["name"],

@@ -25,7 +25,7 @@ from recollect.benchmarks.suites.calls import NO_NORM, Shape, recall_case, recip
 from recollect.benchmarks.suites.deep import own_case, titans_case
 from recollect.blocks.cost import cost
 
-__all__ = ["decoding", "deep", "fused_speed", "linear", "training"]
+__all__ = ["decoding", "deep", "linear", "training"]
 
 Call = Callable[[], object]
 
@@ -185,14 +185,6 @@ def deep(context: StepContext) -> None:
     for backward in (False, True):
         for name, precision in () if context.tiny else DEEP:
             _time_deep(context, name, precision, 1, "auto", backward=backward)
-
-
-def fused_speed(context: StepContext) -> None:
-    """Time the fused kernel next to the batched path."""
-    for B in (1,) if context.tiny else (8, 1):
-        for backward in (False, True):
-            for engine in ("fused", "auto"):
-                _time_deep(context, NO_NORM, None, B, engine, backward=backward)
 
 
 def _time_deep(

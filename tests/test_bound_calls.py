@@ -45,21 +45,15 @@ def _calls(run: Callable[[], object]) -> tuple[int, set[str]]:
     return count, files
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("gated_delta_net", 54), ("softmax_attention", 54), ("no norm", 120)]
-)
+@pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
 @torch.no_grad()
-def test_one_decoded_token_asks_nothing_twice(name: str, most: int) -> None:
-    if name == "no norm":
-        recipe = rc.zoo.get("titans").recipe.replace(memory=rc.memory.MLP())
-        layer: torch.nn.Module = rc.MemoryLayer(32, 2, recipe)
-    else:
-        layer = rc.zoo.get(name).build(d_model=32, num_heads=2)
+def test_one_decoded_token_makes_few_calls(name: str) -> None:
+    layer = rc.zoo.get(name).build(d_model=32, num_heads=2)
     _, state = layer(torch.randn(1, 5, 32))
     token = torch.randn(1, 1, 32)
     _, state = layer(token, state)
     count, _ = _calls(lambda: layer(token, state))
-    assert 20 < count <= most
+    assert 20 < count <= 54
 
 
 @torch.no_grad()

@@ -4,33 +4,26 @@
 the state after them are in float64 from what the layer itself computes on the CPU, how many graphs
 there are, and what a replayed token asks of the host. ``... train NAME...`` records one training
 step of a block, replays it with other tokens, and prints how far its weights are from those of the
-same steps taken one by one. ``... fused`` decodes by the fused kernel, on
-the simulator of its source. A process of its own, as `tests.gpu.measure`.
+same steps taken one by one. A process of its own, as `tests.gpu.measure`.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import json
 import os
 import sys
-import tempfile
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from tests.gpu import pretend, rows
+from tests.gpu import pretend
 from tests.gpu.passes import distance
-from tests.gpu.simulator.run import library
 from torch import Tensor, nn
 
 import recollect as rc
 from recollect.decoder import static
-from recollect.engines.deep.fused import walk
-from recollect.engines.deep.fused.fitting import Build
 from recollect.layer.block import Block
 
 WIDTH, PROMPT, MORE, SLOTS = 16, 7, 24, 40
@@ -178,76 +171,10 @@ def trained(name: str) -> dict[str, object]:
     return {"name": name, "weights": max(far), "loss": apart}
 
 
-@torch.no_grad()
-def fused() -> dict[str, object]:
-    """Tokens by the fused kernel, one by one and as graphs, beside the batched path's."""
-    torch.manual_seed(0)
-    launched = 0
-    recipe = rc.Recipe(
-        memory=rc.memory.MLP(),
-        retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.Momentum(
-            batch_size=16, normalized_steps=True, batch_overlap="measured"
-        ),
-    )
-    layers = [rc.MemoryLayer(128, 2, recipe, engine=method).eval() for method in ("auto", "fused")]
-    layers[1].load_state_dict(layers[0].state_dict())
-    batched, there = map(pretend.put_module, layers)
-    folder = Path(tempfile.mkdtemp())
-
-    def launch(kernel: str, build: Build, task: Any, device: torch.device) -> None:
-        nonlocal launched
-        launched += 1
-        run, given = library(kernel, build, folder).run, type(task).from_buffer_copy(task)
-
-        def again() -> None:
-            assert run(ctypes.byref(given), ctypes.c_uint(0), -1, 0) == 0
-
-        again()
-        pretend.enqueued(again)
-
-    walk.LAUNCHERS[pretend.NAME] = launch
-    x = torch.randn(2, PROMPT + 90, 128)
-    counts: dict[str, list[int]] = {"auto": [], "fused": []}
-    syncs = copies = 0
-    with pretend.counted():
-        _, state = batched(pretend.put(x[:, :PROMPT]))
-        states = {"auto": state, "fused": state}
-        for t in range(PROMPT, PROMPT + 18):
-            for name, layer in (("auto", batched), ("fused", there)):
-                one = pretend.put(x[:, t : t + 1])
-                with pretend.counted() as made:
-                    y, states[name] = layer(one, states[name])
-                if t > PROMPT + 1:  # what is made once is made
-                    counts[name].append(made.launches)
-                    syncs, copies = syncs + sum(made.syncs.values()), sum(made.copies.values())
-        decoder = rc.StaticDecoder(there, state)
-        _, said = layers[0](x[:, :PROMPT])
-        far = 0.0
-        for t in range(PROMPT, x.shape[1]):
-            y = pretend.host(decoder(pretend.put(x[:, t : t + 1])))
-            expected, said = layers[0](x[:, t : t + 1], said)
-            far = max(far, distance(y, expected))
-        after = decoder.state
-    pairs = zip(after.memory.weights, said.memory.weights, strict=True)
-    return {
-        "decoded": far,
-        "state": max(distance(pretend.host(a), b) for a, b in pairs),
-        "places": [decoder.period, decoder.num_recorded],
-        "tokens": launched,
-        "launches": [counts["auto"], counts["fused"]],
-        "syncs": syncs,
-        "copies": copies,
-    }
-
-
 def main(kind: str, *names: str) -> None:
     """Every system that is named."""
     warnings.simplefilter("ignore")
-    rows.install()
     static.graph_recorder = lambda device: pretend.record
-    if kind == "fused":
-        print(json.dumps(fused()))
     for name in names:
         print(json.dumps((decoded if kind == "decode" else trained)(name)), flush=True)
 

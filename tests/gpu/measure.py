@@ -7,8 +7,8 @@ its own because the pretended device stays with its process (`tests.gpu.pretend`
 
 A preset runs on the CPU and on the device: forward and backward of one sequence, then a prompt and
 tokens after it one by one. Counts are sums over each stretch, the decoded tokens taken together;
-constants that are made once and kept do not count, for each stretch is run once before. Kernels of
-deep memories run in Triton's interpreter, where there is one (`tests.gpu.rows`).
+constants that are made once and kept do not count, for each stretch is run once before. Deep
+memories run by PyTorch operations (`tests.gpu.recurrence` has their kernels).
 """
 
 from __future__ import annotations
@@ -20,38 +20,17 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.gpu import pretend, rows
+from tests.gpu import pretend
 from tests.gpu.passes import HEADS, WIDTH, decode, distance, length, passes, pieces
 
 import recollect as rc
-from recollect.benchmarks.suites.calls import NO_NORM, recipe_of
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 KINDS = ("launches", "syncs", "copies")
-
-
-def system(name: str) -> rc.zoo.Preset:
-    """A preset, or `NO_NORM`: a chain of maps, which has kernels for rows as no preset has.
-
-    Args:
-        name: of it.
-    """
-    if name != NO_NORM:
-        return rc.zoo.get(name)
-    titans = rc.zoo.get("titans")
-    gates = {
-        name: x for name, x in dict(titans.options.gate_options).items() if name != "norm_weight"
-    }
-    return replace(
-        titans,
-        recipe=recipe_of(NO_NORM),
-        options=replace(titans.options, gate_options=gates, last_map_init_scale=1.0),
-    )
 
 
 class Stretches:
@@ -77,11 +56,11 @@ def measure(
     """Counts of a preset by stretch, and the distance of its numbers from the CPU's.
 
     Args:
-        name: of the preset, or `NO_NORM`.
+        name: of the preset.
         tokens: of forward and backward.
         precision: of the layer's products on the device; the CPU's have all bits.
     """
-    preset = system(name)
+    preset = rc.zoo.get(name)
     torch.manual_seed(0)
     cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
     there = pretend.put_module(cpu)
@@ -151,7 +130,6 @@ def main() -> None:
     parser.add_argument("--raise", action="store_true", dest="higher", help="or raise it")
     args = parser.parse_args()
     pretend.bits = args.bits
-    rows.install()
     warnings.simplefilter("ignore")  # torch: the Python backend is experimental
     if args.write:
         write(args.names or rc.zoo.names(), higher=args.higher)

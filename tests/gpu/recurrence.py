@@ -23,8 +23,16 @@ from typing import Any
 
 import torch
 from tests.gpu import pretend
-from tests.gpu.recurrence_cases import CASES, MUTANTS, TITANS
-from tests.gpu.row_cases import Case, apart, drawn, solved, told
+from tests.gpu.recurrence_cases import (
+    CASES,
+    MUTANTS,
+    TITANS,
+    Case,
+    errors_of,
+    expected_of,
+    inputs_of,
+    results_of,
+)
 
 from recollect.choices.matmul_precision import matmul_precision
 from recollect.engines.deep import recurrence
@@ -54,19 +62,19 @@ def parity(names: Sequence[str]) -> None:
         case = CASES[name]
         RAN.clear()
         with pretend.counted():
-            results = solved(case, drawn(case), case.engine, pretend.put)
-        errors = apart(results, told(case))
+            results = results_of(case, inputs_of(case), case.engine, pretend.put)
+        errors = errors_of(results, expected_of(case))
         print(json.dumps({"name": name, "ran": dict(RAN), "errors": errors}), flush=True)
 
 
 def factors() -> None:
     """Products of rounded factors, with and without gradients."""
     case = Case(TITANS, dtype=torch.float32, T=64)
-    expected = told(case)
+    expected = expected_of(case)
     for precision in ("float32", "tf32"):
         with pretend.counted(), matmul_precision(precision, "cuda"):
-            results = solved(case, drawn(case), case.engine, pretend.put)
-        error = max(apart(results, expected).values())
+            results = results_of(case, inputs_of(case), case.engine, pretend.put)
+        error = max(errors_of(results, expected).values())
         print(json.dumps({"precision": precision, "error": error}), flush=True)
 
 
@@ -74,9 +82,9 @@ def launches() -> None:
     """Operations on the device, forward and backward, by the number of tokens."""
     for T in (48, 160):
         case = Case(TITANS, dtype=torch.float32, T=T)
-        leaves = drawn(case)
+        leaves = inputs_of(case)
         with pretend.counted() as counts:
-            solved(case, leaves, case.engine, pretend.put)
+            results_of(case, leaves, case.engine, pretend.put)
         print(json.dumps([T, counts.launches, sum(counts.syncs.values())]), flush=True)
 
 
@@ -100,7 +108,7 @@ def trials() -> None:
         with pretend.counted(), warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             for _ in range(2):  # one trial serves both
-                solved(case, drawn(case), case.engine, pretend.put)
+                results_of(case, inputs_of(case), case.engine, pretend.put)
         texts = [str(one.message) for one in messages if "Triton kernels" in str(one.message)]
         print(json.dumps({"wrong": wrong, "warned": texts, "ran": dict(RAN)}), flush=True)
 

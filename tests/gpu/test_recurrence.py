@@ -10,15 +10,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.gpu.parity import MISSING
 from tests.gpu.printed import interprets, printed
-from tests.gpu.recurrence_cases import CASES, MUTANTS
-from tests.gpu.row_cases import apart, bound, drawn, solved, told
+from tests.gpu.recurrence_cases import (
+    CASES,
+    MUTANTS,
+    bound,
+    errors_of,
+    expected_of,
+    inputs_of,
+    results_of,
+)
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import recollect as rc
@@ -26,7 +35,6 @@ from recollect.engines.deep import recurrence
 from recollect.engines.deep.chain import engine
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.ends.ending import Ending
-from recollect.engines.deep.chain.rows import trial as rows_trial
 from recollect.engines.deep.chain.trace import ChainSpec
 from recollect.engines.deep.recurrence import launch, trial
 
@@ -45,7 +53,7 @@ def test_results_equal_the_definition() -> None:
     assert [one["name"] for one in results] == [*CASES]
     for one in results:
         case = CASES[one["name"]]
-        ran = {"forward": 1, "backward": 1} if case.taken else {}
+        ran = {"forward": 1, "backward": 1} if case.runs_kernels else {}
         if case.chunk is not None:  # two groups of two batches; the last batch is one by itself
             ran = {"forward": 4, "backward": 2}
         assert one["ran"] == ran, one["name"]
@@ -92,12 +100,13 @@ def selected(
     A: tuple[int, int] = (64, 16), R: int = 16, Q: int = 16, N: int = 2, **more: Any
 ) -> bool:
     """Whether the kernels are selected for maps with so many hidden units and channels."""
-    (W, D), dtype = A, more.pop("dtype", torch.float32)
+    (W, D), dtype, keys = A, more.pop("dtype", torch.float32), more.pop("keys", None)
     bias = more.pop("bias", rc.bias.L2())
     target = 1.0 if more.pop("share", True) else None
     ending = Ending(memory=rc.memory.MLP(**more), bias=bias, heads=1, target=target)
     maps = [torch.zeros(2, W, D, dtype=dtype), torch.zeros(2, D, W, dtype=dtype)]
-    return recurrence.runner_of(maps, ending, torch.zeros(N, 2, R, D, dtype=dtype), Q) is not None
+    keys = torch.zeros(N, 2, R, D, dtype=dtype) if keys is None else keys
+    return recurrence.runner_of(maps, ending, keys, Q) is not None
 
 
 def test_a_cpu_takes_its_own_loop() -> None:
@@ -115,6 +124,30 @@ def test_structure_and_sizes_select(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not selected(dtype=torch.float64) and not selected(dtype=torch.bfloat16)
 
 
+CUDA = SimpleNamespace(
+    shape=(2, 2, 16, 16), device=torch.device("cuda", 0), dtype=torch.float32, is_meta=False
+)
+
+
+def test_a_device_needs_triton_and_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert selected(keys=CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not selected(keys=CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "find_spec", lambda _: None)
+    assert not selected(keys=CUDA)
+
+
+@pytest.mark.parametrize("device", ["fake", "meta"])
+def test_shapes_alone_launch_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("cpu", "meta"):
+        monkeypatch.setitem(recurrence.LAUNCHERS, kind, lambda *_: None)
+    with FakeTensorMode() if device == "fake" else torch.device("meta"):
+        assert not selected()
+
+
 # -- the trial -------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
@@ -123,8 +156,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The trial without earlier results, with operations of PyTorch in place of the kernels."""
-    for module in (trial, rows_trial):
-        monkeypatch.setattr(module, "_RESULTS", {})
+    monkeypatch.setattr(trial, "_RESULTS", {})
     spec = ChainSpec(
         curve=CURVES["gelu"],
         ending=Ending(memory=rc.memory.MLP(), bias=rc.bias.L2(), heads=1, target=1.0),
@@ -145,7 +177,7 @@ def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
 def without_kernels(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     tensors = [x for x in inputs if x is not None]
     assert {(x.dtype, x.device) for x in tensors} == {(torch.float32, CPU)}
-    return engine._run_flat(replace(spec, walker=None, rows=None), inputs)
+    return engine._run_flat(replace(spec, walker=None), inputs)
 
 
 def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
@@ -155,6 +187,15 @@ def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
 
     with pytest.warns(UserWarning, match="differ by nan"):
         assert not agrees(nan_in_the_last)
+
+
+def test_kernels_that_do_not_compile_are_reported_once(agrees: Any) -> None:
+    def failing(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        raise RuntimeError("Failed to find C compiler")
+
+    with pytest.warns(UserWarning, match="do not run.*Failed to find C compiler"):
+        assert not agrees(failing)
+    assert not agrees(failing)
 
 
 def test_a_trial_does_not_depend_on_defaults(agrees: Any) -> None:
@@ -168,20 +209,13 @@ def test_a_trial_does_not_depend_on_defaults(agrees: Any) -> None:
         torch.set_default_dtype(default)
 
 
-def _chain(spec: ChainSpec, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return engine._tried(replace(spec, rows=None), inputs)
-
-
-@pytest.mark.parametrize("kind", ["recurrence", "rows"])
-def test_a_trial_inside_a_checkpoint(kind: str, agrees: Any) -> None:
+def test_a_trial_inside_a_checkpoint(agrees: Any) -> None:
     """The checkpoint runs its function again for its own gradient, not for those of the trial."""
     x, calls, results = torch.linspace(-1.0, 1.0, 5).requires_grad_(), list[int](), list[bool]()
 
     def function(x: Tensor) -> Tensor:
         calls.append(1)
-        results.append(
-            agrees() if kind == "recurrence" else rows_trial.agree(_chain, lambda *_: None, CPU)
-        )
+        results.append(agrees())
         return x.sin().exp()
 
     (gradient,) = torch.autograd.grad(checkpoint(function, x, use_reentrant=False).sum(), x)
@@ -204,19 +238,12 @@ def test_a_trial_inside_a_selective_checkpoint(agrees: Any) -> None:
     assert torch.allclose(gradient, expected)
 
 
-@pytest.mark.parametrize("kind", ["recurrence", "rows"])
-def test_no_trial_while_a_graph_is_captured(
-    kind: str, agrees: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_trial_while_a_graph_is_captured(agrees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device, trials, results = torch.device("cuda", 0), list[int](), list[bool]()
     monkeypatch.setattr(trial, "_difference", lambda *_: trials.append(1))
-    monkeypatch.setattr(rows_trial, "_try", lambda *_: not trials.append(1))
     for captures in (True, False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)  # noqa: B023
-        if kind == "recurrence":
-            results.append(agrees(device=device))
-        else:
-            results.append(rows_trial.agree(_chain, launch.launch, device))
+        results.append(agrees(device=device))
     assert results == [False, True, True] and len(trials) == 1
 
 
@@ -239,15 +266,15 @@ def test_a_trial_without_memory_is_repeated(agrees: Any) -> None:
 def test_results_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, against the definition, and the same bits each time."""
     case, ran = CASES[name], Counter[str]()
-    inputs = {part: x.float() for part, x in drawn(case).items()}
+    inputs = {part: x.float() for part, x in inputs_of(case).items()}
 
     def counting(kernel: str, *rest: Any) -> None:
         ran[kernel] += 1
         launch.launch(kernel, *rest)
 
     monkeypatch.setitem(recurrence.LAUNCHERS, "cuda", counting)
-    results, repeated = (solved(case, inputs, case.engine, Tensor.cuda) for _ in range(2))
+    results, repeated = (results_of(case, inputs, case.engine, Tensor.cuda) for _ in range(2))
     assert ran == {"forward": 2, "backward": 2}
     assert all(torch.equal(x, repeated[part]) for part, x in results.items())
-    errors = apart(results, told(case))
+    errors = errors_of(results, expected_of(case))
     assert all(x <= (1e-3 if part.startswith("d") else 1e-5) for part, x in errors.items()), errors

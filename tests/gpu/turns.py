@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
-from tests.gpu import pretend, rows
+from tests.gpu import pretend
 from tests.gpu.passes import distance
 from torch import Tensor, nn
 
@@ -98,7 +98,6 @@ REFUSED = {("geometric_rls", "far_decays")}  # not determined: the CPU says so
 def main(names: list[str]) -> None:
     """Take every turn with every preset."""
     warnings.simplefilter("ignore")
-    rows.install()
     for name in names or PRESETS:
         for turn in TURNS:
             if (name, turn.__name__) in REFUSED:

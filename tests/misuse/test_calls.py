@@ -83,6 +83,7 @@ RECALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no method": ({"engine": None}, "engine=None is unknown"),
     "another method": ({"engine": "fast"}, "engine='fast' is unknown"),
+    "a removed engine": ({"engine": "fused"}, "engine='fused' is unknown"),
     "a method that cannot": ({"engine": "kernel"}, "cannot run this recipe"),
     **{
         f"chunks of {x!r}": ({"chunk_size": x}, "chunk_size must be a whole number")

@@ -23,7 +23,7 @@ from recollect.state.state import State
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["ASKED", "ENGINES", "Engine", "Selection", "select_engine"]
+__all__ = ["ENGINES", "Engine", "Selection", "select_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,6 @@ ENGINES: tuple[Engine, ...] = (
         run=deep.run,
         plan=deep.plan,
         torch_plan=deep.torch_plan,
-        token=deep.token,
         cost=deep.flops,
         reading=deep.reading,
     ),
@@ -149,20 +148,6 @@ ENGINES: tuple[Engine, ...] = (
         reading=reference.reading,
     ),
 )
-
-ASKED: tuple[Engine, ...] = (
-    Engine(
-        name="fused",
-        refuses=deep.fused_refuses,
-        describes=deep.fused_describes,
-        run=deep.run,
-        plan=deep.fused_plan,
-        token=deep.token,
-        cost=deep.flops,
-        reading=deep.reading,
-    ),
-)
-"""Engines that run only where a caller names them: what they give differs, in precision here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +175,6 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
         recipe: to be run.
         engine: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
             Triton kernels, and ``"fla"`` the engine whose products flash-linear-attention takes.
-            ``"fused"`` is never chosen by itself: `deep`, with a CUDA kernel that multiplies in
-            bfloat16.
 
     Raises:
         ValueError: an unknown engine.
@@ -204,7 +187,7 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
         'reference'
     """
     recipe = as_recipe(recipe, "select_engine")
-    names = [one.name for one in (*ENGINES, *ASKED)]
+    names = [one.name for one in ENGINES]
     if engine in ("torch", "fla"):
         engine = "auto"
     if engine not in ("auto", *names):
@@ -212,8 +195,7 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
             f"engine={engine!r} is unknown: use 'auto', 'torch', 'fla' or one of {', '.join(names)}"
         )
     refused: dict[str, list[str]] = {}
-    on_request = [one for one in ASKED if one.name == engine]
-    for candidate in on_request or ENGINES:
+    for candidate in ENGINES:
         reasons = candidate.refuses(recipe)
         if engine == candidate.name and reasons:
             able = [e.name for e in ENGINES if not e.refuses(recipe)]

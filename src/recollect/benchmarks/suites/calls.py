@@ -119,7 +119,7 @@ def init_of(recipe: Recipe, shape: Shape, *, grad: bool) -> list[Tensor] | None:
 
 
 NO_NORM = "titans without its norm"
-"""The plain perceptron under Titans' rule: what the fused walk serves, and no preset is."""
+"""The plain perceptron under Titans' rule: a chain of two maps without a norm."""
 
 
 def recipe_of(name: str | Recipe) -> Recipe:

@@ -24,7 +24,6 @@ from torch.nn.functional import pad
 
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.chain import chain_slopes
-from recollect.engines.deep.fused.decode import run_token, token_launch
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
@@ -39,13 +38,7 @@ from recollect.engines.deep.token_cache import (
 )
 from recollect.state.state import State
 
-__all__ = [
-    "Stepped",
-    "follow",
-    "moved",
-    "reads",
-    "step",
-]
+__all__ = ["Stepped", "follow", "step"]
 
 
 @dataclass(kw_only=True)  # not frozen: made for every decoded token
@@ -81,9 +74,6 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     position = problem.positions()
     points = _points(problem, method, position)
     x = problem.phi(problem.q, "query", position).squeeze(1)
-    before = None if old is None or last is None else (old, last)
-    if (found := _fused(problem, memory, points, x, before, depends)) is not None:
-        return found
     new = _factors(method, memory, points, params)
     for one in new:
         if one.h.shape[1] != 1:
@@ -91,41 +81,10 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     row = _advance(problem, method, last, place, points.phi)
     rows, all_factors = joined(method, old, new)
     raw = problem.q.to(x.dtype).squeeze(1)
-    y = read(method.memory, reads(method, memory, row, all_factors), x, raw, params).flatten(0, 1)
+    y = read(method.memory, _reads(method, memory, row, all_factors), x, raw, params).flatten(0, 1)
     if place + 1 == b:
-        return Stepped(y=y, memory=moved(row, memory, all_factors), cache={})
+        return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
     return Stepped(y=y, memory=memory, cache=cached(rows, row, depends))
-
-
-def _fused(
-    problem: Problem,
-    memory: Memory,
-    points: Points,
-    x: Tensor,
-    before: tuple[Tensor, Row] | None,
-    depends: Cache,
-) -> Stepped | None:
-    """The token by one launch, where the fused walk was asked for and somebody runs it."""
-    method, rates, (B, H, G, _) = problem.bound.plan, problem.rates, x.shape
-    launch = token_launch(method.fused, x, queries=G)
-    gates = {name: rates[name][:, 0] for name in ("log_decay", "momentum") if name in rates}
-    numbers = (points.phi, points.v, *memory.tensors(), *gates.values())
-    if launch is None or any(one.dtype != x.dtype for one in numbers):
-        return None
-    place = 0 if before is None else before[0].shape[1]
-    made = run_token(
-        method.fused,
-        launch,
-        (x[:, :, 0], points.phi[:, :, 0], points.v[:, :, 0]),
-        {"lr": _weights(problem, method, points.phi).view(B, H), **gates},
-        (memory.A, memory.slots.get("momentum")),
-        before,
-        tau=_tau(rates, place) if method.rule.mean else None,
-        ends=place + 1 == method.b,
-    )
-    cache = {} if made.after is None else cached(*made.after, depends)
-    memory = memory if made.memory is None else memory.like(made.memory)
-    return Stepped(y=made.y.unsqueeze(1), memory=memory, cache=cache)
 
 
 def _place(state: State, b: int) -> int | None:
@@ -164,10 +123,10 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
     row, G = row_of(table), layout.G
     x = layout.x[0, :, :, -G:]
     raw = x if layout.raw is None else layout.raw[0, :, :, -G:]
-    here = reads(method, memory, row, all_factors)
-    y = read(method.memory, here, x, raw, layout.params).flatten(0, 1)
+    reads = _reads(method, memory, row, all_factors)
+    y = read(method.memory, reads, x, raw, layout.params).flatten(0, 1)
     if layout.commits[0] is True:
-        return Stepped(y=y, memory=moved(row, memory, all_factors), cache={})
+        return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
     if not depends:
         return Stepped(y=y, memory=memory, cache={})
     cache = cached(rows, row, depends)
@@ -247,15 +206,10 @@ def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
     return gamma if lr is None else gamma * lr.flatten().unsqueeze(-1)
 
 
-def reads(method: DeepPlan, memory: Memory, row: Row, all_factors: Sequence[Factors]) -> list[Read]:
-    """What every map is read by after a token.
-
-    Args:
-        method: of the recipe.
-        memory: at the batch's start.
-        row: after the token.
-        all_factors: of the batch's tokens up to this one, map by map.
-    """
+def _reads(
+    method: DeepPlan, memory: Memory, row: Row, all_factors: Sequence[Factors]
+) -> list[Read]:
+    """Return the read of every map after a token, from the memory at its batch's start."""
     moments = memory.slots.get("momentum")
     n = all_factors[0].h.shape[1]
     a, *rest, C = row.C.unsqueeze(1).split_with_sizes([1] * (row.C.shape[1] - n) + [n], dim=-1)
@@ -278,14 +232,8 @@ def reads(method: DeepPlan, memory: Memory, row: Row, all_factors: Sequence[Fact
     return made
 
 
-def moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
-    """A_n = a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ and S_n, at the batch's end.
-
-    Args:
-        row: after the batch's last token.
-        memory: A° and S°.
-        all_factors: h and δ of every map.
-    """
+def _moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
+    """Return A_n = a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ and S_n, at the batch's end."""
     n, moments = all_factors[0].h.shape[1], memory.slots.get("momentum")
     both = row.both
     if both is None:

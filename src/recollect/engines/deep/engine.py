@@ -28,10 +28,7 @@ from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.chain import Chain, slope_of
 from recollect.engines.deep.chain.ends.ending import affine_of
 from recollect.engines.deep.chain.engine import run_chain
-from recollect.engines.deep.chain.token import is_bare
 from recollect.engines.deep.decode import Stepped, follow, step
-from recollect.engines.deep.fused.running import launch_of, run_fused, walker_of, walks
-from recollect.engines.deep.fused.walk import Launch
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
@@ -172,7 +169,6 @@ def plan(bound: BoundRecipe) -> DeepPlan:
         lifts=tuple(param.name for param in recipe.features.params()),
         decodes=decodes,
         normalizer=normalizer_of(recipe),
-        bare=decodes and is_bare(bound, rule, chain_of(recipe)),
         widths=tuple(size for one in maps for size in (one.in_features, one.out_features)),
     )
 
@@ -262,15 +258,12 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         if not ends:
             # Nobody reads what the last inner batch leaves.
             layout = replace(layout, commits=[*layout.commits[:-1], False])
-        launch = None if method.fused is None else launch_of(method, layout)
-        if launch is not None and not outer:
-            y, after = run_fused(method, layout, memory.like(memories), launch)
-        elif method.chain is not None:
-            y, after = _run_chain(method, layout, memory.like(memories), launch)
+        if method.chain is not None:
+            y, end = _run_chain(method, layout, memory.like(memories))
         else:
-            y, after = run_inner_batches(method, layout, memory.like(memories))
+            y, end = run_inner_batches(method, layout, memory.like(memories))
         y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
-        return y, after.tensors()
+        return y, end.tensors()
 
     if len(groups) == 1:
         with torch.set_grad_enabled(outer):
@@ -288,10 +281,8 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), state_after
 
 
-def _run_chain(
-    method: DeepPlan, layout: Layout, memory: Memory, launch: Launch | None
-) -> tuple[Tensor, Memory]:
-    """`run_inner_batches` of a memory that is a chain; ``launch`` runs it where it is fused."""
+def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+    """`run_inner_batches` of a memory that is a chain."""
     assert method.chain is not None
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     y, A, S = run_chain(
@@ -303,7 +294,6 @@ def _run_chain(
         (memory.A, memory.slots.get("momentum")),
         layout.params,
         outer=layout.outer,
-        walker=None if launch is None else walker_of(method, launch),
         kernels=method.kernels,
     )
     y = y.unflatten(1, layout.x.shape[1:3])
@@ -346,8 +336,6 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     """
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
-    if not outer and method.fused is not None and walks(method, problem.q.device):
-        return grid.N  # its intermediates never leave the chip
     B, _, H, G, _ = problem.q.shape
     weights = sum(m.out_features * m.in_features for m in method.maps)
     state_numbers = weights * (1 + len(problem.state.algorithm_state))

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.common.problem import Problem, join
 from recollect.engines.deep.chain.chain import Chain
-from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.share import Normalizer
 from recollect.engines.deep.step_coefficients import Rule, Table, tables
@@ -72,9 +71,8 @@ class DeepPlan:
         decodes: whether one token's read is one table of coefficients with numbers per head.
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
         normalizer: what scales every association's gradient, if the algorithm normalises.
-        bare: whether `chain.token` decodes. widths: of h and δ of the first map, of the next, ….
-        fused: the build of the fused walk, where it was asked for and the sizes are its own.
-        kernels: whether a chain may take Triton kernels (`chain.rows`).
+        widths: sizes of h and δ of the first map, then of the next.
+        kernels: whether Triton kernels may run a chain's recurrence.
     """
 
     recipe: Recipe
@@ -93,9 +91,7 @@ class DeepPlan:
     lifts: tuple[str, ...]
     decodes: bool
     normalizer: Normalizer | None
-    bare: bool
     widths: tuple[int, ...]
-    fused: Build | None = None
     kernels: bool = True
 
 

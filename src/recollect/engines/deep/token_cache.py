@@ -27,21 +27,14 @@ __all__ = [
     "cached_factors",
     "depends_on",
     "joined",
-    "mark",
-    "parted",
     "row_kept",
 ]
 
 Cache = dict[str, Tensor]
 
 
-def mark(tag: int, params: str = "") -> str:
-    """The name of a cache's entry that says whose it is; what the entry holds says nothing.
-
-    Args:
-        tag: of the recipe (`BoundRecipe.fingerprint`).
-        params: what the memory's parameters are known by (`stamp`), where they are not compared.
-    """
+def _mark(tag: int, params: str = "") -> str:
+    """Return the name of the entry that identifies the recipe, and its parameters' version."""
     return f"of {tag} {params}"
 
 
@@ -53,13 +46,13 @@ def depends_on(problem: Problem) -> Cache:
         return {}
     if not can_read_values(problem.q):
         name = version_tag(problem.param_sources)
-        return {} if name is None else {mark(tag, name): position}
-    made = {mark(tag): position}
+        return {} if name is None else {_mark(tag, name): position}
+    entries = {_mark(tag): position}
     for name in (*method.params, *method.lifts):
         x = problem.params[name]
         # A parameter may be trained in place between two calls: what is kept is its value now.
-        made[f"param.{name}"] = x.detach().clone().expand(problem.q.shape[0], *x.shape)
-    return made
+        entries[f"param.{name}"] = x.detach().clone().expand(problem.q.shape[0], *x.shape)
+    return entries
 
 
 def cached_factors(
@@ -88,16 +81,11 @@ def joined(
     """
     rows = torch.cat([x for one in new for x in (one.h, one.delta)], dim=-1)
     rows = rows if old is None else torch.cat([old, rows], dim=1)
-    return rows, parted(method, rows)
+    return rows, _parted(method, rows)
 
 
-def parted(method: DeepPlan, rows: Tensor) -> list[Factors]:
-    """Factors map by map, of those beside each other ``[P, n, ·]``.
-
-    Args:
-        method: whose maps they are of.
-        rows: h and δ of the first map, then of the next, ….
-    """
+def _parted(method: DeepPlan, rows: Tensor) -> list[Factors]:
+    """Split ``[P, n, ·]``, h and δ of the first map, then of the next, into factors by map."""
     parts = rows.split_with_sizes(method.widths, dim=-1)
     return [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
 

@@ -28,7 +28,6 @@ from recollect.engines.deep.chain.families import (
     each_map,
     hosted,
 )
-from recollect.engines.deep.chain.rows import BackwardRows
 from recollect.engines.deep.chain.shares import ShareSlopes
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
 
@@ -75,7 +74,7 @@ def backward(
         for i, (stacks, end) in enumerate(zip(saved.families, ends, strict=True))
     ]
     weights = keys.c if trace.weights is None else trace.weights
-    walk = _Walk(spec, families, keys, trace, needs, weights)
+    walk = _Walk(spec, families, keys, trace, needs)
     N, P, _, J = keys.c.shape
     grams = [keys.c.new_zeros(N, P * one.L, J, J) if needs["T"] else None for one in families]
     Ts = [None if keys.T is None else each_map(keys.T, one.L).unbind(0) for one in families]
@@ -130,7 +129,6 @@ class _Walk:
         keys: Keys,
         trace: ForwardTrace,
         needs: Mapping[str, bool],
-        weights: Tensor,
     ) -> None:
         saved = trace.saved
         assert saved is not None
@@ -162,21 +160,15 @@ class _Walk:
                 self.same = False
         to_error, self.to_first = to_delta[-1], back[0]
         self.to_key = to_h[0]
-        slope = saved.slope or [_slope(spec, z) for z in saved.z]
+        slope = [spec.curve.slope(z) for z in saved.z]
         bend = [spec.curve.bend(z).mul_(u) for z, u in zip(saved.z, saved.u, strict=True)]
         # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation where z̄ and ū belong beside each other.
         self.both: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
-        self.rows: BackwardRows | None = None
         head = families[0]
         if head.members[:2] == (0, 1) and spec.tall[:2] == (True, False):
             scales = torch.stack([bend[0], slope[0]], dim=2)
             self.both[0] = scales.unbind(0), head.key_wide[:, :, :2, :R].unbind(0)
             bend[0], slope[0] = scales.unbind(2)
-            if spec.rows is not None:
-                to_k, to_e = head.to_narrow_all
-                up = head.to_wide_all, to_k, to_e, head.to_Q_all
-                stacks, into = saved.families[0], head.key_wide
-                self.rows = BackwardRows(spec.rows, spec, stacks, weights, up, scales, into)
         self.slope, self.bend = ([x.unbind(0) for x in xs] for xs in (slope, bend))
         self.turn, self.back, self.to_h, self.to_delta = (
             [x.unbind(0) for x in xs] for xs in (turn, back, to_h, to_delta)
@@ -186,7 +178,7 @@ class _Walk:
         self.A, self.A_back = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
         self.shares: ShareSlopes | None = None
         self.pi: Tensor | None = None
-        if trace.rho is not None and self.rows is None:
+        if trace.rho is not None:
             self.shares = shares = ShareSlopes.of(trace.h, trace.delta, saved.above, saved.size)
             self.pi = torch.empty_like(trace.rho)
             self.keyed = shares.h[0]
@@ -217,16 +209,13 @@ class _Walk:
 
     def batch(self, n: int) -> None:
         """ū and z̄ of batch n, whose end has been passed."""
-        if self.rows is not None:
-            self.rows.step(n)
-        elif self.shares is not None:
+        if self.shares is not None:
             self._share(n)
         L, to_h, to_delta = len(self.to_h), self.to_h, self.to_delta
         for i in range(L - 1):
             if i in self.both:
-                if self.rows is None:
-                    scales, places = self.both[i]
-                    torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
+                scales, places = self.both[i]
+                torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
             else:
                 torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
             add_product(to_delta[i + 1][n], self.turn[i + 1][n], self.A[i + 1][n])
@@ -254,14 +243,9 @@ class _Walk:
             out[n].addcmul_(each[n], per if out[n].dim() == 3 else per.unsqueeze(1))
 
 
-def _slope(spec: ChainSpec, z: Tensor) -> Tensor:
-    """σ′(z) of all batches."""
-    return spec.curve.pull(z.new_ones(()).expand_as(z), z)
-
-
 def _of_keys(spec: ChainSpec, walk: _Walk, first: GradientStacks, weights: Tensor) -> Tensor:
     k = torch.add(walk.to_key, walk.to_first @ walk.A_first.mT)
-    if not spec.tall[0] or walk.rows is not None:
+    if not spec.tall[0]:
         return k
     to_Q = first.to_Q_all[:, :, 0]  # [N, P, R, J, narrow]
     k += (to_Q * weights.unsqueeze(-1)).sum(-2)

@@ -39,8 +39,6 @@ from recollect.engines.deep.chain.reads import (
     read,
     read_by_autograd,
 )
-from recollect.engines.deep.chain.rows import agree, launcher
-from recollect.engines.deep.chain.rows.launch import launch
 from recollect.engines.deep.chain.shares import Shares
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.recurrence import RecurrenceRunner, agrees, runner_of
@@ -72,7 +70,6 @@ def run_chain(
     params: Mapping[str, Tensor],
     *,
     outer: bool,
-    walker: Any = None,
     kernels: bool = True,
 ) -> tuple[Tensor, Weights, Weights | None]:
     """Outputs ``[N, P, b G, V]``, and W and S after the last batch.
@@ -81,8 +78,7 @@ def run_chain(
         keys: ``[N, B, H, R, ·]`` by name. queries: features and, where they differ, raw queries,
             ``[N, B, H, b G, ·]``. memory: W and S, ``[P, out, in]``. params: what it has learned.
         outer: whether gradients will be asked for.
-        walker: who goes from border to border where they will be (`ChainSpec.walker`).
-        kernels: whether stretches between products may be one operation each (`rows`).
+        kernels: whether Triton kernels may run the recurrence.
     """
     flat = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = flat.pop("phi"), flat.pop("v")
@@ -97,16 +93,11 @@ def run_chain(
     stacks = [A, *([] if S is None else [S]), *([bases] if pulled else [])]
     if hosted(k) and sum(w.numel() * w.element_size() for one in stacks for w in one) > BESIDE:
         families = tuple((i,) for i in range(len(A)))
-    rows = None
-    if walker is None and kernels and not hosted(k) and not bases:
+    walker = None
+    if kernels and not hosted(k) and not bases:
         walker = _runner(chain, A, ending, k, (queries[0].shape[3], len(stacks)), outer=outer)
-    if walker is None and kernels and not hosted(k) and not bases:
-        rows = launcher(A, ending, k)
-        if rows is launch and not agree(_tried, launch, k.device):
-            rows = None  # only Triton's own is asked: who puts another there answers for it
-    if walker is not None or rows is not None:
-        tall = (True, False)  # of two maps as wide as high too
-        families = ((0, 1),) if walker is None else ((0,), (1,))
+    if walker is not None:
+        tall, families = (True, False), ((0,), (1,))  # square maps too
     start = [
         torch.stack(
             [one[i].mT if tall[i] else one[i] for i in some for one in stacks], dim=1
@@ -122,7 +113,6 @@ def run_chain(
         families=families,
         keep=outer,
         walker=walker,
-        rows=rows,
     )
     T, c = _transitions(table, pulled=pulled)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
@@ -185,12 +175,6 @@ def _run_flat(spec: ChainSpec, flat: Sequence[Any]) -> tuple[Tensor, ...]:
     keys, queries, memory = _named(spec, flat)
     y, ends = _run_batches(spec, keys, queries, [True] * keys.k.shape[0], memory)
     return y, *ends
-
-
-def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """All batches of a trial, to their ends."""
-    T, c, k, v, raw, scale, *rest = given
-    return _run_flat(spec, [T, scale, None, k, v, raw, c, *rest])
 
 
 def _transitions(table: Table, *, pulled: bool) -> tuple[Tensor | None, Tensor]:

@@ -281,8 +281,6 @@ class GradientStacks:
         self.own = self.key_narrow.flatten(1, 2).mT.unbind(0), self.key_wide.flatten(1, 2).unbind(0)
         # A narrow factor of the first map are the keys, whose share can wait for the end.
         self.asked = [m for m, i in enumerate(members) if i or not tall[0]]
-        if spec.rows is not None:
-            self.asked = []  # all wait for `BackwardRows`
         self.sizes = P * L, self.J * small, large
         self.up = end.flatten(0, 1).flatten(2)
         self.spare = torch.empty_like(self.up)

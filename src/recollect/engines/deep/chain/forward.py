@@ -27,9 +27,7 @@ from recollect.engines.deep.chain.families import (
     add_product,
     apart,
     by_batch,
-    hosted,
 )
-from recollect.engines.deep.chain.rows import ForwardRows
 from recollect.engines.deep.chain.shares import Shares, share_of
 from recollect.engines.deep.chain.trace import (
     ChainSpec,
@@ -49,9 +47,6 @@ __all__ = [
 ]
 
 Tensors = list[Tensor]
-
-LARGE = 2**14
-"""Entries of z from which an activation's own operations, which use all cores, beat shared work."""
 
 
 class ScratchBuffers:
@@ -116,16 +111,8 @@ def forward(
         for name in ("z", "u")
     )
     curve = spec.curve
-    # A device takes σ and σ′ ⊙ u in one operation each; a CPU where it keeps no slope.
-    rises = hosted(k) and (spec.keep or P * R * max(d.shape[-1] for d in deltas) <= LARGE)
-    slopes: Tensors = []
-    if rises:
-        slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
     affine, ends = spec.ending.affine, _ends(spec, keys)
     families = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
-    rows = None
-    if spec.rows is not None:
-        rows = ForwardRows(spec.rows, spec, families[0], c, (zs[0], us[0]))
     if shares is not None:
         shares.begin([pair for one in stacks for pair in one.factors(L)], N)
     z_last, last = None, deltas[-1]
@@ -136,7 +123,7 @@ def forward(
         if spec.ending.residual:
             last.add_(keys.raw, alpha=affine[0])
     h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
-    z_, slope_, u_ = ([by_batch(x, N) for x in xs] for xs in (zs, slopes, us))
+    z_, u_ = ([by_batch(x, N) for x in xs] for xs in (zs, us))
     A_, back_ = [a.unbind(0) for a in ups], [a.mT.unbind(0) for a in ups]
     weights = c[:, :, None, :, :, None].unbind(0)
     for n, commit in enumerate(commits):
@@ -144,10 +131,7 @@ def forward(
         for i in range(L - 1):
             torch.bmm(h, A_[i][n], out=z_[i][n])
             h = h_[i + 1][n]
-            if rises:
-                curve.rise(z_[i][n], h, slope_[i][n])
-            else:
-                curve.store(z_[i][n], h)
+            curve.store(z_[i][n], h)
         delta, end = delta_[-1][n], None
         if affine is None:
             assert z_last is not None
@@ -158,18 +142,9 @@ def forward(
             add_product(delta, h, A_[-1][n], affine[0])
         for i in range(L - 1, 0, -1):
             u = torch.bmm(delta, back_[i][n], out=u_[i - 1][n])
-            if rows is not None:
-                break  # δ of the first map comes with what is made of it
             delta = delta_[i - 1][n]
-            if rises:
-                torch.mul(u, slope_[i - 1][n], out=delta)
-            else:
-                curve.pull_to(u, z_[i - 1][n], h_[i][n], delta)
-        weight = None
-        if rows is not None:
-            rows.step(n)
-        else:
-            weight = weights[n] if shares is None else shares.step(n, end)
+            curve.pull_to(u, z_[i - 1][n], h_[i][n], delta)
+        weight = weights[n] if shares is None else shares.step(n, end)
         for one in stacks:
             one.move(n, weight, commit)
     saved = None
@@ -178,30 +153,28 @@ def forward(
             families=families,
             z=zs,
             u=us,
-            slope=slopes if rises else None,
             last=z_last,
             above=torch.stack(shares.above) if shares is not None and shares.above else None,
             size=torch.stack(shares.size) if shares is not None and shares.size else None,
         )
-    own = shares if rows is None else rows
     return ForwardTrace(
         M=[stacks[f].M[:, :, m] for _, (f, m) in sorted(place.items())],
         ends=[one.end for one in stacks],
         delta=deltas,
         h=hs,
         saved=saved,
-        rho=None if own is None else own.rho(),
-        weights=None if own is None else own.weights,
+        rho=None if shares is None else shares.rho(),
+        weights=None if shares is None else shares.weights,
     )
 
 
 def shares_of(spec: ChainSpec, keys: Keys) -> Shares | None:
-    """What normalises the steps of all batches, unless the spec's rows or walker do.
+    """Return the shares of all batches; ``None`` without them, or if the kernels compute them.
 
     Args:
         spec: of the chain. keys: of all batches.
     """
-    if not spec.normalised or spec.rows is not None or spec.walker is not None:
+    if not spec.normalised or spec.walker is not None:
         return None
     affine = spec.ending.affine
     return Shares(keys.k, keys.c, len(spec.tall), slope=None if affine is None else affine[0])

@@ -74,14 +74,15 @@ class ReadCache:
     """What the backward pass needs of one map's reads.
 
     Attributes:
-        x: its inputs ``[N P, rows, in]``. slope: σ′ there, ``None`` for the first map.
+        x: its inputs ``[N P, rows, in]``.
+        z: outputs of the map before, of which x is σ; ``None`` for the first map.
         scores: x hᵀ ``[N P, rows, R]``.
         scaled: x times a and m ``[N P, rows, J in]`` where inputs are narrower; else what A and S
             gave, ``[N P, rows, J, out]``; ``None`` without coefficients.
     """
 
     x: Tensor
-    slope: Tensor | None
+    z: Tensor | None
     scores: Tensor
     scaled: Tensor | None
 
@@ -92,7 +93,7 @@ def read(
     """Outputs ``[N, P, rows, V]`` without a graph, and what was seen if that will be needed."""
     C = _coefficients(trace, queries)
     scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
-    x, slope, caches = queries.q.flatten(0, 1), None, []
+    x, preactivation, caches = queries.q.flatten(0, 1), None, []
     for i, up in enumerate(spec.tall):
         M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
         J, stack = M.shape[1], M.flatten(1, 2)
@@ -108,14 +109,10 @@ def read(
         scores = torch.bmm(x, h.mT)
         z.baddbmm_(scores * C if spec.keep else scores.mul_(C), delta)
         if spec.keep:
-            caches.append(ReadCache(x=x, slope=slope, scores=scores, scaled=scaled))
+            caches.append(ReadCache(x=x, z=preactivation, scores=scores, scaled=scaled))
         if i + 1 == len(spec.tall):
             return z.unflatten(0, queries.q.shape[:2]), caches
-        if spec.keep:
-            x, slope = torch.empty_like(z), torch.empty_like(z)
-            spec.curve.rise(z, x, slope)
-        else:
-            x = spec.curve.value(z)
+        x, preactivation = spec.curve.value(z), z
     raise AssertionError("a chain has a map")
 
 
@@ -190,7 +187,7 @@ def backward_read(
             left.append(spread)
             right.append(cache.x)
         x = x.baddbmm_(mask, h)
-        z = x if cache.slope is None else x.mul_(cache.slope)
+        z = x if cache.z is None else spec.curve.pull(x, cache.z)
     if trace.rho is not None:
         to_C.mul_(trace.rho.flatten(0, 1).unsqueeze(1))
     for factors in (hs, deltas, left, right):

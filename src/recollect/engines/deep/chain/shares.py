@@ -28,7 +28,7 @@ from recollect.choices.algorithm.normalized_steps import EPS, polyak_scale
 from recollect.choices.runtime import cached_constant
 from recollect.engines.deep.chain.ends.ending import End
 
-__all__ = ["ShareSlopes", "Shares", "share_now", "share_of", "share_of_row"]
+__all__ = ["ShareSlopes", "Shares", "share_now", "share_of"]
 
 Tensors = Sequence[Tensor]
 
@@ -61,42 +61,6 @@ def share_now(h: Tensors, delta: Tensors, end: End) -> Tensor:
         each = x * y
         below.addcmul_(each, each)
     return end.above() / below.clamp_min_(torch.finfo(below.dtype).tiny)
-
-
-def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -> Tensor:
-    """−η ρ ``[P, 1]`` of one association under an affine error; as `Shares` has it.
-
-    Args:
-        row: h and δ of the first map, then of the next, … ``[P, 1, ·]``. widths: of these.
-        lr: η ``[P, 1]``. slope: a of the error.
-    """
-    widths, tiny = tuple(widths), torch.finfo(row.dtype).tiny
-    lower_bounds = cached_constant(_least_of_row, widths, tiny, device=row.device, dtype=row.dtype)
-    squares, (first, second, *_) = torch.addcmul(lower_bounds, row, row), widths
-    if widths == (first, second, second, first):
-        # The outer two and the inner two are of one width each.
-        inner = squares[..., first : first + 2 * second].unflatten(2, (2, second)).sum(-1)
-        outer = squares.unfold(2, first, first + 2 * second).sum(-1)
-        (k, error), (delta, below) = outer.unbind(2), inner.unbind(2)
-        below = torch.addcdiv(below, k * delta, error)
-    else:
-        parts = squares.squeeze(1).split_with_sizes(widths, dim=-1)
-        *before, below, error = (x.sum(-1, keepdim=True) for x in parts)
-        for x, y in zip(before[::2], before[1::2], strict=True):
-            below = torch.addcdiv(below, x * y, error)
-    zero = cached_constant(_zero, device=row.device, dtype=row.dtype)
-    return torch.addcdiv(zero, lr, below, value=-1 / slope)
-
-
-def _least_of_row(widths: tuple[int, ...], tiny: float) -> Tensor:
-    """What is added to the squares of a row: ε to |h_(L−1)|², and next to 0 to |δ_L|²."""
-    made = torch.zeros(sum(widths), dtype=torch.float64)
-    made[-widths[-1]], made[-widths[-1] - widths[-2]] = tiny, EPS
-    return made
-
-
-def _zero() -> Tensor:
-    return torch.zeros(1, dtype=torch.float64)
 
 
 def _some(tiny: float) -> Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from recollect.engines.deep.chain.activations import Curve
 from recollect.engines.deep.chain.ends.ending import Ending
+
+if TYPE_CHECKING:
+    from recollect.engines.deep.recurrence.runner import RecurrenceRunner
 
 __all__ = [
     "ChainSpec",
@@ -36,8 +39,7 @@ class ChainSpec:
         tall: per map, whether it is kept as ``[in, out]``.
         families: maps of the same sizes, in order.
         keep: whether the backward pass will come.
-        walker: who goes from border to border in place of `forward` and `backward`, if anybody.
-        rows: who launches what stands between the products of a batch (`rows`), if anybody.
+        walker: kernels that replace `forward` and `backward`, if there are any.
     """
 
     curve: Curve
@@ -47,8 +49,7 @@ class ChainSpec:
     tall: tuple[bool, ...]
     families: tuple[tuple[int, ...], ...]
     keep: bool
-    walker: Any = None
-    rows: Any = None
+    walker: RecurrenceRunner | None = None
 
     @property
     def normalised(self) -> bool:
@@ -118,15 +119,13 @@ class Family:
 class SavedStacks:
     """Stacks for the backward pass: z and u of every batch, of all maps but the last.
 
-    ``slope`` holds σ′(z) where the forward pass had it in hand. ``last`` is z of the last map, and
-    ``above`` and ``size`` are N and |g|² ``[N, P, R]`` under shares, where δ_L is no affine
-    function of z.
+    ``last`` is z of the last map, and ``above`` and ``size`` are N and |g|² ``[N, P, R]`` under
+    shares, if δ_L is no affine function of z.
     """
 
     families: list[Family]
     z: Tensors
     u: Tensors
-    slope: Tensors | None
     last: Tensor | None
     above: Tensor | None
     size: Tensor | None
@@ -142,7 +141,7 @@ class ForwardTrace:
         delta, h: per map ``[N, P, R, ·]``; shares are not in δ, where there are any.
         saved: for the backward pass.
         rho: shares ρ, ``[N, P, R]``. weights: c′ = ρ c, where there are shares.
-        walked: what a `Walker` keeps for its own backward pass.
+        walked: tensors that `ChainSpec.walker` keeps for its backward pass.
     """
 
     M: Tensors

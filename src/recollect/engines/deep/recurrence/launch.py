@@ -10,7 +10,6 @@ from torch import Tensor
 
 from recollect.choices.runtime import is_cacheable
 from recollect.engines.deep.chain.ends.ending import Ending
-from recollect.engines.deep.chain.rows.launch import compiles
 from recollect.engines.deep.recurrence.runner import TUNING, Launch, RecurrenceRunner
 
 __all__ = ["DTYPES", "LAUNCHERS", "TUNING", "launch", "runner_of"]
@@ -26,6 +25,10 @@ NARROWEST, WIDEST = 16, 128
 
 SMALLEST, LARGEST = 16, 32
 """Associations and queries of an inner batch: 64 spill kilobytes of registers."""
+
+
+OLDEST = (8, 0)
+"""Compute capability of the oldest devices, which have products of TF32 and bfloat16."""
 
 
 def _is_size(n: int, smallest: int, largest: int) -> bool:
@@ -62,7 +65,9 @@ def runner_of(
         return None
     if kind in LAUNCHERS:
         return RecurrenceRunner(LAUNCHERS[kind])
-    if find_spec("triton") is None or not compiles(k.device):
+    if find_spec("triton") is None or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(k.device) < OLDEST:
         return None
     return RecurrenceRunner(launch)
 

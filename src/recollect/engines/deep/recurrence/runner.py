@@ -13,7 +13,6 @@ from recollect.choices.matmul_precision import is_full_precision
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.deep.chain.backward import InputGradients
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
-from recollect.engines.deep.fused.walk import kept_batches
 
 __all__ = ["TUNING", "Launch", "RecurrenceRunner", "dot_precision"]
 
@@ -89,8 +88,8 @@ class RecurrenceRunner:
         T = k.new_ones(N, P, 1, 1) if keys.T is None else keys.T.contiguous()
         c = keys.c.contiguous()
         if not all(commit is True for commit in commits):
-            full = kept_batches(commits, P, k.device)
-            moves = torch.arange(N, device=k.device)[:, None] < full
+            committed = _num_committed(commits, P, k.device)
+            moves = torch.arange(N, device=k.device)[:, None] < committed
             T = torch.where(moves[..., None, None], T, torch.eye(J, dtype=T.dtype, device=T.device))
             c = torch.where(moves[..., None, None], c, 0.0)
         M = (k.new_empty(N + 1, P, J, D, W), k.new_empty(N + 1, P, J, D, W))
@@ -197,6 +196,15 @@ class RecurrenceRunner:
             named=named,
             start=G,
         )
+
+
+def _num_committed(commits: Commits, P: int, device: torch.device) -> Tensor:
+    """Number of batches that each memory commits, ``[P]``: always the first ones."""
+    count = torch.full((P,), sum(x is True for x in commits), dtype=torch.int32, device=device)
+    for mask in commits:
+        if not isinstance(mask, bool):
+            count += mask.view(P)
+    return count
 
 
 def _inputs(spec: ChainSpec, keys: Keys, k: Tensor) -> tuple[tuple[Tensor, ...], int]:

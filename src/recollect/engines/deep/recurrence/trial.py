@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+)
 
-from recollect.engines.deep.chain.rows.trial import captures_graph, isolated, largest
 from recollect.engines.deep.chain.trace import ChainSpec
 from recollect.engines.deep.recurrence.runner import dot_precision
 
@@ -41,7 +45,7 @@ def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device
     structure = (ending.layer_norm, ending.residual, ending.bias.affine, spec.normalised)
     key = (spec.curve.name, spec.keep, *structure, *sizes, precision, device)
     if key not in _RESULTS:
-        if captures_graph(device):
+        if _captures_graph(device):
             return False
         reason = _difference(run, spec, sizes, device, BOUNDS[precision])
         _RESULTS[key] = reason is None
@@ -52,6 +56,31 @@ def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device
                 stacklevel=2,
             )
     return _RESULTS[key]
+
+
+def _captures_graph(device: torch.device) -> bool:
+    """Whether the stream captures a CUDA graph, in which the host cannot wait for a trial."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _isolated(grad: bool) -> Generator[None]:
+    """Run a trial without the caller's inference mode, hooks of saved tensors and dispatch modes.
+
+    The trial runs in the first call only. Activation checkpointing would count its saved tensors
+    and operations, and would not find them when it runs the call again.
+
+    Args:
+        grad: whether autograd records.
+    """
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with _disable_current_modes(), hooks, torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+def _largest(errors: Sequence[Tensor]) -> float:
+    """Return the largest error, and NaN if one of them is NaN, which Python's ``max`` may skip."""
+    return float(torch.stack([*errors]).detach().max())
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
@@ -70,7 +99,7 @@ def _difference(
         x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         return (scale * x).to(device).requires_grad_(spec.keep)
 
-    with isolated(spec.keep):
+    with _isolated(spec.keep):
         T = draw(N, P, J, J)
         nearest = draw(N, P, R, D) if spec.ending.layer_norm and spec.normalised else None
         tokens = [draw(N, P, R, D, scale=D**-0.5), draw(N, P, R, D), draw(N, P, R, D)]
@@ -88,7 +117,7 @@ def _difference(
 
         try:
             pairs = zip(results(spec), results(replace(spec, walker=None)), strict=True)
-            error = largest([_distance(x, y) for x, y in pairs])
+            error = _largest([_distance(x, y) for x, y in pairs])
         except torch.OutOfMemoryError:  # of the caller, whose call needs more memory
             raise
         except Exception as problem:  # of Triton, its compiler or the driver
