@@ -154,10 +154,6 @@ def test_what_cannot_be_continued_is_one_sentence() -> None:
         net(ids, cache=DynamicCache())
     with pytest.raises(ValueError, match="not one of 3 layers"):
         net(ids, cache=cache_of(model("hybrid")(ids)))
-    with pytest.raises(ValueError, match="cannot forget its last tokens"):
-        cache.crop(-1)
-    with pytest.raises(ValueError, match="assisted generation"):
-        net.generate(ids[:1], prompt_lookup_num_tokens=2, **HOW)
 
 
 def test_a_cache_says_what_it_holds() -> None:

@@ -330,8 +330,6 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
     static = StaticCache(config=net.config, max_cache_len=20)
     with pytest.raises(ValueError, match="leave cache_implementation out"):
         net(ids, **{CACHE: static})
-    with pytest.raises(ValueError, match="assisted generation"):
-        net.generate(ids[1:], prompt_lookup_num_tokens=2, **HOW)
     whole = torch.ones(2, 1, 9, 9, dtype=torch.bool)
     with pytest.raises(ValueError, match="give a causal mask"):
         net(ids, attention_mask=whole)

@@ -18,6 +18,7 @@ from recollect.layer.checks import check_tokens
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
 from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.recorded_call import RecordedCall
 
 __all__ = [
     "MixerLayer",
@@ -124,6 +125,7 @@ class MixerLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         *,
         output_final_state: bool = True,
+        calls: list[RecordedCall] | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Return outputs and the state after the last token, as `MemoryLayer` does.
 
@@ -133,6 +135,7 @@ class MixerLayer(nn.Module):
             attention_mask: ``[B, T]``, nonzero at valid tokens, padded on either side.
             cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1).
             output_final_state: whether to return the state; if not, ``None``.
+            calls: list to which this call is appended, as in `MemoryLayer`.
 
         Raises:
             ValueError: shapes, types or devices that do not fit, or a state of another layer.
@@ -140,6 +143,8 @@ class MixerLayer(nn.Module):
         weight = next(self.parameters())
         rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         self._check_state(state, rows)
+        if calls is not None:
+            calls.append(RecordedCall.of_forward(self, x, state, attention_mask))
         y, final_state = self.forward_checked(
             x, state, attention_mask, cu_seqlens, output_final_state=output_final_state
         )

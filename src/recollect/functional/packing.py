@@ -16,6 +16,7 @@ __all__ = [
     "DocumentBatch",
     "compact",
     "document_batches",
+    "last_tokens",
     "prepend_tokens",
     "run_compacted",
     "run_documents",
@@ -77,6 +78,18 @@ def scatter(y: Tensor, batch: CompactedBatch) -> Tensor:
     shape = (*batch.index.shape, *(1,) * (y.dim() - 2))
     y = torch.where(batch.mask.view(shape), y, 0.0)
     return torch.zeros_like(y).scatter(1, batch.index.view(shape).expand_as(y), y)
+
+
+def last_tokens(x: Tensor, n: int, lengths: Tensor | None) -> Tensor:
+    """Return the last n valid tokens of each sequence of ``x [B, n + T, ...]``.
+
+    The first n tokens are valid, and ``lengths [B]`` of the other T; all are without ``lengths``.
+    """
+    if lengths is None:
+        return x[:, x.shape[1] - n :]
+    index = lengths[:, None] + torch.arange(n, device=x.device)
+    index = index.view(*index.shape, *(1,) * (x.dim() - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
 def document_batches(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.layer.feed_forward import FeedForward
+from recollect.layer.recorded_call import RecordedCall
 
 __all__ = ["Block", "FeedForward", "SwiGLU", "mlp_width"]
 
@@ -58,14 +59,17 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
         *,
         output_final_state: bool = True,
+        calls: list[RecordedCall] | None = None,
     ) -> tuple[Tensor, Any]:
         """Return outputs and the state, with the arguments of `MemoryLayer.forward`."""
+        recorded = {} if calls is None else {"calls": calls}
         y, state = self.layer(
             _norm_in_weight_dtype(self.memory_norm, x),
             state,
             attention_mask,
             cu_seqlens,
             output_final_state=output_final_state,
+            **recorded,
         )
         x = x + y
         if self.mlp is None or self.mlp_norm is None:

@@ -16,6 +16,7 @@ from recollect.functional.read import read
 from recollect.layer.checks import check_heads, check_options
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
+from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.state import LayerState
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
@@ -119,6 +120,7 @@ class FeedForward(nn.Module):
         cu_seqlens: Tensor | None = None,
         *,
         output_final_state: bool = True,
+        calls: list[RecordedCall] | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """Return outputs, and a state with the number of tokens.
 
@@ -128,6 +130,7 @@ class FeedForward(nn.Module):
             attention_mask: ``[B, T]``, nonzero at valid tokens; outputs at others are 0.
             cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1).
             output_final_state: whether to return the state; if not, ``None``.
+            calls: list to which this call is appended, as in `MemoryLayer`.
 
         Raises:
             ValueError: x or a mask of another shape.
@@ -135,6 +138,8 @@ class FeedForward(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must have shape [B, T, {self.d_model}], not {list(x.shape)}")
         B, T = x.shape[:2]
+        if calls is not None:
+            calls.append(RecordedCall.of_forward(self, x, state, attention_mask))
         if attention_mask is not None:
             check_mask(attention_mask, x)
             x = torch.where(attention_mask[..., None] != 0, x, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from recollect.engines.common.problem import Problem
 from recollect.functional.checks import refuse_transforms
-from recollect.functional.packing import CompactedBatch, compact, scatter
+from recollect.functional.packing import CompactedBatch, compact, last_tokens, scatter
 from recollect.functional.recall import memorise
 from recollect.layer.checks import (
     check_depth,
@@ -26,6 +27,7 @@ from recollect.layer.checks import (
 from recollect.layer.gates import normalize_to_length
 from recollect.layer.options import LayerOptions
 from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.rotary import (
     ComplexDecayPhase,
     positions,
@@ -174,6 +176,7 @@ class MemoryLayer(RecipeModule):
         cu_seqlens: Tensor | None = None,
         *,
         output_final_state: bool = True,
+        calls: list[RecordedCall] | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """Return outputs and the state after the last token.
 
@@ -185,6 +188,8 @@ class MemoryLayer(RecipeModule):
             cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1). The
                 documents are independent, and states have one row per document.
             output_final_state: whether to return the state; if not, ``None``.
+            calls: list to which this call is appended, for states after fewer tokens; not together
+                with ``cu_seqlens``.
 
         Raises:
             ValueError: shapes, types or devices that do not fit, or a state of another layer.
@@ -206,7 +211,19 @@ class MemoryLayer(RecipeModule):
         if attention_mask is not None:
             batch = compact(attention_mask)
             lengths, tokens = batch.lengths, batch.gather(x)
-        inputs = self.memory_inputs(tokens, state, lengths, cu_seqlens)
+        inputs = self.memory_inputs(
+            tokens, state, lengths, cu_seqlens, output_conv_inputs=calls is not None
+        )
+        if calls is not None:
+            recompute = partial(self._state_at, inputs, tokens, state)
+            calls.append(
+                RecordedCall(
+                    num_tokens=x.shape[1],
+                    state=state,
+                    attention_mask=attention_mask,
+                    recompute=recompute,
+                )
+            )
         y, memory = run_memory(
             *(self, inputs, state),
             batch=batch,
@@ -223,6 +240,8 @@ class MemoryLayer(RecipeModule):
         state: LayerState | None = None,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        *,
+        output_conv_inputs: bool = False,
     ) -> MemoryInputs:
         """Return the queries, keys, values and gates of tokens.
 
@@ -235,6 +254,7 @@ class MemoryLayer(RecipeModule):
             lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the
                 right.
             cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
+            output_conv_inputs: whether to return the inputs of the convolution.
 
         Returns:
             ``q [B, T, heads, K]``, ``k [B, T, num_kv_heads, K]``, ``v [B, T, num_kv_heads, V]``,
@@ -253,6 +273,7 @@ class MemoryLayer(RecipeModule):
         options, n, K = self.options, self.recipe.associations_per_token, self.head_dim
         shifted, last_token = self.shift_tokens(x, state, lengths, cu_seqlens)
         u, conv_state, conv = self.project_qkv(x, shifted), None, self.conv
+        conv_inputs = u if output_conv_inputs and conv is not None else None
         if conv is not None:
             conv_state = None if state is None else state.conv
             u, conv_state = conv(u, conv_state, lengths=lengths, cu_seqlens=cu_seqlens)
@@ -311,7 +332,41 @@ class MemoryLayer(RecipeModule):
             conv=conv_state,
             final_phase=final_phase,
             shift=last_token,
+            conv_inputs=conv_inputs,
         )
+
+    def _state_at(
+        self,
+        inputs: MemoryInputs,
+        x: Tensor,
+        state: LayerState | None,
+        n: int,
+        mask: Tensor | None,
+    ) -> LayerState:
+        """Return the state after the first n tokens of a call, from the inputs of its memory.
+
+        Args:
+            inputs: inputs of the memory at the tokens of the call.
+            x: tokens of the call, padded on the right.
+            state: state before the call.
+            n: number of tokens of the caller.
+            mask: attention mask of these tokens ``[B, n]``; ``None`` if all are valid.
+        """
+        batch = None if mask is None else compact(mask)
+        lengths, inputs = None if batch is None else batch.lengths, inputs.first(n)
+        _, memory = run_memory(self, inputs, state, batch=batch)
+        assert memory is not None
+        if self.conv is not None and inputs.conv_inputs is not None:
+            earlier = None if state is None else state.conv
+            inputs.conv = _last(earlier, inputs.conv_inputs, self.conv.width - 1, lengths)
+        if self.shift is not None:
+            earlier = None if state is None else state.shift
+            inputs.shift = _last(earlier, x[:, :n], 1, lengths)
+        if inputs.phase is not None:
+            earlier = None if state is None or state.phase is None else state.phase.unsqueeze(1)
+            phase = _last(earlier, inputs.phase, 1, lengths)
+            inputs.final_phase = phase.squeeze(1).remainder(2 * math.pi)
+        return state_after(inputs, memory)
 
     def _split_qk(self, qk: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]``."""
@@ -389,6 +444,14 @@ class MemoryLayer(RecipeModule):
             f"{self.d_model}, num_heads={self.num_heads}{groups}, K={self.head_dim}, "
             f"V={self.value_dim}, engine={self.engine!r} ({self._bound.engine.name}){precision}"
         )
+
+
+def _last(earlier: Tensor | None, tokens: Tensor, size: int, lengths: Tensor | None) -> Tensor:
+    """Return the last ``size`` of earlier tokens (default: zeros) and tokens."""
+    if earlier is None:
+        earlier = tokens.new_zeros(tokens.shape[0], size, *tokens.shape[2:])
+    joined = torch.cat([earlier.to(tokens.dtype), tokens], dim=1)
+    return last_tokens(joined, size, lengths).clone()
 
 
 def run_memory(

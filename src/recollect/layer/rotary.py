@@ -24,6 +24,7 @@ from torch.nn import functional
 from recollect.choices.features.finite import Identity
 from recollect.choices.runtime import cached_constant
 from recollect.fields import Gate, Param
+from recollect.functional.packing import last_tokens
 from recollect.layer.options import LayerOptions
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
@@ -126,11 +127,7 @@ class ComplexDecayPhase(nn.Module):
             return path[:, 1:] + offset[document], final.remainder(2 * math.pi)
         if start is not None:
             path = path + start.double()[:, None]
-        if lengths is None:
-            final = path[:, -1]
-        else:
-            index = lengths.view(-1, 1, 1, 1).expand(-1, 1, *path.shape[2:])
-            final = path.gather(1, index).squeeze(1)
+        final = last_tokens(path, 1, lengths).squeeze(1)
         return path[:, 1:], final.remainder(2 * math.pi)
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.autograd import CustomFunction
+from recollect.functional.packing import last_tokens
 
 __all__ = ["ShortConvolution"]
 
@@ -99,13 +100,9 @@ class ShortConvolution(nn.Module):
         if state is None:
             state = u.new_zeros(u.shape[0], history, u.shape[2])
         joined = torch.cat([state.to(u.dtype), u], dim=1)  # [B, w − 1 + T, D]
-        if lengths is None:
-            final_state = joined[:, joined.shape[1] - history :]
-            if u.shape[1] > history:
-                final_state = final_state.clone()  # a view keeps all of `joined` in memory
-        else:
-            index = lengths[:, None] + torch.arange(history, device=u.device)
-            final_state = joined.gather(1, index.unsqueeze(-1).expand(-1, -1, u.shape[2]))
+        final_state = last_tokens(joined, history, lengths)
+        if lengths is None and u.shape[1] > history:
+            final_state = final_state.clone()  # a view keeps all of `joined` in memory
         return _depthwise_conv(joined, self.weight), final_state
 
     def _forward_packed(

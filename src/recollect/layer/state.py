@@ -13,6 +13,9 @@ from recollect.typing import Init
 
 __all__ = ["LayerState", "MemoryInputs"]
 
+PER_TOKEN = ("q", "k", "v", "unrotated_values", "phase", "gate_input", "conv_inputs")
+"""Fields of `MemoryInputs` with an axis of tokens, besides the gates."""
+
 
 @dataclass(kw_only=True)  # one per decoded token: a frozen one takes five times as long
 class MemoryInputs:
@@ -33,6 +36,7 @@ class MemoryInputs:
         conv: last inputs of the short convolution, or ``None``.
         final_phase: last angles of a complex decay, or ``None``.
         shift: last token of the token shift, or ``None``.
+        conv_inputs: inputs of the short convolution ``[B, T, D]``, if requested.
     """
 
     q: Tensor
@@ -46,6 +50,13 @@ class MemoryInputs:
     conv: Tensor | None
     final_phase: Tensor | None
     shift: Tensor | None
+    conv_inputs: Tensor | None = None
+
+    def first(self, n: int) -> MemoryInputs:
+        """Return the inputs at the first n tokens; the final tensors remain those of the call."""
+        tensors = {name: getattr(self, name) for name in PER_TOKEN}
+        cut = {name: x[:, :n] for name, x in tensors.items() if x is not None}
+        return replace(self, gates={name: x[:, :n] for name, x in self.gates.items()}, **cut)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

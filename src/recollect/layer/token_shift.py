@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from recollect.functional.packing import last_tokens
+
 __all__ = ["TokenShift"]
 
 RANK = 32
@@ -94,9 +96,7 @@ def _previous_tokens(
     start = x.new_zeros(rows, 1, D) if last_token is None else last_token.to(x.dtype)
     if cu_seqlens is None:
         joined = torch.cat([start, x], dim=1)
-        if lengths is None:
-            return joined[:, :-1], joined[:, -1:]
-        return joined[:, :-1], joined.gather(1, lengths.view(-1, 1, 1).expand(-1, 1, D))
+        return joined[:, :-1], last_tokens(joined, 1, lengths)
     if T == 0:
         return x, start
     ends = cu_seqlens.to(device=x.device, dtype=torch.long)

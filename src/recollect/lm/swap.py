@@ -8,19 +8,21 @@ at that index, beside the keys and values of layers that stayed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
-from recollect.lm.model.cache import StateLayer, one_cache
+from recollect.layer.recorded_call import RecordedCall
+from recollect.lm.model.cache import CACHE, StateLayer, one_cache
 from recollect.lm.model.config import Named, resolved
 from recollect.lm.model.masks import Columns, columns
 from recollect.lm.swap_config import record
@@ -109,8 +111,11 @@ class SwappedAttention(nn.Module):
             y, _ = _run(self.layer, hidden_states, None, where, output_final_state=False)
             return self.dropout(y), None
         slot = _slot(cache, self.layer_idx)
-        y, new_state = _run(self.layer, hidden_states, slot, where, output_final_state=True)
-        slot.advance(new_state, hidden_states.shape[1])
+        calls: list[RecordedCall] | None = [] if slot.record_past else None
+        y, new_state = _run(
+            self.layer, hidden_states, slot, where, output_final_state=True, calls=calls
+        )
+        slot.advance(new_state, hidden_states.shape[1], calls or ())
         return self.dropout(y), None
 
 
@@ -121,10 +126,12 @@ def _run(
     columns: Columns,
     *,
     output_final_state: bool,
+    calls: list[RecordedCall] | None = None,
 ) -> tuple[Tensor, Any]:
     state = None if slot is None else slot.state
     if columns.borders is None:
-        return layer(x, state, columns.mask, output_final_state=output_final_state)
+        recorded = {} if calls is None else {"calls": calls}
+        return layer(x, state, columns.mask, output_final_state=output_final_state, **recorded)
     if output_final_state:
         raise ValueError(
             "packed documents end where others begin, so there is no one state to go on from: pass "
@@ -168,6 +175,29 @@ def _slot(cache: Cache, index: int) -> StateLayer:
         )
     layers[index] = StateLayer()
     return layers[index]
+
+
+def _prepare_cache_for_generation(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Prepare the cache as the decoder's class does, with a `StateLayer` per replaced layer.
+
+    Recording begins before the prompt is read, and only a `StateLayer` can be told to record.
+    """
+    prepare = type(model)._prepare_cache_for_generation  # type: ignore[attr-defined]
+    prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    cache = model_kwargs.get(CACHE)
+    if cache is None:
+        return
+    for module in model.modules():
+        if isinstance(module, SwappedAttention):
+            _slot(cache, module.layer_idx)
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
 
 
 # -- the modules and their maps ------------------------------------------------------------------
@@ -276,7 +306,9 @@ def place_layers(
     # Only now, so that a refusal leaves the model as it was.
     for name, module in swapped:
         model.set_submodule(name, module)
-    model._is_stateful = True  # a state cannot be cropped, so no assisted decoding
+    if isinstance(model, GenerationMixin):
+        prepare = functools.partial(_prepare_cache_for_generation, model)
+        model._prepare_cache_for_generation = prepare  # type: ignore[assignment]
     return Swap(layers=tuple(reports))
 
 

@@ -8,7 +8,8 @@ caches mix it with layers of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from recollect.blocks.state import AnyState
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.recorded_call import RecordedCall
 
 __all__ = ["CACHE", "RecollectCache", "StateLayer", "cache_of", "grows", "one_cache"]
 
@@ -68,10 +70,13 @@ class StateLayer(CacheLayerMixin):
     Args:
         state: after the columns so far; ``None`` before the first.
         seen: columns of the batch so far, padding included.
+
+    Attributes:
+        record_past: whether calls are recorded, so that `crop` can remove their tokens.
+        calls: recorded calls since the last crop, and the call that it cut.
     """
 
     is_compileable = False  # the decoding loop must not put it into fixed buffers
-    is_croppable = False
     is_sliding = False
     supports_early_init = False
 
@@ -79,6 +84,8 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state, self.seen = state, seen
         self.is_initialized = state is not None
+        self.record_past = False
+        self.calls: tuple[RecordedCall, ...] = ()
 
     def __repr__(self) -> str:
         size = 0 if self.state is None else self.state.nbytes
@@ -89,9 +96,21 @@ class StateLayer(CacheLayerMixin):
         """Rows; −1 before the first column."""
         return -1 if self.state is None else self.state.rows
 
-    def advance(self, state: AnyState, columns: int) -> None:
-        """Take the state after ``columns`` more."""
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can remove the tokens of the next call: whether it is recorded."""
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        """Record each call from now on: the state before it, and the inputs of its memory."""
+        self.record_past = True
+
+    def advance(
+        self, state: AnyState | None, columns: int, calls: Sequence[RecordedCall] = ()
+    ) -> None:
+        """Take the state after ``columns`` more, and the calls that computed it, if recorded."""
         self.state, self.seen, self.is_initialized = state, self.seen + columns, True
+        self.calls = (*self.calls, *calls)
 
     def get_seq_length(self) -> int:
         """Columns of the batch so far, padding included."""
@@ -123,6 +142,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.state, self.seen, self.is_initialized = None, 0, False
+        self.calls = ()
 
     def offload(self) -> None:
         """Stay: a state is small."""
@@ -131,16 +151,44 @@ class StateLayer(CacheLayerMixin):
         """Nothing to fetch."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Only crop to the current length is supported; a recurrent state cannot be rewound.
+        """Remove the last columns of recorded calls, as if they had never been read.
+
+        The memory runs again over the columns of the last call that remain. Earlier calls are
+        dropped, so ``crop(0)`` frees their memory.
+
+        Args:
+            tokens_to_remove: number of columns, as a negative number or 0.
 
         Raises:
-            ValueError: anything else.
+            ValueError: a positive number, or more columns than were recorded.
         """
-        if tokens_to_remove:
+        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        if count < 0:
             raise ValueError(
-                "a memory cannot forget its last tokens, so this way of generating (assisted, or "
-                "prompt lookup) is not for it: use greedy search, sampling or beams"
+                "crop takes minus the number of tokens to remove, as transformers passes it, not "
+                f"{-count}"
             )
+        if count and not self.record_past:
+            raise ValueError(
+                f"crop({-count}) removes tokens whose calls were not recorded: call "
+                "cache.activate_past_recording() before the model reads them"
+            )
+        recorded = sum(call.num_tokens for call in self.calls)
+        if count > recorded:
+            columns = "1 column that was" if recorded == 1 else f"{recorded} columns that were"
+            raise ValueError(
+                f"crop({-count}) removes more than the {columns} recorded since the last "
+                "crop: read the text again, up to the token to go back to"
+            )
+        calls, state, excess = [*self.calls], self.state, count
+        while excess:
+            call = calls.pop()
+            n = max(call.num_tokens - excess, 0)
+            excess -= call.num_tokens - n
+            state = call.state_at(n)
+            calls += [call.first(n)] if n else []
+        self.advance(state, -count)
+        self.calls, self.is_initialized = (*calls[-1:],), state is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         """There are no keys and values to hold.
@@ -158,14 +206,15 @@ class StateLayer(CacheLayerMixin):
 
     def _change(self, f: Callable[[AnyState], AnyState]) -> None:
         if self.state is not None:
-            self.state = f(self.state)
+            self.state, self.calls = f(self.state), ()
 
 
 class RecollectCache(Cache):
     """States of all layers after some tokens.
 
     A forward pass makes a new one and leaves the one it was given as it is, so a prompt can be
-    continued several times.
+    continued several times. After `activate_past_recording`, the caches of following passes can be
+    cropped, which changes them in place.
 
     Args:
         states: one per layer; none before the first token.
@@ -183,11 +232,17 @@ class RecollectCache(Cache):
         >>> out = model(torch.tensor([[4]]), cache=cache, use_cache=True)
         >>> rc.lm.cache_of(out).get_seq_length(), cache.get_seq_length()
         (4, 3)
+        >>> cache.activate_past_recording()
+        >>> cache = rc.lm.cache_of(model(torch.tensor([[4, 5, 6]]), cache=cache, use_cache=True))
+        >>> cache.crop(-2)
+        >>> cache.get_seq_length()
+        4
     """
 
     def __init__(self, states: Iterable[AnyState] = (), seen: int = 0) -> None:
         super().__init__(layers=[StateLayer(state, seen) for state in states])
         self.seen = seen
+        self._record_first_call = False
 
     def __repr__(self) -> str:
         return (
@@ -211,6 +266,59 @@ class RecollectCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, padding included."""
         return self.seen
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can remove the tokens of the next call: whether it is recorded."""
+        return super().is_croppable if self.layers else self._record_first_call
+
+    def activate_past_recording(self) -> None:
+        """Record each call that continues this cache, so that `crop` can remove its tokens."""
+        self._record_first_call = True
+        super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last columns of recorded calls, see `StateLayer.crop`.
+
+        Args:
+            tokens_to_remove: number of columns, as a negative number or 0.
+
+        Raises:
+            ValueError: a positive number, or more columns than were recorded.
+        """
+        if tokens_to_remove and not self.layers:
+            raise ValueError(
+                f"crop({int(tokens_to_remove)}) removes tokens, and this cache has none: pass it "
+                "to the model with the tokens first"
+            )
+        super().crop(tokens_to_remove)
+        self.seen = self.layers[0].get_seq_length() if self.layers else 0
+        if not self.seen:
+            self.layers = []
+
+    def continued(
+        self, states: Sequence[AnyState], columns: int, calls: Sequence[RecordedCall] = ()
+    ) -> RecollectCache:
+        """Return the cache after more columns.
+
+        Args:
+            states: one per layer.
+            columns: number of columns that were read.
+            calls: one per layer, if they were recorded.
+        """
+        cache = RecollectCache(states, self.get_seq_length() + columns)
+        if calls:
+            cache.activate_past_recording()
+            earlier = [layer.calls for layer in self.layers] or [()] * len(calls)
+            for layer, previous, call in zip(cache.layers, earlier, calls, strict=True):
+                layer.calls = (*previous, call)
+        return cache
+
+    def copy(self) -> RecollectCache:
+        """Return a cache of the same states and calls, which can be cropped separately."""
+        cache = copy.copy(self)
+        cache.layers = [copy.copy(layer) for layer in self.layers]
+        return cache
 
     def reset(self) -> None:
         """Forget everything."""

@@ -20,6 +20,7 @@ from recollect.blocks.builder import build
 from recollect.blocks.mixers import Mixer
 from recollect.blocks.routed import Router, Routing, record_routing
 from recollect.layer.block import Block
+from recollect.layer.recorded_call import RecordedCall
 from recollect.lm.model.arguments import (
     ForwardArguments,
     HeadlessArguments,
@@ -133,19 +134,29 @@ class RecollectModel(RecollectPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden, states = [], []
+        records = use_cache and cache is not None and cache.is_croppable and cu_seqlens is None
+        calls: list[RecordedCall] | None = [] if records else None
         for block, state in zip(self.blocks, before, strict=True):
             hidden.append(x)
             if self.gradient_checkpointing and self.training:
                 x, new_state = self._gradient_checkpointing_func(
-                    block.__call__, x, state, mask, cu_seqlens, output_final_state=use_cache
+                    *(block.__call__, x, state, mask, cu_seqlens),
+                    output_final_state=use_cache,
+                    calls=calls,
                 )
             else:
-                x, new_state = block(x, state, mask, cu_seqlens, output_final_state=use_cache)
+                x, new_state = block(
+                    x, state, mask, cu_seqlens, output_final_state=use_cache, calls=calls
+                )
             states.append(new_state)
         x = self.norm(x)
         if many:
             x, hidden = x.view(rows, columns, -1), [y.view(rows, columns, -1) for y in hidden]
-        new_state = RecollectCache(states, seen + columns) if use_cache else None
+        new_state = None
+        if use_cache:
+            new_state = (RecollectCache() if cache is None else cache).continued(
+                states, columns, calls or ()
+            )
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden, x) if output_hidden_states else None,
@@ -384,6 +395,24 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             "use_cache": kwargs.get("use_cache", True),
             **({} if to_keep is None else {"logits_to_keep": to_keep}),
         }
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin with an empty cache, or with a copy of the given one, which stays as it is.
+
+        Drafts are verified with a cache that records, so there must be one before the prompt.
+        """
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, *args, **kwargs
+        )
+        cache = model_kwargs.get(CACHE)
+        if generation_config.use_cache is False or not isinstance(cache, RecollectCache | None):
+            return
+        cache = RecollectCache() if cache is None else cache.copy()
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs[CACHE] = cache
 
     def generate(  # type: ignore[override]
         self, *args: Any, generator: torch.Generator | None = None, **kwargs: Any

@@ -184,7 +184,6 @@ class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
-    _is_stateful = True  # a state cannot be cropped, so no assisted decoding
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
