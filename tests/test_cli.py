@@ -102,6 +102,8 @@ REFUSED_WITHOUT_TORCH = {
     "export none out": "there is no file none",
     "generate folder --tokens 0": "--tokens must be at least 1",
     "generate folder --device tpu": "--device tpu is not here",
+    "adopt folder --tokens 0": "--tokens must be at least 1",
+    "adopt folder --device tpu": "--device tpu is not here",
     "eval": "name a model and --tasks",
     "eval folder --tasks x --device tpu": "--device tpu is not here",
     "reproduce": "name one experiment",
@@ -452,6 +454,7 @@ NEEDS_TRANSFORMERS = (
     ("train", "run.toml"),
     ("sizes", "--models", "gla"),
     ("generate", "folder"),
+    ("adopt", "folder"),
     ("eval", "folder", "--tasks", "local_text"),
     ("bench", "--suite", "train"),
 )

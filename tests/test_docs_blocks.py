@@ -137,6 +137,13 @@ def _given(page: str) -> None:
                 num_attention_heads=2,
             )
         ).save_pretrained("a/llama")
+    if page == "docs/adopt.md":
+        from tests.lm.adoption.models import make_model
+
+        from recollect.lm.data.tokenizers import byte_tokenizer
+
+        make_model("qwen3_5_text", vocab_size=257).save_pretrained("qwen")
+        byte_tokenizer().save_pretrained("qwen")
     if page == "docs/training.md":
         Path("corpus").mkdir()
         Path("corpus/a.jsonl").write_text('{"text": "the memory reads at the query"}\n' * 80)

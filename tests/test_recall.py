@@ -669,3 +669,25 @@ def test_a_name_or_what_has_a_recipe_will_do() -> None:
         y, after = rc.recall(stated, q, k, v, gates)
         assert torch.equal(y, expected)
         assert torch.equal(rc.read(stated, q, state=after), rc.read(preset.recipe, q, state=state))
+
+
+def test_a_state_is_made_of_one_memory_per_sequence() -> None:
+    recipe = rc.zoo.get("gated_delta_net").recipe
+    q, k = functional.normalize(torch.randn(2, 3, 5, 2, 4), dim=-1)
+    v, memory = torch.randn(3, 5, 2, 6), torch.randn(3, 2, 6, 4)
+    gates = {"lr": torch.rand(3, 5, 2), "log_decay": -torch.rand(3, 5, 2)}
+    sizes = {"batch_size": 3, "num_heads": 2, "key_dim": 4, "value_dim": 6}
+    state = rc.initial_state(recipe, **sizes, initial_memory=memory)
+    y, _ = rc.recall(recipe, q, k, v, gates, state=state)
+    together, _ = rc.recall(recipe, q, k, v, gates, initial_memory=memory)
+    torch.testing.assert_close(y, together)
+    for b in range(3):
+        row = slice(b, b + 1)
+        one = {name: gate[row] for name, gate in gates.items()}
+        apart, _ = rc.recall(
+            recipe, q[row], k[row], v[row], one, initial_memory=memory[b], engine="reference"
+        )
+        torch.testing.assert_close(y[row], apart, rtol=1e-4, atol=1e-5)
+    with pytest.raises(rc.RecipeError, match=r"must have shape \[2, 6, 4\] \(or one per row"):
+        rc.initial_state(recipe, **sizes, initial_memory=memory[:2])
+    assert not rc.initial_state(recipe, **sizes).weights[0].any()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from recollect.explanation.trace import Trace, trace
     from recollect.fields import Gate, Param, quantity
     from recollect.functional.read import read
-    from recollect.functional.recall import recall
+    from recollect.functional.recall import initial_state, recall
     from recollect.layer import LayerState, MemoryLayer
     from recollect.layer.options import GateOptions, LayerOptions, Tie
     from recollect.messages import RecipeError
@@ -80,6 +80,7 @@ __all__ = [
     "features",
     "fields",
     "initial_params",
+    "initial_state",
     "lm",
     "load_recipe",
     "member",
@@ -137,6 +138,7 @@ _SOURCES = {
     "diagnose": "explanation.diagnose",
     "explain": "explanation.explain",
     "initial_params": "recipe.initial_params",
+    "initial_state": "functional.recall",
     "load_recipe": "recipe.files",
     "member": "choices.member",
     "quantity": "fields",

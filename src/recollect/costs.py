@@ -40,6 +40,7 @@ three sizes, and ``results/bench/presets*-cpu.json`` checks them. Only ratios of
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -53,7 +54,7 @@ from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.report.units import readable
 
-__all__ = ["BASELINE", "Cost", "ParallelForm", "Workload", "read_cost", "recipe_cost"]
+__all__ = ["BASELINE", "Cost", "ModelCost", "ParallelForm", "Workload", "read_cost", "recipe_cost"]
 
 BASELINE = Recipe(retention=Decay(when="before"))
 """Gated DeltaNet, whose time other recipes are compared with."""
@@ -209,6 +210,88 @@ class Cost:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCost:
+    """The cost of the memories of a model, at the sizes of its layers.
+
+    The projections and the convolution of a layer are not counted.
+
+    Attributes:
+        model: name of the model's class.
+        layers: costs of the memories, by the name of the layer in the model.
+        not_counted: number of other modules with weights, by the name of their class.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=2,
+        ...     num_attention_heads=2,
+        ... )
+        >>> price = rc.cost(rc.lm.RecollectForCausalLM(config), T=128)
+        >>> list(price.layers)
+        ['model.blocks.0.layer', 'model.blocks.1.layer']
+        >>> price.not_counted
+        {'Embedding': 1, 'SwiGLU': 2, 'Linear': 1}
+        >>> price.state_bytes == 2 * price.layers["model.blocks.0.layer"].state_bytes
+        True
+    """
+
+    model: str
+    layers: Mapping[str, Cost]
+    not_counted: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Forward FLOPs of all layers."""
+        return sum(cost.total for cost in self.layers.values())
+
+    @property
+    def decode(self) -> int:
+        """FLOPs of one more token of every sequence in all layers."""
+        return sum(cost.decode for cost in self.layers.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers after T tokens."""
+        return sum(cost.state_bytes for cost in self.layers.values())
+
+    @property
+    def state_bytes_per_token(self) -> int:
+        """Bytes that every further token adds to the states; 0 if all of them are constant."""
+        return sum(cost.state_bytes_per_token for cost in self.layers.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "model": self.model,
+            "layers": {name: cost.to_dict() for name, cost in self.layers.items()},
+            "not_counted": dict(self.not_counted),
+            "total": self.total,
+            "decode": self.decode,
+            "state_bytes": self.state_bytes,
+            "state_grows_per_token": self.state_bytes_per_token,
+        }
+
+    def __str__(self) -> str:
+        sizes = next(iter(self.layers.values())).sizes
+        B, T = sizes["B"], sizes["T"]
+        rows = [("layer", "engine", "state", "FLOPs per token", "FLOPs to decode one")]
+        for name, cost in (*self.layers.items(), ("total", self)):
+            grows = cost.state_bytes_per_token / B
+            state = readable(cost.state_bytes / B, "B")
+            state += f", and {readable(grows, 'B')} per token" if grows else ""
+            per_token = readable(cost.total / max(B * T, 1), "FLOP")
+            engine = cost.engine if isinstance(cost, Cost) else ""
+            rows.append((name, engine, state, per_token, readable(cost.decode / B, "FLOP")))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{self.model}: {len(self.layers)} memory layers, one sequence of {T} tokens"]
+        for row in rows:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        others = [f"{count} × {name}" for name, count in self.not_counted.items()]
+        others.insert(0, "projections and convolutions of these layers")
+        return "\n".join([*lines, f"not counted: {', '.join(others)}"])
 
 
 @dataclass(frozen=True, kw_only=True)

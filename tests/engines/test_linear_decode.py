@@ -55,6 +55,22 @@ def test_one_token_and_all_its_gradients(
         assert worst(slopes, expected_grads)[0] < 1e-12
 
 
+@pytest.mark.parametrize("alpha", ["input", "input_scaled", "learned"])
+@pytest.mark.parametrize("per", ["key", "entry"])
+@pytest.mark.parametrize("rate", ["head", "value"])
+def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
+    alpha: str, per: str, rate: str
+) -> None:
+    retention = Decay(per=per, alpha=alpha)
+    recipe = rc.Recipe(bias=DotProduct(), retention=retention, algorithm=GradientDescent(per=rate))
+    assert _plain(recipe)
+    x = fitting(recipe, B=2, T=1, H=2, G=3)
+    y, state, slopes = gradients(recipe, x, engine="linear")
+    expected, final_state, exact_slopes = gradients(recipe, x, engine="reference")
+    same((y, state), (expected, final_state), 1e-12, "of one token")
+    assert worst(slopes, exact_slopes)[0] < 1e-12
+
+
 def test_presets_that_decode_so_and_those_that_do_not() -> None:
     """Windows, momentum, probes and decays over values take the general way."""
     ways = {
@@ -66,6 +82,8 @@ def test_presets_that_decode_so_and_those_that_do_not() -> None:
             "mamba2",
             "gla",
             "longhorn",
+            "mamba",
+            "longhorn_diagonal",
         )
         for preset in [rc.zoo.get(name)]
     }
@@ -74,6 +92,8 @@ def test_presets_that_decode_so_and_those_that_do_not() -> None:
         rc.Recipe(context=rc.context.Window(size=3)),
         rc.Recipe(algorithm=rc.algorithm.Momentum()),
         rc.Recipe(bias=DotProduct(), retention=Decay(per="value")),
+        rc.Recipe(retention=Decay(per="entry")),
+        rc.Recipe(algorithm=GradientDescent(per="value")),
         rc.Recipe(memory=rc.memory.Matrix(read=rc.memory.Read(when="before"))),
     ):
         assert not _plain(recipe)
@@ -95,6 +115,14 @@ BARE = [
     rc.Recipe(bias=bias, retention=retention, algorithm=GradientDescent())
     for bias in (L2(), DotProduct())
     for retention in RETENTIONS
+] + [
+    rc.Recipe(bias=bias, retention=retention, algorithm=GradientDescent(per=rate))
+    for bias, retention, rate in (
+        (L2(), Decay(per="key", alpha="input_scaled", when="before"), "head"),
+        (DotProduct(), Decay(per="key", alpha="input_scaled"), "value"),
+        (DotProduct(), Decay(per="entry"), "head"),
+        (DotProduct(), Decay(per="entry", alpha="input_scaled"), "value"),
+    )
 ]
 SOFTMAX = rc.zoo.get("softmax_attention").recipe
 
@@ -104,11 +132,13 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
     x = fitting(recipe, B=2, T=5, H=2, G=G, V=4 if recipe.nonparametric else 3)
     q, k, v = (one.detach() for one in (x.q, x.k, x.v))
     gates = {name: one.detach() for name, one in x.gates.items()}
+    params = {name: one.detach() for name, one in x.params.items()}
     prompt = {name: one[:, :4] for name, one in gates.items()}
     token = {name: one[:, 4:] for name, one in gates.items()}
-    _, state = rc.recall(recipe, q[:, :4], k[:, :4], v[:, :4], prompt, engine="reference")
+    options: dict[str, Any] = {"params": params, "engine": "reference"}
+    _, state = rc.recall(recipe, q[:, :4], k[:, :4], v[:, :4], prompt, **options)
     last = (q[:, 4:], k[:, 4:], v[:, 4:])
-    expected, expected_state = rc.recall(recipe, *last, token, state=state, engine="reference")
+    expected, final_state = rc.recall(recipe, *last, token, state=state, **options)
     bound = bind(recipe, H=2, K=k.shape[-1], V=v.shape[-1])
     call = Problem(
         bound=bound,
@@ -116,12 +146,12 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
         k=last[1],
         v=last[2],
         gates=token,
-        params={},
+        params=params,
         state=state,
         trusted=True,
     )
     y, after = memorise(call)
-    same((y, after), (expected, expected_state), 1e-12, "of a layer's token")
+    same((y, after), (expected, final_state), 1e-12, "of a layer's token")
 
 
 @pytest.mark.parametrize("G", [1, 3])

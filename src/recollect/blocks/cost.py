@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, overload
 
+from torch import nn
+
+from recollect.blocks.layers import MixerLayer, layer_spec, memory_layers
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
-from recollect.costs import BASELINE, Cost, Workload, read_cost, recipe_cost
-from recollect.recipe.resolve import as_recipe
+from recollect.costs import BASELINE, Cost, ModelCost, Workload, read_cost, recipe_cost
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.recipe.resolve import RecipeLike, as_recipe
 
 __all__ = [
     "SEGMENT_START_SUFFIX",
@@ -58,6 +63,35 @@ def leaf_workloads(mixer: Mixer, T: int) -> Iterator[LeafWorkload]:
             yield LeafWorkload(name=path, leaf=part.leaf, stream=stream)
 
 
+class _HasMixer(Protocol):
+    @property
+    def mixer(self) -> Mixer: ...
+
+
+@overload
+def cost(
+    recipe: RecipeLike | Mixer | _HasMixer,
+    *,
+    K: int = 64,
+    V: int = 64,
+    H: int = 1,
+    T: int = 4096,
+    B: int = 1,
+    G: int = 1,
+    dtype_bytes: int = 4,
+    engine: str = "auto",
+) -> Cost: ...
+@overload
+def cost(
+    recipe: nn.Module,
+    *,
+    T: int = 4096,
+    B: int = 1,
+    dtype_bytes: int = 4,
+    engine: str = "auto",
+) -> ModelCost: ...
+
+
 def cost(
     recipe: Any,
     *,
@@ -69,13 +103,14 @@ def cost(
     G: int = 1,
     dtype_bytes: int = 4,
     engine: str = "auto",
-) -> Cost:
-    """Return the cost of one call over T tokens, of a recipe or of a composition.
+) -> Cost | ModelCost:
+    """Return the cost of one call over T tokens, of a recipe, a composition or a model's memories.
 
-    `recollect.costs` lists the formulas. Sizes are those of every recipe of a composition.
+    `recollect.costs` lists the formulas. Sizes are those of every recipe of a composition. The
+    layers of a model have sizes of their own: leave out K, V, H and G.
 
     Args:
-        recipe: a recipe, a mixer, a preset or a name of the zoo.
+        recipe: a recipe, a mixer, a preset or a name of the zoo; or a model with memory layers.
         K: key channels, ≥ 1.
         V: value channels, ≥ 1.
         H: memories (heads of keys and values), ≥ 1.
@@ -86,10 +121,10 @@ def cost(
         engine: as for `recollect.recall`.
 
     Raises:
-        RecipeError: sizes that a recipe cannot have, an engine that cannot run it, or an engine
-            without counted costs.
-        ValueError: a size that is not a whole number or is below its minimum, or an unknown
-            engine.
+        RecipeError: sizes that a recipe cannot have, an engine that cannot run it, an engine
+            without counted costs, or a model without memory layers.
+        ValueError: a size that is not a whole number or is below its minimum, an unknown engine,
+            or sizes of heads with a model.
 
     Examples:
         >>> price = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=128)
@@ -105,11 +140,68 @@ def cost(
         (0, True)
     """
     workload = Workload(K=K, V=V, H=H, T=T, B=B, G=G, dtype_bytes=dtype_bytes, engine=engine)
+    if isinstance(recipe, nn.Module) and not isinstance(recipe, MemoryLayer | MixerLayer):
+        if (K, V, H, G) != (64, 64, 1, 1):
+            raise ValueError("the layers of a model have their own sizes: leave out K, V, H and G")
+        return _model_cost(recipe, workload)
     if isinstance(recipe, str | Mixer) or hasattr(recipe, "mixer"):
         mixer = as_mixer(recipe)
         if not isinstance(mixer, RecipeMixer):
             return _composition_cost(mixer, workload)
     return recipe_cost(as_recipe(recipe, "rc.cost"), workload)
+
+
+def _model_cost(model: nn.Module, workload: Workload) -> Cost | ModelCost:
+    layers = memory_layers(model, "rc.cost")
+    costs = {name: _layer_cost(layer, workload) for name, layer in layers.items()}
+    if "" in layers:
+        return costs[""]
+    others = _other_modules(model, layers)
+    return ModelCost(model=type(model).__name__, layers=costs, not_counted=others)
+
+
+def _layer_cost(layer: nn.Module, workload: Workload) -> Cost:
+    """Return the cost at the sizes of a layer, with its engine if the caller names none."""
+    spec = layer_spec(layer)
+    workload = replace(
+        workload,
+        K=spec.head_dim,
+        V=spec.value_dim,
+        H=spec.num_kv_heads,
+        G=(spec.num_heads or spec.num_kv_heads) // spec.num_kv_heads,
+        engine=spec.engine if workload.engine == "auto" else workload.engine,
+    )
+    if isinstance(layer, MixerLayer):
+        return _composition_cost(layer.mixer, workload)
+    return recipe_cost(spec.recipe, workload)
+
+
+def _other_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return the number of modules with matrices that have no part in the layers, by class.
+
+    Lists of modules, and modules of a class that contains layers elsewhere, count by their parts.
+    """
+    outer = {name[:end] for name in layers for end in _ends(name)}
+    containers = {type(model.get_submodule(name)) for name in outer}
+    containers |= {nn.ModuleList, nn.ModuleDict, nn.Sequential}
+    counts: Counter[str] = Counter()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name in layers:
+            return
+        if name in outer or type(module) in containers:
+            for key, child in module.named_children():
+                visit(f"{name}.{key}" if name else key, child)
+        elif any(weight.dim() > 1 for weight in module.parameters()):
+            counts[type(module).__name__] += 1
+
+    visit("", model)
+    return dict(counts)
+
+
+def _ends(name: str) -> list[int]:
+    """Return the lengths of the names of the modules around a module."""
+    return [0, *(index for index, letter in enumerate(name) if letter == ".")] if name else []
 
 
 def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:

@@ -16,15 +16,19 @@ from recollect.blocks.state import AnyState, MixerState
 from recollect.choices.runtime import can_read_values
 from recollect.layer.checks import check_tokens
 from recollect.layer.feed_forward import FeedForward
+from recollect.layer.inspection import InspectableLayer, MemorySpec
 from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.recorded_call import RecordedCall
+from recollect.messages import RecipeError
 
 __all__ = [
     "MixerLayer",
     "OutputGate",
     "PersistentTokens",
     "initial_memory_of",
+    "layer_spec",
+    "memory_layers",
     "rows_at_start",
     "trim_state",
 ]
@@ -182,6 +186,44 @@ class MixerLayer(nn.Module):
     def extra_repr(self) -> str:
         """Return the width and the kind of the composition."""
         return f"{self.d_model}, {self.mixer.kind}"
+
+
+def memory_layers(model: object, function: str) -> dict[str, nn.Module]:
+    """Return the layers of a model that have a recipe or a composition, by name.
+
+    Layers inside another one are parts of it.
+
+    Args:
+        model: a model, or one layer, whose name is then ``""``.
+        function: name of the function that takes it, for messages.
+
+    Raises:
+        RecipeError: there are none.
+    """
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer in layers)
+        if _has_memory(module) and not is_inside:
+            layers[name] = module
+    if not layers:
+        raise RecipeError(
+            f"{function} takes a layer or a model with an rc.MemoryLayer, not "
+            f"{type(model).__name__}: rc.lm.adopt(model) adopts the recurrent layers of a "
+            "published model"
+        )
+    return layers
+
+
+def _has_memory(module: object) -> bool:
+    return isinstance(module, InspectableLayer | MixerLayer)
+
+
+def layer_spec(layer: nn.Module) -> MemorySpec:
+    """Return the recipe, sizes and engine of a layer; of a composition, those of its first part."""
+    if isinstance(layer, MixerLayer):
+        layer = next(leaf for leaf in layer.leaves.values() if isinstance(leaf, MemoryLayer))
+    assert isinstance(layer, InspectableLayer)
+    return layer.memory_spec
 
 
 def trim_state(layer: nn.Module, state: Any, num_tokens: int) -> Any:

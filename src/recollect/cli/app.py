@@ -38,6 +38,7 @@ else:
 
 COMMANDS: tuple[Callable[..., None], ...] = ()
 if typer is not None:
+    from recollect.cli.adopt import adopt
     from recollect.cli.bench import bench
     from recollect.cli.compare import compare
     from recollect.cli.coordinates import coordinates
@@ -51,8 +52,8 @@ if typer is not None:
     from recollect.cli.train import train
 
     COMMANDS = (
-        *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, eval, bench),
-        *(coordinates, page),
+        *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, adopt, eval),
+        *(bench, coordinates, page),
     )
 
 __all__ = ["COMMANDS", "build", "main"]

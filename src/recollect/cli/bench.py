@@ -20,6 +20,7 @@ __all__ = ["bench"]
 
 # Written out, because the suites take longer to import than `recollect --help` should.
 _NAMES = (
+    "adopt",
     "decode",
     "least_squares",
     "deep",
@@ -54,7 +55,7 @@ def bench(
     length: Annotated[
         int | None,
         typer.Option(
-            help="T, tokens; 4096, of titans 256, local 1024, train and presets 512, --recipe 512."
+            help="T, tokens; 4096, of titans 256, local 1024, adopt, train, presets, --recipe 512."
         ),
     ] = None,
     heads: Annotated[
@@ -106,6 +107,7 @@ def bench(
     sizes = {name: number for name, number in keys.items() if number is not None}
     shape = replace(chosen.shape, device=device, **sizes)
     cases = chosen_cases(chosen, shape, names)
+    errors = chosen.errors(shape)
     with BenchDisplay(console_of_page(stderr=True), suite, rounds) as display:
         result = run(
             cases,
@@ -118,6 +120,8 @@ def bench(
         )
     extra = ratios(chosen, shape, result)
     data = document(suite, shape, result, extra)
+    if errors:
+        data["errors"] = errors
     if as_json:
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
         _save(save, data)
@@ -125,6 +129,8 @@ def bench(
     result.print(console_of_page())
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
+    for name, error in errors.items():
+        typer.echo(f"{name}: relative error {error:.1e}")
     _told(save, data)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recollect.lm.model.model import RecollectForCausalLM
     from recollect.lm.prompt import CachedPrompt
 
-__all__ = ["generate"]
+__all__ = ["generate", "prompt_tokens", "special_tokens"]
 
 PATIENCE = 1.0
 """Seconds of silence after which whoever waits is told that the standard input is read."""
@@ -79,10 +79,7 @@ def generate(
     if temperature > 0 and beams == 1:
         how |= {"do_sample": True, "temperature": temperature}
         how |= {"top_p": 1.0 if top_p is None else top_p, "top_k": top_k or 0}
-    for name in ("eos_token_id", "pad_token_id"):
-        own = getattr(tokenizer, name)
-        how[name] = own if own is not None and own < model.config.vocab_size else None
-    how["pad_token_id"] = how["pad_token_id"] or how["eos_token_id"] or 0
+    how |= special_tokens(model, tokenizer)
     streamer = None
     if not as_json and beams == 1:
         if prompt:
@@ -164,7 +161,7 @@ def _inputs(
             f"--{'save' if saved is None else 'from'}-state is for models of recollect alone: the "
             "cache of a decoder whose layers were replaced is that decoder's, so leave it out"
         )
-    more = _prompt_tokens(model, tokenizer, prompt, begins=saved is None)
+    more = prompt_tokens(model, tokenizer, prompt, add_special_tokens=saved is None)
     if not ours:
         return {"input_ids": more}
     read = _read(model, more, saved)
@@ -173,14 +170,26 @@ def _inputs(
     return read.generate_kwargs()
 
 
-def _prompt_tokens(model: Any, tokenizer: Any, prompt: str, *, begins: bool) -> torch.Tensor:
+def special_tokens(model: Any, tokenizer: Any) -> dict[str, int | None]:
+    """Return the tokens that end and pad a text, as arguments of generation."""
+    ids: dict[str, int | None] = {}
+    for name in ("eos_token_id", "pad_token_id"):
+        index = getattr(tokenizer, name)
+        ids[name] = index if index is not None and index < model.config.vocab_size else None
+    ids["pad_token_id"] = ids["pad_token_id"] or ids["eos_token_id"] or 0
+    return ids
+
+
+def prompt_tokens(
+    model: Any, tokenizer: Any, prompt: str, *, add_special_tokens: bool
+) -> torch.Tensor:
     """The prompt ``[1, T]``; a text of its own is never empty."""
     import torch
 
     if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
         raise ValueError("--prompt is no UTF-8 text: give it in the terminal's encoding")
-    ids = tokenizer(prompt, add_special_tokens=begins)["input_ids"]
-    if begins and not ids:
+    ids = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+    if add_special_tokens and not ids:
         # A text of its own begins where another ended.
         first = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if first is None else first

@@ -39,7 +39,8 @@ class Engine:
         torch_plan: the same where operations of torch alone are asked for (``engine="torch"``);
             ``None`` where `plan` takes nothing else.
         token: the same of one token that goes on from a state, straight from what a layer made and
-            need not be looked at again (`recollect.engines.linear.decode.token` has the arguments);
+            need not be looked at again (`recollect.engines.linear.decode.token` has the arguments;
+            gates and params in one mapping);
             ``None``, or a result of ``None``, leaves it to `run`.
         cost: FLOPs of a call of these sizes, and what they rest on; ``None`` where nobody has
             counted them, so that `recollect.cost` refuses to guess.

@@ -13,45 +13,68 @@ DeltaNet it is η‖k‖². In an inner batch it counts what the batch's other t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recollect.blocks.layers import MixerLayer
+from recollect.blocks.builder import leaf_inputs
+from recollect.blocks.layers import MixerLayer, memory_layers
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.select import select_engine
-from recollect.explanation.diagnosis import OVERSHOOT, SMALLER_STEPS, Diagnosis, Fault, short
+from recollect.explanation.diagnosis import (
+    OVERSHOOT,
+    SMALLER_STEPS,
+    Diagnosis,
+    Fault,
+    ModelDiagnosis,
+    short,
+)
+from recollect.explanation.model_inputs import model_inputs, received_tokens
 from recollect.explanation.tangent import measured, top_eigenvalue
 from recollect.functional.binding import bind
 from recollect.functional.read import read
 from recollect.functional.recall import recall
-from recollect.layer.gates import GateProjection, RangeMap, stability_limit
+from recollect.layer.gates import stability_limit
+from recollect.layer.inspection import InspectableLayer
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.messages import RecipeError
 from recollect.state.state import State
 
-__all__ = ["Diagnosis", "Fault", "diagnose"]
+__all__ = ["Diagnosis", "Fault", "ModelDiagnosis", "diagnose"]
 
 EDGE = 0.01  # a gate this near to an end, in units of its range, hardly moves any more
 
 
+@overload
+def diagnose(layer: InspectableLayer, x: Tensor) -> Diagnosis: ...
+@overload
+def diagnose(layer: nn.Module, x: Tensor | Sequence[int]) -> ModelDiagnosis: ...
+
+
 @torch.no_grad()
-def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
-    """Run tokens through a layer's memory and measure it.
+def diagnose(layer: Any, x: Any) -> Diagnosis | ModelDiagnosis:
+    """Run tokens through the memory of a layer, or of each layer of a model, and measure it.
 
     Works for every recipe. Inner batches are run one at a time (T/b calls of the engine), so at
-    b = 1 this is much slower than the layer itself; a few hundred tokens say enough.
+    b = 1 this is much slower than the layer itself; a few hundred tokens are enough.
 
     Args:
-        layer: whose memory to look at.
-        x: tokens ``[B, T, d_model]``, as the layer receives them.
+        layer: a `MemoryLayer`, another layer with the interface
+            `recollect.layer.inspection.InspectableLayer`, or a model that has some.
+        x: tokens ``[B, T, d_model]``, as the layer receives them. For a model its input: token ids
+            ``[B, T]`` or ``[T]``, without padding.
+
+    Returns:
+        The diagnosis of the layer, or those of all layers of the model.
 
     Raises:
         ValueError: x of another shape, dtype or device, or without a token.
-        RecipeError: something else than a `MemoryLayer`.
+        RecipeError: neither a layer with a memory nor a model that has some.
 
     Examples:
         >>> layer = rc.zoo.get("titans").build(d_model=8, num_heads=2)
@@ -65,54 +88,81 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
             "give one of layer.leaves and what rc.blocks.leaf_inputs(layer, x) says that it "
             "receives"
         )
-    if not isinstance(layer, MemoryLayer):
-        raise RecipeError(
-            f"diagnose looks at an rc.MemoryLayer, not {type(layer).__name__}: take one out of the "
-            "model, and give it what it receives there"
-        )
-    like = next((weight for weight in layer.parameters() if weight.is_floating_point()), None)
+    layers = memory_layers(layer, "diagnose")
+    if "" not in layers:
+        return _diagnose_model(layer, layers, model_inputs(layer, x))
+    width = layer.memory_spec.d_model
+    weights = [weight for weight in layer.parameters() if weight.is_floating_point()]
     if not isinstance(x, Tensor) or not x.is_floating_point():
         said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a floating-point tensor [B, T, {layer.d_model}], not {said}")
-    if like is not None and (x.dtype, x.device) != (like.dtype, like.device):
+        raise ValueError(f"x must be a floating-point tensor [B, T, {width}], not {said}")
+    if weights and all((x.dtype, x.device) != (w.dtype, w.device) for w in weights):
         raise ValueError(
-            f"x is {x.dtype} on {x.device} and the layer {like.dtype} on {like.device}: give "
-            "x.to(that dtype and device)"
+            f"x is {x.dtype} on {x.device} and the layer {weights[0].dtype} on "
+            f"{weights[0].device}: give x.to(that dtype and device)"
         )
-    if x.dim() != 3 or not x.shape[0] or x.shape[-1] != layer.d_model or not x.shape[1]:
-        raise ValueError(
-            f"x must have shape [B, T, {layer.d_model}] with B and T ≥ 1, not {list(x.shape)}"
-        )
+    if x.dim() != 3 or not x.shape[0] or x.shape[-1] != width or not x.shape[1]:
+        raise ValueError(f"x must have shape [B, T, {width}] with B and T ≥ 1, not {list(x.shape)}")
     return _Examination(layer, x).examine()
+
+
+def _diagnose_model(
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Tensor
+) -> ModelDiagnosis:
+    """Run the model once, and diagnose each layer with the tokens that it received.
+
+    The model may refuse values of a layer that are not finite. Then that layer is the last.
+    """
+    diagnoses: dict[str, Diagnosis] = {}
+    refusal: ValueError | None = None
+    options = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+    with received_tokens(layers) as calls:
+        try:
+            model(inputs, **options)
+        except ValueError as error:
+            refusal = error
+    for name, layer in layers.items():
+        for x in calls[name]:
+            if not isinstance(layer, MixerLayer):
+                diagnoses[name] = _Examination(layer, x).examine()
+                continue
+            for path, tokens in leaf_inputs(layer, x).items():
+                leaf = layer.leaves[path]
+                if isinstance(leaf, MemoryLayer):
+                    diagnoses[f"{name}.{path}"] = _Examination(leaf, tokens).examine()
+    if refusal is not None and all(one.first is None for one in diagnoses.values()):
+        raise refusal
+    return ModelDiagnosis(model=type(model).__name__, layers=diagnoses)
 
 
 class _Examination:
     """One examination: the layer's numbers, and the curves as they grow."""
 
-    def __init__(self, layer: MemoryLayer, x: Tensor) -> None:
-        self.layer, self.x, self.recipe = layer, x, layer.recipe
-        self.b = layer.recipe.algorithm.batch_size
+    def __init__(self, layer: nn.Module, x: Tensor) -> None:
+        assert isinstance(layer, InspectableLayer)
+        self.layer, self.x, self.spec = layer, x, layer.memory_spec
+        self.recipe = recipe = self.spec.recipe
+        self.b = recipe.algorithm.batch_size
         inputs = layer.memory_inputs(x)
         self.q, self.k, self.v, self.gates, self.params = (
             *(inputs.q, inputs.k, inputs.v),
             *(inputs.gates, inputs.params),
         )
-        self.T, self.H = x.shape[1], layer.num_kv_heads
+        self.T, self.H = x.shape[1], self.spec.num_kv_heads
         self.memory: dict[str, list[Tensor]] = {name: [] for name in self._map_names()}
-        self.slots: dict[str, list[Tensor]] = {name: [] for name in layer.recipe.algorithm.slots}
+        self.slots: dict[str, list[Tensor]] = {name: [] for name in recipe.algorithm.slots}
         self.places: list[int] = []
         self.surprise = torch.full((self.T, self.H), torch.nan)
         self.step = torch.full((self.T, self.H), torch.nan)
         self.steep: list[Tensor] = []
 
     def _map_names(self) -> list[str]:
-        layer, recipe = self.layer, self.recipe
+        recipe, K, V = self.recipe, self.spec.head_dim, self.spec.value_dim
         if recipe.nonparametric:
             return []
-        axes = recipe.axes(layer.head_dim, layer.value_dim)
-        shapes = recipe.shapes(layer.head_dim, layer.value_dim)
+        shapes = recipe.shapes(K, V)
         if isinstance(recipe.memory, Stack):
-            return [m.name for m in recipe.memory.maps(axes["F"], layer.value_dim)]
+            return [m.name for m in recipe.memory.maps(recipe.axes(K, V)["F"], V)]
         return (
             [recipe.memory.weight_symbol]
             if len(shapes) == 1
@@ -126,7 +176,7 @@ class _Examination:
             first = self._run_batches()
         return Diagnosis(
             recipe=self.recipe,
-            engine=select_engine(self.recipe, self.layer.engine).engine.name,
+            engine=select_engine(self.recipe, self.spec.engine).engine.name,
             batch=self.b,
             places=torch.tensor(self.places),
             memory={n: torch.stack(x) for n, x in self.memory.items() if x},
@@ -143,10 +193,10 @@ class _Examination:
 
     def _given(self) -> Fault | None:
         """A fault before anything is memorised: x, then params, then gates, then q, k, v."""
-        learned = {f"param {name}": p for name, p in self.layer.named_parameters()}
-        for name, weight in learned.items():
+        for name, weight in self.layer.named_parameters():
             if not weight.isfinite().all():
-                return Fault(what=name, why="a weight of the layer has diverged: train with less")
+                why = "a weight of the layer has diverged: train with less"
+                return Fault(what=f"param {name}", why=why)
         named = {
             "x": self.x,
             **{f"gate {name}": g for name, g in self.gates.items()},
@@ -202,11 +252,11 @@ class _Examination:
             *(self.q[:, cut], self.k[:, cut], self.v[:, cut]),
             {name: gate[:, cut] for name, gate in self.gates.items()},
             params=self.params,
-            initial_memory=self.layer.initial_memory if state is None else None,
+            initial_memory=self.spec.initial_memory if state is None else None,
             state=state,
-            engine=self.layer.engine,
-            precision=self.layer.precision,
-            chunk_size=self.layer.chunk_size,
+            engine=self.spec.engine,
+            precision=self.spec.precision,
+            chunk_size=self.spec.chunk_size,
         )
         assert after is not None
         return y, after
@@ -301,7 +351,7 @@ class _Examination:
                 gates=read_gates,
                 state=state,
                 params=self.params,
-                precision=self.layer.precision,
+                precision=self.spec.precision,
             )
             return y.unflatten(1, (t, n)).transpose(2, 3)
         position = state.position[:, None] + torch.arange(t, device=k.device)
@@ -362,21 +412,18 @@ class _Examination:
 
     def _saturated(self) -> dict[str, Tensor]:
         saturated: dict[str, Tensor] = {}
-        own = dict(self.layer.gates.named_children())  # a tie makes others of these
         for name, gate in self.gates.items():
-            made = own.get(name)
-            if not isinstance(made, GateProjection):
+            if name not in self.spec.gate_ranges:
                 continue
             share = self._share() if name == "lr" else None
             gate = gate if share is None else share
-            at_end = self._at_an_end(name, gate.float(), made.activation)
-            if at_end is not None:
-                saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
+            at_end = self._at_an_end(name, gate.float(), *self.spec.gate_ranges[name])
+            saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
         return saturated
 
     def _share(self) -> Tensor | None:
         """The rate as a share of the stability limit, as the layer's gate has it."""
-        limit, values = self.layer.limit, {**self.gates, **self.params}
+        limit, values = self.spec.stability_limit, {**self.gates, **self.params}
         return None if limit is None else values["lr"] / stability_limit(limit, values)
 
     def _shares(self) -> Tensor | None:
@@ -386,10 +433,8 @@ class _Examination:
         share = share.float()
         return (share if share.dim() == 3 else share.flatten(3).mean(-1)).mean(0).cpu()
 
-    def _at_an_end(self, name: str, gate: Tensor, activation: RangeMap) -> Tensor | None:
+    def _at_an_end(self, name: str, gate: Tensor, low: float, high: float) -> Tensor:
         if name in self.recipe.log_decays:
             return (gate * self.T > math.log(1 - EDGE)) | (gate < math.log(EDGE))
-        if activation.kind != "sigmoid":
-            return None  # open to one side: there is no end to be stuck at
-        share = (gate - activation.low) / (activation.high - activation.low)
+        share = (gate - low) / (high - low)
         return (share < EDGE) | (share > 1 - EDGE)

@@ -16,7 +16,7 @@ from recollect.report.notebook import grid
 if TYPE_CHECKING:
     from recollect.report.figures import FigureFiles
 
-__all__ = ["OVERSHOOT", "SMALLER_STEPS", "Diagnosis", "Fault", "short"]
+__all__ = ["OVERSHOOT", "SMALLER_STEPS", "Diagnosis", "Fault", "ModelDiagnosis", "short"]
 
 SMALLER_STEPS = (
     "measure them (normalized_steps=True of its algorithm), or take a smaller inner batch or rate"
@@ -245,6 +245,44 @@ class Diagnosis:
         return panel_figure(
             panels, x="tokens", title=title or self.recipe.memory.prediction_text("k_t")
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDiagnosis:
+    """Diagnoses of the layers of a model.
+
+    Attributes:
+        model: name of the model's class.
+        layers: diagnoses by the name of the layer in the model, in the order of the model.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=2,
+        ...     num_attention_heads=2,
+        ... )
+        >>> diagnosis = rc.diagnose(rc.lm.RecollectForCausalLM(config), [1, 2, 3])
+        >>> list(diagnosis.layers)
+        ['model.blocks.0.layer', 'model.blocks.1.layer']
+    """
+
+    model: str
+    layers: Mapping[str, Diagnosis]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Findings of all layers, each with the name of its layer."""
+        return tuple(
+            f"{name}: {finding}" for name, one in self.layers.items() for finding in one.findings
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        layers = {name: diagnosis.to_dict() for name, diagnosis in self.layers.items()}
+        return {"model": self.model, "layers": layers}
+
+    def __str__(self) -> str:
+        sections = [f"{name}\n{diagnosis}" for name, diagnosis in self.layers.items()]
+        return "\n\n".join([f"{self.model}: {len(self.layers)} memory layers", *sections])
 
 
 def _listed(x: Tensor) -> Any:

@@ -18,7 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
+from torch import nn
+
 from recollect.blocks.cost import cost
+from recollect.blocks.layers import MixerLayer, layer_spec, memory_layers
 from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.choices.matmul_precision import check_precision_name
 from recollect.costs import Cost
@@ -26,10 +29,17 @@ from recollect.engines.fla import PACKAGE, offer
 from recollect.engines.select import Engine, select_engine
 from recollect.explanation.composition import Composition, compose
 from recollect.explanation.equations import legend, map_names, objective, read_rule, write_rule
+from recollect.explanation.model_explanation import (
+    LayerGroup,
+    ModelExplanation,
+    layer_title,
+    layers_in_groups,
+)
 from recollect.explanation.naming import PROPERTIES, Named, fingerprint, named, properties
 from recollect.fields import Gate, Param
 from recollect.functional.binding import bind
 from recollect.layer.checks import check_options
+from recollect.layer.inspection import MemorySpec
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.messages import RecipeError
 from recollect.parallel.strategies import strategy_for
@@ -248,24 +258,33 @@ def explain(
 ) -> Composition: ...
 @overload
 def explain(
+    recipe: nn.Module,
+    *,
+    engine: str = "auto",
+    precision: str | None = None,
+    full: bool = False,
+) -> ModelExplanation: ...
+@overload
+def explain(
     recipe: str, *, engine: str = "auto", precision: str | None = None, full: bool = False
 ) -> Any: ...
 
 
 def explain(
     recipe: Any, *, engine: str = "auto", precision: str | None = None, full: bool = False
-) -> Explanation | Composition:
+) -> Explanation | Composition | ModelExplanation:
     """Explain the problem, the update and the engine of a recipe, or of all recipes of a mixer.
 
     Args:
-        recipe: a recipe, a mixer, the name of an architecture of the zoo, or a preset.
+        recipe: a recipe, a mixer, the name of an architecture of the zoo, or a preset; or a layer,
+            or a model that has some, whose equal layers are explained once.
         engine: engine to explain, as for `recollect.recall`.
         precision: precision of products to explain, as for `recollect.recall`.
         full: whether the scales of normalised steps are equations, and not descriptions alone.
 
     Raises:
-        RecipeError: an unknown name, an engine that cannot run the recipe, or layer options that do
-            not fit it.
+        RecipeError: an unknown name, an engine that cannot run the recipe, layer options that do
+            not fit it, or a model without memory layers.
         ValueError: an unknown precision.
 
     Examples:
@@ -277,6 +296,8 @@ def explain(
         composes MemoryAsContext(memory, attention, segment=128, persistent=8)
     """
     check_precision_name(precision)
+    if isinstance(recipe, nn.Module):
+        return _explain_model(recipe, engine, precision, full=full)
     layers = _composed(recipe)
     if layers is not None:
         title, mixers = layers
@@ -287,6 +308,35 @@ def explain(
                 parts[key] = _explained(leaf, engine, precision, full=full)
         return compose(title, mixers, parts, engine, fidelity=_fidelity(recipe))
     return _explained(recipe, engine, precision, full=full)
+
+
+def _explain_model(model: nn.Module, engine: str, precision: str | None, *, full: bool) -> Any:
+    """Explain a layer, or the groups of equal layers of a model."""
+    layers, groups = memory_layers(model, "explain"), list[LayerGroup]()
+    for layer, names in layers_in_groups(layers):
+        spec = layer_spec(layer)
+        inner: Any = layer.mixer if isinstance(layer, MixerLayer) else _with_options(spec)
+        explanation = explain(
+            inner,
+            engine=spec.engine if engine == "auto" else engine,
+            precision=spec.precision if precision is None else precision,
+            full=full,
+        )
+        if names == ("",):
+            return explanation
+        sizes = {"H": spec.num_kv_heads, "K": spec.head_dim, "V": spec.value_dim}
+        group = LayerGroup(
+            title=layer_title(layer), names=names, sizes=sizes, explanation=explanation
+        )
+        groups.append(group)
+    return ModelExplanation(model=type(model).__name__, groups=tuple(groups))
+
+
+def _with_options(spec: MemorySpec) -> Recipe | RecipeMixer:
+    """Return the recipe of a layer, with the options if it has some."""
+    if spec.options is None:
+        return spec.recipe
+    return RecipeMixer(recipe=spec.recipe, options=spec.options)
 
 
 def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.explanation.diagnosis import short
+from recollect.explanation.model_inputs import model_inputs, received_tokens
 from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.layer.checks import check_tokens
@@ -315,32 +316,21 @@ def _inputs(model: nn.Module, text: str | Tensor | Sequence[int], tokenizer: Any
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError("a text needs its tokenizer: give tokenizer=..., or token ids [1, T]")
-        text = tokenizer(text)["input_ids"]
-    ids = text if isinstance(text, Tensor) else torch.tensor(text)
-    if ids.is_floating_point():
-        return ids
-    if ids.dim() == 1:
-        ids = ids[None]
-    if ids.dim() != 2 or ids.shape[0] != 1 or not ids.shape[1]:
+        words: list[int] = tokenizer(text)["input_ids"]
+        text = words
+    ids = model_inputs(model, text)
+    if not ids.is_floating_point() and ids.shape[0] != 1:
         raise ValueError(f"token ids must have shape [T] or [1, T] with T ≥ 1, not {[*ids.shape]}")
-    device = next((weight.device for weight in model.parameters()), ids.device)
-    return ids.to(device)
+    return ids
 
 
 def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) -> Tensor:
     """The tokens that a layer receives when the model reads the inputs."""
-    calls: list[Tensor] = []
-    hook = memory.register_forward_pre_hook(lambda _, arguments: calls.append(arguments[0]))
-    try:
+    with received_tokens({name: memory}) as calls:
         model(inputs)
-    finally:
-        hook.remove()
-    if len(calls) != 1:
-        raise RecipeError(
-            f"{name} is called {len(calls)} times for this text, and rc.trace needs one call: "
-            "trace the layer itself with the tokens that rc.blocks.leaf_inputs gives"
-        )
-    return calls[0]
+    if not calls[name]:
+        raise RecipeError(f"{name} is not called for this text, and rc.trace needs one call")
+    return calls[name][0]
 
 
 def _word(text: str) -> str:

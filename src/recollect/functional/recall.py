@@ -45,10 +45,11 @@ from recollect.functional.read import read_from
 from recollect.messages import suggest_arguments
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
-from recollect.state.state import State, initial_state
+from recollect.state import state as states
+from recollect.state.state import State
 from recollect.typing import Gates, Init, Params
 
-__all__ = ["memorise", "new_call", "recall", "with_initial_state"]
+__all__ = ["initial_state", "memorise", "new_call", "recall", "with_initial_state"]
 
 
 @suggest_arguments
@@ -82,7 +83,8 @@ def recall(
             axis.
         params: learned tensors by name, as declared by ``recipe.params()``, each ``[H, ...]``.
         initial_memory: A₀: one ``[H, out, in]`` tensor per map in order of application, or a
-            single tensor. Zeros when omitted, if a zero memory can learn. For a memory that
+            single tensor; ``[B, H, out, in]`` for one memory per sequence. Zeros when omitted, if
+            a zero memory can learn. For a memory that
             stores associations, a tuple of keys ``[H, m, K]``, values ``[H, m, V]``, and the
             gates per association in the recipe's order; they count as m tokens before the first.
         state: state of an earlier call, from which this call continues; not together with
@@ -142,6 +144,60 @@ def recall(
     return memorise(call)
 
 
+@suggest_arguments
+def initial_state(
+    recipe: RecipeLike,
+    *,
+    batch_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    initial_memory: Init | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> State:
+    """Return the state before the first token, for example with weights from elsewhere.
+
+    Args:
+        recipe: the regression problem, a name of the zoo, or an object with a recipe.
+        batch_size: B, number of sequences.
+        num_heads: H, number of memories.
+        key_dim: K, size of keys.
+        value_dim: V, size of values. Default: K.
+        initial_memory: A₀, as for `recall`: ``[H, out, in]`` per map, or ``[B, H, out, in]`` for
+            one memory per sequence. Default: zeros.
+        dtype: type of the state: float32, or float64.
+        device: device of the state.
+
+    Raises:
+        RecipeError: sizes that do not fit the recipe, an initial memory of the wrong shape, or none
+            for a deep memory.
+
+    Examples:
+        >>> weights = torch.randn(2, 3, 4, 8)  # two sequences, three heads, V = 4, K = 8
+        >>> state = rc.initial_state(
+        ...     rc.Recipe(), batch_size=2, num_heads=3, key_dim=8, value_dim=4,
+        ...     initial_memory=weights,
+        ... )
+        >>> q = torch.randn(2, 1, 3, 8)
+        >>> y = rc.read(rc.Recipe(), q, state=state)
+        >>> torch.allclose(y, torch.einsum("bhvk,bthk->bthv", weights, q), atol=1e-5)
+        True
+    """
+    bound = bind(
+        as_recipe(recipe, "rc.initial_state"),
+        H=num_heads,
+        K=key_dim,
+        V=key_dim if value_dim is None else value_dim,
+    )
+    if initial_memory is not None:
+        check_init(initial_memory)
+    device = torch.device(device)
+    return states.initial_state(
+        bound, B=batch_size, dtype=dtype, device=device, init=initial_memory
+    )
+
+
 def new_call(
     recipe: Recipe,
     q: Tensor,
@@ -187,7 +243,7 @@ def memorise(call: Problem) -> tuple[Tensor, State | None]:
 
 def with_initial_state(call: Problem, *, rows: int) -> Problem:
     """Return the call with the state before the first token, made of the initial memory."""
-    state = initial_state(
+    state = states.initial_state(
         call.bound,
         B=rows,
         dtype=state_dtype(call.q, call.k, call.v),
@@ -247,7 +303,9 @@ def _prepare(call: Problem, *, rows: int) -> Problem:
     bound, state, (q, k, v) = call.bound, call.state, (call.q, call.k, call.v)
     (B, T), dtype = k.shape[:2], state_dtype(q, k, v)
     if state is None:
-        state = initial_state(bound, B=rows, dtype=dtype, device=k.device, init=call.initial_memory)
+        state = states.initial_state(
+            bound, B=rows, dtype=dtype, device=k.device, init=call.initial_memory
+        )
     elif dtype == torch.float64 and state.dtype not in (None, dtype):
         state = state.to(dtype=dtype)
     rates = resolve(bound, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
@@ -270,6 +328,8 @@ def _decode(call: Problem) -> tuple[Tensor, State] | None:
         return None
     bound, gates, state = call.bound, call.gates, call.state
     inputs = (call.q, call.k, call.v)
+    if call.params:
+        gates = {**gates, **call.params}
     if bound.fla_operator is not None and call.q.device.type in fla.DEVICES:
         result = fla.token(bound, *inputs, gates, state)
         if result is not None:

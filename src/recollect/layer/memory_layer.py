@@ -24,7 +24,8 @@ from recollect.layer.checks import (
     check_tokens,
     resolve_layer,
 )
-from recollect.layer.gates import normalize_to_length
+from recollect.layer.gates import GateProjection, normalize_to_length
+from recollect.layer.inspection import MemorySpec
 from recollect.layer.options import LayerOptions
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.recorded_call import RecordedCall
@@ -396,6 +397,32 @@ class MemoryLayer(RecipeModule):
         if gate is not None:
             y = y * functional.silu(gate(inputs.gate_input))
         return self.out(y)
+
+    @property
+    def memory_spec(self) -> MemorySpec:
+        """The recipe, sizes and engine, for `recollect.explain` and `recollect.diagnose`."""
+        ranges: dict[str, tuple[float, float]] = {}
+        for name, gate in self.gates.items():
+            if isinstance(gate, GateProjection):
+                activation = gate.activation
+                is_bounded = activation.kind == "sigmoid"
+                if is_bounded or name in self.recipe.log_decays:
+                    ranges[name] = (activation.low, activation.high)
+        return MemorySpec(
+            recipe=self.recipe,
+            d_model=self.d_model,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            num_heads=self.num_heads,
+            engine=self.engine,
+            precision=self.precision,
+            chunk_size=self.chunk_size,
+            initial_memory=self.initial_memory,
+            gate_ranges=ranges,
+            stability_limit=self.limit,
+            options=self.options,
+        )
 
     def shift_tokens(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recollect.choices.autograd import CustomFunction
 from recollect.functional.packing import last_tokens
 
-__all__ = ["ShortConvolution"]
+__all__ = ["ShortConvolution", "short_convolution"]
 
 
 class _DepthwiseConv(CustomFunction):
@@ -55,6 +55,63 @@ def _depthwise_conv(x: Tensor, weight: Tensor) -> Tensor:
     return _convolve(x, weight)
 
 
+def short_convolution(
+    u: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_kept: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, and the last inputs for the next call.
+
+    Args:
+        u: tokens ``[B, T, D]``, padded on the right if ``lengths`` is given.
+        weight: one tap per token of the window ``[w, D]``.
+        state: last inputs of each sequence before this call ``[B, num_kept, D]``. Default: zeros.
+        lengths: number of valid tokens per sequence ``[B]``.
+        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; the state then has
+            N rows.
+        num_kept: number of inputs in the state. Default: w − 1, the fewest possible.
+    """
+    num_kept = weight.shape[0] - 1 if num_kept is None else num_kept
+    if cu_seqlens is not None:
+        return _convolve_packed(u, weight, state, cu_seqlens, num_kept)
+    if state is None:
+        state = u.new_zeros(u.shape[0], num_kept, u.shape[2])
+    joined = torch.cat([state.to(u.dtype), u], dim=1)  # [B, num_kept + T, D]
+    if lengths is None:
+        final_state = joined[:, joined.shape[1] - num_kept :]
+        if u.shape[1] > num_kept:
+            final_state = final_state.clone()  # a view keeps all of `joined` in memory
+    else:
+        final_state = last_tokens(joined, num_kept, lengths)
+    return _depthwise_conv(joined[:, num_kept + 1 - weight.shape[0] :], weight), final_state
+
+
+def _convolve_packed(
+    u: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor, num_kept: int
+) -> tuple[Tensor, Tensor]:
+    """Convolve documents in one pass, each after its own state."""
+    (_, T, D), N, width = u.shape, cu_seqlens.shape[0] - 1, weight.shape[0]
+    ends = cu_seqlens.to(device=u.device, dtype=torch.long)
+    steps = torch.arange(T, device=u.device)
+    document = torch.bucketize(steps, ends[1:], right=True)
+    token_slots = steps + (document + 1) * num_kept
+    state_slots = ends[:-1, None] + torch.arange(N, device=u.device)[:, None] * num_kept
+    state_slots = state_slots + torch.arange(num_kept, device=u.device)
+    joined = u.new_zeros(T + N * num_kept, D).index_copy(0, token_slots, u[0])
+    if state is not None:
+        rows = state.to(u.dtype).flatten(0, 1)
+        joined = joined.index_copy(0, state_slots.flatten(), rows)
+    final_state = joined[state_slots + ends.diff()[:, None]]  # [N, num_kept, D]
+    if T == 0:
+        return u, final_state
+    y = _depthwise_conv(joined.unsqueeze(0), weight)
+    return y[:, token_slots - width + 1], final_state
+
+
 class ShortConvolution(nn.Module):
     """y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, per channel, over the last w tokens of the sequence.
 
@@ -94,37 +151,7 @@ class ShortConvolution(nn.Module):
             cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; the state then
                 has N rows.
         """
-        if cu_seqlens is not None:
-            return self._forward_packed(u, state, cu_seqlens)
-        history = self.width - 1
-        if state is None:
-            state = u.new_zeros(u.shape[0], history, u.shape[2])
-        joined = torch.cat([state.to(u.dtype), u], dim=1)  # [B, w − 1 + T, D]
-        final_state = last_tokens(joined, history, lengths)
-        if lengths is None and u.shape[1] > history:
-            final_state = final_state.clone()  # a view keeps all of `joined` in memory
-        return _depthwise_conv(joined, self.weight), final_state
-
-    def _forward_packed(
-        self, u: Tensor, state: Tensor | None, cu_seqlens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Convolve documents in one pass, each after its own state."""
-        history, (_, T, D), N = self.width - 1, u.shape, cu_seqlens.shape[0] - 1
-        ends = cu_seqlens.to(device=u.device, dtype=torch.long)
-        steps = torch.arange(T, device=u.device)
-        document = torch.bucketize(steps, ends[1:], right=True)
-        token_slots = steps + (document + 1) * history
-        history_slots = ends[:-1, None] + torch.arange(N, device=u.device)[:, None] * history
-        history_slots = history_slots + torch.arange(history, device=u.device)
-        joined = u.new_zeros(T + N * history, D).index_copy(0, token_slots, u[0])
-        if state is not None:
-            rows = state.to(u.dtype).flatten(0, 1)
-            joined = joined.index_copy(0, history_slots.flatten(), rows)
-        final_state = joined[history_slots + ends.diff()[:, None]]  # [N, w − 1, D]
-        if T == 0:
-            return u, final_state
-        y = _depthwise_conv(joined.unsqueeze(0), self.weight)
-        return y[:, token_slots - history], final_state
+        return short_convolution(u, self.weight, state, lengths=lengths, cu_seqlens=cu_seqlens)
 
     def extra_repr(self) -> str:
         """Return channels and width."""

@@ -32,6 +32,15 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from recollect.lm.adoption import (
+    AdoptedLayerReport,
+    AdoptionReport,
+    Family,
+    MemoryArguments,
+    adopt,
+    families,
+    register_family,
+)
 from recollect.lm.evaluation.evaluate import evaluate
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
@@ -56,6 +65,8 @@ from recollect.lm.width.rules import Rule, scale_for_width, width_rules
 
 __all__ = [
     "PAPER_SIZES",
+    "AdoptedLayerReport",
+    "AdoptionReport",
     "CachedPrompt",
     "CheckpointError",
     "Coordinate",
@@ -63,7 +74,9 @@ __all__ = [
     "Diverged",
     "Evaluation",
     "EvaluationWatcher",
+    "Family",
     "Header",
+    "MemoryArguments",
     "PaperSize",
     "ProcessEnded",
     "Progress",
@@ -76,16 +89,19 @@ __all__ = [
     "TaskResult",
     "TrainPlan",
     "Trained",
+    "adopt",
     "cache_of",
     "check_coordinates",
     "count_parameters",
     "evaluate",
+    "families",
     "load_plan",
     "local_tasks",
     "match_parameters",
     "paper_config",
     "parameter_count",
     "parameter_groups",
+    "register_family",
     "replace_attention",
     "scale_for_width",
     "train",

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from recollect.lm.data.tokenizers import byte_tokenizer, read_tokenizer
@@ -15,7 +15,7 @@ from recollect.lm.model.checkpoint import check_config, check_regular_files, che
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.swap_config import SWAPPED
 
-__all__ = ["load_saved", "load_saved_tokenizer"]
+__all__ = ["load_saved", "load_saved_model", "load_saved_tokenizer"]
 
 _BYTES = (256, 257)  # vocabularies of bytes, without and with an end of the document
 
@@ -32,6 +32,16 @@ def load_saved(checkpoint: str, *, others: bool = False) -> tuple[Any, Any]:
         ValueError: none can be loaded, or it is another model, or it has no tokenizer; a
             `CheckpointError` for files that are not as they were written.
     """
+    model = load_saved_model(checkpoint, others=others)
+    return model, load_saved_tokenizer(_of_a_run(checkpoint), model)
+
+
+def load_saved_model(checkpoint: str, *, others: bool = False) -> Any:
+    """Return the model of `load_saved`, which needs no tokenizer.
+
+    Raises:
+        ValueError: as `load_saved`.
+    """
     folder = Path(checkpoint)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
         raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
@@ -44,7 +54,7 @@ def load_saved(checkpoint: str, *, others: bool = False) -> tuple[Any, Any]:
     quietly = offline() if "local_files_only" in how else contextlib.nullcontext()
     try:
         with quietly:
-            model = kind.from_pretrained(checkpoint, **how).eval()
+            return kind.from_pretrained(checkpoint, **how).eval()
     except OSError as error:
         if not folder.is_dir():
             raise ValueError(
@@ -52,7 +62,10 @@ def load_saved(checkpoint: str, *, others: bool = False) -> tuple[Any, Any]:
                 "the hub: name the folder of a saved model, such as runs/train/model"
             ) from None
         raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
-    return model, load_saved_tokenizer(checkpoint, model)
+    except ValueError as error:
+        if folder.is_dir():
+            raise
+        raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
 
 
 def _of_a_run(checkpoint: str) -> str:
@@ -130,6 +143,12 @@ def _model_class(folder: Path, *, others: bool) -> Any:
         raise ValueError(
             f"{folder} holds a model of type {kind!r}, which transformers does not know; code that "
             "comes with a model is not run"
+        )
+    is_decoder = kind == SWAPPED or CONFIG_MAPPING[str(kind)] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not is_decoder:
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}, which is no decoder: give a model that "
+            "AutoModelForCausalLM loads"
         )
     return RecollectForCausalLM if kind == own else AutoModelForCausalLM
 

@@ -1,6 +1,7 @@
 """Contract suites for members, presets and engines of anybody's package.
 
-The library's own are held to the same functions. They need torch only, take seconds, and raise
+The library's own are held to the same functions. They need torch only (`check_family` also needs
+transformers), take seconds, and raise
 AssertionError with one sentence that names the member, preset or engine and what is false.
 
 Examples:
@@ -11,7 +12,16 @@ Examples:
 from __future__ import annotations
 
 from recollect.testing.engines import check_engine
+from recollect.testing.families import FamilyReport, check_family
 from recollect.testing.members import Check, MemberReport, check_member
 from recollect.testing.presets import check_preset
 
-__all__ = ["Check", "MemberReport", "check_engine", "check_member", "check_preset"]
+__all__ = [
+    "Check",
+    "FamilyReport",
+    "MemberReport",
+    "check_engine",
+    "check_family",
+    "check_member",
+    "check_preset",
+]

@@ -42,6 +42,7 @@ class Suite:
             alternate with some that sweep the caches for a second.
         shape: sizes where the command says none.
         timer: clock of the harness.
+        errors: relative differences of outputs by case, for cases that compute what others do.
     """
 
     about: str
@@ -51,6 +52,7 @@ class Suite:
     min_seconds: float = 0.02
     shape: Shape = field(default_factory=Shape)
     timer: Callable[[], float] = time.perf_counter
+    errors: Callable[[Shape], dict[str, float]] = lambda shape: {}
 
 
 _SHALLOW = ("linear_attention", "retnet", "gla", "delta_net", "gated_delta_net", "longhorn")
@@ -256,7 +258,35 @@ def _decode_pairs(shape: Shape) -> list[tuple[str, str, str]]:
     return [*pairs, *((f"{name}: compiled / not", f"{name}, compiled", name) for name in COMPILED)]
 
 
+def _adopt_cases(shape: Shape) -> list[Case]:
+    from recollect.benchmarks.suites.adopt import adopt_cases  # needs transformers
+
+    return adopt_cases(shape.T, shape.device)
+
+
+def _adopt_pairs(shape: Shape) -> list[tuple[str, str, str]]:
+    from recollect.benchmarks.suites.adopt import adopt_pairs
+
+    return adopt_pairs()
+
+
+def _adopt_errors(shape: Shape) -> dict[str, float]:
+    from recollect.benchmarks.suites.adopt import adopt_errors
+
+    return adopt_errors(shape.T, shape.device)
+
+
 SUITES: dict[str, Suite] = {
+    "adopt": Suite(
+        about="processor time of published layers, original and adopted: prefill and one token",
+        cases=_adopt_cases,
+        baseline="Qwen3NextGatedDeltaNet",
+        pairs=_adopt_pairs,
+        min_seconds=0.1,
+        shape=Shape(T=512),
+        timer=time.process_time,
+        errors=_adopt_errors,
+    ),
     "decode": Suite(
         about="language models token by token (32 after a prompt of 128) against Llama; compiled",
         cases=_decode_cases,

@@ -163,6 +163,8 @@ def token(
     what = offered.structure
     if what is None or what.memory != "matrix" or not plan.bare or refusal(q) is not None:
         return None
+    if bound.per_value or bound.learned_rates:  # a rate per channel, or a decay of two factors
+        return None
     operator = next((one for one in offered.operators if one.token is not None), None)
     (A,), affine = state.weights, bound.recipe.bias.affine
     if operator is None or affine is None or not q.dtype == k.dtype == v.dtype == A.dtype:

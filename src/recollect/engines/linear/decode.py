@@ -5,6 +5,9 @@ every token (windows, momentum, probes, decays over values) is known to be absen
 plan is made; what is left is, with P = A_{t−1} or D_t A_{t−1}::
 
     A_t = D_t A_{t−1} + η_t (b v_t − a P k_t) k_tᵀ,     y_t = A_t q_t
+
+Without an error that sees the prediction (a = 0), η_t may be one number per value channel and D_t
+one per entry.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, state_dtype
+from recollect.engines.common.problem import Problem, scaled, state_dtype
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -32,7 +35,8 @@ class LinearPlan:
 
     Attributes:
         plain: whether the recursion above is all there is of it.
-        bare: whether, beyond that, keys are their own features and gates its only numbers.
+        bare: whether, beyond that, keys are their own features, and gates and the second factor of
+            a decay its only numbers.
         before: whether the error sees a memory that has decayed.
         split_values: whether value channels are memories of their own (`per_value_systems`).
     """
@@ -73,13 +77,14 @@ def plan(bound: BoundRecipe) -> LinearPlan:
     """What of a recipe decides how it runs."""
     recipe, gates = bound.recipe, set(bound.gates)
     decay, simple = recipe.retention.decay, _plain(bound.recipe)
+    factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
     return LinearPlan(
         plain=simple,
         bare=simple
         and not bound.needs_lowering
         and not bound.has_features
         and not recipe.algorithm.rate_depends_on_key
-        and not bound.learned_rates
+        and [name for name, _, _ in bound.learned_rates] == factors
         and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
         before=decay is not None and decay.when == "before",
         split_values=per_value_systems(recipe),
@@ -93,8 +98,10 @@ def _plain(recipe: Recipe) -> bool:
         and (memory.read.when == "after" and memory.read.bonus == 0.0)
         and (recipe.context.horizon == 1 and "window" not in recipe.context.quantity_axes)
         and recipe.bias.probe is None
-        and (algorithm.recursion == "none" and not algorithm.per_value)
-        and (decay is None or decay.per in ("head", "key"))
+        and algorithm.recursion == "none"
+        and not per_value_systems(recipe)
+        and not (algorithm.per_value and algorithm.rate_depends_on_key)
+        and (decay is None or decay.per in ("head", "key", "entry"))
     )
 
 
@@ -107,7 +114,9 @@ def one_token(problem: Problem) -> tuple[Tensor, State]:
     P = B * H
     q = problem.phi(problem.q, "query", position).reshape(P, problem.q.shape[3], F)
     k = problem.phi(problem.k.unsqueeze(3), "key", position)
-    lr, log_decay = rates["lr"], rates.get("log_decay")
+    lr, log_decay, scale = rates["lr"], rates.get("log_decay"), rates.get("decay_scale")
+    if log_decay is not None and scale is not None and scale.dim() > log_decay.dim():
+        log_decay = scaled(log_decay.unsqueeze(-1), scale)
     if bound.rate_depends_on_key:
         assert bound.affine is not None  # linear.refuses
         lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
@@ -136,16 +145,20 @@ def token(
         q: the query ``[B, 1, H·G, K]``.
         k: the key ``[B, 1, H, K]``.
         v: the value ``[B, 1, H, V]``.
-        gates: by name, ``[B, 1, H, ...]``.
+        gates: by name, ``[B, 1, H, ...]``; and the params ``[H, ...]``.
         state: before the token.
     """
     plan: LinearPlan = bound.plan
     (A,) = state.weights if plan.bare else (None,)
     if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype == state_dtype(q)):
         return None
-    lr, log_decay = gates["lr"], gates.get("log_decay")
-    if lr.dtype != A.dtype or (log_decay is not None and log_decay.dtype != A.dtype):
-        return None  # the general way converts them
+    for gate in gates.values():
+        if gate.dtype != A.dtype:
+            return None  # the general way converts it
+    lr, log_decay, scale = gates["lr"], gates.get("log_decay"), gates.get("decay_scale")
+    if log_decay is not None and scale is not None:
+        has_all_axes = log_decay.dim() == scale.dim() + 2
+        log_decay = scaled(log_decay if has_all_axes else log_decay.unsqueeze(-1), scale)
     B, H, V, F = A.shape
     P = B * H
     y, after = _step(
@@ -177,12 +190,13 @@ def _step(
     assert bound.affine is not None  # linear.refuses
     (a, b), decayed = bound.affine, A
     if log_decay is not None:
-        channels = k.shape[2] if log_decay.dim() == 4 else 1
-        decayed = A * log_decay.exp().reshape(k.shape[0], 1, channels)
+        axes = log_decay.shape[3:]  # none, [F] or [V, F]
+        decayed = A * log_decay.exp().reshape(k.shape[0], *(1,) * (2 - len(axes)), *axes)
     # Rows times a transposed matrix take half the time of a matrix times columns.
     if a == 0:
         error = v if b == 1 else b * v
     else:
         error = torch.baddbmm(v, k, (decayed if plan.before else A).mT, beta=b, alpha=-a)
-    after = torch.addcmul(decayed, (error * lr.reshape(k.shape[0], 1, 1)).mT, k)
-    return torch.bmm(q, after.mT), after
+    lr = lr.reshape(k.shape[0], 1, *(lr.shape[3:] or (1,)))
+    updated = torch.addcmul(decayed, (error * lr).mT, k)
+    return torch.bmm(q, updated.mT), updated

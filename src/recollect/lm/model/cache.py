@@ -30,7 +30,8 @@ CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 def cache_of(outputs: Any) -> Any:
     """Return the cache in the outputs of a model or of ``generate``.
 
-    Transformers calls it ``outputs.cache`` from 5.24 on, and ``outputs.past_key_values`` before.
+    Transformers calls it ``outputs.cache`` from 5.24 on; before, ``outputs.past_key_values``, or
+    ``outputs.cache_params`` of Mamba.
 
     Args:
         outputs: outputs of any causal language model, with ``use_cache=True``.
@@ -43,7 +44,8 @@ def cache_of(outputs: Any) -> Any:
         >>> rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]))).get_seq_length()
         3
     """
-    return getattr(outputs, CACHE)
+    names = (CACHE, "cache_params")
+    return getattr(outputs, next((name for name in names if hasattr(outputs, name)), CACHE))
 
 
 def one_cache(cache: Any, past_key_values: Any) -> Any:

@@ -1,0 +1,75 @@
+"""Inputs of a model, and the tokens that its layers receive for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect.blocks.layers import layer_spec
+from recollect.messages import RecipeError
+
+__all__ = ["model_inputs", "received_tokens"]
+
+
+def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:
+    """Return token ids ``[B, T]`` on the device of the model, or vectors as they are.
+
+    Raises:
+        ValueError: ids of another shape, or without a token.
+    """
+    ids = x if isinstance(x, Tensor) else torch.tensor(x)
+    if ids.is_floating_point():
+        return ids
+    if ids.dim() == 1:
+        ids = ids[None]
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"token ids must have shape [T] or [B, T] with T ≥ 1, not {[*ids.shape]}")
+    device = next((weight.device for weight in model.parameters()), ids.device)
+    return ids.to(device)
+
+
+@contextmanager
+def received_tokens(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """Record the tokens ``[B, T, d_model]`` that layers receive in one call of their model.
+
+    Yields:
+        A list by the name of each layer, which is empty if the layer is not called.
+
+    Raises:
+        RecipeError: a layer was called several times.
+    """
+    calls: dict[str, list[Tensor]] = {name: [] for name in layers}
+    hooks = [
+        layer.register_forward_pre_hook(
+            _record(calls[name], layer_spec(layer).d_model), with_kwargs=True
+        )
+        for name, layer in layers.items()
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, tokens in calls.items():
+        if len(tokens) > 1:
+            raise RecipeError(
+                f"{name} is called {len(tokens)} times for these inputs, and one call is expected: "
+                "use the layer itself with the tokens that rc.blocks.leaf_inputs gives"
+            )
+
+
+def _record(calls: list[Tensor], d_model: int) -> Callable[..., None]:
+    """Return a hook that appends the first argument of shape ``[B, T, d_model]``."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for x in (*args, *kwargs.values()):
+            is_tensor = isinstance(x, Tensor) and x.is_floating_point()
+            if is_tensor and x.dim() == 3 and x.shape[-1] == d_model:
+                calls.append(x)
+                return
+
+    return hook

@@ -1,0 +1,275 @@
+"""Layers of a model's cache that can be cropped: the memory alone is run again."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from recollect.functional.packing import CompactedBatch
+from recollect.lm.adoption.subclass import specialize
+
+if TYPE_CHECKING:
+    from recollect.lm.adoption.family import MemoryArguments
+
+__all__ = ["CountingCache", "LayerMemory", "RecordedCall", "memory_of"]
+
+
+@dataclass(kw_only=True)
+class RecordedCall:
+    """A call of a layer, from which its state after fewer tokens can be computed.
+
+    Attributes:
+        module: the adopted layer.
+        conv: inputs of the convolution before the call ``[B, w, C]``, or ``None``.
+        memory: tensors of the memory before the call, or ``None`` for the first call.
+        u: inputs of the convolution ``[B, T, C]``, real tokens first.
+        arguments: arguments of the memory.
+        batch: indices of the real tokens, or ``None`` if all are real.
+    """
+
+    module: Any
+    conv: Tensor | None
+    memory: tuple[Tensor, ...] | None
+    u: Tensor
+    arguments: MemoryArguments
+    batch: CompactedBatch | None
+
+    @property
+    def T(self) -> int:
+        """Number of columns."""
+        return self.u.shape[1]
+
+    def cut(self, n: int) -> RecordedCall:
+        """Return the call of the first n columns."""
+        batch = self.batch
+        if batch is not None:
+            lengths = ((batch.index < n) & batch.mask).sum(1)
+            batch = CompactedBatch(index=batch.index[:, :n], lengths=lengths)
+        u, arguments = self.u[:, :n], self.arguments.cut(n)
+        return replace(self, u=u, arguments=arguments, batch=batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCall:
+        memo[id(self.module)] = self.module  # a copied cache belongs to the same model
+        return RecordedCall(**copy.deepcopy(vars(self), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a saved cache has no recorded calls
+
+
+def _unchanged(name: str) -> Callable[..., None]:
+    """Return a method of cache layers that moves tensors and keeps their values."""
+
+    def method(self: Any, *args: Any) -> None:
+        is_own = self._is_own()
+        getattr(super(LayerMemory, self), name)(*args)
+        if is_own:
+            self._mark()
+
+    return method
+
+
+_reorder = _unchanged("reorder_cache")
+
+
+class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers share)
+    """The memory of an adopted layer in a cache layer of transformers, in the model's own layout.
+
+    It is a mixin: cache layers that an adopted layer writes become objects of a subclass.
+    """
+
+    _calls: Sequence[RecordedCall] = ()
+    num_columns = 0
+    _has_documents = False
+    _version: int | None = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` restores earlier states exactly: keys and values next to a memory do."""
+        return not isinstance(self, CacheLayerMixin) or isinstance(self, DynamicLayer)
+
+    def load(self: Any, num_kept: int) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
+        """Return the last inputs of the convolution ``[B, num_kept, C]``, and the stored memory."""
+        if self._has_documents:
+            self.refuse_documents()
+        if not self.has_previous_state[0]:
+            return None, None
+        conv = self.conv_states[0]
+        conv = None if conv is None else conv[..., conv.shape[-1] - num_kept :].mT
+        return conv, self._read_memory()
+
+    def refuse_documents(self: Any) -> None:
+        """Keep nothing of a call with packed documents, and refuse any call before or after it.
+
+        Raises:
+            ValueError: the cache has tokens of another call.
+        """
+        if self.has_previous_state[0] or self._has_documents:
+            raise ValueError(
+                "a cache has one state per sequence, so calls with packed documents can neither "
+                "continue nor be continued: pass use_cache=False"
+            )
+        self._has_documents = True
+
+    def store(
+        self: Any,
+        conv: Tensor | None,
+        memory: tuple[Tensor, ...],
+        T: int,
+        recorded: RecordedCall | None,
+    ) -> None:
+        """Write the state after a call of T columns."""
+        if self.num_columns and not self._is_own():
+            self.num_columns = -1  # another model wrote: the length is unknown
+        self._write_all(conv, memory)
+        self._calls = [*self._calls, recorded] if recorded is not None else []
+        self.num_columns += T if self.num_columns >= 0 else 0
+        self._mark()
+
+    def _read_memory(self: Any) -> tuple[Tensor, ...] | None:
+        """Return the tensors of the memory."""
+        return (self.recurrent_states[0],)
+
+    def _write_memory(self: Any, memory: tuple[Tensor, ...]) -> None:
+        """Overwrite the tensors of the memory."""
+        self._write("recurrent_states", memory[0])
+
+    def _write_all(self: Any, conv: Tensor | None, memory: tuple[Tensor, ...] | None) -> None:
+        """Overwrite the state; a memory of ``None`` is the state before the first token."""
+        if conv is not None:
+            self._write("conv_states", conv.mT)
+        if memory is not None:
+            self._write_memory(memory)
+        self.has_previous_state[0] = memory is not None
+
+    def _write(self: Any, name: str, x: Tensor) -> None:
+        tensors = getattr(self, name)
+        if tensors[0] is None:
+            self.lazy_initialization(**{name: x})
+        if tensors[0].shape != x.shape:  # inputs of the convolution that another model recorded
+            tensors[0] = torch.empty_like(x)
+        tensors[0].copy_(x)
+
+    def _mark(self: Any) -> None:
+        self._version = self._current_version()
+
+    def _is_own(self: Any) -> bool:
+        return self._version == self._current_version()
+
+    def _current_version(self: Any) -> int | None:
+        memory = self.recurrent_states[0]
+        if torch.compiler.is_compiling() or memory is None or memory.is_inference():
+            return None
+        return int(memory._version)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_version": self._is_own()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._calls = [call for call in self._calls if call is not None]
+        self._version = self._current_version() if self._version else -1
+
+    def crop(self: Any, tokens_to_remove: int) -> None:
+        """Restore the state before the last tokens.
+
+        Args:
+            tokens_to_remove: number of tokens, as transformers passes it: 0 or negative.
+
+        Raises:
+            ValueError: the tokens are not part of one recorded call.
+        """
+        n = abs(int(tokens_to_remove))
+        if n:
+            self._crop_memory(n)
+        self._calls = self._calls[-1:]  # generation never goes back behind an earlier crop
+        if isinstance(self, DynamicSlidingWindowLayer):  # keys and values next to the memory
+            DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
+        elif isinstance(self, DynamicLayer):
+            DynamicLayer.crop(self, tokens_to_remove)
+
+    def forget_calls(self) -> None:
+        """Forget the recorded calls, so that the memory cannot be cropped behind this token."""
+        self._calls = []
+
+    def _crop_memory(self: Any, n: int) -> None:
+        calls, available = self._calls, sum(call.T for call in self._calls)
+        if n > available or not self._is_own():
+            raise ValueError(
+                f"cannot remove {n} tokens from a memory of which {available} are recorded: call "
+                "cache.activate_past_recording() before the model processes them"
+            )
+        self.num_columns -= n
+        while n:
+            call = calls.pop()
+            remaining = max(call.T - n, 0)
+            n -= call.T - remaining
+            if not n and not remaining:
+                self._write_all(call.conv, call.memory)
+            elif not n:
+                call = call.cut(remaining)
+                self._write_all(*call.module.state_after(call))
+                calls.append(call)
+        self._mark()
+
+    def reorder_cache(self: Any, beam_idx: Tensor) -> None:
+        """Keep these sequences, in this order."""
+        _reorder(self, beam_idx)
+        self._calls = []
+
+    offload = _unchanged("offload")
+    prefetch = _unchanged("prefetch")
+
+    def reset(self: Any) -> None:
+        """Forget all tokens."""
+        super().reset()  # type: ignore[misc]
+        self._calls, self.num_columns, self._has_documents = [], 0, False
+        self._mark()
+
+
+class CountingCache:
+    """A mixin for caches with adopted layers.
+
+    Without layers of keys and values, memories report the length. Layers that were never written,
+    which some versions of transformers have, are not cropped.
+    """
+
+    def get_seq_length(self: Any, layer_idx: int = 0) -> int:
+        """Return the number of columns of the batch so far, padding included."""
+        layers = self.layers
+        if layer_idx == 0 and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+            counts = [layer.num_columns for layer in layers if isinstance(layer, LayerMemory)]
+            if counts and counts[0] >= 0:
+                return int(counts[0])
+        return super().get_seq_length(layer_idx)  # type: ignore[misc, no-any-return]
+
+    def crop(self: Any, tokens_to_remove: int) -> None:
+        """Remove the last tokens from all layers, as `LayerMemory.crop` does."""
+        for layer in self.layers:
+            states = getattr(layer, "conv_states", {0: layer}).values()
+            if isinstance(layer, LayerMemory) or any(x is not None for x in states):
+                layer.crop(tokens_to_remove)
+
+
+def memory_of(cache: Any, index: int) -> Any:
+    """Return the cache layer of a recurrent layer.
+
+    Raises:
+        ValueError: the cache has no recurrent layer with this index.
+    """
+    if index >= len(cache.layers) or not hasattr(cache.layers[index], "recurrent_states"):
+        raise ValueError(
+            f"layer {index} of the cache cannot hold a memory: create the cache with "
+            "DynamicCache(config=model.config)"
+        )
+    layer = cache.layers[index]
+    if not torch.compiler.is_compiling():
+        specialize(layer, LayerMemory)
+        specialize(cache, CountingCache)
+    return layer
