@@ -25,6 +25,8 @@ STAMP := $(VENV)/.recollect
 
 # One thread per worker, or the workers would fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# A file's tests share fixtures, caches and compiled graphs, so one worker runs all of them.
+PARALLEL = -n $(WORKERS) --dist loadfile
 
 SUITABLE_TORCH = import torch; v = torch.__version__.split("."); \
 	assert (int(v[0]), int(v[1])) >= (2, 9)
@@ -40,10 +42,10 @@ demo: $(STAMP)-demo  ## train and compare six architectures on text and on recal
 	$(BIN)/recollect $(DEMO_FIGURE)
 
 test: lint types  ## everything that continuous integration runs
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu' $(PYTEST_FLAGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu' $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)-dev  ## the tests that take more than a few seconds
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m 'slow and not gpu' $(PYTEST_FLAGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu' $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP)-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)

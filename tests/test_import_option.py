@@ -148,7 +148,7 @@ def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
 def test_every_command_takes_modules(command, place: Place) -> None:
     asked = {"explain": ["gla"], "train": ["run.toml"], "generate": ["nowhere"]}
-    asked |= {"export": ["nowhere", "there"], "plan": ["run.toml"]}
+    asked |= {"export": ["nowhere", "there"], "plan": ["run.toml"], "adopt": ["nowhere"]}
     asked["coordinates"] = ["run.toml"]
     asked["compare"] = ["--models", "gla"]
     name = command.__name__

@@ -152,6 +152,8 @@ def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
+        if losses[-1] < 0.75 * losses[0]:
+            break  # it has learned more than is required after all steps
     assert losses[-1] < 0.85 * losses[0]
 
 

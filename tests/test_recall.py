@@ -679,15 +679,15 @@ def test_a_state_is_made_of_one_memory_per_sequence() -> None:
     sizes = {"batch_size": 3, "num_heads": 2, "key_dim": 4, "value_dim": 6}
     state = rc.initial_state(recipe, **sizes, initial_memory=memory)
     y, _ = rc.recall(recipe, q, k, v, gates, state=state)
-    together, _ = rc.recall(recipe, q, k, v, gates, initial_memory=memory)
-    torch.testing.assert_close(y, together)
+    expected, _ = rc.recall(recipe, q, k, v, gates, initial_memory=memory)
+    torch.testing.assert_close(y, expected)
     for b in range(3):
         row = slice(b, b + 1)
         one = {name: gate[row] for name, gate in gates.items()}
-        apart, _ = rc.recall(
+        expected, _ = rc.recall(
             recipe, q[row], k[row], v[row], one, initial_memory=memory[b], engine="reference"
         )
-        torch.testing.assert_close(y[row], apart, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(y[row], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(rc.RecipeError, match=r"must have shape \[2, 6, 4\] \(or one per row"):
         rc.initial_state(recipe, **sizes, initial_memory=memory[:2])
     assert not rc.initial_state(recipe, **sizes).weights[0].any()

@@ -33,7 +33,7 @@ def fast(recipe: rc.Recipe) -> list[str]:
 
 def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
     square = recipe.memory.is_elementwise or getattr(recipe.memory, "residual", False)
-    return generate.inputs(recipe, **{"B": 1, "T": 9, "K": 4, "V": 4 if square else 3, **sizes})
+    return generate.inputs(recipe, **{"B": 1, "T": 7, "K": 4, "V": 4 if square else 3, **sizes})
 
 
 def put(x: generate.Inputs, name: str, number: float, tokens: object = SOME) -> generate.Inputs:

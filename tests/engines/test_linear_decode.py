@@ -33,7 +33,7 @@ RETENTIONS = (
 )
 
 
-def _plain(recipe: rc.Recipe) -> bool:
+def decodes_in_one_step(recipe: rc.Recipe) -> bool:
     return plan(bind(recipe, H=2, K=4, V=3)).plain
 
 
@@ -47,7 +47,7 @@ def test_one_token_and_all_its_gradients(
         if isinstance(algorithm, Implicit) and isinstance(bias, DotProduct):
             continue
         recipe = rc.Recipe(features=features, bias=bias, retention=retention, algorithm=algorithm)
-        assert _plain(recipe)
+        assert decodes_in_one_step(recipe)
         x = fitting(recipe, B=2, T=1, H=2, G=3)
         y, state, slopes = gradients(recipe, x, engine="linear")
         expected, expected_state, expected_grads = gradients(recipe, x, engine="reference")
@@ -63,7 +63,7 @@ def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
 ) -> None:
     retention = Decay(per=per, alpha=alpha)
     recipe = rc.Recipe(bias=DotProduct(), retention=retention, algorithm=GradientDescent(per=rate))
-    assert _plain(recipe)
+    assert decodes_in_one_step(recipe)
     x = fitting(recipe, B=2, T=1, H=2, G=3)
     y, state, slopes = gradients(recipe, x, engine="linear")
     expected, final_state, exact_slopes = gradients(recipe, x, engine="reference")
@@ -74,7 +74,7 @@ def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
 def test_presets_that_decode_so_and_those_that_do_not() -> None:
     """Windows, momentum, probes and decays over values take the general way."""
     ways = {
-        name: _plain(preset.recipe)
+        name: decodes_in_one_step(preset.recipe)
         for name in (
             "linear_attention",
             "delta_net",
@@ -96,7 +96,7 @@ def test_presets_that_decode_so_and_those_that_do_not() -> None:
         rc.Recipe(algorithm=GradientDescent(per="value")),
         rc.Recipe(memory=rc.memory.Matrix(read=rc.memory.Read(when="before"))),
     ):
-        assert not _plain(recipe)
+        assert not decodes_in_one_step(recipe)
 
 
 @torch.no_grad()

@@ -31,16 +31,7 @@ class Fatal:
         return os._exit, (self.status,)
 
 
-def test_a_process_that_dies_loses_only_its_own_item() -> None:
-    fatal, unsendable = Fatal(7), lambda: None
-    items: list[Any] = [4.0, fatal, unsendable, 9.0, 16.0, 25.0]
-    found: dict[Any, Any] = dict(in_processes(math.sqrt, items, 2))
-    assert [found[x] for x in (4.0, 9.0, 16.0, 25.0)] == [2.0, 3.0, 4.0, 5.0]
-    assert found[fatal] == Lost("its process died with exit status 7")
-    assert "cannot be sent to another process" in found[unsendable].reason
-
-
-def test_a_process_takes_one_item_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more begin than there are places, and one in place of each that died."""
     begun = []
 
@@ -50,11 +41,14 @@ def test_a_process_takes_one_item_after_another(monkeypatch: pytest.MonkeyPatch)
             super().__init__(work)
 
     monkeypatch.setattr(processes, "_Worker", Counted)
-    items: list[Any] = [Fatal(7), *map(float, range(10))]
-    found = [result for _, result in in_processes(math.sqrt, items, 2)]
-    assert sum(isinstance(result, Lost) for result in found) == 1
-    assert len(found) == 11
-    assert len(begun) <= 3
+    fatal, unsendable = Fatal(7), lambda: None
+    numbers = [float(n * n) for n in range(10)]
+    items: list[Any] = [fatal, *numbers[:3], unsendable, *numbers[3:]]
+    results: dict[Any, Any] = dict(in_processes(math.sqrt, items, 2))
+    assert len(results) == len(items) and len(begun) <= 3
+    assert [results[x] for x in numbers] == [float(n) for n in range(10)]
+    assert results[fatal] == Lost("its process died with exit status 7")
+    assert "cannot be sent to another process" in results[unsendable].reason
 
 
 @pytest.mark.slow

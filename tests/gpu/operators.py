@@ -1,12 +1,13 @@
 """Operators of flash-linear-attention in Triton's interpreter, against the reference in float64.
 
-``python -m tests.gpu.operators quick`` (or ``long``, ``halves``, ``hopper``, or names of
-`tests.gpu.operator_cases`) prints one JSON object per case: which functions of the package ran, and
-how far outputs, final states and every gradient are from the reference. It is a program of its own
-because the interpreter stays with its process (`tests.gpu.interpreter`).
+``python -m tests.gpu.operators quick`` (or another set, or names, of `tests.gpu.operator_cases`)
+prints one JSON object per case: which functions of the package ran, and how far outputs, final
+states and every gradient are from the reference. It is a program of its own because the interpreter
+stays with its process (`tests.gpu.interpreter`).
 
 Calls go through ``rc.recall(engine="fla")``, as on a GPU: only the sentence that the device is none
-is switched off. With ``hopper`` the machine claims to have a Hopper GPU and Triton 3.6.
+is switched off. With ``hopper`` or ``hopper_long`` the machine claims to have a Hopper GPU and
+Triton 3.6.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     choose.DEVICES.add("cpu")
     torch.set_float32_matmul_precision("high")
-    if "hopper" in names:
+    if {"hopper", "hopper_long"} & {*names}:
         claim_hopper()
     import_all()
     for name in [case for named in names for case in SETS.get(named, [named])]:

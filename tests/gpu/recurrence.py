@@ -69,7 +69,7 @@ def parity(names: Sequence[str]) -> None:
 
 def factors() -> None:
     """Products of rounded factors, with and without gradients."""
-    case = Case(TITANS, dtype=torch.float32, T=64)
+    case = Case(TITANS, dtype=torch.float32, T=40)
     expected = expected_of(case)
     for precision in ("float32", "tf32"):
         with pretend.counted(), matmul_precision(precision, "cuda"):
@@ -80,7 +80,7 @@ def factors() -> None:
 
 def launches() -> None:
     """Operations on the device, forward and backward, by the number of tokens."""
-    for T in (48, 160):
+    for T in (48, 96):
         case = Case(TITANS, dtype=torch.float32, T=T)
         leaves = inputs_of(case)
         with pretend.counted() as counts:

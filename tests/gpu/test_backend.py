@@ -474,7 +474,13 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("cases", ["quick", "hopper", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *("quick", "hopper"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("long", "hopper_long")),
+    ],
+)
 def test_kernels_are_the_reference(cases: str) -> None:
     found = printed("operators", cases)
     assert [one["name"] for one in found] == list(SETS[cases])

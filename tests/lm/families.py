@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ def every_family() -> list[object]:
     return params
 
 
-def enable_checkpointing(net: RecollectForCausalLM) -> None:
+def enable_checkpointing(net: RecollectForCausalLM, **options: Any) -> None:
     """Recompute activations in backward passes; transformers 5.24 has a new name for it."""
-    getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)()
+    enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+    enable(options or None)
 
 
 @functools.cache

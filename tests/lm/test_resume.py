@@ -38,28 +38,26 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "mine.jsonl")
 
 
-def test_a_checkpoint_that_lost_a_file_is_refused(text: Path, tmp_path: Path) -> None:
-    run = plan(text, tmp_path, optimizer={"steps": 2})
-    train(run)
-    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-2 lacks optimizer.pt"):
-        train(run, resume=True)
-
-
-def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> None:
-    run = plan(text, tmp_path, optimizer={"steps": 2})
-    train(run)
-    path = tmp_path / "checkpoint-2" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors was cut short"):
-        train(run, resume=True)
-
-
 @pytest.fixture(scope="module")
 def two_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     train(plan(text, folder, optimizer={"steps": 2}))
     return folder
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(
+    text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-2 lacks optimizer.pt"):
+        train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors was cut short"):
+        resumed(text, tmp_path, two_steps, "checkpoint-2/model.safetensors", cut)
 
 
 def resumed(
@@ -284,9 +282,11 @@ def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: 
     ]
 
 
-def test_the_plan_of_before_an_extension_is_told_of_it(text: Path, tmp_path: Path) -> None:
+def test_the_plan_of_before_an_extension_is_told_of_it(
+    text: Path, tmp_path: Path, two_steps: Path
+) -> None:
     short = plan(text, tmp_path / "run", optimizer={"steps": 2})
-    train(short)
+    shutil.copytree(two_steps, tmp_path / "run")
     train(plan(text, tmp_path / "run", optimizer={"steps": 4}), resume=True)
     with pytest.raises(ValueError, match=r"holds a run of 4 steps by now") as refused:
         train(short, resume=True)
@@ -384,10 +384,10 @@ def test_more_steps_extend_a_run_along_the_longer_schedule(text: Path, tmp_path:
 
 
 def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
-    text: Path, tmp_path: Path
+    text: Path, tmp_path: Path, two_steps: Path
 ) -> None:
     for out in ("one", "two"):
-        train(plan(text, tmp_path / out, optimizer={"steps": 2}))
+        shutil.copytree(two_steps, tmp_path / out)
     one, two = (plan(text, tmp_path / out, optimizer={"steps": 6}) for out in ("one", "two"))
     train(one, resume=True)
 

@@ -146,7 +146,7 @@ def check_crop(name: str, mask: Tensor) -> None:
     def read(cache: RecollectCache | None, start: int, stop: int) -> RecollectCache:
         return cache_of(net(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache))
 
-    def after(cache: RecollectCache) -> Tensor:
+    def continuation(cache: RecollectCache) -> Tensor:
         return net(token, cache=cache).logits
 
     with torch.no_grad():
@@ -157,7 +157,7 @@ def check_crop(name: str, mask: Tensor) -> None:
                 cropped, expected = recorded.copy(), read(begin, start, stop)
                 cropped.crop(stop - ids.shape[1])
                 check_equal(cropped, expected)
-                torch.testing.assert_close(after(cropped), after(expected), **TOL)
+                torch.testing.assert_close(continuation(cropped), continuation(expected), **TOL)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,17 +184,17 @@ def test_a_cache_is_cropped_across_calls(name: str) -> None:
         shortened.crop(0)
         with pytest.raises(ValueError, match="the 1 column that was recorded"):
             shortened.crop(-2)
-        for removed, left in ((5, 11), (1, 10)):
+        for removed, remaining in ((5, 11), (1, 10)):
             cache.crop(-removed)
-            assert cache.get_seq_length() == left
+            assert cache.get_seq_length() == remaining
         first = cache_of(net(ids[:, :9]))
         check_equal(cache, cache_of(net(ids[:, 9:10], cache=first)))
         cache.crop(-1)
         check_equal(cache, first)
         with pytest.raises(ValueError, match="the 0 columns that were recorded"):
             cache.crop(-1)
-        again = cache_of(net(ids[:, 9:], cache=cache))
-        check_equal(again, cache_of(net(ids[:, 9:], cache=first)))
+        continued = cache_of(net(ids[:, 9:], cache=cache))
+        check_equal(continued, cache_of(net(ids[:, 9:], cache=first)))
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "samba", "titans_mac"])
@@ -231,11 +231,11 @@ def test_nothing_is_kept_without_recording() -> None:
     # Generation with drafts leaves the cache that it was given as it is.
     kwargs = {"attention_mask": torch.ones(1, 10, dtype=torch.long), **GREEDY}
     longer = torch.cat([ids, ids[:, :1]], dim=1)
-    before = plain.states
+    states = plain.states
     net.generate(longer, cache=plain, prompt_lookup_num_tokens=3, **kwargs)
     assert not plain.is_croppable
     assert plain.get_seq_length() == 9
-    assert all(a is b for a, b in zip(plain.states, before, strict=True))
+    assert all(a is b for a, b in zip(plain.states, states, strict=True))
     # A recorded cache keeps its calls when another cache continues it.
     recorded = cache_of(net(ids, cache=recording()))
     net(ids, cache=recorded)

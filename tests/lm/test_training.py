@@ -241,7 +241,8 @@ def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: P
         "unset": {"tokenizer": str(tmp_path / "unset")},
         "right": {"tokenizer": str(tmp_path / "right")},
     }.items():
-        run = plan(text, tmp_path / f"run-{name}", data=data, run={"save_every": 0})
+        changes = {"data": data, "optimizer": {"steps": 1}, "run": {"save_every": 0}}
+        run = plan(text, tmp_path / f"run-{name}", **changes)
         folders.append(train(run).folder)
     process = subprocess.run(
         [sys.executable, "-c", GENERATES, json.dumps(PROMPTS), *map(str, folders)],

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recollect.blocks import MemoryAsContext, MemoryAsGate, Sequential
 from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_groups
+from recollect.lm.planning import flops
 from recollect.lm.sharding.checkpoints import whole_weights
 from recollect.lm.sharding.layout import Layout
 from recollect.lm.sharding.processes import ProcessEnded, join
@@ -25,7 +26,8 @@ from recollect.lm.sharding.trainer import Spread, spread
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import RecollectTrainer, train
 
-ROWS, STEPS, VOCAB, CLIP = 4, 5, 32, 0.5
+ROWS, STEPS, VOCAB, CLIP = 4, 3, 32, 0.5
+flops._SIDE = 256  # a small product as the matmul ceiling of runs, as in `tests/conftest.py`
 LAYOUTS = {
     "ddp": Layout(data=2),
     "fsdp": Layout(data=2, shards=True),
@@ -84,7 +86,7 @@ def steps(
     eps: float = 1e-8,
     norms: list[float] | None = None,
 ) -> torch.optim.AdamW:
-    """Five steps of AdamW on the rows of one group; gradients are clipped by their global norm."""
+    """Steps of AdamW on the rows of one group; gradients are clipped by their global norm."""
     draw = torch.Generator().manual_seed(1)
     inner = net.module if isinstance(net, DistributedDataParallel) else net
     optimizer = torch.optim.AdamW(parameter_groups(inner), lr=3e-4, betas=(0.9, 0.95), eps=eps)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +14,7 @@ from subprocess import Popen, TimeoutExpired
 from typing import Any
 
 import torch
-from tests.parallel.ranks import together
+from tests.parallel.ranks import IMPORTED, together
 from tests.processes import begun
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +69,29 @@ def job(call: str, count: int, place: Path, **environment: str) -> list[Any]:
     """What `tests.parallel.jobs` makes of a call in each of several processes, in their order."""
     together(count, _make, call, str(place), told(count) | environment)
     return [json.loads((place / f"made-{rank}.json").read_text()) for rank in range(count)]
+
+
+def survivors(call: str, count: int, place: Path, *, killed: int) -> list[Any]:
+    """Run a call as `job` does, where one process is killed; return what the others make of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    processes = [
+        context.Process(target=_make, args=(rank, call, str(place), shared))
+        for shared in [told(count)]
+        for rank in range(count)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(240)
+        expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(count)]
+        assert [process.exitcode for process in processes] == expected
+    finally:
+        for process in processes:
+            process.kill()
+    others = [rank for rank in range(count) if rank != killed]
+    return [json.loads((place / f"made-{rank}.json").read_text()) for rank in others]
 
 
 def _make(rank: int, call: str, place: str, environment: dict[str, str]) -> None:

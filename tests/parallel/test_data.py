@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import torch
 from tests.lm.runs import gathers, weights, write_text
 from tests.parallel.jobs import NAMES, ROWS, VOCAB, model, steps
-from tests.parallel.spawned import ended, group, job
+from tests.parallel.spawned import job, survivors
 from torch import Tensor, nn
 
 from recollect.lm.sharding.processes import PATIENCE, join
@@ -242,14 +242,11 @@ def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     write_text(tmp_path / "text.jsonl")
     train(TrainPlan.from_dict(tables(tmp_path, "unbroken")))
     broken = tables(tmp_path, "broken", run={"parallel": "fsdp"})
-    code = "import tests.parallel.jobs as jobs; "
-    code += f"print(jobs.killed({broken!r}, writing={not at_four}))"
     last = 4 if at_four else 2  # of the fourth step nothing stands where it was being written
-    with group(2, code, tmp_path) as processes:
-        (_, said, err), (status, _, _) = ended(processes)
-    assert status == -9
-    assert "another process of this run has ended" in said, err
-    assert f"{tmp_path / f'broken/checkpoint-{last}'} is whole" in said
+    call = f"killed({broken!r}, writing={not at_four})"
+    (message,) = survivors(call, 2, tmp_path, killed=1)
+    assert "another process of this run has ended" in message
+    assert f"{tmp_path / f'broken/checkpoint-{last}'} is whole" in message
     assert (tmp_path / f"broken/checkpoint-{last}/shards").is_dir()
     assert (tmp_path / "broken/checkpoint-4").exists() == at_four
     shutil.copytree(tmp_path / "broken", tmp_path / "more")

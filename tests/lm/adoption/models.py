@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -171,7 +172,9 @@ def make_model(name: str, seed: int = 0, **options: Any) -> Any:
     }
     common = {} if "text_config" in settings[name] else COMMON
     options = {**common, **settings[name], **options}
-    config = CONFIG_MAPPING[name](**{k: x for k, x in options.items() if x is not None})
+    # The mapping of classes may have those of flash-linear-attention under the same names.
+    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[name])
+    config = config_class(**{k: x for k, x in options.items() if x is not None})
     module_name = type(config).__module__.replace("configuration_", "modeling_")
     with without_fla():
         module = importlib.import_module(module_name)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,41 @@ def test_compiled_model_is_one_graph(name: str) -> None:
     torch._dynamo.reset()
     assert counter.frame_count == 1
     assert error(y, expected) < 1e-5
+
+
+def test_compiled_model_makes_a_cache() -> None:
+    _, model = adopted("mamba2")
+    ids = tokens()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(model, backend="eager")(ids[:, :20], use_cache=True)
+        torch._dynamo.reset()
+        y = model(ids[:, 20:], use_cache=True, **{CACHE: rc.lm.cache_of(out)}).logits
+        assert error(y, model(ids, use_cache=False).logits[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("first", ["hooks", "adoption"])
+def test_hooks_of_accelerate(first: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    original = make_model("mamba2")
+    model, ids = copy.deepcopy(original), tokens()
+    layer = model.backbone.layers[0].mixer
+    if first == "hooks":
+        accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook())
+        report = rc.lm.adopt(model)
+    else:
+        report = rc.lm.adopt(model)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    family = type(layer.adoption.family)
+    arguments = mock.patch.object(family, "arguments", autospec=True, side_effect=family.arguments)
+    with arguments as calls, torch.no_grad():
+        y = model(ids, use_cache=False).logits
+    assert calls.call_count == 2
+    with torch.no_grad():
+        assert error(y, original(ids, use_cache=False).logits) < 1e-5
+    report.undo()
+    with torch.no_grad():
+        assert error(model(ids, use_cache=False).logits, y) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "mamba2", "mamba"])
@@ -165,6 +201,53 @@ def test_inference_mode_then_gradients() -> None:
     assert error(y.detach(), expected) < 1e-6
 
 
+def test_an_interrupted_call_leaves_no_mask() -> None:
+    _, model = adopted("mamba2")
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :7] = 0
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        hook = model.backbone.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, attention_mask=mask, use_cache=False)
+        hook.remove()
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+class Wrapper(nn.Module):
+    """A module of a user, whose arguments are not those of its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def test_padding_of_a_model_inside_a_module() -> None:
+    model = Wrapper(make_model("mamba2"))
+    report = rc.lm.adopt(model)
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :7] = 0
+    with torch.no_grad():
+        y = model({"input_ids": ids, "attention_mask": mask})
+        assert error(y[1, 7:], model({"input_ids": ids[1:, 7:]})[0]) < 1e-5
+    prompt = ids[:1, :6].repeat(1, 2)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.model.generate(prompt, **options)
+    assert torch.equal(
+        model.model.generate(prompt, prompt_lookup_num_tokens=3, **options), expected
+    )
+    report.undo()
+    assert "_is_stateful" not in vars(model.model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 # -- caches ----------------------------------------------------------------------------------------
 
 
@@ -225,6 +308,31 @@ def test_a_saved_cache_continues(tmp_path: Path) -> None:
     assert loaded.get_seq_length() == 12
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_before_those_of_the_original_are_not_cropped(mode: Any) -> None:
+    original, model = adopted("mamba2")
+    ids = tokens(1, 12)
+    with mode():
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        model(ids[:, :4], use_cache=True, **{CACHE: cache})
+        original(ids[:, 4:6], use_cache=True, **{CACHE: cache})
+        model(ids[:, 6:], use_cache=True, **{CACHE: cache})
+        with pytest.raises(ValueError, match="of which 6 are recorded"):
+            cache.crop(-8)
+
+
+def test_a_short_recorded_cache_of_the_original_is_continued() -> None:
+    original, model = adopted("mamba2")
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        original(ids[:, :2], use_cache=True, **{CACHE: cache})
+        y = model(ids[:, 2:], use_cache=True, **{CACHE: cache}).logits
+        assert error(y, model(ids, use_cache=False).logits[:, 2:]) < 1e-5
+
+
 def test_the_length_is_unknown_after_the_original_continued() -> None:
     original, model = adopted("mamba2")
     ids = tokens(1, 6)
@@ -273,11 +381,23 @@ def test_packed_documents_have_no_cache_and_no_padding() -> None:
             model(ids, use_cache=False, seq_idx=index, attention_mask=mask)
 
 
-def test_boundaries_that_checkpointing_would_lose_are_refused() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_boundaries_that_checkpointing_would_lose_are_refused(use_reentrant: bool) -> None:
     _, model = adopted("mamba")
-    enable_checkpointing(model.train())
+    enable_checkpointing(model.train(), use_reentrant=use_reentrant)
     with pytest.raises(ValueError, match="disable gradient checkpointing"):
         model(tokens(1, 8), use_cache=False, seq_idx=torch.tensor([[0] * 5 + [1] * 3]))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_padding_that_checkpointing_would_lose_is_refused(use_reentrant: bool) -> None:
+    _, model = adopted("recurrent_gemma")
+    enable_checkpointing(model.train(), use_reentrant=use_reentrant)
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    model(ids, labels=ids, use_cache=False, attention_mask=mask).loss.backward()
+    mask[1, 15:] = 0
+    with pytest.raises(ValueError, match="disable gradient checkpointing"):
+        model(ids, labels=ids, use_cache=False, attention_mask=mask)
 
 
 def test_adopting_twice_is_refused() -> None:
@@ -286,6 +406,22 @@ def test_adopting_twice_is_refused() -> None:
         rc.lm.adopt(model)
     with pytest.raises(TypeError, match="expected a model of transformers, not str"):
         rc.lm.adopt("mamba2")  # type: ignore[arg-type]
+
+
+def test_an_error_changes_no_layer() -> None:
+    model = make_model("mamba2")
+    with pytest.raises(ValueError, match="engine"):
+        rc.lm.adopt(model, engine="unknown")
+    assert not rc.lm.adopt(model).unchanged
+
+
+def test_a_layer_that_does_not_fit_its_family_is_unchanged() -> None:
+    model = make_model("mamba2")
+    del model.backbone.layers[1].mixer.num_heads
+    report = rc.lm.adopt(model)
+    assert [layer.name for layer in report.adopted] == ["backbone.layers.0.mixer"]
+    assert "family 'mamba2' does not fit it (AttributeError" in report.unchanged[0].reason
+    assert model._is_stateful
 
 
 @pytest.mark.parametrize("name", list(OTHERS))

@@ -18,8 +18,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, DynamicCache
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from recollect.benchmarks.results import Case
 from recollect.lm.adoption import adopt
@@ -115,7 +119,8 @@ class _Pair:
         model = published.model
         with _without_kernels():
             module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        self.config = CONFIG_MAPPING[model](**published.sizes)
+        # The mapping of classes may have those of flash-linear-attention under the same names.
+        self.config = getattr(transformers, CONFIG_MAPPING_NAMES[model])(**published.sizes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.original: nn.Module = getattr(module, published.layer)(self.config, layer_idx=0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
 from recollect.engines.linear.chunked import chunk_length
-from recollect.engines.linear.decode import per_value_systems, scans
+from recollect.engines.linear.decode import decodes_in_one_step, per_value_systems, scans
 from recollect.engines.linear.scan import Cut
 
 if TYPE_CHECKING:
@@ -85,15 +85,16 @@ def _read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:
 
 
 def _scan(recipe: Recipe, s: Sizes) -> Counted:
-    """Entry by entry: only the read of a matrix is a product."""
+    """Count a scan: only the read of a matrix is a product, and the write of a decoded token."""
     bonus, first = _read_extras(recipe, s)
     token = 0 if recipe.memory.is_elementwise else 2 * s.G * s.F * s.V * s.H + bonus
     first = 0 if recipe.memory.is_elementwise else first
     notes = ("the scan is elementwise, about 6 operations per entry and token, not counted here",)
     cut = Cut.of(s.B * s.H * s.weights, s.T, None, cpu=True)
+    write = 2 * s.F * s.V * s.H if decodes_in_one_step(recipe) else 0
     return Counted(
         forward={"read": token * s.T + first},
-        decode=token + first,
+        decode=token + write + first,
         steps=cut.steps,
         step_seconds=SCAN_SECONDS + ENTRY_SECONDS * s.B * s.H * s.weights,
         states=len(cut.groups()),

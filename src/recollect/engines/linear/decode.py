@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["LinearPlan", "one_token", "per_value_systems", "plan", "scans", "token"]
+__all__ = [
+    "LinearPlan",
+    "decodes_in_one_step",
+    "one_token",
+    "per_value_systems",
+    "plan",
+    "scans",
+    "token",
+]
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def per_value_systems(recipe: Recipe) -> bool:
 def plan(bound: BoundRecipe) -> LinearPlan:
     """What of a recipe decides how it runs."""
     recipe, gates = bound.recipe, set(bound.gates)
-    decay, simple = recipe.retention.decay, _plain(bound.recipe)
+    decay, simple = recipe.retention.decay, decodes_in_one_step(bound.recipe)
     factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
     return LinearPlan(
         plain=simple,
@@ -91,7 +99,8 @@ def plan(bound: BoundRecipe) -> LinearPlan:
     )
 
 
-def _plain(recipe: Recipe) -> bool:
+def decodes_in_one_step(recipe: Recipe) -> bool:
+    """Whether one token is a write of one association and a read, without special cases."""
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     return (
         not memory.is_elementwise

@@ -94,12 +94,14 @@ class AdoptionReport:
         for module in self.model.modules():
             if isinstance(module, AdoptedLayer):
                 module.__class__ = original_class(module)
+                _update_hooked_forward(module)
                 del module.adoption
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for name in ("_is_stateful", "_prepare_cache_for_generation"):
-            vars(self.model).pop(name, None)
+        for module in self.model.modules():
+            for name in ("_is_stateful", "_prepare_cache_for_generation"):
+                vars(module).pop(name, None)
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}: {len(self.adopted)} recurrent layers adopted"]
@@ -145,14 +147,22 @@ def adopt(model: nn.Module, *, engine: str = "auto") -> AdoptionReport:
         raise TypeError(f"expected a model of transformers, not {type(model).__name__}")
     if any(isinstance(module, AdoptedLayer) for module in model.modules()):
         raise ValueError("layers of this model are adopted already: call undo() of their report")
-    context, reports = CallContext(), []
+    context, reports, adoptions = CallContext(), [], []
     for name, module, index in _recurrent_layers(model):
-        reports.append(_adopt_layer(name, module, index, context, engine))
+        report_of_layer, adoption = _examine_layer(name, module, index, context, engine)
+        reports.append(report_of_layer)
+        if adoption is not None:
+            adoptions.append((module, adoption))
+    for module, adoption in adoptions:  # after all were examined: an error changes no layer
+        module.adoption = adoption  # type: ignore[assignment]
+        specialize(module, AdoptedLayer)
+        _update_hooked_forward(module)
     report = AdoptionReport(model=model, layers=tuple(reports))
     if report.adopted:
         report._hooks += [hook for m in _models(model) for hook in watch_calls(m, context)]
         if not report.unchanged:
-            model._is_stateful = False  # type: ignore[assignment]  # caches can be cropped
+            for module in _models(model):
+                module._is_stateful = False  # type: ignore[assignment]  # caches can be cropped
         _prepare_own_caches(model, report)
     return report
 
@@ -165,9 +175,10 @@ def _prepare_own_caches(model: nn.Module, report: AdoptionReport) -> None:
         return
     add_layers: Any = functools.partial(_add_layers, layers)
     report._hooks += [m.register_forward_hook(add_layers) for m in _models(model)]
-    if hasattr(model, "_prepare_cache_for_generation"):
-        prepare: Any = functools.partial(_prepare_cache, model, layers)
-        model._prepare_cache_for_generation = prepare
+    for module in _models(model):
+        if hasattr(module, "_prepare_cache_for_generation"):
+            prepare: Any = functools.partial(_prepare_cache, module, layers)
+            module._prepare_cache_for_generation = prepare
 
 
 def _add_layers(adoptions: list[Adoption], module: nn.Module, args: Any, output: Any) -> None:
@@ -202,13 +213,23 @@ def _prepare_cache(
         model_kwargs[name].activate_past_recording()
 
 
-def _adopt_layer(
+def _examine_layer(
     name: str, module: nn.Module, index: int, context: CallContext, engine: str
-) -> AdoptedLayerReport:
+) -> tuple[AdoptedLayerReport, Adoption | None]:
+    """Return the report of a recurrent layer, and how to compute it, or ``None``."""
     layer_class, family = type(module).__name__, family_of(module)
-    if family is None:
-        reason = next((text for part, text in REASONS if part in layer_class), UNKNOWN)
-        return AdoptedLayerReport(name=name, layer_class=layer_class, reason=reason)
+    reason = next((text for part, text in REASONS if part in layer_class), UNKNOWN)
+    sample = None
+    if family is not None and "forward" in vars(module) and "_old_forward" not in vars(module):
+        reason = "its forward method was replaced on the object: adopt the model before that"
+    elif family is not None:
+        try:
+            sample = family.sample(module)
+        except Exception as problem:
+            kind = type(problem).__name__
+            reason = f"the family {family.name!r} does not fit it ({kind}: {problem})"
+    if family is None or sample is None:
+        return AdoptedLayerReport(name=name, layer_class=layer_class, reason=reason), None
     adoption = Adoption(
         family=family,
         context=context,
@@ -216,16 +237,21 @@ def _adopt_layer(
         argument_names=argument_names(module),
         layer_index=index,
     )
-    bound = adoption.bind(family.sample(module))
-    module.adoption = adoption  # type: ignore[assignment]
-    specialize(module, AdoptedLayer)
-    return AdoptedLayerReport(
+    bound = adoption.bind(sample)
+    report = AdoptedLayerReport(
         name=name,
         layer_class=layer_class,
         family=family.name,
         recipe=family.recipe,
         engine=bound.engine.name,
     )
+    return report, adoption
+
+
+def _update_hooked_forward(module: Any) -> None:
+    """Let a hook of accelerate, which replaced the forward method, call that of the class."""
+    if "_old_forward" in vars(module):
+        module._old_forward = type(module).forward.__get__(module)
 
 
 def _recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -255,13 +281,13 @@ def _looks_recurrent(module: nn.Module) -> bool:
 
 
 def _models(model: nn.Module) -> list[nn.Module]:
-    """Return the model and the models inside it that contain adopted layers."""
+    """Return the models of transformers that contain adopted layers, outermost first.
+
+    Arguments of a wrapper, such as a model of PEFT or a module of the user, are its own.
+    """
     return [
         module
         for module in model.modules()
-        if module is model
-        or (
-            isinstance(module, PreTrainedModel)
-            and any(isinstance(child, AdoptedLayer) for child in module.modules())
-        )
+        if isinstance(module, PreTrainedModel)
+        and any(isinstance(child, AdoptedLayer) for child in module.modules())
     ]

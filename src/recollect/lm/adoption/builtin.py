@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect import bias, retention
-from recollect.lm.adoption.family import Family, MemoryArguments, register_family
+from recollect.lm.adoption.family import Family, MemoryArguments, loaded, register_family
 from recollect.recipe.recipe import Recipe
 from recollect.zoo import get
 
@@ -207,8 +207,9 @@ class Mamba(Family):
             step = torch.einsum("bthr,hvr->bthv", step, module.dt_proj_weight)
             step = step + wide(module.dt_proj_bias)
         else:
-            step = functional.linear(step, module.dt_proj.weight)
-            step = step + wide(module.dt_proj.bias)
+            with loaded(module.dt_proj):
+                step = functional.linear(step, module.dt_proj.weight)
+                step = step + wide(module.dt_proj.bias)
         step, A = functional.softplus(wide(step)), wide(module.A_log).exp()
         return MemoryArguments(
             q=wide(q),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from recollect.functional.packing import CompactedBatch
@@ -78,6 +78,61 @@ def _unchanged(name: str) -> Callable[..., None]:
 _reorder = _unchanged("reorder_cache")
 
 
+def _last_inputs(layer: Any, num_kept: int) -> Tensor | None:
+    """Return the last inputs of the convolution ``[B, num_kept, C]``, zeros before the first."""
+    conv = layer.conv_states[0]
+    if conv is None:
+        return None
+    missing = max(num_kept - conv.shape[-1], 0)
+    return nn.functional.pad(conv[..., max(conv.shape[-1] - num_kept, 0) :], (missing, 0)).mT
+
+
+def _write(layer: Any, name: str, x: Tensor) -> None:
+    """Overwrite the tensor of a cache layer in place."""
+    tensors = getattr(layer, name)
+    if tensors[0] is None:
+        layer.lazy_initialization(**{name: x})
+    if tensors[0].shape != x.shape:  # inputs of the convolution that another model recorded
+        tensors[0] = torch.empty_like(x)
+    tensors[0].copy_(x)
+
+
+class MemoryInGraph:
+    """A layer of a cache that a compiled graph makes, in which no class can be changed.
+
+    Args:
+        layer: layer of transformers.
+    """
+
+    record_past = False
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def load(self, num_kept: int) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
+        """Return the last inputs of the convolution, and the stored memory."""
+        if not self.layer.has_previous_state[0]:
+            return None, None
+        return _last_inputs(self.layer, num_kept), (self.layer.recurrent_states[0],)
+
+    def refuse_documents(self) -> None:
+        """Refuse packed documents.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("packed documents have no cache in a compiled model: pass use_cache=False")
+
+    def store(
+        self, conv: Tensor | None, memory: tuple[Tensor, ...], T: int, recorded: None
+    ) -> None:
+        """Write the state after a call."""
+        if conv is not None:
+            _write(self.layer, "conv_states", conv.mT)
+        _write(self.layer, "recurrent_states", memory[0])
+        self.layer.has_previous_state[0] = True
+
+
 class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers share)
     """The memory of an adopted layer in a cache layer of transformers, in the model's own layout.
 
@@ -100,9 +155,7 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
             self.refuse_documents()
         if not self.has_previous_state[0]:
             return None, None
-        conv = self.conv_states[0]
-        conv = None if conv is None else conv[..., conv.shape[-1] - num_kept :].mT
-        return conv, self._read_memory()
+        return _last_inputs(self, num_kept), self._read_memory()
 
     def refuse_documents(self: Any) -> None:
         """Keep nothing of a call with packed documents, and refuse any call before or after it.
@@ -127,6 +180,7 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         """Write the state after a call of T columns."""
         if self.num_columns and not self._is_own():
             self.num_columns = -1  # another model wrote: the length is unknown
+            self._calls = []
         self._write_all(conv, memory)
         self._calls = [*self._calls, recorded] if recorded is not None else []
         self.num_columns += T if self.num_columns >= 0 else 0
@@ -138,23 +192,15 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
 
     def _write_memory(self: Any, memory: tuple[Tensor, ...]) -> None:
         """Overwrite the tensors of the memory."""
-        self._write("recurrent_states", memory[0])
+        _write(self, "recurrent_states", memory[0])
 
     def _write_all(self: Any, conv: Tensor | None, memory: tuple[Tensor, ...] | None) -> None:
         """Overwrite the state; a memory of ``None`` is the state before the first token."""
         if conv is not None:
-            self._write("conv_states", conv.mT)
+            _write(self, "conv_states", conv.mT)
         if memory is not None:
             self._write_memory(memory)
         self.has_previous_state[0] = memory is not None
-
-    def _write(self: Any, name: str, x: Tensor) -> None:
-        tensors = getattr(self, name)
-        if tensors[0] is None:
-            self.lazy_initialization(**{name: x})
-        if tensors[0].shape != x.shape:  # inputs of the convolution that another model recorded
-            tensors[0] = torch.empty_like(x)
-        tensors[0].copy_(x)
 
     def _mark(self: Any) -> None:
         self._version = self._current_version()
@@ -194,8 +240,14 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         elif isinstance(self, DynamicLayer):
             DynamicLayer.crop(self, tokens_to_remove)
 
+    def disown(self) -> None:
+        """Forget the recorded calls and the length, because another model writes the memory."""
+        self._calls = []
+        if self.num_columns:
+            self.num_columns = -1
+
     def forget_calls(self) -> None:
-        """Forget the recorded calls, so that the memory cannot be cropped behind this token."""
+        """Forget the recorded calls. `crop` then cannot remove the tokens before this one."""
         self._calls = []
 
     def _crop_memory(self: Any, n: int) -> None:
@@ -249,6 +301,13 @@ class CountingCache:
                 return int(counts[0])
         return super().get_seq_length(layer_idx)  # type: ignore[misc, no-any-return]
 
+    def get_recurrent_state(self: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Return the memory for a layer of the original model, which will overwrite it."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, LayerMemory):
+            layer.disown()
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
+
     def crop(self: Any, tokens_to_remove: int) -> None:
         """Remove the last tokens from all layers, as `LayerMemory.crop` does."""
         for layer in self.layers:
@@ -269,7 +328,8 @@ def memory_of(cache: Any, index: int) -> Any:
             "DynamicCache(config=model.config)"
         )
     layer = cache.layers[index]
-    if not torch.compiler.is_compiling():
-        specialize(layer, LayerMemory)
-        specialize(cache, CountingCache)
+    if torch.compiler.is_compiling():
+        return layer if isinstance(layer, LayerMemory) else MemoryInGraph(layer)
+    specialize(layer, LayerMemory)
+    specialize(cache, CountingCache)
     return layer

@@ -113,6 +113,9 @@ class CallContext:
 
     def enter(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Read the arguments of the outermost call."""
+        if model is self._model:  # a KeyboardInterrupt ended its last call, without `leave`
+            self._depth = 0
+            self._clear()
         self._depth += 1
         if self._depth > 1:
             return

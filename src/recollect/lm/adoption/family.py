@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,17 @@ class MemoryArguments:
         return MemoryArguments(
             q=self.q[:, :n], k=self.k[:, :n], v=self.v[:, :n], gates=gates, params=self.params
         )
+
+
+@contextlib.contextmanager
+def loaded(module: nn.Module) -> Iterator[None]:
+    """Load weights that accelerate offloads, for code that reads them without a call."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(module)
+    yield
+    if hook is not None:
+        hook.post_forward(module, ())
 
 
 class Family(ABC):

@@ -17,7 +17,7 @@ from recollect.layer.inspection import MemorySpec
 from recollect.layer.short_conv import short_convolution
 from recollect.lm.adoption.cache import RecordedCall
 from recollect.lm.adoption.context import CallContext, boundaries_of, padding_of
-from recollect.lm.adoption.family import Family, MemoryArguments
+from recollect.lm.adoption.family import Family, MemoryArguments, loaded
 from recollect.lm.adoption.subclass import original_class
 from recollect.recipe.bound import BoundRecipe
 from recollect.state.state import HostPosition, State
@@ -91,7 +91,7 @@ class AdoptedLayer:
         boundaries, context = boundaries_of(arguments), self.adoption.context
         if boundaries is not None or not context.is_active or context.boundaries is None:
             return boundaries
-        if torch.is_grad_enabled() and context.recomputes:
+        if context.recomputes:
             raise ValueError(
                 "boundaries of packed documents do not reach recurrent layers whose activations "
                 "are recomputed: disable gradient checkpointing, or pad the documents"
@@ -100,8 +100,16 @@ class AdoptedLayer:
 
     def _padding(self: Any, mask: Tensor | None, T: int) -> CompactedBatch | None:
         context = self.adoption.context
-        batch: CompactedBatch | None = context.padding(T) if context.is_active else None
-        return padding_of(mask, T) if batch is None and not context.is_active else batch
+        if not context.is_active:
+            return padding_of(mask, T)
+        batch: CompactedBatch | None = context.padding(T)
+        is_passed = mask is not None and mask.dim() == 2
+        if batch is not None and not is_passed and context.recomputes:
+            raise ValueError(
+                "the attention mask does not reach recurrent layers whose activations are "
+                "recomputed: disable gradient checkpointing, or use sequences of one length"
+            )
+        return batch
 
     def _run(
         self: Any,
@@ -154,13 +162,14 @@ class AdoptedLayer:
         module = self.adoption.family.convolution(self)
         if module is None:
             return u, None
-        y, conv = short_convolution(
-            *(u, module.weight.squeeze(1).t(), stored),
-            lengths=lengths,
-            cu_seqlens=boundaries,
-            num_kept=module.weight.shape[-1],
-        )
-        return y if module.bias is None else y + module.bias.to(y.dtype), conv
+        with loaded(module):
+            y, conv = short_convolution(
+                *(u, module.weight.squeeze(1).t(), stored),
+                lengths=lengths,
+                cu_seqlens=boundaries,
+                num_kept=module.weight.shape[-1],
+            )
+            return y if module.bias is None else y + module.bias.to(y.dtype), conv
 
     def memory_inputs(self: Any, x: Tensor) -> MemoryArguments:
         """Return the arguments of the memory for sequences ``[B, T, d]`` from their first token."""
@@ -237,11 +246,11 @@ class AdoptedLayer:
         module, conv = family.convolution(self), None
         if module is not None:
             width = module.weight.shape[-1]
-            before = (
+            start = (
                 u.new_zeros(len(u), width, u.shape[2]) if recorded.conv is None else recorded.conv
             )
             lengths = None if batch is None else batch.lengths
-            conv = last_tokens(torch.cat([before, u], 1), width, lengths)
+            conv = last_tokens(torch.cat([start, u], 1), width, lengths)
         _, memory = self._recall(
             *(recorded.arguments, recorded.memory, batch), output_final_state=True
         )
