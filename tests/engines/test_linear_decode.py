@@ -46,13 +46,18 @@ def test_one_token_and_all_its_gradients(
     for algorithm in (GradientDescent(), Implicit()):
         if isinstance(algorithm, Implicit) and isinstance(bias, DotProduct):
             continue
-        recipe = rc.Recipe(features=features, bias=bias, retention=retention, algorithm=algorithm)
-        assert decodes_in_one_step(recipe)
-        x = fitting(recipe, B=2, T=1, H=2, G=3)
-        y, state, slopes = gradients(recipe, x, engine="linear")
-        expected, expected_state, expected_grads = gradients(recipe, x, engine="reference")
-        same((y, state), (expected, expected_state), 1e-12, "of one token")
-        assert worst(slopes, expected_grads)[0] < 1e-12
+        check_one_token(
+            rc.Recipe(features=features, bias=bias, retention=retention, algorithm=algorithm)
+        )
+
+
+def check_one_token(recipe: rc.Recipe) -> None:
+    assert decodes_in_one_step(recipe)
+    x = fitting(recipe, B=2, T=1, H=2, G=3)
+    y, state, slopes = gradients(recipe, x, engine="linear")
+    expected, expected_state, expected_grads = gradients(recipe, x, engine="reference")
+    same((y, state), (expected, expected_state), 1e-12, "of one token")
+    assert worst(slopes, expected_grads)[0] < 1e-12
 
 
 @pytest.mark.parametrize("alpha", ["input", "input_scaled", "learned"])
@@ -62,13 +67,8 @@ def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
     alpha: str, per: str, rate: str
 ) -> None:
     retention = Decay(per=per, alpha=alpha)
-    recipe = rc.Recipe(bias=DotProduct(), retention=retention, algorithm=GradientDescent(per=rate))
-    assert decodes_in_one_step(recipe)
-    x = fitting(recipe, B=2, T=1, H=2, G=3)
-    y, state, slopes = gradients(recipe, x, engine="linear")
-    expected, final_state, exact_slopes = gradients(recipe, x, engine="reference")
-    same((y, state), (expected, final_state), 1e-12, "of one token")
-    assert worst(slopes, exact_slopes)[0] < 1e-12
+    algorithm = GradientDescent(per=rate)
+    check_one_token(rc.Recipe(bias=DotProduct(), retention=retention, algorithm=algorithm))
 
 
 def test_presets_that_decode_so_and_those_that_do_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ def check_drafts(net: PreTrainedModel, ids: Tensor, **drafter: object) -> None:
         return net.generate(ids, **SAMPLED, **drafter)
 
     assert torch.equal(sampled(1), sampled(1))
+    likeliest = net.generate(ids, **{**SAMPLED, "top_k": 1}, **drafter)
+    assert torch.equal(likeliest, expected[:, : likeliest.shape[1]])
 
 
 def repeated_prompt() -> Tensor:
@@ -341,3 +344,18 @@ def test_a_loaded_decoder_with_replaced_layers(tmp_path) -> None:
     decoder("gated_delta_net").save_pretrained(tmp_path)
     net = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     check_drafts(net, repeated_prompt(), prompt_lookup_num_tokens=5)
+
+
+def test_a_saved_cache_has_no_recorded_calls() -> None:
+    net, ids, buffer = model("gated_delta_net"), text(), io.BytesIO()
+    cache = RecollectCache()
+    cache.activate_past_recording()
+    with torch.no_grad():
+        cache = cache_of(net(ids, cache=cache, use_cache=True))
+        torch.save(cache, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        y = net(ids[:, :1], cache=loaded).logits
+        torch.testing.assert_close(y, net(ids[:, :1], cache=cache).logits)
+    with pytest.raises(ValueError, match="crop"):
+        loaded.crop(-1)

@@ -43,6 +43,11 @@ class CompactedBatch:
         """``[B, T]``: which tokens of a compacted sequence are real."""
         return torch.arange(self.index.shape[1], device=self.index.device) < self.lengths[:, None]
 
+    @property
+    def attention_mask(self) -> Tensor:
+        """``[B, T]``: which tokens of an uncompacted sequence are real."""
+        return torch.zeros_like(self.mask).scatter(1, self.index, self.mask)
+
     def gather(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Move real tokens to the left and fill the rest, whose values may be NaN."""
         shape = (*self.index.shape, *(1,) * (x.dim() - 2))

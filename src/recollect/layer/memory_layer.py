@@ -43,7 +43,7 @@ from recollect.messages import suggest_arguments
 from recollect.recipe.resolve import RecipeLike
 from recollect.state.state import State
 
-__all__ = ["MemoryLayer", "make_call", "run_memory", "state_after"]
+__all__ = ["MemoryLayer", "make_call", "run_call", "run_memory", "state_after"]
 
 NORM_EPS = 1e-6
 
@@ -497,6 +497,11 @@ def run_memory(
         cu_seqlens=cu_seqlens,
         output_final_state=output_final_state,
     )
+    return run_call(call)
+
+
+def run_call(call: Problem) -> tuple[Tensor, State | None]:
+    """Run the memory of a layer, as one operation of a graph that is compiled."""
     if torch.compiler.is_compiling():
         # The import loads the compiler, which is slow.
         from recollect.functional.one_operation import memorise_op, use_custom_op

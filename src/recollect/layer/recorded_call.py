@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RecordedCall"]
+__all__ = ["RecordedCall", "roll_back"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,3 +58,24 @@ class RecordedCall:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the call itself: it never changes, and a copy would contain the layer."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a saved cache has no recorded calls, which refer to layers
+
+
+def roll_back(calls: Sequence[RecordedCall], count: int) -> tuple[list[RecordedCall], Any]:
+    """Return the remaining calls and the state after the last ``count`` tokens are removed.
+
+    Args:
+        calls: recorded calls, the last one with the last tokens.
+        count: number of tokens, at least 1 and at most those of all calls.
+    """
+    remaining, state = [*calls], None
+    while count:
+        call = remaining.pop()
+        n = max(call.num_tokens - count, 0)
+        count -= call.num_tokens - n
+        if not count:
+            state = call.state_at(n)
+            remaining += [call.first(n)] if n else []
+    return remaining, state

@@ -345,7 +345,8 @@ def test_the_length_is_unknown_after_the_original_continued() -> None:
         cache.get_seq_length()
 
 
-def test_sampling_by_prompt_lookup_is_repeatable() -> None:
+def test_sampling_by_prompt_lookup() -> None:
+    """It is repeatable, and with the likeliest token alone it is greedy search."""
     _, model = adopted("mamba2")
     outputs = []
     for _ in range(2):
@@ -354,6 +355,8 @@ def test_sampling_by_prompt_lookup_is_repeatable() -> None:
         options = {"max_new_tokens": 12, "do_sample": True, "prompt_lookup_num_tokens": 3}
         outputs.append(model.generate(prompt, **options))
     assert torch.equal(*outputs)
+    greedy = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(prompt, **options, top_k=1), greedy)
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.nn import functional
 from recollect import bias, retention
 from recollect.lm.adoption.family import Family, MemoryArguments, loaded, register_family
 from recollect.recipe.recipe import Recipe
+from recollect.state.state import State
 from recollect.zoo import get
 
 __all__: list[str] = []
@@ -227,11 +228,12 @@ class Mamba(Family):
         y = y * functional.silu(wide(z))
         return module.out_proj(y.to(z.dtype))  # type: ignore[no-any-return]
 
-    def load_memory(self, module: Any, stored: Tensor) -> Tensor:
-        return stored if self._has_heads(module) else stored.unsqueeze(1)
+    def load_state(self, module: Any, stored: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {"weights": (stored[0] if self._has_heads(module) else stored[0].unsqueeze(1),)}
 
-    def store_memory(self, module: Any, weights: Tensor) -> Tensor:
-        return weights if self._has_heads(module) else weights.squeeze(1)
+    def store_state(self, module: Any, state: State) -> tuple[Tensor, ...]:
+        weights = state.weights[0]
+        return (weights if self._has_heads(module) else weights.squeeze(1),)
 
     @staticmethod
     def _has_heads(module: nn.Module) -> bool:

@@ -2,65 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from recollect.functional.packing import CompactedBatch
+from recollect.layer.recorded_call import RecordedCall, roll_back
 from recollect.lm.adoption.subclass import specialize
 
-if TYPE_CHECKING:
-    from recollect.lm.adoption.family import MemoryArguments
-
-__all__ = ["CountingCache", "LayerMemory", "RecordedCall", "memory_of"]
-
-
-@dataclass(kw_only=True)
-class RecordedCall:
-    """A call of a layer, from which its state after fewer tokens can be computed.
-
-    Attributes:
-        module: the adopted layer.
-        conv: inputs of the convolution before the call ``[B, w, C]``, or ``None``.
-        memory: tensors of the memory before the call, or ``None`` for the first call.
-        u: inputs of the convolution ``[B, T, C]``, real tokens first.
-        arguments: arguments of the memory.
-        batch: indices of the real tokens, or ``None`` if all are real.
-    """
-
-    module: Any
-    conv: Tensor | None
-    memory: tuple[Tensor, ...] | None
-    u: Tensor
-    arguments: MemoryArguments
-    batch: CompactedBatch | None
-
-    @property
-    def T(self) -> int:
-        """Number of columns."""
-        return self.u.shape[1]
-
-    def cut(self, n: int) -> RecordedCall:
-        """Return the call of the first n columns."""
-        batch = self.batch
-        if batch is not None:
-            lengths = ((batch.index < n) & batch.mask).sum(1)
-            batch = CompactedBatch(index=batch.index[:, :n], lengths=lengths)
-        u, arguments = self.u[:, :n], self.arguments.cut(n)
-        return replace(self, u=u, arguments=arguments, batch=batch)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCall:
-        memo[id(self.module)] = self.module  # a copied cache belongs to the same model
-        return RecordedCall(**copy.deepcopy(vars(self), memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a saved cache has no recorded calls
+__all__ = ["CountingCache", "LayerMemory", "memory_of"]
 
 
 def _unchanged(name: str) -> Callable[..., None]:
@@ -179,8 +132,7 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
     ) -> None:
         """Write the state after a call of T columns."""
         if self.num_columns and not self._is_own():
-            self.num_columns = -1  # another model wrote: the length is unknown
-            self._calls = []
+            self.disown()
         self._write_all(conv, memory)
         self._calls = [*self._calls, recorded] if recorded is not None else []
         self.num_columns += T if self.num_columns >= 0 else 0
@@ -229,7 +181,7 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
             tokens_to_remove: number of tokens, as transformers passes it: 0 or negative.
 
         Raises:
-            ValueError: the tokens are not part of one recorded call.
+            ValueError: the tokens are not part of recorded calls.
         """
         n = abs(int(tokens_to_remove))
         if n:
@@ -246,28 +198,16 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         if self.num_columns:
             self.num_columns = -1
 
-    def forget_calls(self) -> None:
-        """Forget the recorded calls. `crop` then cannot remove the tokens before this one."""
-        self._calls = []
-
     def _crop_memory(self: Any, n: int) -> None:
-        calls, available = self._calls, sum(call.T for call in self._calls)
+        available = sum(call.num_tokens for call in self._calls)
         if n > available or not self._is_own():
             raise ValueError(
                 f"cannot remove {n} tokens from a memory of which {available} are recorded: call "
                 "cache.activate_past_recording() before the model processes them"
             )
+        self._calls, state = roll_back(self._calls, n)
+        self._write_all(*state)
         self.num_columns -= n
-        while n:
-            call = calls.pop()
-            remaining = max(call.T - n, 0)
-            n -= call.T - remaining
-            if not n and not remaining:
-                self._write_all(call.conv, call.memory)
-            elif not n:
-                call = call.cut(remaining)
-                self._write_all(*call.module.state_after(call))
-                calls.append(call)
         self._mark()
 
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:

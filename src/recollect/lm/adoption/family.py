@@ -213,7 +213,7 @@ class Family(ABC):
             module: the layer.
             stored: tensors of the memory in the cache.
         """
-        return {"weights": (self.load_memory(module, stored[0]),)}
+        return {"weights": (stored[0].mT if self.keys_first else stored[0],)}
 
     def store_state(self, module: Any, state: State) -> tuple[Tensor, ...]:
         """Undo `load_state`.
@@ -222,25 +222,7 @@ class Family(ABC):
             module: the layer.
             state: state of the recipe.
         """
-        return (self.store_memory(module, state.weights[0]),)
-
-    def load_memory(self, module: Any, stored: Tensor) -> Tensor:
-        """Return weights ``[B, H, V, K]`` of a tensor of the model's cache.
-
-        Args:
-            module: the layer.
-            stored: the tensor in the cache.
-        """
-        return stored.mT if self.keys_first else stored
-
-    def store_memory(self, module: Any, weights: Tensor) -> Tensor:
-        """Undo `load_memory`.
-
-        Args:
-            module: the layer.
-            weights: ``[B, H, V, K]``.
-        """
-        return weights.mT if self.keys_first else weights
+        return (state.weights[0].mT if self.keys_first else state.weights[0],)
 
 
 _families: list[Family] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.functional.binding import bind, named
-from recollect.functional.packing import CompactedBatch, last_tokens, scatter
-from recollect.functional.recall import memorise
+from recollect.functional.packing import CompactedBatch, compact, last_tokens, scatter
 from recollect.layer.inspection import MemorySpec
+from recollect.layer.memory_layer import run_call
+from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.short_conv import short_convolution
-from recollect.lm.adoption.cache import RecordedCall
 from recollect.lm.adoption.context import CallContext, boundaries_of, padding_of
 from recollect.lm.adoption.family import Family, MemoryArguments, loaded
 from recollect.lm.adoption.subclass import original_class
@@ -136,13 +137,15 @@ class AdoptedLayer:
         arguments = family.arguments(self, family.activate(self, y), projections, starts)
         recorded = None
         if cache_layer is not None and cache_layer.record_past:
+            state = (  # copies: the cache overwrites its tensors
+                None if stored_conv is None else stored_conv.clone(),
+                None if stored is None else tuple(x.clone() for x in stored),
+            )
             recorded = RecordedCall(
-                module=self,
-                conv=None if stored_conv is None else stored_conv.clone(),
-                memory=None if stored is None else tuple(x.clone() for x in stored),
-                u=u,
-                arguments=arguments,
-                batch=batch,
+                num_tokens=x.shape[1],
+                state=state,
+                attention_mask=None if batch is None else batch.attention_mask,
+                recompute=partial(self._state_at, u, arguments, *state),
             )
         y, stored = self._recall(
             *(arguments, stored, batch, boundaries), output_final_state=cache_layer is not None
@@ -228,33 +231,37 @@ class AdoptedLayer:
             # Gates of a decoded token come from the projections of the prompt, which were checked.
             trusted=state is not None and arguments.q.shape[1] == 1,
         )
-        if torch.compiler.is_compiling():
-            # The import loads the compiler, which is slow.
-            from recollect.functional.one_operation import memorise_op, use_custom_op
-
-            y, state = (memorise_op if use_custom_op(call) else memorise)(call)
-        else:
-            y, state = memorise(call)
+        y, state = run_call(call)
         return y, None if state is None else family.store_state(self, state)
 
-    @torch.no_grad()
-    def state_after(
-        self: Any, recorded: RecordedCall
+    def _state_at(
+        self: Any,
+        u: Tensor,
+        arguments: MemoryArguments,
+        conv: Tensor | None,
+        memory: tuple[Tensor, ...] | None,
+        n: int,
+        mask: Tensor | None,
     ) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
-        """Return the inputs of the convolution to store, and the memory, after a recorded call."""
-        family, batch, u = self.adoption.family, recorded.batch, recorded.u
-        module, conv = family.convolution(self), None
+        """Return the inputs of the convolution and the memory after the first n columns of a call.
+
+        Args:
+            u: inputs of the convolution ``[B, T, C]``, real tokens first.
+            arguments: arguments of the memory at these tokens.
+            conv: inputs of the convolution before the call, or ``None``.
+            memory: tensors of the memory before the call, ``None`` for the first call.
+            n: number of columns.
+            mask: which of them are real ``[B, n]``, ``None`` if all are.
+        """
+        batch, u = None if mask is None else compact(mask), u[:, :n]
+        module, last = self.adoption.family.convolution(self), None
         if module is not None:
             width = module.weight.shape[-1]
-            start = (
-                u.new_zeros(len(u), width, u.shape[2]) if recorded.conv is None else recorded.conv
-            )
+            start = u.new_zeros(len(u), width, u.shape[2]) if conv is None else conv
             lengths = None if batch is None else batch.lengths
-            conv = last_tokens(torch.cat([start, u], 1), width, lengths)
-        _, memory = self._recall(
-            *(recorded.arguments, recorded.memory, batch), output_final_state=True
-        )
-        return conv, memory
+            last = last_tokens(torch.cat([start, u], 1), width, lengths)
+        _, memory = self._recall(arguments.cut(n), memory, batch, output_final_state=True)
+        return last, memory
 
 
 def _state_of(bound: BoundRecipe, fields: Mapping[str, Any]) -> State:

@@ -84,11 +84,11 @@ class RecurrentGemma(Family):
     def returned(self, module: Any, y: Tensor, stored: tuple[Tensor, ...] | None) -> Any:
         return y, None
 
-    def load_memory(self, module: Any, stored: Tensor) -> Tensor:
-        return stored.unsqueeze(1)  # [B, 1, V]
+    def load_state(self, module: Any, stored: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {"weights": (stored[0].unsqueeze(1),)}  # [B, 1, V]
 
-    def store_memory(self, module: Any, weights: Tensor) -> Tensor:
-        return weights.squeeze(1)
+    def store_state(self, module: Any, state: State) -> tuple[Tensor, ...]:
+        return (state.weights[0].squeeze(1),)
 
     def cache_layer(self, cache: Any, index: int) -> LayerMemory:
         layers = cache.layers
@@ -236,8 +236,9 @@ class MiniMax(Family):
     def returned(self, module: Any, y: Tensor, stored: tuple[Tensor, ...] | None) -> Any:
         return y, None if stored is None else stored[0]
 
-    def store_memory(self, module: Any, weights: Tensor) -> Tensor:
-        return super().store_memory(module, weights).to(module.norm.weight.dtype)
+    def store_state(self, module: Any, state: State) -> tuple[Tensor, ...]:
+        (weights,) = super().store_state(module, state)
+        return (weights.to(module.norm.weight.dtype),)
 
     def cache_layer(self, cache: Any, index: int) -> LayerMemory:
         if not hasattr(cache, "linear_cache"):
@@ -291,7 +292,7 @@ class XLSTMSlots(Cache):
         length = self.get_seq_length()
         for layer in self.layers:
             if layer.num_columns != length:  # another model wrote
-                layer.forget_calls()
+                layer.disown()
         super().crop(tokens_to_remove)
         self.seqlen_offset -= abs(tokens_to_remove)
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from recollect.blocks.state import AnyState
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.recorded_call import RecordedCall
+from recollect.layer.recorded_call import RecordedCall, roll_back
 
 __all__ = ["CACHE", "RecollectCache", "StateLayer", "cache_of", "grows", "one_cache"]
 
@@ -182,15 +182,13 @@ class StateLayer(CacheLayerMixin):
                 f"crop({-count}) removes more than the {columns} recorded since the last "
                 "crop: read the text again, up to the token to go back to"
             )
-        calls, state, excess = [*self.calls], self.state, count
-        while excess:
-            call = calls.pop()
-            n = max(call.num_tokens - excess, 0)
-            excess -= call.num_tokens - n
-            state = call.state_at(n)
-            calls += [call.first(n)] if n else []
+        calls, state = roll_back(self.calls, count) if count else ([*self.calls], self.state)
         self.advance(state, -count)
         self.calls, self.is_initialized = (*calls[-1:],), state is not None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        calls = tuple(call for call in state["calls"] if call is not None)  # those of a pickle are
+        vars(self).update(state | {"calls": calls})
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         """There are no keys and values to hold.
