@@ -13,10 +13,10 @@ pytest.importorskip("typer")
 
 from tests.misuse.sentences import is_one_sentence
 from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
     T5Config,
@@ -48,12 +48,11 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mamba2")
+    """Return the folder of a model whose type flash-linear-attention does not register anew."""
+    folder = tmp_path_factory.mktemp("falcon_mamba")
     torch.manual_seed(0)
-    config = Mamba2Config(
-        **SIZES, state_size=8, num_heads=4, head_dim=8, n_groups=1, chunk_size=8, pad_token_id=0
-    )
-    Mamba2ForCausalLM(config).save_pretrained(folder)
+    config = FalconMambaConfig(**SIZES, state_size=8, pad_token_id=0)
+    FalconMambaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -71,13 +70,16 @@ def refused(*arguments: object) -> str:
     return sentence
 
 
-REPORT = "Mamba2ForCausalLM: 2 recurrent layers adopted\n  2 × Mamba2Mixer: mamba2, engine linear\n"
+REPORT = """\
+FalconMambaForCausalLM: 2 recurrent layers adopted
+  2 × FalconMambaMixer: mamba, engine linear
+"""
 
 
 def test_the_report_is_printed_and_needs_no_tokenizer(saved: Path, tmp_path: Path) -> None:
     assert run(saved)[0] == REPORT
     # A vocabulary of 257 tokens is one of bytes, which needs no file.
-    model = Mamba2ForCausalLM.from_pretrained(saved)
+    model = FalconMambaForCausalLM.from_pretrained(saved)
     model.resize_token_embeddings(300)
     model.save_pretrained(tmp_path / "model")
     assert run(tmp_path / "model")[0] == REPORT
@@ -88,13 +90,13 @@ def test_the_report_is_printed_and_needs_no_tokenizer(saved: Path, tmp_path: Pat
         "backbone.layers.1.mixer",
     ]
     first = data["layers"][0]
-    assert (first["family"], first["engine"]) == ("mamba2", "reference")
+    assert (first["family"], first["engine"]) == ("mamba", "reference")
     assert first["recipe"]["bias"]["member"] == "DotProduct"
     assert data["text"] is None
 
 
 def test_the_text_is_that_of_the_original_model(saved: Path) -> None:
-    tokenizer, model = byte_tokenizer(), Mamba2ForCausalLM.from_pretrained(saved).eval()
+    tokenizer, model = byte_tokenizer(), FalconMambaForCausalLM.from_pretrained(saved).eval()
     ids = tokenizer("The memory", return_tensors="pt")["input_ids"]
     expected = model.generate(
         ids, max_new_tokens=6, do_sample=False, eos_token_id=256, pad_token_id=256
