@@ -117,7 +117,7 @@ def test_gated_delta_net() -> None:
         "read     y_t = W_t q_t",
         "engine   linear (triangular solve)",
         "         on CUDA with recollect-layers[gpu]: chunk_gated_delta_rule of flash-linear-"
-        "attention, where products may be bf16, fp16 or TF32",
+        "attention, if products may be bf16, fp16 or TF32",
         "         training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there",
         "fidelity exact: TTR eq. 41; 2 deviations, listed by "

@@ -23,7 +23,7 @@ the last with momentum), 4 RFV + 2 RF² to write, and 2 F²V (2 (2F)²V with mom
 map from chunk to chunk. Where a decay per channel meets momentum, tokens run one by one.
 
 Engines ``least_squares``, ``kernel`` and ``deep``: see ``cost.py`` in their packages, and
-`recollect.engines.common.kernel_rows_cost` for memories over a kernel's features.
+`recollect.engines.common.kernel_rows_flops` for memories over a kernel's features.
 
 Engine ``reference``, per token: the c associations of the window forward (2·weights), back to the
 weights (2·weights) and through every map but the first (2·weights), and G reads (2·weights).
@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from recollect.choices.retention import Decay
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.common.state_bytes import state_bytes
 from recollect.engines.fewer_steps import fewer_steps
 from recollect.engines.select import ENGINES, Selection, select_engine
@@ -398,7 +398,7 @@ def _baseline_seconds(workload: Workload) -> float:
 
 
 def _priced(
-    recipe: Recipe, selection: Selection, counted: Counted, workload: Workload, baseline: float
+    recipe: Recipe, selection: Selection, counted: FlopCount, workload: Workload, baseline: float
 ) -> Cost:
     """Return the cost of a call from the counts of its engine."""
     s, dtype_bytes = workload.sizes_of(recipe), workload.dtype_bytes

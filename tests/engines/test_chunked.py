@@ -60,7 +60,7 @@ def oracle(n: Numbers, b: int, h: int, length: int) -> tuple[Tensor, Tensor, Ten
             D = D * decay[t].exp()
         if decay_value is not None:
             D = D * decay_value[t].exp()[:, None]
-        point = D * A if n["before"] else A
+        point = D * A if n["decays_first"] else A
 
         def weighed(erases: bool, writes: bool, t: int = t, point: Tensor = point) -> Tensor:
             def loss(W: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def expected(n: Numbers) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, G, _ = n["q"].shape
     rows = []
     for b, h in itertools.product(range(B), range(H)):
-        length = T if n.get("live") is None else int(n["live"][b].sum())
+        length = T if n.get("token_mask") is None else int(n["token_mask"][b].sum())
         y, A, S = oracle(n, b, h, length)
         pad = y.new_zeros(T - length, G, y.shape[-1])
         rows.append((torch.cat([y, pad]), A, S))
@@ -145,7 +145,7 @@ def numbers(
         "v": randn(B, T, H, V),
         "lr": rand(B, T, H) / (1 if window is None else window),
         "affine": affine,
-        "before": before,
+        "decays_first": before,
         "momentum_on": "value" if momentum == "value" else "gradient",
     }
     if decay == "head":
@@ -172,7 +172,7 @@ def numbers(
     if live:
         lengths = torch.randint(0, T + 1, (B, 1))
         lengths[0] = T // 2
-        n["live"] = torch.arange(T) < lengths
+        n["token_mask"] = torch.arange(T) < lengths
     return {
         name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in n.items()
@@ -257,9 +257,9 @@ def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
     inputs = leaves(n)
     y, A, S = expected(n)
     found_y, found_A, found_S = engine(n)
-    if n.get("live") is not None:
+    if n.get("token_mask") is not None:
         assert found_y.isfinite().all()
-        found_y = torch.where(n["live"][:, :, None, None, None], found_y, 0.0)
+        found_y = torch.where(n["token_mask"][:, :, None, None, None], found_y, 0.0)
     assert close(found_y, y)
     assert close(found_A, A)
     assert (found_S is None) == ("momentum" not in n)
@@ -372,10 +372,10 @@ def test_chunk_size_and_splits_change_nothing(choice: Numbers) -> None:
 @pytest.mark.parametrize("decay", ["head", "key"])
 def test_padding_leaves_the_state_untouched(decay: str, momentum: str) -> None:
     n = numbers(T=40, B=3, decay=decay, momentum=momentum, window=2, H=1)
-    n["live"] = torch.arange(40) < torch.tensor([[40], [17], [0]])
-    n["lr"] = torch.where(n["live"].unsqueeze(-1), n["lr"], torch.nan)
+    n["token_mask"] = torch.arange(40) < torch.tensor([[40], [17], [0]])
+    n["lr"] = torch.where(n["token_mask"].unsqueeze(-1), n["lr"], torch.nan)
     for name in ("q", "k", "v"):
-        dead = ~n["live"].view(3, 40, *(1,) * (n[name].dim() - 2))
+        dead = ~n["token_mask"].view(3, 40, *(1,) * (n[name].dim() - 2))
         n[name] = n[name].masked_fill(dead, torch.nan)
     agree(n, lambda n: run(n, 16))
     assert torch.equal(run(n, 16)[1][2], n["A0"][2])
@@ -573,13 +573,13 @@ def test_runs_of_tokens_are_the_whole() -> None:
     assert [run.k.shape[1] for run in runs] == [4, 4, 2]
     for name, x in whole.tokens().items():
         assert torch.equal(torch.cat([run.tokens()[name] for run in runs], 1), x)
-    assert torch.equal(torch.cat([run.live for run in runs], 1), n["live"])
+    assert torch.equal(torch.cat([run.token_mask for run in runs], 1), n["token_mask"])
     assert all(run.A0 is whole.A0 and run.S0 is whole.S0 for run in runs)
 
 
 def test_masked_tokens_hold_numbers_that_do_nothing() -> None:
     n = numbers(T=6, B=2, decay="head", momentum="gradient", window=2, live=True)
-    dead = ~n["live"]
+    dead = ~n["token_mask"]
     n["momentum"][dead], n["v"][dead], n["log_decay"][dead] = torch.nan, torch.nan, -torch.inf
     masked = problem(n).masked()
     for name, x in masked.tokens().items():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common import decayed_products
-from recollect.engines.common.coefficients import absorbable
-from recollect.engines.common.decayed_products import decayed_gram, decayed_mix
+from recollect.engines.common.coefficients import fits_float32_range
+from recollect.engines.common.decayed_products import decayed_gram, decayed_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_gram(
     total = totals(C, K, strength, generator).requires_grad_()
     # A strict product may see a memory that has not decayed for the token yet.
     seen = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1) if strict else total
-    assert not absorbable(total), "blind, nothing is known to be mild"
+    assert not fits_float32_range(total), "blind, nothing is known to be mild"
     made = decayed_gram(x, seen, y, total, strict=strict)
     factor = pairs(seen, total, strict=strict)
     rows_x, rows_y = x.unflatten(1, (C, a)), y.unflatten(1, (C, b))
@@ -71,7 +71,7 @@ def test_mix(C: int, strength: float, generator: torch.Generator) -> None:
     causal = torch.ones(C, C, dtype=torch.float64).tril()
     causal = causal.repeat_interleave(g, 0).repeat_interleave(b, 1)
     scores = torch.randn(2, C * g, C * b, generator=generator, dtype=torch.float64) * causal
-    made = decayed_mix(scores, values, total)
+    made = decayed_matmul(scores, values, total)
     factor = pairs(total, total, strict=False)
     expected = torch.einsum(
         "ntgib,ntiv,nibv->ntgv",

@@ -208,7 +208,7 @@ def sweep(count: int) -> set[str]:
     failures: list[str] = []
     ways: set[str] = set()
     for index, recipe in recipes(count):
-        ways.add(deep.way(recipe))
+        ways.add(deep.execution_mode(recipe))
         try:
             check(recipe, index)
         except AssertionError as error:
@@ -297,7 +297,7 @@ def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
         "border": algorithm.Muon(batch_size=3, update_every="batch"),
     }[way]
     recipe = rc.Recipe(memory=Twice(), context=context.Window(size=2), algorithm=rule)
-    assert deep.way(recipe) == way
+    assert deep.execution_mode(recipe) == way
     check(recipe, 5)
 
 
@@ -366,7 +366,7 @@ class Largest(TorchDispatchMode):
 )
 def test_no_token_has_weights_of_its_own(recipe: rc.Recipe) -> None:
     """Weights are made per border (A and S), never per token, where A is linear."""
-    assert deep.way(recipe) == "table"
+    assert deep.execution_mode(recipe) == "table"
     x = generate.inputs(recipe, B=1, T=64, H=1, K=16, V=16)
     generate.run(recipe, x, engine="deep")  # what is done once per process
     with Largest() as seen:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines import deep
-from recollect.engines.deep.chain import backward, families
+from recollect.engines.deep.chain import backward, map_groups
 from recollect.engines.deep.chain import engine as borders
-from recollect.engines.deep.chain.activations import CURVES
-from recollect.engines.deep.chain.trace import Keys
+from recollect.engines.deep.chain.activations import ACTIVATIONS
+from recollect.engines.deep.chain.trace import ChainInputs
 from recollect.engines.deep.engine import chain_of
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention
@@ -26,31 +26,35 @@ algorithm, context = rc.algorithm, rc.context
 EXACT = 1e-10
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_slopes_and_bends_are_derivatives(name: str) -> None:
     """First and second derivatives against autograd, to the last digits of float64."""
-    curve = CURVES[name]
+    activation = ACTIVATIONS[name]
     z = torch.linspace(-6, 6, 241, dtype=torch.float64) + 1e-3  # off the kink of relu
     z.requires_grad_()
-    y = curve.value(z)
+    y = activation.forward(z)
     (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
     bend = torch.zeros_like(z)
     if slope.requires_grad:
         (bend,) = torch.autograd.grad(slope.sum(), z)
-    torch.testing.assert_close(curve.slope(z.detach()), slope.detach(), atol=1e-14, rtol=1e-13)
-    torch.testing.assert_close(curve.bend(z.detach()), bend, atol=1e-13, rtol=1e-12)
+    torch.testing.assert_close(
+        activation.derivative(z.detach()), slope.detach(), atol=1e-14, rtol=1e-13
+    )
+    torch.testing.assert_close(
+        activation.second_derivative(z.detach()), bend, atol=1e-13, rtol=1e-12
+    )
     g = torch.linspace(-1, 2, 241, dtype=torch.float64)
     pulled = g * slope.detach()
-    torch.testing.assert_close(curve.pull(g, z).detach(), pulled, atol=1e-14, rtol=1e-13)
+    torch.testing.assert_close(activation.vjp(g, z).detach(), pulled, atol=1e-14, rtol=1e-13)
     stored = torch.empty(241).double()
-    curve.store(z.detach(), stored)
+    activation.forward_out(z.detach(), stored)
     torch.testing.assert_close(stored, y.detach(), atol=1e-14, rtol=1e-13)
     gaps = torch.zeros(2, 3, 2, 5)
-    curve.store(z.detach()[:30].view(2, 3, 5).float(), gaps[:, :, 1])
+    activation.forward_out(z.detach()[:30].view(2, 3, 5).float(), gaps[:, :, 1])
     torch.testing.assert_close(gaps[:, :, 1].flatten(), y.detach()[:30].float())
     assert not gaps[:, :, 0].any()
     pulled_to = torch.empty_like(g)
-    curve.pull_to(g, z.detach(), stored, pulled_to)
+    activation.vjp_out(g, z.detach(), stored, pulled_to)
     torch.testing.assert_close(pulled_to, pulled, atol=1e-14, rtol=1e-13)
 
 
@@ -118,7 +122,7 @@ def _chains() -> dict[str, rc.Recipe]:
         found[f"a norm, shares, {name}"] = found[f"shares, {name}"].replace(memory=normed["layer"])
     for name, one in (("steps", plain), ("shares", shares)):  # a and b are neither 1 nor equal
         found[f"a norm, {name}, affine"] = one.replace(memory=normed["layer"], bias=outside.Eager())
-    for name in sorted(CURVES.keys() - {"gelu", "identity"}):
+    for name in sorted(ACTIVATIONS.keys() - {"gelu", "identity"}):
         found[name] = plain.replace(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
 
@@ -137,7 +141,7 @@ CHAINS = _chains()
 CHAINS["a number called c"] = CHAINS["momentum"].replace(bias=Named())
 
 
-def _threes(keys: Keys, start: object) -> list[tuple[int, int]]:
+def _threes(keys: ChainInputs, start: object) -> list[tuple[int, int]]:
     """Three batches at once, and what is left."""
     N = len(keys.k)
     return [(s, min(s + 3, N)) for s in range(0, N, 3)]
@@ -150,13 +154,13 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
 
     Rows end differently.
     """
-    monkeypatch.setattr(borders, "TOGETHER", 0 if way == "batch by batch" else 2**30)
-    monkeypatch.setattr(borders, "BESIDE", 0 if way == "batch by batch" else 2**30)
+    monkeypatch.setattr(borders, "MAX_SPAN_BYTES", 0 if way == "batch by batch" else 2**30)
+    monkeypatch.setattr(borders, "MAX_GROUPED_BYTES", 0 if way == "batch by batch" else 2**30)
     if way == "some at once":
         monkeypatch.setattr(borders, "_spans", _threes)
     if way == "as on a device":
-        for module in (backward, borders, families):
-            monkeypatch.setattr(module, "hosted", lambda _: False)
+        for module in (backward, borders, map_groups):
+            monkeypatch.setattr(module, "is_cpu", lambda _: False)
     recipe = CHAINS[name]
     assert chain_of(recipe) is not None
     x = generate.inputs(recipe, B=2, T=17, H=2, G=2)

@@ -147,7 +147,7 @@ def test_large_logits_do_not_overflow() -> None:
     ("recipe", "reason"),
     [
         (rc.Recipe(), "no row per key"),
-        (rc.zoo.get("delta_former").recipe, "a probe measures at every token"),
+        (rc.zoo.get("delta_former").recipe, "a probe predicts at every token"),
         (
             rc.Recipe(features=F.Exponential(), algorithm=rc.algorithm.Implicit()),
             "depends on the key",

@@ -197,7 +197,7 @@ def test_what_is_refused_says_why(change: dict[str, object], reason: str) -> Non
 
 
 def test_a_finite_memory_keeps_no_rows() -> None:
-    assert kernel_delta.refuses(rc.Recipe()) == ["the memory keeps no row per key"]
+    assert kernel_delta.refuses(rc.Recipe()) == ["the memory stores no row per key"]
 
 
 # -- limits (2-zoo row 64) -----------------------------------------------------------------------

@@ -193,9 +193,9 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
     _, state = rc.recall(SOFTMAX, q[:, :3], k[:, :3], v[:, :3], attention_mask=mask)
     assert state is not None
     with torch.no_grad():
-        assert softmax.token(q[:, 3:], k[:, 3:], v[:, 3:], state, scale=1.0, written="") is None
+        assert softmax.token(q[:, 3:], k[:, 3:], v[:, 3:], state, scale=1.0, recipe_id="") is None
         half = (one[:, 3:].bfloat16() for one in (q, k, v))
-        assert softmax.token(*half, state, scale=1.0, written="") is None
+        assert softmax.token(*half, state, scale=1.0, recipe_id="") is None
 
 
 @torch.no_grad()

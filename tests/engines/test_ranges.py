@@ -13,7 +13,7 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.common.problem import Problem, resolve
+from recollect.engines.common.problem import Problem, resolve_rates
 from recollect.functional.binding import bind
 from recollect.functional.lowering import lower
 from recollect.state.state import initial_state
@@ -86,7 +86,7 @@ def numerator_and_denominator(x: generate.Inputs) -> tuple[Tensor, Tensor]:
         q=x.q.unsqueeze(3),
         k=x.k,
         v=x.v,
-        rates=resolve(bound, x.gates, {}, B=B, T=T, dtype=dtype, device=device),
+        rates=resolve_rates(bound, x.gates, {}, B=B, T=T, dtype=dtype, device=device),
         params={},
         state=state,
     )

@@ -27,7 +27,7 @@ import recollect as rc
 from recollect.engines.fla import calls, choose, recurrences
 
 WIDTH, HEADS, TOKENS, PROMPT = 16, 2, 22, 18
-"""Without a gradient more tokens than `choose.FEW`, so that prompts go in chunks."""
+"""More tokens than `choose.MAX_RECURRENT_TOKENS`, so that prompts go in chunks."""
 
 Step = Callable[[Tensor, int], Tensor]
 Found = tuple[Tensor, Tensor | None]

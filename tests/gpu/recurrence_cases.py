@@ -199,11 +199,11 @@ def bound(case: Case, part: str) -> float:
 
 
 MUTANTS = (
-    ("share = tl.maximum(above, 0.0) / below", "share = above / above"),
+    ("step_scale = tl.maximum(above, 0.0) / below", "step_scale = above / above"),
     ("next1 += m * one", "next1 += one"),
     ("up_k += d1_sq * twice * key", "up_k += 0.0"),
     ("of_g += to_N * distance + to_size * g", "of_g += to_size * g"),
-    ("bend * tl.load(u1 + wide + t + rw) * up_d", "bend * up_d"),
+    ("second_derivative * tl.load(u1 + wide + t + rw) * up_d", "second_derivative * up_d"),
     ("next2 = _dot(up_zt, h, next2, PRECISION)", "next2 = next2 + 0.0"),
 )
 """Code of `kernels`, and incorrect code in its place."""

@@ -66,7 +66,7 @@ SIZES = {"H": 2, "K": 16, "V": 16}
 def _taken(recipe: rc.Recipe, dtype: torch.dtype, **sizes: int) -> str | None:
     """The operator for keys of a type, or ``None``."""
     at = bind(recipe, **(SIZES | sizes))
-    fitting = [one for one in offer(at).operators if one.takes(dtype, at.num_features)]
+    fitting = [one for one in offer(at).operators if one.supports(dtype, at.num_features)]
     return fitting[0].name if fitting else None
 
 
@@ -132,11 +132,11 @@ def test_a_recipe_of_ones_own_takes_what_its_structure_does(
         (rc.zoo.get("momentum_delta_net").recipe, "the momentum of algorithm.Momentum"),
         (rc.zoo.get("swla").recipe, "context.Window, which writes a token more than once"),
         (rc.zoo.get("mamba").recipe, "a decay per entry"),
-        (_own("value", "before"), "value channels that follow equations of their own"),
+        (_own("value", "before"), "value channels with separate equations"),
         (_own("value", memory=rc.memory.Vector()), "takes? logarithms"),
         (rc.zoo.get("rls").recipe, "a constant ridge"),
         (rc.zoo.get("softmax_attention").recipe, "under one decay"),
-        (rc.zoo.get("delta_former").recipe, "softmax attention under one decay alone"),
+        (rc.zoo.get("delta_former").recipe, "softmax attention with one decay"),
     ],
 )
 def test_what_is_not_covered_says_why(recipe: rc.Recipe, reason: str) -> None:
@@ -152,7 +152,7 @@ def test_keys_may_be_too_wide() -> None:
     recipe = rc.zoo.get("gated_delta_net").recipe
     assert _taken(recipe, torch.bfloat16, K=256) == DELTA
     assert _taken(recipe, torch.bfloat16, K=320) is None
-    assert "at most 256 features, not 320" in str(offer(bind(recipe, H=1, K=320, V=16)))
+    assert "at most 256 key features, not 320" in str(offer(bind(recipe, H=1, K=320, V=16)))
     wide = rc.zoo.get("linear_attention").recipe
     assert _taken(wide, torch.bfloat16, K=320) == SUM
 
@@ -175,7 +175,7 @@ def test_presets_train_on_hopper_by_the_expected_operator(name: str) -> None:
     at = bind(rc.zoo.get(name).recipe, **SIZES)
     able = offer(at).without_gated_backward
     names = (
-        next(one.name for one in able if one.takes(dtype, at.num_features))
+        next(one.name for one in able if one.supports(dtype, at.num_features))
         for dtype in (torch.bfloat16, torch.float32)
     )
     assert tuple(names) == ON_HOPPER[name]
@@ -345,8 +345,8 @@ def test_methods() -> None:
 def test_explain_says_which_and_why() -> None:
     said = rc.explain("delta_net").backend
     assert said == (
-        "on CUDA with recollect-layers[gpu]: chunk_delta_rule of flash-linear-attention, where "
-        "products may be bf16 or fp16; chunk_gated_delta_rule, where TF32\n"
+        "on CUDA with recollect-layers[gpu]: chunk_delta_rule of flash-linear-attention, if "
+        "products may be bf16 or fp16; chunk_gated_delta_rule, if TF32\n"
         "training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there"
     )
@@ -357,7 +357,7 @@ def test_explain_says_which_and_why() -> None:
         "chunk_gated_delta_product and chunk_gated_delta_rule, whose backward pass raises there"
     )
     assert "Hopper" not in rc.explain("gla").backend
-    assert "engine='torch' does not take it" in rc.explain("delta_net", engine="torch").backend
+    assert "engine='torch' does not use it" in rc.explain("delta_net", engine="torch").backend
 
 
 @pytest.fixture
@@ -380,13 +380,21 @@ def test_calls_that_are_not_taken_say_why() -> None:
 
     refused("delta_net", "TF32, and .* is 'highest'", grown, k, v, gates={"lr": lr})
     asked = {"gates": {"lr": lr}, "precision": "float32"}
-    refused("delta_net", "precision='float32' was asked for", grown, k, v, **asked)
+    refused("delta_net", "precision='float32' is requested", grown, k, v, **asked)
     wide = [x.double() for x in (q, k, v)]
-    refused("delta_net", "no float64", *wide, gates={"lr": lr.double()})
+    refused("delta_net", "not support float64", *wide, gates={"lr": lr.double()})
     one = [x[:, :1] for x in (q, k, v)]
-    refused("fox", "no way for one token", *one, gates={"log_decay": log_decay[:, :1]})
+    refused("fox", "cannot run a single token", *one, gates={"log_decay": log_decay[:, :1]})
     _, state = rc.recall("fox", q, k, v, {"log_decay": log_decay})
-    refused("fox", "the state holds others", q, k, v, gates={"log_decay": log_decay}, state=state)
+    refused(
+        "fox",
+        "the state contains earlier tokens",
+        q,
+        k,
+        v,
+        gates={"log_decay": log_decay},
+        state=state,
+    )
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import recollect as rc
 from recollect.engines.deep import recurrence
 from recollect.engines.deep.chain import engine
-from recollect.engines.deep.chain.activations import CURVES
-from recollect.engines.deep.chain.ends.ending import Ending
+from recollect.engines.deep.chain.activations import ACTIVATIONS
+from recollect.engines.deep.chain.output_head.head import OutputHead
 from recollect.engines.deep.chain.trace import ChainSpec
 from recollect.engines.deep.recurrence import launch, trial
 
@@ -103,10 +103,10 @@ def selected(
     (W, D), dtype, keys = A, more.pop("dtype", torch.float32), more.pop("keys", None)
     bias = more.pop("bias", rc.bias.L2())
     target = 1.0 if more.pop("share", True) else None
-    ending = Ending(memory=rc.memory.MLP(**more), bias=bias, heads=1, target=target)
+    output_head = OutputHead(memory=rc.memory.MLP(**more), bias=bias, heads=1, target=target)
     maps = [torch.zeros(2, W, D, dtype=dtype), torch.zeros(2, D, W, dtype=dtype)]
     keys = torch.zeros(N, 2, R, D, dtype=dtype) if keys is None else keys
-    return recurrence.runner_of(maps, ending, keys, Q) is not None
+    return recurrence.select_runner(maps, output_head, keys, Q) is not None
 
 
 def test_a_cpu_takes_its_own_loop() -> None:
@@ -158,14 +158,14 @@ def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The trial without earlier results, with operations of PyTorch in place of the kernels."""
     monkeypatch.setattr(trial, "_RESULTS", {})
     spec = ChainSpec(
-        curve=CURVES["gelu"],
-        ending=Ending(memory=rc.memory.MLP(), bias=rc.bias.L2(), heads=1, target=1.0),
+        activation=ACTIVATIONS["gelu"],
+        output_head=OutputHead(memory=rc.memory.MLP(), bias=rc.bias.L2(), heads=1, target=1.0),
         gates=(),
         params=(),
-        tall=(True, False),
-        families=((0,), (1,)),
-        keep=True,
-        walker=object(),
+        transposed=(True, False),
+        map_groups=((0,), (1,)),
+        save_for_backward=True,
+        runner=object(),
     )
 
     def call(run: trial.Run = without_kernels, device: torch.device = CPU) -> bool:
@@ -177,13 +177,13 @@ def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
 def without_kernels(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     tensors = [x for x in inputs if x is not None]
     assert {(x.dtype, x.device) for x in tensors} == {(torch.float32, CPU)}
-    return engine._run_flat(replace(spec, walker=None), inputs)
+    return engine._run_flat(replace(spec, runner=None), inputs)
 
 
 def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
     def nan_in_the_last(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         *first, last = without_kernels(spec, inputs)
-        return *first, last * float("nan") if spec.walker is not None else last
+        return *first, last * float("nan") if spec.runner is not None else last
 
     with pytest.warns(UserWarning, match="differ by nan"):
         assert not agrees(nan_in_the_last)

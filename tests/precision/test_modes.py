@@ -326,5 +326,5 @@ def test_a_module_as_a_memory() -> None:
     with Watch() as watch:
         rc.recall(recipe, q, k, v, initial_memory=init, precision="tf32")
     assert watch.forward == {"ieee"}
-    message = "products of float32, not tf32: the reference is what others are compared with"
+    message = "products of float32, not tf32: all other engines are compared with the reference"
     assert message in str(rc.explain(recipe, precision="tf32"))

@@ -1,1 +1,1 @@
-"""How a recipe is run: the reference, fast engines, and the selector between them."""
+"""Engines that run a recipe: the reference, fast engines, and their selection."""

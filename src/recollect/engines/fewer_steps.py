@@ -1,4 +1,4 @@
-"""The smallest change of a recipe with which an engine runs it in fewer sequential steps."""
+"""Smallest change of a recipe that reduces the number of sequential steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.select import select_engine
 from recollect.messages import RecipeError
 
@@ -23,19 +23,19 @@ CHANGES = (
     ("retention", "link_every", "batch"),
     ("retention", "per", "head"),
 )
-"""Choice, field and value of the changes that are tried, alone and together."""
+"""Choice, field and value of the candidate changes, which are also tried in combination."""
 
 
-def fewer_steps(recipe: Recipe, sizes: Sizes) -> tuple[Recipe, tuple[str, ...], Counted] | None:
+def fewer_steps(recipe: Recipe, sizes: Sizes) -> tuple[Recipe, tuple[str, ...], FlopCount] | None:
     """Return the recipe with the fewest steps among those with the fewest changes.
 
     Args:
-        recipe: the recipe to change.
-        sizes: sizes of the call.
+        recipe: Recipe to change.
+        sizes: Sizes of the call.
 
     Returns:
-        The changed recipe, its changes as Python text, and what its engine counts. ``None`` where
-        no change that is tried leads to fewer steps than one per token.
+        The changed recipe, its changes as Python text, and the counts of its engine. ``None`` if
+        no candidate needs fewer steps than one per token.
     """
     open_changes = [
         change
@@ -56,15 +56,15 @@ def fewer_steps(recipe: Recipe, sizes: Sizes) -> tuple[Recipe, tuple[str, ...], 
 
 def _counted(
     recipe: Recipe, changes: tuple[tuple[str, str, object], ...], sizes: Sizes
-) -> Iterator[tuple[Recipe, tuple[str, ...], Counted]]:
-    """The changed recipe with its counts, if such a recipe exists."""
+) -> Iterator[tuple[Recipe, tuple[str, ...], FlopCount]]:
+    """Yield the changed recipe with its counts, if it exists."""
     members = {choice: getattr(recipe, choice) for choice, _, _ in changes}
     try:
         for choice, name, value in changes:
             members[choice] = replace(members[choice], **{name: value})
         changed = recipe.replace(**members)
         engine = select_engine(changed).engine
-    except (RecipeError, TypeError, ValueError):  # a field that is derived, or a refused value
+    except (RecipeError, TypeError, ValueError):  # a derived field or an invalid value
         return
     if engine.cost is not None:
         yield changed, tuple(f"{c}.{n}={v!r}" for c, n, v in changes), engine.cost(changed, sizes)

@@ -1,7 +1,6 @@
-"""The selector: one place that decides how a recipe runs, and says why.
+"""Selection of the engine that runs a recipe, with the reasons.
 
-Engines answer structural questions of the recipe; the first that refuses for no reason runs. Adding
-an engine is adding it to `ENGINES`.
+The first engine of `ENGINES` that supports the recipe's structure runs it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from recollect.engines import deep, kernel, least_squares, linear, reference
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
@@ -28,43 +27,42 @@ __all__ = ["ENGINES", "Engine", "Selection", "select_engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A way to run recipes.
+    """Implementation of a set of recipes.
 
     Attributes:
-        refuses: reasons why it cannot run a recipe; none means it can.
-        describes: how it would run it, in a few words.
-        run: outputs and final state of a problem.
-        plan: what `run` asks of the recipe and the sizes, derived once for all calls and handed to
-            it as `BoundRecipe.plan`.
-        torch_plan: the same where operations of torch alone are asked for (``engine="torch"``);
-            ``None`` where `plan` takes nothing else.
-        token: the same of one token that goes on from a state, straight from what a layer made and
-            need not be looked at again (`recollect.engines.linear.decode.token` has the arguments;
-            gates and params in one mapping);
-            ``None``, or a result of ``None``, leaves it to `run`.
-        cost: FLOPs of a call of these sizes, and what they rest on; ``None`` where nobody has
-            counted them, so that `recollect.cost` refuses to guess.
-        reading: FLOPs of so many queries per row and query head that read in one call and write
-            nothing, of a row that has learned ``T`` tokens; ``None`` as for ``cost``.
-        read: outputs of queries that only read, given the numbers they ask with; ``None`` (or a
-            result of ``None``) leaves it to the reference.
-        shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
-            of a layer's decoded token only the outputs are checked.
-        follows: whether a compiled layer lets the compiler follow calls of a recipe with so many
-            tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each
-            over as one operation (`recollect.functional.one_operation`).
-        needs_digits: why its products of a recipe stay float32 whatever precision is asked for;
-            ``None`` if they take it (`recollect.choices.matmul_precision.PRECISIONS`).
-        rounded: whether it goes on from a memory whose tensors were rounded to half precision.
-        inner_gradients: whether it may take inner gradients of a recipe by autograd, which
-            inference mode forbids and a compiler that follows the engine would lose.
+        name: Name of the engine.
+        refuses: Reasons why it cannot run a recipe. An empty list means that it can.
+        describes: One-line description of the method for a recipe.
+        run: Function that returns outputs and final state of a problem.
+        cost: FLOPs of a call and their assumptions. ``None`` without counts, for which
+            `recollect.cost` raises an error.
+        reading: FLOPs of read-only queries, by number per batch element and query head, after
+            ``T`` tokens. ``None`` without counts.
+        read: Outputs of read-only queries, given their gates. The reference runs if it is or
+            returns ``None``.
+        shows_nan: Whether a NaN input always gives a NaN output, so that only the outputs of a
+            decoded token are checked.
+        rounded: Whether it accepts a state whose tensors were rounded to half precision.
+        inner_gradients: Whether it may compute inner gradients of a recipe by autograd, which
+            inference mode forbids and torch.compile would drop.
+        plan: Values that `run` needs, precomputed once per recipe and sizes and passed to it as
+            `BoundRecipe.plan`.
+        torch_plan: Plan with torch operations only (``engine="torch"``), or ``None`` if `plan`
+            uses nothing else.
+        token: Fast path of one token from a state, with a layer's validated inputs
+            (`recollect.engines.linear.decode.token` defines the arguments, with gates and params in
+            one mapping). `run` runs if it is or returns ``None``.
+        follows: Whether torch.compile may trace a call with this number of tokens. With ``None``,
+            each call is one opaque operation (`recollect.functional.one_operation`).
+        needs_digits: Reason why products stay float32 for any requested precision, or ``None`` if
+            they use it (`recollect.choices.matmul_precision.PRECISIONS`).
     """
 
     name: str
     refuses: Callable[[Recipe], list[str]]
     describes: Callable[[Recipe], str]
     run: Callable[[Problem], tuple[Tensor, State]]
-    cost: Callable[[Recipe, Sizes], Counted] | None = None
+    cost: Callable[[Recipe, Sizes], FlopCount] | None = None
     reading: Callable[[Recipe, Sizes, int], int] | None = None
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
@@ -77,11 +75,11 @@ class Engine:
     needs_digits: Callable[[Recipe], str | None] = lambda recipe: None
 
     def products(self, recipe: Recipe, precision: str | None) -> str | None:
-        """The precision that products of a recipe take where one is asked for.
+        """Return the precision of the products of a recipe.
 
         Args:
-            recipe: that it runs.
-            precision: as asked for.
+            recipe: Recipe that the engine runs.
+            precision: Requested precision, or ``None``.
         """
         if precision is None or self.needs_digits(recipe) is None:
             return precision
@@ -144,7 +142,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=lambda recipe: [],
         describes=lambda recipe: "token by token, inner gradient by autograd",
         run=reference.run,
-        needs_digits=lambda recipe: "the reference is what others are compared with",
+        needs_digits=lambda recipe: "all other engines are compared with the reference",
         cost=reference.flops,
         reading=reference.reading,
     ),
@@ -153,10 +151,12 @@ ENGINES: tuple[Engine, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The engine that runs a recipe, and why the faster ones do not.
+    """Engine that runs a recipe, and the reasons against the engines before it.
 
     Attributes:
-        refused: reasons by engine name, for the engines tried before.
+        engine: The engine.
+        how: One-line description of its method.
+        refused: Reasons by engine name.
     """
 
     engine: Engine
@@ -173,13 +173,14 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
     """Choose an engine for a recipe.
 
     Args:
-        recipe: to be run.
-        engine: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
-            Triton kernels, and ``"fla"`` the engine whose products flash-linear-attention takes.
+        recipe: Recipe to run.
+        engine: ``"auto"``, ``"reference"``, or the name of an engine. ``"torch"`` is ``"auto"``
+            without Triton kernels. ``"fla"`` is ``"auto"`` with the operators of
+            flash-linear-attention.
 
     Raises:
-        ValueError: an unknown engine.
-        RecipeError: no recipe, or an engine requested by name that cannot run this recipe.
+        ValueError: the engine is unknown.
+        RecipeError: ``recipe`` is no recipe, or the requested engine cannot run it.
 
     Examples:
         >>> rc.select_engine(rc.zoo.get("titans").recipe).engine.name
@@ -188,7 +189,7 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
         'reference'
     """
     recipe = as_recipe(recipe, "select_engine")
-    names = [one.name for one in ENGINES]
+    names = [candidate.name for candidate in ENGINES]
     if engine in ("torch", "fla"):
         engine = "auto"
     if engine not in ("auto", *names):
@@ -199,10 +200,10 @@ def select_engine(recipe: RecipeLike, engine: str = "auto") -> Selection:
     for candidate in ENGINES:
         reasons = candidate.refuses(recipe)
         if engine == candidate.name and reasons:
-            able = [e.name for e in ENGINES if not e.refuses(recipe)]
+            supported = [e.name for e in ENGINES if not e.refuses(recipe)]
             raise RecipeError(
                 f"engine={engine!r} cannot run this recipe: {reasons[0]}; these can: "
-                f"{', '.join(able)}"
+                f"{', '.join(supported)}"
             )
         if not reasons and engine in ("auto", candidate.name):
             return Selection(engine=candidate, how=candidate.describes(recipe), refused=refused)

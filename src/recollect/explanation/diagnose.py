@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from recollect.blocks.builder import leaf_inputs
 from recollect.blocks.layers import MixerLayer, memory_layers
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.problem import resolve, state_dtype
+from recollect.engines.common.problem import resolve_rates, state_dtype
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.select import select_engine
 from recollect.explanation.diagnosis import (
@@ -267,7 +267,7 @@ class _Examination:
         dtype, (B, t, H, K) = state_dtype(k, v), k.shape
         gates = {name: gate[:, cut] for name, gate in self.gates.items()}
         at = bind(self.recipe, H=H, K=K, V=v.shape[-1])
-        rates = resolve(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
+        rates = resolve_rates(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
         position = state.position[:, None] + torch.arange(t, device=k.device)
         phi = self.recipe.features.phi(k.unsqueeze(3).to(dtype), self.params, "key", position)
         bias = self.recipe.bias
@@ -310,7 +310,7 @@ class _Examination:
         B, t, H, n, _ = k.shape
         gates = {name: gate[:, cut] for name, gate in self.gates.items()}
         at = bind(self.recipe, H=H, K=k.shape[-1], V=v.shape[-1])
-        rates = resolve(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
+        rates = resolve_rates(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
         prediction = self._at_keys(k, gates, rates, state).to(dtype)
         if error is not None:
             return error, prediction, prediction

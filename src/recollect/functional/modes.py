@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recollect.choices.matmul_precision import matmul_precision
 from recollect.choices.runtime import without_autocast
-from recollect.engines.common.problem import Problem, tensors
+from recollect.engines.common.problem import Problem, problem_tensors
 
 __all__ = [
     "autograd_inside_op",
@@ -40,7 +40,7 @@ def must_leave_inference_mode(problem: Problem, *more: Tensor, uses_inner_autogr
         return False
     if torch.is_inference_mode_enabled():
         return uses_inner_autograd
-    return any(map(Tensor.is_inference, (*tensors(problem), *more)))
+    return any(map(Tensor.is_inference, (*problem_tensors(problem), *more)))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recollect.choices.runtime import without_autocast
 from recollect.engines import reference
-from recollect.engines.common.problem import Problem, resolve, state_dtype
+from recollect.engines.common.problem import Problem, resolve_rates, state_dtype
 from recollect.functional.binding import bind
 from recollect.functional.checks import (
     as_mapping,
@@ -122,7 +122,7 @@ def read(
         v=q.new_zeros(B, 0, H, V),
         gates=gates,
         params=params,
-        rates=resolve(bound, {}, params, B=B, T=0, dtype=dtype, device=device),
+        rates=resolve_rates(bound, {}, params, B=B, T=0, dtype=dtype, device=device),
         state=state,
     )
     if torch.compiler.is_dynamo_compiling() and not bound.is_traceable:
@@ -201,7 +201,9 @@ def read_from(
     bound, (B, T) = problem.bound, problem.q.shape[:2]
     dtype, device = state_dtype(problem.q, problem.k), problem.q.device
     per_query = {name: x for name, x in problem.rates.items() if x.shape[1] == T}
-    query_rates = resolve(bound, gates or {}, problem.params, B=B, T=T, dtype=dtype, device=device)
+    query_rates = resolve_rates(
+        bound, gates or {}, problem.params, B=B, T=T, dtype=dtype, device=device
+    )
     rates = {**query_rates, **per_query}
     no_tokens = problem.rates if state.buffer is None else state.buffer.rates
     query_problem = dataclasses.replace(

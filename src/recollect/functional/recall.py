@@ -17,8 +17,8 @@ from torch import Tensor
 
 from recollect.choices.runtime import has_data, without_autocast
 from recollect.engines import fla
-from recollect.engines.common.overlap import rates_by_keys
-from recollect.engines.common.problem import Problem, resolve, state_dtype
+from recollect.engines.common.key_limited_rates import limit_rates_by_keys
+from recollect.engines.common.problem import Problem, resolve_rates, state_dtype
 from recollect.functional.binding import bind
 from recollect.functional.checks import (
     as_mapping,
@@ -308,9 +308,9 @@ def _prepare(call: Problem, *, rows: int) -> Problem:
         )
     elif dtype == torch.float64 and state.dtype not in (None, dtype):
         state = state.to(dtype=dtype)
-    rates = resolve(bound, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
+    rates = resolve_rates(bound, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
     if bound.measures_overlap:
-        rates = rates_by_keys(bound.recipe.algorithm, k, state, rates)
+        rates = limit_rates_by_keys(bound.recipe.algorithm, k, state, rates)
     return dataclasses.replace(
         call,
         q=q.unflatten(2, (bound.H, q.shape[2] // bound.H)),
@@ -337,7 +337,7 @@ def _decode(call: Problem) -> tuple[Tensor, State] | None:
     if bound.measures_overlap:
         if "lr" not in gates or state.host_position is None:
             return None  # the rate is a constant or a logarithm
-        gates = rates_by_keys(bound.recipe.algorithm, call.k, state, gates)
+        gates = limit_rates_by_keys(bound.recipe.algorithm, call.k, state, gates)
     assert bound.engine.token is not None
     return bound.engine.token(bound, *inputs, gates, state)
 
@@ -348,7 +348,7 @@ def _run_packed(call: Problem) -> tuple[Tensor, State] | None:
     operator, precision, device = bound.fla_operator, bound.matmul_precision, call.k.device
     if operator is None or boundaries is None:
         return None
-    if not (call.causal and fla.packs(operator, call.k)):
+    if not (call.causal and fla.supports_cu_seqlens(operator, call.k)):
         return None
     with without_autocast(device.type) if precision is None else engine_context(device, precision):
         if not call.trusted:
@@ -393,7 +393,7 @@ def _solve(problem: Problem) -> tuple[Tensor, State]:
 def _run_engine(problem: Problem) -> tuple[Tensor, State]:
     """Run the engine, or an operator of flash-linear-attention in its place."""
     operator = problem.bound.fla_operator
-    if operator is not None and (operator.must or problem.q.device.type in fla.DEVICES):
+    if operator is not None and (operator.is_required or problem.q.device.type in fla.DEVICES):
         result = fla.run(problem, operator)
         if result is not None:
             return result

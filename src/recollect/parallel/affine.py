@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recollect.engines.common.coefficients import cumulated
-from recollect.engines.common.problem import Problem, scaled
+from recollect.engines.common.coefficients import cumulative_log_decay
+from recollect.engines.common.problem import Problem, factored_log_decay
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
 from recollect.parallel.segment import Segment
 from recollect.state.state import State
@@ -131,7 +131,7 @@ def _by_decays(
 
 def _cumulative_log_decays(p: LinearProblem, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     """Return the cumulative log decays of rows and of columns up to each token."""
-    valid = None if p.live is None else p.live[..., None]
+    valid = None if p.token_mask is None else p.token_mask[..., None]
     zero = p.lr.new_zeros(*p.k.shape[:3])[..., :1, None].expand(*p.k.shape[:3], 1)
 
     def total(x: Tensor | None) -> Tensor:
@@ -140,7 +140,7 @@ def _cumulative_log_decays(p: LinearProblem, *, diagonal: bool) -> tuple[Tensor,
         x = x if x.dim() == 4 else x.unsqueeze(-1)
         if valid is not None:
             x = torch.where(valid[..., None], x, 0.0)
-        return cumulated(x, 1).to(x.dtype)
+        return cumulative_log_decay(x, 1).to(x.dtype)
 
     rows, columns = total(p.log_decay_value), total(p.log_decay)
     return (rows + columns, zero) if diagonal else (rows, columns)
@@ -182,12 +182,12 @@ def _by_entries(
     p = linear_problem(problem)
     log_decay = p.log_decay
     assert log_decay is not None
-    if p.live is not None:
-        valid = p.live.view(*p.live.shape, *(1,) * (log_decay.dim() - 2))
+    if p.token_mask is not None:
+        valid = p.token_mask.view(*p.token_mask.shape, *(1,) * (log_decay.dim() - 2))
         log_decay = torch.where(valid, log_decay, 0.0)
     total = log_decay.double().clamp_min(-1e30).sum(1).to(log_decay.dtype)
     if p.decay_scale is not None:
-        total = scaled(total.unsqueeze(-1), p.decay_scale)
+        total = factored_log_decay(total.unsqueeze(-1), p.decay_scale)
     (B,) = final.weights
     z = _compose_decays(segment, initial, last_piece, B, (total.exp(),))
     return run(replace(problem, state=replace(problem.state, weights=(z,), cache={})))

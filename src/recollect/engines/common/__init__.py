@@ -1,1 +1,1 @@
-"""Shared by all engines: the problem, its coefficients, products and solves."""
+"""Code that all engines share: the problem, its coefficients, products and solves."""

@@ -1,4 +1,4 @@
-"""Associations visible to the queries: buffered and new ones as one sequence."""
+"""Associations visible to the queries: buffered and new associations as one sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recollect.choices.context.weights import VisibleAssociations
 from recollect.engines.common.problem import Problem
 from recollect.state.state import Buffer
 
-__all__ = ["gather_visible", "values"]
+__all__ = ["gather_visible", "visible_values"]
 
 
 def gather_visible(
@@ -20,18 +20,16 @@ def gather_visible(
     query_rates: Mapping[str, Tensor] | None = None,
     joined: Buffer | None = None,
 ) -> VisibleAssociations:
-    """The associations that a problem's queries may see, in ``dtype``.
+    """Return the associations that are visible to a problem's queries, in ``dtype``.
 
-    Old associations stand right-aligned and new ones left-aligned, so that distance in slots is
-    distance in tokens.
+    Old associations are right-aligned and new associations are left-aligned, so that the distance
+    in slots is the distance in tokens.
 
     Args:
-        problem: whose queries.
-        dtype: of what is gathered.
-        query_rates: numbers of queries that only read what stands there; ``None`` when each query
-            comes with an association of its own.
-        joined: the buffer after the call where it holds all associations in order, so that they are
-            joined once.
+        problem: The call.
+        dtype: Dtype of the result.
+        query_rates: Gates of read-only queries, or ``None`` if each query has a new association.
+        joined: The buffer after the call, if it contains all associations in order.
     """
     buffer, q = problem.state.buffer, problem.q.to(dtype)
     k, rates = problem.k.to(dtype), dict(problem.rates)
@@ -51,16 +49,16 @@ def gather_visible(
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = buffered + T, problem.state.position[:, None]
     num_seen = problem.state.host_position
-    # As many slots as tokens that each row has seen, and no padding.
-    full = problem.lengths is None and (buffered == 0 or num_seen == buffered)
-    end = (
+    # All batch elements fill all slots, without padding.
+    is_full = problem.lengths is None and (buffered == 0 or num_seen == buffered)
+    max_position = (
         num_seen + T if num_seen is not None else n if problem.recipe.buffer_size is None else None
     )
     slot = torch.arange(n, device=device)
     position = start + slot - buffered
-    first = problem.recipe.context.num_sinks
-    if first and buffered:  # a document's first associations stand before the latest
-        position = torch.where((slot < first) & (start > buffered), slot, position)
+    num_sinks = problem.recipe.context.num_sinks
+    if num_sinks and buffered:  # sinks are before the latest associations
+        position = torch.where((slot < num_sinks) & (start > buffered), slot, position)
     if query_rates is None:
         slots = torch.arange(buffered, n, device=device)
         return VisibleAssociations(
@@ -73,8 +71,8 @@ def gather_visible(
             query_position=position[:, buffered:],
             query_slots=slots,
             first_slot=buffered,
-            is_full=full,
-            max_position=end,
+            is_full=is_full,
+            max_position=max_position,
         )
     count = q.shape[1]
     return VisibleAssociations(
@@ -87,18 +85,18 @@ def gather_visible(
         query_position=(start - 1).expand(-1, count),
         query_slots=torch.full((count,), max(n - 1, 0), device=device),
         first_slot=n,
-        is_full=full,
-        max_position=end,
+        is_full=is_full,
+        max_position=max_position,
     )
 
 
-def values(problem: Problem, dtype: torch.dtype, joined: Buffer | None = None) -> Tensor:
-    """The values in the same run, ``[B, n, H, V]``.
+def visible_values(problem: Problem, dtype: torch.dtype, joined: Buffer | None = None) -> Tensor:
+    """Return the values of the visible associations, ``[B, n, H, V]``.
 
     Args:
-        problem: whose values.
-        dtype: theirs.
-        joined: as in `gather_visible`.
+        problem: The call.
+        dtype: Dtype of the result.
+        joined: Argument of `gather_visible`.
     """
     if joined is not None:
         return joined.v.to(dtype)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction, once_differentiable
 
-__all__ = ["baddbmm", "bmm", "inverse_power", "least", "plus"]
+__all__ = ["add_bmm_", "baddbmm", "bmm", "inverse_power", "symmetric_pinv"]
 
 
 def inverse_power(S: Tensor, power: float) -> Tensor:
-    """S^(−p) of positive definite matrices ``[..., F, F]``.
+    """Return S^(−p) of positive definite matrices ``[..., F, F]``, differentiable once.
 
-    Backward is the Daleckii–Krein formula with divided differences of x^(−p), which are smooth
-    where autograd through the eigenvectors divides by the gap between equal eigenvalues.
-    Differentiable once. Cost about 10 F³ for each matrix.
+    The backward pass is the Daleckii–Krein formula with divided differences of x^(−p). They are
+    smooth for equal eigenvalues, while autograd through the eigenvectors divides by their gap. The
+    cost is about 10 F³ per matrix.
     """
     if power == 0:
         return torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S)
@@ -26,8 +26,8 @@ def inverse_power(S: Tensor, power: float) -> Tensor:
     return _InversePower.apply(S, power)
 
 
-def _differences(x: Tensor, p: float) -> Tensor:
-    """(x_i^(−p) − x_j^(−p))/(x_i − x_j), −p x^(−p−1) where they are equal, ``[..., F, F]``."""
+def _divided_differences(x: Tensor, p: float) -> Tensor:
+    """Return (x_i^(−p) − x_j^(−p))/(x_i − x_j), or −p x^(−p−1) if equal, ``[..., F, F]``."""
     low, high = (
         torch.minimum(x[..., :, None], x[..., None, :]),
         x[..., :, None].maximum(x[..., None, :]),
@@ -44,7 +44,7 @@ class _InversePower(CustomFunction):
     @staticmethod
     def forward(ctx: Any, S: Tensor, power: float) -> Tensor:
         values, vectors = torch.linalg.eigh(S)
-        # Rounding may leave the smallest eigenvalue below zero.
+        # Rounding may make the smallest eigenvalue negative.
         values = values.clamp_min(torch.finfo(S.dtype).tiny ** 0.5)
         ctx.save_for_backward(values, vectors)
         ctx.power = power
@@ -58,36 +58,38 @@ class _InversePower(CustomFunction):
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         values, vectors = saved
         inner = vectors.mT @ grads[0] @ vectors
-        return vectors @ (_differences(values, ctx.power) * inner) @ vectors.mT, None
+        return vectors @ (_divided_differences(values, ctx.power) * inner) @ vectors.mT, None
 
 
-def least(covariance: Tensor) -> Tensor:
-    """The pseudo-inverse of a covariance ``[..., D, D]``; directions of rounding count as none."""
-    eps, bad = torch.finfo(covariance.dtype).eps, ~covariance.isfinite().all(-1).all(-1)
-    bad = bad[..., None, None]
+def symmetric_pinv(covariance: Tensor) -> Tensor:
+    """Return the pseudo-inverse of a covariance ``[..., D, D]``, truncated at rounding errors."""
+    eps, not_finite = torch.finfo(covariance.dtype).eps, ~covariance.isfinite().all(-1).all(-1)
+    not_finite = not_finite[..., None, None]
     inverse = torch.linalg.pinv(
-        torch.where(bad, 0.0, covariance), hermitian=True, rtol=eps * 100 * covariance.shape[-1]
+        torch.where(not_finite, 0.0, covariance),
+        hermitian=True,
+        rtol=eps * 100 * covariance.shape[-1],
     )
-    return torch.where(bad, torch.nan, inverse)
+    return torch.where(not_finite, torch.nan, inverse)
 
 
 def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Matrix products alpha x y over both leading axes."""
+    """Return the matrix products alpha x y over both leading axes."""
     if alpha == 1.0:
         return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
-    none = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
-    product = torch.baddbmm(none, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
+    unused = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
+    product = torch.baddbmm(unused, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
     return product.unflatten(0, x.shape[:2])
 
 
-def plus(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """z + alpha x y over both leading axes, in z."""
+def add_bmm_(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """Add alpha x y to z in place over both leading axes."""
     z.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
     return z
 
 
 def baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """z + alpha x y in one pass, over all leading axes."""
+    """Return z + alpha x y over all leading axes."""
     lead = z.shape[:-2]
     flat = torch.baddbmm(z.flatten(0, -3), x.flatten(0, -3), y.flatten(0, -3), alpha=alpha)
     return flat.unflatten(0, lead)

@@ -1,4 +1,4 @@
-"""The input of an engine: a recipe at known sizes, checked tensors, every number per token."""
+"""Input of an engine: a recipe at known sizes, validated tensors, and all rates per token."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from recollect.state.state import HostPosition, State
 from recollect.typing import Init
 
 __all__ = [
+    "JoinedTokens",
     "Problem",
-    "Tokens",
     "Weights",
     "as_matrix",
-    "forward_of",
-    "join",
-    "resolve",
-    "scaled",
+    "factored_log_decay",
+    "join_buffer",
+    "memory_forward",
+    "problem_tensors",
+    "requires_grad",
+    "resolve_rates",
     "state_dtype",
-    "tensors",
-    "wants_gradient",
 ]
 
 Weights = list[Tensor]
 
 
-def state_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 when any input is float64, else float32: states never live in half precision."""
-    for t in tensors:  # called often: no generator
+def state_dtype(*problem_tensors: Tensor) -> torch.dtype:
+    """Return float64 if any input is float64, else float32; states are never in half precision."""
+    for t in problem_tensors:  # a loop is faster than a generator here
         if t.dtype == torch.float64:
             return torch.float64
     return torch.float32
@@ -48,34 +48,35 @@ def state_dtype(*tensors: Tensor) -> torch.dtype:
 _NO_STATE = cast(State, None)
 
 
-@dataclass(kw_only=True)  # made for every decoded token: frozen ones take five times as long
+@dataclass(kw_only=True)  # not frozen: faster to construct per decoded token
 class Problem:
     """One call: a bound recipe, its inputs, and the state before the first token.
 
-    `recollect.recall` and layers make it of what the caller passes. `recollect.functional` packs it
-    into dense sequences that are padded on the right, resolves its rates and groups its queries;
-    then an engine runs it.
+    `recollect.recall` and layers construct it from the caller's arguments. `recollect.functional`
+    packs it into dense sequences with padding on the right, resolves its rates, and groups its
+    queries. Then an engine runs it.
 
     Attributes:
-        bound: the recipe at the caller's sizes (a memory of ones is one more channel of ``v``), the
+        bound: The recipe at the caller's sizes (a memory of ones is one more channel of ``v``), the
             engine, and its plan.
-        q: queries ``[B, T, Hq, K]``; for engines by the memory they read, ``[B, T, H, G, K]``.
-        k, v: ``[B, T, H, K]``, ``[B, T, H, V]``, or with an axis of associations after H.
-        gates, params: by name, as `recollect.recall` takes them.
-        rates: every number of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
-        state: before the first token; engines always get one.
-        initial_memory, attention_mask, causal, chunk_size, output_final_state: arguments of
+        q: Queries ``[B, T, Hq, K]``, grouped by memory for engines, ``[B, T, H, G, K]``.
+        k, v: Keys ``[B, T, H, K]`` and values ``[B, T, H, V]``, or with an axis of associations
+            after H.
+        gates, params: Arguments of `recollect.recall` by name.
+        rates: All rates of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
+        state: State before the first token. Engines always receive one.
+        initial_memory, attention_mask, causal, chunk_size, output_final_state: Arguments of
             `recollect.recall`.
-        cu_seqlens: ``[N + 1]`` boundaries of N documents in the only sequence. Lengths and states
-            have an element for each. Only operators of flash-linear-attention get them.
-        lengths: real tokens per sequence ``[B]``, if sequences are padded on the right.
-        source_index: position of each token in the caller's sequence, ``[B, T]``, if it differs.
-        rows_are_documents: whether sequences are documents of the caller's only sequence.
-        param_sources: tensors that params are computed from, whose versions identify the params.
-        trusted: whether gates and params come from a layer's own projections, which were validated
-            on the prompt: their names, shapes and ranges are not checked again.
-        steps_per_token: associations that are tokens of their own, so that features still get the
-            token's position.
+        cu_seqlens: Boundaries ``[N + 1]`` of N documents in the only sequence. Lengths and states
+            have one element per document. Only operators of flash-linear-attention receive them.
+        lengths: Number of real tokens per sequence ``[B]``, if sequences have padding.
+        source_index: Position of each token in the caller's sequence ``[B, T]``, if it differs.
+        rows_are_documents: Whether sequences are documents of the caller's only sequence.
+        param_sources: Tensors from which params are computed. Their versions identify the params.
+        trusted: Whether gates and params come from a layer's projections, which were validated on
+            the prompt. Their names, shapes and ranges are not checked again.
+        steps_per_token: Number of associations per token that the engine runs as separate tokens.
+            Features use the position of the token.
     """
 
     bound: BoundRecipe
@@ -85,7 +86,7 @@ class Problem:
     gates: Mapping[str, Tensor] = field(default_factory=dict)
     params: Mapping[str, Tensor] = field(default_factory=dict)
     rates: Mapping[str, Tensor] = field(default_factory=dict)
-    state: State = _NO_STATE  # `recollect.functional.recall` makes a missing one
+    state: State = _NO_STATE  # `recollect.functional.recall` sets a missing state
     initial_memory: Init | None = None
     attention_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -111,7 +112,7 @@ class Problem:
 
     @property
     def token_mask(self) -> Tensor | None:
-        """``[B, T]``: which tokens are real, or ``None`` when all are."""
+        """Mask of the real tokens ``[B, T]``, or ``None`` if all tokens are real."""
         # Not cached: a cached property takes a lock, which breaks graphs of torch.compile.
         if self.lengths is None or self.cu_seqlens is not None:
             return None
@@ -120,7 +121,7 @@ class Problem:
 
     @property
     def end(self) -> Tensor:
-        """Position of each row after this call, ``[B]``."""
+        """Position of each batch element after this call, ``[B]``."""
         return self.state.position + (self.k.shape[1] if self.lengths is None else self.lengths)
 
     def caller_index(self, row: int, token: int) -> tuple[int, int]:
@@ -191,11 +192,11 @@ class Problem:
         return first + torch.arange(self.k.shape[1], device=self.k.device)
 
 
-def _filled(value: float) -> Tensor:
+def _constant(value: float) -> Tensor:
     return torch.full((1, 1, 1), value, dtype=torch.float64)
 
 
-def resolve(
+def resolve_rates(
     bound: BoundRecipe,
     gates: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
@@ -205,23 +206,23 @@ def resolve(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return every number of a recipe as ``[B, T, H, ...]``: constants, params and gates.
+    """Return all rates of a recipe as ``[B, T, H, ...]``: constants, params and gates.
 
     Args:
-        bound: the recipe at known sizes.
-        gates: by name.
-        params: by name.
-        B: rows.
-        T: tokens.
-        dtype: of the numbers.
-        device: of the constants.
+        bound: The recipe at known sizes.
+        gates: Gates by name.
+        params: Params by name.
+        B: Batch size.
+        T: Number of tokens.
+        dtype: Dtype of the result.
+        device: Device of the constants.
     """
     rates: dict[str, Tensor] = {}
     by_value: dict[float, Tensor] = {}
     for name, value in bound.constants.items():
         if value not in by_value:
-            one = cached_constant(_filled, value, device=device, dtype=dtype)
-            by_value[value] = one.expand(B, T, bound.H)
+            constant = cached_constant(_constant, value, device=device, dtype=dtype)
+            by_value[value] = constant.expand(B, T, bound.H)
         rates[name] = by_value[value]
     for name, engine_side, log in bound.learned_rates:
         if name in params:
@@ -233,28 +234,33 @@ def resolve(
         rates["lr"] = rates["log_lr"].exp()
     decay, scale = rates.get("log_decay"), rates.get("decay_scale")
     if decay is not None and scale is not None and decay.dim() == scale.dim():
-        # A factored decay per channel is one number; per entry, engines get both factors.
-        rates["log_decay"] = scaled(decay, scale)
+        # A factored decay per channel is multiplied here. Per entry, engines receive both factors.
+        rates["log_decay"] = factored_log_decay(decay, scale)
     return rates
 
 
-def scaled(log_decay: Tensor, scale: Tensor) -> Tensor:
+def factored_log_decay(log_decay: Tensor, scale: Tensor) -> Tensor:
     """Return log α = ℓ a of a factored decay, whose factors are ℓ ≤ 0 and a ≥ 0.
 
-    ℓ = −inf forgets everything, unless a = 0: α = e^(ℓ a) = 0 and ∂α/∂a = ℓ α = 0. Autograd would
-    return NaN for the latter at −inf itself.
+    For ℓ = −inf, α = 1 if a = 0. Otherwise α = e^(ℓ a) = 0 and ∂α/∂a = ℓ α = 0, where autograd
+    would return NaN without the clamp.
     """
     return log_decay.clamp_min(-1e30) * scale
 
 
-# -- tokens joined to the buffered ones, as the reference reads them ------------------------------
+# -- buffered and new tokens as one sequence -------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """Buffered and new tokens in one run; the first ``buffered`` are the buffer's.
+class JoinedTokens:
+    """Buffered and new tokens as one sequence.
 
-    ``phi`` are the lifted keys, or the keys themselves where features are infinitely many.
+    Attributes:
+        k, v: Keys and values.
+        phi: Lifted keys, or the keys if the number of features is infinite.
+        rates: Rates by name.
+        valid: Mask of the real tokens.
+        buffered: Number of buffered tokens, which come first.
     """
 
     k: Tensor
@@ -264,25 +270,26 @@ class Tokens:
     valid: Tensor
     buffered: int
 
-    def numbers_of(self, bias: Bias, low: int, stop: int) -> dict[str, Tensor]:
-        """A bias's numbers of associations ``low`` to ``stop``, ``[B, H, n, 1 or V]`` by name.
+    def bias_gates(self, bias: Bias, low: int, stop: int) -> dict[str, Tensor]:
+        """Return the gates of a bias for some associations by name, ``[B, H, n, 1 or V]``.
 
         Args:
-            bias: whose numbers.
-            low: the first association. stop: the one after the last.
+            bias: The bias.
+            low: First association.
+            stop: Association after the last.
         """
-        numbers: dict[str, Tensor] = {}
+        gates: dict[str, Tensor] = {}
         for name in bias.quantity_axes:
             x = self.rates[name][:, low:stop].transpose(1, 2)
-            numbers[name] = x if x.dim() == 4 else x.unsqueeze(-1)
-        return numbers
+            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        return gates
 
     def __len__(self) -> int:
         return self.k.shape[1]
 
 
-def join(problem: Problem) -> Tokens:
-    """The open buffer's tokens, then the new ones."""
+def join_buffer(problem: Problem) -> JoinedTokens:
+    """Return the buffered tokens followed by the new tokens."""
     buffer = problem.state.buffer
     dtype = state_dtype(problem.q, problem.k, problem.v)
     k, v, rates = problem.k.to(dtype), problem.v.to(dtype), dict(problem.rates)
@@ -298,7 +305,7 @@ def join(problem: Problem) -> Tokens:
         for name, x in rates.items():
             rates[name] = torch.cat([buffer.rates[name].to(dtype), x], dim=1)
         valid = torch.cat([buffer.mask, valid], dim=1)
-        # Empty slots weigh nothing, but a loss must be finite there: 0 may lie outside a range.
+        # Empty slots have weight 0, but their loss must be finite and 0 may be out of range.
         fills = problem.bound.padding_values
         for name, x in rates.items():
             mask = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
@@ -308,18 +315,18 @@ def join(problem: Problem) -> Tokens:
     phi = k
     if problem.bound.num_features:
         phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3)
-    return Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, buffered=buffered)
+    return JoinedTokens(k=k, phi=phi, v=v, rates=rates, valid=valid, buffered=buffered)
 
 
-def forward_of(problem: Problem) -> Forward:
-    """The memory's forward at the problem's sizes."""
+def memory_forward(problem: Problem) -> Forward:
+    """Return the forward function of the memory at the problem's sizes."""
     recipe = problem.recipe
     F = recipe.features.dim(problem.k.shape[-1])
     return recipe.memory.bind(F, problem.v.shape[-1])
 
 
 def as_matrix(w: Tensor) -> Tensor:
-    """Weights ``[B, H, *shape]`` as ``[B, H, out, in]``: vectors are one row, tensors flattened."""
+    """Reshape weights ``[B, H, *shape]`` to ``[B, H, out, in]``; a vector becomes one row."""
     if w.dim() == 4:
         return w
     if w.dim() < 4:
@@ -327,20 +334,20 @@ def as_matrix(w: Tensor) -> Tensor:
     return w.flatten(3)
 
 
-# -- the outer gradient, only where asked ---------------------------------------------------------
+# -- the outer gradient ----------------------------------------------------------------------------
 
 
-def tensors(problem: Problem) -> list[Tensor]:
-    """Every tensor of the problem."""
+def problem_tensors(problem: Problem) -> list[Tensor]:
+    """Return all tensors of the problem."""
     parts = [problem.q, problem.k, problem.v, *problem.rates.values(), *problem.params.values()]
     parts += problem.state.tensors()
     return parts if problem.lengths is None else [*parts, problem.lengths]
 
 
-def wants_gradient(problem: Problem) -> bool:
+def requires_grad(problem: Problem) -> bool:
     """Return whether an outer gradient can be taken; otherwise no graph is recorded."""
     if torch.is_grad_enabled():
-        for x in tensors(problem):  # called often: no generator
+        for x in problem_tensors(problem):  # a loop is faster than a generator here
             if x.requires_grad:
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Ridge regression on all of the past: statistics, ridges and dense solves."""
+"""Ridge regression on all past tokens: statistics, ridges and dense solves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recollect.choices.algorithm.base import Inverse
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 
-__all__ = ["RidgeStatistics", "association", "dense", "ridge_of"]
+__all__ = ["RidgeStatistics", "apply_approximate_inverse", "initial_ridge", "weighted_associations"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,11 @@ class RidgeStatistics:
     """Sufficient statistics of the past.
 
     Attributes:
-        gram: D ``[B, H, F, F]``. residual: E ``[B, H, V, F]``.
-        ridge_share: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
+        gram: D ``[B, H, F, F]``.
+        residual: E ``[B, H, V, F]``.
+        ridge_share: Ratio ρ_t / λ, ``[B, H]``.
+        origin: W_0 ``[B, H, V, F]``.
+        ridge: λ ``[B, H, F]``.
     """
 
     gram: Tensor
@@ -32,7 +35,7 @@ class RidgeStatistics:
 
     @property
     def rho(self) -> Tensor:
-        """ρ_t by channel, ``[B, H, F]``."""
+        """ρ_t per channel, ``[B, H, F]``."""
         return self.ridge_share[..., None] * self.ridge
 
     @property
@@ -41,21 +44,23 @@ class RidgeStatistics:
         return self.gram + torch.diag_embed(self.rho)
 
     def solved(self) -> Tensor:
-        """W."""
+        """Return W ``[B, H, V, F]``."""
         return self.origin + torch.linalg.solve(self.system, self.residual.mT).mT
 
 
-def association(problem: Problem, position: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """φ(k), the value and the weight of each association of ½ w ‖W φ(k) − v‖²: ``[B, T, H, ·]``.
+def weighted_associations(
+    problem: Problem, position: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return φ(k), v and w ``[B, T, H, ·]`` of the associations in ½ w ‖W φ(k) − v‖².
 
-    An error a·prediction − b·value is that problem with weight a·w and value (b/a)·v.
+    An error a·prediction − b·value gives this objective with weight a·w and value (b/a)·v.
 
     Args:
-        problem: whose associations.
-        position: its ``positions()``, where they are at hand.
+        problem: The call.
+        position: Its ``positions()``, if already computed.
     """
     affine = problem.recipe.bias.affine
-    assert affine is not None and affine[0] > 0  # the algorithm asks for it
+    assert affine is not None and affine[0] > 0  # required by the algorithm
     a, b = affine
     position = problem.positions() if position is None else position
     phi = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
@@ -64,14 +69,14 @@ def association(problem: Problem, position: Tensor | None = None) -> tuple[Tenso
     return phi, v if a == b else v * (b / a), weight if a == 1 else weight * a
 
 
-def ridge_of(rates: Mapping[str, Tensor], features: int) -> Tensor:
-    """λ ``[B, H, F]``: it does not depend on the token."""
+def initial_ridge(rates: Mapping[str, Tensor], features: int) -> Tensor:
+    """Return λ ``[B, H, F]``, which does not depend on the token."""
     ridge = rates["ridge"][:, 0]
     return ridge if ridge.dim() == 3 else ridge.unsqueeze(-1).expand(-1, -1, features)
 
 
-def dense(inverse: Inverse, now: RidgeStatistics, q: Tensor) -> Tensor:
-    """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
+def apply_approximate_inverse(inverse: Inverse, now: RidgeStatistics, q: Tensor) -> Tensor:
+    """Return B_t q ``[B, H, G, F]`` of the approximate rules from the Gram matrix."""
     kind, power = inverse.kind, inverse.power
     if kind == "identity":
         return q
@@ -88,7 +93,7 @@ def dense(inverse: Inverse, now: RidgeStatistics, q: Tensor) -> Tensor:
         positive = curve > 0
         alpha = torch.where(positive, size / torch.where(positive, curve, 1.0), 0.0)
         z, r = z + alpha * p, r - alpha * product
-        after = r.square().sum(-1, keepdim=True)
-        p = r + torch.where(size > 0, after / torch.where(size > 0, size, 1.0), 0.0) * p
-        size = after
+        next_size = r.square().sum(-1, keepdim=True)
+        p = r + torch.where(size > 0, next_size / torch.where(size > 0, size, 1.0), 0.0) * p
+        size = next_size
     return z

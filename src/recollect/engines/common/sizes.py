@@ -1,4 +1,4 @@
-"""Sizes and operation counts from which each engine states its cost."""
+"""Sizes and operation counts for the cost functions of the engines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from recollect.choices.memory.base import Stack
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Counted", "Sizes", "numel_of", "reading_of_weights"]
+__all__ = ["FlopCount", "Sizes", "numel_of", "weight_read_flops"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """All sizes of a call; ``shapes`` are those of the memory's weights."""
+    """All sizes of a call; ``shapes`` are the shapes of the memory's weights."""
 
     K: int
     V: int
@@ -47,7 +47,7 @@ class Sizes:
         )
 
     def numel(self, axes: tuple[str, ...]) -> int:
-        """Entries of a gate or param of one head."""
+        """Return the number of entries of a gate or param per head."""
         size = 1
         for axis in axes:
             size *= self.axes[axis]
@@ -55,12 +55,12 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """Entries of the memory of one head."""
+        """Number of entries of the memory per head."""
         return sum(numel_of(shape) for shape in self.shapes)
 
 
 def numel_of(shape: tuple[int, ...]) -> int:
-    """Entries of a tensor of that shape."""
+    """Return the number of entries of a tensor."""
     size = 1
     for side in shape:
         size *= side
@@ -68,16 +68,16 @@ def numel_of(shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
-    """The operations that an engine counts for one call.
+class FlopCount:
+    """Operation counts of one call.
 
     Attributes:
         forward: FLOPs of one sequence by part.
         decode: FLOPs of one more token of one sequence.
-        steps: dependent steps of a forward pass on a CPU: each needs the result of the step before.
-        step_seconds: time that a step takes on a CPU besides its FLOPs and its memory traffic.
-        states: memories that are written to and read from main memory.
-        notes: sentences on what these numbers rest on.
+        steps: Number of sequential steps of a forward pass on a CPU.
+        step_seconds: Overhead per step on a CPU in addition to FLOPs and memory traffic.
+        states: Number of memories written to and read from main memory.
+        notes: Assumptions of these counts as sentences.
     """
 
     forward: dict[str, int]
@@ -88,20 +88,19 @@ class Counted:
     notes: tuple[str, ...] = ()
 
 
-def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:
-    """FLOPs of queries that read weights and write nothing: 2 G times the weights, each.
+def weight_read_flops(recipe: Recipe, s: Sizes, queries: int) -> int:
+    """Return the FLOPs of read-only queries: 2 G times the number of weights per query.
 
-    Learned weights beside the memory's are read too.
-
-    An inner batch that is open is replayed once per call, which is not counted.
+    The weights include learned weights next to the memory. The count excludes the replay of an open
+    inner batch, which happens once per call.
 
     Args:
-        recipe: of a finite memory.
-        s: sizes.
-        queries: per row and query head.
+        recipe: Recipe with a finite memory.
+        s: Sizes.
+        queries: Number of queries per batch element and query head.
     """
     if recipe.memory.is_elementwise:
-        return 0  # elementwise
+        return 0
     memory = recipe.memory
     ones = s.F if memory.read.normalize != "none" else 0
     weights = (1 + (isinstance(memory, Stack) and memory.has_base_matmuls)) * s.weights

@@ -1,10 +1,10 @@
-"""Bytes of the state after T tokens, by part."""
+"""Bytes of the state after T tokens by part."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.kernel_rows_cost import row_bytes
+from recollect.engines.common.kernel_rows_flops import row_bytes
 from recollect.engines.common.sizes import Sizes, numel_of
 
 if TYPE_CHECKING:
@@ -16,41 +16,43 @@ __all__ = ["state_bytes"]
 def state_bytes(
     recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, *, factored: bool
 ) -> tuple[dict[str, int], int]:
-    """Bytes by part, and bytes that each further token adds."""
+    """Return the bytes by part and the bytes of one more token."""
     rows, heads = s.B, s.B * s.H
     normalized = recipe.memory.read.normalize != "none" and not recipe.uses_kernel_rows
     ones = s.F if normalized else 0
     parts = {"memory": heads * s.weights * state_size}
-    # A normalised memory moves together with its memory of ones, one more row.
-    wide = recipe.algorithm.float64_slots(recipe)
+    # A normalised memory has a memory of ones as one more row.
+    float64_slots = recipe.algorithm.float64_slots(recipe)
     slots = sum(
         (numel_of(recipe.algorithm.slot_shape(name, shape)) + ones)
-        * (8 if name in wide else state_size)
+        * (8 if name in float64_slots else state_size)
         for name in recipe.algorithm.slots
         for shape in s.shapes
     )
     parts["algorithm"] = heads * slots
     scale = 1 if recipe.memory.read.normalize == "floor" else 0
     parts["normaliser"] = heads * (ones + scale) * state_size
-    each = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows
+    bytes_per_token = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows
     span = recipe.buffer_size
     name = "associations" if recipe.nonparametric or span is None else "open tokens"
-    parts[name] = each * (s.T if span is None else span)
+    parts[name] = bytes_per_token * (s.T if span is None else span)
     parts["position"] = 8 * rows
     if recipe.uses_kernel_rows:
         row = row_bytes(recipe, s, state_size) * rows
         closed = s.T - s.T % recipe.algorithm.batch_size
-        parts["rows"] = row * closed * s.n  # those of the open inner batch are not written yet
+        parts["rows"] = row * closed * s.n  # without rows of the open inner batch
         return {name: size for name, size in parts.items() if size}, row * s.n
     if factored:
-        # And which recipe's it is.
+        # One more entry identifies the recipe.
         parts["factor"] = heads * (s.T * (s.T + s.V) + 1) * state_size
-        each += heads * (2 * s.T + 1 + s.V) * state_size
-    return {name: size for name, size in parts.items() if size}, each if span is None else 0
+        bytes_per_token += heads * (2 * s.T + 1 + s.V) * state_size
+    return {
+        name: size for name, size in parts.items() if size
+    }, bytes_per_token if span is None else 0
 
 
 def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
-    """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
+    """Return the bytes of one association per batch element: k, v, all rates and the mask."""
     numbers = dict.fromkeys(recipe.constants(), 1)
     named = recipe.learned_quantities
     for declared in (*recipe.params(), *recipe.gates()):

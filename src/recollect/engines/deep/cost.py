@@ -7,35 +7,35 @@ from typing import TYPE_CHECKING
 
 from recollect.choices.algorithm.muon import newton_schulz_flops
 from recollect.choices.memory.base import LinearMap, Stack
-from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
-from recollect.engines.deep.engine import chain_of, rule_of, way
+from recollect.engines.common.sizes import FlopCount, Sizes, weight_read_flops
+from recollect.engines.deep.engine import chain_of, execution_mode, rule_of
 from recollect.report.units import readable
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 STEP_SECONDS, CHAIN_SECONDS = 5e-4, 1.2e-4
-"""As `Counted.step_seconds`: an inner batch or a token, and an inner batch of a chain of maps."""
+"""`Counted.step_seconds` of an inner batch or a token, and of an inner batch of a chain of maps."""
 
 
-def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """Operations of one call, by inner batches: coefficients, or weights token by token."""
+def flops(recipe: Recipe, s: Sizes) -> FlopCount:
+    """Count the operations of one call by inner batches, or token by token."""
     memory = recipe.memory
     assert isinstance(memory, Stack)  # deep.refuses
     V = s.V + (memory.read.normalize != "none")
     maps, b, T = memory.maps(s.F, V), recipe.algorithm.batch_size, s.T * s.n
-    whole, rest = divmod(T, b)
-    if whole and rest:
-        whole, rest = whole + 1, 0  # the last inner batch is padded to the others' length
+    num_full, rest = divmod(T, b)
+    if num_full and rest:
+        num_full, rest = num_full + 1, 0  # the last inner batch is padded to full length
     one = batch_flops(recipe, maps, b, s.G)
     last = batch_flops(recipe, maps, rest, s.G, ends=False) if rest else dict.fromkeys(one, 0)
-    parts = {name: s.H * (whole * one[name] + last[name]) for name in one}
-    # A decoded token replays its open inner batch, half of it on average, and reads by the program.
+    parts = {name: s.H * (num_full * one[name] + last[name]) for name in one}
+    # A decoded token replays half of its open inner batch on average, and reads by the program.
     open_batch = batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
     decode = s.H * s.n * sum(open_batch.values())
     if memory.base_params and chain_of(recipe) is not None and recipe.retention.decay is None:
         weights = sum(m.out_features * m.in_features for m in maps)
-        decode += s.H * s.n * 2 * ((b + 1) // 2) * s.G * weights  # where a chain reads their sum
+        decode += s.H * s.n * 2 * ((b + 1) // 2) * s.G * weights  # a chain reads their sum
     notes: list[str] = []
     price = orthogonal(recipe, maps)
     if price:
@@ -47,10 +47,10 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         )
     if b > 1:
         notes.append("decoding replays the open inner batch, half of it on average")
-    batches, built = -(-T // b), way(recipe) == "tokens"
-    # The first token of a batch that settles is a step of its own.
+    batches, built = -(-T // b), execution_mode(recipe) == "tokens"
+    # The link after the first token of a batch is a separate step.
     split = recipe.links_at_batch_end and recipe.retention.links_after_first_token and b > 1
-    return Counted(
+    return FlopCount(
         forward=parts,
         decode=decode,
         steps=T if built else batches * (1 + split),
@@ -61,7 +61,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
 
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:
-    """Newton–Schulz once on every map."""
+    """Count the operations of one Newton–Schulz call on every map."""
     steps = recipe.algorithm.ns_steps
     return sum(newton_schulz_flops(one.out_features, one.in_features, steps) for one in maps)
 
@@ -69,9 +69,9 @@ def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:
 def batch_flops(
     recipe: Recipe, maps: Sequence[LinearMap], b: int, G: int, *, ends: bool = True
 ) -> dict[str, int]:
-    """One inner batch of b tokens of one head by part; ``ends``: with the step to the next."""
+    """Count one inner batch of b tokens of one head by part, with its boundary if ``ends``."""
     splits = recipe.links_at_batch_end and recipe.retention.links_after_first_token
-    if splits and way(recipe) == "table" and b > 1:
+    if splits and execution_mode(recipe) == "table" and b > 1:
         first = _segment(recipe, maps, 1, G, ends=True)
         memory = recipe.memory
         assert isinstance(memory, Stack)  # deep.refuses
@@ -91,14 +91,14 @@ def _segment(
 ) -> dict[str, int]:
     memory = recipe.memory
     assert isinstance(memory, Stack)  # deep.refuses
-    how, rule, c = way(recipe), rule_of(recipe), recipe.context.horizon or 1
+    how, rule, c = execution_mode(recipe), rule_of(recipe), recipe.context.horizon or 1
     W = sum(m.out_features * m.in_features for m in maps)
     later = sum(m.out_features * m.in_features for m in maps if not m.reads_features)
     D = sum(m.out_features + m.in_features for m in maps)
     moving = rule.slot != ""
     chain, based = chain_of(recipe) is not None, bool(memory.base_params)
-    # What a program multiplies beside the memory: learned weights at every application. A chain
-    # adds them to its maps, and moves a third stack where these fade towards them.
+    # Number of products per application: the memory and the learned base weights. A chain adds
+    # the base weights to its maps, and updates a third stack if the maps decay towards them.
     fixed = 1 + memory.has_base_matmuls
     pulled = chain and based and recipe.retention.decay is not None
     at_keys = 1 if chain else fixed
@@ -106,8 +106,8 @@ def _segment(
     if recipe.algorithm.uses_normalized_steps:
         keys += 2 * (b + c - 1) * W * recipe.retention.step_gain_matmuls
     if recipe.algorithm.uses_line_search:
-        # The program, its gradient, the directions at its inputs, and what they do to its output,
-        # which goes through fixed weights once more.
+        # The program, its gradient, the directions at its inputs and their effect on its output,
+        # which passes through the base weights once more.
         rows = b * c if how == "tokens" else b + c - 1
         keys += 2 * rows * ((1 + fixed) * W + 2 * fixed * later)
     R = (b * c if rule.pairs else b + c - 1) * (1 + rule.splits)
@@ -137,4 +137,4 @@ def _segment(
     }
 
 
-reading = reading_of_weights
+reading = weight_read_flops

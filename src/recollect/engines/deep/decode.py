@@ -1,16 +1,17 @@
-"""Decoding one token inside an inner batch, from cached gradient factors of its earlier tokens.
+"""Decoding of one token inside an inner batch, from cached gradient factors of earlier tokens.
 
-All gradients of an inner batch are taken at W°, so h and δ of its tokens stay as they are until the
-border, and the coefficients by which a read mixes them move on from token to token:
+All gradients of an inner batch are taken at W°, so h and δ of its tokens are constant until the
+boundary. The coefficients of a read follow a recurrence over tokens:
 
     D_t = θ_t D_{t−1} − η_t γ_t,  C_t = α_t C_{t−1} + D_t
 
-are rows over A°, S° and the batch's associations: a token reads A_t = Σ_i C_t[i] (A°, S°, δ_1 h_1ᵀ,
-…)[i], and S_t is the same of D_t. They begin as (1, 0) and (0, 1), and γ_t is 0 at A° and S°.
+They are rows over A°, S° and the associations of the batch: a token reads
+A_t = Σ_i C_t[i] (A°, S°, δ_1 h_1ᵀ, …)[i], and S_t = Σ_i D_t[i] (A°, S°, δ_1 h_1ᵀ, …)[i]. The
+initial rows are (1, 0) and (0, 1), and γ_t is 0 at A° and S°.
 
-A step that makes one token keeps all of it in the state's cache: the next computes one key's
-factors, one row of coefficients and one read. Without a cache (after a long call, another engine, a
-reset) the factors and coefficients of the whole open batch are made once.
+A call of one token stores factors and coefficients in the cache of the state. The next call
+computes the factors of one key, one row of coefficients and one read. Without a cache (after a long
+call, another engine, a reset), the factors and coefficients of the open batch are computed once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.engines.common.problem import Problem
-from recollect.engines.deep.chain.chain import chain_slopes
+from recollect.engines.deep.chain.chain import chain_gradient_factors
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
@@ -41,7 +42,7 @@ from recollect.state.state import State
 __all__ = ["Stepped", "follow", "step"]
 
 
-@dataclass(kw_only=True)  # not frozen: made for every decoded token
+@dataclass(kw_only=True)  # not frozen: created for every decoded token
 class Stepped:
     """Outputs ``[P, G, V]``, the memory after the token, and the cache for the next."""
 
@@ -51,15 +52,15 @@ class Stepped:
 
 
 def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> Stepped | None:
-    """The token after those of the cache, or the first of an inner batch.
+    """Decode the token after those of the cache, or the first of an inner batch.
 
-    ``None`` where rows have come differently far, where the cache is another's or there is none,
-    and where a map is applied more than once.
+    Return ``None`` if sequences are at different positions of their batches. Return ``None`` also
+    if the cache does not fit, or if a map is applied more than once.
 
     Args:
-        problem: of one token, for which nobody asks an outer gradient.
-        memory: at the batch's start.
-        params: the memory's own.
+        problem: problem of one token without an outer gradient.
+        memory: memory at the start of the batch.
+        params: parameters of the memory.
     """
     method: DeepPlan = problem.bound.plan
     cache, b, c = problem.state.cache, method.b, method.c
@@ -88,20 +89,22 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
 
 
 def _place(state: State, b: int) -> int | None:
-    """How many tokens the open inner batch of every row holds, if it is as many."""
+    """Return the number of tokens in every open inner batch, or ``None`` if sequences differ."""
     if state.host_position is not None:
         return state.host_position % b
-    places = set(state.position.remainder(b).tolist())
-    return places.pop() if len(places) == 1 else None
+    lengths = set(state.position.remainder(b).tolist())
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
-    """The last token of a layout of one batch; ``None`` where a map is applied more than once.
+    """Decode the last token of a layout of one batch.
+
+    Return ``None`` if a map is applied more than once.
 
     Args:
-        problem: of one token.
-        layout: the open inner batch up to this token.
-        memory: at the batch's start.
+        problem: problem of one token.
+        layout: open inner batch up to this token.
+        memory: memory at the start of the batch.
     """
     method: DeepPlan = problem.bound.plan
     cache = problem.state.cache
@@ -109,15 +112,15 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     depends = depends_on(problem)
     old = cached_factors(cache, depends, R - 1, memory.A[0]) if depends else None
-    here = slice(0 if old is None else R - 1, R)
+    new_rows = slice(0 if old is None else R - 1, R)
     keys: dict[str, Tensor] = {}
     for name, x in layout.keys.items():
-        keys[name] = x[0, :, :, here]
+        keys[name] = x[0, :, :, new_rows]
     phi, v = keys.pop("phi"), keys.pop("v")
     points = Points(phi=phi, raw=keys.pop("raw", phi), v=v, gates=keys)
     new = _factors(method, memory, points, layout.params)
     for one in new:
-        if one.h.shape[1] != here.stop - here.start:
+        if one.h.shape[1] != new_rows.stop - new_rows.start:
             return None
     rows, all_factors = joined(method, old, new)
     row, G = row_of(table), layout.G
@@ -131,7 +134,7 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
         return Stepped(y=y, memory=memory, cache={})
     cache = cached(rows, row, depends)
     if method.rule.mean:
-        # Averages are made of plain sums, which the table does not hold.
+        # Averages need sums, which the table does not contain.
         cache.pop("C")
         cache.pop("D", None)
     return Stepped(y=y, memory=memory, cache=cache)
@@ -157,9 +160,9 @@ def _points(problem: Problem, method: DeepPlan, position: Tensor) -> Points:
 def _factors(
     method: DeepPlan, memory: Memory, points: Points, params: Mapping[str, Tensor]
 ) -> list[Factors]:
-    """h and δ of every map; by formula where the memory is a chain, else by autograd."""
+    """Return h and δ of every map, by formula for a chain and by autograd otherwise."""
     if method.chain is not None:
-        return chain_slopes(method.chain, memory.A, points, params)
+        return chain_gradient_factors(method.chain, memory.A, points, params)
     bias = method.recipe.bias
     slopes = factors(method.memory, memory.A, points, params, bias, outer=False)
     if method.normalizer is None:
@@ -169,7 +172,7 @@ def _factors(
 
 
 def _advance(problem: Problem, method: DeepPlan, row: Row | None, place: int, phi: Tensor) -> Row:
-    """The coefficients after this token from those before it; none before a batch's first."""
+    """Return the coefficients after this token; ``row`` is ``None`` at the start of a batch."""
     rates, rule = problem.rates, method.rule
     new, first = -_weights(problem, method, phi), place == 0  # [P, c]
     if rule.mean:
@@ -181,14 +184,14 @@ def _advance(problem: Problem, method: DeepPlan, row: Row | None, place: int, ph
 
 
 def _tau(rates: Mapping[str, Tensor], place: int) -> Tensor:
-    """What averages scale the sum of a batch's steps by at a token, ``[P]``."""
+    """Return τ of one token, the scale of the sum of a batch's steps."""  # [P]
     offset = rates["offset"]
     offset = offset[..., place] if offset.dim() == 4 else offset
     return (1 / (place + 1) + offset).clamp_min(0).flatten()
 
 
 def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
-    """η_t γ_t of the window's associations, oldest first, ``[P, c]``."""
+    """Return η_t γ_t of the window's associations, oldest first."""  # [P, c]
     rates, c = problem.rates, method.c
     lr = rates.get("lr")
     if lr is not None and method.slope is not None:
@@ -196,9 +199,9 @@ def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
         lr = problem.recipe.algorithm.rate(lr, kappa, method.slope)
     gamma = rates["window"].flatten(0, 2) if "window" in rates else None
     if c > 1:
-        there = torch.arange(c, device=phi.device) <= problem.state.position[:, None]
-        there = there.repeat_interleave(phi.shape[1], dim=0).to(phi.dtype)
-        gamma = (there if gamma is None else gamma * there).flip(-1)
+        mask = torch.arange(c, device=phi.device) <= problem.state.position[:, None]
+        mask = mask.repeat_interleave(phi.shape[1], dim=0).to(phi.dtype)
+        gamma = (mask if gamma is None else gamma * mask).flip(-1)
     if gamma is None:
         if lr is not None:
             return lr.flatten().unsqueeze(-1)
@@ -209,13 +212,13 @@ def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
 def _reads(
     method: DeepPlan, memory: Memory, row: Row, all_factors: Sequence[Factors]
 ) -> list[Read]:
-    """Return the read of every map after a token, from the memory at its batch's start."""
+    """Return the read of every map after a token, from the memory at the start of its batch."""
     moments = memory.slots.get("momentum")
     n = all_factors[0].h.shape[1]
     a, *rest, C = row.C.unsqueeze(1).split_with_sizes([1] * (row.C.shape[1] - n) + [n], dim=-1)
-    made: list[Read] = []
+    reads: list[Read] = []
     for i, one in enumerate(all_factors):
-        made.append(
+        reads.append(
             Read(
                 W=memory.A[i],
                 S=None if moments is None else moments[i],
@@ -226,10 +229,10 @@ def _reads(
                 inner=None,
                 outer=None,
                 tokens=1,
-                own=True,
+                inplace=True,
             )
         )
-    return made
+    return reads
 
 
 def _moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
@@ -243,11 +246,11 @@ def _moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
     S: list[Tensor] = []
     a, *of_S, C = both.unsqueeze(-1).split_with_sizes([1] * (both.shape[2] - n) + [n], dim=2)
     for i, one in enumerate(all_factors):
-        written = (one.delta.unsqueeze(1) * C).unbind(1)
+        delta = (one.delta.unsqueeze(1) * C).unbind(1)
         end = memory.A[i] * a[:, 0]
         if moments is not None:
             end.addcmul_(moments[i], of_S[0][:, 0])
-            # A° has no part in S.
-            S.append((moments[i] * of_S[0][:, 1]).baddbmm_(written[1].mT, one.h))
-        A.append(end.baddbmm_(written[0].mT, one.h))
+            # The coefficient of A° in S is 0.
+            S.append((moments[i] * of_S[0][:, 1]).baddbmm_(delta[1].mT, one.h))
+        A.append(end.baddbmm_(delta[0].mT, one.h))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})

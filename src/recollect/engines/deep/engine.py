@@ -1,15 +1,14 @@
-"""Engine ``deep``: any memory made of linear maps, exact and parallel inside inner batches.
+"""Engine ``deep``: any memory of linear maps, exact and parallel inside inner batches.
 
-Inside an inner batch all gradients are taken at the same weights W°, so they are factors δ hᵀ of
-one batched pass, and everything that decay, momentum, step and window do to them is one small
-matrix of coefficients per map (`step_coefficients`). Reads are masked attention with that matrix as
-the mask:
+Inside an inner batch all gradients are taken at the weights W°, so they are factors δ hᵀ of one
+batched pass. Decay, momentum, step and window act on them through one small matrix of coefficients
+per map (`step_coefficients`). Reads are masked attention with this matrix as the mask:
 
     z_t = a_t W° x_t + m_t S° x_t + Σ_i (C ⊙ (x hᵀ))[t, i] δ_i
 
-No weight of a single token is built. Where a link, an elementwise optimizer or a decay per channel
-under momentum stands between the gradients and what is read, weights are built token by token from
-the same factors (`token_weights`). See `docs/design/deep-engine.md`.
+No weight of a single token is built. Links, elementwise optimizers and decays per channel under
+momentum are exceptions: their weights are built token by token from the factors (`token_weights`).
+See `docs/design/deep-engine.md`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from torch import Tensor
 
 from recollect.choices.memory.base import Read, Stack
 from recollect.choices.runtime import intermediate_budget
-from recollect.engines.common.problem import Problem, wants_gradient
-from recollect.engines.deep.chain.chain import Chain, slope_of
-from recollect.engines.deep.chain.ends.ending import affine_of
+from recollect.engines.common.problem import Problem, requires_grad
+from recollect.engines.deep.chain.chain import Chain, is_supported_activation
 from recollect.engines.deep.chain.engine import run_chain
+from recollect.engines.deep.chain.output_head.head import affine_coefficients
 from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
@@ -45,29 +44,29 @@ if TYPE_CHECKING:
 __all__ = [
     "chain_of",
     "describes",
+    "execution_mode",
     "plan",
     "refuses",
     "rule_of",
     "run",
     "torch_plan",
-    "way",
 ]
 
 GROUP_BYTES = 2**26
-"""What the intermediates of a group of inner batches may take in the backward pass, on a CPU.
+"""Budget of a group of inner batches for intermediates in the backward pass, on a CPU.
 
-They take more where groups as small as that would keep more at their borders (`_least_memory`).
+Groups are larger if the states at the boundaries of small groups take more (`_least_memory`).
 """
 
 WHOLE_BYTES = 2**29
-"""What all batches of a chain may take to be one group, which no second pass has to make again.
+"""Limit of the intermediates of all batches of a chain as one group, without recomputation.
 
-It is a quarter of a training step's time, for memory that every layer of a model holds at once.
+One group saves time, but every layer of a model holds this memory simultaneously.
 """
 
 
 def refuses(recipe: Recipe) -> list[str]:
-    """Why this engine cannot run a recipe; empty when it can."""
+    """Return the reasons why this engine cannot run a recipe."""
     memory, algorithm = recipe.memory, recipe.algorithm
     if not isinstance(memory, Stack):
         return [f"{memory.title} is not made of linear maps"]
@@ -77,19 +76,19 @@ def refuses(recipe: Recipe) -> list[str]:
     if recipe.context.horizon is None:
         reasons.append(f"{recipe.context.title} sees all of the past at once")
     if recipe.bias.probe is not None:
-        reasons.append("a probe writes and erases apart, which the linear engine solves")
+        reasons.append("a probe writes and erases separately, as in the linear engine")
     if memory.read.when != "after" or memory.read.bonus != Read().bonus:
-        reasons.append(f"{memory.title} is not read plainly after the write")
+        reasons.append(f"{memory.title} has a read that is not a plain read after the write")
     decay = recipe.retention.decay
     if decay is not None and decay.per == "entry" and decay.is_input_scaled:
-        reasons.append(f"{recipe.retention.title} keeps the factors of a decay per entry apart")
+        reasons.append(f"{recipe.retention.title} has separate factors of a decay per entry")
     if algorithm.update_every == "batch" and algorithm.accumulator is None:
-        reasons.append(f"{algorithm.title} says nothing of what it accumulates in a batch")
+        reasons.append(f"{algorithm.title} declares no accumulator for a batch")
     return reasons
 
 
 def _separates(recipe: Recipe) -> bool:
-    """Whether A is linear in the gradients, with coefficients or absorbed decays."""
+    """Return whether A is linear in the gradients, with coefficients or absorbed decays."""
     decay, algorithm = recipe.retention.decay, recipe.algorithm
     channels = decay is not None and decay.per != "head"
     if not recipe.retention.is_additive or algorithm.recursion is None:
@@ -99,8 +98,11 @@ def _separates(recipe: Recipe) -> bool:
     return not (channels and algorithm.recursion != "none")
 
 
-def way(recipe: Recipe) -> str:
-    """``"table"``, ``"border"`` or ``"tokens"``, as `recollect.engines.deep.general` has them."""
+def execution_mode(recipe: Recipe) -> str:
+    """Return the execution mode of `recollect.engines.deep.general` for a recipe.
+
+    The mode is ``"table"``, ``"border"`` or ``"tokens"``.
+    """
     if recipe.algorithm.update_every == "batch":
         return "border"
     linked, b = recipe.retention.has_link, recipe.algorithm.batch_size
@@ -110,8 +112,8 @@ def way(recipe: Recipe) -> str:
 
 
 def describes(recipe: Recipe) -> str:
-    """How this engine runs a recipe, in a few words."""
-    how = way(recipe)
+    """Return a short description of the method for a recipe."""
+    how = execution_mode(recipe)
     if how == "table":
         return "coefficient matrix"
     if how == "border":
@@ -122,7 +124,7 @@ def describes(recipe: Recipe) -> str:
 
 
 def rule_of(recipe: Recipe) -> Rule:
-    """What of a recipe decides its coefficients."""
+    """Return the structure of a recipe's coefficients."""
     algorithm, decay = recipe.algorithm, recipe.retention.decay
     channels = algorithm.per_value or (decay is not None and decay.per != "head")
     window = (recipe.context.horizon or 1) > 1
@@ -131,13 +133,13 @@ def rule_of(recipe: Recipe) -> Rule:
         splits=algorithm.needs_split_error,
         mean=algorithm.reduction == "mean",
         side="value" if decay is not None and decay.per == "value" else "key",
-        pairs=way(recipe) == "table" and channels and window,
+        pairs=execution_mode(recipe) == "table" and channels and window,
     )
 
 
 def plan(bound: BoundRecipe) -> DeepPlan:
-    """What of a recipe and its sizes decides how it runs."""
-    recipe, how, rule = bound.recipe, way(bound.recipe), rule_of(bound.recipe)
+    """Return the precomputed structure of a recipe."""
+    recipe, how, rule = bound.recipe, execution_mode(bound.recipe), rule_of(bound.recipe)
     memory, retention, algorithm, bias = (
         recipe.memory,
         recipe.retention,
@@ -149,15 +151,15 @@ def plan(bound: BoundRecipe) -> DeepPlan:
     plain = decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not (algorithm.per_value or retention.has_link or rule.splits or rule.pairs)
     maps = memory.maps(bound.num_features, bound.engine_value_dim)
-    # Batches of one token have no factors to keep.
+    # Batches of one token have no factors to cache.
     decodes = how == "table" and plain and algorithm.batch_size > 1
     return DeepPlan(
         recipe=recipe,
         memory=memory,
         maps=maps,
-        way=how,
+        execution_mode=how,
         rule=rule,
-        # Tokens of a batch with one step at its border read W°, whatever the link's mode.
+        # Tokens of a batch with one step at its boundary read W° in every mode of the link.
         settled=retention.has_link and not recipe.links_at_batch_end and how != "border",
         split=recipe.links_at_batch_end and retention.links_after_first_token and how != "border",
         chain=chain_of(recipe),
@@ -174,20 +176,22 @@ def plan(bound: BoundRecipe) -> DeepPlan:
 
 
 def torch_plan(bound: BoundRecipe) -> DeepPlan:
-    """`plan` with operations of torch alone."""
+    """Return `plan` with torch operations only."""
     return replace(plan(bound), kernels=False)
 
 
 def chain_of(recipe: Recipe) -> Chain | None:
-    """The memory as a chain with one table of coefficients, if the recipe is that plain."""
+    """Return the memory as a chain with one table of coefficients, or ``None`` if unsupported."""
     memory, rule, retention = recipe.memory, rule_of(recipe), recipe.retention
     decay = retention.decay
-    plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.has_link)
+    plain = execution_mode(recipe) == "table" and not (
+        rule.splits or rule.pairs or retention.has_link
+    )
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not recipe.algorithm.per_value
     if not plain or not isinstance(memory, Stack):
         return None
-    if memory.chain_activation is None or not slope_of(memory.chain_activation):
+    if memory.chain_activation is None or not is_supported_activation(memory.chain_activation):
         return None
     target = recipe.bias.target if recipe.algorithm.uses_normalized_steps else None
     return Chain(
@@ -195,14 +199,14 @@ def chain_of(recipe: Recipe) -> Chain | None:
         memory=memory,
         bias=recipe.bias,
         target=target,
-        affine=affine_of(memory, recipe.bias, target),
+        affine=affine_coefficients(memory, recipe.bias, target),
         params=tuple(one.name for one in memory.params() if one.name not in memory.base_params),
         bases=memory.base_params,
     )
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the final state."""
+    """Return outputs ``[B, T, H, G, V]`` and the final state."""
     B, T, H, G, _ = problem.q.shape
     state = problem.state
     if T == 0 or B == 0 or H == 0:
@@ -220,7 +224,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         },
     )
     params = {name: problem.params[name] for name in method.params}
-    outer = wants_gradient(problem)
+    outer = requires_grad(problem)
     decodes = T == 1 and problem.lengths is None and not outer and method.decodes
     if decodes:
         with torch.no_grad():
@@ -256,7 +260,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             outer=outer,
         )
         if not ends:
-            # Nobody reads what the last inner batch leaves.
+            # The memory after the last inner batch is not needed.
             layout = replace(layout, commits=[*layout.commits[:-1], False])
         if method.chain is not None:
             y, end = _run_chain(method, layout, memory.like(memories))
@@ -267,13 +271,13 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
     if len(groups) == 1:
         with torch.set_grad_enabled(outer):
-            y, after = call(0, memory.tensors(), columns, list(params.values()), outer)
+            y, final = call(0, memory.tensors(), columns, list(params.values()), outer)
     else:
-        y, after = run_groups(call, groups, memory.tensors(), parts, params)
+        y, final = run_groups(call, groups, memory.tensors(), parts, params)
     y = grid.outputs(y, T)
     if problem.token_mask is not None:
         y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
-    end = memory.like([w.unflatten(0, (B, H)) for w in after])
+    end = memory.like([w.unflatten(0, (B, H)) for w in final])
     state_after = problem.final_state(
         weights=tuple(end.A),
         algorithm_state={name: tuple(slot) for name, slot in end.slots.items()},
@@ -282,7 +286,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
 
 def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
-    """`run_inner_batches` of a memory that is a chain."""
+    """Run `run_inner_batches` of a chain."""
     assert method.chain is not None
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     y, A, S = run_chain(
@@ -301,7 +305,7 @@ def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor
 
 
 def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
-    """What `run` returns, of one decoded token."""
+    """Return the result of `run` for one decoded token."""
     B, _, H, _, _ = problem.q.shape
     end = stepped.memory.like([by_row(w, B) for w in stepped.memory.tensors()])
     state_after = problem.final_state(
@@ -315,24 +319,24 @@ def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
 
 @functools.cache
 def _hold_freed_memory() -> None:
-    """Let the C library keep what is freed, for the next batch or call to use.
+    """Raise the limit of freed memory that the C library retains for the next batch or call.
 
-    glibc gives freed memory back to the system beyond twice the largest block that was ever freed
-    (32 MB at most), and a page that has just come from the system costs more than the arithmetic
-    on it: a quarter of a short call. One block that nobody touches raises that limit, at no cost.
+    glibc returns freed memory to the system beyond twice the largest block ever freed (32 MB at
+    most). A new page from the system costs more than the arithmetic on it. One unused block raises
+    this limit.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _room(x: Tensor, host: int) -> int:
-    """Bytes that intermediates of a group may take: on a CPU ``host``."""
+    """Return the memory budget of a group's intermediates in bytes: ``host`` on a CPU."""
     return host if x.device.type == "cpu" else intermediate_budget(x)
 
 
 def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
-    """g: as many inner batches as the caller's chunk, or else as fit.
+    """Return the number of inner batches per group, from the chunk size or the memory budget.
 
-    Training takes at least `_least_memory`'s, since what does not fit a group is kept between them.
+    Training uses at least `_least_memory` batches, because states at group boundaries are saved.
     """
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
@@ -340,7 +344,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     weights = sum(m.out_features * m.in_features for m in method.maps)
     state_numbers = weights * (1 + len(problem.state.algorithm_state))
     widths = sum(m.out_features + m.in_features for m in method.maps)
-    copies = 2 * grid.b if method.way == "tokens" else 3
+    copies = 2 * grid.b if method.execution_mode == "tokens" else 3
     if method.normalizer is not None and method.normalizer.builds:
         copies += 4 * (grid.b + grid.c)
     rows = grid.b * (1 + G) + grid.c
@@ -348,25 +352,25 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     if method.chain is None:
         numbers = state_numbers * copies + 4 * rows * widths
     else:
-        # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
+        # M at the boundary; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
         numbers = state_numbers + weights * bool(method.chain.bases)
         numbers += rows * (3 * widths + 2 * (grid.b + grid.c))
         numbers += 12 * rows * method.maps[-1].out_features * method.memory.has_output_map
     each = B * H * numbers * problem.state.weights[0].element_size()
     if method.chain is not None:
-        whole = _room(problem.q, WHOLE_BYTES)
-        if grid.N * each <= whole:
+        single_group = _room(problem.q, WHOLE_BYTES)
+        if grid.N * each <= single_group:
             return grid.N
         if not outer:
-            budget = whole  # next to nothing of this is kept
+            budget = single_group  # almost none of this is saved
     fit = max(1, budget // max(each, 1))
     return max(fit, _least_memory(grid.N, state_numbers / numbers)) if outer else fit
 
 
 def _least_memory(N: int, share: float) -> int:
-    """g at which the borders of N/g groups and one group's intermediates take the least memory.
+    """Return the group size g with the least memory for boundaries and one group's intermediates.
 
-    With w bytes at a border and i = w/``share`` inside a batch that is the least of (N/g) w + g i.
+    With w bytes at a boundary and i = w/``share`` inside a batch, g minimises (N/g) w + g i.
     """
     return math.isqrt(math.ceil(N * share))
 
@@ -379,7 +383,7 @@ def _layout(
     *,
     outer: bool,
 ) -> Layout:
-    """Cut a group's tokens, which are all that the grid's tensors hold, into its inner batches."""
+    """Split the tokens of a group, the only tokens of the grid, into inner batches."""
     _, H, G = sizes
     b, c = grid.b, grid.c
     start, stop = group
@@ -422,11 +426,11 @@ def _layout(
 
 
 def _gamma(valid: Tensor, steps: dict[str, Tensor], N: int, b: int, c: int, H: int) -> Tensor:
-    """Window weights ``[N, P, b, c]``: entry m of row t for association t − m, 0 where none is."""
-    there = valid.unfold(1, b + c - 1, b).transpose(0, 1)  # [N, B, b + c − 1]
-    there = there.unfold(2, c, 1).flip(-1)  # [N, B, b, c]
-    there = there.repeat_interleave(H, dim=1)
-    return there * steps["window"] if "window" in steps else there
+    """Return the window weights ``[N, P, b, c]``: entry m of row t weights association t − m."""
+    mask = valid.unfold(1, b + c - 1, b).transpose(0, 1)  # [N, B, b + c − 1]
+    mask = mask.unfold(2, c, 1).flip(-1)  # [N, B, b, c]
+    mask = mask.repeat_interleave(H, dim=1)
+    return mask * steps["window"] if "window" in steps else mask
 
 
 def _commit(grid: Grid, n: int, H: int, like: Tensor) -> bool | Tensor:

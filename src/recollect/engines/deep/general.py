@@ -1,11 +1,12 @@
-"""The general path: a loop over inner batches of gradients at W°, reads and updates.
+"""General path of the deep engine: a loop over inner batches, with gradients at W°.
 
-Three ways, by what the recipe needs:
+The recipe decides the execution mode:
 
-* *table*: A is linear in the gradients, so coefficients say everything (`step_coefficients`);
-* *border*: tokens read W°, and one step is taken at the batch's end (Muon over whole batches);
-* *tokens*: A_t of every token is built, because a link, an elementwise optimizer or a decay per
-  channel under momentum stands between the gradients and what is read.
+* *table*: A is linear in the gradients, and coefficients describe every update
+  (`step_coefficients`).
+* *border*: tokens read W°, and one step is taken at the end of the batch (Muon over full batches).
+* *tokens*: A_t is built for every token. This mode serves links, elementwise optimizers and a
+  decay per channel under momentum, which act between the gradients and the read weights.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ __all__ = ["run_inner_batches"]
 
 
 def run_inner_batches(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
-    """Outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
+    """Return outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
     return InnerBatchLoop(method, layout).run(memory)
 
 
 class InnerBatchLoop:
-    """One memory moved from inner batch to inner batch."""
+    """Recurrence of one memory over inner batches."""
 
     def __init__(self, method: DeepPlan, layout: Layout) -> None:
         self.method, self.layout = method, layout
@@ -65,32 +66,36 @@ class InnerBatchLoop:
     def run(self, memory: Memory) -> tuple[Tensor, Memory]:
         outputs: list[Tensor] = []
         if not self.layout.outer:
-            # From here on the memory is the loop's own, to be moved in place.
+            # Updates in place need a copy of the caller's tensors.
             memory = memory.like([w.clone() for w in memory.tensors()])
         for n, commit in enumerate(self.layout.commits):
-            y, after = self._batch(n, memory, commit)
+            y, next_memory = self._batch(n, memory, commit)
             outputs.append(y)
             if commit is True:
-                memory = after
+                memory = next_memory
             elif commit is not False:
-                pairs = zip(after.tensors(), memory.tensors(), strict=True)
+                pairs = zip(next_memory.tensors(), memory.tensors(), strict=True)
                 memory = memory.like([torch.where(commit, new, old) for new, old in pairs])
         return torch.stack(outputs), memory
 
     def _batch(self, n: int, memory: Memory, commit: bool | Tensor) -> tuple[Tensor, Memory]:
         W = self._link(memory.A, n, 0)
         outputs: list[Tensor] = []
-        own = commit is True and not self.layout.outer
+        inplace = commit is True and not self.layout.outer
         for index, segment in enumerate(self.segments):
-            # A first token that settles does so too where it is all there is of its batch.
-            settles = self.method.split and index == 0
-            last = index == len(self.segments) - 1 and not settles
-            advance = self._tokens if self.method.way == "tokens" else self._tabled
+            # The link applies after the first token, even in a batch of one token.
+            links_first = self.method.split and index == 0
+            last = index == len(self.segments) - 1 and not links_first
+            advance = self._tokens if self.method.execution_mode == "tokens" else self._tabled
             if last:
-                moves = commit is not False
-                y, memory = advance(n, segment, W, memory, moves=moves, own=own)
+                updates_memory = commit is not False
+                y, memory = advance(
+                    n, segment, W, memory, updates_memory=updates_memory, inplace=inplace
+                )
             else:
-                _, memory = advance(n, segment, W, memory, moves=True, reads=False, own=own)
+                _, memory = advance(
+                    n, segment, W, memory, updates_memory=True, needs_outputs=False, inplace=inplace
+                )
                 W = self._link(memory.A, n, 0)
                 y = self._read_all(n, segment, W)
             outputs.append(y)
@@ -108,9 +113,9 @@ class InnerBatchLoop:
     def _factors(
         self, n: int, segment: Segment, W: Weights, A: Weights
     ) -> tuple[list[Factors], list[Factors]]:
-        """h and δ of every map at W = link(A), and those of the part without a prediction.
+        """Return the factors of every map at W = link(A), and those without the prediction.
 
-        The second are made where the recipe keeps momentum on the write only.
+        The second list is empty unless momentum applies to the write only.
         """
         layout, points, W = self.layout, segment.points[n], self._at(W, n, segment)
 
@@ -125,22 +130,22 @@ class InnerBatchLoop:
                 free=free,
             )
 
-        whole = slopes(free=False)
-        written = slopes(free=True).factors if self.method.rule.splits else []
+        full = slopes(free=False)
+        writes = slopes(free=True).factors if self.method.rule.splits else []
         if self.method.normalizer is None:
-            return whole.factors, written
-        rho = self.method.normalizer.shares(whole, points, A, layout.params, layout.scalars(n, 0))
-        return scaled_by(whole.factors, rho), scaled_by(written, rho)
+            return full.factors, writes
+        rho = self.method.normalizer.shares(full, points, A, layout.params, layout.scalars(n, 0))
+        return scaled_by(full.factors, rho), scaled_by(writes, rho)
 
     def _at(self, W: Weights, n: int, segment: Segment) -> Weights:
-        """Where gradients are taken: W°, or what the first token's decay leaves of it."""
+        """Return the linearization point: W°, decayed by the first token if decay comes first."""
         decay = self.retention.decay
         if decay is None or decay.when != "before":
             return W
         return [w * d.exp() for w, d in zip(W, self._log_decays(n, segment.start), strict=True)]
 
     def _log_decays(self, n: int, t: int) -> Weights:
-        """The log decay of one token for every map, as a factor ``[P, out, in]``."""
+        """Return the log decay of one token for every map, broadcastable to ``[P, out, in]``."""
         return _matrices(self.method, self.layout.steps, n, t)
 
     def _read_all(self, n: int, segment: Segment, W: Weights, each: int = 1) -> Tensor:
@@ -156,13 +161,13 @@ class InnerBatchLoop:
         W: Weights,
         memory: Memory,
         *,
-        moves: bool,
-        own: bool,
-        reads: bool = True,
+        updates_memory: bool,
+        inplace: bool,
+        needs_outputs: bool = True,
     ) -> tuple[Tensor, Memory]:
         layout, method = self.layout, self.method
-        if method.way == "border" and not moves:
-            # Nobody reads what an open batch has gathered.
+        if method.execution_mode == "border" and not updates_memory:
+            # The sums of an open batch are not needed.
             return self._read_all(n, segment, W), memory
         batch_factors, writes = self._factors(n, segment, W, memory.A)
         if method.rule.splits:
@@ -180,24 +185,24 @@ class InnerBatchLoop:
                 one = Factors(h, delta if scale is None else delta * scale)
             rows.append(one)
         y = layout.x[n, :, :, :0]
-        if method.way == "border":
+        if method.execution_mode == "border":
             y = self._read_all(n, segment, W)
-        elif reads and not method.settled:
+        elif needs_outputs and not method.settled:
             y = self._read_by_table(n, segment, rows, W, memory)
-        if not (moves or method.settled):
+        if not (updates_memory or method.settled):
             return y, memory
-        # Everything that reads the old memory is done: it may now be moved in place.
-        after = self._end(n, segment, rows, memory, own=own)
-        if reads and method.settled:
-            y = self._read_all(n, segment, self._link(after.A, n, segment.start))
-        return y, after
+        # All reads of the old memory precede this update in place.
+        next_memory = self._end(n, segment, rows, memory, inplace=inplace)
+        if needs_outputs and method.settled:
+            y = self._read_all(n, segment, self._link(next_memory.A, n, segment.start))
+        return y, next_memory
 
     def _read_by_table(
         self, n: int, segment: Segment, rows: Sequence[Factors], W: Weights, memory: Memory
     ) -> Tensor:
-        """The queries of a segment, each at its own weights, none of which is built."""
+        """Return the outputs of a segment's queries without building the weights of each token."""
         moments = memory.slots.get("momentum")
-        reads = [
+        map_reads = [
             Read(
                 W=W[i],
                 S=None if moments is None else moments[i],
@@ -208,12 +213,12 @@ class InnerBatchLoop:
                 inner=columns.inner[n],
                 outer=columns.outer[n],
                 tokens=segment.stop - segment.start,
-                own=not self.layout.outer,
+                inplace=not self.layout.outer,
             )
             for i, (one, columns) in enumerate(zip(rows, segment.columns, strict=True))
         ]
         x, raw = segment.queries[n]
-        return read(self.method.memory, reads, x, raw, self.layout.params)
+        return read(self.method.memory, map_reads, x, raw, self.layout.params)
 
     def _end(
         self,
@@ -222,31 +227,31 @@ class InnerBatchLoop:
         rows: Sequence[Factors],
         memory: Memory,
         *,
-        own: bool,
+        inplace: bool,
     ) -> Memory:
-        """A and S after the segment's last token; in place where the memory is ``own``."""
+        """Return A and S after the segment's last token."""
         moments = memory.slots.get("momentum")
         A: Weights = []
         S: Weights = []
         for i, (one, columns) in enumerate(zip(rows, segment.columns, strict=True)):
-            if self.method.way != "border":
+            if self.method.execution_mode != "border":
                 moment = None if moments is None else moments[i]
-                A.append(_moved(columns, n, one, memory.A[i], moment, own=own))
+                A.append(_moved(columns, n, one, memory.A[i], moment, inplace=inplace))
             if moments is not None:
                 s, D = columns.s[n], columns.D[n]
                 assert s is not None and D is not None
                 h, delta = _weighed(one, _repeated(D, one, 1))
-                decayed = scaled(moments[i], s, own=own)
-                S.append(plus_product(decayed, delta.mT, h, own=own))
+                decayed = scaled(moments[i], s, inplace=inplace)
+                S.append(plus_product(decayed, delta.mT, h, inplace=inplace))
         slots = {} if moments is None else {"momentum": S}
-        if self.method.way == "border":
+        if self.method.execution_mode == "border":
             A = self._settle(n, segment, memory.A, slots)
         return Memory(A=A, slots=slots)
 
     def _settle(
         self, n: int, segment: Segment, A: Weights, slots: Mapping[str, Weights]
     ) -> Weights:
-        """The one step of a whole inner batch: Σ log decays, the mean rate, the last S."""
+        """Apply the step of a full inner batch: Σ log decays, the mean rate, the last S."""
         layout, last, log_decays = self.layout, self.layout.b - 1, self.recipe.log_decays
         steps = {
             name: x[n : n + 1].mean(2, keepdim=True) if name == "lr" else x[n : n + 1].sum(2, True)
@@ -256,29 +261,33 @@ class InnerBatchLoop:
         decays = _matrices(self.method, steps, 0, 0)
         rates = per_map(steps["lr"], "value", self.method.maps)
         gates = layout.scalars(n, last)
-        moved: Weights = []
+        next_A: Weights = []
         etas = [self._rows(rate.matrix(0, 0)) for rate in rates]
         algorithm = self.algorithm
-        own = [{name: self._rows(slot[i]) for name, slot in slots.items()} for i in range(len(A))]
+        map_slots = [
+            {name: self._rows(slot[i]) for name, slot in slots.items()} for i in range(len(A))
+        ]
         if algorithm.uses_line_search:
-            directions = [algorithm.batch_direction(one) for one in own]
-            # Every association of the batch, by what all of its tokens' windows give it.
+            directions = [algorithm.batch_direction(one) for one in map_slots]
+            # Weight of an association: the sum over the windows of all tokens.
             weight = band(layout.gamma[n]).sum(1, keepdim=True)
             search = self._searched(segment.points[n], A, weight)
-            far = search.far([d.flatten(0, 1).unsqueeze(1) for d in directions])
-            far = self._rows(far.unsqueeze(-1))
-            moves = [eta * far * d for eta, d in zip(etas, directions, strict=True)]
+            length = search.step_length([d.flatten(0, 1).unsqueeze(1) for d in directions])
+            length = self._rows(length.unsqueeze(-1))
+            batch_steps = [eta * length * d for eta, d in zip(etas, directions, strict=True)]
         else:
-            moves = [algorithm.batch_step(one, eta) for one, eta in zip(own, etas, strict=True)]
-        for i, (a, step) in enumerate(zip(A, moves, strict=True)):
+            batch_steps = [
+                algorithm.batch_step(one, eta) for one, eta in zip(map_slots, etas, strict=True)
+            ]
+        for i, (a, step) in enumerate(zip(A, batch_steps, strict=True)):
             log_decay = None if self.retention.decay is None else self._rows(decays[i])
-            moved.append(
+            next_A.append(
                 self.retention.advance(self._rows(a), step, log_decay, gates).flatten(0, 1)
             )
-        return moved
+        return next_A
 
     def _searched(self, points: Points, W: Weights, weight: Tensor) -> LineSearch:
-        """The search at weights W° for the associations of each step, of weight ``[P, S, m]``."""
+        """Return the line search at W° over the associations of each step."""  # weight: [P, S, m]
         target = self.recipe.bias.target
         assert target is not None
         return LineSearch(
@@ -300,9 +309,9 @@ class InnerBatchLoop:
         W: Weights,
         memory: Memory,
         *,
-        moves: bool,
-        own: bool,
-        reads: bool = True,
+        updates_memory: bool,
+        inplace: bool,
+        needs_outputs: bool = True,
     ) -> tuple[Tensor, Memory]:
         tokens = range(segment.start, segment.stop)
         gamma = self.layout.gamma[n, :, segment.start : segment.stop]
@@ -328,67 +337,68 @@ class InnerBatchLoop:
             memory.A,
             memory.slots,
         )
-        after = Memory(A=built.A, slots=built.slots)
-        if not reads:
-            return self.layout.x[n, :, :, :0], after
-        return self._read_all(n, segment, built.readable, len(tokens)), after
+        next_memory = Memory(A=built.A, slots=built.slots)
+        if not needs_outputs:
+            return self.layout.x[n, :, :, :0], next_memory
+        return self._read_all(n, segment, built.readable, len(tokens)), next_memory
 
     def _numbers(self, n: int, t: int) -> dict[str, list[Tensor]]:
-        """lr, momentum and log decay of one token for every map, ``[P, out or 1, in or 1]``."""
+        """Return lr, momentum and log decay of one token for every map."""
+        # [P, out or 1, in or 1]
         steps, maps = self.layout.steps, self.method.maps
         numbers: dict[str, list[Tensor]] = {}
         for name in ("lr", "momentum"):
             if name in steps:
                 x = steps[name][n : n + 1, :, t : t + 1]
-                numbers[name] = [own.matrix(0, 0) for own in per_map(x, "value", maps)]
+                numbers[name] = [value.matrix(0, 0) for value in per_map(x, "value", maps)]
         if self.retention.decay is not None:
             numbers["log_decay"] = self._log_decays(n, t)
         return numbers
 
 
 def _matrices(method: DeepPlan, steps: Mapping[str, Tensor], n: int, t: int) -> Weights:
-    """Log decays of one token as factors ``[P, out or 1, in or 1]`` of every map."""
+    """Return the log decays of one token for every map."""  # [P, out or 1, in or 1]
     if "log_decay" not in steps:
         return []
-    here = slice(n, n + 1), slice(None), slice(t, t + 1)
-    owns = per_map(steps["log_decay"][here], method.rule.side, method.maps)
+    index = slice(n, n + 1), slice(None), slice(t, t + 1)
+    decays = per_map(steps["log_decay"][index], method.rule.side, method.maps)
     if "log_decay_value" in steps:
-        rows = per_map(steps["log_decay_value"][here], "value", method.maps)
-        owns = [a.add(b) for a, b in zip(owns, rows, strict=True)]
-    return [own.matrix(0, 0) for own in owns]
+        value_decays = per_map(steps["log_decay_value"][index], "value", method.maps)
+        decays = [a.add(b) for a, b in zip(decays, value_decays, strict=True)]
+    return [decay.matrix(0, 0) for decay in decays]
 
 
 def _moved(
-    columns: Columns, n: int, one: Factors, A: Tensor, S: Tensor | None, *, own: bool
+    columns: Columns, n: int, one: Factors, A: Tensor, S: Tensor | None, *, inplace: bool
 ) -> Tensor:
-    """a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ of one map."""
+    """Return a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ of one map."""
     a, m = columns.a_end[n], columns.m_end[n]
     h, delta = _weighed(one, _repeated(columns.C_end[n], one, 1))
     inner, outer = columns.inner[n], columns.outer[n]
-    moved = A if a is None else scaled(A, a, own=own)
+    end = A if a is None else scaled(A, a, inplace=inplace)
     if inner is not None:
-        moved, h = _absorbed(moved, h, inner, -1)
+        end, h = _absorbed(end, h, inner, -1)
     if outer is not None:
-        moved, delta = _absorbed(moved, delta, outer, -2)
+        end, delta = _absorbed(end, delta, outer, -2)
     if m is not None and S is not None:
-        moved = moved.addcmul_(S, m) if own else torch.addcmul(moved, S, m)
-    return plus_product(moved, delta.mT, h, own=own)
+        end = end.addcmul_(S, m) if inplace else torch.addcmul(end, S, m)
+    return plus_product(end, delta.mT, h, inplace=inplace)
 
 
 def _weighed(one: Factors, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """h and δ with every association's coefficient in the narrower of the two."""
+    """Multiply the narrower of h and δ by every association's coefficient."""
     h, delta = one.h, one.delta
     return (h * weight, delta) if h.shape[-1] <= delta.shape[-1] else (h, delta * weight)
 
 
 def _repeated(C: Tensor, one: Factors, dim: int) -> Tensor:
-    """Coefficients of R associations for a map that its program applies more than once."""
+    """Repeat the coefficients of R associations for every application of a map."""
     times = one.h.shape[1] // C.shape[dim]
     return C if times == 1 else torch.cat([C] * times, dim=dim)
 
 
 def _absorbed(old: Tensor, rows: Tensor, total: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """A° and rows ``[P, R, ·]`` decayed to the last token, over channels ``dim`` of A."""
+    """Decay A° and rows to the last token, over channels ``dim`` of A."""  # rows: [P, R, ·]
     end = total[:, -1:]
     fade = end.exp().to(old.dtype)
     rest = (end - total).exp().to(old.dtype)

@@ -1,11 +1,11 @@
 """Low-rank factors of the gradients of a memory's linear maps, and reads through the maps.
 
-A linear map's gradient at one association is δ hᵀ, its output's gradient times its input, so no
-weight of a single token is ever built. δ comes from one backward pass of all tokens through the
-memory's own program: tokens do not meet in it, so the sum of their losses has every token's δ as
-its gradient, and that gradient can be differentiated again.
+The gradient of a linear map at one association is δ hᵀ: the gradient of its output times its input.
+No weight of a single token is ever built. δ comes from one backward pass of all tokens through the
+memory's program. Tokens are independent in the program, so the gradient of the summed loss holds
+every token's δ. This gradient can be differentiated again.
 
-Layout: the program sees ``[B, H, tokens, ·]``; products run on ``[P, tokens, ·]``, P = B·H.
+Layout: the program takes ``[B, H, tokens, ·]``. Products run on ``[P, tokens, ·]``, P = B·H.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.coefficients import absorbable
-from recollect.engines.common.decayed_products import decayed_gram, decayed_mix
+from recollect.engines.common.coefficients import fits_float32_range
+from recollect.engines.common.decayed_products import decayed_gram, decayed_matmul
 
 __all__ = [
     "Factors",
@@ -36,29 +36,30 @@ __all__ = [
 Values = Mapping[str, Tensor]
 
 
-@dataclass(kw_only=True)  # not frozen: made for every decoded token
+@dataclass(kw_only=True)  # not frozen: created for every decoded token
 class Points:
-    """Associations where gradients are taken: ``[B, H, R, ·]``; the bias's numbers by name.
+    """Associations at which gradients are taken, ``[B, H, R, ·]``, and the bias's gates by name.
 
-    ``said`` is what of v a normed memory can say, where a normalised step knows it beforehand.
+    ``representable_target`` is the closest output to v that a normed memory can produce, if a
+    normalised step has computed it in advance.
     """
 
     phi: Tensor
     raw: Tensor
     v: Tensor
     gates: Values
-    said: Tensor | None = None
+    representable_target: Tensor | None = None
 
 
-@dataclass  # not frozen: made for every decoded token
+@dataclass  # not frozen: created for every decoded token
 class Factors:
-    """One map's inputs h ``[P, R, in]`` and output gradients δ ``[P, R, out]``."""
+    """Inputs h ``[P, R, in]`` and output gradients δ ``[P, R, out]`` of one map."""
 
     h: Tensor
     delta: Tensor
 
     def join(self, other: Factors) -> Factors:
-        """The associations of both."""
+        """Return the factors of both sets of associations."""
         return Factors(
             torch.cat([self.h, other.h], dim=1), torch.cat([self.delta, other.delta], dim=1)
         )
@@ -66,7 +67,7 @@ class Factors:
 
 @dataclass(frozen=True, kw_only=True)
 class Slopes:
-    """Factors of every map, and the predictions and errors ``[B, H, R, V]`` they come from."""
+    """Factors of every map, with their predictions and errors ``[B, H, R, V]``."""
 
     factors: list[Factors]
     prediction: Tensor
@@ -74,7 +75,7 @@ class Slopes:
 
 
 def _bmm(h: Tensor, W: Tensor) -> Tensor:
-    """``h [B, H, n, in]`` through ``W [P, out, in]``."""
+    """Apply ``W [P, out, in]`` to ``h [B, H, n, in]``."""
     return torch.bmm(h.flatten(0, 1), W.mT).unflatten(0, h.shape[:2])
 
 
@@ -88,14 +89,14 @@ def factors(
     outer: bool,
     free: bool = False,
 ) -> Slopes:
-    """h and δ of every map at weights ``W [P, out, in]``, and what they come from.
+    """Return h and δ of every map at weights ``W [P, out, in]``, with predictions and errors.
 
     Args:
-        outer: whether they will be differentiated again.
-        free: only the part of the error that no prediction enters.
+        outer: whether the factors will be differentiated again.
+        free: whether to use only the part of the error that is independent of the prediction.
     """
     calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in W]
-    # Without an outer gradient, only what lies between the maps is recorded.
+    # Without an outer gradient, autograd records only the operations between the maps.
     weights = W if outer else [w.detach() for w in W]
     if not outer:
         params = {name: x.detach() for name, x in params.items()}
@@ -110,7 +111,7 @@ def factors(
 
         prediction = memory.compute(apply, points.phi, points.raw, params)
         error = _error(bias, prediction if outer else prediction.detach(), points, free=free)
-        outputs = [z for made in calls for _, z in made]
+        outputs = [z for map_calls in calls for _, z in map_calls]
         if len(outputs) == 1 and prediction is outputs[0]:
             deltas: Sequence[Tensor] = (error,)
         else:
@@ -119,20 +120,20 @@ def factors(
             )
     by_map: list[Factors] = []
     rest = iter(deltas)
-    for index, made in enumerate(calls):
-        own: Factors | None = None
-        for h, _ in made:
+    for index, map_calls in enumerate(calls):
+        total: Factors | None = None
+        for h, _ in map_calls:
             delta = next(rest)
             if not outer:
                 h, delta = h.detach(), delta.detach()
             one = Factors(h.flatten(0, 1), delta.flatten(0, 1))
-            own = one if own is None else own.join(one)
-        if own is None:  # a map that the program leaves out has no gradient
+            total = one if total is None else total.join(one)
+        if total is None:  # an unused map has no gradient
             P, out, inp = weights[index].shape
             rows = points.phi.shape[2]
             zeros = weights[index].new_zeros
-            own = Factors(zeros(P, rows, inp), zeros(P, rows, out))
-        by_map.append(own)
+            total = Factors(zeros(P, rows, inp), zeros(P, rows, out))
+        by_map.append(total)
     if not outer:
         prediction, error = prediction.detach(), error.detach()
     return Slopes(factors=by_map, prediction=prediction, error=error)
@@ -148,10 +149,11 @@ def _error(bias: Bias, prediction: Tensor, points: Points, *, free: bool) -> Ten
 def read_at(
     memory: Stack, W: Sequence[Tensor], x: Tensor, raw: Tensor, params: Values, each: int = 1
 ) -> Tensor:
-    """M(W; x) for ``x [B, H, rows, F]``.
+    """Return M(W; x) for ``x [B, H, rows, F]``.
 
     Args:
-        W: ``[P, out, in]``, or ``[P · each, out, in]``: one per token, rows in order of tokens.
+        W: weights ``[P, out, in]``, or ``[P · each, out, in]`` for one set of weights per token,
+            with rows in order of tokens.
     """
 
     def apply(index: int, h: Tensor) -> Tensor:
@@ -164,24 +166,27 @@ def read_at(
     return memory.compute(apply, x, raw, params)
 
 
-def scaled(x: Tensor, by: Tensor, *, own: bool) -> Tensor:
-    """x ⊙ by; in place where x is ``own``: a tensor that nobody else will read."""
-    return x.mul_(by) if own else x * by
+def scaled(x: Tensor, by: Tensor, *, inplace: bool) -> Tensor:
+    """Return x ⊙ by, in place if ``inplace``."""
+    return x.mul_(by) if inplace else x * by
 
 
-def plus_product(z: Tensor, x: Tensor, y: Tensor, *, own: bool) -> Tensor:
-    """z + x y over heads; in place where z is ``own``."""
-    return z.baddbmm_(x, y) if own else torch.baddbmm(z, x, y)
+def plus_product(z: Tensor, x: Tensor, y: Tensor, *, inplace: bool) -> Tensor:
+    """Return z + x y over heads, in place if ``inplace``."""
+    return z.baddbmm_(x, y) if inplace else torch.baddbmm(z, x, y)
 
 
-@dataclass(kw_only=True)  # not frozen: made for every decoded token
+@dataclass(kw_only=True)  # not frozen: created for every decoded token
 class Read:
-    """What one map's queries need: its weights, its factors and its rows of the coefficients.
+    """Weights, factors and coefficients of one map for the reads of queries.
 
     Attributes:
-        a, m: ``[P, rows, 1]`` or ``None``. C: ``[P, rows, R]``.
-        inner, outer: cumulated log decays per channel, ``[P, tokens, ·]``.
-        own: whether intermediates may be reused, which autograd forbids.
+        a: coefficients of W ``[P, rows, 1]``, or ``None``.
+        m: coefficients of S ``[P, rows, 1]``, or ``None``.
+        C: coefficients of the factors ``[P, rows, R]``.
+        inner: cumulative log decays per input channel, ``[P, tokens, in]``.
+        outer: cumulative log decays per output channel, ``[P, tokens, out]``.
+        inplace: whether intermediates may be overwritten. Autograd forbids this.
     """
 
     W: Tensor
@@ -193,35 +198,35 @@ class Read:
     inner: Tensor | None
     outer: Tensor | None
     tokens: int
-    own: bool
+    inplace: bool
 
     def __call__(self, h: Tensor) -> Tensor:
-        """The map's outputs ``[B, H, rows, out]`` at inputs ``[B, H, rows, in]``."""
+        """Return the map's outputs ``[B, H, rows, out]`` at inputs ``[B, H, rows, in]``."""
         return self.of(h.flatten(0, 1)).unflatten(0, h.shape[:2])
 
     def of(self, x: Tensor) -> Tensor:
-        """The same of inputs ``[P, rows, in]``."""
+        """Return the map's outputs ``[P, rows, out]`` at inputs ``[P, rows, in]``."""
         if self.inner is not None or self.outer is not None:
             return self._channels(x)
-        own, W, S = self.own, self.W.mT, self.S
-        # Numbers per token scale the narrower side of the product.
+        inplace, W, S = self.inplace, self.W.mT, self.S
+        # Coefficients per token scale the narrower side of the product.
         if self.a is None:
             z = torch.bmm(x, W)
         elif W.shape[-2] <= W.shape[-1]:
             z = torch.bmm(x * self.a, W)
         else:
-            z = scaled(torch.bmm(x, W), self.a, own=own)
+            z = scaled(torch.bmm(x, W), self.a, inplace=inplace)
         if self.m is not None and S is not None:
             if W.shape[-2] <= W.shape[-1]:
-                z = plus_product(z, x * self.m, S.mT, own=own)
+                z = plus_product(z, x * self.m, S.mT, inplace=inplace)
             else:
                 moved = torch.bmm(x, S.mT)
-                z = z.addcmul_(moved, self.m) if own else torch.addcmul(z, moved, self.m)
-        scores = scaled(torch.bmm(x, self.factors.h.mT), self.C, own=own)
-        return plus_product(z, scores, self.factors.delta, own=own)
+                z = z.addcmul_(moved, self.m) if inplace else torch.addcmul(z, moved, self.m)
+        scores = scaled(torch.bmm(x, self.factors.h.mT), self.C, inplace=inplace)
+        return plus_product(z, scores, self.factors.delta, inplace=inplace)
 
     def _channels(self, x: Tensor) -> Tensor:
-        """Under decays per channel, absorbed into x and h, and into δ and the result."""
+        """Apply the map with decays per channel absorbed into x and h, or into δ and the result."""
         each = x.shape[1] // self.tokens
         now, h = x, self.factors.h
         if self.inner is not None:
@@ -229,7 +234,7 @@ class Read:
         z = torch.bmm(now if self.a is None else now * self.a, self.W.mT)
         if self.inner is None:
             scores = torch.bmm(x, h.mT)
-        elif absorbable(self.inner):
+        elif fits_float32_range(self.inner):
             back = (-self.inner).exp().to(x.dtype)
             scores = torch.bmm(
                 now, (h * back.repeat_interleave(h.shape[1] // self.tokens, dim=1)).mT
@@ -240,7 +245,7 @@ class Read:
         if self.outer is None:
             return torch.baddbmm(z, scores, self.factors.delta)
         z = z * self.outer.exp().to(x.dtype).repeat_interleave(each, dim=1)
-        return z + decayed_mix(scores, self.factors.delta, self.outer)
+        return z + decayed_matmul(scores, self.factors.delta, self.outer)
 
 
 def read(
@@ -250,5 +255,5 @@ def read(
     raw: Tensor,
     params: Values,
 ) -> Tensor:
-    """M at every token's own weights, given how each map reads them."""
+    """Return the output of M at every token's weights, with one read function per map."""
     return memory.compute(lambda index, h: reads[index](h), x, raw, params)

@@ -1,10 +1,10 @@
-"""Tokens of a call in inner batches: aligned over rows, then laid out for the passes.
+"""Alignment of a call's tokens to inner batches, and their layout for the passes.
 
-Rows differ in how far their open inner batch has come (padding, packing). Each row is therefore
-moved so that its open batch begins in column 0, with what the buffer holds of that batch in front
-of the new tokens (`Grid`). After that a border is a border for all rows, and a row that ends
-earlier only stops committing its batches. The passes take columns as batches (`Layout`), and the
-tokens of a batch whose gradients are taken at the same W (`Segment`).
+Sequences may have open inner batches of different lengths (padding, packing). Each sequence is
+shifted such that its open batch starts in column 0, with the buffered tokens of this batch before
+the new tokens (`Grid`). Batch boundaries are then equal for all sequences. A sequence that ends
+earlier stops committing its batches. The passes take columns as batches (`Layout`), and the tokens
+of a batch whose gradients are taken at equal weights W (`Segment`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.choices.memory.base import LinearMap, Stack
-from recollect.engines.common.problem import Problem, join
+from recollect.engines.common.problem import Problem, join_buffer
 from recollect.engines.deep.chain.chain import Chain
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.share import Normalizer
@@ -41,17 +41,17 @@ Weights = list[Tensor]
 
 @dataclass(kw_only=True)
 class Memory:
-    """A and the slots, ``[P, out, in]`` per map."""
+    """Weights A and the slots of the algorithm, ``[P, out, in]`` per map."""
 
     A: Weights
     slots: dict[str, Weights]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors, map by map."""
+        """Return all tensors, map by map."""
         return [*self.A, *(w for slot in self.slots.values() for w in slot)]
 
     def like(self, tensors: Sequence[Tensor]) -> Memory:
-        """The same structure around other tensors."""
+        """Return a memory of this structure with other tensors."""
         maps = len(self.A)
         parts = [list(tensors[i : i + maps]) for i in range(0, len(tensors), maps)]
         return Memory(A=parts[0], slots=dict(zip(self.slots, parts[1:], strict=True)))
@@ -59,26 +59,29 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepPlan:
-    """How a recipe runs: ``way`` is ``"table"``, ``"border"`` or ``"tokens"``.
+    """Precomputed structure of a recipe for this engine.
 
     Attributes:
-        settled: what is read at a token is the link of its own A.
-        split: the first token of a batch is a segment of its own (MIRAS 30).
-        b: tokens of an inner batch. c: associations in a window.
-        slope: a of the error, where the rate depends on the key (`Algorithm.rate`), else ``None``.
-        numbers: names of the bias's numbers, which travel with the keys.
-        params: names of the memory's own; lifts: of the features'.
-        decodes: whether one token's read is one table of coefficients with numbers per head.
-        chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
-        normalizer: what scales every association's gradient, if the algorithm normalises.
-        widths: sizes of h and δ of the first map, then of the next.
+        execution_mode: ``"table"``, ``"border"`` or ``"tokens"``.
+        settled: whether a token reads the link of its own A.
+        split: whether the first token of a batch is a separate segment (MIRAS 30).
+        b: tokens of an inner batch.
+        c: associations in a window.
+        slope: a of the error if the rate depends on the key (`Algorithm.rate`), else ``None``.
+        numbers: names of the bias's gates, which are aligned with the keys.
+        params: names of the memory's parameters.
+        lifts: names of the feature map's parameters.
+        decodes: whether the read of a token is one table of coefficients per head.
+        chain: the memory as a chain of maps, or ``None`` if `chain` does not support the recipe.
+        normalizer: scales of the associations' gradients, or ``None`` without normalised steps.
+        widths: sizes of h and δ, map by map.
         kernels: whether Triton kernels may run a chain's recurrence.
     """
 
     recipe: Recipe
     memory: Stack
     maps: tuple[LinearMap, ...]
-    way: str
+    execution_mode: str
     rule: Rule
     settled: bool
     split: bool
@@ -103,17 +106,18 @@ class Grid:
     """Tokens of a call in inner batches of ``b`` columns, N of them.
 
     Attributes:
-        b: columns of a batch; fewer than the recipe's where a single open batch holds them all.
-        c: associations in a window; the keys have c − 1 more columns in front.
-        N: batches.
-        keys: ``[B, c − 1 + N b, H, ...]`` by name: features, raw keys where they differ, values,
-            the bias's numbers.
-        valid: ``[B, c − 1 + N b]``: 1 where an association is there.
-        steps: ``[B, N b, H, ...]``: numbers of the step.
-        queries: ``x``, their features, ``[B, N b, H, G, ·]``, and ``raw`` where that differs.
-        full: batches that each row completes, or ``None`` when every row completes all.
-        start: column of the first new token per row.
-        count: number of each token in its document from 1, ``[B, N b]``.
+        b: columns of a batch. A single open batch may have fewer than the recipe's.
+        c: associations in a window. The keys have c − 1 more columns at the start.
+        N: number of batches.
+        keys: ``[B, c − 1 + N b, H, ...]`` by name: features, raw keys if they differ, values and
+            the bias's gates.
+        valid: mask of the associations ``[B, c − 1 + N b]``, 1 for an association.
+        steps: hyperparameters of the step ``[B, N b, H, ...]``.
+        queries: ``x``, the features of the queries ``[B, N b, H, G, ·]``, and ``raw`` if it
+            differs.
+        full: number of batches that each sequence completes, or ``None`` if each completes all.
+        start: column of the first new token per sequence.
+        count: position of each token in its document from 1, ``[B, N b]``.
     """
 
     b: int
@@ -128,7 +132,7 @@ class Grid:
     count: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """Tensors with columns: those of keys, with c − 1 more in front, then the others."""
+        """Return tensors with columns: keys, with c − 1 more columns, then the others."""
         return [
             *self.keys.values(),
             self.valid,
@@ -138,7 +142,7 @@ class Grid:
         ]
 
     def like(self, tensors: Iterator[Tensor]) -> Grid:
-        """The same columns of other tensors, in the order of `tensors`."""
+        """Return a grid of these columns with other tensors, in the order of `tensors`."""
         return replace(
             self,
             keys=dict(zip(self.keys, tensors, strict=False)),
@@ -149,10 +153,10 @@ class Grid:
         )
 
     def outputs(self, y: Tensor, T: int) -> Tensor:
-        """Of outputs per column ``[B, N b, ...]``, those of the new tokens ``[B, T, ...]``."""
+        """Select the outputs of new tokens ``[B, T, ...]`` from columns ``[B, N b, ...]``."""
         if len(set(self.start)) <= 1:
             first = self.start[0] if self.start else 0
-            # Padding that no row's tokens reach has no columns.
+            # Padding beyond the longest sequence has no columns.
             return _span(y, first, T)
         columns = _tensor(self.start, y)[:, None] + torch.arange(T, device=y.device)
         columns = columns.clamp_max(y.shape[1] - 1)
@@ -169,51 +173,51 @@ def _spread(index: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Column j of the grid is token ``first + j`` of a run of tokens, row by row."""
+    """Map from column j of the grid to token ``first + j`` of a sequence."""
 
     first: tuple[int, ...]
     columns: int
 
     def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """``x [B, tokens, ...]`` on the grid; ``fill`` where there is no token."""
+        """Gather ``x [B, tokens, ...]`` on the grid, with ``fill`` in columns without a token."""
         if len(set(self.first)) <= 1:
             return _span(x, self.first[0] if self.first else 0, self.columns, fill)
         index = _tensor(self.first, x)[:, None] + torch.arange(self.columns, device=x.device)
-        there = (index >= 0) & (index < x.shape[1])
+        is_token = (index >= 0) & (index < x.shape[1])
         index = index.clamp(0, x.shape[1] - 1)
-        taken = x.gather(1, _spread(index, x).expand(-1, -1, *x.shape[2:]))
-        return torch.where(_spread(there, x), taken, torch.full((), fill, dtype=x.dtype).to(x))
+        tokens = x.gather(1, _spread(index, x).expand(-1, -1, *x.shape[2:]))
+        return torch.where(_spread(is_token, x), tokens, torch.full((), fill, dtype=x.dtype).to(x))
 
 
 def _span(x: Tensor, first: int, columns: int, fill: float = 0.0) -> Tensor:
-    """Columns ``first`` to ``first + columns`` of ``x``, which has them from 0 to its length."""
+    """Return columns ``first`` to ``first + columns`` of ``x``, with ``fill`` beyond its ends."""
     length = x.shape[1]
-    before = min(max(-first, 0), columns)
-    after = min(max(first + columns - length, 0), columns - before)
-    here = x[:, max(first, 0) : max(min(first + columns, length), 0)]
-    if not before and not after:
-        return here
-    return pad(here, (*(0, 0) * (x.dim() - 2), before, after), value=fill)
+    num_before = min(max(-first, 0), columns)
+    num_after = min(max(first + columns - length, 0), columns - num_before)
+    inside = x[:, max(first, 0) : max(min(first + columns, length), 0)]
+    if not num_before and not num_after:
+        return inside
+    return pad(inside, (*(0, 0) * (x.dim() - 2), num_before, num_after), value=fill)
 
 
 def lay_out(problem: Problem) -> Grid:
-    """The grid of a call with at least one token."""
-    tokens, method = join(problem), problem.bound.plan
+    """Return the grid of a call with at least one token."""
+    tokens, method = join_buffer(problem), problem.bound.plan
     b, c = method.b, method.c
     B, T = problem.k.shape[:2]
     num_seen = 0 if b == 1 else problem.state.host_position
-    # Rows that have come differently far decide shapes: their numbers must be known.
-    places = problem.state.position.tolist() if num_seen is None else [num_seen] * B
-    opened = [place % b for place in places]
+    # Shapes depend on the positions of the sequences, which must be available on the host.
+    positions = problem.state.position.tolist() if num_seen is None else [num_seen] * B
+    opened = [position % b for position in positions]
     lengths = [T] * B if problem.lengths is None else problem.lengths.tolist()
     ends = [o + n for o, n in zip(opened, lengths, strict=True)]
     N = max(1, -(-max(ends, default=1) // b))
     width = max(1, *ends) if N == 1 and ends else b
     full = [end // b for end in ends]
     columns = N * width
-    # Columns without a token need numbers that every loss can take; without such, none are asked.
-    whole = all(o == 0 for o in opened) and columns == T and c == 1
-    fills: Mapping[str, float] = {} if whole else problem.bound.padding_values
+    # Columns without a token need hyperparameters that every loss accepts.
+    has_no_gaps = all(o == 0 for o in opened) and columns == T and c == 1
+    fills: Mapping[str, float] = {} if has_no_gaps else problem.bound.padding_values
     join_first = tuple(tokens.buffered - o for o in opened)
     steps = _Place(first=join_first, columns=columns)
     keys = _Place(first=tuple(f - (c - 1) for f in join_first), columns=c - 1 + columns)
@@ -222,9 +226,9 @@ def lay_out(problem: Problem) -> Grid:
     if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
         rates["lr"] = problem.recipe.algorithm.rate(rates["lr"], kappa, method.slope)
-    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.bound.has_features
+    token_tensors, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.bound.has_features
     if lifts:
-        placed["raw"] = tokens.k
+        token_tensors["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())
     first = problem.state.position[:, None] + 1
     counted = first - (
@@ -232,7 +236,7 @@ def lay_out(problem: Problem) -> Grid:
     )
     of_keys: dict[str, Tensor] = {}
     of_steps: dict[str, Tensor] = {}
-    for name, x in placed.items():
+    for name, x in token_tensors.items():
         of_keys[name] = keys.take(x)
     for name in method.numbers:
         of_keys[name] = keys.take(rates.pop(name), fills.get(name, 0.0))
@@ -260,17 +264,20 @@ def lay_out(problem: Problem) -> Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The tokens of consecutive inner batches, ready for the passes.
+    """Tokens of consecutive inner batches in the layout of the passes.
 
     Attributes:
-        keys: by name, ``[N, B, H, b + c − 1, ·]``; the bias's numbers keep a trailing axis, and
-            raw keys are left out where they are the features.
-        steps: numbers of the step by name, ``[N, P, b, ...]``.
-        gamma: ``[N, P, b, c]``.
-        x: queries' features ``[N, B, H, b G, ·]``; raw: the queries, ``None`` where the same.
-        count: number of the token in its document from 1, ``[N, B, b]``.
-        commits: per batch whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``.
-        params: the memory's own.
+        keys: tensors of the keys by name, ``[N, B, H, b + c − 1, ·]``. The bias's gates have a
+            trailing axis, and raw keys are absent if they equal the features.
+        steps: hyperparameters of the step by name, ``[N, P, b, ...]``.
+        gamma: window weights ``[N, P, b, c]``.
+        x: features of the queries ``[N, B, H, b G, ·]``.
+        raw: queries, or ``None`` if they equal the features.
+        count: position of the token in its document from 1, ``[N, B, b]``.
+        commits: whether the end of each batch is committed: for all sequences, for none, or a mask
+            ``[P, 1, 1]``.
+        params: parameters of the memory.
+        outer: whether the passes will be differentiated.
     """
 
     b: int
@@ -287,19 +294,20 @@ class Layout:
     outer: bool
 
     def scalars(self, n: int, t: int) -> dict[str, Tensor]:
-        """Numbers of the step that a link may use, ``[B, H, 1, 1]``."""
+        """Return the hyperparameters of the step that a link may use, ``[B, H, 1, 1]``."""
         B, H = self.x.shape[1:3]
         return {name: x[n, :, t].view(B, H, 1, 1) for name, x in self.steps.items() if x.dim() == 3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """A map's coefficients batch by batch: what reads take (G rows per token), and the border.
+    """Coefficients of a map, batch by batch: of the reads (G rows per token) and of the boundary.
 
     Attributes:
-        a, m, C: ``[P, n G, 1 or R]``.
-        a_end, m_end, s: ``[P, 1, 1]``. C_end, D: ``[P, R, 1]``.
-        inner, outer, scale: as in `Table`, ``[P, ...]``.
+        a, m, C: coefficients of the reads ``[P, n G, 1 or R]``.
+        a_end, m_end, s: coefficients of A° and S° at the boundary ``[P, 1, 1]``.
+        C_end, D: coefficients of the gradients at the boundary ``[P, R, 1]``.
+        inner, outer, scale: fields of `Table`, ``[P, ...]``.
     """
 
     a: Sequence[Tensor | None]
@@ -317,7 +325,7 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at the same W."""
+    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at equal weights."""
 
     start: int
     stop: int
@@ -327,22 +335,22 @@ class Segment:
 
 
 def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segment:
-    """Tokens ``start`` to ``stop`` of every batch, as the passes take them."""
+    """Return the segment of tokens ``start`` to ``stop`` of every batch."""
     G, N = layout.G, layout.x.shape[0]
-    # One call makes the views of all batches; their gradients meet in one stack.
+    # A single call creates the views of all batches, and autograd stacks their gradients once.
     keys = {
         name: x[:, :, :, start : stop + layout.c - 1].unbind(0) for name, x in layout.keys.items()
     }
     names = [name for name in keys if name not in ("raw", "phi", "v")]
     raw = keys.get("raw", keys["phi"])
-    said = _said(method, layout, start, stop)
+    targets = _representable_targets(method, layout, start, stop)
     points = [
         Points(
             phi=keys["phi"][n],
             raw=raw[n],
             v=keys["v"][n],
             gates={name: keys[name][n] for name in names},
-            said=said[n],
+            representable_target=targets[n],
         )
         for n in range(N)
     ]
@@ -355,21 +363,25 @@ def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segme
         stop=stop,
         points=points,
         queries=list(zip(x, raw_queries, strict=True)),
-        columns=[] if method.way == "tokens" else _columns(method, layout, start, stop),
+        columns=[] if method.execution_mode == "tokens" else _columns(method, layout, start, stop),
     )
 
 
-def _said(method: DeepPlan, layout: Layout, start: int, stop: int) -> Sequence[Tensor | None]:
-    """What of its values a normed memory can say, of all batches at once: no weight decides it."""
+def _representable_targets(
+    method: DeepPlan, layout: Layout, start: int, stop: int
+) -> Sequence[Tensor | None]:
+    """Return the closest representable outputs to the values, which depend on no weight."""
     N, B = layout.x.shape[:2]
     if method.normalizer is None or not method.memory.bounded:
         return (None,) * N
-    here = slice(start, stop + layout.c - 1)
+    columns = slice(start, stop + layout.c - 1)
     v, raw = (
-        x[:, :, :, here].flatten(0, 1)
+        x[:, :, :, columns].flatten(0, 1)
         for x in (layout.keys["v"], layout.keys.get("raw", layout.keys["phi"]))
     )
-    return method.normalizer.said(v, raw, layout.params).unflatten(0, (N, B)).unbind(0)
+    return (
+        method.normalizer.representable_target(v, raw, layout.params).unflatten(0, (N, B)).unbind(0)
+    )
 
 
 def _columns(method: DeepPlan, layout: Layout, start: int, stop: int) -> list[Columns]:
@@ -409,8 +421,8 @@ def _columns(method: DeepPlan, layout: Layout, start: int, stop: int) -> list[Co
     for table in map_tables:
         if id(table.C) not in memo:
             memo[id(table.C)] = shared(table)
-        own = {"inner": table.inner, "outer": table.outer, "scale": table.scale}
-        given = {name: x.unbind(0) for name, x in own.items() if x is not None}
+        fields = {"inner": table.inner, "outer": table.outer, "scale": table.scale}
+        of_map = {name: x.unbind(0) for name, x in fields.items() if x is not None}
         one = memo[id(table.C)]
-        columns.append(replace(one, **given) if given else one)
+        columns.append(replace(one, **of_map) if of_map else one)
     return columns

@@ -1,7 +1,7 @@
-"""How far a searched step goes: λ along directions of all maps (`Algorithm.uses_line_search`).
+"""Line search: the step length λ along directions of all maps (`Algorithm.uses_line_search`).
 
-What a direction D does to a prediction needs no D of single weights twice: with u a gradient of the
-prediction, ⟨u, J D⟩ = Σ_l ⟨δ_l(u), D_l h_l⟩ over the maps' applications, which is linear in u.
+The change of a prediction along a direction D needs only one product with D. For a gradient u of
+the prediction, ⟨u, J D⟩ = Σ_l ⟨δ_l(u), D_l h_l⟩ over the maps' applications. It is linear in u.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ __all__ = ["LineSearch", "by_step", "squared"]
 
 @dataclass(frozen=True, kw_only=True)
 class LineSearch:
-    """Associations that searched steps are for, at weights W°.
+    """Associations of steps with a line search, at weights W°.
 
     Attributes:
-        memory: whose program runs. W: ``[P, out, in]``.
+        memory: memory whose program runs.
+        W: weights W° ``[P, out, in]``.
         points: associations ``[B, H, S m, ·]``: m for each of S steps in order.
-        weight: of associations ``[P, S, m]``.
-        params: the memory's own. target: `Bias.target`. outer: as in `factors`.
+        weight: weights of the associations ``[P, S, m]``.
+        params: parameters of the memory.
+        target: `Bias.target`.
+        outer: whether the step length will be differentiated.
     """
 
     memory: Stack
@@ -41,8 +44,8 @@ class LineSearch:
     target: float
     outer: bool
 
-    def far(self, D: Sequence[Tensor]) -> Tensor:
-        """λ ``[P, S]`` of directions ``[P, S, out, in]`` per map."""
+    def step_length(self, D: Sequence[Tensor]) -> Tensor:
+        """Return λ ``[P, S]`` of directions ``[P, S, out, in]`` per map."""
         S = self.weight.shape[1]
         rows = [d.flatten(0, 1) for d in D]
         calls: list[tuple[Tensor, Tensor]] = []
@@ -54,8 +57,8 @@ class LineSearch:
                 if not z.requires_grad:
                     z.requires_grad_()
                 each = h.flatten(0, 1).unflatten(1, (S, -1)).flatten(0, 1)
-                moved = torch.bmm(each, rows[index].mT)
-                calls.append((z, moved.view_as(z)))
+                change = torch.bmm(each, rows[index].mT)
+                calls.append((z, change.view_as(z)))
                 return z
 
             points = self.points
@@ -64,26 +67,26 @@ class LineSearch:
             deltas = torch.autograd.grad(
                 prediction, [z for z, _ in calls], u, create_graph=True, materialize_grads=True
             )
-            # Where a map's output is the prediction, its δ is u itself.
+            # A view separates δ from u: for a map whose output is the prediction, δ is u itself.
             deltas = tuple(d.view_as(d) for d in deltas)
-            (moved,) = torch.autograd.grad(
+            (change,) = torch.autograd.grad(
                 deltas, u, [m for _, m in calls], create_graph=self.outer, materialize_grads=True
             )
-        along = prediction - nearest_output_value(
+        error = prediction - nearest_output_value(
             self.memory, self.target * points.v, points.raw, self.params
         )
         if not self.outer:
-            along, moved = along.detach(), moved.detach()
+            error, change = error.detach(), change.detach()
 
-        def by_step(x: Tensor) -> Tensor:  # [B, H, S m, V] -> [P, S, m, V]
+        def split_steps(x: Tensor) -> Tensor:  # [B, H, S m, V] -> [P, S, m, V]
             return x.flatten(0, 1).unflatten(1, (S, -1))
 
         size = sum((squared(d) for d in D), torch.zeros_like(self.weight[..., 0]))
-        return line_search_scale(by_step(along), by_step(moved), self.weight, size)
+        return line_search_scale(split_steps(error), split_steps(change), self.weight, size)
 
 
 class _Squared(CustomFunction):
-    """‖X‖² of ``X [..., s, l]``, where X ⊙ X would be as large as X, forward and back."""
+    """‖X‖² of ``X [..., s, l]`` without the intermediate X ⊙ X, forward and backward."""
 
     generate_vmap_rule = True
 
@@ -108,14 +111,15 @@ class _Squared(CustomFunction):
 
 
 def squared(X: Tensor) -> Tensor:
-    """‖X‖² ``[...]``; in a compiled graph as autograd has it, since compilers take no jvp."""
+    """Return ‖X‖² ``[...]``."""
+    # Compilers do not support jvp of a custom function.
     if torch.compiler.is_compiling():
         return X.square().sum((-2, -1))
     return cast(Tensor, _Squared.apply(X))
 
 
 def by_step(points: Points, n: int, c: int) -> Points:
-    """Associations step by step, each step's own in order of its window: ``[B, H, n c, ·]``."""
+    """Gather the associations of every step in order of its window: ``[B, H, n c, ·]``."""
     if c == 1:
         return points
 

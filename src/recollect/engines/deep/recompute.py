@@ -1,8 +1,8 @@
-"""Activation recomputation: inner batches in groups, recomputed in the backward pass.
+"""Activation recomputation: groups of inner batches that the backward pass runs again.
 
-Training keeps the inputs and the memory at the border of every group, O(T d + (T/b/g) |W|), g inner
-batches a group; what a group needs inside is made again when its gradient is asked for. Gradients
-of gradients go through the same operations without this saving.
+Training saves the inputs and the memory at the boundary of every group of g inner batches,
+O(T d + (T/b/g) |W|). The backward pass recomputes the intermediates of a group. Gradients of
+gradients use these operations without recomputation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Call = Callable[[int, Tensors, Tensors, Tensors, bool, bool], tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor with tokens in axis 1, of which a group takes those of its batches and ``more``."""
+    """Tensor with tokens in axis 1. A group takes the tokens of its batches and ``more``."""
 
     x: Tensor
     more: int = 0
@@ -32,14 +32,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How groups run.
+    """Computation of the groups.
 
     Attributes:
-        call: from (group, memory, tokens' tensors, other tensors, differentiable?, is the memory
-            after it asked for?) to outputs ``[B, t, ...]`` and the memory after.
-        groups: first and last column of each.
-        more: columns beyond its last that a group takes of each tensor.
-        sizes: numbers of memory tensors, of tokens' tensors, of other tensors.
+        call: function of (group, memory, token tensors, other tensors, differentiable, needs the
+            final memory) that returns outputs ``[B, t, ...]`` and the final memory.
+        groups: first and last column of each group.
+        more: number of columns after its last that a group takes of each tensor.
+        sizes: number of memory tensors, of token tensors and of other tensors.
     """
 
     call: Call
@@ -52,7 +52,7 @@ class Plan:
         return list(flat[:a]), list(flat[a : a + b]), list(flat[a + b :])
 
     def cut(self, group: int, tokens: Sequence[Tensor]) -> Tensors:
-        """The group's columns of tensors with tokens."""
+        """Return the columns of a group of the token tensors."""
         start, stop = self.groups[group]
         return [x[:, start : stop + more] for x, more in zip(tokens, self.more, strict=True)]
 
@@ -64,7 +64,7 @@ def run(
     tokens: Sequence[Part],
     others: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensors]:
-    """Outputs of all columns and the memory after them."""
+    """Return the outputs of all columns and the final memory."""
     plan = Plan(
         call=call,
         groups=groups,
@@ -74,10 +74,10 @@ def run(
     flat = [*memory, *(part.x for part in tokens), *others.values()]
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in flat)):
         with torch.no_grad():
-            y, after, _ = _forward(plan, [x.detach() for x in flat], outer=False)
-        return y, after
-    y, *after = _Groups.apply(plan, *flat)
-    return y, after
+            y, final, _ = _forward(plan, [x.detach() for x in flat], outer=False)
+        return y, final
+    y, *final = _Groups.apply(plan, *flat)
+    return y, final
 
 
 def _forward(
@@ -95,16 +95,16 @@ def _forward(
 
 
 class _Groups(CustomFunction):
-    """The groups in order, and in reverse for the gradient."""
+    """Run of all groups, and backward pass over the groups in reverse."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *flat: Tensor) -> tuple[Tensor, ...]:
         y, memory, starts = _forward(plan, [x.detach() for x in flat], outer=False, keep=True)
         ctx.plan, ctx.starts = plan, starts
         ctx.save_for_backward(*flat)
-        # A memory after the last token that nobody reads is not differentiated.
+        # An unused final memory is not differentiated.
         ctx.set_materialize_grads(False)
-        # What leaves is never what came in, nor what is kept.
+        # Outputs must be neither inputs nor saved tensors.
         return y, *(x.clone() for x in memory)
 
     @staticmethod
@@ -114,9 +114,9 @@ class _Groups(CustomFunction):
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
 
-            def outputs(given: Tensors) -> Tensors:
-                y, after, _ = _forward(plan, given, outer=True)
-                return [y, *after]
+            def outputs(inputs: Tensors) -> Tensors:
+                y, final, _ = _forward(plan, inputs, outer=True)
+                return [y, *final]
 
             return None, *differentiable_backward(outputs, flat, needs, grads)
         return None, *_backward(plan, flat, ctx.starts, needs, grads)
@@ -137,7 +137,7 @@ def _backward(
     for group in reversed(range(len(plan.groups))):
         start, stop = plan.groups[group]
         with torch.enable_grad():
-            here = [x.detach().requires_grad_() for x in starts[group]]
+            memory = [x.detach().requires_grad_() for x in starts[group]]
             cut = [
                 x.detach().requires_grad_(bool(need))
                 for x, need in zip(plan.cut(group, tokens), of_tokens, strict=True)
@@ -146,23 +146,23 @@ def _backward(
                 x.detach().requires_grad_(bool(need))
                 for x, need in zip(others, of_others, strict=True)
             ]
-            asked = any(g is not None for g in dmemory)
-            y, after = plan.call(group, here, cut, rest, True, asked)
+            needs_memory = any(g is not None for g in dmemory)
+            y, final = plan.call(group, memory, cut, rest, True, needs_memory)
         of_y = None if dy is None else dy[:, start:stop]
-        wanted = [x for x in (*here, *cut, *rest) if x.requires_grad]
+        inputs = [x for x in (*memory, *cut, *rest) if x.requires_grad]
         pairs = [
             (out, grad)
-            for out, grad in zip((y, *after), (of_y, *dmemory), strict=True)
+            for out, grad in zip((y, *final), (of_y, *dmemory), strict=True)
             if out.requires_grad and grad is not None
         ]
         gradients = iter(
             torch.autograd.grad(
-                [out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+                [out for out, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
             )
             if pairs
-            else [None] * len(wanted)
+            else [None] * len(inputs)
         )
-        dmemory = [next(gradients) for _ in here]
+        dmemory = [next(gradients) for _ in memory]
         for total, x, more in zip(token_sums, cut, plan.more, strict=True):
             if total is not None and x.requires_grad and (g := next(gradients)) is not None:
                 total[:, start : stop + more] += g

@@ -1,10 +1,9 @@
-"""The share of a normalised step: ρ of every association from the factors of its gradients.
+"""Scale ρ of a normalised step: one per association, from the factors of its gradients.
 
     ρ = ⟨e, g⟩ / (Σ_l ⟨G_l, J_l G_l⟩ + ε|g|²),    G_l = Σ_a δ_la h_laᵀ over the map's applications
 
-(`recollect.choices.algorithm.normalized_steps.polyak_scale`). Scaling δ by it scales the gradients
-of all maps, so
-that the passes which follow know nothing of it.
+(`recollect.choices.algorithm.normalized_steps.polyak_scale`). Multiplying δ by ρ scales the
+gradients of all maps. The following passes are independent of ρ.
 """
 
 from __future__ import annotations
@@ -34,12 +33,14 @@ __all__ = ["Normalizer", "normalizer_of", "scaled_by"]
 
 @dataclass(frozen=True, kw_only=True)
 class Normalizer:
-    """What decides the shares of a recipe.
+    """Step scales ρ of a recipe.
 
     Attributes:
-        memory: answers what of a value it can say.
-        retention: answers what a step of A does to W. target: of the bias, `Bias.target`.
-        builds: whether gradients of single associations are built, for want of a short form.
+        memory: memory that defines the representable outputs.
+        retention: retention that defines the effect of a step of A on W.
+        target: `Bias.target` of the recipe's bias.
+        builds: whether the full gradients of single associations are built, because the retention
+            has no closed form.
     """
 
     memory: Memory
@@ -49,17 +50,19 @@ class Normalizer:
 
     @classmethod
     def of(cls, recipe: Recipe, target: float) -> Normalizer:
-        """What a recipe's memory and retention and its bias's target make of it."""
+        """Return the normalizer of a recipe with a target of its bias."""
         retention = recipe.retention
         is_overridden = type(retention).rank_one_step_gain is not Retention.rank_one_step_gain
         builds = retention.link_lipschitz is None and not is_overridden
         return cls(memory=recipe.memory, retention=retention, target=target, builds=builds)
 
-    def said(self, v: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    def representable_target(self, v: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """Return `nearest_output_value` of ``v``, the target of a normalised step.
 
         Args:
-            v: ``[B, H, R, V]``. raw: keys before features. params: of the memory.
+            v: values ``[B, H, R, V]``.
+            raw: keys before the feature map.
+            params: parameters of the memory.
         """
         return nearest_output_value(self.memory, self.target * v, raw, params)
 
@@ -71,54 +74,50 @@ class Normalizer:
         params: Mapping[str, Tensor],
         numbers: Mapping[str, Tensor],
     ) -> Tensor:
-        """ρ ``[P, R]``.
+        """Return ρ ``[P, R]``.
 
         Args:
             slopes: factors, predictions and errors of the associations.
             points: the associations.
-            A: the dual weights that W° came from, ``[P, out, in]``.
-            params: of the memory.
-            numbers: of the link, ``[B, H, 1, 1]`` by name.
+            A: dual weights of W°, ``[P, out, in]``.
+            params: parameters of the memory.
+            numbers: hyperparameters of the link, ``[B, H, 1, 1]`` by name.
         """
         B, H, R = slopes.error.shape[:3]
         gain: Tensor | None = None
         for a, one in zip(A, slopes.factors, strict=True):
-            own = self._gain(a.unflatten(0, (B, H)), one, R, numbers)
-            gain = own if gain is None else gain + own
-        assert gain is not None  # a memory has a map
-        value = points.said
+            map_gain = self._gain(a.unflatten(0, (B, H)), one, R, numbers)
+            gain = map_gain if gain is None else gain + map_gain
+        assert gain is not None  # a memory has at least one map
+        value = points.representable_target
         if value is None:
-            value = self.said(points.v, points.raw, params)
+            value = self.representable_target(points.v, points.raw, params)
         above = correctable_error(self.memory, slopes.prediction - value, slopes.error)
         if torch.is_grad_enabled():
             return polyak_scale(above, slopes.error, gain).flatten(0, 1)
-        # The same in fewer operations: where nothing is below there is nothing above.
+        # Equivalent with fewer operations: a zero denominator implies a zero numerator.
         size = torch.linalg.vector_norm(slopes.error, dim=-1)
         below = torch.addcmul(gain, size, size, value=EPS).clamp_min_(torch.finfo(gain.dtype).tiny)
         return above.div_(below).flatten(0, 1)
 
     def _gain(self, A: Tensor, one: Factors, R: int, numbers: Mapping[str, Tensor]) -> Tensor:
-        """⟨G, J G⟩ of one map, ``[B, H, R]``."""
+        """Return ⟨G, J G⟩ of one map, ``[B, H, R]``."""
         h, delta = (x.unflatten(0, A.shape[:2]) for x in (one.h, one.delta))
         if h.shape[2] == R:
             gain = self.retention.rank_one_step_gain(A, h, delta, numbers)
             if gain is not None:
                 return gain
         G: Tensor | None = None
-        for left, right in zip(delta.split(R, dim=2), h.split(R, dim=2), strict=True):
-            part = left.unsqueeze(-1) * right.unsqueeze(-2)
+        for grads, inputs in zip(delta.split(R, dim=2), h.split(R, dim=2), strict=True):
+            part = grads.unsqueeze(-1) * inputs.unsqueeze(-2)
             G = part if G is None else G + part
         assert G is not None
-        own = {name: x.unsqueeze(2) for name, x in numbers.items()}
-        return self.retention.step_gain(A.unsqueeze(2), G, own)
+        per_association = {name: x.unsqueeze(2) for name, x in numbers.items()}
+        return self.retention.step_gain(A.unsqueeze(2), G, per_association)
 
 
 def normalizer_of(recipe: Recipe) -> Normalizer | None:
-    """What scales gradients, where the algorithm does.
-
-    Args:
-        recipe: whose algorithm.
-    """
+    """Return the normalizer of a recipe, or ``None`` if its algorithm has none."""
     target = recipe.bias.target
     if not recipe.algorithm.uses_normalized_steps or target is None:
         return None
@@ -126,10 +125,10 @@ def normalizer_of(recipe: Recipe) -> Normalizer | None:
 
 
 def scaled_by(factors: Sequence[Factors], rho: Tensor) -> list[Factors]:
-    """The factors with ρ ``[P, R]`` in δ, of every application of a map."""
-    made: list[Factors] = []
+    """Multiply δ of every application of a map by ρ ``[P, R]``."""
+    scaled: list[Factors] = []
     for one in factors:
         times = one.delta.shape[1] // rho.shape[1]
         each = rho if times == 1 else torch.cat([rho] * times, dim=1)
-        made.append(Factors(one.h, one.delta * each.unsqueeze(-1)))
-    return made
+        scaled.append(Factors(one.h, one.delta * each.unsqueeze(-1)))
+    return scaled

@@ -5,11 +5,12 @@ For tokens t = 1..n after a border where the memory was A°, S°::
     A_t = a_t A° + m_t S° + Σ_i C[t, i] δ_i h_iᵀ,     C = −P^α P^θ diag(η) Γ
     S_n = (Π θ) S° + Σ_i D[i] δ_i h_iᵀ,              D = −(last row of P^θ) diag(η) Γ
 
-Γ is the window's band: row t weighs association t − m by γ_t[m]. Columns are associations in order,
-the c − 1 of earlier tokens first. Where a number differs between channels it cannot be in a matrix
-that all channels share: it is absorbed into h, δ and the read-out instead, and a
-window then needs a column per pair of step and association (*pairs*), because the decay starts at
-the step.
+Γ is the band of the window: row t weights association t − m by γ_t[m]. Columns are associations in
+order, and the c − 1 associations of earlier tokens come first.
+
+A hyperparameter per channel cannot be part of a matrix that all channels share. It is absorbed into
+h, δ and the read instead. A window then needs one column per pair of step and association
+(*pairs*), because the decay starts at the step.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch.nn.functional import pad
 
 from recollect.choices.memory.base import LinearMap
 from recollect.choices.runtime import cached_constant
-from recollect.engines.common.coefficients import cumulated, flushed, products
+from recollect.engines.common.coefficients import cumulative_log_decay, flush_subnormals, products
 
 __all__ = [
-    "Own",
+    "PerMapValue",
     "Row",
     "Rule",
     "Table",
@@ -43,14 +44,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What of a recipe decides the coefficients.
+    """Structure of a recipe's coefficients.
 
     Attributes:
-        slot: what S accumulates: ``"steps"`` −η g, ``"gradients"`` −g, or ``""`` without momentum.
-        splits: momentum on the write only (columns: the writes, then the erasures).
-        mean: averaged over the open inner batch.
-        side: the channels of ``log_decay`` where it has any: ``"key"`` or ``"value"``.
-        pairs: columns are pairs of step and association.
+        slot: terms of the sum S: ``"steps"`` −η g, ``"gradients"`` −g, or ``""`` without momentum.
+        splits: whether momentum applies to the write only (columns: the writes, then the erasures).
+        mean: whether steps are averaged over the open inner batch.
+        side: channels of a ``log_decay`` per channel: ``"key"`` or ``"value"``.
+        pairs: whether columns are pairs of step and association.
     """
 
     slot: str
@@ -62,15 +63,17 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The coefficients of one map over n tokens and R columns, for batches ``[N, P]`` (P = B·H).
+    """Coefficients of one map over n tokens and R columns, for batches ``[N, P]`` (P = B·H).
 
     Attributes:
-        a: of A°, ``[N, P, n]``, or ``None`` for ones.
-        m: of S°, ``[N, P, n]``, or ``None``.
-        C: ``[N, P, n, R]``.
-        s: of S° in S_n, ``[N, P]``; D: ``[N, P, R]``; ``None`` without momentum.
-        inner: cumulated log decays over the map's inputs, float64 ``[N, P, n, in]``, or ``None``.
-        outer: over its outputs.
+        a: coefficients of A°, ``[N, P, n]``, or ``None`` for ones.
+        m: coefficients of S°, ``[N, P, n]``, or ``None``.
+        C: coefficients of the gradients in A, ``[N, P, n, R]``.
+        s: coefficients of S° in S_n, ``[N, P]``, or ``None`` without momentum.
+        D: coefficients of the gradients in S_n, ``[N, P, R]``, or ``None`` without momentum.
+        inner: cumulative log decays over the map's inputs, float64 ``[N, P, n, in]``, or ``None``.
+        outer: cumulative log decays over the map's outputs, float64 ``[N, P, n, out]``, or
+            ``None``.
         scale: factors of δ's columns ``[N, P, R, out]``, or ``None``.
     """
 
@@ -85,8 +88,8 @@ class Table:
 
 
 @dataclass(kw_only=True)
-class Own:
-    """One map's share of a number: one per token, and per channel of its inputs or outputs."""
+class PerMapValue:
+    """Hyperparameter of one map: per token, per input or output channel, or per entry."""
 
     scalar: Tensor | None = None
     inner: Tensor | None = None
@@ -94,7 +97,7 @@ class Own:
     entry: Tensor | None = None
 
     def matrix(self, n: int, t: int) -> Tensor:
-        """The number of one token as a factor ``[P, out or 1, in or 1]``."""
+        """Return the value of one token as a factor ``[P, out or 1, in or 1]``."""
         shaped = (
             None if self.scalar is None else self.scalar[n, :, t, None, None],
             None if self.inner is None else self.inner[n, :, t, None, :],
@@ -104,43 +107,45 @@ class Own:
         first, *rest = [x for x in shaped if x is not None]
         return sum(rest, first)
 
-    def add(self, other: Own) -> Own:
-        """Sums of logs."""
+    def add(self, other: PerMapValue) -> PerMapValue:
+        """Return the sum of two log decays."""
         pairs = ((self.scalar, other.scalar), (self.inner, other.inner), (self.outer, other.outer))
         scalar, inner, outer = (b if a is None else a if b is None else a + b for a, b in pairs)
-        return Own(scalar=scalar, inner=inner, outer=outer)
+        return PerMapValue(scalar=scalar, inner=inner, outer=outer)
 
 
-def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[Own]:
-    """A number ``[N, P, n]``, ``[.., channels]`` or ``[.., out, in]`` as every map sees it.
+def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[PerMapValue]:
+    """Distribute a hyperparameter ``[N, P, n]``, ``[.., channels]`` or ``[.., out, in]`` to maps.
 
-    Channels over ``"key"`` act on the first maps' inputs (a bias column takes their mean), over
-    ``"value"`` on the last map's outputs; every other map takes the channels' mean.
+    Channels over ``"key"`` act on the inputs of the first maps, and a bias column takes their mean.
+    Channels over ``"value"`` act on the outputs of the last map. Every other map takes the mean of
+    the channels.
     """
-    owns: list[Own] = []
+    values: list[PerMapValue] = []
     for one in maps:
         if x.dim() == 3:
-            owns.append(Own(scalar=x))
+            values.append(PerMapValue(scalar=x))
         elif x.dim() == 5:
-            owns.append(Own(entry=x))
+            values.append(PerMapValue(entry=x))
         elif side == "key" and one.reads_features:
-            whole = torch.cat([x, x.mean(-1, keepdim=True)], dim=-1) if one.bias else x
-            owns.append(Own(inner=whole))
+            inner = torch.cat([x, x.mean(-1, keepdim=True)], dim=-1) if one.bias else x
+            values.append(PerMapValue(inner=inner))
         elif side == "value" and one.is_output:
-            owns.append(Own(outer=x))
+            values.append(PerMapValue(outer=x))
         else:
-            owns.append(Own(scalar=x.mean(-1)))
-    return owns
+            values.append(PerMapValue(scalar=x.mean(-1)))
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What all maps share.
+    """Inputs of the coefficients that all maps share.
 
     Attributes:
         gamma: window weights ``[N, P, n, c]``.
-        first: momentum of the first token ``[N, P, 1]``; theta: P^θ ``[N, P, n, n]``.
-        tau: as in TTT's averages.
+        first: momentum of the first token ``[N, P, 1]``.
+        theta: P^θ ``[N, P, n, n]``.
+        tau: weights τ of TTT's averages ``[N, P, n]``.
     """
 
     rule: Rule
@@ -149,8 +154,8 @@ class _Parts:
     theta: Tensor | None
     tau: Tensor | None
 
-    def written(self, E: Tensor | None, eta: Tensor | None) -> Tensor:
-        """−E diag(η) Γ for ``E [N, P, rows, n]``; ``None`` is the plain sum over the past."""
+    def step_weights(self, E: Tensor | None, eta: Tensor | None) -> Tensor:
+        """Return −E diag(η) Γ for ``E [N, P, rows, n]``, or for the sum over the past if None."""
         n, c = self.gamma.shape[-2:]
         weight = -(self.gamma if eta is None else self.gamma * eta.unsqueeze(-1))
         if c == 1:
@@ -158,8 +163,8 @@ class _Parts:
         if self.rule.pairs:
             steps = _past(n, weight) if E is None else E
             return steps.repeat_interleave(c, dim=-1) * weight.flatten(-2).unsqueeze(-2)
-        placed = band(weight)
-        return placed.cumsum(-2) if E is None else E @ placed
+        bands = band(weight)
+        return bands.cumsum(-2) if E is None else E @ bands
 
 
 def tables(
@@ -170,29 +175,29 @@ def tables(
     *,
     start: int,
 ) -> list[Table]:
-    """Coefficients of every map.
+    """Return the coefficients of every map.
 
     Args:
-        numbers: of the step by name, ``[N, P, n, ...]``.
-        gamma: window weights ``[N, P, n, c]``, entry m of row t for association t − m, 0 where
-            there is none.
-        start: place of the first token in its inner batch, from 0.
+        numbers: hyperparameters of the step by name, ``[N, P, n, ...]``.
+        gamma: window weights ``[N, P, n, c]``. Entry m of row t weights association t − m, and is 0
+            if there is no association.
+        start: position of the first token in its inner batch, from 0.
     """
     c = gamma.shape[-1]
     theta = numbers.get("momentum") if rule.slot else None
-    decays: list[Own] = [Own() for _ in maps]
+    decays: list[PerMapValue] = [PerMapValue() for _ in maps]
     if "log_decay" in numbers:
         decays = per_map(numbers["log_decay"], rule.side, maps)
     if "log_decay_value" in numbers:
         rows = per_map(numbers["log_decay_value"], "value", maps)
         decays = [a.add(b) for a, b in zip(decays, rows, strict=True)]
-    logs = {id(own.scalar): own.scalar for own in decays if own.scalar is not None}
+    logs = {id(decay.scalar): decay.scalar for decay in decays if decay.scalar is not None}
     alphas = {key: x.exp() for key, x in logs.items()}
-    given = [*alphas.values(), *([] if theta is None else [theta])]
-    # One call for all of them: at small sizes every operation costs the same.
-    cumulative = products(torch.stack(given)).unbind(0) if len(given) > 1 else map(products, given)
-    *moved, last = (*cumulative, None) if theta is None else cumulative
-    P = dict(zip(alphas, moved, strict=True))
+    gates = [*alphas.values(), *([] if theta is None else [theta])]
+    # A single call for all gates: at small sizes every operation costs the same.
+    cumulative = products(torch.stack(gates)).unbind(0) if len(gates) > 1 else map(products, gates)
+    *decay_products, last = (*cumulative, None) if theta is None else cumulative
+    P = dict(zip(alphas, decay_products, strict=True))
     parts = _Parts(
         rule=rule,
         gamma=gamma,
@@ -203,7 +208,7 @@ def tables(
     ones = gamma.new_ones(()).expand(gamma.shape[:-1])
     rates = per_map(numbers.get("lr", ones), "value", maps)
     shared: dict[tuple[int, int], Table] = {}
-    made: list[Table] = []
+    map_tables: list[Table] = []
     for decay, rate in zip(decays, rates, strict=True):
         key = (id(decay.scalar), id(rate.scalar))
         if key not in shared:
@@ -214,39 +219,39 @@ def tables(
         if scale is not None:
             scale = scale.repeat_interleave(c, dim=-2) if rule.pairs else scale
             scale = torch.cat([scale, scale], dim=-2) if rule.splits else scale
-        made.append(
+        map_tables.append(
             Table(
                 a=table.a,
                 m=table.m,
                 C=table.C,
                 s=table.s,
                 D=table.D,
-                inner=None if decay.inner is None else cumulated(decay.inner, -2),
-                outer=None if decay.outer is None else cumulated(decay.outer, -2),
+                inner=None if decay.inner is None else cumulative_log_decay(decay.inner, -2),
+                outer=None if decay.outer is None else cumulative_log_decay(decay.outer, -2),
                 scale=scale,
             )
         )
-    return made
+    return map_tables
 
 
 def _table(parts: _Parts, first: Tensor | None, P: Tensor | None, lr: Tensor | None) -> Table:
-    """From the first token's decay ``[N, P, 1]`` and P^α."""
+    """Return the table for the first token's decay ``[N, P, 1]`` and P^α."""
     rule, theta = parts.rule, parts.theta
-    # The products from the border on are those after the first token times its own number.
-    a = None if P is None or first is None else flushed(P[..., 0] * first)
+    # Products from the boundary are the products after the first token times its decay.
+    a = None if P is None or first is None else flush_subnormals(P[..., 0] * first)
     if parts.tau is not None:
-        return Table(a=None, m=None, C=parts.tau.unsqueeze(-1) * parts.written(None, lr))
+        return Table(a=None, m=None, C=parts.tau.unsqueeze(-1) * parts.step_weights(None, lr))
     if theta is None or parts.first is None:
-        return Table(a=a, m=None, C=parts.written(P, lr))
-    # Without decay A adds every S up: P^α is the plain sum.
-    moved = theta.cumsum(-2) if P is None else P @ theta
+        return Table(a=a, m=None, C=parts.step_weights(P, lr))
+    # Without decay, A is the sum of every S, and P^α is the plain sum.
+    mixed = theta.cumsum(-2) if P is None else P @ theta
     eta = lr if rule.slot == "steps" else None
-    C = parts.written(moved, eta)
-    D = parts.written(theta[..., -1:, :], eta).squeeze(-2)
+    C = parts.step_weights(mixed, eta)
+    D = parts.step_weights(theta[..., -1:, :], eta).squeeze(-2)
     if rule.splits:
-        C = torch.cat([C, parts.written(P, lr)], dim=-1)
+        C = torch.cat([C, parts.step_weights(P, lr)], dim=-1)
         D = torch.cat([D, torch.zeros_like(D)], dim=-1)
-    m, s = moved[..., 0] * parts.first, theta[..., -1, 0] * parts.first.squeeze(-1)
+    m, s = mixed[..., 0] * parts.first, theta[..., -1, 0] * parts.first.squeeze(-1)
     return Table(a=a, m=m, C=C, s=s, D=D)
 
 
@@ -255,23 +260,26 @@ def _past(n: int, like: Tensor) -> Tensor:
 
 
 def band(gamma: Tensor) -> Tensor:
-    """``[..., n, c]`` as ``[..., n, n + c − 1]``: row t begins at column t, oldest first."""
+    """Return ``[..., n, c]`` as a band ``[..., n, n + c − 1]``: row t starts at column t.
+
+    Columns are in order of age, oldest first.
+    """
     n, c = gamma.shape[-2:]
     wide = torch.nn.functional.pad(gamma.flip(-1), (0, n))  # [..., n, c + n]
     return wide.flatten(-2)[..., : n * (n + c - 1)].unflatten(-1, (n, n + c - 1))
 
 
 def _tau(offset: Tensor, start: int) -> Tensor:
-    """τ_t = 1/place + offset, at least 0, ``[N, P, n]``."""
+    """Return τ_t = 1/(t + 1) + offset, clamped to at least 0, ``[N, P, n]``."""
     n = offset.shape[2]
-    place = torch.arange(start, start + n, device=offset.device)
+    position = torch.arange(start, start + n, device=offset.device)
     if offset.dim() == 4:
         offset = offset[..., start : start + n].diagonal(dim1=-2, dim2=-1)
-    return (1 / (place + 1).to(offset.dtype) + offset).clamp_min(0)
+    return (1 / (position + 1).to(offset.dtype) + offset).clamp_min(0)
 
 
 def window_rows(x: Tensor, n: int, c: int) -> Tensor:
-    """Associations ``[..., n + c − 1, D]`` as pairs of step and association, ``[..., n c, D]``.
+    """Gather associations ``[..., n + c − 1, D]`` by step and association, ``[..., n c, D]``.
 
     Pair (t, m) is association t − m.
     """
@@ -281,7 +289,7 @@ def window_rows(x: Tensor, n: int, c: int) -> Tensor:
 
 
 def paired(x: Tensor, n: int, c: int) -> Tensor:
-    """Associations as pairs with their steps, stream by stream."""
+    """Gather pairs of step and association of every stream."""
     parts = [window_rows(part, n, c) for part in x.split(n + c - 1, dim=1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -289,13 +297,16 @@ def paired(x: Tensor, n: int, c: int) -> Tensor:
 # -- one token ------------------------------------------------------------------------------------
 
 
-@dataclass  # not frozen: made for every decoded token
+@dataclass  # not frozen: created for every decoded token
 class Row:
-    """Coefficients after one token, ``[P, 1 + n]``, or ``[P, 2 + n]`` where there is momentum.
+    """Coefficients after one token, ``[P, 1 + n]``, or ``[P, 2 + n]`` with momentum.
 
-    C and D are those of A and S; of A°, then of S° where there is one, then of the batch's n
-    associations. D is ``None`` without momentum, and holds the plain sums ``[P, n]`` of averages.
-    ``both`` are the two in one tensor ``[P, 2, ·]``, if they are in one.
+    Columns are A°, then S° with momentum, then the n associations of the batch.
+
+    Attributes:
+        C: coefficients of A.
+        D: coefficients of S, or ``None`` without momentum. For averages, the sums ``[P, n]``.
+        both: C and D as one tensor ``[P, 2, ·]``, if they share one.
     """
 
     C: Tensor
@@ -304,21 +315,21 @@ class Row:
 
 
 def _starts(P: int, size: int) -> Tensor:
-    """C, and D where there is one, before a batch's first token: ``[size, P, size]``."""
+    """Return C, and D with momentum, before the first token of a batch: ``[size, P, size]``."""
     return torch.eye(size).unsqueeze(1).repeat(1, P, 1)
 
 
 def advance(
     row: Row | None, new: Tensor, theta: Tensor | None, alpha: Tensor | None, *, first: bool
 ) -> Row:
-    """The coefficients one token on: D = θ D − η γ and C = α C + D.
+    """Advance the coefficients by one token: D = θ D − η γ and C = α C + D.
 
     Args:
-        row: after the token before; ``None`` before a batch's first.
+        row: coefficients after the previous token, or ``None`` before the first of a batch.
         new: −η γ of the window's associations, oldest first, ``[P, c]``.
-        theta: θ ``[P, 1]``, where there is momentum.
-        alpha: α ``[P, 1]``, where there is decay.
-        first: whether the token is its batch's first.
+        theta: θ ``[P, 1]``, or ``None`` without momentum.
+        alpha: α ``[P, 1]``, or ``None`` without decay.
+        first: whether the token is the first of its batch.
     """
     if row is None:
         P, size = new.shape[0], 1 + (theta is not None)
@@ -329,19 +340,19 @@ def advance(
     D = D * theta
     C = C + D if alpha is None else torch.addcmul(D, C, alpha)
     if first or new.shape[-1] == 1:
-        both = torch.cat([C, new, D, new], dim=-1).view(C.shape[0], 2, -1)  # one operation
+        both = torch.cat([C, new, D, new], dim=-1).view(C.shape[0], 2, -1)  # a single operation
         C, D = both.unbind(1)
         return Row(C=C, D=D, both=both)
     return Row(C=added(C, new, first=first), D=added(D, new, first=first))
 
 
 def added(row: Tensor, new: Tensor, *, first: bool) -> Tensor:
-    """A row over the associations before, and the weights of the last c of those now.
+    """Append a column to a row and add weights to its last c columns.
 
     Args:
-        row: over those before, ``[P, n]``.
-        new: weights ``[P, c]``.
-        first: whether the token is its batch's first, which finds none before it.
+        row: coefficients of the earlier associations, ``[P, n]``.
+        new: weights of the window ``[P, c]``.
+        first: whether the token is the first of its batch, which adds c columns.
     """
     if first or new.shape[-1] == 1:
         return torch.cat([row, new], dim=-1)
@@ -349,7 +360,7 @@ def added(row: Tensor, new: Tensor, *, first: bool) -> Tensor:
 
 
 def row_of(table: Table) -> Row:
-    """Coefficients after the last token of a table of one batch."""
+    """Return the coefficients after the last token of the table of one batch."""
     C = table.C[0, :, -1]
     a = torch.ones_like(C[:, :1]) if table.a is None else table.a[0, :, -1:]
     if table.m is None or table.s is None or table.D is None:

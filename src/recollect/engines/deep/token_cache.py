@@ -1,10 +1,10 @@
-"""What a token inside an inner batch leaves to the next: gradient factors and coefficients.
+"""Cache of gradient factors and coefficients between the tokens of an inner batch.
 
-The cache holds the factors of a token beside each other (h and δ of the first map, then of the
-next): one tensor grows by one row per token, and is cut where it is read. It says what it depends
-on beside the state: an entry is named for the recipe, others hold the memory's parameters. On a
-device, where the host would have to wait to compare these, the name is theirs too
-(`recollect.choices.runtime.version_tag`).
+The factors of a token are concatenated: h and δ of the first map, then of the next. One tensor
+grows by one row per token, and a read splits it by map. The cache also identifies its dependencies
+other than the state: one entry is named after the recipe, and others hold the parameters of the
+memory. On a device, a comparison of parameters would synchronise with the host, so the name
+includes their version (`recollect.choices.runtime.version_tag`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Cache = dict[str, Tensor]
 
 
 def _mark(tag: int, params: str = "") -> str:
-    """Return the name of the entry that identifies the recipe, and its parameters' version."""
+    """Return the name of the entry that identifies the recipe and its parameters' version."""
     return f"of {tag} {params}"
 
 
 def depends_on(problem: Problem) -> Cache:
-    """What the factors come from beside the state, row by row; nothing where that has no name."""
+    """Return the dependencies of the factors other than the state; empty if not identifiable."""
     method: DeepPlan = problem.bound.plan
     tag, position = problem.bound.fingerprint, problem.state.position
     if tag is None:
@@ -50,7 +50,7 @@ def depends_on(problem: Problem) -> Cache:
     entries = {_mark(tag): position}
     for name in (*method.params, *method.lifts):
         x = problem.params[name]
-        # A parameter may be trained in place between two calls: what is kept is its value now.
+        # A parameter may be trained in place between two calls, so the cache stores a copy.
         entries[f"param.{name}"] = x.detach().clone().expand(problem.q.shape[0], *x.shape)
     return entries
 
@@ -58,7 +58,7 @@ def depends_on(problem: Problem) -> Cache:
 def cached_factors(
     cache: Mapping[str, Tensor], depends: Mapping[str, Tensor], count: int, like: Tensor
 ) -> Tensor | None:
-    """The cached factors of the batch's earlier tokens, if they are this recipe's."""
+    """Return the cached factors of the batch's earlier tokens, or ``None`` if they do not fit."""
     old = cache.get("factors")
     if old is None or old.shape[2] != count or old.dtype != like.dtype:
         return None
@@ -72,12 +72,12 @@ def cached_factors(
 def joined(
     method: DeepPlan, old: Tensor | None, new: Sequence[Factors]
 ) -> tuple[Tensor, list[Factors]]:
-    """Factors of the batch's tokens beside each other ``[P, n, ·]``, as they are kept, and by map.
+    """Append factors to the cached ones, and return them concatenated ``[P, n, ·]`` and by map.
 
     Args:
-        method: whose maps they are of.
-        old: those of earlier tokens, if there are any.
-        new: of each map, ``[P, c, ·]``.
+        method: plan of the recipe.
+        old: cached factors of earlier tokens, or ``None``.
+        new: new factors of each map, ``[P, c, ·]``.
     """
     rows = torch.cat([x for one in new for x in (one.h, one.delta)], dim=-1)
     rows = rows if old is None else torch.cat([old, rows], dim=1)
@@ -85,17 +85,18 @@ def joined(
 
 
 def _parted(method: DeepPlan, rows: Tensor) -> list[Factors]:
-    """Split ``[P, n, ·]``, h and δ of the first map, then of the next, into factors by map."""
+    """Split concatenated factors ``[P, n, ·]`` by map."""
     parts = rows.split_with_sizes(method.widths, dim=-1)
     return [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
 
 
 def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
-    """What the next token takes up.
+    """Return the cache for the next token.
 
     Args:
-        rows: factors beside each other. row: the coefficients.
-        depends: what says whose they are, with a tensor of B rows at least.
+        rows: concatenated factors.
+        row: coefficients.
+        depends: dependencies of the factors, with at least one tensor of B rows.
     """
     B = next(iter(depends.values())).shape[0]
     entries = {**depends, "factors": by_row(rows, B), "C": by_row(row.C, B)}
@@ -105,12 +106,12 @@ def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
 
 
 def row_kept(cache: Mapping[str, Tensor]) -> Row | None:
-    """The coefficients that a cache has_data, if it does."""
+    """Return the coefficients of a cache, or ``None`` if it has none."""
     if (C := cache.get("C")) is None:
         return None
     return Row(C=C.flatten(0, 1), D=None if (D := cache.get("D")) is None else D.flatten(0, 1))
 
 
 def by_row(x: Tensor, B: int) -> Tensor:
-    """``[B·H, ...]`` to ``[B, H, ...]``."""
-    return x.reshape(B, x.shape[0] // B, *x.shape[1:])  # a third of the time of `unflatten`
+    """Reshape ``[B·H, ...]`` to ``[B, H, ...]``."""
+    return x.reshape(B, x.shape[0] // B, *x.shape[1:])  # faster than `unflatten`

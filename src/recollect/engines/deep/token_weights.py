@@ -1,8 +1,8 @@
 """Explicit weights of every token of an inner batch, computed token by token.
 
-Gradients still come as factors from one batched pass; what cannot be a coefficient is done with the
-members' own functions, as the reference does it: the algorithm's update, the retention's advance,
-and the link, which acts on all tokens at once.
+Gradients are factors from one batched pass. The algorithm's update, the retention's advance and the
+link use the functions of these choices, as in the reference. The link acts on all tokens in one
+call.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ Weights = list[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStep:
-    """What the tokens of a segment bring.
+    """Inputs of the tokens of a segment.
 
     Attributes:
-        factors: of every map; ``writes``: of the part that no prediction enters.
-        gamma: ``[P, n, c]``, entry m of row t for association t − m.
-        search: how far steps go whose length is searched.
-        numbers: per token, by name (lr, momentum, log_decay), one factor per map.
-        gates: per token, what a link may use.
-        count: number of each token in its document, ``[B, n]``.
+        factors: gradient factors of every map.
+        writes: factors of the part that is independent of the prediction.
+        gamma: window weights ``[P, n, c]``. Entry m of row t weights association t − m.
+        c: associations in a window.
+        numbers: lr, momentum and log_decay per token by name, one factor per map.
+        gates: gates of the link per token.
+        count: position of each token in its document, ``[B, n]``.
         shape: (B, H).
+        search: line search of the step length, or ``None``.
     """
 
     recipe: Recipe
@@ -51,7 +53,7 @@ class TokenStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A and slots ``[P, out, in]`` after the last token, and what every token reads."""
+    """A and slots ``[P, out, in]`` after the last token, and the weights that tokens read."""
 
     A: Weights
     slots: dict[str, Weights]
@@ -61,20 +63,20 @@ class Built:
 def advance(
     work: TokenStep, W: Sequence[Tensor], A: Sequence[Tensor], slots: Mapping[str, Weights]
 ) -> Built:
-    """Move A and the slots through the tokens; ``W`` is what stood at the start to be read."""
+    """Run all tokens from A, the slots and the read weights W at the start."""
     if work.search is not None:
         return _searched(work, work.search, W, A, slots)
-    after: list[Tensor] = []
-    moved: dict[str, Weights] = {name: [] for name in slots}
+    final_A: list[Tensor] = []
+    next_slots: dict[str, Weights] = {name: [] for name in slots}
     readable: Weights = []
     for i, a in enumerate(A):
         old = {name: _rows(slot[i], work) for name, slot in slots.items()}
-        end, old, seen = _map(work, i, _rows(W[i], work), _rows(a, work), old)
-        after.append(end.flatten(0, 1))
-        readable.append(seen)
+        end, old, read_weights = _map(work, i, _rows(W[i], work), _rows(a, work), old)
+        final_A.append(end.flatten(0, 1))
+        readable.append(read_weights)
         for name, value in old.items():
-            moved[name].append(value.flatten(0, 1))
-    return Built(A=after, slots=moved, readable=readable)
+            next_slots[name].append(value.flatten(0, 1))
+    return Built(A=final_A, slots=next_slots, readable=readable)
 
 
 def _rows(w: Tensor, work: TokenStep) -> Tensor:
@@ -82,15 +84,15 @@ def _rows(w: Tensor, work: TokenStep) -> Tensor:
 
 
 def _gradient(work: TokenStep, one: Factors, t: int) -> Tensor:
-    """g_t ``[B, H, out, in]`` of one map: its window's rank-one terms."""
-    here = slice(t, t + work.c)
+    """Sum the rank-one terms of token t's window: the gradient of one map."""  # [B, H, out, in]
+    window = slice(t, t + work.c)
     h, delta = one.h, one.delta
     times = h.shape[1] // (len(work.numbers) + work.c - 1)
     weight = work.gamma[:, t].flip(-1).unsqueeze(-1)  # [P, c, 1]
     total: Tensor | None = None
     each = h.shape[1] // times
     for start in range(0, h.shape[1], each):
-        rows = slice(start + here.start, start + here.stop)
+        rows = slice(start + window.start, start + window.stop)
         term = torch.bmm((delta[:, rows] * weight).mT, h[:, rows])
         total = term if total is None else total + term
     assert total is not None
@@ -104,7 +106,7 @@ def _map(
     algorithm = recipe.algorithm
     if algorithm.curvature and algorithm.accumulator is not None:
         return _directed(work, i, W, A, slots)
-    seen: list[Tensor] = []
+    read_weights: list[Tensor] = []
     one = torch.ones_like(A[..., :1, :1])
     for t, numbers in enumerate(work.numbers):
         lr = _rows(numbers["lr"][i], work) if "lr" in numbers else one
@@ -121,14 +123,14 @@ def _map(
             ),
         )
         A, W = _settled(work, t, A, W, step, log_decay)
-        seen.append(W if recipe.links_at_batch_end else A)
-    return A, slots, _readable(work, seen)
+        read_weights.append(W if recipe.links_at_batch_end else A)
+    return A, slots, _readable(work, read_weights)
 
 
 def _directed(
     work: TokenStep, i: int, W: Tensor, A: Tensor, slots: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """The same where a step is a function of what was accumulated: of all tokens at once."""
+    """Run one map whose steps are functions of the accumulated gradients, for all tokens."""
     rates = _rates(work, i, A)
     S, sums = _accumulated(work, i, slots["momentum"], rates)
     steps = work.recipe.algorithm.batch_step(sums, torch.stack(rates, dim=2))
@@ -143,24 +145,24 @@ def _searched(
     A: Sequence[Tensor],
     slots: Mapping[str, Weights],
 ) -> Built:
-    """Where the length of a step is searched along the directions of all maps."""
+    """Run all maps with a line search along their directions."""
     sums: Weights = []
     directions: Weights = []
     for i, a in enumerate(A):
         rates = _rates(work, i, _rows(a, work))
-        S, made_of = _accumulated(work, i, _rows(slots["momentum"][i], work), rates)
+        S, token_slots = _accumulated(work, i, _rows(slots["momentum"][i], work), rates)
         sums.append(S.flatten(0, 1))
-        directions.append(work.recipe.algorithm.batch_direction(made_of))
-    far = search.far([d.flatten(0, 1) for d in directions]).unflatten(0, work.shape)
-    after: Weights = []
+        directions.append(work.recipe.algorithm.batch_direction(token_slots))
+    length = search.step_length([d.flatten(0, 1) for d in directions]).unflatten(0, work.shape)
+    final_A: Weights = []
     readable: Weights = []
     for i, (a, D) in enumerate(zip(A, directions, strict=True)):
         rates = torch.stack(_rates(work, i, _rows(a, work)), dim=2)
-        steps = rates * far[..., None, None] * D
-        end, seen = _taken(work, i, _rows(W[i], work), _rows(a, work), steps)
-        after.append(end.flatten(0, 1))
-        readable.append(seen)
-    return Built(A=after, slots={"momentum": sums}, readable=readable)
+        steps = rates * length[..., None, None] * D
+        end, read_weights = _taken(work, i, _rows(W[i], work), _rows(a, work), steps)
+        final_A.append(end.flatten(0, 1))
+        readable.append(read_weights)
+    return Built(A=final_A, slots={"momentum": sums}, readable=readable)
 
 
 def _rates(work: TokenStep, i: int, A: Tensor) -> list[Tensor]:
@@ -171,7 +173,7 @@ def _rates(work: TokenStep, i: int, A: Tensor) -> list[Tensor]:
 def _accumulated(
     work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """S after the last token, and the slots ``[B, H, n, out, in]`` after every token."""
+    """Return S after the last token, and the slots ``[B, H, n, out, in]`` after every token."""
     scales = work.recipe.algorithm.accumulator == "steps"
     sums: list[Tensor] = []
     for t, numbers in enumerate(work.numbers):
@@ -187,28 +189,28 @@ def _accumulated(
 
 
 def _taken(work: TokenStep, i: int, W: Tensor, A: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """A after all steps, and what every token reads."""
-    seen: list[Tensor] = []
+    """Return A after all steps, and the weights that every token reads."""
+    read_weights: list[Tensor] = []
     for t, (numbers, step) in enumerate(zip(work.numbers, steps.unbind(2), strict=True)):
         log_decay = _rows(numbers["log_decay"][i], work) if "log_decay" in numbers else None
         A, W = _settled(work, t, A, W, step, log_decay)
-        seen.append(W if work.recipe.links_at_batch_end else A)
-    return A, _readable(work, seen)
+        read_weights.append(W if work.recipe.links_at_batch_end else A)
+    return A, _readable(work, read_weights)
 
 
 def _settled(
     work: TokenStep, t: int, A: Tensor, W: Tensor, step: Tensor, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A after a token, and W where the link waits for the border."""
+    """Return A after a token, and W for links at the batch boundary."""
     if work.recipe.links_at_batch_end:
         W = step + (W if log_decay is None else log_decay.exp() * W)
     return work.recipe.retention.advance(A, step, log_decay, work.gates[t]), W
 
 
-def _readable(work: TokenStep, seen: Sequence[Tensor]) -> Tensor:
-    """What every token reads, ``[P n, out, in]``."""
+def _readable(work: TokenStep, read_weights: Sequence[Tensor]) -> Tensor:
+    """Stack the weights that every token reads, after the link."""  # [P n, out, in]
     recipe, retention = work.recipe, work.recipe.retention
-    stacked = torch.stack(list(seen), dim=2)  # [B, H, n, out, in]
+    stacked = torch.stack(list(read_weights), dim=2)  # [B, H, n, out, in]
     if retention.has_link and not recipe.links_at_batch_end:
         names = work.gates[0]
         gates = {name: torch.stack([g[name] for g in work.gates], dim=2) for name in names}

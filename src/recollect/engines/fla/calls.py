@@ -1,7 +1,7 @@
-"""Calls that an operator of flash-linear-attention takes, in place of an engine's own products.
+"""Calls of the operators of flash-linear-attention in place of an engine's products.
 
-What it has no argument for is the engines': features, rates of keys, the read before a write, the
-bonus of the current token, an initial memory of least squares.
+The engines compute the quantities without an argument: features, rates that depend on keys, a read
+before the write, the bonus of the current token, and the initial memory of least squares.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.ridge import association, ridge_of
+from recollect.engines.common.ridge import initial_ridge, weighted_associations
 from recollect.engines.fla.choose import Choice, Offer, choose, refusal
+from recollect.engines.fla.double_backward import with_double_backward
 from recollect.engines.fla.operators import PACKAGE, function
-from recollect.engines.fla.recurrences import FLOOR, arguments, over, scan_channels, solve
-from recollect.engines.fla.twice import by_operator
+from recollect.engines.fla.recurrences import (
+    MIN_LOG_DECAY,
+    arguments,
+    scan_channels,
+    solve,
+    with_tensors,
+)
 from recollect.engines.kernel.attention import attend
 from recollect.engines.least_squares import engine as least_squares
 from recollect.engines.linear.engine import bonus, read_in_order, solve_vector
@@ -31,38 +37,43 @@ if TYPE_CHECKING:
     from recollect.engines.linear.decode import LinearPlan
     from recollect.recipe.bound import BoundRecipe
 
-__all__ = ["packs", "run", "token"]
+__all__ = ["run", "supports_cu_seqlens", "token"]
 
 Inputs = Mapping[str, Tensor]
 
 
 def run(problem: Problem, offered: Offer) -> tuple[Tensor, State] | None:
-    """Outputs ``[B, T, H, G, V]`` and the final state, or ``None`` where the engine has to.
+    """Return the outputs ``[B, T, H, G, V]`` and the final state, or ``None`` without an operator.
 
     Args:
-        problem: the call.
-        offered: what there is for its recipe.
+        problem: The call.
+        offered: Operators for its recipe.
 
     Raises:
-        RecipeError: no operator takes the call, and the caller takes nothing else.
+        RecipeError: ``engine="fla"`` is requested and no operator can run the call.
     """
     choice = choose(problem, offered)
     if isinstance(choice, str):
-        if offered.must and problem.q.numel():
+        if offered.is_required and problem.q.numel():
             raise RecipeError(f"engine='fla' cannot run this call: {choice}")
         return None
     return _RUNS[choice.operator.memory](problem, choice)
 
 
-def packs(offered: Offer, x: Tensor) -> bool:
-    """Whether documents in one row can go in as they are.
+def supports_cu_seqlens(offered: Offer, x: Tensor) -> bool:
+    """Return whether an operator accepts several documents in one sequence.
 
     Args:
-        offered: what there is for the recipe.
-        x: of the call.
+        offered: Operators for the recipe.
+        x: Any input of the call.
     """
-    what = offered.structure
-    return what is not None and what.packs and bool(offered.operators) and refusal(x) is None
+    structure = offered.structure
+    return (
+        structure is not None
+        and structure.supports_cu_seqlens
+        and bool(offered.operators)
+        and refusal(x) is None
+    )
 
 
 # -- a matrix memory -------------------------------------------------------------------------------
@@ -70,70 +81,76 @@ def packs(offered: Offer, x: Tensor) -> bool:
 
 def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
     bound, operator, read = problem.bound, choice.operator, problem.recipe.memory.read
-    borders, dtype = problem.cu_seqlens, problem.v.dtype
-    # Rates and directions of keys and a bonus are products of keys in the state's dtype.
+    cu_seqlens, dtype = problem.cu_seqlens, problem.v.dtype
+    # Key-dependent rates, probes and a bonus need products of keys in the state's dtype.
     multiplies_keys = bound.rate_depends_on_key or "probe" in operator.erases
     multiplies_keys |= read.bonus != 0.0 and not operator.reads_before
     p = linear_problem(problem, keeps_dtype=not multiplies_keys)
     assert bound.fla_operator is not None and bound.fla_operator.structure is not None
-    # A running scale of the memory is a rate.
-    unweighted = bound.fla_operator.structure.writes_values and not bound.is_stabilized
+    # A running scale of the memory changes the rate.
+    unweighted = bound.fla_operator.structure.has_unit_rate and not bound.is_stabilized
     if p.lr.dim() == 4:
-        # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
+        # The write is η ⊙ v, so a rate per value channel is absorbed into the value.
         p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
     inputs = {**p.tokens(), "A0": p.A0}
     if read.bonus != 0.0:
         inputs["bonus"] = problem.rates["bonus"]
 
-    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+    def by_operator(inputs: Inputs) -> tuple[Tensor, ...]:
         u = inputs.get("bonus")
-        own = _per_head(u, p.k.shape[-1]) if u is not None and operator.reads_before else None
+        bonus_gate = (
+            _per_head(u, p.k.shape[-1]) if u is not None and operator.reads_before else None
+        )
 
-        def theirs(q: LinearProblem) -> tuple[Tensor, Tensor, None]:
+        def run_operator(q: LinearProblem) -> tuple[Tensor, Tensor, None]:
             x = arguments(
                 operator,
                 q,
                 choice.dtype,
-                bonus=own,
-                borders=borders,
-                several=problem.steps_per_token,
-                final=problem.uses_final_state,
+                bonus=bonus_gate,
+                cu_seqlens=cu_seqlens,
+                num_associations=problem.steps_per_token,
+                output_final_state=problem.uses_final_state,
                 unweighted=unweighted,
             )
-            y, A = solve(operator, x, q, few=choice.few)
+            y, A = solve(operator, x, q, is_recurrent=choice.is_recurrent)
             return y, q.A0 if A is None else A, None
 
-        now = over(p, inputs)
-        y, A, _ = read_in_order(now, "after" if operator.reads_before else read.when, theirs)
-        y = y if u is None or operator.reads_before else y + bonus(now, u)
+        current = with_tensors(p, inputs)
+        y, A, _ = read_in_order(
+            current, "after" if operator.reads_before else read.when, run_operator
+        )
+        y = y if u is None or operator.reads_before else y + bonus(current, u)
         return y.to(dtype), A
 
-    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+    def by_engine(inputs: Inputs) -> tuple[Tensor, ...]:
         inputs = {name: x.to(p.A0.dtype) for name, x in inputs.items()}
-        now, u = over(p, inputs), inputs.get("bonus")
-        y, A = _each_document(now, read.when, borders)
-        return (y if u is None else y + bonus(now, u)).to(dtype), A
+        current, u = with_tensors(p, inputs), inputs.get("bonus")
+        y, A = _run_documents(current, read.when, cu_seqlens)
+        return (y if u is None else y + bonus(current, u)).to(dtype), A
 
-    y, A = by_operator(fast, own, inputs)
+    y, A = with_double_backward(by_operator, by_engine, inputs)
     return y, problem.final_state(weights=(A,)) if problem.uses_final_state else problem.state
 
 
 def _per_head(u: Tensor, features: int) -> Tensor:
-    """The bonus ``[H, F]`` of numbers ``[B, T, H]`` or with F, which no token changes."""
+    """Return the bonus ``[H, F]`` of token-independent values ``[B, T, H]`` or ``[B, T, H, F]``."""
     u = u[0, 0]
     return u if u.dim() == 2 else u.unsqueeze(-1).expand(-1, features)
 
 
-def _each_document(p: LinearProblem, when: str, borders: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs and memories by the engine's own way, of documents one after the other."""
-    if borders is None:
-        return read_in_order(p, when)[:2]
-    places = borders.tolist()
+def _run_documents(
+    p: LinearProblem, read_when: str, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and memories from the engine's products, one document at a time."""
+    if cu_seqlens is None:
+        return read_in_order(p, read_when)[:2]
+    boundaries = cu_seqlens.tolist()
     outputs: list[Tensor] = []
     memories: list[Tensor] = []
-    for row, (start, end) in enumerate(pairwise(places)):
-        here = {name: x[:, start:end] for name, x in p.tokens().items()}
-        y, A, _ = read_in_order(replace(p, **here, A0=p.A0[row : row + 1]), when)
+    for row, (start, end) in enumerate(pairwise(boundaries)):
+        document = {name: x[:, start:end] for name, x in p.tokens().items()}
+        y, A, _ = read_in_order(replace(p, **document, A0=p.A0[row : row + 1]), read_when)
         outputs.append(y)
         memories.append(A)
     return torch.cat(outputs, 1), torch.cat(memories)
@@ -147,21 +164,24 @@ def token(
     gates: Inputs,
     state: State,
 ) -> tuple[Tensor, State] | None:
-    """`run` of one token that goes on from a state, of numbers that nobody has to look at.
+    """Run one token from a state, with validated inputs.
 
     Args:
-        bound: the recipe.
-        q: the query ``[B, 1, H·G, K]``.
-        k: the key ``[B, 1, H, K]``.
-        v: the value ``[B, 1, H, V]``.
-        gates: by name, ``[B, 1, H, ...]``.
-        state: before the token.
+        bound: The recipe at known sizes.
+        q: Query ``[B, 1, H·G, K]``.
+        k: Key ``[B, 1, H, K]``.
+        v: Value ``[B, 1, H, V]``.
+        gates: Gates by name, ``[B, 1, H, ...]``.
+        state: State before the token.
+
+    Returns:
+        The output and the next state, or ``None`` without an operator.
     """
     plan: LinearPlan = bound.plan
     offered = bound.fla_operator
     assert offered is not None
-    what = offered.structure
-    if what is None or what.memory != "matrix" or not plan.bare or refusal(q) is not None:
+    structure = offered.structure
+    if structure is None or structure.memory != "matrix" or not plan.bare or refusal(q) is not None:
         return None
     if bound.per_value or bound.learned_rates:  # a rate per channel, or a decay of two factors
         return None
@@ -179,28 +199,30 @@ def token(
         A0=A,
         log_decay=gates["log_decay"].float() if "log_decay" in gates else None,
         affine=affine,
-        before=plan.before,
+        decays_first=plan.decays_first,
     )
-    y, after = solve(operator, arguments(operator, p, q.dtype), p, few=True)
-    assert after is not None
-    return y.flatten(2, 3), state.replace(weights=(after,), recipe_id=bound.recipe_id)
+    y, final_memory = solve(operator, arguments(operator, p, q.dtype), p, is_recurrent=True)
+    assert final_memory is not None
+    return y.flatten(2, 3), state.replace(weights=(final_memory,), recipe_id=bound.recipe_id)
 
 
 # -- a vector memory -------------------------------------------------------------------------------
 
 
 def _vector(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
-    p, when = linear_problem(problem), problem.recipe.memory.read.when
+    p, read_when = linear_problem(problem), problem.recipe.memory.read.when
 
-    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
-        now = over(p, inputs)
-        y, A = scan_channels(choice.operator, now, when, final=problem.uses_final_state)
-        return y, now.A0 if A is None else A
+    def by_operator(inputs: Inputs) -> tuple[Tensor, ...]:
+        current = with_tensors(p, inputs)
+        y, A = scan_channels(
+            choice.operator, current, read_when, output_final_state=problem.uses_final_state
+        )
+        return y, current.A0 if A is None else A
 
-    def own(inputs: Inputs) -> tuple[Tensor, ...]:
-        return solve_vector(problem, over(p, inputs))[:2]
+    def by_engine(inputs: Inputs) -> tuple[Tensor, ...]:
+        return solve_vector(problem, with_tensors(p, inputs))[:2]
 
-    y, A = by_operator(fast, own, {**p.tokens(), "A0": p.A0})
+    y, A = with_double_backward(by_operator, by_engine, {**p.tokens(), "A0": p.A0})
     return y.to(problem.v.dtype), problem.final_state(weights=(A,))
 
 
@@ -214,31 +236,31 @@ def _ridge(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
 def _conjugate_gradients(
     problem: Problem, choice: Choice
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Outputs, the memory and the statistics after all tokens, in 2 F steps as the engine's own."""
+    """Return outputs, final memory and final statistics after 2 F steps, as in the engine."""
     state, G = problem.state, problem.q.shape[3]
     position = problem.positions()
-    k, v, weight = association(problem, position)
+    k, v, weight = weighted_associations(problem, position)
     q = problem.phi(problem.q, "query", position)
     A, log = state.weights[0], problem.rates.get("log_decay")
-    fresh = (state.position == 0)[:, None, None, None]
+    is_empty = (state.position == 0)[:, None, None, None]
     inputs = {
         "q": q,
         "k": k,
         "v": v,
         "weight": weight,
-        "ridge": ridge_of(problem.rates, k.shape[-1]),
+        "ridge": initial_ridge(problem.rates, k.shape[-1]),
         "start": A,
-        "origin": torch.where(fresh, A, state.algorithm_state["origin"][0]),
+        "origin": torch.where(is_empty, A, state.algorithm_state["origin"][0]),
         "gram": state.algorithm_state["gram"][0],
     }
     if log is not None and problem.recipe.context.has_decay:
         inputs["log_decay"] = log
     token_mask = problem.token_mask
 
-    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+    def by_operator(inputs: Inputs) -> tuple[Tensor, ...]:
         q, k, weight, origin = (inputs[name] for name in ("q", "k", "weight", "origin"))
         log = inputs.get("log_decay")
-        log = torch.zeros_like(weight) if log is None else log.clamp_min(FLOOR)
+        log = torch.zeros_like(weight) if log is None else log.clamp_min(MIN_LOG_DECAY)
         rest = inputs["v"] - torch.einsum("bhvf,bthf->bthv", origin, k)
         if token_mask is not None:
             is_token = token_mask[..., None]
@@ -267,14 +289,13 @@ def _conjugate_gradients(
         gram, rows = (x.unflatten(1, (H, G))[:, :, 0] for x in (gram, rows))
         return y, origin + rows.mT, gram
 
-    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+    def by_engine(inputs: Inputs) -> tuple[Tensor, ...]:
         raise RecipeError(
             f"a constant ridge solved by conjugate gradients ({PACKAGE}) can be differentiated "
-            "once, not its gradient again: use engine='reference', which can be differentiated "
-            "any number of times"
+            "only once: use engine='reference', which can be differentiated any number of times"
         )
 
-    y, W, gram = by_operator(fast, own, inputs)
+    y, W, gram = with_double_backward(by_operator, by_engine, inputs)
     return y, W, {"origin": inputs["origin"], "gram": gram}
 
 
@@ -285,25 +306,25 @@ def _mean(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
     recipe, G = problem.recipe, problem.q.shape[3]
     kernel = recipe.context.kernel
     exponent = None if kernel is None else kernel.exponent(problem.q.shape[-1])
-    assert exponent is not None  # `structure`
+    assert exponent is not None  # checked by `structure`
     inputs = {"q": problem.q, "k": problem.k, "v": problem.v}
     inputs["log_decay"] = problem.rates["log_decay"]
 
-    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+    def by_operator(inputs: Inputs) -> tuple[Tensor, ...]:
         q, k, v = (inputs[name].to(choice.dtype) for name in ("q", "k", "v"))
-        log = inputs["log_decay"].clamp_min(FLOOR)
+        log = inputs["log_decay"].clamp_min(MIN_LOG_DECAY)
         y = function(choice.operator.module, choice.operator.name)(
             q.flatten(2, 3), k, v, log.repeat_interleave(G, dim=2), scale=exponent[0]
         )
         y = y.unflatten(2, problem.q.shape[2:4]) * recipe.bias.optimum
         return (y.to(problem.v.dtype),)
 
-    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+    def by_engine(inputs: Inputs) -> tuple[Tensor, ...]:
         rates = {**problem.rates, "log_decay": inputs["log_decay"]}
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         return (attend(replace(problem, q=q, k=k, v=v, rates=rates)),)
 
-    (y,) = by_operator(fast, own, inputs)
+    (y,) = with_double_backward(by_operator, by_engine, inputs)
     if problem.token_mask is not None:
         y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return y, problem.final_state()

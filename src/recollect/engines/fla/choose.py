@@ -1,4 +1,4 @@
-"""Whether flash-linear-attention takes a call, with which operator and in which type."""
+"""Selection of the operator of flash-linear-attention, and of its dtype, for a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recollect.choices.matmul_precision import active, is_full_precision
 from recollect.choices.runtime import is_cacheable
-from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
+from recollect.engines.common.problem import Problem, requires_grad, state_dtype
 from recollect.engines.fla.operators import (
     AFFECTED,
     PACKAGE,
@@ -23,54 +23,65 @@ from recollect.engines.fla.structure import Structure, structure
 from recollect.messages import RecipeError
 from recollect.recipe.bound import BoundRecipe
 
-__all__ = ["DEVICES", "FEW", "Choice", "Offer", "allowed", "choose", "offer", "refusal"]
+__all__ = [
+    "DEVICES",
+    "MAX_RECURRENT_TOKENS",
+    "Choice",
+    "Offer",
+    "allowed",
+    "choose",
+    "offer",
+    "refusal",
+]
 
 DEVICES = {"cuda"}
-"""Types of devices that its kernels are taken on."""
+"""Device types on which its kernels are used."""
 
-FEW = 16
-"""Tokens without a gradient that are computed one after the other, by one kernel in float32."""
+MAX_RECURRENT_TOKENS = 16
+"""Maximum number of tokens without a gradient for which the recurrent float32 kernel is used."""
 
-WIDE = 256
-"""Most key channels of that kernel, which holds a column of the memory in registers."""
+MAX_RECURRENT_FEATURES = 256
+"""Maximum number of key channels of the recurrent kernel, which needs a column in registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What the package has for a recipe at known sizes.
+    """Operators of the package for a recipe at known sizes.
 
     Attributes:
-        structure: of the recipe; ``None`` where nothing is on offer.
-        operators: that compute it, the closest first.
-        reason: why there is none.
-        must: whether the caller takes nothing else (``engine="fla"``).
+        structure: Structure of the recipe, or ``None`` without operators.
+        operators: Operators that compute it, the most specific first.
+        reason: Reason why there are no operators, or ``None``.
+        is_required: Whether the caller requested ``engine="fla"``.
     """
 
     structure: Structure | None
     operators: tuple[Operator, ...]
     reason: str | None
-    must: bool
+    is_required: bool
 
     @property
     def without_gated_backward(self) -> tuple[Operator, ...]:
-        """The operators that train where `gated_backward_raises`, the closest first."""
+        """Operators with a working backward pass if `gated_backward_raises`."""
         decay = None if self.structure is None else self.structure.decay
-        return tuple(one for one in self.operators if decay not in one.gated_backward)
+        return tuple(
+            operator for operator in self.operators if decay not in operator.gated_backward
+        )
 
     def __str__(self) -> str:
         if not self.operators:
             return f"not {PACKAGE}: {self.reason}"
         half, single = _by_type(self.operators)
         text = f"on CUDA with recollect-layers[gpu]: {half.name} of {PACKAGE}"
-        if not half.multiplies:
+        if not half.uses_matmul:
             return text
         if single is half:
-            text += ", where products may be bf16, fp16 or TF32"
+            text += ", if products may be bf16, fp16 or TF32"
         else:
-            text += f", where products may be bf16 or fp16; {single.name}, where TF32"
+            text += f", if products may be bf16 or fp16; {single.name}, if TF32"
         others = _by_type(self.without_gated_backward)
         pairs = zip((half, single), others, strict=True)
-        replaced = {one.name: other.name for one, other in pairs if one is not other}
+        replaced = {operator.name: other.name for operator, other in pairs if operator is not other}
         if not replaced:
             return text
         return (
@@ -80,58 +91,68 @@ class Offer:
 
 
 def _by_type(operators: tuple[Operator, ...]) -> tuple[Operator, Operator]:
-    """The first operator that takes 16 bits, and the first that takes float32 as TF32."""
+    """Return the first operator, which supports 16 bits, and the first that supports TF32."""
     half = operators[0]
-    return half, next((one for one in operators if one.float32), half)
+    return half, next((operator for operator in operators if operator.float32), half)
 
 
 def offer(bound: BoundRecipe, engine: str = "auto") -> Offer:
-    """What the package has for a recipe.
+    """Return the operators of the package for a recipe.
 
     Args:
-        bound: the recipe.
-        engine: as `recollect.recall` takes it.
+        bound: The recipe at known sizes.
+        engine: Engine argument of `recollect.recall`.
 
     Raises:
-        RecipeError: nothing, where ``engine="fla"`` takes nothing else.
+        RecipeError: ``engine="fla"`` is requested and there is no operator.
     """
-    must = engine == "fla"
-    offers = _on_offer(bound, must) if engine in ("auto", "fla") else _not_asked(engine)
-    if must and offers.reason is not None:
+    is_required = engine == "fla"
+    offers = (
+        _find_operators(bound, is_required) if engine in ("auto", "fla") else _unavailable(engine)
+    )
+    if is_required and offers.reason is not None:
         raise RecipeError(
-            f"engine='fla' cannot run this recipe: {offers.reason}; use engine='auto', which takes "
-            f"{PACKAGE} where it can"
+            f"engine='fla' cannot run this recipe: {offers.reason}; use engine='auto', which "
+            f"uses {PACKAGE} when it can"
         )
     return offers
 
 
-def _not_asked(engine: str) -> Offer:
-    reason = f"engine={engine!r} does not take it"
-    return Offer(structure=None, operators=(), reason=reason, must=False)
+def _unavailable(engine: str) -> Offer:
+    reason = f"engine={engine!r} does not use it"
+    return Offer(structure=None, operators=(), reason=reason, is_required=False)
 
 
-def _on_offer(bound: BoundRecipe, must: bool) -> Offer:
-    what = structure(bound)
-    if isinstance(what, str):
-        return Offer(structure=None, operators=(), reason=what, must=must)
+def _find_operators(bound: BoundRecipe, is_required: bool) -> Offer:
+    recipe_structure = structure(bound)
+    if isinstance(recipe_structure, str):
+        return Offer(structure=None, operators=(), reason=recipe_structure, is_required=is_required)
     features = bound.num_features
-    fitting = tuple(one for one in operators(what) if one.takes(torch.bfloat16, features))
+    fitting = tuple(
+        operator
+        for operator in operators(recipe_structure)
+        if operator.supports(torch.bfloat16, features)
+    )
     reason = None
     if not fitting:
-        widest = max((one.widest or 0 for one in operators(what)), default=0)
-        reason = f"its operators take keys of at most {widest} features, not {features}"
-    return Offer(structure=what, operators=fitting, reason=reason, must=must)
+        max_features = max(
+            (operator.max_features or 0 for operator in operators(recipe_structure)), default=0
+        )
+        reason = f"its operators support at most {max_features} key features, not {features}"
+    return Offer(
+        structure=recipe_structure, operators=fitting, reason=reason, is_required=is_required
+    )
 
 
 def allowed(dtype: torch.dtype) -> torch.dtype | None:
-    """The type in which products of a call may be taken, or ``None``.
+    """Return the dtype for the products of a call, or ``None`` if no dtype is allowed.
 
-    Its kernels multiply in the type that they are given, float32 as TF32, and add in float32.
-    Inside `matmul_precision` it is float32 for ``"tf32"``, and no type for ``"float32"``: no
-    kernel multiplies all bits.
+    The kernels multiply in the dtype of their inputs, float32 as TF32, and accumulate in float32.
+    Inside `matmul_precision`, the result is float32 for ``"tf32"`` and ``None`` for ``"float32"``,
+    because no kernel multiplies in full float32.
 
     Args:
-        dtype: of q, k and v together.
+        dtype: Promoted dtype of q, k and v.
     """
     if active.precision is not None:
         return torch.float32 if active.precision == "tf32" else None
@@ -142,74 +163,74 @@ def allowed(dtype: torch.dtype) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How a call is run.
+    """Operator and dtype of a call.
 
     Attributes:
-        operator: that runs it.
-        dtype: in which it multiplies.
-        few: whether by its function for a few tokens.
+        operator: Operator that runs the call.
+        dtype: Dtype of its products.
+        is_recurrent: Whether its recurrent function runs the call.
     """
 
     operator: Operator
     dtype: torch.dtype
-    few: bool = False
+    is_recurrent: bool = False
 
 
 def choose(problem: Problem, offered: Offer) -> Choice | str:
-    """The operator that takes a call, or why none does.
+    """Return the operator for a call, or the reason why there is none.
 
     Args:
-        problem: the call.
-        offered: what there is for its recipe.
+        problem: The call.
+        offered: Operators for its recipe.
     """
     reason = refusal(problem.q) or offered.reason
     if reason is not None:
         return reason
-    what, tokens, state = offered.structure, problem.k.shape[1], problem.state
-    assert what is not None  # there is no reason
-    if what.memory in ("mean", "ridge") and tokens == 1:
-        return "its operator has no way for one token"
-    if what.memory == "mean" and state.buffer is not None and state.buffer.k.shape[1]:
-        return "its attention begins at the first token, and the state holds others"
-    given = reduce(torch.promote_types, (problem.q.dtype, problem.k.dtype, problem.v.dtype))
+    recipe_structure, tokens, state = offered.structure, problem.k.shape[1], problem.state
+    assert recipe_structure is not None  # implied by offered.reason is None
+    if recipe_structure.memory in ("mean", "ridge") and tokens == 1:
+        return "its operator cannot run a single token"
+    if recipe_structure.memory == "mean" and state.buffer is not None and state.buffer.k.shape[1]:
+        return "its attention starts at the first token, and the state contains earlier tokens"
+    input_dtype = reduce(torch.promote_types, (problem.q.dtype, problem.k.dtype, problem.v.dtype))
     if state_dtype(problem.q, problem.k, problem.v) == torch.float64:
-        return "it has no float64"
-    features, trains = problem.bound.num_features, wants_gradient(problem)
-    if tokens <= FEW and features <= WIDE and not trains:
-        for one in offered.operators:
-            if one.token is not None:
-                return Choice(operator=one, dtype=torch.float32, few=True)
-    if not offered.operators[0].multiplies:
+        return "it does not support float64"
+    features, needs_gradient = problem.bound.num_features, requires_grad(problem)
+    if tokens <= MAX_RECURRENT_TOKENS and features <= MAX_RECURRENT_FEATURES and not needs_gradient:
+        for operator in offered.operators:
+            if operator.token is not None:
+                return Choice(operator=operator, dtype=torch.float32, is_recurrent=True)
+    if not offered.operators[0].uses_matmul:
         return Choice(operator=offered.operators[0], dtype=torch.float32)
-    dtype = allowed(given)
+    dtype = allowed(input_dtype)
     if dtype is None and active.precision is not None:
-        return "precision='float32' was asked for, and it multiplies float32 as TF32"
+        return "precision='float32' is requested, and it multiplies float32 as TF32"
     if dtype is None:
         return (
             "it multiplies float32 as TF32, and torch.get_float32_matmul_precision() is 'highest': "
-            "set it to 'high', or give bfloat16"
+            "set it to 'high', or pass bfloat16"
         )
     if dtype == torch.float16 and (problem.bound.has_features or problem.bound.is_stabilized):
-        dtype = torch.float32  # of as many bits, and features may be large
-    raises = trains and gated_backward_raises()
-    for one in offered.without_gated_backward if raises else offered.operators:
-        if one.takes(dtype, features):
-            return Choice(operator=one, dtype=dtype)
-    return f"its operators for this recipe do not take {str(dtype).removeprefix('torch.')}"
+        dtype = torch.float32  # TF32 has as many bits as float16 and a larger range
+    raises = needs_gradient and gated_backward_raises()
+    for operator in offered.without_gated_backward if raises else offered.operators:
+        if operator.supports(dtype, features):
+            return Choice(operator=operator, dtype=dtype)
+    return f"its operators for this recipe do not support {str(dtype).removeprefix('torch.')}"
 
 
 def refusal(x: Tensor) -> str | None:
-    """Why the package is not taken where a tensor is, whatever the recipe.
+    """Return the reason why the package cannot run on a tensor's device, or ``None``.
 
     Args:
-        x: of the call.
+        x: Any input of the call.
     """
     if x.device.type not in DEVICES:
         return f"its kernels run on {' and '.join(sorted(DEVICES))}, not on {x.device.type}"
     if not installed():
         return f"{PACKAGE} and triton are not installed: install recollect-layers[gpu]"
     if not is_cacheable(x):
-        return "its kernels are no part of a compiled graph"
+        return "its kernels cannot be part of a compiled graph"
     if not x.numel():
-        return "there is nothing to compute"
+        return "the inputs are empty"
     return None

@@ -1,4 +1,4 @@
-"""One table: from a recipe's structure to what of flash-linear-attention computes it."""
+"""Table of the operators of flash-linear-attention by the structure that they compute."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ PACKAGE = "flash-linear-attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A function of the package, and the structures it computes.
+    """Function of the package and the structures that it computes.
 
     Attributes:
-        name, module: of the function.
-        memory: `Structure.memory`.
-        erases, decays, before: the values of `Structure` that it takes.
-        several: whether it reads once after several associations of a token.
-        reads_before: whether a token reads before it writes, with a bonus of its own.
-        token: the function for a few tokens without a gradient, which multiplies in float32.
-        widest: most key channels.
-        float32: whether it takes float32, which it multiplies as TF32.
-        multiplies: whether it has matrix products, which have fewer bits than float32.
-        gated_backward: the values of `Structure.decay` for which its backward pass calls the
+        name, module: Name and module of the function.
+        memory: Supported `Structure.memory`.
+        erases, decays, decays_first: Supported values of `Structure`.
+        multi_step: Whether it reads once after several associations of a token.
+        reads_before: Whether a token reads before it writes, with a bonus.
+        token: Name of the recurrent function for few tokens without a gradient. Its products are
+            float32.
+        max_features: Maximum number of key channels.
+        float32: Whether it supports float32, which it multiplies as TF32.
+        uses_matmul: Whether it has matrix products, which have fewer bits than float32.
+        gated_backward: Values of `Structure.decay` for which its backward pass calls the
             package's ``chunk_bwd_dqkwg`` with a gate (`gated_backward_raises`).
     """
 
@@ -51,35 +52,38 @@ class Operator:
     memory: str = "matrix"
     erases: tuple[str, ...] = ("nothing",)
     decays: tuple[str, ...] = ("none", "head")
-    before: tuple[bool, ...] = (True, False)
-    several: bool = False
+    decays_first: tuple[bool, ...] = (True, False)
+    multi_step: bool = False
     reads_before: bool = False
     token: str | None = None
-    widest: int | None = None
+    max_features: int | None = None
     float32: bool = True
-    multiplies: bool = True
+    uses_matmul: bool = True
     gated_backward: tuple[str, ...] = ()
 
-    def covers(self, what: Structure) -> bool:
-        """Whether this is the recurrence of a structure, or can be made of it."""
+    def matches(self, structure: Structure) -> bool:
+        """Return whether the operator computes a structure."""
         return (
-            what.memory == self.memory
-            and what.erases in self.erases
-            and what.decay in self.decays
-            and what.before in self.before
-            and (not self.several or what.associations > 1)
-            and (not self.reads_before or (what.reads_before and what.bonus and what.writes_values))
+            structure.memory == self.memory
+            and structure.erases in self.erases
+            and structure.decay in self.decays
+            and structure.decays_first in self.decays_first
+            and (not self.multi_step or structure.associations > 1)
+            and (
+                not self.reads_before
+                or (structure.reads_before and structure.bonus and structure.has_unit_rate)
+            )
         )
 
-    def takes(self, dtype: torch.dtype, features: int) -> bool:
-        """Whether it takes keys of a type and a size.
+    def supports(self, dtype: torch.dtype, features: int) -> bool:
+        """Return whether the operator supports keys of a dtype and size.
 
         Args:
-            dtype: of q, k and v.
-            features: key channels.
+            dtype: Dtype of q, k and v.
+            features: Number of key channels.
         """
-        wide = self.widest is not None and features > self.widest
-        return not wide and (self.float32 or dtype != torch.float32)
+        is_too_wide = self.max_features is not None and features > self.max_features
+        return not is_too_wide and (self.float32 or dtype != torch.float32)
 
 
 OPERATORS: tuple[Operator, ...] = (
@@ -104,14 +108,14 @@ OPERATORS: tuple[Operator, ...] = (
         decays=("key", "head"),
         token="fused_recurrent_gla",
     ),
-    # A_t = α_t A_(t−1) (I − β k kᵀ) + β v kᵀ, several times a token
+    # A_t = α_t A_(t−1) (I − β k kᵀ) + β v kᵀ, several steps per token
     Operator(
         name="chunk_gated_delta_product",
         module="fla.ops.gated_delta_product",
         erases=("key",),
-        before=(True,),
-        several=True,
-        widest=256,
+        decays_first=(True,),
+        multi_step=True,
+        max_features=256,
         float32=False,
         gated_backward=("head",),
     ),
@@ -121,16 +125,16 @@ OPERATORS: tuple[Operator, ...] = (
         erases=("key",),
         decays=("none",),
         token="fused_recurrent_delta_rule",
-        widest=256,
+        max_features=256,
         float32=False,
     ),
     Operator(
         name="chunk_gated_delta_rule",
         module="fla.ops.gated_delta_rule",
         erases=("key",),
-        before=(True,),
+        decays_first=(True,),
         token="fused_recurrent_gated_delta_rule",
-        widest=256,
+        max_features=256,
         gated_backward=("none", "head"),
     ),
     Operator(
@@ -138,26 +142,26 @@ OPERATORS: tuple[Operator, ...] = (
         module="fla.ops.kda",
         erases=("key",),
         decays=("key", "head", "none"),
-        before=(True,),
+        decays_first=(True,),
         token="fused_recurrent_kda",
-        widest=256,
+        max_features=256,
     ),
-    # A_t = A_(t−1) (Diag(α_t) + a_t b_tᵀ) + v_t k_tᵀ: the error may see what has not decayed
+    # A_t = A_(t−1) (Diag(α_t) + a_t b_tᵀ) + v_t k_tᵀ: the error may precede the decay
     Operator(
         name="chunk_dplr_delta_rule",
         module="fla.ops.generalized_delta_rule",
         erases=("key", "probe"),
         decays=("none", "head", "key"),
         token="fused_recurrent_dplr_delta_rule",
-        widest=256,
+        max_features=256,
     ),
-    # h_t = α_t ⊙ h_(t−1) + x_t; its chunked twin gives the initial state no gradient
+    # h_t = α_t ⊙ h_(t−1) + x_t; the chunked version has no gradient of the initial state
     Operator(
         name="fused_recurrent_hgrn",
         module="fla.ops.hgrn",
         memory="vector",
         decays=("none", "value"),
-        multiplies=False,
+        uses_matmul=False,
     ),
     # (Σ γ w k kᵀ + Λ)⁻¹ by conjugate gradients
     Operator(
@@ -165,7 +169,7 @@ OPERATORS: tuple[Operator, ...] = (
         module="fla.ops.mesa_net",
         memory="ridge",
         erases=("key",),
-        widest=128,
+        max_features=128,
     ),
     # softmax(⟨q_t, k_i⟩ + Σ log α) v
     Operator(
@@ -173,28 +177,28 @@ OPERATORS: tuple[Operator, ...] = (
         module="fla.ops.forgetting_attn",
         memory="mean",
         decays=("head",),
-        widest=256,
+        max_features=256,
     ),
 )  # fmt: skip
 
 
-def operators(what: Structure) -> Iterator[Operator]:
-    """Those that compute a structure, the closest first.
+def operators(structure: Structure) -> Iterator[Operator]:
+    """Return the operators that compute a structure, the most specific first.
 
     Args:
-        what: the structure.
+        structure: Structure of the recipe.
     """
-    return (operator for operator in OPERATORS if operator.covers(what))
+    return (operator for operator in OPERATORS if operator.matches(structure))
 
 
 @cache
 def installed() -> bool:
-    """Whether the package and the compiler it needs are there; neither is imported."""
+    """Return whether the package and Triton are installed, without importing them."""
     return find_spec("fla") is not None and find_spec("triton") is not None
 
 
 AFFECTED = "a Hopper GPU with Triton 3.4 to 3.7.0"
-"""Devices of which `gated_backward_raises` is True."""
+"""Devices for which `gated_backward_raises` is True."""
 
 
 @cache
@@ -216,10 +220,10 @@ def gated_backward_raises() -> bool:
 
 @cache
 def function(module: str, name: str) -> Callable[..., Any]:
-    """A function of the package, imported when it is first called.
+    """Return a function of the package; import it on the first call.
 
     Args:
-        module: where it is.
-        name: what it is called there.
+        module: Module of the function.
+        name: Name of the function.
     """
     return getattr(import_module(module), name)

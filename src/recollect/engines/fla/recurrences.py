@@ -1,9 +1,12 @@
-"""A linear problem in an operator's own arguments, and back.
+"""Conversion of a linear problem to the arguments of an operator, and of its results back.
 
-Theirs are ``[B, T, H, ·]`` too, with states ``[B, H, K, V]`` where ours are ``[B, H, V, K]``, and a
-scale of the queries that is 1 here. What an operator has no argument for goes into its inputs, by
-operations that autograd knows: a rate into the value (nothing erased) or into the write (a probe),
-the error's a and b into rate and value, several queries of a memory into as many heads.
+Operators have inputs ``[B, T, H, ·]`` and states ``[B, H, K, V]``, but states of this library are
+``[B, H, V, K]``. The scale of the queries is 1. Quantities without an argument are absorbed into
+the inputs by differentiable operations:
+
+- the rate, into the value (no erase) or the write (a probe),
+- a and b of the error, into rate and value,
+- several queries per memory, into as many heads.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from torch.nn.functional import pad
 from recollect.engines.fla.operators import Operator, function
 from recollect.engines.linear.inputs import LinearProblem
 
-__all__ = ["FLOOR", "Arguments", "arguments", "over", "scan_channels", "solve"]
+__all__ = ["MIN_LOG_DECAY", "Arguments", "arguments", "scan_channels", "solve", "with_tensors"]
 
-FLOOR = -60.0
-"""The least log decay that operators are given: −inf would be NaN in them, and e^−60 is nothing."""
+MIN_LOG_DECAY = -60.0
+"""Smallest log decay of an operator's inputs: −inf gives NaN in the kernels, and e^−60 ≈ 0."""
 
 Result = tuple[Tensor, Tensor | None]
 Call = Callable[..., Result]
@@ -30,18 +33,19 @@ Call = Callable[..., Result]
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What operators take, every query a head.
+    """Inputs of an operator with one head per query.
 
     Attributes:
-        q, k: ``[B, T, H, K]``. v: ``[B, T, H, V]``.
-        decay: log decays ``[B, T, H]``, ``[B, T, H, K]``, or ``None``.
-        beta: ``[B, T, H]``, where the error erases what the key reads, else ``None``.
-        probe, erase: ``[B, T, H, K]``, where it erases along a direction of its own.
-        bonus: ``[H, K]``, or ``None``.
-        start: the memory before, ``[N, H, K, V]``.
-        borders: of N documents in one row, or ``None``.
-        several: associations per token, of which the last reads.
-        final: whether the memory after the last token is asked for.
+        q, k: Queries and keys ``[B, T, H, K]``.
+        v: Values ``[B, T, H, V]``.
+        decay: Log decays ``[B, T, H]`` or ``[B, T, H, K]``, or ``None``.
+        beta: Rates ``[B, T, H]`` of a write that erases the read of the key, or ``None``.
+        probe, erase: Probe and erase direction ``[B, T, H, K]``, or ``None``.
+        bonus: Bonus ``[H, K]``, or ``None``.
+        initial_state: Memory before the first token ``[N, H, K, V]``.
+        cu_seqlens: Boundaries of N documents in one sequence, or ``None``.
+        num_associations: Associations per token. The last of them reads.
+        output_final_state: Whether to return the memory after the last token.
     """
 
     q: Tensor
@@ -52,13 +56,13 @@ class Arguments:
     probe: Tensor | None
     erase: Tensor | None
     bonus: Tensor | None
-    start: Tensor
-    borders: Tensor | None
-    several: int
-    final: bool
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
+    num_associations: int
+    output_final_state: bool
 
     def per_channel(self) -> Tensor:
-        """Log decays ``[B, T, H, K]``."""
+        """Return the log decays ``[B, T, H, K]``."""
         if self.decay is None:
             return torch.zeros_like(self.k, dtype=torch.float32)
         if self.decay.dim() == 4:
@@ -66,7 +70,7 @@ class Arguments:
         return self.decay.unsqueeze(-1).expand(self.k.shape)
 
     def per_head(self) -> Tensor:
-        """Log decays ``[B, T, H]``."""
+        """Return the log decays ``[B, T, H]``."""
         if self.decay is None:
             return torch.zeros(self.k.shape[:3], dtype=torch.float32, device=self.k.device)
         return self.decay
@@ -78,24 +82,24 @@ def arguments(
     dtype: torch.dtype,
     *,
     bonus: Tensor | None = None,
-    borders: Tensor | None = None,
-    several: int = 1,
-    final: bool = True,
+    cu_seqlens: Tensor | None = None,
+    num_associations: int = 1,
+    output_final_state: bool = True,
     unweighted: bool = False,
 ) -> Arguments:
-    """What an operator takes of a problem.
+    """Return the inputs of an operator for a problem.
 
     Args:
-        operator: that will run.
-        p: the problem.
-        dtype: in which it multiplies.
-        bonus: ``[H, K]``, for an operator that reads before the write.
-        borders, several, final: of `Arguments`.
-        unweighted: whether every rate is 1.
+        operator: Operator that runs.
+        p: The problem.
+        dtype: Dtype of the products.
+        bonus: Bonus ``[H, K]`` of an operator that reads before the write.
+        cu_seqlens, num_associations, output_final_state: Attributes of `Arguments`.
+        unweighted: Whether every rate is 1.
     """
     p, G = p.masked(), p.q.shape[3]
     (a, b), k, v, decay = p.affine, p.k, p.v, p.log_decay
-    decay = None if decay is None else decay.clamp_min(FLOOR)
+    decay = None if decay is None else decay.clamp_min(MIN_LOG_DECAY)
     beta = probe = erase = None
     if a == 0:
         v = v if unweighted and b == 1 else v * (b * p.lr).unsqueeze(-1)
@@ -105,74 +109,78 @@ def arguments(
         probe, erase = p.probe, p.erase
         if probe is None or erase is None:
             probe, erase = k, k * p.lr.unsqueeze(-1)
-        if p.before and decay is not None:
+        if p.decays_first and decay is not None:
             probe = probe * (decay if decay.dim() == 4 else decay.unsqueeze(-1)).exp()
         v, erase = v * (b * p.lr).unsqueeze(-1), a * erase
 
     def heads(x: Tensor | None, dim: int = 2) -> Tensor | None:
         return x if x is None or G == 1 else x.repeat_interleave(G, dim=dim)
 
-    def low(x: Tensor | None) -> Tensor | None:
+    def cast(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(dtype)
 
     return Arguments(
         q=p.q.flatten(2, 3).to(dtype),
-        k=_there(low(heads(k))),
-        v=_there(low(heads(v))),
+        k=_not_none(cast(heads(k))),
+        v=_not_none(cast(heads(v))),
         decay=heads(decay),
         beta=heads(beta),
-        probe=low(heads(probe)),
-        erase=low(heads(erase)),
+        probe=cast(heads(probe)),
+        erase=cast(heads(erase)),
         bonus=heads(bonus, 0),
-        start=_there(heads(p.A0, 1)).mT.contiguous(),
-        borders=borders,
-        several=several,
-        final=final,
+        initial_state=_not_none(heads(p.A0, 1)).mT.contiguous(),
+        cu_seqlens=cu_seqlens,
+        num_associations=num_associations,
+        output_final_state=output_final_state,
     )
 
 
-def _there(x: Tensor | None) -> Tensor:
+def _not_none(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
 
 
-def solve(operator: Operator, x: Arguments, like: LinearProblem, *, few: bool) -> Result:
-    """Outputs ``[B, T, H, G, V]`` and the memory after all tokens ``[N, H, V, K]``.
+def solve(operator: Operator, x: Arguments, like: LinearProblem, *, is_recurrent: bool) -> Result:
+    """Return the outputs ``[B, T, H, G, V]`` and the final memory ``[N, H, V, K]``.
 
     Args:
-        operator: that runs.
-        x: its arguments.
-        like: the problem that they were made of.
-        few: whether tokens are few, and nobody asks for a gradient.
+        operator: Operator that runs.
+        x: Its inputs.
+        like: The problem of these inputs.
+        is_recurrent: Whether to run the recurrent function, which has no gradient.
     """
-    name = operator.token if few and operator.token is not None else operator.name
+    name = operator.token if is_recurrent and operator.token is not None else operator.name
     run = function(operator.module, name)
-    K, V = x.start.shape[-2:]
-    x = _without_odd_sizes(x)
-    more = {"scale": 1.0, "initial_state": x.start, "output_final_state": x.final}
-    if x.borders is not None:
-        more["cu_seqlens"] = x.borders
-    y, S = _CALLS[operator.name](run, x, more)
+    K, V = x.initial_state.shape[-2:]
+    x = _pad_odd_channels(x)
+    kwargs = {
+        "scale": 1.0,
+        "initial_state": x.initial_state,
+        "output_final_state": x.output_final_state,
+    }
+    if x.cu_seqlens is not None:
+        kwargs["cu_seqlens"] = x.cu_seqlens
+    y, S = _CALLS[operator.name](run, x, kwargs)
     y, S = y[..., :V], None if S is None else S[..., :K, :V]
     H, G = like.q.shape[2:4]
     A = None if S is None else S.mT.to(like.A0.dtype)
     if A is not None and G > 1:
-        A = A.unflatten(1, (H, G))[:, :, 0]  # all queries of a memory have the same
+        A = A.unflatten(1, (H, G))[:, :, 0]  # equal for all queries of a memory
     return y.unflatten(2, (H, G)), A
 
 
-def _without_odd_sizes(x: Arguments) -> Arguments:
-    """The same with channels of zeros, where there is an odd number of them in 16 bits.
+def _pad_odd_channels(x: Arguments) -> Arguments:
+    """Pad odd numbers of 16-bit channels with zeros to a multiple of 16.
 
-    Kernels read such channels in pairs, and Triton may read beyond the last one; some refuse them.
-    A value channel of ones beside an even number of others is the common case.
+    Kernels read 16-bit channels in pairs. For an odd number, Triton may read past the last channel,
+    and some kernels raise an error. The usual cause is a value channel of ones.
     """
-    K, V = x.start.shape[-2:]
+    K, V = x.initial_state.shape[-2:]
     if x.q.dtype.itemsize != 2 or not (K % 2 or V % 2):
         return x
     keys, values = (-size % 16 if size % 2 else 0 for size in (K, V))
 
-    def wider(tensor: Tensor | None) -> Tensor | None:
+    def pad_keys(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else pad(tensor, (0, keys))
 
     return replace(
@@ -180,56 +188,56 @@ def _without_odd_sizes(x: Arguments) -> Arguments:
         q=pad(x.q, (0, keys)),
         k=pad(x.k, (0, keys)),
         v=pad(x.v, (0, values)),
-        decay=wider(x.decay) if x.decay is not None and x.decay.dim() == 4 else x.decay,
-        probe=wider(x.probe),
-        erase=wider(x.erase),
-        bonus=wider(x.bonus),
-        start=pad(x.start, (0, values, 0, keys)),
+        decay=pad_keys(x.decay) if x.decay is not None and x.decay.dim() == 4 else x.decay,
+        probe=pad_keys(x.probe),
+        erase=pad_keys(x.erase),
+        bonus=pad_keys(x.bonus),
+        initial_state=pad(x.initial_state, (0, values, 0, keys)),
     )
 
 
-# -- one function per operator: how its arguments are called ---------------------------------------
+# -- one function per operator, for the names of its arguments -------------------------------------
 
 
-def _simple_gla(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, g=x.decay, **more)
+def _simple_gla(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    return run(x.q, x.k, x.v, g=x.decay, **kwargs)
 
 
-def _gla(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    # The gate has one name in chunks and another token by token.
+def _gla(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    # The chunked and the recurrent function have different names for the gate.
     gate = "gk" if run.__name__.startswith("fused_recurrent") else "g"
-    return run(x.q, x.k, x.v, **{gate: x.per_channel()}, **more)
+    return run(x.q, x.k, x.v, **{gate: x.per_channel()}, **kwargs)
 
 
-def _rwkv6(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, x.per_channel(), x.bonus, **more)
+def _rwkv6(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    return run(x.q, x.k, x.v, x.per_channel(), x.bonus, **kwargs)
 
 
-def _delta_rule(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, x.beta, **more)
+def _delta_rule(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    return run(x.q, x.k, x.v, x.beta, **kwargs)
 
 
-def _gated_delta_rule(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, g=x.per_head(), beta=x.beta, **more)
+def _gated_delta_rule(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    return run(x.q, x.k, x.v, g=x.per_head(), beta=x.beta, **kwargs)
 
 
-def _kda(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, g=x.per_channel().contiguous(), beta=x.beta, **more)
+def _kda(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    return run(x.q, x.k, x.v, g=x.per_channel().contiguous(), beta=x.beta, **kwargs)
 
 
-def _dplr(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
+def _dplr(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
     assert x.erase is not None
-    return run(x.q, x.k, x.v, x.probe, -x.erase, x.per_channel(), **more)
+    return run(x.q, x.k, x.v, x.probe, -x.erase, x.per_channel(), **kwargs)
 
 
-def _gated_delta_product(run: Call, x: Arguments, more: Mapping[str, Any]) -> Result:
-    n = x.several
+def _gated_delta_product(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
+    n = x.num_associations
     decay = None if x.decay is None else x.decay[:, ::n]
-    if x.borders is not None:
-        more = {**more, "cu_seqlens": x.borders // n}
-    y, S = run(x.q[:, n - 1 :: n], x.k, x.v, decay, x.beta, n, **more)
-    idle = torch.zeros_like(y).unsqueeze(2).expand(-1, -1, n - 1, -1, -1)
-    return torch.cat([idle, y.unsqueeze(2)], dim=2).flatten(1, 2), S
+    if x.cu_seqlens is not None:
+        kwargs = {**kwargs, "cu_seqlens": x.cu_seqlens // n}
+    y, S = run(x.q[:, n - 1 :: n], x.k, x.v, decay, x.beta, n, **kwargs)
+    unread = torch.zeros_like(y).unsqueeze(2).expand(-1, -1, n - 1, -1, -1)
+    return torch.cat([unread, y.unsqueeze(2)], dim=2).flatten(1, 2), S
 
 
 _CALLS: Mapping[str, Callable[[Call, Arguments, Mapping[str, Any]], Result]] = {
@@ -244,38 +252,40 @@ _CALLS: Mapping[str, Callable[[Call, Arguments, Mapping[str, Any]], Result]] = {
 }
 
 
-def scan_channels(operator: Operator, p: LinearProblem, when: str, *, final: bool) -> Result:
-    """A vector memory h_t = α_t ⊙ h_(t−1) + b η k v, y = h ⊙ q, its channels side by side.
+def scan_channels(
+    operator: Operator, p: LinearProblem, read_when: str, *, output_final_state: bool
+) -> Result:
+    """Run a vector memory h_t = α_t ⊙ h_(t−1) + b η k v, y = h ⊙ q, in parallel over channels.
 
     Args:
-        operator: that runs.
-        p: the problem, of an error that does not see the prediction.
-        when: whether h_t is read, or ``"before"`` the write h_(t−1).
-        final: whether the memory after the last token is asked for.
+        operator: Operator that runs.
+        p: The problem, with an error that does not see the prediction.
+        read_when: ``"after"`` to read h_t, ``"before"`` to read h_(t−1).
+        output_final_state: Whether to return the memory after the last token.
     """
     p = p.masked()
     rate = p.lr if p.lr.dim() == 4 else p.lr.unsqueeze(-1)
     log = p.log_decay if p.log_decay is not None else p.log_decay_value
     log = torch.zeros_like(p.v) if log is None else log if log.dim() == 4 else log.unsqueeze(-1)
-    written = p.affine[1] * rate * p.k * p.v
+    write = p.affine[1] * rate * p.k * p.v
     h, end = function(operator.module, operator.name)(
-        written.flatten(2),
-        log.expand_as(written).clamp_min(FLOOR).flatten(2),
+        write.flatten(2),
+        log.expand_as(write).clamp_min(MIN_LOG_DECAY).flatten(2),
         initial_state=p.A0.flatten(1),
-        output_final_state=final,
+        output_final_state=output_final_state,
     )
     h = h.unflatten(2, p.v.shape[2:])
-    if when == "before":
+    if read_when == "before":
         h = torch.cat([p.A0.unsqueeze(1), h[:, :-1]], dim=1)
     y = p.q * h.unsqueeze(3)
     return y, None if end is None else end.unflatten(1, p.v.shape[2:]).to(p.A0.dtype)
 
 
-def over(p: LinearProblem, inputs: Mapping[str, Tensor]) -> LinearProblem:
-    """The problem with other tensors, by the names of its fields.
+def with_tensors(p: LinearProblem, inputs: Mapping[str, Tensor]) -> LinearProblem:
+    """Return the problem with other tensors.
 
     Args:
-        p: the problem.
-        inputs: tensors, some of which may be no field of it.
+        p: The problem.
+        inputs: Tensors by name. Names that are not fields are ignored.
     """
     return replace(p, **{name: x for name, x in inputs.items() if hasattr(p, name)})

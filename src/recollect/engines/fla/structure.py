@@ -1,7 +1,6 @@
-"""What of a recipe decides whether an operator of flash-linear-attention computes it, and which.
+"""Structure of a recipe, from which an operator of flash-linear-attention is selected.
 
-Said in terms of the recipe's choices and never of a system's name: a recipe that somebody writes
-tomorrow is found by the same answers.
+The structure depends only on the recipe's choices, never on the name of a preset.
 """
 
 from __future__ import annotations
@@ -23,56 +22,56 @@ __all__ = ["Structure", "structure"]
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The shape of a recurrence, or of what takes its place.
+    """Structure of a recurrence, of least squares, or of attention.
 
     Attributes:
-        memory: ``"matrix"``; ``"vector"``, every channel with a recurrence of its own; ``"ridge"``,
-            the exact minimum under a constant ridge; ``"mean"``, softmax attention.
-        erases: what the error takes away: ``"nothing"``, what the ``"key"`` reads, or what a
-            ``"probe"`` reads, in a direction of its own.
-        decay: ``"none"``, or one per ``"head"``, ``"key"`` channel or ``"value"`` channel.
-        before: whether the error sees a memory that has decayed; True where nothing decays.
-        reads_before: whether a token reads the memory that it has not written to.
-        bonus: whether the current token is read apart, by one weight per head and key channel.
-        writes_values: whether the write is v φ(k)ᵀ, without a rate.
-        associations: per token.
-        packs: whether documents in one row need no more than their borders.
+        memory: ``"matrix"``, ``"vector"`` (one recurrence per channel), ``"ridge"`` (the exact
+            minimum under a constant ridge) or ``"mean"`` (softmax attention).
+        erases: Read that the error subtracts: ``"nothing"``, the read of the ``"key"``, or the
+            read of a ``"probe"`` in a separate direction.
+        decay: ``"none"``, or one decay per ``"head"``, ``"key"`` channel or ``"value"`` channel.
+        decays_first: Whether the error is taken after the decay; True without a decay.
+        reads_before: Whether a token reads the memory before its own write.
+        bonus: Whether a separate weight per head and key channel reads the current token.
+        has_unit_rate: Whether the write is v φ(k)ᵀ without a rate.
+        associations: Number of associations per token.
+        supports_cu_seqlens: Whether documents in one sequence need only their boundaries.
     """
 
     memory: str
     erases: str = "nothing"
     decay: str = "none"
-    before: bool = True
+    decays_first: bool = True
     reads_before: bool = False
     bonus: bool = False
-    writes_values: bool = False
+    has_unit_rate: bool = False
     associations: int = 1
-    packs: bool = False
+    supports_cu_seqlens: bool = False
 
 
 def structure(bound: BoundRecipe) -> Structure | str:
-    """The structure of a recipe, or why no operator can have it.
+    """Return the structure of a recipe, or the reason why no operator can run it.
 
     Args:
-        bound: the recipe.
+        bound: The recipe at known sizes.
     """
     recipe = bound.recipe
     if not linear.refuses(recipe):
-        return next(_unlike(recipe), None) or _linear(bound)
+        return next(_unsupported_features(recipe), None) or _linear(bound)
     if not least_squares.refuses(recipe):
         return _ridge(bound)
     if not (kernel.refuses(recipe) or attention.refuses(recipe)):
         return _mean(recipe)
     if recipe.uses_kernel_rows or recipe.nonparametric or not recipe.features.finite:
         return (
-            "of memories that keep associations it has an operator for softmax attention under one "
-            "decay alone"
+            "for memories that store associations its only operator is softmax attention with one "
+            "decay"
         )
     return f"its operators are recurrences of a matrix, and {linear.refuses(recipe)[0]}"
 
 
-def _unlike(recipe: Recipe) -> Iterator[str]:
-    """What the linear engine runs and no operator does."""
+def _unsupported_features(recipe: Recipe) -> Iterator[str]:
+    """Yield the features that the linear engine supports and the operators do not."""
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     if algorithm.recursion != "none":
         yield f"it has no operator for the momentum of {algorithm.title}"
@@ -81,12 +80,12 @@ def _unlike(recipe: Recipe) -> Iterator[str]:
     if memory.is_elementwise:
         if recipe.bias.sees_prediction:
             yield (
-                "what a vector memory keeps of itself under an error that sees the prediction may "
-                "be negative, and its operators take logarithms"
+                "the transition of a vector memory may be negative if the error sees the "
+                "prediction, and its operators take logarithms"
             )
         return
     if linear.per_value_systems(recipe):
-        yield "it has no operator for value channels that follow equations of their own"
+        yield "it has no operator for value channels with separate equations"
     if decay is not None and decay.per not in ("head", "key"):
         yield f"it has no operator for a decay per {decay.per.replace('_', ' and ')} of a matrix"
 
@@ -96,35 +95,41 @@ def _linear(bound: BoundRecipe) -> Structure:
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     affine, read = recipe.bias.affine, recipe.memory.read
     assert affine is not None  # linear.refuses
-    unweighed = bound.constants.get("lr") == 1.0 and not algorithm.rate_depends_on_key
+    is_unweighted = bound.constants.get("lr") == 1.0 and not algorithm.rate_depends_on_key
     erases = "nothing"
     if recipe.bias.sees_prediction:
         erases = "key" if recipe.bias.probe is None else "probe"
-    forms = {"head": "head", "key": "key", "value": "value"}
+    decay_names = {"head": "head", "key": "key", "value": "value"}
     return Structure(
         memory="vector" if memory.is_elementwise else "matrix",
         erases=erases,
-        decay="none" if decay is None else "value" if memory.is_elementwise else forms[decay.per],
-        before=decay is None or decay.when == "before",
+        decay="none"
+        if decay is None
+        else "value"
+        if memory.is_elementwise
+        else decay_names[decay.per],
+        decays_first=decay is None or decay.when == "before",
         reads_before=read.when == "before",
         bonus=read.bonus != 0.0,
-        writes_values=unweighed
+        has_unit_rate=is_unweighted
         and affine == (0.0, 1.0)
         and "window" not in recipe.context.quantity_axes,
         associations=bound.associations_per_token,
-        # A running scale and the read of the token before do not end where documents do.
-        packs=not (memory.is_elementwise or bound.is_stabilized or read.when == "before"),
+        # A running scale and a read before the write ignore document boundaries.
+        supports_cu_seqlens=not (
+            memory.is_elementwise or bound.is_stabilized or read.when == "before"
+        ),
     )
 
 
 def _ridge(bound: BoundRecipe) -> Structure | str:
     inverse = bound.recipe.algorithm.inverse
     if inverse is None or inverse.is_recursive or inverse.kind != "exact":
-        return "of least squares it has an operator for a constant ridge and an exact inverse alone"
+        return "its only operator for least squares has a constant ridge and an exact inverse"
     if "ridge" in bound.gates:
-        return "its operator takes one ridge for all tokens"
+        return "its operator needs one ridge for all tokens"
     if bound.engine_value_dim != bound.num_features:
-        return "its operator takes values as wide as the features"
+        return "its operator needs as many value channels as features"
     decay = "head" if bound.recipe.context.has_decay else "none"
     return Structure(memory="ridge", erases="key", decay=decay)
 
@@ -133,10 +138,10 @@ def _mean(recipe: Recipe) -> Structure | str:
     context, name = recipe.context, "its attention with a decay"
     exponent = None if context.kernel is None else context.kernel.exponent(1)
     if not is_mean(recipe) or exponent is None or exponent[1] != 0:
-        return f"{name} takes a softmax of ⟨q, k⟩ alone"
+        return f"{name} only supports a softmax of ⟨q, k⟩"
     if recipe.buffer_size is not None or len(context.restrictions) != 1:
-        return f"{name} takes all of the past under one decay"
+        return f"{name} needs all past tokens under one decay"
     (part,) = context.restrictions
     if not part.geometric or not part.has_decay or part.has_weights or part.horizon is not None:
-        return f"{name} takes no weights but a decay per head"
+        return f"{name} supports no weights except a decay per head"
     return Structure(memory="mean", decay="head")

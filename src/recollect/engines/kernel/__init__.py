@@ -1,4 +1,4 @@
-"""Engine ``kernel``: memories that keep associations, in one of several forms; see `engine`."""
+"""Engine ``kernel``: memories that store associations, in one of several forms; see `engine`."""
 
 from recollect.engines.kernel.cost import flops, reading
 from recollect.engines.kernel.engine import (

@@ -1,24 +1,23 @@
 """Attention: a kernel-weighted mean or sum of the values (local constant regression).
 
-A mean under a kernel whose logarithm is a·q·k + b(‖q‖² + ‖k‖²) is softmax attention and goes
-through the platform's `scaled_dot_product_attention`:
+A mean under a kernel with logarithm a·q·k + b(‖q‖² + ‖k‖²) is softmax attention, computed by
+`scaled_dot_product_attention`:
 
-* the whole past: one causal call;
-* a window of c: queries in chunks, each with the keys of its own and the chunks before it, T·c
-  pairs in one batched call; with the first n associations beside it, T·(n + c);
-* weights of other contexts, a cache, padding: queries in pieces, each with the keys up to it, the
-  logarithms of the weights added to the logits.
+* Full past: one causal call.
+* Window of c: queries in chunks, each with the keys of its chunk and of the chunks before it, T·c
+  pairs in one batched call. With the first n associations next to the window, T·(n + c) pairs.
+* Weights of other contexts, a cache or padding: queries in pieces, each with the keys up to it. The
+  logarithms of the weights are added to the logits.
 
-A weight that is a factor of the query times one of the association (a decay) enters the softmax
-through the association alone: its logarithm is one more key channel, counted from the first query
-of the piece so that it stays small. Where a piece decays so far that float32 would lose digits, the
-value is a mask without a gradient, made from differences in float64, and the channel is zero and
-carries the gradient.
+A weight that is a factor of the query times a factor of the association (a decay) enters the
+softmax through the association only. Its logarithm is one more key channel, relative to the first
+query of the piece. If a piece decays too far for float32, the value is a mask without a gradient,
+computed from differences in float64. The channel is then zero and carries the gradient.
 
-Where decays are all the weights, keys that have decayed to nothing are left out (`DecayCutoff`).
+If all weights are decays, keys with negligible weights are omitted (`DecayCutoff`).
 
-What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
-are recomputed in the backward pass, so that memory stays O(T).
+Other kernels and plain sums take two products per piece. The backward pass recomputes pieces, so
+memory is O(T).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from recollect.choices.context.weights import ContextWeights, VisibleAssociation
 from recollect.choices.features.base import Kernel
 from recollect.choices.matmul_precision import effective_eps
 from recollect.choices.runtime import can_read_values
-from recollect.engines.common.associations import gather_visible, values
+from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.pieces import (
     PIECE,
@@ -42,9 +41,9 @@ from recollect.engines.kernel.pieces import (
     context_weights,
     piece_size,
     piecewise,
-    seen,
-    seen_or_all,
     slices,
+    strict_visibility_mask,
+    visibility_mask,
 )
 from recollect.engines.kernel.softmax import is_mean, sdpa
 from recollect.state.state import Buffer, State
@@ -54,19 +53,19 @@ if TYPE_CHECKING:
 
 __all__ = ["attend", "describes", "pairs", "refuses", "run"]
 
-GENTLE = 4e-6  # error of a logit that a channel may make
-FAR = -1e4  # of a logit: its exponential is 0
+MAX_LOGIT_ERROR = 4e-6  # largest error of a logit through a channel
+MASKED_LOGIT = -1e4  # logit with exponential 0
 
 
 def refuses(recipe: Recipe) -> list[str]:
-    """Why this is no local constant memory."""
+    """Return the reasons why a recipe is not a local constant memory."""
     if recipe.memory.degree != 0:
-        return [f"{recipe.memory.title} is no mean of values"]
+        return [f"{recipe.memory.title} is not a mean of values"]
     return []
 
 
 def describes(recipe: Recipe) -> str:
-    """How a local constant memory runs."""
+    """Return a short description of the method."""
     if not is_mean(recipe):
         return "masked products piece by piece, KV cache"
     kernel = recipe.context.kernel
@@ -82,7 +81,7 @@ def describes(recipe: Recipe) -> str:
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the state, whose buffer is what they attend to."""
+    """Return outputs ``[B, T, H, G, V]`` and the state with the attended associations."""
     final_state = problem.final_state()
     keeps_all = problem.recipe.buffer_size is None and problem.lengths is None
     return attend(problem, joined=final_state.buffer if keeps_all else None), final_state
@@ -93,11 +92,12 @@ def attend(
     query_rates: Mapping[str, Tensor] | None = None,
     joined: Buffer | None = None,
 ) -> Tensor:
-    """Outputs ``[B, T, H, G, V]``; with ``query_rates``, of queries that only read.
+    """Return outputs ``[B, T, H, G, V]``.
 
     Args:
-        problem: with the queries.
-        query_rates, joined: as in `gather_visible`.
+        problem: problem with the queries.
+        query_rates: gates of read-only queries, see `gather_visible`.
+        joined: full buffer, see `gather_visible`.
     """
     recipe, q, v = problem.recipe, problem.q, problem.v
     kernel, horizon = recipe.context.kernel, recipe.context.horizon
@@ -108,12 +108,12 @@ def attend(
     if T == 0 or B == 0 or n == 0:
         return v.new_zeros(B, T, H, G, v.shape[-1])
     exponent = kernel.exponent(K) if is_mean(recipe) else None
-    # Attention alone may run in half precision; sums of weights may not.
+    # Plain attention may run in half precision, but sums of weights may not.
     all_uniform = all(part.uniform for part in recipe.context.restrictions)
     exact = exponent is None or exponent[1] != 0 or not all_uniform
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
     visible = gather_visible(problem, dtype, query_rates, joined)
-    stored = values(problem, dtype, joined)
+    stored = visible_values(problem, dtype, joined)
     weights = context_weights(visible, recipe)
     if exponent is None:
         y = _products(visible, stored, weights, kernel, horizon, mean=is_mean(recipe))
@@ -160,14 +160,14 @@ def _softmax(
         channel = torch.stack(extra).sum(0) if extra else torch.zeros_like(visible.k[..., 0])
         q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1)
         k = torch.cat([k, channel.transpose(1, 2).unsqueeze(-1)], dim=-1)
-    # The platform's fast kernels want keys and values of one size.
+    # Fast attention kernels require keys and values of equal size.
     q, k, v = (_widened(x, max(q.shape[-1], V)) for x in (q, k, v))
     if moving:
         assert decay is not None
-        place = visible.q.shape[-1]
-        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, (decay, place))
+        index = visible.q.shape[-1]
+        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, (decay, index))
     elif old is None and not weights and not reading and (horizon is None or horizon >= T):
-        # Padding stands on the right, after every real query.
+        # Padding is on the right, after every real query.
         y = sdpa(q, k, v, scale=scale, is_causal=True)
     elif T == 1 and horizon is None and not weights and not reading and _all_there(visible):
         y = sdpa(q, k, v, scale=scale)
@@ -181,15 +181,15 @@ def _softmax(
         and T > 1
     ):
         first, last = weights[0].sink_and_window
-        seen_first = _front(visible, first, last)
-        y = _banded(q, k, v, visible.valid, visible.first_slot, last, scale, seen_first)
+        front = _front(visible, first, last)
+        y = _banded(q, k, v, visible.valid, visible.first_slot, last, scale, front)
     else:
         y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
 
 
 def _all_there(visible: VisibleAssociations) -> bool:
-    """Whether no slot is empty, where nobody has to wait for the answer."""
+    """Return whether no slot is empty, or False if values cannot be read."""
     valid = visible.valid
     return visible.is_full or (can_read_values(valid) and bool(valid.all()))
 
@@ -199,26 +199,26 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 
 def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``of_key`` moves so little within each piece that a channel keeps its digits."""
+    """Return whether the range of ``of_key`` in each piece is small enough for a channel."""
     if not can_read_values(of_key):
-        return False  # a mask made of differences keeps them at any depth
+        return False  # a mask of differences is accurate for every range
     T, n = visible.q.shape[1], visible.k.shape[1]
     if visible.first_slot >= n:
-        return True  # from the last slot, all others only lie below
+        return True  # relative to the last slot, all others are lower
     x = of_key.detach()[:, visible.first_slot : visible.first_slot + T]
-    moved = [(piece - piece[:, :1]).abs().amax() for piece in x.split(PIECE, dim=1)]
-    return float(torch.stack(moved).max()) * effective_eps(dtype) < GENTLE
+    ranges = [(piece - piece[:, :1]).abs().amax() for piece in x.split(PIECE, dim=1)]
+    return float(torch.stack(ranges).max()) * effective_eps(dtype) < MAX_LOGIT_ERROR
 
 
 def _front(visible: VisibleAssociations, first: int, c: int) -> Tensor:
-    """``[B, T, F]``: which of the first F slots a query sees beside the last c associations.
+    """Return the mask of the first F slots that a query sees next to its window.
 
-    A document's first associations stand in slots of earlier calls, or follow them.
-    """
+    The first associations of a document are in slots of earlier calls, or after them.
+    """  # [B, T, F]
     F = min(visible.first_slot + first, visible.valid.shape[1])
     slot = torch.arange(F, device=visible.valid.device)
-    kept = visible.valid[:, :F] & (visible.position[:, :F] < first)  # [B, F]
-    return kept[:, None] & (slot <= visible.query_slots[:, None] - c)
+    is_first = visible.valid[:, :F] & (visible.position[:, :F] < first)  # [B, F]
+    return is_first[:, None] & (slot <= visible.query_slots[:, None] - c)
 
 
 def _banded(
@@ -231,24 +231,26 @@ def _banded(
     scale: float,
     front: Tensor | None = None,
 ) -> Tensor:
-    """The last c associations: chunks of C queries with the keys of m chunks before, T·(m + 1)C.
+    """Attend to the last c associations: chunks of C queries with the keys of m + 1 chunks.
 
     Args:
-        q: queries ``[B, H G, T, K]``. k: keys ``[B, H, n, K]``. v: values.
-        valid: ``[B, n]``, False where a slot holds nothing.
-        first: slot of the first query's own association.
-        c: of the window.
-        scale: of the logits.
-        front: ``[B, T, F]``, which of the first F slots each query sees beside the window.
+        q: queries ``[B, H G, T, K]``.
+        k: keys ``[B, H, n, K]``.
+        v: values ``[B, H, n, V]``.
+        valid: mask of non-empty slots ``[B, n]``.
+        first: slot of the first query's association.
+        c: window length.
+        scale: scale of the logits.
+        front: mask of the first F slots that each query sees next to the window, ``[B, T, F]``.
     """
     B, T = q.shape[0], q.shape[2]
     n = k.shape[2]
     C, m, N = chunking(c, T)
-    left, right = m * C - first, N * C - T
-    cut = max(-left, 0)
+    num_left, num_right = m * C - first, N * C - T
+    cut = max(-num_left, 0)
 
     def chunks(x: Tensor) -> Tensor:  # [B, H, n, D] -> [B N, H, (m + 1) C, D]
-        x = functional.pad(x[:, :, cut:], (0, 0, max(left, 0), right))
+        x = functional.pad(x[:, :, cut:], (0, 0, max(num_left, 0), num_right))
         x = x.unflatten(2, (N + m, C))
         x = torch.cat([x[:, :, j : j + N] for j in range(m + 1)], dim=3)
         return x.transpose(1, 2).flatten(0, 1)
@@ -256,16 +258,16 @@ def _banded(
     device = q.device
     row = m * C + torch.arange(C, device=device)[:, None]
     column = torch.arange((m + 1) * C, device=device)
-    own = column == row
+    diagonal = column == row
     band = (column <= row) & (column > row - c)
     real = chunks(valid[:, None, :n, None].to(torch.int8))[..., 0].bool()  # [B N, 1, (m + 1) C]
-    # A query without an association of its own is padding and sees itself: no softmax is empty.
-    mask = (band & real.unsqueeze(2)) | own
-    queries = functional.pad(q, (0, 0, 0, right)).unflatten(2, (N, C)).transpose(1, 2)
+    # A query without an association is padding. It sees itself, so that no softmax is empty.
+    mask = (band & real.unsqueeze(2)) | diagonal
+    queries = functional.pad(q, (0, 0, 0, num_right)).unflatten(2, (N, C)).transpose(1, 2)
     keys, stored = chunks(k), chunks(v)
     if front is not None:
         F = front.shape[2]
-        ahead = functional.pad(front, (0, 0, 0, right)).unflatten(1, (N, C)).flatten(0, 1)
+        ahead = functional.pad(front, (0, 0, 0, num_right)).unflatten(1, (N, C)).flatten(0, 1)
         mask = torch.cat([ahead[:, None], mask.expand(B * N, 1, -1, -1)], dim=-1)
         keys, stored = (
             torch.cat([x[:, None, :, :F].expand(-1, N, -1, -1, -1).flatten(0, 1), each], dim=2)
@@ -276,20 +278,20 @@ def _banded(
 
 
 def chunking(c: int, T: int) -> tuple[int, int, int]:
-    """(C, m, N): N chunks of C queries see a window of c in their own and m chunks before."""
+    """Return (C, m, N): N chunks of C queries, with a window over m earlier chunks."""
     C = min(max(32, -(-c // 2)), 256, T)
     return C, -(-(c - 1) // C), -(-T // C)
 
 
 def pairs(T: int, horizon: int | None, *, banded: bool, size: int, front: int = 0) -> int:
-    """Pairs of query and key that T tokens without a past are compared in.
+    """Count the pairs of query and key that T tokens without a past compute.
 
     Args:
-        T: tokens.
-        horizon: of a window.
-        banded: chunks of a window; else pieces of ``size`` queries with every key up to their last.
-        size: of a piece.
-        front: first associations that every chunk sees beside its window.
+        T: number of tokens.
+        horizon: window length, or ``None``.
+        banded: whether to count chunks of a window instead of pieces of ``size`` queries.
+        size: number of queries per piece.
+        front: number of first associations that every chunk sees next to its window.
     """
     if banded and horizon is not None and (horizon < T or front):
         C, m, N = chunking(horizon, T)
@@ -312,18 +314,18 @@ def _pieces(
     cutoff: DecayCutoff | None,
     moving: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Queries in pieces, each with the keys up to its last: the weights are the logits' bias.
+    """Attend in pieces of queries, with the log weights as the bias of the logits.
 
     Args:
-        cutoff: keys that decay has made negligible are left out.
-        moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
+        cutoff: negligible keys to omit, or ``None``.
+        moving: bias of the keys ``[B, n, H]`` and the index of its channel, or ``None``.
     """
     q, k, v = qkv
     G, reading = q.shape[1] // k.shape[1], visible.first_slot >= k.shape[2]
     gapped = problem.state.buffer is not None or problem.lengths is not None
-    # Padding may see nothing, not even itself.
+    # Padding may have no visible key.
     may_be_empty = reading or gapped or any(x.may_hide_all for x in weights)
-    # Gradients of these are carried by a key channel, or there are none.
+    # A key channel carries the gradients of these weights, or they have none.
     constant_weights = [x for x in weights if x.is_binary or x.key_part is not None]
     varying_weights = [x for x in weights if not (x.is_binary or x.key_part is not None)]
 
@@ -334,7 +336,7 @@ def _pieces(
 
     def piece(queries: slice, keys: slice) -> Tensor:
         keys = slice(first_keys.get(queries.start, keys.start), keys.stop)
-        mask = seen(visible, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
+        mask = visibility_mask(visible, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
         if mask is not None:
             mask = mask[:, None]
         with torch.no_grad():
@@ -359,19 +361,21 @@ def _pieces(
         elif may_be_empty and mask is not None:
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
-        seen_keys = k[:, :, keys]
+        visible_keys = k[:, :, keys]
         if moving is not None:
-            of_key, place = moving
+            of_key, index = moving
             start = of_key[:, visible.query_slots[queries.start]].unsqueeze(1)
             bias_of_key = of_key[:, keys] - start
             if cutoff is not None:
                 bias_of_key = bias_of_key.masked_fill(
-                    cutoff.negligible(visible.query_slots[queries], keys), FAR
+                    cutoff.negligible(visible.query_slots[queries], keys), MASKED_LOGIT
                 )
-            bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
-            parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)
-            seen_keys = torch.cat([parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], -1)
-        y = sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)
+            bias_of_key = bias_of_key.clamp_min(MASKED_LOGIT).to(k.dtype).transpose(1, 2)
+            parts = visible_keys.split([index, 1, k.shape[-1] - index - 1], dim=-1)
+            visible_keys = torch.cat(
+                [parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], dim=-1
+            )
+        y = sdpa(q[:, :, queries], visible_keys, v[:, :, keys], scale=scale, mask=mask)
         return y if empty is None else y.masked_fill(empty, 0.0)
 
     recomputes = any(x.log is not None for x in varying_weights)
@@ -390,13 +394,13 @@ def _products(
     *,
     mean: bool,
 ) -> Tensor:
-    """Σ γ κ v, divided by Σ γ κ for a mean."""
+    """Return Σ γ κ v, divided by Σ γ κ for a mean."""
     q, k = visible.q.permute(0, 2, 3, 1, 4), visible.k.transpose(1, 2).unsqueeze(2)
     v = stored.transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, V]
     logs = mean and kernel.positive
 
     def piece(queries: slice, keys: slice) -> Tensor:
-        hidden = ~seen_or_all(visible, queries, keys, horizon)[:, None, None]
+        hidden = ~strict_visibility_mask(visible, queries, keys, horizon)[:, None, None]
         bias: Tensor | float = sum(
             (x.log(queries, keys) for x in weights if x.log is not None), start=0.0
         )

@@ -1,7 +1,7 @@
-"""The memory of `recollect.engines.kernel.deep` at the borders of inner batches.
+"""Memory of `recollect.engines.kernel.deep` at the boundaries of inner batches.
 
-Maps that read a kernel's features are rows by key, to which every batch adds its own; the others
-are ordinary weights. A border decays both, adds the batch's steps, and moves momentum likewise.
+Maps that read a kernel's features are rows by key, and every batch appends rows. The other maps are
+ordinary weights. A boundary decays both, adds the steps of the batch, and updates the momentum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.engines.common.coefficients import Coefficients
-from recollect.engines.common.decayed_keys import least
+from recollect.engines.common.kernel_precision import min_mass
 from recollect.engines.common.problem import Problem
 from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
@@ -29,9 +29,12 @@ class Batch:
     """One inner batch.
 
     Attributes:
-        low, start, stop: of joined tokens: the window's first, the batch's own.
-        C: of gradient i in A_t, ``[B, H, n, m]``. CS: of gradient i in S at the end ``[B, H, m]``.
-        c: the coefficients without rates and windows.
+        low: first token of the window.
+        start: first token of the batch.
+        stop: end of the batch.
+        C: coefficients of gradient i in A_t, ``[B, H, n, m]``.
+        CS: coefficients of gradient i in S at the end, ``[B, H, m]``.
+        c: coefficients without rates and windows.
     """
 
     low: int
@@ -43,11 +46,13 @@ class Batch:
 
 
 def gains(first: Sequence[bool], kappa: Tensor, inputs: Maps, deltas: Sequence[Tensor]) -> Tensor:
-    """Σ_l |h_l|²|δ_l|² of associations ``[B, H, m]``, where |φ(k)|² = κ(k, k).
+    """Return Σ_l |h_l|²|δ_l|² of associations ``[B, H, m]``, with |φ(k)|² = κ(k, k).
 
     Args:
-        first: which maps read features. kappa: κ(k, k) ``[B, H, m]``.
-        inputs: h of the other maps. deltas: δ of every map.
+        first: whether each map reads features.
+        kappa: κ(k, k) ``[B, H, m]``.
+        inputs: h of the other maps.
+        deltas: δ of every map.
     """
     gain, others = torch.zeros_like(kappa), iter(inputs)
     for reads, delta in zip(first, deltas, strict=True):
@@ -57,7 +62,7 @@ def gains(first: Sequence[bool], kappa: Tensor, inputs: Maps, deltas: Sequence[T
 
 
 class GrowingRows:
-    """Rows ``[B, H, n, D]`` to which batches are added, in place where nobody differentiates."""
+    """Rows ``[B, H, n, D]`` that batches append to, in place if no gradient is needed."""
 
     def __init__(self, x: Tensor, more: int, *, fixed: bool) -> None:
         self.count, self.fixed, self.buffer = x.shape[2], fixed, x
@@ -66,16 +71,16 @@ class GrowingRows:
             self.buffer[:, :, : self.count] = x
 
     def upto(self, n: int) -> Tensor:
-        """The first n rows."""
+        """Return the first n rows."""
         return self.buffer[:, :, :n]
 
     @property
     def rows(self) -> Tensor:
-        """Those that are there."""
+        """All current rows."""
         return self.upto(self.count)
 
     def add(self, x: Tensor) -> None:
-        """More rows."""
+        """Append rows."""
         if self.fixed:
             self.buffer[:, :, self.count : self.count + x.shape[2]] = x
         else:
@@ -83,11 +88,10 @@ class GrowingRows:
         self.count += x.shape[2]
 
     def scale(self, a: Tensor, other: Tensor | None = None) -> None:
-        """x ← a x (+ other).
+        """Set x ← a x (+ other).
 
-        What has decayed to the end of the dtype's range is set to 0: products with subnormal
-        numbers take a processor ten times as long. Its gradient stays: a row may be 0 because
-        its token wrote 0.
+        Values at the end of the dtype's range are set to 0, because products with subnormal numbers
+        are slow on a CPU. Their gradient is unchanged: a row may be 0 because its token wrote 0.
         """
         x = a * self.rows
         x = x if other is None else x + other
@@ -96,18 +100,18 @@ class GrowingRows:
         if self.fixed:
             self.buffer[:, :, : self.count] = normal
         else:
-            x.detach().copy_(normal)  # the values alone
+            x.detach().copy_(normal)  # values only, without their gradient
             self.buffer = x
 
     def put(self, x: Tensor) -> None:
-        """Other values of the same rows."""
+        """Replace the values of all rows."""
         if self.fixed:
             self.buffer[:, :, : self.count] = x
         else:
             self.buffer = x
 
     def write(self, step: Tensor, back: int) -> None:
-        """Rows less the steps: ``back`` of them stand already, the others are new."""
+        """Subtract steps from the last ``back`` rows, and append rows for the other steps."""
         if back:
             n = self.count - back
             if self.fixed:
@@ -119,11 +123,11 @@ class GrowingRows:
 
 
 class BatchMemory:
-    """A and S at the start of an inner batch, and the keys up to the end of it.
+    """A and S at the start of an inner batch, and the keys up to its end.
 
     ``U`` and ``SU`` are rows of maps that read features, ``D`` and ``SD`` the other maps. Columns
-    of ``mass`` are the keys' mass and, where it is known, what rows and masses may lack; ``None``
-    without a decay.
+    of ``mass`` are the mass of the keys and, if it is tracked, the missing mass. ``mass`` is
+    ``None`` without a decay.
     """
 
     def __init__(
@@ -146,13 +150,13 @@ class BatchMemory:
         self.SD: Maps = [] if slot is None else list(state.algorithm_state.get(slot, ()))
 
     def move(self, batch: Batch, inputs: Maps, deltas: Maps, gone: Tensor | None) -> None:
-        """A, S and mass at the border after a batch.
+        """Update A, S and mass at the boundary after a batch.
 
         Args:
             batch: the batch.
-            inputs: of the other maps, h at the window's associations.
-            deltas: δ of every map there.
-            gone: which rows are gone after the batch ``[B, H, rows]``; ``None`` where none is.
+            inputs: h of the other maps at the window's associations.
+            deltas: δ of every map at the window's associations.
+            gone: mask of erased rows after the batch ``[B, H, rows]``, or ``None``.
         """
         c, decays = batch.c, self.mass is not None
         a, last = c.a[..., -1:, None], batch.C[..., -1, :, None]  # [B, H, 1, 1], [B, H, m, 1]
@@ -186,7 +190,7 @@ class BatchMemory:
             fresh = c.P[..., -1, :].unsqueeze(-1).expand(*a.shape[:2], -1, 1)
             fresh = functional.pad(fresh, (0, self.mass.rows.shape[-1] - 1))
             mass = torch.cat([a * self.mass.rows, fresh], dim=2)
-            mass = torch.cat([mass[..., :1].clamp_min(least(mass.dtype)), mass[..., 1:]], dim=-1)
+            mass = torch.cat([mass[..., :1].clamp_min(min_mass(mass.dtype)), mass[..., 1:]], dim=-1)
             if gone is not None:
                 mass = mass.masked_fill(gone[..., : mass.shape[2]].unsqueeze(-1), 0.0)
             self.mass.count = mass.shape[2]
@@ -194,7 +198,7 @@ class BatchMemory:
         self.n = self.keys.count
 
     def state_after(self, problem: Problem) -> State:
-        """The state after a call: the memory at the last border, and the tokens since."""
+        """Return the state after a call: memory at the last boundary, and the tokens since."""
         n = self.n
 
         def lower(x: GrowingRows) -> Tensor:

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.kernel_rows_cost import kernel_rows_flops, reading_of_rows
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.kernel_rows_flops import kernel_rows_flops, row_read_flops
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.kernel import attention, local_regression
 from recollect.engines.kernel.delta_rule import BLOCK
 from recollect.engines.kernel.engine import inner_gradients
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 STEP_SECONDS = 4e-4
-"""As `Counted.step_seconds`: a block of tokens, or an iteration of a solver."""
+"""`Counted.step_seconds` of a block of tokens, or of an iteration of a solver."""
 
 
-def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """Operations of one call, of the form that runs the recipe."""
+def flops(recipe: Recipe, s: Sizes) -> FlopCount:
+    """Count the operations of one call of the form that runs the recipe."""
     if recipe.uses_kernel_rows:
         tokens = recipe.algorithm.batch_size if inner_gradients(recipe) else BLOCK
         steps = -(-s.T * s.n // tokens)
@@ -31,28 +31,28 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
 
 
 def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
-    """FLOPs of queries that read and write nothing.
+    """Count the FLOPs of read-only queries.
 
     Args:
-        recipe: of a memory that keeps associations, or rows for them.
+        recipe: recipe of a memory that stores associations, or rows for them.
         s: sizes.
-        queries: per row and query head.
+        queries: number of queries per sequence and query head.
     """
     if recipe.uses_kernel_rows:
-        return reading_of_rows(recipe, s, queries)
-    if recipe.solves_from_gram:  # the factor is kept
+        return row_read_flops(recipe, s, queries)
+    if recipe.solves_from_gram:  # the factor is cached
         return s.T * (s.T + 2 * (s.K + s.V)) * s.G * s.H * queries
     num_kept = recipe.context.num_kept
     num_visible = s.T if num_kept is None else min(num_kept, s.T)
-    # A decoded token reads what is kept and its own association: one more than is kept.
+    # A decoded token reads one association more than the state stores: its own.
     return local_flops(recipe, replace(s, T=num_visible - 1)).decode * queries if num_visible else 0
 
 
-STEPS = 8  # of conjugate gradients, where nothing is known of their number
+STEPS = 8  # assumed number of conjugate gradient steps
 
 
-def local_flops(recipe: Recipe, s: Sizes) -> Counted:
-    """Operations of one call that attends to associations as they are: all tokens at once."""
+def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
+    """Count the operations of one call of attention to associations."""
     horizon, rows, heads = recipe.context.horizon, s.B * s.H * s.G, s.H * s.G
     names = [part.title for part in recipe.context.restrictions]
     context, band, first = recipe.context, horizon, 0
@@ -61,9 +61,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     banded = len(names) == 1 and band is not None
     window = band is not None and (band < s.T or first > 0)
     num_kept = recipe.context.num_kept
-    last = (
-        s.T + 1 if num_kept is None else min(num_kept, s.T) + 1
-    )  # the cache, and the token itself
+    last = s.T + 1 if num_kept is None else min(num_kept, s.T) + 1  # the cache and the token itself
     if recipe.memory.degree:
         return _polynomial(recipe, s, last)
     mean = recipe.bias.is_affine and recipe.bias.sees_prediction
@@ -71,22 +69,22 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
     if exponent is None:
         each, size = 2 * (s.K + s.V), piece_size(rows, s.T, PIECE)
-        seen = attention.pairs(s.T, horizon, banded=False, size=size)
+        num_pairs = attention.pairs(s.T, horizon, banded=False, size=size)
     else:
         each = 4 * max(s.K + (exponent[1] != 0), s.V)
         size = piece_size(rows, s.T, PIECE)
         weighed = bool(names) and not banded
-        seen = s.T * (s.T + 1) // 2
+        num_pairs = s.T * (s.T + 1) // 2
         if weighed or window:
-            seen = attention.pairs(s.T, band, banded=banded, size=size, front=first)
-    forward, decode = {"attention": each * seen * heads}, each * last * heads
+            num_pairs = attention.pairs(s.T, band, banded=banded, size=size, front=first)
+    forward, decode = {"attention": each * num_pairs * heads}, each * last * heads
     more = sum(2 * s.K for part in recipe.context.restrictions for _ in part.query_gates)
     if more:
-        forward["gates"], decode = more * seen * s.H, decode + more * last * s.H
+        forward["gates"], decode = more * num_pairs * s.H, decode + more * last * s.H
     notes: list[str] = []
     if horizon is None and not (banded and exponent is not None):
-        notes.append("every token is compared with all before it: twice the tokens, four times")
-    return Counted(
+        notes.append("the cost is quadratic: every token is compared with all earlier tokens")
+    return FlopCount(
         forward=forward,
         decode=decode,
         steps=min(1, s.T),
@@ -95,53 +93,56 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     )
 
 
-def _polynomial(recipe: Recipe, s: Sizes, last: int) -> Counted:
+def _polynomial(recipe: Recipe, s: Sizes, last: int) -> FlopCount:
     horizon, degree = recipe.context.horizon, recipe.memory.degree or 0
     ridge = recipe.ridge
     rows, heads = s.B * s.H * s.G, s.H * s.G
     D = math.comb(s.K + degree, degree) - 1
     dense = local_regression.is_dense(D, degree, ridge)
     size = local_regression.queries(rows, s.T, D, dense=dense)
-    seen = attention.pairs(s.T, horizon, banded=False, size=size)
+    num_pairs = attention.pairs(s.T, horizon, banded=False, size=size)
     steps = min(STEPS, D)
     solve = 2 * D * D if dense else 4 * D * (steps + 1)
-    own = D**3 // 3 if dense else 0
+    factorization = D**3 // 3 if dense else 0
     each = 2 * s.K + 4 * D + 2 * s.V
-    forward = {"weights and read": each * seen * heads, "solve": (solve * seen + own * s.T) * heads}
+    forward = {
+        "weights and read": each * num_pairs * heads,
+        "solve": (solve * num_pairs + factorization * s.T) * heads,
+    }
     how = (
         "a dense solve per query"
         if dense
         else f"conjugate gradients, counted with {steps} steps; {D} at most in exact arithmetic"
     )
     notes = (f"{D} slopes per value channel: {how}",)
-    return Counted(
+    return FlopCount(
         forward=forward,
-        decode=((each + solve) * last + own) * heads,
+        decode=((each + solve) * last + factorization) * heads,
         steps=min(s.T, 1 if dense else steps),
         step_seconds=STEP_SECONDS,
         notes=notes,
     )
 
 
-def gram_flops(recipe: Recipe, s: Sizes) -> Counted:
-    """Kernel regression over every prefix, as `local_flops`."""
+def gram_flops(recipe: Recipe, s: Sizes) -> FlopCount:
+    """Count the operations of kernel regression over every prefix."""
     T, rows = s.T, s.B * s.H * s.G
     size = piece_size(rows, T, PIECE)
     starts = range(0, T, size)
     solved = sum(min(start + size, T) ** 2 * (min(start + size, T) - start) for start in starts)
-    seen = attention.pairs(T, None, banded=False, size=size)
+    num_pairs = attention.pairs(T, None, banded=False, size=size)
     forward = {
-        "likenesses": 2 * s.K * (T * T + seen * s.G) * s.H,
+        "likenesses": 2 * s.K * (T * T + num_pairs * s.G) * s.H,
         "factor": T**3 // 3 * s.H,
         "solve": (T * T * s.V + solved * s.G) * s.H,
-        "read": 2 * s.V * seen * s.G * s.H,
+        "read": 2 * s.V * num_pairs * s.G * s.H,
     }
     token = (T + 1) ** 2 * (1 + s.G) + 2 * (T + 1) * (2 * s.K + 2 * s.V) * s.G
     notes = (
-        "cubic: twice the tokens, eight times; and the factor takes T² numbers per head",
-        "a decoded token adds a row to the factor, and copies it",
+        "the cost is cubic in the tokens, and the factor takes T² numbers per head",
+        "a decoded token appends a row to a copy of the factor",
     )
-    return Counted(
+    return FlopCount(
         forward=forward,
         decode=token * s.H,
         steps=min(1, s.T),

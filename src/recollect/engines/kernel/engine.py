@@ -1,6 +1,6 @@
-"""Engine ``kernel``: memories that keep associations, in one of several forms.
+"""Engine ``kernel``: memories that store associations, in one of several forms.
 
-Each form says which recipes it is not for, and how it runs the others; the first that fits runs.
+Each form returns the reasons why it cannot run a recipe, and the first form without reasons runs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A way to run memories that keep associations.
+    """Method for memories that store associations.
 
     Attributes:
-        refuses, describes: as of an engine.
-        run: outputs and the state after the last token.
-        read: outputs of queries that only read, given the numbers that they ask with; ``None``
-            leaves it to the reference.
-        needs_digits: why its products stay float32, if they do.
-        inner_gradients: whether it takes inner gradients by autograd.
+        refuses: function that returns the reasons why a recipe is unsupported.
+        describes: function that returns a short description of the method.
+        run: function that returns outputs and the state after the last token.
+        read: function that returns outputs of read-only queries with their gates, or ``None`` for
+            the reference engine.
+        needs_digits: reason why products stay float32, or ``None``.
+        inner_gradients: whether inner gradients are computed by autograd.
     """
 
     refuses: Callable[[Recipe], list[str]]
@@ -60,7 +61,7 @@ class Form:
 
 
 def _keeping(attend: Callable[[Problem], Tensor]) -> Callable[[Problem], tuple[Tensor, State]]:
-    """`run` of a form whose state is the associations themselves."""
+    """Return `run` of a form whose state consists of the associations."""
 
     def run(problem: Problem) -> tuple[Tensor, State]:
         return attend(problem), problem.final_state()
@@ -103,17 +104,17 @@ FORMS: tuple[Form, ...] = (
 
 
 def needs_digits(recipe: Recipe) -> str | None:
-    """Why products of a recipe stay float32, if they do."""
+    """Return the reason why products of a recipe stay float32, or ``None``."""
     return next((form.needs_digits for form in FORMS if not form.refuses(recipe)), None)
 
 
 def inner_gradients(recipe: Recipe) -> bool:
-    """Whether a recipe's form takes inner gradients by autograd."""
+    """Return whether a recipe's form computes inner gradients by autograd."""
     return form_of(recipe).inner_gradients
 
 
 def refuses(recipe: Recipe) -> list[str]:
-    """Why no form runs a recipe: none if one does."""
+    """Return the reasons why no form can run a recipe; empty if one can."""
     refusals: list[str] = []
     for form in FORMS:
         reasons = form.refuses(recipe)
@@ -128,22 +129,22 @@ def refuses(recipe: Recipe) -> list[str]:
 
 
 def form_of(recipe: Recipe) -> Form:
-    """The form that runs a recipe which is not refused."""
+    """Return the form that runs a supported recipe."""
     return next(form for form in FORMS if not form.refuses(recipe))
 
 
 def describes(recipe: Recipe) -> str:
-    """How the kernel engine runs a recipe."""
+    """Return a short description of the method for a recipe."""
     return form_of(recipe).describes(recipe)
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What a recipe and its sizes decide before any call.
+    """Precomputed plan of a recipe and its sizes.
 
     Attributes:
-        form: that runs it.
-        scale: of the logits, where softmax attention to all of the past is all there is of it.
+        form: form that runs the recipe.
+        scale: scale of the logits for plain softmax attention to the full past, else ``None``.
     """
 
     form: Form
@@ -151,23 +152,23 @@ class KernelPlan:
 
 
 def plan(bound: BoundRecipe) -> KernelPlan:
-    """What of a recipe decides how it runs."""
+    """Return the plan of a recipe."""
     return KernelPlan(form_of(bound.recipe), softmax.plain_scale(bound))
 
 
 def follows(bound: BoundRecipe, tokens: int) -> bool:
-    """Whether a compiler follows calls of a recipe: attention to associations as they are.
+    """Return whether a compiler can trace calls of a recipe, as for plain attention.
 
     Args:
-        bound: the recipe.
-        tokens: of a call.
+        bound: bound recipe.
+        tokens: number of tokens of a call.
     """
     del tokens
     return form_of(bound.recipe).run is attention.run
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
+    """Return outputs ``[B, T, H, G, V]`` and the state after the last token."""
     plan: KernelPlan = problem.bound.plan
     return plan.form.run(problem)
 
@@ -180,23 +181,23 @@ def token(
     gates: Mapping[str, Tensor],
     state: State,
 ) -> tuple[Tensor, State] | None:
-    """`run` of one token that goes on from a state, where it is plain softmax attention.
+    """Run one token of plain softmax attention, or return ``None`` for other recipes.
 
     Args:
-        bound: the recipe.
-        q: the query ``[B, 1, H·G, K]``.
-        k: the key ``[B, 1, H, K]``.
-        v: the value ``[B, 1, H, V]``.
-        gates: none.
-        state: before the token.
+        bound: bound recipe.
+        q: query ``[B, 1, H·G, K]``.
+        k: key ``[B, 1, H, K]``.
+        v: value ``[B, 1, H, V]``.
+        gates: unused, since plain softmax attention has no gates.
+        state: state before the token.
     """
     plan: KernelPlan = bound.plan
     if plan.scale is None:
         return None
-    return softmax.token(q, k, v, state, scale=plan.scale, written=bound.recipe_id)
+    return softmax.token(q, k, v, state, scale=plan.scale, recipe_id=bound.recipe_id)
 
 
 def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
-    """Outputs of queries that only read; ``None`` where the reference has to."""
+    """Return outputs of read-only queries, or ``None`` for the reference engine."""
     plan: KernelPlan = problem.bound.plan
     return None if plan.form.read is None else plan.form.read(problem, query_rates)

@@ -1,14 +1,14 @@
 """Local polynomials of degree 1 and 2 by conjugate gradients, with no basis per pair.
 
-In the letters of `recollect.engines.kernel.local_regression`: monomials of k − q are those of k
-times a triangular matrix S(q) of q alone, so the product with a vector x is two products shaped
-like attention,
+The notation is that of `recollect.engines.kernel.local_regression`. Monomials of k − q are the
+monomials of k times a triangular matrix S(q) that depends on q only. The product with a vector x is
+therefore two products in the form of attention,
 
     s_ti = (S(q_t)ᵀ x_t)·(φ_i − φ̄_t),    S(q_t) Σ_i p_ti s_ti φ_i + λ x_t,
 
-and the weights of a piece are used by all of its iterations. The gradient is that of the implicit
-function: x solves A x = b, so x + A⁻¹(b − A x) with A⁻¹ held constant has the value of x and its
-derivative; the backward pass solves once more with the same matrix.
+and all iterations of a piece use its weights. The gradient is implicit: x solves A x = b, so
+x + A⁻¹(b − A x) with constant A⁻¹ has the value and the derivative of x. The backward pass solves
+one more system with A.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from recollect.choices.runtime import cached_constant, can_read_values
 __all__ = ["Fit", "Shares", "Shift", "conjugate_gradients", "iterative"]
 
 Shares = Callable[[slice, slice], Tensor]
-"""p ``[B, H, G, C, m]`` of a piece of the queries over a piece of the keys; rows sum to 1 or 0."""
+"""Function that returns the weights p ``[B, H, G, C, m]`` of a piece. Rows sum to 1 or 0."""
 
 Fit = Callable[[slice, slice, Tensor], Tensor]
-"""p_i (1 − c_i·x) of a piece."""
+"""Function that returns p_i (1 − c_i·x) of a piece."""
 
 
 @lru_cache(maxsize=8)
 def _pairs(K: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """(i, j) and the weight of each monomial of degree two, in the order of the basis."""
+    """Return i, j and the weight of each monomial of degree two, in the order of the basis."""
     pairs = list(combinations_with_replacement(range(K), 2))
     weights = tuple(1.0 if i == j else 2**0.5 for i, j in pairs)
     return tuple(i for i, _ in pairs), tuple(j for _, j in pairs), weights
@@ -50,7 +50,7 @@ def _column(numbers: tuple[float, ...]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """S(q) of degree 1 or 2: monomials of k − q without the constant are S(q) φ(k) + s(q)."""
+    """Matrix S(q) of degree 1 or 2. Monomials of k − q, less the constant, are S(q) φ(k) + s(q)."""
 
     K: int
     i: Tensor
@@ -68,34 +68,34 @@ class Shift:
             w=cached_constant(_column, w, device=device, dtype=like.dtype),
         )
 
-    def lift(self, x: Tensor) -> Tensor:
-        """φ(x)."""
+    def monomials(self, x: Tensor) -> Tensor:
+        """Return φ(x)."""
         if not len(self.i):
             return x
         return torch.cat([x, self.w * x[..., self.i] * x[..., self.j]], dim=-1)
 
-    def up(self, q: Tensor, f: Tensor) -> Tensor:
-        """S(q) f."""
+    def apply(self, q: Tensor, f: Tensor) -> Tensor:
+        """Return S(q) f."""
         if not len(self.i):
             return f
         one, two = f[..., : self.K], f[..., self.K :]
         cross = self.w * (q[..., self.i] * one[..., self.j] + q[..., self.j] * one[..., self.i])
         return torch.cat([one, two - cross], dim=-1)
 
-    def down(self, q: Tensor, x: Tensor) -> Tensor:
-        """S(q)ᵀ x."""
+    def apply_transpose(self, q: Tensor, x: Tensor) -> Tensor:
+        """Return S(q)ᵀ x."""
         if not len(self.i):
             return x
         one, two = x[..., : self.K], self.w * x[..., self.K :]
-        turned = torch.zeros_like(q).index_add(-1, self.j, two * q[..., self.i])
-        turned = turned.index_add(-1, self.i, two * q[..., self.j])
-        return torch.cat([one - turned, x[..., self.K :]], dim=-1)
+        cross = torch.zeros_like(q).index_add(-1, self.j, two * q[..., self.i])
+        cross = cross.index_add(-1, self.i, two * q[..., self.j])
+        return torch.cat([one - cross, x[..., self.K :]], dim=-1)
 
     def mean(self, q: Tensor, f: Tensor) -> Tensor:
-        """S(q) f + s(q): the basis's mean from that of φ."""
-        own = self.lift(q)
-        own = torch.cat([-own[..., : self.K], own[..., self.K :]], dim=-1)
-        return self.up(q, f) + own
+        """Return S(q) f + s(q), the mean of the basis for the mean f of φ."""
+        offset = self.monomials(q)
+        offset = torch.cat([-offset[..., : self.K], offset[..., self.K :]], dim=-1)
+        return self.apply(q, f) + offset
 
 
 def iterative(
@@ -107,18 +107,18 @@ def iterative(
     *,
     solved: bool,
 ) -> Fit:
-    """The fit of a piece, whose x are solved for or taken from an earlier pass.
+    """Return the fit of a piece, with x solved for or taken from an earlier pass.
 
     Args:
-        visible: the associations and queries.
-        degree: 1 or 2.
-        shares: p of a piece.
+        visible: associations and queries.
+        degree: degree of the polynomial, 1 or 2.
+        shares: function of the weights p of a piece.
         ridge: λ.
-        solutions: x of every query ``[B, H, G, T, D]``, written into unless ``solved``.
-        solved: whether it holds them already.
+        solutions: x of every query ``[B, H, G, T, D]``, an output unless ``solved``.
+        solved: whether ``solutions`` contains the solutions.
     """
     shift = Shift.of(degree, visible.k)
-    phi = shift.lift(visible.k).transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, D]
+    phi = shift.monomials(visible.k).transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, D]
 
     def fit(queries: slice, keys: slice, q: Tensor) -> Tensor:
         p, f = shares(queries, keys), phi[..., keys, :]
@@ -139,7 +139,7 @@ def iterative(
 
 @dataclass(frozen=True, kw_only=True)
 class _System:
-    """A = Σ p_i c_i c_iᵀ + λ of every query of a piece, as a product."""
+    """Matrix A = Σ p_i c_i c_iᵀ + λ of every query of a piece, as a product."""
 
     shift: Shift
     ridge: float
@@ -149,35 +149,38 @@ class _System:
     mean: Tensor
 
     def slopes(self, x: Tensor) -> Tensor:
-        """c_i·x ``[B, H, G, C, m]``."""
-        u = self.shift.down(self.q, x)
+        """Return c_i·x ``[B, H, G, C, m]``."""
+        u = self.shift.apply_transpose(self.q, x)
         return u @ self.f.mT - (u * self.mean).sum(-1, keepdim=True)
 
     def check(self, x: Tensor) -> None:
-        """That `slopes`, a difference of products as large as the query, keep half of their digits.
+        """Check that `slopes`, differences of products as large as the query, have half precision.
 
-        The dense solve centres the basis itself and has no such limit.
+        The dense solve centres the basis and has no such limit.
 
         Raises:
-            ValueError: they may lose more. The bound takes all roundings for the largest, of one
-                sign; in high dimension what is seen is less by the factor that stands here.
+            ValueError: More than half of the digits may be lost. The bound assumes the largest
+                rounding errors of equal sign. The factor 256 accounts for smaller errors in high
+                dimension.
         """
-        size = self.shift.down(self.q, x).norm(dim=-1) * self.f.norm(dim=-1).amax(-1, keepdim=True)
+        size = self.shift.apply_transpose(self.q, x).norm(dim=-1) * self.f.norm(dim=-1).amax(
+            -1, keepdim=True
+        )
         eps = torch.finfo(x.dtype).eps
         if can_read_values(x) and bool((eps * size > 256 * eps**0.5).any()):
             raise ValueError(
-                f"local regression: with queries so long, conjugate gradients in {x.dtype} return "
-                "rounding: normalise q and k, take a larger ridge in algorithm.Analytic, or use "
+                f"local regression: conjugate gradients in {x.dtype} lose their digits for queries "
+                "of this norm: normalise q and k, use a larger ridge in algorithm.Analytic, or use "
                 "engine='reference', which solves densely"
             )
 
     def product(self, x: Tensor) -> Tensor:
-        """A x."""
-        return self.shift.up(self.q, (self.p * self.slopes(x)) @ self.f) + self.ridge * x
+        """Return A x."""
+        return self.shift.apply(self.q, (self.p * self.slopes(x)) @ self.f) + self.ridge * x
 
 
 class _Inverse(CustomFunction):
-    """A⁻¹ r of a residual that is 0 up to rounding: value 0, gradient A⁻¹ of the gradient."""
+    """A⁻¹ r of a residual that is 0 up to rounding, with value 0 and gradient A⁻¹ grad_output."""
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, shift: Shift, ridge: float, *system: Tensor) -> Tensor:
@@ -196,11 +199,12 @@ class _Inverse(CustomFunction):
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
     """Solve A x = right for many symmetric positive definite systems at once, ``[..., D]``.
 
-    Each stops where its residual is rounding. In exact arithmetic D steps suffice. Where the host
-    would have to wait to know whether all have stopped, all steps are made, most of them by 0.
+    Each system stops when its residual reaches rounding. In exact arithmetic D steps suffice. If
+    values cannot be read without synchronisation, all steps run, and converged systems step by 0.
 
     Args:
-        product: x to A x.
+        product: function from x to A x.
+        right: right-hand sides ``[..., D]``.
     """
     eps = torch.finfo(right.dtype).eps
     x, r = torch.zeros_like(right), right.clone()
@@ -221,7 +225,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> T
         size = new
         better = new < least_size
         best, least_size = torch.where(better, x, best), torch.where(better, new, least_size)
-    # What rounding cannot reach is no failure; a residual of a thousandth is.
+    # A residual at the level of rounding is no failure, but a residual of a thousandth is.
     bad = least_size > right.square().sum(-1, keepdim=True) * 1e-6
     if can_read_values(right) and bool(bad.any()):
         warnings.warn(

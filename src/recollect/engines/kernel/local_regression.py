@@ -1,17 +1,20 @@
 """Local polynomial regression around every query (TTR 48–54), in memory O(T·D).
 
-With weights p_i that sum to one, the basis X_i of all D monomials of k_i − q but the constant, its
-mean X̄ and c_i = X_i − X̄, the constant of the fit is
+The weights p_i sum to one. The basis X_i contains the D monomials of k_i − q without the constant,
+with mean X̄ and c_i = X_i − X̄. The constant of the fit is
 
     y = Σ_i p_i (1 − c_i·x) v_i,    (Σ_i p_i c_i c_iᵀ + λ) x = X̄
 
-which is TTR 54 for any degree: the constant, which no ridge meets, is eliminated, and what is left
-is symmetric positive definite with eigenvalues ≥ λ.
+which is TTR 54 for any degree. The constant has no ridge and is eliminated. The remaining system is
+symmetric positive definite with eigenvalues ≥ λ.
 
-Two solvers. *Dense* writes the basis down for every pair, for few coefficients or no ridge.
-*Conjugate gradients*, for degrees 1 and 2, write no basis per pair (`local_conjugate_gradient`).
-Queries come in pieces: the weights of one piece against all keys are formed once. The backward pass
-recomputes one piece at a time, and keeps x from the forward pass.
+There are two solvers:
+
+* *Dense* builds the basis of every pair, for few coefficients or no ridge.
+* *Conjugate gradients*, for degrees 1 and 2, build no basis per pair (`local_conjugate_gradient`).
+
+Queries are processed in pieces, and the weights of a piece over all keys are computed once. The
+backward pass recomputes one piece at a time, with x from the forward pass.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from torch import Tensor
 from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
-from recollect.engines.common.associations import gather_visible, values
-from recollect.engines.common.linalg import least
+from recollect.engines.common.associations import gather_visible, visible_values
+from recollect.engines.common.linalg import symmetric_pinv
+from recollect.engines.common.precision_checks import solve_dtype, solve_with_ridge
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.resolution import digits, ridged
 from recollect.engines.kernel.local_conjugate_gradient import Fit, Shares, iterative
-from recollect.engines.kernel.pieces import context_weights, piece_size, seen, slices
+from recollect.engines.kernel.pieces import context_weights, piece_size, slices, visibility_mask
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -41,18 +44,18 @@ __all__ = ["DENSE", "attend", "describes", "is_dense", "queries", "refuses"]
 
 DENSE = 8  # coefficients per query up to which a dense solve is as fast
 PIECE = 128
-ENTRIES = 2**23  # numbers of one piece of a basis per pair
+ENTRIES = 2**23  # entries of one piece of a basis per pair
 
 
 def refuses(recipe: Recipe) -> list[str]:
-    """Why this is no local polynomial."""
+    """Return the reasons why a recipe is not a local polynomial."""
     if not recipe.memory.degree:
-        return [f"{recipe.memory.title} is no local polynomial"]
+        return [f"{recipe.memory.title} is not a local polynomial"]
     return []
 
 
 def describes(recipe: Recipe) -> str:
-    """How a local polynomial runs."""
+    """Return a short description of the method."""
     if recipe.ridge == 0 or (recipe.memory.degree or 0) > 2:
         return "a dense solve per query, KV cache"
     return (
@@ -64,10 +67,11 @@ def describes(recipe: Recipe) -> str:
 def attend(
     problem: Problem, query_rates: Mapping[str, Tensor] | None = None, *, solver: str = "auto"
 ) -> Tensor:
-    """Outputs ``[B, T, H, G, V]``.
+    """Return outputs ``[B, T, H, G, V]``.
 
     Args:
-        query_rates: numbers of queries that only read.
+        problem: problem with the queries.
+        query_rates: gates of read-only queries.
         solver: ``"dense"``, ``"cg"``, or ``"auto"`` by the number of coefficients.
     """
     degree, buffer = problem.recipe.memory.degree, problem.state.buffer
@@ -88,7 +92,7 @@ def attend(
 
 
 def _tensors(problem: Problem, query_rates: Mapping[str, Tensor] | None) -> list[Tensor]:
-    """Everything that a gradient may flow to, in a fixed order."""
+    """Return all tensors that may receive a gradient, in a fixed order."""
     buffer = problem.state.buffer
     buffered = [] if buffer is None else [buffer.k, buffer.v, *buffer.rates.values()]
     return [
@@ -104,17 +108,17 @@ def _tensors(problem: Problem, query_rates: Mapping[str, Tensor] | None) -> list
 def _with_tensors(
     problem: Problem, query_rates: Mapping[str, Tensor] | None, tensors: Sequence[Tensor]
 ) -> tuple[Problem, Mapping[str, Tensor] | None]:
-    """The same call of other tensors, in the order of `_tensors`."""
-    left, buffer = iter(tensors), problem.state.buffer
-    q, k, v = next(left), next(left), next(left)
-    rates = {name: next(left) for name in problem.rates}
-    rates_again = None if query_rates is None else {name: next(left) for name in query_rates}
+    """Return the problem and query rates with other tensors, in the order of `_tensors`."""
+    remaining, buffer = iter(tensors), problem.state.buffer
+    q, k, v = next(remaining), next(remaining), next(remaining)
+    rates = {name: next(remaining) for name in problem.rates}
+    new_rates = None if query_rates is None else {name: next(remaining) for name in query_rates}
     if buffer is not None:
-        buffered = next(left), next(left)
-        old = {name: next(left) for name in buffer.rates}
+        buffered = next(remaining), next(remaining)
+        old = {name: next(remaining) for name in buffer.rates}
         buffer = dataclasses.replace(buffer, k=buffered[0], v=buffered[1], rates=old)
     state = dataclasses.replace(problem.state, buffer=buffer)
-    return dataclasses.replace(problem, q=q, k=k, v=v, rates=rates, state=state), rates_again
+    return dataclasses.replace(problem, q=q, k=k, v=v, rates=rates, state=state), new_rates
 
 
 def _plan(
@@ -123,16 +127,16 @@ def _plan(
     solver: str,
     solutions: Tensor | None,
 ) -> tuple[Iterator[tuple[slice, Tensor]], Tensor]:
-    """Outputs of the queries, piece by piece, and x of every query, for `_Recomputed`.
+    """Return the outputs of the queries, piece by piece, and x of every query.
 
     Args:
-        solutions: x of an earlier pass, which is not solved for again.
+        solutions: x of an earlier pass, or ``None`` to solve for x.
     """
-    recipe, dtype = problem.recipe, digits(problem)
+    recipe, dtype = problem.recipe, solve_dtype(problem)
     kernel, degree = recipe.context.kernel, recipe.memory.degree
     assert kernel is not None
     assert degree is not None
-    visible, stored = gather_visible(problem, dtype, query_rates), values(problem, dtype)
+    visible, stored = gather_visible(problem, dtype, query_rates), visible_values(problem, dtype)
     B, T, H, G, K = visible.q.shape
     D, n = math.comb(K + degree, degree) - 1, stored.shape[1]
     q, v = visible.q.permute(0, 2, 3, 1, 4), stored.transpose(1, 2).unsqueeze(2)
@@ -151,10 +155,9 @@ def _plan(
 
 
 class _Recomputed(CustomFunction):
-    """All pieces, of which the backward pass makes each again.
+    """All pieces, each recomputed by the backward pass.
 
-    No graph is kept, not even the small nodes of one: between the large blocks of the pieces they
-    would split the holes that these leave in the heap.
+    No graph is saved. Even its small nodes would fragment the heap between the blocks of pieces.
     """
 
     @staticmethod
@@ -166,13 +169,13 @@ class _Recomputed(CustomFunction):
         *tensors: Tensor,
     ) -> Tensor:
         B, T, H, G, _ = problem.q.shape
-        dtype = digits(problem)
+        dtype = solve_dtype(problem)
         y = problem.q.new_zeros(B, H, G, T, problem.v.shape[-1], dtype=dtype)
         problem, query_rates = _with_tensors(problem, query_rates, tensors)
         pieces, solutions = _plan(problem, query_rates, solver, None)
         for at, piece in pieces:
             y[:, :, :, at] = piece
-        # The tensors are saved; what goes along holds none of them.
+        # `ctx` must not hold the saved tensors in any other way.
         bare = [x.detach() for x in tensors]
         ctx.call = (*_with_tensors(problem, query_rates, bare), solver)
         ctx.save_for_backward(solutions, *tensors)
@@ -183,34 +186,34 @@ class _Recomputed(CustomFunction):
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         problem, query_rates, solver = ctx.call
         solutions, *tensors = saved
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
-        sums = [torch.zeros_like(leaves[i]) for i in wanted]
+        needed_indices = [i for i, needs_grad in enumerate(ctx.needs_input_grad[3:]) if needs_grad]
+        leaves = [x.detach().requires_grad_(i in needed_indices) for i, x in enumerate(tensors)]
+        sums = [torch.zeros_like(leaves[i]) for i in needed_indices]
         with torch.enable_grad():
             pieces, _ = _plan(*_with_tensors(problem, query_rates, leaves), solver, solutions)
             for at, piece in pieces:
                 slopes = torch.autograd.grad(
                     piece,
-                    [leaves[i] for i in wanted],
+                    [leaves[i] for i in needed_indices],
                     grad[:, :, :, at],
-                    retain_graph=True,  # what all pieces share
+                    retain_graph=True,  # all pieces share a part of the graph
                     allow_unused=True,
                     materialize_grads=True,
                 )
                 for total, slope in zip(sums, slopes, strict=True):
                     total += slope
                 del piece, slopes
-        by_index = dict(zip(wanted, sums, strict=True))
+        by_index = dict(zip(needed_indices, sums, strict=True))
         return (None, None, None, *(by_index.get(i) for i in range(len(tensors))))
 
 
 def is_dense(D: int, degree: int, ridge: float) -> bool:
-    """Whether D slopes are solved for densely."""
+    """Return whether the system of D slopes is solved densely."""
     return D <= DENSE or ridge == 0 or degree > 2
 
 
 def queries(rows: int, n: int, D: int, *, dense: bool) -> int:
-    """Queries of a piece, of which ``rows`` run at once over n keys."""
+    """Return the number of queries per piece, for ``rows`` sequences and heads over n keys."""
     if dense:
         return max(1, min(PIECE, ENTRIES // max(1, rows * n * D)))
     return piece_size(rows, n, PIECE)
@@ -222,7 +225,7 @@ def _shares(
     q, k = visible.q.permute(0, 2, 3, 1, 4), visible.k.transpose(1, 2).unsqueeze(2)
 
     def shares(queries: slice, keys: slice) -> Tensor:
-        mask = seen(visible, queries, keys, horizon)
+        mask = visibility_mask(visible, queries, keys, horizon)
         assert mask is not None
         hidden = ~(mask & visible.valid[:, None, keys])[:, None, None]
         at, by = q[..., queries, :], k[..., keys, :]
@@ -256,7 +259,7 @@ def _dense(
         mean = p.unsqueeze(-2) @ X  # [B, H, G, C, 1, D]
         centred = X - mean
         A = centred.mT @ (p.unsqueeze(-1) * centred)
-        x = ridged(A, ridge, mean.mT) if ridge > 0 else least(A) @ mean.mT
+        x = solve_with_ridge(A, ridge, mean.mT) if ridge > 0 else symmetric_pinv(A) @ mean.mT
         return p * (1 - (centred @ x).squeeze(-1))
 
     return fit

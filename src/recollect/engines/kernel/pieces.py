@@ -1,4 +1,4 @@
-"""Queries in pieces, each with the keys that any of them sees, so that memory stays O(T)."""
+"""Pieces of queries, each with the keys that any of them sees, for memory O(T)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
     "context_weights",
     "piece_size",
     "piecewise",
-    "seen",
-    "seen_or_all",
     "slices",
+    "strict_visibility_mask",
+    "visibility_mask",
 ]
 
-PIECE = 256  # queries at a time, where the past is long
-ENTRIES = 2**25  # numbers of one piece of logits
+PIECE = 256  # queries of a piece with a long past
+ENTRIES = 2**25  # logits of one piece
 
 
 def piece_size(rows: int, n: int, size: int) -> int:
-    """Queries of a piece: ``size``, or fewer where ``rows`` of n keys would fill the memory."""
+    """Return the number of queries per piece: ``size``, or fewer if the logits exceed `ENTRIES`."""
     return max(1, min(size, ENTRIES // max(1, rows * n)))
 
 
@@ -48,11 +48,11 @@ def piecewise(
     recompute: bool,
     size: int = PIECE,
 ) -> Iterator[Tensor]:
-    """``piece(queries, keys)`` for all queries in order, with the keys that any of them sees.
+    """Yield ``piece(queries, keys)`` for all queries in order, with the keys that any of them sees.
 
     Args:
-        recompute: keep nothing of a piece for the backward pass.
-        size: queries at a time; fewer where the past is very long.
+        recompute: whether the backward pass recomputes each piece.
+        size: number of queries per piece, reduced for a very long past.
     """
     B, _, H, G, _ = visible.q.shape
     size = piece_size(B * H * G, visible.k.shape[1], size)
@@ -60,7 +60,7 @@ def piecewise(
         if recompute and torch.is_grad_enabled():
             more: dict[str, Any] = {}
             if active.precision is not None:
-                # A compiler refuses a context_fn, even the one that does nothing.
+                # A compiler rejects every context_fn, so it is passed only if needed.
                 device_type = visible.q.device.type
                 more["context_fn"] = partial(_contexts, active.precision, device_type)
             result = checkpoint(piece, queries, keys, use_reentrant=False, **more)
@@ -80,7 +80,7 @@ def _contexts(
 def slices(
     visible: VisibleAssociations, horizon: int | None, size: int
 ) -> Iterator[tuple[slice, slice]]:
-    """Pieces of ``size`` queries in order, each with the keys that any of them sees."""
+    """Yield pieces of ``size`` queries in order, each with the keys that any of them sees."""
     T, n = visible.q.shape[1], visible.k.shape[1]
     for start in range(0, T, size):
         stop, low = min(start + size, T), 0
@@ -91,7 +91,7 @@ def slices(
         yield slice(start, stop), slice(low, min(visible.first_slot + stop, n))
 
 
-def seen(
+def visibility_mask(
     visible: VisibleAssociations,
     queries: slice,
     keys: slice,
@@ -99,12 +99,12 @@ def seen(
     *,
     gapped: bool = True,
 ) -> Tensor | None:
-    """``[B or 1, C, m]``: which associations each query sees; ``None`` when it is all of them.
+    """Return the mask of visible associations ``[B or 1, C, m]``, or ``None`` if all are visible.
 
     A padded query sees itself, so that no softmax is empty.
 
     Args:
-        gapped: whether slots may hold nothing.
+        gapped: whether slots may be empty.
     """
     n, device = visible.k.shape[1], visible.k.device
     key = torch.arange(keys.start, keys.stop, device=device)
@@ -118,35 +118,33 @@ def seen(
     return (mask & valid) | (key == query) if gapped else mask
 
 
-def seen_or_all(
+def strict_visibility_mask(
     visible: VisibleAssociations, queries: slice, keys: slice, horizon: int | None
 ) -> Tensor:
-    """`seen`, with an empty past where a padded query would see itself: for sums."""
-    mask = seen(visible, queries, keys, horizon)
+    """Return `visibility_mask` without the self-visibility of padded queries, for sums."""
+    mask = visibility_mask(visible, queries, keys, horizon)
     assert mask is not None
     return mask & visible.valid[:, None, keys]
 
 
 def context_weights(visible: VisibleAssociations, recipe: Recipe) -> list[ContextWeights]:
-    """The weights of everything that restricts the context, where they are not all 1."""
+    """Return the weights of all context restrictions whose weights are not all 1."""
     parts = (part.over(visible) for part in recipe.context.restrictions)
     return [weights for weights in parts if weights is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecayCutoff:
-    """Which associations a decay leaves a weight that changes a digit.
+    """Cutoff of associations with a negligible weight after a decay.
 
-    With logits q_t·k_i + d_ti, |q·k| ≤ L and d_tt = 0 for a query's own association, association i
-    has at most e^(2L + d_ti) of the softmax. Where that is below ε^2.5 it changes no digit of
-    float32 or float64, but costs as much as any other; and between e^−103 and e^−87 its probability
-    is a subnormal number of float32, with which a product takes a processor ten times as long
-    (measured: FoX at 4096 tokens, forward and backward, 5.2 s with and 0.9 s without them on one
-    core).
+    The logits are q_t·k_i + d_ti with |q·k| ≤ L, and d_tt = 0 for a query's own association.
+    Association i has at most e^(2L + d_ti) of the softmax. Below ε^2.5 it changes no digit of
+    float32 or float64. Between e^−103 and e^−87 its probability is a subnormal number of float32,
+    and products with subnormal numbers are slow on a CPU.
 
     Attributes:
-        of_key: logarithms of the weights up to something of the query alone, ``[B, n, H]``.
-        furthest: how far below a query's own association a logarithm may lie; inf for any.
+        of_key: log weights up to a constant of the query, ``[B, n, H]``.
+        furthest: largest difference of logarithms to a query's own association, inf for any.
     """
 
     of_key: Tensor
@@ -156,21 +154,21 @@ class DecayCutoff:
     def of(
         cls, of_key: Tensor, q: Tensor, k: Tensor, *, scale: float, by_length: float
     ) -> DecayCutoff:
-        """From queries and keys ``[..., K]`` with logits scale·q·k + by_length·‖k‖²."""
+        """Return the cutoff for queries and keys with logits scale·q·k + by_length·‖k‖²."""
         if not can_read_values(q) or not q.numel() or not k.numel():
             return cls(of_key=of_key.detach(), furthest=math.inf)
         longest = [x.detach().square().sum(-1).amax() for x in (q, k)]
-        most = abs(scale) * (longest[0] * longest[1]).sqrt() + abs(by_length) * longest[1]
-        least = 2.5 * math.log(torch.finfo(k.dtype).eps)
-        return cls(of_key=of_key.detach(), furthest=float(2 * most) - least)
+        max_logit = abs(scale) * (longest[0] * longest[1]).sqrt() + abs(by_length) * longest[1]
+        min_log_weight = 2.5 * math.log(torch.finfo(k.dtype).eps)
+        return cls(of_key=of_key.detach(), furthest=float(2 * max_logit) - min_log_weight)
 
-    def negligible(self, own: Tensor, keys: slice) -> Tensor:
-        """``[B, m, H]``: keys that no query with its own association in slots ``own`` can weigh."""
-        lowest = self.of_key[:, own].amin(1, keepdim=True)
+    def negligible(self, slots: Tensor, keys: slice) -> Tensor:
+        """Return the mask of keys ``[B, m, H]`` that all queries in ``slots`` can ignore."""
+        lowest = self.of_key[:, slots].amin(1, keepdim=True)
         return self.of_key[:, keys] < lowest - self.furthest
 
     def first_keys(self, slots: Tensor, cuts: list[tuple[slice, slice]]) -> dict[int, int]:
-        """By each piece's first query, the first key that one of its queries may weigh."""
+        """Return the first non-negligible key of every piece, by its first query."""
         if math.isinf(self.furthest):
             return {}
         gone = [self.negligible(slots[queries], keys).all(-1).all(0) for queries, keys in cuts]

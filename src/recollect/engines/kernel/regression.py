@@ -1,17 +1,18 @@
 """Least squares over a kernel's features at every token, from one Cholesky factor (TTR 43).
 
-With s_i = √w_i, the factor L Lᵀ = S κ(K, K) S + λ I of all tokens holds those of all prefixes as
-its leading blocks. With Z = L⁻¹ S V,
+Let s_i = √w_i. The leading blocks of the factor L Lᵀ = S κ(K, K) S + λ I of all tokens are the
+factors of all prefixes. With Z = L⁻¹ S V,
 
     y_t = Σ_(i≤t) (L⁻¹ S κ(K, q_t))_i Z_i,
 
-because the first t rows of a triangular solve see the first t rows alone. O(T³) in all, where a
-solve per prefix takes O(T⁴). Queries come in pieces, each with the rows up to its last; what a
-piece holds is recomputed in the backward pass, and the factor is what is kept, T² numbers per head.
+because the first t rows of a triangular solve depend on the first t rows only. The total cost is
+O(T³), whereas a solve per prefix costs O(T⁴). Queries are processed in pieces, each with the rows
+up to its last query. The backward pass recomputes each piece, and the factor of T² numbers per head
+is saved.
 
 A decay would change the weight of the ridge from token to token, and no factor would serve two
-prefixes: such recipes run in the reference. The factor and Z stand in the state's cache, so that a
-decoded token adds one row, O(T² + T V); without them they are made again.
+prefixes. Such recipes run in the reference engine. The factor and Z are in the cache of the state,
+so a decoded token adds one row, O(T² + T V). Without a cache they are computed again.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import Tensor
 from recollect.choices.context.weights import VisibleAssociations
 from recollect.choices.features.base import Kernel
 from recollect.choices.runtime import can_read_values
-from recollect.engines.common.associations import gather_visible, values
+from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.pieces import piecewise, seen_or_all
+from recollect.engines.kernel.pieces import piecewise, strict_visibility_mask
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -39,34 +40,34 @@ FACTOR, SOLVED = "factor", "solved"
 
 
 def refuses(recipe: Recipe) -> list[str]:
-    """Why no one factor serves all prefixes."""
+    """Return the reasons why this method cannot run a recipe."""
     if not recipe.solves_from_gram:
-        return [f"{recipe.memory.title} with {recipe.algorithm.title} is no kernel regression"]
+        return [f"{recipe.memory.title} with {recipe.algorithm.title} is not a kernel regression"]
     if not recipe.context.time_invariant:
         return [f"{recipe.context.brief} changes the weights of the past from token to token"]
     return []
 
 
 def describes(recipe: Recipe) -> str:
-    """How it runs."""
+    """Return a short description of the method."""
     return "one Cholesky factor for every prefix, KV cache"
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the state, with the factor in its cache."""
+    """Return outputs ``[B, T, H, G, V]`` and the state, with the factor in its cache."""
     visible, v, factor, solved = _solve(problem, None)
     y = _outputs(problem, visible, factor, solved)
-    # Padding moves when the associations are kept, and the factor's rows would not.
-    keep = problem.lengths is None and problem.bound.fingerprint is not None
-    # The owner's entry says all by its name; what it holds is any rows.
+    # Storage moves the padding of associations, but not of the factor's rows.
+    can_cache = problem.lengths is None and problem.bound.fingerprint is not None
+    # The key of the entry identifies the recipe, and its tensor is a placeholder.
     owner = {_owner(problem): factor[:, :, :1, :1]}
-    made = {FACTOR: factor, SOLVED: solved, **owner} if keep else {}
-    final_state = problem.final_state(cache=made)
+    cache = {FACTOR: factor, SOLVED: solved, **owner} if can_cache else {}
+    final_state = problem.final_state(cache=cache)
     return y.to(v.dtype).to(problem.v.dtype), final_state
 
 
 def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
-    """Outputs of queries that only read."""
+    """Return the outputs of read-only queries."""
     visible, _, factor, solved = _solve(problem, query_rates)
     return _outputs(problem, visible, factor, solved).to(problem.v.dtype)
 
@@ -74,9 +75,9 @@ def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
 def _solve(
     problem: Problem, query_rates: Mapping[str, Tensor] | None
 ) -> tuple[VisibleAssociations, Tensor, Tensor, Tensor]:
-    """What is visible, its values, L ``[B, H, n, n]`` and Z ``[B, H, n, V]``."""
+    """Return the visible associations, their values, L ``[B, H, n, n]`` and Z ``[B, H, n, V]``."""
     recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
-    visible, v = gather_visible(problem, dtype, query_rates), values(problem, dtype)
+    visible, v = gather_visible(problem, dtype, query_rates), visible_values(problem, dtype)
     kernel = recipe.features
     assert isinstance(kernel, Kernel)
     scale = _scales(recipe, visible)  # [B, H, n]
@@ -93,8 +94,8 @@ def _solve(
     a, b = slice(0, solved_before), slice(solved_before, n)
     across = _gram(recipe, kernel, k[:, :, a], k[:, :, b], scale[:, :, a], scale[:, :, b], ridge=0)
     X = torch.linalg.solve_triangular(old, across, upper=False).mT
-    own = _gram(recipe, kernel, k[:, :, b], k[:, :, b], scale[:, :, b], scale[:, :, b])
-    corner = _factor(own - X @ X.mT, recipe)
+    gram = _gram(recipe, kernel, k[:, :, b], k[:, :, b], scale[:, :, b], scale[:, :, b])
+    corner = _factor(gram - X @ X.mT, recipe)
     fresh = torch.linalg.solve_triangular(corner, right[:, :, b] - X @ done, upper=False)
     above = torch.cat([old, torch.zeros_like(X.mT)], dim=-1)
     factor = torch.cat([above, torch.cat([X, corner], dim=-1)], dim=-2)
@@ -102,12 +103,12 @@ def _solve(
 
 
 def _owner(problem: Problem) -> str:
-    """Entry of a cache whose factor is this recipe's: another's kernel or ridge has another."""
+    """Return the cache key that identifies the recipe of a factor."""
     return f"of {problem.bound.fingerprint}"
 
 
 def _scales(recipe: Recipe, visible: VisibleAssociations) -> Tensor:
-    """√w ``[B, H, n]``; 0 where a slot holds nothing."""
+    """Return √w ``[B, H, n]``, 0 for empty slots."""
     weights = recipe.context.over(visible)
     real = visible.valid[:, None].to(visible.q.dtype)
     if weights is None or weights.key_part is None:
@@ -124,7 +125,7 @@ def _gram(
     others: Tensor,
     ridge: float | None = None,
 ) -> Tensor:
-    """S κ S, and the ridge on the diagonal of what meets itself."""
+    """Return S κ S plus the ridge on the diagonal."""
     gram = scale.unsqueeze(-1) * kernel.kappa(k, other) * others.unsqueeze(-2)
     ridge = recipe.ridge if ridge is None else ridge
     if ridge == 0:
@@ -133,13 +134,13 @@ def _gram(
 
 
 def _factor(A: Tensor, recipe: Recipe) -> Tensor:
-    """The Cholesky factor.
+    """Return the Cholesky factor.
 
     Raises:
         ValueError: A is not positive definite in this precision.
     """
     factor, info = torch.linalg.cholesky_ex(A)
-    if not can_read_values(A):  # no error can be raised: undetermined entries become NaN
+    if not can_read_values(A):  # undetermined entries become NaN instead of an error
         return factor.masked_fill((info > 0)[..., None, None], torch.nan)
     if not bool(info.any()):
         return factor
@@ -148,7 +149,7 @@ def _factor(A: Tensor, recipe: Recipe) -> Tensor:
             f"kernel regression: the Gram matrix with a ridge of {recipe.ridge:g} is not positive "
             f"definite in {A.dtype}: use a larger ridge in algorithm.Analytic, or float64"
         )
-    return torch.full_like(A, torch.nan)  # what went in comes out, and is traced
+    return torch.full_like(A, torch.nan)  # propagate NaN of the inputs
 
 
 def _outputs(
@@ -165,8 +166,8 @@ def _outputs(
         q = visible.q[:, queries].permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, C G, K]
         like = scale[:, :, keys, None] * kernel.kappa(k[:, :, keys], q)  # [B, H, m, C G]
         like = torch.linalg.solve_triangular(factor[:, :, keys, keys], like, upper=False)
-        # One solve for the piece's last query serves all: each reads its own rows of it.
-        mask = seen_or_all(visible, queries, keys, None)  # [B, C, m]
+        # A single solve serves all queries of the piece, each with a mask of its visible rows.
+        mask = strict_visibility_mask(visible, queries, keys, None)  # [B, C, m]
         mask = mask.mT[:, None, :, :, None].expand(-1, -1, -1, -1, G).flatten(3, 4)
         y = like.masked_fill(~mask, 0.0).mT @ solved[:, :, keys]
         return y.unflatten(2, (-1, G))

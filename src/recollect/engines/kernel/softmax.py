@@ -1,7 +1,7 @@
-"""The platform's softmax attention, and one token of it where that is all a recipe is.
+"""Softmax attention of the platform, and a short path for one token of plain softmax attention.
 
-What lies between a caller and an engine (constants, names, sizes, weights of a context that has
-none) takes as long as attention to a few hundred tokens.
+The short path skips the preparation of a general call: constants, names, sizes, context weights.
+This preparation takes as long as attention to a few hundred tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["is_mean", "plain_scale", "sdpa", "token"]
 
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels for one query. cuDNN plans its kernel anew for each number of keys: 36 ms a token on an
-H200, where the flash kernel takes 0.08 ms (``results/gpu``)."""
+"""Kernels for one query. cuDNN plans its kernel again for each number of keys, which is slow
+(``results/gpu``)."""
 
 
 def is_mean(recipe: Recipe) -> bool:
-    """Whether values are averaged: the error sees what is predicted."""
+    """Return whether values are averaged: the error depends on the prediction."""
     return recipe.bias.is_affine and recipe.bias.sees_prediction
 
 
@@ -44,21 +44,23 @@ def sdpa(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """The platform's attention of ``[B, heads, T, ·]``, differentiated once.
+    """Return the platform's attention of ``[B, heads, T, ·]``, differentiable once.
 
     Args:
-        q, k, v: heads of q may be a multiple of theirs.
-        scale: of the logits.
-        mask: added to them.
+        q: queries. Their number of heads may be a multiple of the heads of k and v.
+        k: keys.
+        v: values.
+        scale: scale of the logits.
+        mask: Boolean mask, or bias of the logits.
         is_causal: whether later keys are hidden.
     """
     bias: Sequence[Tensor] = ()
     if torch.is_grad_enabled():
-        given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
+        inputs = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
         q, k, v, *bias = mark_once_differentiable(
-            "softmax attention by the platform (engine kernel)", *given
+            "softmax attention by the platform (engine kernel)", *inputs
         )
-    # A branch, because sizes of a compiled call may be symbols, which the platform does not take.
+    # A branch, because the platform does not accept symbolic sizes of a compiled call.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     one_query = q.device.type == "cuda" and q.shape[2] == 1 and mask is None
     kernels = _enabled_without_cudnn() if one_query else []
@@ -75,7 +77,7 @@ def sdpa(
 
 
 def _enabled_without_cudnn() -> list[SDPBackend]:
-    """Return the enabled kernels for one query; none if the caller has enabled only cuDNN's."""
+    """Return the enabled kernels for one query. The list is empty if only cuDNN is enabled."""
     if torch.compiler.is_compiling():  # a compiler does not trace the switches
         return _WITHOUT_CUDNN
     switches = torch.backends.cuda
@@ -88,9 +90,9 @@ def _enabled_without_cudnn() -> list[SDPBackend]:
 
 
 def plain_scale(bound: BoundRecipe) -> float | None:
-    """Scale of the logits where softmax attention to all of the past is all there is of a recipe.
+    """Return the scale of the logits if a recipe is plain softmax attention, else ``None``.
 
-    Then one token needs no more than its key and value beside the others (`token`).
+    One token of such a recipe only appends its key and value (`token`).
     """
     recipe, kernel = bound.recipe, bound.recipe.context.kernel
     if recipe.memory.degree != 0 or not is_mean(recipe) or kernel is None or bound.K != bound.V:
@@ -103,24 +105,26 @@ def plain_scale(bound: BoundRecipe) -> float | None:
 
 
 def token(
-    q: Tensor, k: Tensor, v: Tensor, state: State, *, scale: float, written: str
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, scale: float, recipe_id: str
 ) -> tuple[Tensor, State] | None:
-    """One token of plain softmax attention; ``None`` where a row has empty slots.
+    """Run one token of plain softmax attention, or return ``None`` if slots are empty.
 
     Args:
-        q, k, v: ``[B, 1, H·G, K]``, ``[B, 1, H, K]``, ``[B, 1, H, V]``.
-        state: before the token.
-        scale: of the logits.
-        written: what a state of this recipe is known by.
+        q: query ``[B, 1, H·G, K]``.
+        k: key ``[B, 1, H, K]``.
+        v: value ``[B, 1, H, V]``.
+        state: state before the token.
+        scale: scale of the logits.
+        recipe_id: identifier of the recipe in its states.
     """
     old = state.buffer
     if old is None or not (q.dtype == k.dtype == v.dtype == old.k.dtype == old.v.dtype):
         return None
-    # A buffer of as many slots as rows have seen tokens has no empty one.
+    # A buffer with one slot per token has no empty slot.
     if state.host_position != old.k.shape[1] and not (can_read_values(k) and bool(old.mask.all())):
         return None
     keys, stored = torch.cat([old.k, k], dim=1), torch.cat([old.v, v], dim=1)
     y = sdpa(q.transpose(1, 2), keys.transpose(1, 2), stored.transpose(1, 2), scale=scale)
-    there = torch.cat([old.mask, old.mask.new_ones(k.shape[0], 1)], dim=1)
-    buffer = Buffer(k=keys, v=stored, rates={}, mask=there)
-    return y.transpose(1, 2), state.replace(buffer=buffer, recipe_id=written)
+    mask = torch.cat([old.mask, old.mask.new_ones(k.shape[0], 1)], dim=1)
+    buffer = Buffer(k=keys, v=stored, rates={}, mask=mask)
+    return y.transpose(1, 2), state.replace(buffer=buffer, recipe_id=recipe_id)

@@ -1,4 +1,4 @@
-"""Engine ``least_squares``: the exact minimum over all of the past, at every token."""
+"""Engine ``least_squares``: exact minimum over all of the past at every token."""
 
 from recollect.engines.least_squares.cost import flops, reading
 from recollect.engines.least_squares.engine import describes, needs_digits, refuses, run

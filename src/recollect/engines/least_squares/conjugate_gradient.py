@@ -1,8 +1,9 @@
 """Conjugate gradients over all prefixes at once: constant ridges, approximations of the inverse.
 
-Every product with the Gram matrices D_t of all prefixes is one gated linear attention, so that
-conjugate gradients solve the T systems (D_t + λ) z_t = q_t side by side in O(T·C·F) memory, and
-y_t = W_0 q_t + E_t z_t is another. Backward is the implicit function's: one more solve.
+A product with the Gram matrices D_t of all prefixes is one gated linear attention. Conjugate
+gradients therefore solve the T systems (D_t + λ) z_t = q_t in parallel, in O(T·C·F) memory. One
+more attention gives y_t = W_0 q_t + E_t z_t. The backward pass solves the systems once more, by the
+implicit function theorem.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.runtime import has_data
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.ridge import association, ridge_of
+from recollect.engines.common.ridge import initial_ridge, weighted_associations
 from recollect.engines.linear.chunked import chunked
 from recollect.engines.linear.inputs import LinearProblem
 
 if TYPE_CHECKING:
     from recollect.choices.algorithm.base import Inverse
 
-__all__ = ["ConvergenceWarning", "SolverReport", "approximate", "how", "record_solver"]
+__all__ = ["ConvergenceWarning", "SolverReport", "approximate", "describe_inverse", "record_solver"]
 
 
 class ConvergenceWarning(UserWarning):
-    """Conjugate gradients stopped at their limit before they reached their tolerance.
+    """Warning that conjugate gradients reached the iteration limit before the tolerance.
 
     Examples:
         >>> import warnings
@@ -48,12 +49,14 @@ class ConvergenceWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class SolverReport:
-    """What one batch of systems took.
+    """Iterations and residuals of one batch of systems.
 
     Attributes:
-        systems: how many there were. iterations: of all of them together.
-        residual: the largest ‖(D + λ)z − q‖ / ‖q‖ at the end. tolerance: the one it should reach.
-        unsolved: how many systems were above it.
+        systems: number of systems.
+        iterations: number of iterations of the batch.
+        residual: largest ‖(D + λ)z − q‖ / ‖q‖ at the end.
+        tolerance: requested relative residual.
+        unsolved: number of systems with a larger residual.
 
     Examples:
         >>> layer = rc.zoo.get("mesa_net").build(d_model=8, num_heads=1)
@@ -78,31 +81,32 @@ class SolverReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Watch:
-    """Limits of solvers, and what they reported."""
+class _Recorder:
+    """Limits of solvers, and their reports."""
 
     tolerance: float | None = None
     limit: int | None = None
     reports: list[SolverReport] = field(default_factory=list[SolverReport])
 
 
-_WATCHED: ContextVar[_Watch | None] = ContextVar("recollect_solves", default=None)
+_RECORDER: ContextVar[_Recorder | None] = ContextVar("recollect_solves", default=None)
 
 
 @contextlib.contextmanager
 def record_solver(
     *, tolerance: float | None = None, limit: int | None = None
 ) -> Generator[list[SolverReport]]:
-    """Set how far iterative solvers go inside the ``with`` block, and collect what they report.
+    """Set limits of iterative solvers inside the ``with`` block, and collect their reports.
 
     Args:
-        tolerance: relative residual, in (0, 1), at which a system is solved; 1e-5 in float32 and
-            1e-12 in float64 if omitted.
-        limit: most iterations, at least 1; twice the number of features if omitted. Beyond it they
-            stop with a `ConvergenceWarning`. Backward passes go as far as their forward pass.
+        tolerance: relative residual, in (0, 1), at which a system is solved. Defaults to 1e-5 in
+            float32 and 1e-12 in float64.
+        limit: largest number of iterations, at least 1. Defaults to twice the number of features.
+            At the limit solvers stop with a `ConvergenceWarning`. A backward pass uses the
+            settings of its forward pass.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: If ``tolerance`` or ``limit`` is out of range.
 
     Examples:
         >>> layer = rc.zoo.get("mesa_net").build(d_model=8, num_heads=1)
@@ -116,16 +120,16 @@ def record_solver(
         raise ValueError(f"record_solver(tolerance=...) must be in (0, 1), not {tolerance!r}")
     if limit is not None and limit < 1:
         raise ValueError(f"record_solver(limit=...) must be at least 1, not {limit!r}")
-    watch = _Watch(tolerance=tolerance, limit=limit)
-    token = _WATCHED.set(watch)
+    recorder = _Recorder(tolerance=tolerance, limit=limit)
+    token = _RECORDER.set(recorder)
     try:
-        yield watch.reports
+        yield recorder.reports
     finally:
-        _WATCHED.reset(token)
+        _RECORDER.reset(token)
 
 
-def how(inverse: Inverse) -> str:
-    """How it is run, in a few words."""
+def describe_inverse(inverse: Inverse) -> str:
+    """Return a short description of the method for an inverse."""
     if inverse.kind == "exact":
         return "conjugate gradients on gated linear attention"
     return {
@@ -136,71 +140,76 @@ def how(inverse: Inverse) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Past:
-    """All prefixes: lifted keys, weights, decays, and what was there before."""
+class _PrefixSystems:
+    """Systems of all prefixes: features of keys, weights, decays, and the initial Gram matrix."""
 
     k: Tensor  # [B, T, H, F]
     weight: Tensor  # [B, T, H]
-    logs: Tensor | None  # [B, T, H]
+    log_decay: Tensor | None  # [B, T, H]
     gram: Tensor  # [B, H, F, F]
     ridge: Tensor  # [B, H, F]
-    live: Tensor | None
-    chunk: int | None
+    token_mask: Tensor | None
+    chunk_size: int | None
 
     def read(self, q: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_{i≤t} γ w v_i (k_i·q_t) and the memory after all tokens."""
+        """Return Σ_{i≤t} γ w v_i (k_i·q_t) and the memory after all tokens."""
         products = LinearProblem(
             q=q,
             k=self.k,
             v=v,
             lr=self.weight,
             affine=(0.0, 1.0),
-            log_decay=self.logs,
+            log_decay=self.log_decay,
             A0=start.to(v.dtype),
-            live=self.live,
-            chunk_size=self.chunk,
+            token_mask=self.token_mask,
+            chunk_size=self.chunk_size,
         )
         return chunked(products)[:2]
 
     def system(self, z: Tensor) -> Tensor:
-        """(D_t + λ) z_t, ``[B, T, H, G, F]``."""
+        """Return (D_t + λ) z_t, ``[B, T, H, G, F]``."""
         return self.read(z, self.k, self.gram)[0] + self.ridge[:, None, :, None] * z
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        """What the systems depend on."""
+        """Return the tensors that define the systems."""
         inputs = (self.k, self.weight, self.gram, self.ridge)
-        return inputs if self.logs is None else (*inputs, self.logs)
+        return inputs if self.log_decay is None else (*inputs, self.log_decay)
 
-    def put(self, inputs: tuple[Tensor, ...]) -> _Past:
-        """Others in the order of `differentiable`."""
-        k, weight, gram, ridge, *logs = inputs
+    def with_tensors(self, inputs: tuple[Tensor, ...]) -> _PrefixSystems:
+        """Replace the tensors of `differentiable`."""
+        k, weight, gram, ridge, *log_decay = inputs
         return replace(
-            self, k=k, weight=weight, gram=gram, ridge=ridge, logs=logs[0] if logs else None
+            self,
+            k=k,
+            weight=weight,
+            gram=gram,
+            ridge=ridge,
+            log_decay=log_decay[0] if log_decay else None,
         )
 
 
 def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Outputs, the memory and the statistics after all tokens."""
+    """Return outputs, the memory and the statistics after all tokens."""
     recipe, state = problem.recipe, problem.state
     inverse = recipe.algorithm.inverse
     assert inverse is not None
     kind = inverse.kind
     position = problem.positions()
-    k, v, weight = association(problem, position)
+    k, v, weight = weighted_associations(problem, position)
     q = problem.phi(problem.q, "query", position)
     A = state.weights[0]
-    fresh = (state.position == 0)[:, None, None, None]
-    origin = torch.where(fresh, A, state.algorithm_state["origin"][0])
-    ridge = ridge_of(problem.rates, k.shape[-1])
+    is_new = (state.position == 0)[:, None, None, None]
+    origin = torch.where(is_new, A, state.algorithm_state["origin"][0])
+    ridge = initial_ridge(problem.rates, k.shape[-1])
     gram = state.algorithm_state["gram"][0] if "gram" in state.algorithm_state else None
-    past = _Past(
+    systems = _PrefixSystems(
         k=k,
         weight=weight,
-        logs=problem.rates["log_decay"] if recipe.context.has_decay else None,
+        log_decay=problem.rates["log_decay"] if recipe.context.has_decay else None,
         gram=k.new_zeros(*ridge.shape, k.shape[-1]) if gram is None or gram.dim() < 4 else gram,
         ridge=ridge,
-        live=problem.token_mask,
-        chunk=problem.chunk_size,
+        token_mask=problem.token_mask,
+        chunk_size=problem.chunk_size,
     )
     slots = {"origin": origin}
     if kind == "identity":
@@ -208,92 +217,98 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     elif kind == "diagonal":
         assert gram is not None
         ones = torch.ones_like(q[..., :1])
-        unit = replace(past, k=torch.ones_like(k[..., :1]))
-        diagonal, end = unit.read(ones, k.square(), gram.unsqueeze(-1))
+        unit = replace(systems, k=torch.ones_like(k[..., :1]))
+        diagonal, diagonal_end = unit.read(ones, k.square(), gram.unsqueeze(-1))
         z = q / (diagonal + ridge[:, None, :, None]).pow(inverse.power)
-        slots["gram"] = end.squeeze(-1)
+        slots["gram"] = diagonal_end.squeeze(-1)
     else:
-        slots["gram"] = past.read(q[:, :, :, :1], k, past.gram)[1]
-        z = _solved(inverse, past, q)
-    # What the initial memory does not explain is what is learned.
-    rest = v - torch.einsum("bhvf,bthf->bthv", origin, k)
-    y, E = past.read(z, rest, A - origin)
+        slots["gram"] = systems.read(q[:, :, :, :1], k, systems.gram)[1]
+        z = _apply_inverse(inverse, systems, q)
+    # Learn the residual of the initial memory.
+    residual = v - torch.einsum("bhvf,bthf->bthv", origin, k)
+    y, E = systems.read(z, residual, A - origin)
     y = y + torch.einsum("bhvf,bthgf->bthgv", origin, q)
     if problem.token_mask is not None:
         y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return y, origin + E, slots
 
 
-def _solved(inverse: Inverse, past: _Past, q: Tensor) -> Tensor:
-    """B_t q_t for rules that need the whole Gram matrix."""
+def _apply_inverse(inverse: Inverse, systems: _PrefixSystems, q: Tensor) -> Tensor:
+    """Apply the inverse to queries, for kinds that need the full Gram matrix."""
     if inverse.kind == "spectral":
-        return _spectral(past, q, inverse.power)
+        return _spectral(systems, q, inverse.power)
     if inverse.kind == "conjugate_gradient":
-        return _steps(past.system, q, inverse.steps)
+        return _cg_fixed_steps(systems.system, q, inverse.steps)
     eps = torch.finfo(q.dtype).eps
-    watch = _WATCHED.get() or _Watch()
-    tolerance = watch.tolerance or (1e-5 if eps > 1e-10 else 1e-12)
-    limit = watch.limit or 2 * q.shape[-1]
-    inputs = past.differentiable()
+    recorder = _RECORDER.get() or _Recorder()
+    tolerance = recorder.tolerance or (1e-5 if eps > 1e-10 else 1e-12)
+    limit = recorder.limit or 2 * q.shape[-1]
+    inputs = systems.differentiable()
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs)):
-        return _Solve.apply(past, tolerance, limit, q, *inputs)
-    return _solve(past.system, q, tolerance, limit)
+        return _Solve.apply(systems, tolerance, limit, q, *inputs)
+    return _cg_to_tolerance(systems.system, q, tolerance, limit)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1, keepdim=True)
 
 
-def _over(x: Tensor, y: Tensor) -> Tensor:
-    """x/y, 0 where y is not positive."""
+def _safe_divide(x: Tensor, y: Tensor) -> Tensor:
+    """Return x/y, or 0 if y is not positive."""
     positive = y > 0
     return torch.where(positive, x / torch.where(positive, y, 1.0), 0.0)
 
 
-def _steps(system: Callable[[Tensor], Tensor], q: Tensor, steps: int) -> Tensor:
-    """z after so many conjugate-gradient steps from 0; differentiable through each."""
+def _cg_fixed_steps(system: Callable[[Tensor], Tensor], q: Tensor, steps: int) -> Tensor:
+    """Run a fixed number of conjugate-gradient steps from 0, differentiable through each."""
     z, r, p = torch.zeros_like(q), q, q
     size = _dot(r, r)
-    for left in reversed(range(steps)):
+    for remaining in reversed(range(steps)):
         product = system(p)
-        alpha = _over(size, _dot(p, product))
+        alpha = _safe_divide(size, _dot(p, product))
         z = z + alpha * p
-        if left:
+        if remaining:
             r = r - alpha * product
-            after = _dot(r, r)
-            p = r + _over(after, size) * p
-            size = after
+            new_size = _dot(r, r)
+            p = r + _safe_divide(new_size, size) * p
+            size = new_size
     return z
 
 
-def _solve(system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limit: int) -> Tensor:
-    """z with ‖system(z) − q‖ ≤ tolerance ‖q‖ for every token, as far as the limit allows."""
-    if not has_data(q):  # whether more steps are needed is in the numbers; the shape is not
+def _cg_to_tolerance(
+    system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limit: int
+) -> Tensor:
+    """Iterate until ‖system(z) − q‖ ≤ tolerance ‖q‖ for every token, or to the limit."""
+    if not has_data(q):  # without data only the shape matters
         return system(q)
     z, r, p = torch.zeros_like(q), q.clone(), q.clone()
     size = _dot(r, r)
-    enough = tolerance**2 * size
-    count, open_ = 0, size > enough
-    while count < limit and bool(open_.any()):
+    threshold = tolerance**2 * size
+    count, unsolved = 0, size > threshold
+    while count < limit and bool(unsolved.any()):
         product = system(p)
-        alpha = torch.where(open_, _over(size, _dot(p, product)), 0.0)
+        alpha = torch.where(unsolved, _safe_divide(size, _dot(p, product)), 0.0)
         z.addcmul_(alpha, p)
         r.addcmul_(alpha, product, value=-1)
-        after = _dot(r, r)
-        p = torch.addcmul(r, torch.where(open_, _over(after, size), 0.0), p)
-        size, count = after, count + 1
-        open_ = size > enough
-    _report(size, enough, tolerance, count, limit)
+        new_size = _dot(r, r)
+        p = torch.addcmul(r, torch.where(unsolved, _safe_divide(new_size, size), 0.0), p)
+        size, count = new_size, count + 1
+        unsolved = size > threshold
+    _report(size, threshold, tolerance, count, limit)
     return z
 
 
-def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: int) -> None:
-    # Before the limit the loop ends because every system is solved.
-    unsolved = 0 if count < limit else int((size > enough).sum())
-    watch = _WATCHED.get()
-    if watch is None and not unsolved:
+def _report(size: Tensor, threshold: Tensor, tolerance: float, count: int, limit: int) -> None:
+    # The loop ends before the limit only if every system is solved.
+    unsolved = 0 if count < limit else int((size > threshold).sum())
+    recorder = _RECORDER.get()
+    if recorder is None and not unsolved:
         return
-    ratio = _over(size, enough).sqrt().max() * tolerance if size.numel() else size.new_zeros(())
+    ratio = (
+        _safe_divide(size, threshold).sqrt().max() * tolerance
+        if size.numel()
+        else size.new_zeros(())
+    )
     report = SolverReport(
         systems=size.numel(),
         iterations=count,
@@ -301,16 +316,15 @@ def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: i
         tolerance=tolerance,
         unsolved=unsolved,
     )
-    if watch is not None:
-        watch.reports.append(report)
+    if recorder is not None:
+        recorder.reports.append(report)
     if unsolved:
         warnings.warn(
             "conjugate gradients of algorithm.LeastSquares(ridge_schedule='constant') stopped "
             f"after {count} iterations (limit {limit}) with {unsolved} of {report.systems} systems "
-            "above the "
-            f"tolerance, relative residual {report.residual:.1e}: raise the ridge, or limit or "
-            "tolerance in rc.record_solver(), or use ridge_schedule='refreshed', which needs no "
-            "iterations",
+            f"above the tolerance, relative residual {report.residual:.1e}: raise the ridge, or "
+            "limit or tolerance in rc.record_solver(), or use ridge_schedule='refreshed', which "
+            "needs no iterations",
             ConvergenceWarning,
             stacklevel=2,
         )
@@ -319,15 +333,16 @@ def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: i
 class _Solve(CustomFunction):
     """z = (D + λ)⁻¹ q for all prefixes; backward by the implicit function theorem.
 
-    With u = (D + λ)⁻¹ z̄: q̄ = u, and the systems' inputs get the gradient of −⟨u, (D + λ) z⟩.
+    With u = (D + λ)⁻¹ z̄, q̄ = u. Inputs of the systems receive the gradient of −⟨u, (D + λ) z⟩.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, past: _Past, tolerance: float, limit: int, q: Tensor, *inputs: Tensor
+        ctx: Any, systems: _PrefixSystems, tolerance: float, limit: int, q: Tensor, *inputs: Tensor
     ) -> Tensor:
-        z = _solve(past.system, q, tolerance, limit)
-        ctx.past, ctx.limits = past.put(tuple(x.detach() for x in inputs)), (tolerance, limit)
+        z = _cg_to_tolerance(systems.system, q, tolerance, limit)
+        ctx.systems = systems.with_tensors(tuple(x.detach() for x in inputs))
+        ctx.limits = (tolerance, limit)
         ctx.save_for_backward(z, *inputs)
         return z
 
@@ -335,34 +350,36 @@ class _Solve(CustomFunction):
     @once_differentiable("a constant ridge solved by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = saved
-        u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.limits)
+        u = _cg_to_tolerance(ctx.systems.system, grads[0].contiguous(), *ctx.limits)
         needs = ctx.needs_input_grad[4:]
-        leaves = tuple(x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True))
-        wanted = [x for x in leaves if x.requires_grad]
-        slopes: Iterator[Tensor | None] = iter(())
-        if wanted:
+        leaves = tuple(
+            x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)
+        )
+        inputs_with_grad = [x for x in leaves if x.requires_grad]
+        grads_iter: Iterator[Tensor | None] = iter(())
+        if inputs_with_grad:
             with torch.enable_grad():
-                product = ctx.past.put(leaves).system(z.detach())
-            slopes = iter(torch.autograd.grad(product, wanted, -u, allow_unused=True))
-        return None, None, None, u, *(next(slopes) if n else None for n in needs)
+                product = ctx.systems.with_tensors(leaves).system(z.detach())
+            grads_iter = iter(torch.autograd.grad(product, inputs_with_grad, -u, allow_unused=True))
+        return None, None, None, u, *(next(grads_iter) if need else None for need in needs)
 
 
-def _spectral(past: _Past, q: Tensor, power: float) -> Tensor:
-    """(D_t + λ)^(−p) q_t, blocks of tokens at a time."""
-    block, gram = 64, past.gram
+def _spectral(systems: _PrefixSystems, q: Tensor, power: float) -> Tensor:
+    """Return (D_t + λ)^(−p) q_t, by blocks of tokens."""
+    block, gram = 64, systems.gram
     outputs: list[Tensor] = []
-    ridge = torch.diag_embed(past.ridge).unsqueeze(1)
+    ridge = torch.diag_embed(systems.ridge).unsqueeze(1)
     for start in range(0, q.shape[1], block):
         grams: list[Tensor] = []
         for t in range(start, min(start + block, q.shape[1])):
-            k, w = past.k[:, t], past.weight[:, t, :, None, None]
-            if past.live is not None:
-                w = torch.where(past.live[:, t, None, None, None], w, 0.0)
+            k, w = systems.k[:, t], systems.weight[:, t, :, None, None]
+            if systems.token_mask is not None:
+                w = torch.where(systems.token_mask[:, t, None, None, None], w, 0.0)
             decayed = gram
-            if past.logs is not None:
-                log = past.logs[:, t, :, None, None]
-                if past.live is not None:
-                    log = torch.where(past.live[:, t, None, None, None], log, 0.0)
+            if systems.log_decay is not None:
+                log = systems.log_decay[:, t, :, None, None]
+                if systems.token_mask is not None:
+                    log = torch.where(systems.token_mask[:, t, None, None, None], log, 0.0)
                 decayed = gram * log.exp()
             gram = decayed + w * k.unsqueeze(-1) * k.unsqueeze(-2)
             grams.append(gram)

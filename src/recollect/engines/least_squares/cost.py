@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.linear.cost import simple_chunk_flops
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 STEP_SECONDS = 1e-5
-"""As `Counted.step_seconds`: a chunk of the recursion, or of one product with the systems."""
+"""`Counted.step_seconds` of a chunk of the recursion, or of one product with the systems."""
 
 
-def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """Operations of one call, by the recursion or by conjugate gradients; F³/3 for a factor."""
+def flops(recipe: Recipe, s: Sizes) -> FlopCount:
+    """Count the operations of one call; a factorization counts as F³/3."""
     algorithm, F, V, H, T, G = recipe.algorithm, s.F, s.V, s.H, s.T, s.G
     read, write = 2 * G * F * V, 2 * F * V
     inverse = algorithm.inverse
@@ -35,7 +35,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
             border = 2 * F**3 + 2 * F * F * V
             chunk["borders"] = border * C // refresh_every + 2 * C * F * F + 2 * C * C * (F + V)
         step = (4 * F * F + 2 * F * F + 2 * write + read) * H
-        return Counted(
+        return FlopCount(
             forward={name: n * N * H for name, n in chunk.items()},
             decode=step,
             steps=N,
@@ -43,8 +43,8 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
             states=N,
         )
     kind = "" if inverse.kind == "exact" else inverse.kind
-    attend = simple_chunk_flops(F, V, 64, 64 * G, sees=False)
-    product = sum(simple_chunk_flops(F, F, 64, 64 * G, sees=False).values())
+    attend = simple_chunk_flops(F, V, 64, 64 * G, has_error=False)
+    product = sum(simple_chunk_flops(F, F, 64, 64 * G, has_error=False).values())
     N = -(-T // 64) if T else 0
     parts = {"read": sum(attend.values()) * N * H}
     notes: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     if kind == "spectral":
         parts["eigenvectors"] = 10 * F**3 * T * H
         step += 10 * F**3
-        steps = T  # the Gram matrix of every token is made of the one before
+        steps = T  # each Gram matrix depends on the previous one
     elif kind == "conjugate_gradient" or not kind:
         count = inverse.steps if kind else 30
         parts["products"] = product * N * H * count
@@ -60,7 +60,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         steps *= 1 + count
         if not kind:
             notes = ("counted as 30 iterations; they stop at the tolerance (rc.record_solver)",)
-    return Counted(
+    return FlopCount(
         forward=parts,
         decode=step * H,
         steps=steps,
@@ -71,20 +71,20 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
 
 
 def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
-    """FLOPs of queries that read and write nothing; where no map is kept, it is solved for first.
+    """Count FLOPs of reads without writes, including the solve if no map is stored.
 
     Args:
-        recipe: of least squares over all of the past.
+        recipe: recipe with least squares over all of the past.
         s: sizes.
-        queries: per row and query head.
+        queries: number of queries per batch element and query head.
     """
     inverse, F, V = recipe.algorithm.inverse, s.F, s.V
     assert inverse is not None  # least_squares.refuses
-    each, once = 2 * s.G * F * V, 0
+    per_query, shared = 2 * s.G * F * V, 0
     if inverse.kind == "exact" and not inverse.is_recursive:
-        once = 2 * F**3 // 3 + 2 * F * F * V  # one factor for all queries
+        shared = 2 * F**3 // 3 + 2 * F * F * V  # one factor for all queries
     elif inverse.kind == "spectral":
-        each += 10 * F**3
+        per_query += 10 * F**3
     elif inverse.kind == "conjugate_gradient":
-        each += 2 * F * F * s.G * inverse.steps
-    return (each * queries + once) * s.H
+        per_query += 2 * F * F * s.G * inverse.steps
+    return (per_query * queries + shared) * s.H

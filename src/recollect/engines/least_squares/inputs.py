@@ -1,4 +1,4 @@
-"""The numbers of recursive least squares: tokens, the ridge, and statistics of the past."""
+"""Inputs of recursive least squares: tokens, the ridge, and statistics of the past."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.ridge import association, ridge_of
+from recollect.engines.common.ridge import initial_ridge, weighted_associations
 
 __all__ = ["RidgeProblem", "RidgeState", "ridge_problem"]
 
 
 @dataclass(frozen=True)
 class RidgeState:
-    """Where the recursion stands between two tokens.
+    """State of the recursion between two tokens.
 
     Attributes:
         M: Wᵀ ``[B, H, F, V]``.
-        D: the data's Gram matrix ``[B, H, F, F]``.
-        kappa: what is left of the ridge, κ = ρ/λ, ``[B, H]``.
-        inverse: P = (D + κλ)⁻¹; a gradient goes through D and κ instead.
+        D: Gram matrix of the data ``[B, H, F, F]``.
+        kappa: remaining fraction of the ridge, κ = ρ/λ, ``[B, H]``.
+        inverse: P = (D + κλ)⁻¹; gradients flow through D and κ instead.
     """
 
     M: Tensor
@@ -31,12 +31,12 @@ class RidgeState:
     inverse: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All of them in the order of the fields."""
+        """Return the tensors in field order."""
         return self.M, self.D, self.kappa, self.inverse
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> RidgeState:
-        """The same with a function of every tensor."""
-        return RidgeState(*map(function, self.tensors()))
+    def map(self, fn: Callable[[Tensor], Tensor]) -> RidgeState:
+        """Apply a function to every tensor."""
+        return RidgeState(*map(fn, self.tensors()))
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class RidgeProblem:
 
     Attributes:
         q: ``[B, S, H, G, F]``. k, v: ``[B, S, H, F]``, ``[B, S, H, V]``, times the root of their
-            weights; zero where nothing is written, with log_decay ``[B, S, H]`` zero there.
+            weights. Masked tokens have zero keys, values and log_decay ``[B, S, H]``.
         ridge: λ ``[B, H, F]``. origin: W₀ᵀ ``[B, H, F, V]``.
-        state: before the first token.
+        state: state before the first token.
     """
 
     q: Tensor
@@ -59,72 +59,69 @@ class RidgeProblem:
     state: RidgeState
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them in the order of the fields, the state's last."""
+        """Return the tensors in field order, those of the state last."""
         tokens = (self.q, self.k, self.v, self.log_decay)
         return *tokens, self.ridge, self.origin, *self.state.tensors()
 
     @classmethod
     def rebuild(cls, tensors: tuple[Tensor, ...]) -> RidgeProblem:
-        """The way back from `tensors`."""
+        """Invert `tensors`."""
         return cls(*tensors[:6], state=RidgeState(*tensors[6:]))
 
     def wants_gradient(self) -> bool:
-        """Whether anybody can ask for an outer gradient."""
+        """Whether an outer gradient may be requested."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors())
 
     def to(self, dtype: torch.dtype) -> RidgeProblem:
-        """The same in another dtype."""
+        """Convert every tensor to a dtype."""
         return self.rebuild(tuple([x.to(dtype) for x in self.tensors()]))
 
-    def tokens(self, function: Callable[[Tensor], Tensor]) -> RidgeProblem:
-        """The same with a function of what each token brings."""
-        q, k, v, log_decay = map(function, (self.q, self.k, self.v, self.log_decay))
+    def tokens(self, fn: Callable[[Tensor], Tensor]) -> RidgeProblem:
+        """Apply a function to every per-token tensor."""
+        q, k, v, log_decay = map(fn, (self.q, self.k, self.v, self.log_decay))
         return replace(self, q=q, k=k, v=v, log_decay=log_decay)
 
-    def restarted(self, anew: Tensor) -> RidgeProblem:
-        """The same where memories start anew at tokens ``[B, T, H]``: theirs decay by nothing.
-
-        What starts anew with the first token has D = 0, ρ = λ and W = W₀ before it.
-        """
-        state, first = self.state, anew[:, 0, :, None, None]
+    def with_resets(self, resets: Tensor) -> RidgeProblem:  # [B, T, H]
+        """Zero the log decay of resets, and reset the state before a first-token reset."""
+        state, first = self.state, resets[:, 0, :, None, None]
         start = RidgeState(
             M=torch.where(first, self.origin, state.M),
             D=torch.where(first, 0.0, state.D),
-            kappa=torch.where(anew[:, 0], 1.0, state.kappa),
+            kappa=torch.where(resets[:, 0], 1.0, state.kappa),
             inverse=torch.where(first, torch.diag_embed(1 / self.ridge), state.inverse),
         )
-        return replace(self, log_decay=torch.where(anew, 0.0, self.log_decay), state=start)
+        return replace(self, log_decay=torch.where(resets, 0.0, self.log_decay), state=start)
 
 
 def ridge_problem(problem: Problem) -> RidgeProblem:
-    """Associations by the root of their weights, and the statistics that the state holds."""
+    """Scale associations by the root of their weights, and read the statistics of the state."""
     recipe, state = problem.recipe, problem.state
     position = problem.positions()
-    k, v, weight = association(problem, position)
+    k, v, weight = weighted_associations(problem, position)
     q = problem.phi(problem.q, "query", position)
-    logs, token_mask = problem.rates["log_decay"], problem.token_mask
+    log_decay, token_mask = problem.rates["log_decay"], problem.token_mask
     if recipe.context.has_weights or recipe.bias.affine != (1.0, 1.0):
-        # The root's slope at 0 is infinite, and nothing so small reaches a sum.
+        # Avoid the infinite slope of the root at 0; the added constant is negligible.
         root = (weight + 1e-20).sqrt().unsqueeze(-1)
         k, v = k * root, v * root
     if token_mask is not None:
-        real = token_mask[..., None, None]
-        k, v = torch.where(real, k, 0.0), torch.where(real, v, 0.0)
-        q = torch.where(real.unsqueeze(-1), q, 0.0)
-        logs = torch.where(token_mask[..., None], logs, 0.0)
-    ridge = ridge_of(problem.rates, k.shape[-1])
-    fresh, slots = (state.position == 0)[:, None, None, None], state.algorithm_state
+        mask = token_mask[..., None, None]
+        k, v = torch.where(mask, k, 0.0), torch.where(mask, v, 0.0)
+        q = torch.where(mask.unsqueeze(-1), q, 0.0)
+        log_decay = torch.where(token_mask[..., None], log_decay, 0.0)
+    ridge = initial_ridge(problem.rates, k.shape[-1])
+    is_new, slots = (state.position == 0)[:, None, None, None], state.algorithm_state
     return RidgeProblem(
         q=q,
         k=k,
         v=v,
-        log_decay=logs,
+        log_decay=log_decay,
         ridge=ridge,
-        origin=torch.where(fresh, state.weights[0], slots["origin"][0]).mT,
+        origin=torch.where(is_new, state.weights[0], slots["origin"][0]).mT,
         state=RidgeState(
             M=state.weights[0].mT,
             D=slots["gram"][0],
-            kappa=torch.where(fresh[..., 0, 0], 1.0, slots["kept"][0]),
-            inverse=torch.where(fresh, torch.diag_embed(1 / ridge), slots["inverse"][0]),
+            kappa=torch.where(is_new[..., 0, 0], 1.0, slots["kept"][0]),
+            inverse=torch.where(is_new, torch.diag_embed(1 / ridge), slots["inverse"][0]),
         ),
     )

@@ -1,4 +1,4 @@
-"""Recursive least squares over chunks: their systems and ridge borders; see the backward."""
+"""Forward pass of recursive least squares over chunks; equations in `recursion_backward`."""
 
 from __future__ import annotations
 
@@ -9,43 +9,50 @@ from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.choices.runtime import can_read_values
-from recollect.engines.common.linalg import bmm, plus
-from recollect.engines.common.resolution import loss, lost_within, resolved
+from recollect.engines.common.linalg import add_bmm_, bmm
+from recollect.engines.common.precision_checks import (
+    estimate_relative_error,
+    is_resolved,
+    per_token_relative_error,
+)
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
-from recollect.engines.least_squares.recursion_layout import Border, Layout, Parts, Saved, to_end
+from recollect.engines.least_squares.recursion_layout import (
+    Layout,
+    ResetSegments,
+    RidgeUpdate,
+    Saved,
+    decay_to_end,
+)
 
 __all__ = ["forward"]
 
 
-def _half(S: Tensor, out: Tensor) -> Tensor:
-    """L⁻¹ of positive definite ``S = L Lᵀ [N, F, F]``, written into zeros.
-
-    By blocks: for many small matrices at once, products are several times faster than LAPACK.
-    """
+def _inverse_cholesky_blocks(S: Tensor, out: Tensor) -> Tensor:  # [N, F, F]
+    """Write L⁻¹ of positive definite S = L Lᵀ into zeros, by blocks instead of LAPACK."""
     F = S.shape[-1]
     if F <= 16:
         L = torch.linalg.cholesky_ex(S)[0]
         eye = torch.eye(F, dtype=S.dtype, device=S.device)
         return out.copy_(torch.linalg.solve_triangular(L, eye.expand_as(S), upper=False))
     m = F // 2
-    above = _half(S[:, :m, :m], out[:, :m, :m])
-    across = torch.bmm(S[:, m:, :m], above.mT)
-    rest = torch.baddbmm(S[:, m:, m:], across, across.mT, alpha=-1)
-    below = _half(rest, out[:, m:, m:])
-    out[:, m:, :m] = torch.bmm(below, torch.bmm(across, above)).neg_()
+    top = _inverse_cholesky_blocks(S[:, :m, :m], out[:, :m, :m])
+    coupling = torch.bmm(S[:, m:, :m], top.mT)
+    schur = torch.baddbmm(S[:, m:, m:], coupling, coupling.mT, alpha=-1)
+    bottom = _inverse_cholesky_blocks(schur, out[:, m:, m:])
+    out[:, m:, :m] = torch.bmm(bottom, torch.bmm(coupling, top)).neg_()
     return out
 
 
-def _halves(S: Tensor) -> Tensor:
-    """`_half` of matrices with any leading axes."""
+def _inverse_cholesky(S: Tensor) -> Tensor:
+    """Return L⁻¹ of positive definite matrices S = L Lᵀ with any leading axes."""
     flat = S.flatten(0, -3)
-    return _half(flat, torch.zeros_like(flat)).view(S.shape)
+    return _inverse_cholesky_blocks(flat, torch.zeros_like(flat)).view(S.shape)
 
 
-def _inverse(system: Tensor) -> Tensor:
-    """The inverse of positive definite matrices."""
-    half = _halves(system).flatten(0, -3)
-    return torch.bmm(half.mT, half).view(system.shape)
+def _spd_inverse(system: Tensor) -> Tensor:
+    """Return the inverse of positive definite matrices."""
+    factor = _inverse_cholesky(system).flatten(0, -3)
+    return torch.bmm(factor.mT, factor).view(system.shape)
 
 
 # -- forward -------------------------------------------------------------------------------------
@@ -53,159 +60,173 @@ def _inverse(system: Tensor) -> Tensor:
 
 @dataclass
 class _Group:
-    """Some chunks on their way: what they are made of, and what comes out.
+    """Inputs and results of a group of chunks.
 
     Attributes:
-        keys: ``[n, BH, C, F]``. logs: sums of log decays ``[n, BH, C]`` where there are any, and
-            their ``reach``, a.
+        first: index of the first chunk.
+        keys: ``[n, BH, C, F]``. logs: cumulative log decays ``[n, BH, C]``, zero without decay.
+        decay: a, the exponential of ``logs``.
         ridge: λ ``[BH, F]``. origin: W₀ᵀ ``[BH, F, V]``.
         solved: ``[n, BH, C, F + V]``: 0 and the values; then −K P and V − K M; then −X and R.
         states: ``[n + 1, BH, F, F + V]``: P and M before each chunk and after the last.
-        factors: L, ``[n, BH, C, C]``, or L⁻¹ where there is decay; where backward needs them.
-        parts: where memories start anew, if any may.
+        factors: L, ``[n, BH, C, C]``, or L⁻¹ with decay; ``None`` without gradients.
+        segments: segments between resets, or ``None`` without resets.
     """
 
     first: int
     keys: Tensor
     logs: Tensor
-    reach: Tensor
+    decay: Tensor
     ridge: Tensor
     origin: Tensor
     solved: Tensor
     states: Tensor
     factors: Tensor | None
-    parts: Parts | None
+    segments: ResetSegments | None
 
     @property
-    def least(self) -> float:
-        """Noise, in parts of K P Kᵀ, below which the dtype would not keep A positive."""
+    def noise_floor(self) -> float:
+        """Smallest fraction of K P Kᵀ as noise for which A stays positive in the dtype."""
         return 2 * self.keys.shape[2] * torch.finfo(self.keys.dtype).eps
 
 
 def forward(
     layout: Layout, p: RidgeProblem, *, save: bool
 ) -> tuple[tuple[Tensor, RidgeState, Tensor], Saved]:
-    """What `recursion_backward.recursion` returns, and what its backward needs."""
-    spans, C = layout.spans, layout.spans.chunk
+    """Return the results of `recursion_backward.recursion`, and intermediates for its backward."""
+    spec, C = layout.spec, layout.spec.chunk
     k, v, F, V = p.k, p.v, p.k.shape[-1], p.v.shape[-1]
-    ridge, origin = layout.heads(p.ridge), layout.heads(p.origin)
-    M, D, kappa, P = p.state.map(layout.heads).tensors()
-    before = None if spans.unresolved is None else spans.unresolved.flatten()
-    if before is not None:
-        # NaN would reach through products what starts anew; it is put in at the end.
-        lacking = ~M.isfinite().flatten(1).all(-1)
-        before, M = before | lacking, M.masked_fill(lacking[:, None, None], 0.0)
+    ridge, origin = layout.merge_heads(p.ridge), layout.merge_heads(p.origin)
+    M, D, kappa, P = p.state.map(layout.merge_heads).tensors()
+    unresolved = None if spec.unresolved is None else spec.unresolved.flatten()
+    if unresolved is not None:
+        # NaN would spread past resets in products; insert it at the end.
+        nonfinite = ~M.isfinite().flatten(1).all(-1)
+        unresolved, M = unresolved | nonfinite, M.masked_fill(nonfinite[:, None, None], 0.0)
     Z = torch.cat([P, M], dim=-1)  # [BH, F, F + V]
     y = v.new_empty(*p.q.shape[:-1], V)
-    saved = Saved(states=[], solved=[], factors=[], borders=[], lost=[], tokens=[])
-    nothing = v.new_zeros(())
+    saved = Saved(states=[], solved=[], factors=[], ridge_updates=[], losses=[], token_losses=[])
+    zero = v.new_zeros(())
     for start, stop in layout.groups:
         keys = layout.split(k[:, start:stop])
         n, BH = keys.shape[:2]
-        parts = layout.parts(start, stop)
-        logs = layout.cumulated(p.log_decay[:, start:stop], parts) if spans.forgets else nothing
+        segments = layout.segments(start, stop)
+        logs = (
+            layout.cumulative_log_decay(p.log_decay[:, start:stop], segments)
+            if spec.has_decay
+            else zero
+        )
         group = _Group(
             first=start // C,
-            keys=keys.contiguous() if spans.forgets else keys,
+            keys=keys.contiguous() if spec.has_decay else keys,
             logs=logs,
-            reach=logs.exp().to(v.dtype),
+            decay=logs.exp().to(v.dtype),
             ridge=ridge,
             origin=origin,
             solved=keys.new_empty(n, BH, C, F + V),
             states=keys.new_empty(n + 1, BH, F, F + V),
             factors=keys.new_empty(n, BH, C, C) if save else None,
-            parts=parts,
+            segments=segments,
         )
         group.solved[..., :F] = 0
         group.solved[..., F:] = layout.split(v[:, start:stop])
         group.states[0] = Z
-        if not spans.forgets:
+        if not spec.has_decay:
             _without_decay(group)
         else:
             D, kappa = _with_decay(layout, group, D, kappa, saved)
         Z = group.states[-1]
-        # Rounding leaves P a little unsymmetric, and the recursion would feed on that.
+        # Rounding makes P asymmetric, and the recursion would amplify the asymmetry.
         Z[..., :F] = (Z[..., :F] + Z[..., :F].mT) / 2
-        queries = layout.queries(p.q[:, start:stop]).contiguous()
-        scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1), parts)
+        queries = layout.split_queries(p.q[:, start:stop]).contiguous()
+        scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1), segments)
         out = bmm(queries, group.states[:-1, ..., F:])
-        if parts is not None:
-            fresh = layout.per_query(parts.fresh).unsqueeze(-1)
-            out = torch.where(fresh, queries @ origin, out)
-        y[:, start:stop] = layout.unqueries(plus(out, scores, group.solved[..., F:]))
+        if segments is not None:
+            after_reset = layout.per_query(segments.after_reset).unsqueeze(-1)
+            out = torch.where(after_reset, queries @ origin, out)
+        y[:, start:stop] = layout.join_queries(add_bmm_(out, scores, group.solved[..., F:]))
         if group.factors is not None:
             saved.states.append(group.states[:-1])
             saved.solved.append(group.solved)
             saved.factors.append(group.factors)
-    if spans.continues and not spans.forgets:
+    if spec.needs_final_gram and not spec.has_decay:
         flat = k.transpose(1, 2).flatten(0, 1)
         D = torch.baddbmm(D, flat.mT, flat)
     P, M = Z.split([F, V], dim=-1)
     shape = (layout.B, layout.H)
-    if before is not None:
-        nan, after = _unresolved(layout, saved, before)
-        y.masked_fill_(nan[..., None, None], torch.nan)
-        saved.nan, M = nan, M.masked_fill(after[:, None, None], torch.nan)
+    if unresolved is not None:
+        unresolved_tokens, unresolved_end = _unresolved_masks(layout, saved, unresolved)
+        y.masked_fill_(unresolved_tokens[..., None, None], torch.nan)
+        saved.nan, M = unresolved_tokens, M.masked_fill(unresolved_end[:, None, None], torch.nan)
     end = RidgeState(M.clone(), D, kappa, P.clone()).map(lambda x: x.unflatten(0, shape))
-    lost = torch.cat([*saved.lost, kappa.new_zeros(0, *shape).flatten(1)]).unflatten(1, shape)
-    return (y, end, lost), saved
+    losses = torch.cat([*saved.losses, kappa.new_zeros(0, *shape).flatten(1)]).unflatten(1, shape)
+    return (y, end, losses), saved
 
 
-def _unresolved(layout: Layout, saved: Saved, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens' outputs are not resolved ``[B, S, H]``, and which memories after them ``[BH]``.
+def _unresolved_masks(layout: Layout, saved: Saved, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks of unresolved outputs ``[B, S, H]`` and unresolved final memories ``[BH]``.
 
-    A token is not where its part of a chunk has lost too much, or, in the first part, where the
-    memory was not resolved before; a memory stays so until it starts anew.
+    An output is unresolved if its segment loses too much, or the segment continues an unresolved
+    memory. A memory stays unresolved until a reset.
     """
-    lost, at_token = ~resolved(torch.cat(saved.lost)), ~resolved(torch.cat(saved.tokens))
-    parts = layout.parts(0, lost.shape[0] * layout.spans.chunk)
-    assert parts is not None  # who does not look does not know that nothing starts anew
-    bad = (at_token.unsqueeze(-2) & parts.same).any(-1) | (lost.unsqueeze(-1) & parts.last)
-    # A border is not resolved if it was last found so no earlier than its memory started anew.
-    ended = torch.cat([before.unsqueeze(0), bad[..., -1]])
-    started = torch.cat([torch.zeros_like(before).unsqueeze(0), parts.reset])
-    places = torch.arange(1, ended.shape[0] + 1, device=ended.device)[:, None]
-    last, start = (torch.where(x, places, 0).cummax(0).values for x in (ended, started))
-    held = (last > 0) & (last >= start)
-    return layout.join(bad | (~parts.fresh & held[:-1].unsqueeze(-1))), held[-1]
+    chunk_unresolved, token_unresolved = (
+        ~is_resolved(torch.cat(saved.losses)),
+        ~is_resolved(torch.cat(saved.token_losses)),
+    )
+    segments = layout.segments(0, chunk_unresolved.shape[0] * layout.spec.chunk)
+    assert segments is not None  # values cannot be read, so resets are always present
+    unresolved = (token_unresolved.unsqueeze(-2) & segments.same_segment).any(-1) | (
+        chunk_unresolved.unsqueeze(-1) & segments.in_last
+    )
+    # A chunk end is unresolved if no reset follows the last unresolved chunk end.
+    at_chunk_ends = torch.cat([initial.unsqueeze(0), unresolved[..., -1]])
+    has_reset = torch.cat([torch.zeros_like(initial).unsqueeze(0), segments.has_reset])
+    positions = torch.arange(1, at_chunk_ends.shape[0] + 1, device=at_chunk_ends.device)[:, None]
+    last_unresolved, last_reset = (
+        torch.where(x, positions, 0).cummax(0).values for x in (at_chunk_ends, has_reset)
+    )
+    persists = (last_unresolved > 0) & (last_unresolved >= last_reset)
+    return layout.join(
+        unresolved | (~segments.after_reset & persists[:-1].unsqueeze(-1))
+    ), persists[-1]
 
 
 def _without_decay(group: _Group) -> None:
-    """Chunks without decay: the recursion alone."""
+    """Run chunks without decay by the recursion alone."""
     n, BH, C, F = group.keys.shape
     noise = torch.eye(C, dtype=group.keys.dtype, device=group.keys.device).expand(BH, C, C)
-    # P only shrinks, so what its start and the longest key allow, all chunks do.
+    # P only shrinks, so its start and the longest key bound all chunks.
     largest = (
         group.keys.square().sum(-1).max()
         * group.states[0, ..., :F].diagonal(dim1=-2, dim2=-1).max()
     )
-    safe = can_read_values(group.keys) and bool(group.least * largest < 1)
+    safe = can_read_values(group.keys) and bool(group.noise_floor * largest < 1)
     Z = group.states[0].clone()
-    for i, (key, solved, after) in enumerate(
+    for i, (key, solved, next_state) in enumerate(
         zip(group.keys.unbind(0), group.solved.unbind(0), group.states[1:], strict=True)
     ):
         solved.baddbmm_(key, Z, alpha=-1)
         A = torch.baddbmm(noise, solved[..., :F], key.mT, alpha=-1)
         if not safe:
-            _floor(A, noise.diagonal(dim1=-2, dim2=-1), group.least)
+            _raise_diagonal(A, noise.diagonal(dim1=-2, dim2=-1), group.noise_floor)
         _solve_chunk(group, i, A)
         Z.baddbmm_(solved[..., :F].mT, solved, alpha=-1)
         if group.factors is None and i < n - 1:
-            after[..., F:] = Z[..., F:]  # reading needs M alone
+            next_state[..., F:] = Z[..., F:]  # outputs need M alone
         else:
-            after.copy_(Z)
+            next_state.copy_(Z)
 
 
-def _floor(A: Tensor, noise: Tensor, least: float) -> None:
-    """Raise the noise on A's diagonal to what the dtype resolves beside the rest, in place."""
+def _raise_diagonal(A: Tensor, noise: Tensor, fraction: float) -> None:
+    """Raise the noise on A's diagonal to the smallest resolved value, in place."""
     diagonal = A.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_((least * (diagonal - noise) - noise).clamp_min_(0))
-    # A key of zeros after decays that underflow has no noise at all.
+    diagonal.add_((fraction * (diagonal - noise) - noise).clamp_min_(0))
+    # Keep the diagonal positive when a zero key meets an underflowed decay.
     diagonal.clamp_min_(torch.finfo(A.dtype).tiny ** 0.5)
 
 
 def _solve_chunk(group: _Group, i: int, A: Tensor) -> None:
-    """L, then −X and R in place of −K P and V − K M."""
+    """Compute L, and replace −K P and V − K M by −X and R."""
     L = torch.linalg.cholesky_ex(A)[0]
     right = group.solved[i].mT
     torch.linalg.solve_triangular(L.mT, right, upper=True, left=False, out=right)
@@ -216,103 +237,110 @@ def _solve_chunk(group: _Group, i: int, A: Tensor) -> None:
 def _with_decay(
     layout: Layout, group: _Group, D: Tensor, kappa: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor]:
-    """Chunks with decay: every P comes from its Gram matrix, so only M is sequential.
+    """Run chunks with decay: P comes from Gram matrices, so only M is sequential.
 
-    P − XᵀX would lose what strong decay leaves of it. A chunk takes M to T M + U with
-    T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M). Where
-    memories start anew inside a chunk, L falls into blocks of its parts, X and M of the first come
-    from P and M, of others from 1/λ and W₀, and only the last is carried on.
+    P − XᵀX would lose precision under strong decay. A chunk maps M to T M + U with
+    T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, in parallel for all chunks. Then R = L⁻¹(V − K M). With resets,
+    L is block diagonal in segments. The first segment uses P and M, the others 1/λ and W₀. Only the
+    last segment reaches the next chunk.
     """
-    F, parts, ridge = group.keys.shape[-1], group.parts, group.ridge
-    ends = group.reach[..., -1]
-    systems = _grams(group.keys, group.logs, parts)
-    carried = ends if parts is None else torch.where(parts.reset, 0.0, ends)
-    for gram, end in zip(systems.unbind(0), carried.unbind(0), strict=True):
+    F, segments, ridge = group.keys.shape[-1], group.segments, group.ridge
+    end_decay = group.decay[..., -1]
+    systems = _chunk_grams(group.keys, group.logs, segments)
+    carry = end_decay if segments is None else torch.where(segments.has_reset, 0.0, end_decay)
+    for gram, end in zip(systems.unbind(0), carry.unbind(0), strict=True):
         D = gram.addcmul_(D, end[:, None, None])
     D = D.clone()
-    borders = _borders(layout, group, systems, kappa)
-    saved.borders += borders
-    kappa = borders[-1].after
-    after = torch.stack([border.after for border in borders])
-    systems.diagonal(dim1=-2, dim2=-1).add_(after.unsqueeze(-1) * ridge)
-    P = _inverse(systems)
+    updates = _ridge_updates(layout, group, systems, kappa)
+    saved.ridge_updates += updates
+    kappa = updates[-1].updated
+    tau = torch.stack([update.updated for update in updates])
+    systems.diagonal(dim1=-2, dim2=-1).add_(tau.unsqueeze(-1) * ridge)
+    P = _spd_inverse(systems)
     group.states[1:, ..., :F] = P
     KP = bmm(group.keys, group.states[:-1, ..., :F])
-    if parts is not None:
-        KP = torch.where(parts.fresh.unsqueeze(-1), group.keys / ridge.unsqueeze(-2), KP)
+    if segments is not None:
+        KP = torch.where(segments.after_reset.unsqueeze(-1), group.keys / ridge.unsqueeze(-2), KP)
     A = bmm(KP, group.keys.mT)
-    if parts is not None:
-        A.masked_fill_(~parts.same, 0.0)
-    A.diagonal(dim1=-2, dim2=-1).add_(group.reach)
-    _floor(A, group.reach, group.least)
-    half = _halves(A)
-    floor = torch.stack([border.floor for border in borders]) * ridge.mean(-1)
-    at_end, at_token = loss(systems, P, floor), lost_within(A, half)
-    if layout.spans.unresolved is None:
-        saved.lost.append(torch.maximum(at_end, at_token.amax(-1)))
+    if segments is not None:
+        A.masked_fill_(~segments.same_segment, 0.0)
+    A.diagonal(dim1=-2, dim2=-1).add_(group.decay)
+    _raise_diagonal(A, group.decay, group.noise_floor)
+    inverse_factor = _inverse_cholesky(A)
+    floor = torch.stack([update.floor for update in updates]) * ridge.mean(-1)
+    end_loss, token_loss = (
+        estimate_relative_error(systems, P, floor),
+        per_token_relative_error(A, inverse_factor),
+    )
+    if layout.spec.unresolved is None:
+        saved.losses.append(torch.maximum(end_loss, token_loss.amax(-1)))
     else:
-        saved.lost.append(at_end)
-        saved.tokens.append(at_token)
+        saved.losses.append(end_loss)
+        saved.token_losses.append(token_loss)
     if group.factors is not None:
-        group.factors = half
-    X = bmm(half, KP)
+        group.factors = inverse_factor
+    X = bmm(inverse_factor, KP)
     group.solved[..., :F] = group.keys
-    whitened = bmm(half, group.solved)  # L⁻¹K and L⁻¹V
-    last = X if parts is None else X * parts.last.unsqueeze(-1)
-    step = bmm(last.mT, whitened)
-    step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
-    _raise(step, P, borders, group)
+    whitened = bmm(inverse_factor, group.solved)  # L⁻¹K and L⁻¹V
+    X_last = X if segments is None else X * segments.in_last.unsqueeze(-1)
+    maps = bmm(X_last.mT, whitened)
+    maps[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
+    _apply_ridge_updates(maps, P, updates, group)
     states = group.states[..., F:]
-    for i, (T, U) in enumerate(x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)):
+    for i, (T, U) in enumerate(x.split([F, x.shape[-1] - F], dim=-1) for x in maps.unbind(0)):
         start = states[i]
-        if parts is not None:
-            start = torch.where(parts.reset[i, :, None, None], group.origin, start)
+        if segments is not None:
+            start = torch.where(segments.has_reset[i, :, None, None], group.origin, start)
         torch.baddbmm(U, T, start, out=states[i + 1])
     torch.neg(X, out=group.solved[..., :F])
-    rest, across = whitened[..., F:].contiguous(), whitened[..., :F]
-    if parts is None:
-        group.solved[..., F:] = plus(rest, across, states[:-1], alpha=-1)
+    whitened_values, whitened_keys = whitened[..., F:].contiguous(), whitened[..., :F]
+    if segments is None:
+        group.solved[..., F:] = add_bmm_(whitened_values, whitened_keys, states[:-1], alpha=-1)
     else:
-        fresh = parts.fresh.unsqueeze(-1)
-        group.solved[..., F:] = rest - torch.where(
-            fresh, across @ group.origin, bmm(across, states[:-1])
+        after_reset = segments.after_reset.unsqueeze(-1)
+        group.solved[..., F:] = whitened_values - torch.where(
+            after_reset, whitened_keys @ group.origin, bmm(whitened_keys, states[:-1])
         )
     return D, kappa
 
 
-def _grams(keys: Tensor, logs: Tensor, parts: Parts | None) -> Tensor:
-    """What each chunk adds to the Gram matrix, decayed to its end, ``[n, BH, F, F]``."""
-    return bmm((keys * to_end(logs, parts).to(keys.dtype).unsqueeze(-1)).mT, keys)
+def _chunk_grams(keys: Tensor, logs: Tensor, segments: ResetSegments | None) -> Tensor:
+    """Return the contribution of each chunk to the Gram matrix at its end, ``[n, BH, F, F]``."""
+    return bmm((keys * decay_to_end(logs, segments).to(keys.dtype).unsqueeze(-1)).mT, keys)
 
 
-def _borders(layout: Layout, group: _Group, grams: Tensor, kappa: Tensor) -> list[Border]:
-    """What happens to ρ after each chunk, from the Gram matrices there."""
-    spans, ends = layout.spans, group.reach[..., -1]
+def _ridge_updates(
+    layout: Layout, group: _Group, grams: Tensor, kappa: Tensor
+) -> list[RidgeUpdate]:
+    """Return the changes of ρ after each chunk, from the Gram matrices at chunk ends."""
+    spec, end_decays = layout.spec, group.decay[..., -1]
     floors = smallest_ridge(grams).squeeze(-1) / group.ridge.mean(-1)  # [n, BH]
-    borders: list[Border] = []
-    for i, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
-        if group.parts is not None:
-            kappa = torch.where(group.parts.reset[i], 1.0, kappa)
+    updates: list[RidgeUpdate] = []
+    for i, (minimum, end) in enumerate(zip(floors.unbind(0), end_decays.unbind(0), strict=True)):
+        if group.segments is not None:
+            kappa = torch.where(group.segments.has_reset[i], 1.0, kappa)
         kappa = kappa * end
-        fixed, target = least > kappa, torch.maximum(kappa, least)
-        floor = torch.where(fixed, least, 0.0)
-        if spans.ends is not None:
-            reached = spans.ends[group.first + i].repeat_interleave(layout.H)
-            target = torch.where(reached, 1.0, target)
-            fixed = fixed | reached
-        borders.append(Border(group.first + i, kappa, target, fixed, floor))
+        changed, target = minimum > kappa, torch.maximum(kappa, minimum)
+        floor = torch.where(changed, minimum, 0.0)
+        if spec.span_ends is not None:
+            at_span_end = spec.span_ends[group.first + i].repeat_interleave(layout.H)
+            target = torch.where(at_span_end, 1.0, target)
+            changed = changed | at_span_end
+        updates.append(RidgeUpdate(group.first + i, kappa, target, changed, floor))
         kappa = target
-    return borders
+    return updates
 
 
-def _raise(step: Tensor, P: Tensor, borders: list[Border], group: _Group) -> None:
-    """T and U after ρ is raised from κλ to τλ, in place; P is the inverse with τ."""
-    fixed = torch.stack([border.fixed for border in borders])
-    if can_read_values(P) and not bool(fixed.any()):
+def _apply_ridge_updates(
+    maps: Tensor, P: Tensor, updates: list[RidgeUpdate], group: _Group
+) -> None:
+    """Update T and U in place for ridges that change from κλ to τλ; P is the inverse with τ."""
+    changed = torch.stack([update.changed for update in updates])
+    if can_read_values(P) and not bool(changed.any()):
         return
-    raised = torch.stack([border.after - border.before for border in borders])
-    by = torch.where(fixed, raised, 0.0)[..., None] * group.ridge  # [n, BH, F]
+    increase = torch.stack([update.updated - update.previous for update in updates])
+    increase_ridge = torch.where(changed, increase, 0.0)[..., None] * group.ridge  # [n, BH, F]
     F = P.shape[-1]
-    moved = by.unsqueeze(-1) * step
-    moved[..., F:] -= by.unsqueeze(-1) * group.origin
-    plus(step, P, moved, alpha=-1)
+    correction = increase_ridge.unsqueeze(-1) * maps
+    correction[..., F:] -= increase_ridge.unsqueeze(-1) * group.origin
+    add_bmm_(maps, P, correction, alpha=-1)

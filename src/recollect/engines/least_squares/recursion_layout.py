@@ -1,4 +1,4 @@
-"""How recursive least squares lays out a call: groups of chunks, and the parts they fall into."""
+"""Layout of recursive least squares: groups of chunks, and segments between resets."""
 
 from __future__ import annotations
 
@@ -8,96 +8,99 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Border", "Layout", "Parts", "Saved", "Spans", "to_end"]
+__all__ = ["ChunkSpec", "Layout", "ResetSegments", "RidgeUpdate", "Saved", "decay_to_end"]
 
 GROUP = 4096
-"""Rows (tokens · heads · batch) of a group on a CPU: what is made of them stays in the cache."""
+"""Rows (tokens · heads · batch) of a group on a CPU; intermediates fit the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
-    """How aligned tokens are cut.
+class ChunkSpec:
+    """Chunks, spans and resets of aligned tokens.
 
     Attributes:
         chunk: C, tokens of a chunk; the number of tokens is a multiple of it.
-        ends: ``[n, B]``, which rows reach the end of a span with a chunk, at which the ridge is
-            refreshed; ``None`` for never.
-        anew: ``[B, S, H]``, which memories start anew with a token: D = 0, ρ = λ, W = W₀; ``None``
-            for none.
-        forgets: whether there is any decay; without, there is nothing to refresh.
-        unresolved: ``[B, H]``, which memories the dtype does not resolve before the first token,
-            where nobody will look at what is lost: outputs and memories that are not resolved are
-            NaN then, until a memory starts anew. ``None`` where the caller looks.
-        continues: whether the Gram matrix after all tokens will be looked at.
+        span_ends: ``[n, B]``, whether a chunk ends a span, which refreshes the ridge; ``None`` for
+            never.
+        resets: ``[B, S, H]``, whether a token resets the memory to D = 0, ρ = λ, W = W₀; ``None``
+            for no resets.
+        has_decay: whether there is any decay; without decay there is nothing to refresh.
+        unresolved: ``[B, H]``, whether the dtype fails to resolve the initial memory. Unresolved
+            outputs and memories then become NaN until the next reset. ``None`` if the caller checks
+            the losses.
+        needs_final_gram: whether the final Gram matrix is needed.
     """
 
     chunk: int
-    ends: Tensor | None
-    anew: Tensor | None = None
-    forgets: bool
+    span_ends: Tensor | None
+    resets: Tensor | None = None
+    has_decay: bool
     unresolved: Tensor | None = None
-    continues: bool = True
+    needs_final_gram: bool = True
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Where memories start anew inside chunks: each chunk falls into parts that share nothing.
+class ResetSegments:
+    """Independent segments of chunks, separated by resets.
 
-    The first part goes on from the chunk's start, every other from λ and W₀.
+    The first segment continues from the start of the chunk, the others from λ and W₀.
 
     Attributes:
-        fresh: ``[n, BH, C]``, which tokens are of another part than the first.
-        same: ``[n, BH, C, C]``, which are of the same.
-        last: ``[n, BH, C]``, which are of the last.
-        reset: ``[n, BH]``, which chunks have more than one part, or start anew with a token.
-        first: ``[n, BH, C]``, the place of each token's part's first token.
+        after_reset: ``[n, BH, C]``, whether a token follows a reset of its chunk.
+        same_segment: ``[n, BH, C, C]``, whether two tokens share a segment.
+        in_last: ``[n, BH, C]``, whether a token belongs to the last segment.
+        has_reset: ``[n, BH]``, whether a chunk contains a reset.
+        start: ``[n, BH, C]``, index of the first token of a token's segment.
     """
 
-    fresh: Tensor
-    same: Tensor
-    last: Tensor
-    reset: Tensor
-    first: Tensor
+    after_reset: Tensor
+    same_segment: Tensor
+    in_last: Tensor
+    has_reset: Tensor
+    start: Tensor
 
     @classmethod
-    def of(cls, anew: Tensor) -> Parts:
-        """The parts of chunks in which memories start anew at tokens ``[n, BH, C]``."""
-        part = anew.cumsum(-1)
-        places = torch.arange(anew.shape[-1], device=anew.device)
+    def of(cls, resets: Tensor) -> ResetSegments:  # [n, BH, C]
+        """Divide chunks into segments."""
+        index = resets.cumsum(-1)
+        positions = torch.arange(resets.shape[-1], device=resets.device)
         return cls(
-            fresh=part > 0,
-            same=part.unsqueeze(-1) == part.unsqueeze(-2),
-            last=part == part[..., -1:],
-            reset=part[..., -1] > 0,
-            first=torch.where(anew, places, 0).cummax(-1).values,
+            after_reset=index > 0,
+            same_segment=index.unsqueeze(-1) == index.unsqueeze(-2),
+            in_last=index == index[..., -1:],
+            has_reset=index[..., -1] > 0,
+            start=torch.where(resets, positions, 0).cummax(-1).values,
         )
 
 
 @dataclass(frozen=True)
-class Border:
-    """What happened after a chunk: κ before, τ after, and which rows were set to it, ``[BH]``.
+class RidgeUpdate:
+    """Ridge change after a chunk, ``[BH]``.
 
-    ``floor`` is what κ was raised to because the dtype resolves no smaller ridge, else 0.
+    Attributes:
+        chunk: index of the chunk.
+        previous: κ. updated: τ. changed: whether τ replaces κ.
+        floor: smallest ridge that the dtype resolves if κ is below it, else 0.
     """
 
     chunk: int
-    before: Tensor
-    after: Tensor
-    fixed: Tensor
+    previous: Tensor
+    updated: Tensor
+    changed: Tensor
     floor: Tensor
 
 
 @dataclass
 class Saved:
-    """What the backward pass needs of the forward pass, by groups of chunks."""
+    """Intermediates of the forward pass for the backward pass, by groups of chunks."""
 
     states: list[Tensor]  # [n, BH, F, F + V]: P and M at chunk starts
     solved: list[Tensor]  # [n, BH, C, F + V]: −X and R
     factors: list[Tensor]  # [n, BH, C, C]
-    borders: list[Border]
-    lost: list[Tensor]  # [n, BH], `common.resolution`
-    tokens: list[Tensor]  # [n, BH, C], the same of tokens, where nobody looks
-    nan: Tensor | None = None  # [B, S, H], which tokens' outputs are
+    ridge_updates: list[RidgeUpdate]
+    losses: list[Tensor]  # [n, BH], see `common.precision_checks`
+    token_losses: list[Tensor]  # [n, BH, C], only if the caller does not check
+    nan: Tensor | None = None  # [B, S, H], whether a token's outputs are NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,21 +110,21 @@ class Layout:
     B: int
     H: int
     G: int
-    spans: Spans
+    spec: ChunkSpec
     groups: Sequence[tuple[int, int]]
 
     @classmethod
-    def of(cls, q: Tensor, spans: Spans) -> Layout:
+    def of(cls, q: Tensor, spec: ChunkSpec) -> Layout:
         B, S, H, G, _ = q.shape
-        C = spans.chunk
-        # Elsewhere than on a CPU, launches cost more than memory: one group.
+        C = spec.chunk
+        # On a GPU launches cost more than memory: use one group.
         rows = GROUP if q.device.type == "cpu" else B * S * H
         size = max(1, rows // max(1, B * H * C)) * C
         groups = [(start, min(start + size, S)) for start in range(0, S, size)]
-        return cls(B=B, H=H, G=G, spans=spans, groups=groups)
+        return cls(B=B, H=H, G=G, spec=spec, groups=groups)
 
     def split(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (-1, self.spans.chunk))  # [B, n, C, H, ...]
+        x = x.unflatten(1, (-1, self.spec.chunk))  # [B, n, C, H, ...]
         return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
@@ -129,54 +132,46 @@ class Layout:
         x = x.unflatten(1, (self.B, self.H))
         return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
 
-    def queries(self, x: Tensor) -> Tensor:
+    def split_queries(self, x: Tensor) -> Tensor:
         """``[B, t, H, G, ...] -> [n, B·H, C·G, ...]``."""
         return self.split(x).flatten(2, 3)
 
-    def unqueries(self, x: Tensor) -> Tensor:
-        return self.join(x.unflatten(2, (self.spans.chunk, self.G)))
+    def join_queries(self, x: Tensor) -> Tensor:
+        return self.join(x.unflatten(2, (self.spec.chunk, self.G)))
 
-    def parts(self, start: int, stop: int) -> Parts | None:
-        """Where memories start anew among the tokens of a group, if any may."""
-        anew = self.spans.anew
-        return None if anew is None else Parts.of(self.split(anew[:, start:stop]))
+    def segments(self, start: int, stop: int) -> ResetSegments | None:
+        """Return the segments of a group, or ``None`` without resets."""
+        resets = self.spec.resets
+        return None if resets is None else ResetSegments.of(self.split(resets[:, start:stop]))
 
-    def causal(self, scores: Tensor, parts: Parts | None) -> Tensor:
-        """Zero where the written token is later than the reading one, ``[..., C·G, C]``.
-
-        And where it is of another part.
-        """
-        if parts is not None:
-            scores.masked_fill_(~self.per_query(parts.same), 0.0)
+    def causal(self, scores: Tensor, segments: ResetSegments | None) -> Tensor:
+        """Zero the scores of later tokens and of other segments, ``[..., C·G, C]``."""
+        if segments is not None:
+            scores.masked_fill_(~self.per_query(segments.same_segment), 0.0)
         if self.G == 1:
             return scores.tril_()
-        C = self.spans.chunk
+        C = self.spec.chunk
         mask = scores.new_ones(C, C).tril().repeat_interleave(self.G, dim=0)
         return scores.mul_(mask)
 
-    def per_query(self, x: Tensor) -> Tensor:
-        """What is known of tokens ``[n, B·H, C, ...]`` for their queries ``[n, B·H, C·G, ...]``."""
+    def per_query(self, x: Tensor) -> Tensor:  # [n, B·H, C, ...] -> [n, B·H, C·G, ...]
+        """Repeat per-token values for every query."""
         return x if self.G == 1 else x.repeat_interleave(self.G, dim=2)
 
-    def cumulated(self, log_decay: Tensor, parts: Parts | None) -> Tensor:
-        """Sums of log decays inside the parts of chunks ``[n, B·H, C]``."""
-        # exp(−1000) is 0 already, and −inf − (−inf) would be NaN.
+    def cumulative_log_decay(self, log_decay: Tensor, segments: ResetSegments | None) -> Tensor:
+        """Return cumulative log decays within segments, ``[n, B·H, C]``."""
+        # exp(−1000) is 0; −inf − (−inf) would be NaN.
         logs = self.split(log_decay).double().clamp_min(-1000.0).cumsum(-1)
-        if parts is None:
+        if segments is None:
             return logs
-        # The token that starts anew decays by nothing.
-        return logs - torch.where(parts.fresh, logs.gather(-1, parts.first), 0.0)
+        # A reset has no decay.
+        return logs - torch.where(segments.after_reset, logs.gather(-1, segments.start), 0.0)
 
-    def heads(self, x: Tensor) -> Tensor:
+    def merge_heads(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)
 
 
-def to_end(logs: Tensor, parts: Parts | None) -> Tensor:
-    """Decays from tokens to the ends of their chunks, 0 where another part ends them.
-
-    Args:
-        logs: of `Layout.cumulated`, ``[n, BH, C]``.
-        parts: of the same chunks.
-    """
+def decay_to_end(logs: Tensor, segments: ResetSegments | None) -> Tensor:  # [n, BH, C]
+    """Return decays from tokens to chunk ends, 0 before the last segment."""
     fall = logs[..., -1:] - logs
-    return (fall if parts is None else fall.masked_fill(~parts.last, -torch.inf)).exp()
+    return (fall if segments is None else fall.masked_fill(~segments.in_last, -torch.inf)).exp()

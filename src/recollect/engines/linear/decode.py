@@ -1,13 +1,12 @@
-"""One token of the common linear memories: a handful of products and nothing else.
+"""Decoding of one token for common linear memories, in a few products.
 
-A decoded token is bound by the number of operations, not by their size. What `recurrent` asks of
-every token (windows, momentum, probes, decays over values) is known to be absent when the engine's
-plan is made; what is left is, with P = A_{t−1} or D_t A_{t−1}::
+The number of operations bounds decoding time. The plan of the engine excludes windows, momentum,
+probes and decays over values, which `recurrent` supports. With P = A_{t−1} or D_t A_{t−1}::
 
     A_t = D_t A_{t−1} + η_t (b v_t − a P k_t) k_tᵀ,     y_t = A_t q_t
 
-Without an error that sees the prediction (a = 0), η_t may be one number per value channel and D_t
-one per entry.
+If the error does not depend on the prediction (a = 0), η_t may be per value channel and D_t per
+entry.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, scaled, state_dtype
+from recollect.engines.common.problem import Problem, factored_log_decay, state_dtype
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -39,27 +38,27 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a recipe decides before any call.
+    """Properties of a recipe for the linear engine, computed before any call.
 
     Attributes:
-        plain: whether the recursion above is all there is of it.
-        bare: whether, beyond that, keys are their own features, and gates and the second factor of
-            a decay its only numbers.
-        before: whether the error sees a memory that has decayed.
-        split_values: whether value channels are memories of their own (`per_value_systems`).
+        plain: whether the recursion above describes the recipe completely.
+        bare: whether the recipe is plain, has no features, and has no params other than gates and
+            the scale of a decay.
+        decays_first: whether the error is measured after the decay.
+        split_values: whether value channels are separate memories (`per_value_systems`).
     """
 
     plain: bool
     bare: bool
-    before: bool
+    decays_first: bool
     split_values: bool
 
 
 def scans(recipe: Recipe) -> bool:
-    """Whether every entry of the memory follows a recurrence of its own.
+    """Whether every entry of the memory follows a separate recurrence.
 
-    A decay per entry does not separate into keys and values, but where no error sees the prediction
-    it need not; and the one weight of a channel sees nothing but itself.
+    A decay per entry does not separate into keys and values. It does not have to if the error does
+    not depend on the prediction, or if a channel has a single weight.
     """
     decay = recipe.retention.decay
     if not recipe.memory.is_elementwise:
@@ -70,19 +69,19 @@ def scans(recipe: Recipe) -> bool:
 
 
 def per_value_systems(recipe: Recipe) -> bool:
-    """Whether value channels follow different equations under an error that sees the prediction."""
+    """Whether value channels require separate systems of error equations."""
     decay = recipe.retention.decay
     if decay is not None and decay.per == "entry" and not scans(recipe):
         return True
     if recipe.bias.sees_prediction:
         rows = decay is not None and decay.per in ("value", "key_value", "entry")
         return rows or recipe.algorithm.per_value
-    # The dot product's write is η ⊙ v; in a window, one η meets the values of several tokens.
+    # The write of a dot product is η ⊙ v; in a window, one η scales the values of several tokens.
     return recipe.context.horizon != 1 and recipe.algorithm.per_value
 
 
 def plan(bound: BoundRecipe) -> LinearPlan:
-    """What of a recipe decides how it runs."""
+    """Return the plan of a recipe."""
     recipe, gates = bound.recipe, set(bound.gates)
     decay, simple = recipe.retention.decay, decodes_in_one_step(bound.recipe)
     factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
@@ -94,7 +93,7 @@ def plan(bound: BoundRecipe) -> LinearPlan:
         and not recipe.algorithm.rate_depends_on_key
         and [name for name, _, _ in bound.learned_rates] == factors
         and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
-        before=decay is not None and decay.when == "before",
+        decays_first=decay is not None and decay.when == "before",
         split_values=per_value_systems(recipe),
     )
 
@@ -115,7 +114,7 @@ def decodes_in_one_step(recipe: Recipe) -> bool:
 
 
 def one_token(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, 1, H, G, V]`` of a `plain` recipe without padding, and the state after it."""
+    """Return outputs ``[B, 1, H, G, V]`` and the next state of a plain recipe without padding."""
     bound, rates, position = problem.bound, problem.rates, problem.positions()
     dtype = state_dtype(problem.q, problem.k, problem.v)
     (start,) = problem.state.weights
@@ -125,7 +124,7 @@ def one_token(problem: Problem) -> tuple[Tensor, State]:
     k = problem.phi(problem.k.unsqueeze(3), "key", position)
     lr, log_decay, scale = rates["lr"], rates.get("log_decay"), rates.get("decay_scale")
     if log_decay is not None and scale is not None and scale.dim() > log_decay.dim():
-        log_decay = scaled(log_decay.unsqueeze(-1), scale)
+        log_decay = factored_log_decay(log_decay.unsqueeze(-1), scale)
     if bound.rate_depends_on_key:
         assert bound.affine is not None  # linear.refuses
         lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
@@ -142,20 +141,18 @@ def token(
     gates: Mapping[str, Tensor],
     state: State,
 ) -> tuple[Tensor, State] | None:
-    """`one_token` of a `bare` recipe, of numbers that nobody has to look at; else ``None``.
+    """Decode one token of a bare recipe without checks, or return ``None`` if unsupported.
 
-    ``None`` too where a gate has another type than the memory.
-
-    What lies between a caller and an engine (constants, names, sizes, records of them) takes as
-    long as one token's products.
+    The general call path costs as much as the arithmetic of one token; this function skips it. The
+    dtypes of inputs, gates and the memory must agree.
 
     Args:
-        bound: the recipe.
-        q: the query ``[B, 1, H·G, K]``.
-        k: the key ``[B, 1, H, K]``.
-        v: the value ``[B, 1, H, V]``.
-        gates: by name, ``[B, 1, H, ...]``; and the params ``[H, ...]``.
-        state: before the token.
+        bound: bound recipe.
+        q: query ``[B, 1, H·G, K]``.
+        k: key ``[B, 1, H, K]``.
+        v: value ``[B, 1, H, V]``.
+        gates: gates ``[B, 1, H, ...]`` and params ``[H, ...]`` by name.
+        state: state before the token.
     """
     plan: LinearPlan = bound.plan
     (A,) = state.weights if plan.bare else (None,)
@@ -163,14 +160,16 @@ def token(
         return None
     for gate in gates.values():
         if gate.dtype != A.dtype:
-            return None  # the general way converts it
+            return None  # the general path converts it
     lr, log_decay, scale = gates["lr"], gates.get("log_decay"), gates.get("decay_scale")
     if log_decay is not None and scale is not None:
         has_all_axes = log_decay.dim() == scale.dim() + 2
-        log_decay = scaled(log_decay if has_all_axes else log_decay.unsqueeze(-1), scale)
+        log_decay = factored_log_decay(
+            log_decay if has_all_axes else log_decay.unsqueeze(-1), scale
+        )
     B, H, V, F = A.shape
     P = B * H
-    y, after = _step(
+    y, updated = _step(
         bound,
         plan,
         q.reshape(P, q.shape[2] // H, F),
@@ -181,7 +180,7 @@ def token(
         log_decay,
     )
     return y.view(B, 1, q.shape[2], V), state.replace(
-        weights=(after.view(B, H, V, F),), recipe_id=bound.recipe_id
+        weights=(updated.view(B, H, V, F),), recipe_id=bound.recipe_id
     )
 
 
@@ -195,17 +194,17 @@ def _step(
     lr: Tensor,
     log_decay: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The recursion above of P memories: q ``[P, G, F]``, k ``[P, 1, F]``, v ``[P, 1, V]``."""
+    """Run the recursion of P memories: q ``[P, G, F]``, k ``[P, 1, F]``, v ``[P, 1, V]``."""
     assert bound.affine is not None  # linear.refuses
     (a, b), decayed = bound.affine, A
     if log_decay is not None:
         axes = log_decay.shape[3:]  # none, [F] or [V, F]
         decayed = A * log_decay.exp().reshape(k.shape[0], *(1,) * (2 - len(axes)), *axes)
-    # Rows times a transposed matrix take half the time of a matrix times columns.
+    # A row times a transposed matrix is faster than a matrix times a column.
     if a == 0:
         error = v if b == 1 else b * v
     else:
-        error = torch.baddbmm(v, k, (decayed if plan.before else A).mT, beta=b, alpha=-a)
+        error = torch.baddbmm(v, k, (decayed if plan.decays_first else A).mT, beta=b, alpha=-a)
     lr = lr.reshape(k.shape[0], 1, *(lr.shape[3:] or (1,)))
     updated = torch.addcmul(decayed, (error * lr).mT, k)
     return torch.bmm(q, updated.mT), updated

@@ -1,8 +1,8 @@
-"""What the linear engine runs, and by which of its ways: a scan, single tokens, or chunks.
+"""Entry points of the linear engine: a scan, single tokens, or chunks.
 
-Value channels whose error equations differ (rates or decays per value channel under an error that
-sees the prediction) are independent of each other, so each becomes a memory of its own with one
-row: correct, at V times the cost of the key products, which `describes` says.
+Value channels with different error equations are independent: gates or decays per value channel,
+and an error that depends on the prediction. Each channel then becomes a memory with one row, at V
+times the cost of the key products (see `describes`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, scaled
+from recollect.engines.common.problem import Problem, factored_log_decay
 from recollect.engines.linear.chunked import chunked
 from recollect.engines.linear.decode import one_token, per_value_systems, scans
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
@@ -41,7 +41,7 @@ Solved = tuple[Tensor, Tensor, Tensor | None]
 
 
 def refuses(recipe: Recipe) -> list[str]:
-    """Why this engine cannot run a recipe; empty when it can."""
+    """Return the reasons why this engine cannot run a recipe; empty when it can."""
     memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
     if not memory.linear:
         return [f"{memory.title} is not linear in its parameters"]
@@ -68,13 +68,13 @@ def refuses(recipe: Recipe) -> list[str]:
 
 
 def describes(recipe: Recipe) -> str:
-    """How this engine runs a recipe, in a few words."""
+    """Return a short description of the method for a recipe."""
     decay = recipe.retention.decay
     if scans(recipe):
         return "scan over time, entry by entry"
     channels = decay is not None and decay.per in ("key", "value", "key_value", "entry")
     split = recipe.memory.is_elementwise or per_value_systems(recipe)
-    # A memory per value channel has one decay of its own; what is left is a decay over keys.
+    # A memory per value channel has a scalar decay, unless the decay is over keys.
     if split and decay is not None:
         channels = decay.per in ("key_value", "entry") or (
             decay.per == "key" and not recipe.memory.is_elementwise
@@ -89,20 +89,20 @@ def describes(recipe: Recipe) -> str:
 
 
 def follows(bound: BoundRecipe, tokens: int) -> bool:
-    """Whether a compiler follows calls of a recipe: single tokens, which are a few products.
+    """Whether `torch.compile` traces calls of a recipe, which it does for single tokens.
 
     Args:
-        bound: the recipe.
-        tokens: of a call.
+        bound: bound recipe.
+        tokens: number of tokens of a call.
     """
     return tokens == 1 and not bound.has_normalizer and not bound.is_stabilized
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the final state."""
+    """Return outputs ``[B, T, H, G, V]`` and the final state."""
     if problem.bound.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
-        y, after = one_token(problem)
-        return y.to(problem.v.dtype), after
+        y, final_state = one_token(problem)
+        return y.to(problem.v.dtype), final_state
     solve = solve_vector if problem.recipe.memory.is_elementwise else _matrix
     y, A, S = solve(problem, linear_problem(problem))
     slots = {} if S is None else {"momentum": (S,)}
@@ -113,46 +113,46 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
 
 def _matrix(problem: Problem, p: LinearProblem) -> Solved:
-    """A matrix memory, with a head per value channel where these follow different equations."""
-    read, shape, extra = problem.recipe.memory.read, p.A0.shape, None
+    """Solve a matrix memory, with a head per value channel if their equations differ."""
+    read, shape, bonus_output = problem.recipe.memory.read, p.A0.shape, None
     if read.bonus != 0.0:
-        extra = bonus(p, problem.rates["bonus"])
+        bonus_output = bonus(p, problem.rates["bonus"])
     split = problem.bound.plan.split_values
     if split:
         p = _split_values(p)
     elif p.lr.dim() == 4:
-        # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
+        # The write of the dot product is η ⊙ v: fold a gate per value channel into the value.
         p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
     y, A, S = read_in_order(p, read.when)
     if split:
         y = y.squeeze(-1).unflatten(2, shape[1:3]).transpose(-1, -2)
         A, S = A.reshape(shape), None if S is None else S.reshape(shape)
-    return y if extra is None else y + extra, A, S
+    return y if bonus_output is None else y + bonus_output, A, S
 
 
 def bonus(p: LinearProblem, u: Tensor) -> Tensor:
-    """⟨φ(q), u ⊙ φ(k)⟩ v of the current token (RWKV-6).
+    """Return ⟨φ(q), u ⊙ φ(k)⟩ v of the current token (RWKV-6).
 
     Args:
-        p: the problem.
-        u: ``[B, T, H]``, or with a number per feature.
+        p: linear problem.
+        u: ``[B, T, H]`` or ``[B, T, H, F]``.
     """
     match = torch.einsum("bthgk,bthk->bthg", p.q, (u if u.dim() == 4 else u.unsqueeze(-1)) * p.k)
     return match.unsqueeze(-1) * p.v.unsqueeze(3)
 
 
 def read_in_order(
-    p: LinearProblem, when: str, solve: Callable[[LinearProblem], Solved] | None = None
+    p: LinearProblem, order: str, solve: Callable[[LinearProblem], Solved] | None = None
 ) -> Solved:
-    """Read after the write; or before it, which is the next query read one token early.
+    """Read after the write, or before it by shifting queries one token earlier.
 
     Args:
-        p: the problem.
-        when: ``"after"`` or ``"before"``.
-        solve: what reads after the write; this engine's own if omitted.
+        p: linear problem.
+        order: ``"after"`` or ``"before"``.
+        solve: function that reads after the write; defaults to this engine's.
     """
     solve = _solve if solve is None else solve
-    if when == "after" or p.q.shape[1] == 0:
+    if order == "after" or p.q.shape[1] == 0:
         return solve(p)
     y, A, S = solve(replace(p, q=torch.cat([p.q[:, 1:], torch.zeros_like(p.q[:, :1])], dim=1)))
     first = torch.einsum("bhvk,bhgk->bhgv", p.A0, p.q[:, 0].to(p.A0.dtype)).unsqueeze(1)
@@ -160,14 +160,14 @@ def read_in_order(
 
 
 def _solve(p: LinearProblem) -> Solved:
-    """By a scan, token by token, or in chunks."""
+    """Solve by a scan, token by token, or in chunks."""
     if p.log_decay is not None and (p.log_decay.dim() == 5 or p.decay_scale is not None):
         return _scan_entries(p)
     return recurrent(p) if p.k.shape[1] == 1 else chunked(p)
 
 
 def _scan_entries(p: LinearProblem) -> Solved:
-    """Entries that decay on their own, under a dot product."""
+    """Scan entries with separate decays under a dot product."""
     p = p.masked()
     assert p.log_decay is not None
     u = p.affine[1] * (p.v * p.lr.unsqueeze(-1))
@@ -175,13 +175,13 @@ def _scan_entries(p: LinearProblem) -> Solved:
     return *scan(x, chunk_size=p.chunk_size), None
 
 
-def _each_head(x: Tensor | None, V: int) -> Tensor | None:
-    """Numbers of a head for each of its value channels: ``[B, T, H, ...] -> [B, T, H V, ...]``."""
+def _repeat_per_value(x: Tensor | None, V: int) -> Tensor | None:
+    """Repeat per-head values for every value channel: ``[B, T, H, ...] -> [B, T, H V, ...]``."""
     return None if x is None else x.repeat_interleave(V, dim=2)
 
 
 def _split_values(p: LinearProblem) -> LinearProblem:
-    """Every value channel as a memory ``[1, F]`` of its own: H·V heads."""
+    """Make every value channel a separate memory ``[1, F]``: H·V heads."""
     V, past = p.v.shape[-1], p.past
     if past is not None:
         v = past.v.flatten(2).unsqueeze(-1)
@@ -191,11 +191,11 @@ def _split_values(p: LinearProblem) -> LinearProblem:
         return x.flatten(1, 2).unsqueeze(2)
 
     if p.log_decay is not None and p.decay_scale is not None:
-        decay = scaled(p.log_decay.unsqueeze(-1), p.decay_scale).flatten(2, 3)
+        decay = factored_log_decay(p.log_decay.unsqueeze(-1), p.decay_scale).flatten(2, 3)
     elif p.log_decay is not None and p.log_decay.dim() == 5:
         decay = p.log_decay.flatten(2, 3)
     else:
-        decay = _each_head(p.log_decay, V)
+        decay = _repeat_per_value(p.log_decay, V)
     if p.log_decay_value is not None:
         per_value = p.log_decay_value.flatten(2)
         per_value = per_value if decay is None or decay.dim() == 3 else per_value.unsqueeze(-1)
@@ -211,11 +211,11 @@ def _split_values(p: LinearProblem) -> LinearProblem:
         log_decay=decay,
         log_decay_value=None,
         decay_scale=None,
-        momentum=_each_head(p.momentum, V),
-        window=_each_head(p.window, V),
+        momentum=_repeat_per_value(p.momentum, V),
+        window=_repeat_per_value(p.window, V),
         past=past,
-        probe=_each_head(p.probe, V),
-        erase=_each_head(p.erase, V),
+        probe=_repeat_per_value(p.probe, V),
+        erase=_repeat_per_value(p.erase, V),
     )
 
 
@@ -223,18 +223,18 @@ def _split_values(p: LinearProblem) -> LinearProblem:
 
 
 def solve_vector(problem: Problem, p: LinearProblem) -> Solved:
-    """A vector memory: a scan over its channels, or K = V = 1 and a head per channel.
+    """Solve a vector memory by a scan over channels, or with K = V = 1 and a head per channel.
 
     Args:
-        problem: whose recipe is meant.
-        p: its numbers.
+        problem: inputs of the call.
+        p: linear problem of the call.
     """
     if scans(problem.recipe):
         return _scan_channels(p, problem.recipe.memory.read.when)
     B, H, V = p.A0.shape
 
     def channels(x: Tensor) -> Tensor:
-        """``[B, T, H]`` or ``[B, T, H, V]`` to ``[B, T, H V]``."""
+        """Flatten ``[B, T, H]`` or ``[B, T, H, V]`` to ``[B, T, H V]``."""
         return x.flatten(2) if x.dim() == 4 else x.repeat_interleave(V, dim=2)
 
     def single(x: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ def solve_vector(problem: Problem, p: LinearProblem) -> Solved:
         S0=None if p.S0 is None else p.S0.reshape(B, H * V, 1, 1),
         log_decay=None if decay is None else channels(decay),
         log_decay_value=None,
-        momentum=_each_head(p.momentum, V),
-        window=_each_head(p.window, V),
+        momentum=_repeat_per_value(p.momentum, V),
+        window=_repeat_per_value(p.window, V),
         past=past,
     )
     y, A, S = read_in_order(one, problem.recipe.memory.read.when)
@@ -261,24 +261,24 @@ def solve_vector(problem: Problem, p: LinearProblem) -> Solved:
     return y, A.reshape(B, H, V), None if S is None else S.reshape(B, H, V)
 
 
-def _scan_channels(p: LinearProblem, when: str) -> Solved:
-    """w_t = (α_t − a η_t k_t²) w_{t−1} + b η_t k_t v_t, y_t = w ⊙ q_t; α_t (1 − …) decayed before.
+def _scan_channels(p: LinearProblem, order: str) -> Solved:
+    """Scan w_t = (α_t − a η_t k_t²) w_{t−1} + b η_t k_t v_t, y_t = w ⊙ q_t.
 
-    With decay before, the error's own part of the factor is decayed too.
+    If the decay precedes the error, the factor of w_{t−1} is α_t (1 − a η_t k_t²).
     """
     p = p.masked()
     a, b = p.affine
-    eta = p.lr if p.lr.dim() == 4 else p.lr.unsqueeze(-1)
+    lr = p.lr if p.lr.dim() == 4 else p.lr.unsqueeze(-1)
     log = p.log_decay if p.log_decay is not None else p.log_decay_value
     log = torch.zeros_like(p.v) if log is None else log if log.dim() == 4 else log.unsqueeze(-1)
     factor = log.expand_as(p.v)
     if a != 0:
-        alpha, erased = factor.exp(), a * eta * p.k.square()
-        factor = alpha * (1 - erased) if p.before else alpha - erased
-    written = b * eta * p.k * p.v
-    one = torch.ones_like(written[..., :1])  # F = 1: every channel's only entry
-    x = ScanInputs(p.A0.unsqueeze(-1), one.unsqueeze(3), one, written, factor.unsqueeze(-1))
+        alpha, erase = factor.exp(), a * lr * p.k.square()
+        factor = alpha * (1 - erase) if p.decays_first else alpha - erase
+    writes = b * lr * p.k * p.v
+    ones = torch.ones_like(writes[..., :1])  # F = 1: the only entry of a channel
+    x = ScanInputs(p.A0.unsqueeze(-1), ones.unsqueeze(3), ones, writes, factor.unsqueeze(-1))
     w, A = scan(x, log=a == 0, chunk_size=p.chunk_size)
-    if when == "before":
+    if order == "before":
         w = torch.cat([p.A0[:, None, :, None], w[:, :-1]], dim=1)
     return p.q * w, A.squeeze(-1), None

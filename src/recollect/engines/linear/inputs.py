@@ -1,4 +1,4 @@
-"""The linear engine's numeric problem: lifted tokens, numbers by token, starting states."""
+"""Numeric inputs of the linear engine: features of tokens, gates, and initial states."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["LinearProblem", "Past", "linear_problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """Associations before the first token, which a window may still reach.
+    """Associations before the first token that a window may include.
 
     Attributes:
         k: ``[B, c − 1, H, F]``. v: ``[B, c − 1, H, V]``.
-        mask: ``[B, c − 1]``, which of them are there.
+        mask: ``[B, c − 1]``, whether an association is present.
     """
 
     k: Tensor
@@ -29,10 +29,10 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProblem:
-    """A matrix memory under an error a·prediction − b·value; all numbers in the state's dtype.
+    """Matrix memory with an error a·prediction − b·value, in the state's dtype.
 
-    Per head and token, with D_t the decay, P_t = A_{t−1} (``before``: D_t A_{t−1}) and i the
-    associations of the window::
+    Per head and token, let D_t be the decay, P_t = A_{t−1} (D_t A_{t−1} if ``decays_first``) and i
+    the associations of the window::
 
         g_t = Σ_i γ_(t,i) (a P_t k_i − b v_i) k_iᵀ
         S_t = θ_t S_{t−1} − η_t g_t           (momentum_on="value": on the part −b v kᵀ only)
@@ -43,21 +43,21 @@ class LinearProblem:
     Attributes:
         q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. v: ``[B, T, H, V]``.
         lr: η ``[B, T, H]``.
-        A0: ``[B, H, V, F]``. S0: the same; ``None`` without momentum.
-        log_decay: ``[B, T, H]``, or ``[B, T, H, F]`` over columns of A; ≤ 0, −inf forgets all.
-            For `recollect.engines.linear.scan` alone: ``[B, T, H, V, F]`` over entries.
-        log_decay_value: ``[B, T, H, V]`` over rows of A; needs a = 0.
-        decay_scale: a ≥ 0 ``[H, V, F]``: log_decay ``[B, T, H, V]`` is the other factor of a decay
-            over entries.
+        A0: ``[B, H, V, F]``. S0: ``[B, H, V, F]``, or ``None`` without momentum.
+        log_decay: ``[B, T, H]``, or ``[B, T, H, F]`` over columns of A; ≤ 0, −inf erases A.
+            For `recollect.engines.linear.scan` only: ``[B, T, H, V, F]`` over entries.
+        log_decay_value: ``[B, T, H, V]`` over rows of A; requires a = 0.
+        decay_scale: factor a ≥ 0 ``[H, V, F]`` of a log decay over entries, with log_decay
+            ``[B, T, H, V]`` as the other factor.
         momentum: θ in [0, 1), ``[B, T, H]``.
-        window: γ ``[B, T, H, c]``, entry m for association t − m; past: those before the first
-            token, ``None`` for none.
-        probe, erase: w and e, ``[B, T, H, F]``, or neither.
-        live: ``[B, T]``; False only on the right. Dead tokens move nothing.
+        window: γ ``[B, T, H, c]``, entry m for association t − m.
+        past: associations before the first token, or ``None``.
+        probe, erase: w and e, ``[B, T, H, F]``, or both ``None``.
+        token_mask: ``[B, T]``, False only on the right. Masked tokens change nothing.
         affine: (a, b).
-        before: whether the error is measured after the decay.
-        momentum_on: ``"gradient"`` or ``"value"``, where there is momentum.
-        chunk_size: tokens per chunk; no influence on results.
+        decays_first: whether the error is measured after the decay.
+        momentum_on: ``"gradient"`` or ``"value"``, used with momentum.
+        chunk_size: tokens per chunk; does not affect results.
     """
 
     q: Tensor
@@ -74,15 +74,15 @@ class LinearProblem:
     past: Past | None = None
     probe: Tensor | None = None
     erase: Tensor | None = None
-    live: Tensor | None = None
+    token_mask: Tensor | None = None
     affine: tuple[float, float] = (1.0, 1.0)
-    before: bool = False
+    decays_first: bool = False
     momentum_on: str = "gradient"
     chunk_size: int | None = None
 
     def tokens(self) -> dict[str, Tensor]:
-        """The numbers that each token brings, ``[B, T, ...]`` by name: those that are there."""
-        every = {
+        """Return the per-token tensors ``[B, T, ...]`` that are not ``None``, by name."""
+        tensors = {
             "q": self.q,
             "k": self.k,
             "v": self.v,
@@ -94,16 +94,15 @@ class LinearProblem:
             "probe": self.probe,
             "erase": self.erase,
         }
-        return {name: x for name, x in every.items() if x is not None}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     def masked(self) -> LinearProblem:
-        """The same, where padded tokens have numbers that do nothing.
-
-        They may hold anything, and NaN times zero would reach their neighbours.
-        """
-        if self.live is None:
+        """Replace the values of masked tokens by neutral ones, which removes NaN."""
+        if self.token_mask is None:
             return self
-        masks = {n: self.live.view(*self.live.shape, *(1,) * (n - 2)) for n in range(3, 6)}
+        masks = {
+            n: self.token_mask.view(*self.token_mask.shape, *(1,) * (n - 2)) for n in range(3, 6)
+        }
         return replace(
             self,
             **{
@@ -113,26 +112,28 @@ class LinearProblem:
         )
 
     def split(self, tokens: int) -> Iterator[LinearProblem]:
-        """Runs of so many tokens, each with the states at the start of the whole."""
-        every = self.tokens() | ({} if self.live is None else {"live": self.live})
-        # Split at once: the gradient of a slice is as long as the sequence.
-        runs = zip(*(x.split(tokens, dim=1) for x in every.values()), strict=True)
-        return (replace(self, **dict(zip(every, run, strict=True))) for run in runs)
+        """Split into runs of ``tokens`` tokens, all with the initial states of the sequence."""
+        tensors = self.tokens() | (
+            {} if self.token_mask is None else {"token_mask": self.token_mask}
+        )
+        # Use split: the gradient of a slice is as long as the sequence.
+        runs = zip(*(x.split(tokens, dim=1) for x in tensors.values()), strict=True)
+        return (replace(self, **dict(zip(tensors, run, strict=True))) for run in runs)
 
 
 def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProblem:
-    """Lifted keys and queries, rates, decays and states of a problem, in the state's dtype.
+    """Return the features, gates and states of a problem, in the state's dtype.
 
     Args:
-        problem: the problem.
+        problem: inputs of the call.
         keeps_dtype: whether q, k and v keep their dtype if the recipe has no features.
     """
     bound, rates, state = problem.bound, problem.rates, problem.state
     recipe, affine, decay, momentum_on = bound.recipe, bound.affine, bound.decay, bound.recursion
-    moves = momentum_on != "none"
+    has_momentum = momentum_on != "none"
     assert affine is not None  # linear.refuses
     dtype = state_dtype(problem.q, problem.k, problem.v)
-    # Only features read the positions of tokens.
+    # Only features use the positions of tokens.
     position = problem.positions() if bound.has_features else state.position
     if keeps_dtype and not bound.has_features:
         q, k, v = problem.q, problem.k, problem.v
@@ -147,7 +148,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
     if bound.horizon != 1:
         window, past = _window(problem, k)
     elif "window" in rates:
-        # One association weighed by γ is a step of η γ.
+        # A weight γ of one association scales its step to η γ.
         lr = lr * (rates["window"] if lr.dim() == 4 else rates["window"][..., 0])
     log_decay = log_decay_value = decay_scale = None
     if decay is not None:
@@ -167,36 +168,36 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         v=v,
         lr=lr,
         A0=state.weights[0].to(dtype),
-        S0=state.algorithm_state["momentum"][0].to(dtype) if moves else None,
+        S0=state.algorithm_state["momentum"][0].to(dtype) if has_momentum else None,
         log_decay=log_decay,
         log_decay_value=log_decay_value,
         decay_scale=decay_scale,
-        momentum=rates["momentum"] if moves else None,
+        momentum=rates["momentum"] if has_momentum else None,
         window=window,
         past=past,
         probe=probe,
         erase=erase,
-        live=problem.token_mask,
+        token_mask=problem.token_mask,
         affine=affine,
-        before=decay is not None and decay.when == "before",
+        decays_first=decay is not None and decay.when == "before",
         momentum_on="value" if momentum_on == "value" else "gradient",
         chunk_size=problem.chunk_size,
     )
 
 
 def _probe(problem: Problem, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Where predictions are measured and in which direction they are erased."""
+    """Return the keys of predictions and the directions of their erasure."""
     probe, rates = problem.recipe.bias.probe, problem.rates
     assert probe is not None
-    w = k
+    probe_keys = k
     if probe.at == "token":
-        w = problem.phi(rates["probe"].unsqueeze(3), "key", position).squeeze(3)
-    rate = rates["erase"] if rates["erase"].dim() == 4 else rates["erase"].unsqueeze(-1)
-    return w, rate * (w if probe.write == "probe" else k)
+        probe_keys = problem.phi(rates["probe"].unsqueeze(3), "key", position).squeeze(3)
+    strength = rates["erase"] if rates["erase"].dim() == 4 else rates["erase"].unsqueeze(-1)
+    return probe_keys, strength * (probe_keys if probe.write == "probe" else k)
 
 
 def _window(problem: Problem, k: Tensor) -> tuple[Tensor, Past | None]:
-    """Weights of a window's associations, and the buffered ones among these."""
+    """Return the weights of a window, and its buffered associations."""
     horizon, buffer = problem.recipe.context.horizon, problem.state.buffer
     assert horizon is not None  # linear.refuses
     window = problem.rates.get("window", k.new_ones(()).expand(*k.shape[:3], horizon))

@@ -1,6 +1,6 @@
-"""The linear recurrence one token at a time: for decoding, and for what does not separate.
+"""The linear recurrence token by token, for decoding and for memories that do not separate.
 
-Unlike the reference it writes the inner gradient out; it is tested against the reference.
+Its inner gradient is explicit, in contrast to the reference engine. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["recurrent"]
 
 
 def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs ``[B, T, H, G, V]``, A and S after all tokens."""
+    """Return outputs ``[B, T, H, G, V]``, A and S after all tokens."""
     p = p.masked()
     B, T, H, G, _ = p.q.shape
     (a, b), k, v, A, S = p.affine, p.k, p.v, p.A0, p.S0
@@ -43,36 +43,36 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
             decayed = A * (decay[..., None, None] if decay.dim() == 2 else decay.unsqueeze(-2))
         if p.log_decay_value is not None:
             decayed = decayed * p.log_decay_value[:, t].exp().unsqueeze(-1)
-        point = decayed if p.before else A
-        error = values if b == 1 else b * values  # b v − a P k, and what of it is erased apart
-        erased, along, momentum = None, keys, None
+        predictor = decayed if p.decays_first else A
+        error = values if b == 1 else b * values  # b v − a P k, without separate erasure
+        erase, erase_keys, momentum = None, keys, None
         if p.probe is not None and p.erase is not None:
-            erased = -a * (p.probe[:, t].unsqueeze(-2) @ point.mT)  # [B, H, 1, V]
-            along = p.erase[:, t].unsqueeze(-2)
+            erase = -a * (p.probe[:, t].unsqueeze(-2) @ predictor.mT)  # [B, H, 1, V]
+            erase_keys = p.erase[:, t].unsqueeze(-2)
         elif a != 0:
-            predicted = keys @ point.mT  # [B, H, m, V]
+            predicted = keys @ predictor.mT  # [B, H, m, V]
             if S is not None and p.momentum_on == "value":
-                erased = -a * (weight * predicted)
+                erase = -a * (weight * predicted)
             else:
                 error = error - predicted if a == 1 else error - a * predicted
-        written = weight * error
+        writes = weight * error
         if S is None or p.momentum is None:
-            after = _plus_outer(decayed, written, keys)
-            after = after if erased is None else _plus_outer(after, erased, along)
+            updated = _add_outer(decayed, writes, keys)
+            updated = updated if erase is None else _add_outer(updated, erase, erase_keys)
         else:
-            kept = p.momentum[:, t][..., None, None] * S
-            if erased is not None and p.momentum_on != "value":
-                kept = _plus_outer(kept, erased, along)
-            momentum = _plus_outer(kept, written, keys)
-            after = decayed + momentum
-            if erased is not None and p.momentum_on == "value":
-                after = _plus_outer(after, erased, along)
-        if p.live is not None:
-            rows = p.live[:, t].view(-1, 1, 1, 1)
-            after = torch.where(rows, after, A)
+            decayed_momentum = p.momentum[:, t][..., None, None] * S
+            if erase is not None and p.momentum_on != "value":
+                decayed_momentum = _add_outer(decayed_momentum, erase, erase_keys)
+            momentum = _add_outer(decayed_momentum, writes, keys)
+            updated = decayed + momentum
+            if erase is not None and p.momentum_on == "value":
+                updated = _add_outer(updated, erase, erase_keys)
+        if p.token_mask is not None:
+            mask = p.token_mask[:, t].view(-1, 1, 1, 1)
+            updated = torch.where(mask, updated, A)
             if S is not None and momentum is not None:
-                momentum = torch.where(rows, momentum, S)
-        A, S = after, momentum
+                momentum = torch.where(mask, momentum, S)
+        A, S = updated, momentum
         outputs.append(p.q[:, t] @ A.transpose(-1, -2))
     if T == 1:
         return outputs[0].unsqueeze(1), A, S
@@ -80,6 +80,6 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
     return y, A, S
 
 
-def _plus_outer(A: Tensor, u: Tensor, k: Tensor) -> Tensor:
-    """A + Σ_i u_i k_iᵀ for ``u [B, H, m, V]`` and ``k [B, H, m, F]``; m is 1 but in windows."""
+def _add_outer(A: Tensor, u: Tensor, k: Tensor) -> Tensor:  # u [B, H, m, V], k [B, H, m, F]
+    """Return A + Σ_i u_i k_iᵀ; m > 1 only in windows."""
     return torch.addcmul(A, u.mT, k) if u.shape[-2] == 1 else A + u.mT @ k

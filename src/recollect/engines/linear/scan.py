@@ -1,15 +1,15 @@
-"""A scan over time: memories whose every entry follows its own recurrence h_t = α_t h_(t−1) + b_t.
+"""A scan over time for memories with elementwise recurrences h_t = α_t h_(t−1) + b_t.
 
-Decays per entry (Mamba) and vector memories (LRU, RG-LRU) end here. With α_t ⊙ entry by entry,
+Decays per entry (Mamba) and vector memories (LRU, RG-LRU) use this scan. With elementwise α_t,
 
     A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ,     y_t = A_t q_t
 
-Tokens go through in *groups* whose numbers fit the processor's cache. A group is cut into blocks
-that run side by side, one token of every block at a time; products of decays then carry the state
-from block to block. Only products of numbers in [0, 1] are formed, never quotients or differences
-of cumulated logs, so the result is exact at any decay. See `docs/design/scan.md`.
+Tokens are processed in *groups* that fit the processor's cache. The blocks of a group run in
+parallel, one token of every block at a time. Products of decays then carry the state from block to
+block. All factors are in [0, 1], without quotients or differences of cumulative logs, so the result
+is exact for any decay. See `docs/design/scan.md`.
 
-The backward keeps the states at the starts of groups, O((T / group) V F), and recomputes the rest.
+The backward pass stores the states at group starts, O((T / group) V F), and recomputes the others.
 With ȳ and Ā the gradients of outputs and of the state, from the last token to the first::
 
     g_t = ȳ_t q_tᵀ + α_{t+1} ⊙ g_{t+1}      (g after the last token is Ā)
@@ -28,25 +28,26 @@ from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction, differentiable_backward
 
-__all__ = ["GROUP", "Cut", "ScanInputs", "scan"]
+__all__ = ["GROUP", "ScanInputs", "ScanLayout", "scan"]
 
 GROUP = 1 << 18
 """Entries of the states of a group on a CPU: 1 MB per intermediate."""
 
-WIDE = 256
-"""Entries of one state from which a CPU gains nothing from running blocks side by side."""
+MIN_WIDE_STATE = 256
+"""Smallest number of entries of a state at which a CPU runs blocks sequentially."""
 
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """What a scan starts from; all in the state's dtype.
+    """Inputs of a scan, in the state's dtype.
 
     Attributes:
-        A: the state before, ``[B, H, V, F]``.
-        q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. u: what is written, ``[B, T, H, V]``.
-        decay: log α ``[B, T, H, V, F]`` (α itself, of any sign, unless logs are scanned); or, with
-        scale: a ``[H, V, F]`` ≥ 0: ``[B, T, H, V]``, one factor of log α_t = decay_t ⊙ a, so that
-            ``[B, T, H, V, F]`` is never made.
+        A: initial state, ``[B, H, V, F]``.
+        q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. u: writes, ``[B, T, H, V]``.
+        decay: log α ``[B, T, H, V, F]``, or α of any sign if decays are not logs. With ``scale``,
+            ``[B, T, H, V]``.
+        scale: a ≥ 0 ``[H, V, F]`` with log α_t = decay_t ⊙ a, which avoids a tensor
+            ``[B, T, H, V, F]``; or ``None``.
     """
 
     A: Tensor
@@ -57,7 +58,7 @@ class ScanInputs:
     scale: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them in the order of the fields."""
+        """Return the inputs in field order."""
         return self.A, self.q, self.k, self.u, self.decay, self.scale
 
 
@@ -67,8 +68,8 @@ def scan(
     """Run A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ, y_t = A_t q_t.
 
     Args:
-        x: state and tokens.
-        log: whether decays are given as logs.
+        x: initial state and tokens.
+        log: whether decays are logs.
         chunk_size: tokens of a block; no influence on results.
 
     Returns:
@@ -79,9 +80,12 @@ def scan(
         return x.u.new_zeros(B, T, H, x.q.shape[3], V), x.A
     # −inf times a scale of 0 would be NaN.
     decay = x.decay.clamp_min(-1e30) if log else x.decay
-    cut = Cut.of(B * H * V * x.k.shape[-1], T, chunk_size, cpu=x.u.device.type == "cpu")
+    layout = ScanLayout.of(B * H * V * x.k.shape[-1], T, chunk_size, cpu=x.u.device.type == "cpu")
     q, k, u = x.q.transpose(0, 1), x.k.transpose(0, 1), x.u.transpose(0, 1)  # time first
-    plan, x = _Plan(cut=cut, log=log), ScanInputs(x.A, q, k, u, decay.transpose(0, 1), x.scale)
+    plan, x = (
+        _Plan(layout=layout, log=log),
+        ScanInputs(x.A, q, k, u, decay.transpose(0, 1), x.scale),
+    )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x.tensors()):
         y, A = cast(tuple[Tensor, Tensor], _Scan.apply(plan, *x.tensors()))
     else:
@@ -90,31 +94,31 @@ def scan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How T tokens are cut: groups of ``group`` tokens, blocks of ``block``."""
+class ScanLayout:
+    """Division of T tokens into groups of ``group`` tokens and blocks of ``block``."""
 
     T: int
     group: int
     block: int
 
     @classmethod
-    def of(cls, entries: int, T: int, chunk_size: int | None, *, cpu: bool) -> Cut:
+    def of(cls, entries: int, T: int, chunk_size: int | None, *, cpu: bool) -> ScanLayout:
         group = min(T, max(16, GROUP // entries)) if cpu else T
         if chunk_size is not None:
             block = min(chunk_size, group)
-        elif cpu and entries >= WIDE:
+        elif cpu and entries >= MIN_WIDE_STATE:
             block = group
         else:
             block = max(1, math.isqrt(group))
         return cls(T=T, group=group, block=block)
 
     def groups(self) -> list[tuple[int, int]]:
-        """First and last token of each group."""
+        """Return the first and last token of each group."""
         return [(s, min(s + self.group, self.T)) for s in range(0, self.T, self.group)]
 
     @property
     def steps(self) -> int:
-        """Number of dependent steps: the tokens of a block, then a step from block to block."""
+        """Number of dependent steps: tokens of a block, then a step from block to block."""
         total = 0
         for start, stop in self.groups():
             for first, last in self.blocks(stop - start):
@@ -123,18 +127,18 @@ class Cut:
         return total
 
     def blocks(self, tokens: int) -> list[tuple[int, int]]:
-        """Runs of whole blocks of one length inside a group: the whole ones, then the rest."""
-        whole = tokens - tokens % self.block
-        return [run for run in ((0, whole), (whole, tokens)) if run[1] > run[0]]
+        """Return the runs of equal blocks in a group: the complete blocks, then the remainder."""
+        complete = tokens - tokens % self.block
+        return [run for run in ((0, complete), (complete, tokens)) if run[1] > run[0]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    cut: Cut
+    layout: ScanLayout
     log: bool
 
     def alpha(self, decay: Tensor, scale: Tensor | None) -> Tensor:
-        """α of some tokens ``[C, B, H, V, F]``."""
+        """Return α of tokens ``[C, B, H, V, F]``."""
         if scale is not None:
             return (decay.unsqueeze(-1) * scale).exp()
         return decay.exp() if self.log else decay
@@ -145,85 +149,84 @@ def _outer(u: Tensor, k: Tensor) -> Tensor:
 
 
 def _apply(A: Tensor, q: Tensor) -> Tensor:
-    """A q for every query: ``[C, B, H, V, F], [C, B, H, G, F] -> [C, B, H, G, V]``."""
+    """Return A q: ``[C, B, H, V, F], [C, B, H, G, F] -> [C, B, H, G, V]``."""
     if A.shape[-1] == 1:
         return q * A.mT
     return q @ A.mT
 
 
 def _states(a: Tensor, b: Tensor, A: Tensor, block: int) -> Tensor:
-    """States before the first token and after each, ``[C + 1, ...]``; b is used up."""
+    """Return the states before and after each token, ``[C + 1, ...]``; overwrites ``b``."""
     C = a.shape[0]
     states = torch.empty(C + 1, *A.shape, dtype=b.dtype, device=b.device)
     states[0] = A
     if block >= C:
         steps = states.unbind(0)
-        for now, after, x, y in zip(steps, steps[1:], a.unbind(0), b.unbind(0), strict=False):
-            torch.addcmul(y, x, now, out=after)
+        for state, next_state, x, y in zip(
+            steps, steps[1:], a.unbind(0), b.unbind(0), strict=False
+        ):
+            torch.addcmul(y, x, state, out=next_state)
         return states
-    # Blocks side by side from zero, with the products of their decays; then what each began with.
+    # Run blocks in parallel from zero with their products of decays, then add initial states.
     n = C // block
     x, h = a.unflatten(0, (n, block)), states[1:].unflatten(0, (n, block))
     h.copy_(b.unflatten(0, (n, block)))
-    reach = x.clone()
+    cumulative_decay = x.clone()
     for t in range(1, block):
         h[:, t].addcmul_(x[:, t], h[:, t - 1])
-        reach[:, t].mul_(reach[:, t - 1])
+        cumulative_decay[:, t].mul_(cumulative_decay[:, t - 1])
     start = states[0]
     for j in range(n):
-        h[j].addcmul_(reach[j], start)
+        h[j].addcmul_(cumulative_decay[j], start)
         start = h[j, -1]
     return states
 
 
-def _slopes(a: Tensor, o: Tensor, end: Tensor, block: int) -> Tensor:
-    """g from o = ȳ qᵀ (used up) and the gradient of the state at the end; g of the start's state.
-
-    o becomes g.
-    """
+def _reverse_scan(a: Tensor, o: Tensor, end: Tensor, block: int) -> Tensor:
+    """Replace o = ȳ qᵀ by g, and return the gradient of the initial state."""
     C = a.shape[0]
     if block >= C:
         o[C - 1].add_(end)
-        slopes, factors = o.unbind(0), a.unbind(0)
+        grads, factors = o.unbind(0), a.unbind(0)
         for t in range(C - 2, -1, -1):
-            slopes[t].addcmul_(factors[t + 1], slopes[t + 1])
-        return factors[0] * slopes[0]
+            grads[t].addcmul_(factors[t + 1], grads[t + 1])
+        return factors[0] * grads[0]
     n = C // block
     x, g = a.unflatten(0, (n, block)), o.unflatten(0, (n, block))
-    reach = torch.empty_like(x)
-    reach[:, -1] = 1
+    cumulative_decay = torch.empty_like(x)
+    cumulative_decay[:, -1] = 1
     for t in range(block - 2, -1, -1):
         g[:, t].addcmul_(x[:, t + 1], g[:, t + 1])
-        torch.mul(x[:, t + 1], reach[:, t + 1], out=reach[:, t])
+        torch.mul(x[:, t + 1], cumulative_decay[:, t + 1], out=cumulative_decay[:, t])
     for j in range(n - 1, -1, -1):
-        g[j].addcmul_(reach[j], end)
+        g[j].addcmul_(cumulative_decay[j], end)
         end = x[j, 0] * g[j, 0]
     return end
 
 
-def _run_states(plan: _Plan, x: ScanInputs, run: slice, A: Tensor) -> tuple[Tensor, Tensor]:
-    """α and the states of the tokens of one run that starts from A."""
+def _scan_run(plan: _Plan, x: ScanInputs, run: slice, A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return α and the states of one run that starts from A."""
     a = plan.alpha(x.decay[run], x.scale)
-    return a, _states(a, _outer(x.u[run], x.k[run]), A, plan.cut.block)
+    return a, _states(a, _outer(x.u[run], x.k[run]), A, plan.layout.block)
 
 
 def _forward(plan: _Plan, x: ScanInputs, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Outputs, the last state, and the states before every group where they are saved."""
+    """Return outputs, the last state, and, if ``save``, the states before every group."""
     A, starts = x.A, []
     y = x.u.new_empty(x.u.shape[0], *x.q.shape[1:4], x.u.shape[-1])
-    for start, stop in plan.cut.groups():
+    for start, stop in plan.layout.groups():
         if save:
             starts.append(A)
-        for first, last in plan.cut.blocks(stop - start):
+        for first, last in plan.layout.blocks(stop - start):
             run = slice(start + first, start + last)
-            _, states = _run_states(plan, x, run, A)
+            _, states = _scan_run(plan, x, run, A)
             y[run] = _apply(states[1:], x.q[run])
             A = states[-1]
         A = A.clone()
     return y, A, starts
 
 
-def _pull(
+def _backward_run(
     plan: _Plan,
     run: slice,
     x: ScanInputs,
@@ -232,15 +235,15 @@ def _pull(
     dA: Tensor,
     grads: Sequence[Tensor | None],
 ) -> Tensor:
-    """Gradients of the tokens of one run, written into ``grads``; that of the state before it."""
+    """Write the gradients of one run to ``grads``; return that of its initial state."""
     dq, dk, du, ddecay, dscale = grads
-    a, states = _run_states(plan, x, run, A)
+    a, states = _scan_run(plan, x, run, A)
     q, k = x.q[run], x.k[run]
     if q.shape[3] == 1:
         g = _outer(dy[run].squeeze(3), q.squeeze(3))
     else:
         g = dy[run].mT @ q
-    dA = _slopes(a, g, dA, plan.cut.block)
+    dA = _reverse_scan(a, g, dA, plan.layout.block)
     if dq is not None:
         dq[run] = dy[run] @ states[1:]
     if dk is not None:
@@ -249,22 +252,22 @@ def _pull(
         du[run] = _apply(g, k.unsqueeze(-2)).squeeze(-2)
     if ddecay is None and dscale is None:
         return dA
-    slope = g.mul_(states[:-1])
+    decay_grad = g.mul_(states[:-1])
     if plan.log:
-        slope.mul_(a)
+        decay_grad.mul_(a)
     if x.scale is None:
         if ddecay is not None:
-            ddecay[run] = slope
+            ddecay[run] = decay_grad
         return dA
     if dscale is not None:
-        dscale += torch.mul(slope, x.decay[run].unsqueeze(-1), out=a).sum((0, 1))
+        dscale += torch.mul(decay_grad, x.decay[run].unsqueeze(-1), out=a).sum((0, 1))
     if ddecay is not None:
-        ddecay[run] = slope.mul_(x.scale).sum(-1)
+        ddecay[run] = decay_grad.mul_(x.scale).sum(-1)
     return dA
 
 
 def _differentiable(plan: _Plan, x: ScanInputs) -> tuple[Tensor, Tensor]:
-    """The same token by token, in operations that can be differentiated any number of times."""
+    """Run the scan token by token in operations that autograd differentiates to any order."""
     A, outputs = x.A, []
     for t in range(x.u.shape[0]):
         A = plan.alpha(x.decay[t], x.scale) * A + _outer(x.u[t], x.k[t])
@@ -273,7 +276,7 @@ def _differentiable(plan: _Plan, x: ScanInputs) -> tuple[Tensor, Tensor]:
 
 
 class _Scan(CustomFunction):
-    """The recurrence with its written-out backward."""
+    """The recurrence with an explicit backward."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,24 +288,27 @@ class _Scan(CustomFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy, dA), plan = gradients, cast(_Plan, ctx.plan)
-        dy = dy.contiguous()  # of a sum it is one number, on which products are slow
+        dy = dy.contiguous()  # expanded gradients (of a sum) make products slow
         inputs: tuple[Tensor, ...] = ctx.saved_tensors
         x, needs = ScanInputs(*inputs), ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *differentiable_backward(
-                lambda given: _differentiable(plan, ScanInputs(*given)), inputs, needs, (dy, dA)
+                lambda xs: _differentiable(plan, ScanInputs(*xs)), inputs, needs, (dy, dA)
             )
         grads = [
             torch.zeros_like(t, memory_format=torch.contiguous_format) if need else None
             for t, need in zip(inputs[1:], needs[1:], strict=True)
         ]
-        for (start, stop), A in zip(reversed(plan.cut.groups()), reversed(ctx.starts), strict=True):
+        for (start, stop), A in zip(
+            reversed(plan.layout.groups()), reversed(ctx.starts), strict=True
+        ):
             runs = [
-                slice(start + first, start + last) for first, last in plan.cut.blocks(stop - start)
+                slice(start + first, start + last)
+                for first, last in plan.layout.blocks(stop - start)
             ]
             starts = [A]
-            for run in runs[:-1]:  # where the rest of a group begins
-                starts.append(_run_states(plan, x, run, starts[-1])[1][-1])
+            for run in runs[:-1]:  # initial states of the later runs
+                starts.append(_scan_run(plan, x, run, starts[-1])[1][-1])
             for run, begin in zip(reversed(runs), reversed(starts), strict=True):
-                dA = _pull(plan, run, x, begin, dy, dA, grads)
+                dA = _backward_run(plan, run, x, begin, dy, dA, grads)
         return None, dA if needs[0] else None, *grads

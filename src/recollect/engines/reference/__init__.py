@@ -1,4 +1,4 @@
-"""The reference engine: the definition, one token at a time; see `engine`."""
+"""Reference engine: the definition, one token at a time; see `engine`."""
 
 from recollect.engines.reference.cost import flops, reading
 from recollect.engines.reference.engine import read, run

@@ -1,16 +1,16 @@
-"""The reference engine: the definition, one token at a time.
+"""Reference engine: the definition, one token at a time.
 
-This file is the judge of every other engine. It follows `docs/design/meaning.md` literally, takes
-the inner gradient by autograd, imports nothing fast, and runs in any dtype. The letters are those
-of the equations::
+All other engines are tested against this engine. It follows `docs/design/meaning.md` literally,
+computes the inner gradient by autograd, imports no fast path, and runs in any dtype. The letters
+match the equations::
 
     g_t = Σ_m γ_(t,m) ∇_W ℓ(M(W°; φ(k_(t−m))), v_(t−m))
     S_t, step_t = algorithm(S_(t−1), g_t)
     A_t = retention.advance(A_(t−1), step_t)          α_t A_(t−1) + step_t unless rebuilt from W
     W_t = link(A_t),    y_t = M(W_t; φ(q_t))
 
-Rows of a batch differ in position (padding, packing), so everything that depends on the place in
-the inner batch is selected per row by ``torch.where``.
+Batch elements differ in position because of padding and packing. Therefore ``torch.where`` selects
+all quantities that depend on the position in the inner batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, forward_of, join
+from recollect.engines.common.problem import Problem, join_buffer, memory_forward
 from recollect.engines.reference import kernel_token_loop, local_regression
 from recollect.engines.reference.full_batch import full_batch, full_batch_weights
 from recollect.engines.reference.least_squares import least_squares, read_least_squares
@@ -31,7 +31,7 @@ __all__ = ["read", "run"]
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the final state."""
+    """Return the outputs ``[B, T, H, G, V]`` and the final state."""
     if problem.recipe.nonparametric:
         return local_regression.local(problem)
     if problem.recipe.algorithm.inverse is not None:
@@ -48,10 +48,12 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
 
 def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
-    """Read ``problem.q`` from ``problem.state`` without writing; k and v have no tokens.
+    """Read ``problem.q`` from ``problem.state`` without writing.
 
-    ``rates`` are the numbers of the reading tokens ``[B, T, H, ...]``: a link with gates (a radius,
-    a threshold) uses those of the token that reads through it.
+    Args:
+        problem: The call, with empty k and v.
+        rates: Gates of the queries ``[B, T, H, ...]``. A link with gates (a radius, a threshold)
+            uses the gates of the query.
     """
     recipe = problem.recipe
     if recipe.nonparametric:
@@ -65,14 +67,14 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     phi = problem.phi(problem.q, "query", position)
     if recipe.algorithm.inverse is not None:
         return read_least_squares(problem, phi, rates).to(problem.v.dtype)
-    raw, forward = problem.q.to(phi.dtype), forward_of(problem)
+    raw, forward = problem.q.to(phi.dtype), memory_forward(problem)
     if recipe.context.horizon is None:
-        tokens = join(problem)
+        tokens = join_buffer(problem)
         W = [full_batch_weights(problem, tokens, len(tokens) - 1)] * T
     else:
         loop = TokenLoop(problem)
         loop.run(problem)
-        W = [loop.readable_with(rates, t) for t in range(T)]
+        W = [loop.weights_for_read(rates, t) for t in range(T)]
     outputs = [forward(W[t], phi[:, t], raw[:, t], problem.params) for t in range(T)]
     B, _, H, G, _ = phi.shape
     empty = problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])

@@ -1,4 +1,4 @@
-"""The reference for full-batch descent on all of the past."""
+"""Reference for full-batch descent on all past tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from recollect.choices.autograd import inner_leaves
 from recollect.engines.common.problem import (
+    JoinedTokens,
     Problem,
-    Tokens,
     Weights,
     as_matrix,
-    forward_of,
-    join,
-    wants_gradient,
+    join_buffer,
+    memory_forward,
+    requires_grad,
 )
 from recollect.state.state import State
 
@@ -21,9 +21,9 @@ __all__ = ["full_batch", "full_batch_weights"]
 
 
 def full_batch(problem: Problem) -> tuple[Tensor, State]:
-    """Prefix with gradient descent: I full-batch steps from the origin at every t (TTR 20–23)."""
-    tokens = join(problem)
-    forward = forward_of(problem)
+    """Take I full-batch gradient steps from the origin at every token (TTR 20–23)."""
+    tokens = join_buffer(problem)
+    forward = memory_forward(problem)
     q_phi = problem.phi(problem.q, "query", problem.positions())
     outputs = [
         forward(
@@ -41,22 +41,22 @@ def full_batch(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), problem.final_state()
 
 
-def full_batch_weights(problem: Problem, tokens: Tokens, j: int) -> Weights:
-    """W after I steps on the first j + 1 joined tokens, rates of token j."""
+def full_batch_weights(problem: Problem, tokens: JoinedTokens, j: int) -> Weights:
+    """Return W after I steps on the first j + 1 joined tokens with the rates of token j."""
     W = list(problem.state.weights)
     if j < 0:
         return W
-    forward, bias, recipe = forward_of(problem), problem.recipe.bias, problem.recipe
+    forward, bias, recipe = memory_forward(problem), problem.recipe.bias, problem.recipe
     raw, phi, v = (x[:, : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
     logs = tokens.rates["log_decay"][:, : j + 1]
-    # γ_i = w_i Π_{l=i+1..t} γ_l: the sum over later tokens only.
+    # γ_i = w_i Π_{l=i+1..t} γ_l: the sum includes only later tokens.
     later = logs.flip(1).cumsum(1).flip(1) - logs
     weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
     weight = weight.transpose(1, 2)  # [B, H, i]
-    gates = tokens.numbers_of(bias, 0, j + 1)
+    gates = tokens.bias_gates(bias, 0, j + 1)
     lr = tokens.rates["lr"][:, j]
     rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
-    outer = wants_gradient(problem)
+    outer = requires_grad(problem)
     for _ in range(recipe.algorithm.updates_per_token):
         with torch.enable_grad():
             points = inner_leaves(W, outer=outer)

@@ -1,13 +1,13 @@
-"""The reference for least squares from sufficient statistics: one dense solve per token.
+"""Reference for least squares from sufficient statistics: one dense solve per token.
 
-Per head, with ρ the ridge and W_0 its centre::
+Equations per head, with ridge ρ and its centre W_0::
 
     D_t = γ_t D_(t−1) + w_t k_t k_tᵀ,   E_t = γ_t E_(t−1) + w_t (v_t − W_0 k_t) k_tᵀ
     W_t = W_0 + E_t (D_t + ρ_t I)⁻¹
 
-What ρ_t is, and what stands in place of the inverse for approximate rules, the algorithm says.
-Where the ridge fades with the past, this is done in float64 and refused where that does not hold
-the digits (`recollect.engines.common.resolution`), and a decay of 0 starts anew: D = E = 0, ρ = λ.
+The algorithm defines ρ_t and replaces the inverse for approximate rules. A ridge that decays with
+the past is solved in float64. An error is raised if float64 lacks the precision
+(`recollect.engines.common.precision_checks`). A decay of 0 resets the statistics: D = E = 0, ρ = λ.
 """
 
 from __future__ import annotations
@@ -19,19 +19,29 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
+from recollect.engines.common.precision_checks import (
+    RESET_LOG_DECAY,
+    estimate_relative_error,
+    first_unresolved,
+    unresolved_error,
+)
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.resolution import RESET, loss, refuse, unresolved
-from recollect.engines.common.ridge import RidgeStatistics, association, dense, ridge_of
+from recollect.engines.common.ridge import (
+    RidgeStatistics,
+    apply_approximate_inverse,
+    initial_ridge,
+    weighted_associations,
+)
 from recollect.state.state import State
 
 __all__ = ["least_squares", "read_least_squares"]
 
 
 def _start(state: State, ridge: Tensor) -> RidgeStatistics:
-    """The statistics of a state. A row that has seen nothing holds its initial memory alone."""
+    """Return the statistics of a state; an empty batch element has only its initial memory."""
     A, slots = state.weights[0], {name: x[0] for name, x in state.algorithm_state.items()}
-    fresh = state.position == 0
-    origin = torch.where(fresh[:, None, None, None], A, slots["origin"])
+    is_empty = state.position == 0
+    origin = torch.where(is_empty[:, None, None, None], A, slots["origin"])
     gram = slots.get("gram", ridge)
     gram = gram if gram.dim() == 4 else torch.diag_embed(gram)
     start = RidgeStatistics(
@@ -43,31 +53,31 @@ def _start(state: State, ridge: Tensor) -> RidgeStatistics:
     )
     if "kept" not in slots:
         return start
-    # W is held in place of E.
-    start = replace(start, ridge_share=torch.where(fresh[:, None], 1.0, slots["kept"]))
+    # The state stores W, not E.
+    start = replace(start, ridge_share=torch.where(is_empty[:, None], 1.0, slots["kept"]))
     return replace(start, residual=start.residual @ start.system)
 
 
 def least_squares(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the final state."""
+    """Return the outputs ``[B, T, H, G, V]`` and the final state."""
     B, T, H, G, _ = problem.q.shape
     V = problem.v.shape[-1]
     if T == 0:
         return problem.v.new_zeros(B, 0, H, G, V), problem.final_state()
     inverse = problem.recipe.algorithm.inverse
     assert inverse is not None  # the recipe has fixed-size statistics
-    form, refresh_every = inverse.ridge, inverse.refresh_every
-    wide = bool(problem.recipe.algorithm.float64_slots(problem.recipe))
-    k, v, weight = association(problem)
+    schedule, refresh_every = inverse.ridge, inverse.refresh_every
+    is_float64 = bool(problem.recipe.algorithm.float64_slots(problem.recipe))
+    k, v, weight = weighted_associations(problem)
     q = problem.phi(problem.q, "query", problem.positions())
-    ridge, logs = ridge_of(problem.rates, k.shape[-1]), problem.rates["log_decay"]
+    ridge, logs = initial_ridge(problem.rates, k.shape[-1]), problem.rates["log_decay"]
     state = problem.state
-    if wide:
+    if is_float64:
         k, v, weight, q, ridge, logs = (x.double() for x in (k, v, weight, q, ridge, logs))
         state = state.map(lambda x: x.double() if x.is_floating_point() else x)
-    now = _start(state, ridge)
-    anew = logs < RESET if wide else torch.zeros_like(logs, dtype=torch.bool)
-    decay = torch.where(anew, 0.0, logs.exp())
+    statistics = _start(state, ridge)
+    is_reset = logs < RESET_LOG_DECAY if is_float64 else torch.zeros_like(logs, dtype=torch.bool)
+    decay = torch.where(is_reset, 0.0, logs.exp())
     token_mask = problem.token_mask
     if token_mask is None:
         token_mask = torch.ones(B, T, dtype=torch.bool, device=k.device)
@@ -76,96 +86,109 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         rows = token_mask[:, t]
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
-        share = now.ridge_share if form == "constant" else now.ridge_share * decay[:, t]
-        share = torch.where(anew[:, t], 1.0, share)
-        error = value - (now.origin @ key.unsqueeze(-1)).squeeze(-1)
-        gram = alpha * now.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
+        share = statistics.ridge_share
+        if schedule != "constant":
+            share = share * decay[:, t]
+        share = torch.where(is_reset[:, t], 1.0, share)
+        error = value - (statistics.origin @ key.unsqueeze(-1)).squeeze(-1)
+        gram = alpha * statistics.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
         floor = torch.zeros_like(share)
-        if form != "constant":
-            least = smallest_ridge(gram).squeeze(-1) / now.ridge.mean(-1)
-            floor = torch.where(least > share, least, 0.0)
-            share = torch.maximum(share, least)
-        then = replace(
-            now,
+        if schedule != "constant":
+            min_share = smallest_ridge(gram).squeeze(-1) / statistics.ridge.mean(-1)
+            floor = torch.where(min_share > share, min_share, 0.0)
+            share = torch.maximum(share, min_share)
+        updated = replace(
+            statistics,
             gram=gram,
-            residual=alpha * now.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
+            residual=alpha * statistics.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
             ridge_share=share,
         )
-        now = _chosen(rows, then, now)
-        if wide:
-            _resolved(problem, now, floor, t)
-        y = _read(problem, now, q[:, t])
+        statistics = _select_rows(rows, updated, statistics)
+        if is_float64:
+            _check_resolved(problem, statistics, floor, t)
+        y = _read(problem, statistics, q[:, t])
         outputs.append(torch.where(rows[:, None, None, None], y, 0.0))
-        if form == "refreshed":
-            border = rows & ((problem.state.position + t + 1) % refresh_every == 0)
-            now = replace(now, ridge_share=torch.where(border[:, None], 1.0, now.ridge_share))
+        if schedule == "refreshed":
+            is_boundary = rows & ((problem.state.position + t + 1) % refresh_every == 0)
+            statistics = replace(
+                statistics,
+                ridge_share=torch.where(is_boundary[:, None], 1.0, statistics.ridge_share),
+            )
     y = torch.stack(outputs, dim=1).to(problem.v.dtype)
-    return y, _state(problem, now)
+    return y, _state(problem, statistics)
 
 
-def _resolved(problem: Problem, now: RidgeStatistics, floor: Tensor, t: int) -> None:
-    """Refuse a token that leaves no digits. On a GPU its dense solve waits anyway."""
+def _check_resolved(problem: Problem, statistics: RidgeStatistics, floor: Tensor, t: int) -> None:
+    """Raise an error if token t leaves too little precision."""
     if torch.compiler.is_compiling():
         return
-    system = now.system.detach()
-    lost = loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1))
-    excess = unresolved(lost.unsqueeze(0))
-    if excess is not None:
-        raise refuse(problem, excess, token=t)
+    system = statistics.system.detach()
+    relative_error = estimate_relative_error(
+        system, torch.linalg.inv_ex(system)[0], floor * statistics.ridge.mean(-1)
+    )
+    failure = first_unresolved(relative_error.unsqueeze(0))
+    if failure is not None:
+        raise unresolved_error(problem, failure, token=t)
 
 
-def _chosen(rows: Tensor, new: RidgeStatistics, old: RidgeStatistics) -> RidgeStatistics:
-    """Rows ``[B]`` of the new statistics, others of the old."""
-    wide = rows[:, None, None, None]
+def _select_rows(rows: Tensor, new: RidgeStatistics, old: RidgeStatistics) -> RidgeStatistics:
+    """Return the new statistics for the selected ``rows [B]`` and the old for the others."""
+    mask = rows[:, None, None, None]
     return replace(
         new,
-        gram=torch.where(wide, new.gram, old.gram),
-        residual=torch.where(wide, new.residual, old.residual),
+        gram=torch.where(mask, new.gram, old.gram),
+        residual=torch.where(mask, new.residual, old.residual),
         ridge_share=torch.where(rows[:, None], new.ridge_share, old.ridge_share),
     )
 
 
-def _read(problem: Problem, now: RidgeStatistics, q: Tensor) -> Tensor:
-    """``[B, H, G, V]`` from lifted queries ``[B, H, G, F]``."""
+def _read(problem: Problem, statistics: RidgeStatistics, q: Tensor) -> Tensor:
+    """Return the outputs ``[B, H, G, V]`` at lifted queries ``[B, H, G, F]``."""
     inverse = problem.recipe.algorithm.inverse
     assert inverse is not None
     if inverse.kind == "exact":
-        return q @ now.solved().mT
-    return q @ now.origin.mT + dense(inverse, now, q) @ now.residual.mT
+        return q @ statistics.solved().mT
+    return (
+        q @ statistics.origin.mT
+        + apply_approximate_inverse(inverse, statistics, q) @ statistics.residual.mT
+    )
 
 
-def _state(problem: Problem, now: RidgeStatistics) -> State:
+def _state(problem: Problem, statistics: RidgeStatistics) -> State:
     algorithm = problem.recipe.algorithm
-    seen = (problem.end > 0)[:, None, None, None]
+    has_tokens = (problem.end > 0)[:, None, None, None]
 
-    def where_seen(name: str, x: Tensor) -> tuple[Tensor]:
-        rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.algorithm_state[name][0]
+    def keep_if_empty(name: str, x: Tensor) -> tuple[Tensor]:
+        rows, old = (
+            has_tokens.view(-1, *(1,) * (x.dim() - 1)),
+            problem.state.algorithm_state[name][0],
+        )
         return (torch.where(rows, x.to(old.dtype), old),)
 
-    slots = {"origin": where_seen("origin", now.origin)}
+    slots = {"origin": keep_if_empty("origin", statistics.origin)}
     if "gram" in algorithm.slots:
         vector = problem.state.algorithm_state["gram"][0].dim() == 3
-        gram = now.gram.diagonal(dim1=-2, dim2=-1) if vector else now.gram
-        slots["gram"] = where_seen("gram", gram)
+        gram = statistics.gram.diagonal(dim1=-2, dim2=-1) if vector else statistics.gram
+        slots["gram"] = keep_if_empty("gram", gram)
     if "kept" in algorithm.slots:
-        slots["kept"] = where_seen("kept", now.ridge_share)
-        slots["inverse"] = where_seen("inverse", torch.linalg.inv(now.system))
-        weights = now.solved()
+        slots["kept"] = keep_if_empty("kept", statistics.ridge_share)
+        slots["inverse"] = keep_if_empty("inverse", torch.linalg.inv(statistics.system))
+        weights = statistics.solved()
     else:
-        weights = now.origin + now.residual
+        weights = statistics.origin + statistics.residual
     old = problem.state.weights[0]
     return problem.final_state(
-        weights=(torch.where(seen, weights.to(old.dtype), old),), algorithm_state=slots
+        weights=(torch.where(has_tokens, weights.to(old.dtype), old),), algorithm_state=slots
     )
 
 
 def read_least_squares(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
-    """Outputs of lifted queries ``[B, T, H, G, F]`` from ``problem.state``, without writing."""
+    """Return the outputs at lifted queries ``[B, T, H, G, F]`` from ``problem.state``."""
     algorithm, state = problem.recipe.algorithm, problem.state
     A = state.weights[0].unsqueeze(1)
     if "kept" in algorithm.slots or q.shape[1] == 0:
         return q @ A.mT
-    now = _start(state, ridge_of(rates, q.shape[-1]))
+    statistics = _start(state, initial_ridge(rates, q.shape[-1]))
     if algorithm.inverse is not None and algorithm.inverse.kind == "exact":
-        return q @ now.solved().unsqueeze(1).mT
-    return torch.stack([_read(problem, now, q[:, t]) for t in range(q.shape[1])], dim=1)
+        return q @ statistics.solved().unsqueeze(1).mT
+    return torch.stack([_read(problem, statistics, q[:, t]) for t in range(q.shape[1])], dim=1)

@@ -1,4 +1,4 @@
-"""The reference's recursion, one token at a time; see `recollect.engines.reference.engine`."""
+"""Recursion of the reference engine, one token at a time (`recollect.engines.reference.engine`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from recollect.engines.common.problem import (
     Problem,
     Weights,
     as_matrix,
-    forward_of,
-    join,
-    scaled,
-    wants_gradient,
+    factored_log_decay,
+    join_buffer,
+    memory_forward,
+    requires_grad,
 )
 from recollect.engines.reference.normalized_steps import (
+    batch_weights,
+    line_search_length,
     normalized_gradients,
-    searched,
-    weight_of_batch,
 )
 from recollect.state.state import State
 
@@ -30,50 +30,51 @@ __all__ = ["TokenLoop"]
 
 
 class TokenLoop:
-    """The recursion of `docs/design/meaning.md` over tokens, for B rows and H memories at once.
+    """Recursion of `docs/design/meaning.md` over tokens for B batch elements and H memories.
 
     Attributes:
-        A, S: dual weights and slots now.
-        W: W°, where gradients are taken.
-        readable: the weights that are read now.
+        A, S: Current dual weights and slots.
+        W: W°, the weights at which gradients are taken.
+        read_weights: Weights of the current read.
+        linearization_point: A and link gates of W°, the point of normalised steps.
+        batch_step_sum: Σ η g of the open batch (``reduction="mean"``).
+        batch_sums: Σ log α and Σ η of the open batch per map (``update_every="batch"``).
     """
 
     def __init__(self, problem: Problem) -> None:
         self.recipe = recipe = problem.recipe
         self.problem = problem
-        self.outer = wants_gradient(problem)
-        self.tokens = join(problem)
-        self.forward = forward_of(problem)
+        self.outer = requires_grad(problem)
+        self.tokens = join_buffer(problem)
+        self.forward = memory_forward(problem)
         self.b = recipe.algorithm.batch_size
         self.c = recipe.context.horizon or 1
         self.A: Weights = list(problem.state.weights)
         self.S = {name: list(slot) for name, slot in problem.state.algorithm_state.items()}
-        # At the end of the buffer the open batch will have been replayed, so start at its border.
+        # The buffer contains the open batch, so the replay starts at the boundary of that batch.
         self.count = problem.state.position - problem.state.position % self.b
         self.A0, self.S0 = list(self.A), {n: list(s) for n, s in self.S.items()}
-        self.W: Weights = list(self.A)  # set at the first border, and so is what is read
-        self.readable: Weights = list(self.A)
-        # Where W° came from: the A and the link's numbers that a normalised step is measured at.
-        self.origin: tuple[Weights, dict[str, Tensor]] = (list(self.A), {})
+        self.W: Weights = list(self.A)  # set at the first boundary
+        self.read_weights: Weights = list(self.A)
+        self.linearization_point: tuple[Weights, dict[str, Tensor]] = (list(self.A), {})
         zeros = [torch.zeros_like(w) for w in self.A]
-        self.mean = zeros  # Σ η g of the open batch (reduction="mean")
-        # Muon(update_every="batch"): Σ log α and Σ η of the open batch, per map.
-        self.sums: tuple[Weights, Weights] = (list(zeros), list(zeros))
+        self.batch_step_sum = zeros
+        self.batch_sums: tuple[Weights, Weights] = (list(zeros), list(zeros))
 
-    # -- rates ---------------------------------------------------------------------------------
+    # -- gates ---------------------------------------------------------------------------------
 
     def _maps(self) -> list[tuple[bool, bool, bool]]:
-        """(first, last, bias column) of each map; a vector's only map is both."""
+        """Return (is first, is last, has a bias column) per map; a vector's map is both."""
         memory, shapes = self.recipe.memory, [w.shape[2:] for w in self.A]
         if isinstance(memory, Stack):
             return [(m.reads_features, m.is_output, m.bias) for m in memory.maps(1, 1)]
         return [(True, True, False) for _ in shapes]
 
     def _per_map(self, x: Tensor | None, side: str, j: int) -> list[Tensor | None]:
-        """One token's number(s) as a factor of every map ``[B, H, out, in]``.
+        """Return the params of token j as one factor per map ``[B, H, out, in]``.
 
-        Channels over ``"key"`` act on the first maps' inputs, over ``"value"`` on the last map's
-        outputs; every other map takes the channels' mean.
+        Channels over ``"key"`` scale the inputs of the first maps. Channels over ``"value"`` scale
+        the outputs of the last map. All other maps use the mean over channels.
         """
         if x is None:
             return [None] * len(self.A)
@@ -102,7 +103,9 @@ class TokenLoop:
             return [None] * len(self.A)
         log = self.tokens.rates["log_decay"][:, j : j + 1]
         if decay.is_input_scaled and decay.per == "entry":
-            log = scaled(log.unsqueeze(-1), self.tokens.rates["decay_scale"][:, j : j + 1])
+            log = factored_log_decay(
+                log.unsqueeze(-1), self.tokens.rates["decay_scale"][:, j : j + 1]
+            )
         side = "value" if decay.per == "value" else "key"
         parts = self._per_map(log, side, 0)
         if decay.per == "key_value":
@@ -113,7 +116,7 @@ class TokenLoop:
         return list(parts)
 
     def _step_gates(self, j: int) -> dict[str, Tensor]:
-        """Scalar numbers of the step (radius, tau ...) as ``[B, H, 1, 1]``."""
+        """Return the scalar gates of the step (radius, tau, ...) as ``[B, H, 1, 1]``."""
         return _scalars(self.tokens.rates, j)
 
     # -- the recursion -------------------------------------------------------------------------
@@ -127,23 +130,32 @@ class TokenLoop:
         self,
         W: Sequence[Tensor],
         j: int,
-        prediction_free: bool = False,
-        only: int | None = None,
+        without_prediction: bool = False,
+        association: int | None = None,
     ) -> list[Tensor]:
-        """g_t at W, or only its part that no prediction enters (for momentum on the write).
+        """Return g_t at W.
 
-        Of one association ``only``, its gradient as it is: without what it weighs in g_t.
+        Args:
+            W: Weights.
+            j: Token.
+            without_prediction: Whether to return only the part without the prediction, which
+                momentum on the write accumulates.
+            association: Association whose unweighted gradient is returned instead of the sum.
         """
-        low, stop = (max(j - self.c + 1, 0), j + 1) if only is None else (only, only + 1)
+        low, stop = (
+            (max(j - self.c + 1, 0), j + 1)
+            if association is None
+            else (association, association + 1)
+        )
         tokens, bias = self.tokens, self.recipe.bias
         raw, phi, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
-        weight = self.weight(j, low) if only is None else torch.ones_like(v[..., 0])
-        gates = tokens.numbers_of(bias, low, stop)
+        weight = self.weight(j, low) if association is None else torch.ones_like(v[..., 0])
+        gates = tokens.bias_gates(bias, low, stop)
         outer = self.outer
         with torch.enable_grad():
             points = inner_leaves(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
-            if prediction_free:
+            if without_prediction:
                 assert bias.affine is not None
                 objective = -bias.affine[1] * (prediction * v).sum(-1)
             elif bias.defines_loss:
@@ -165,34 +177,34 @@ class TokenLoop:
                 )
             )
 
-    def _gradients_of(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
-        """g_t, and its part without a prediction if the algorithm asks for that apart."""
+    def _split_gradients(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return g_t and its part without the prediction if the algorithm needs the split."""
         splits = self.recipe.algorithm.needs_split_error
         if self.recipe.algorithm.uses_normalized_steps:
-            return normalized_gradients(self, W, j, splits=splits)
-        free = self.gradients(W, j, prediction_free=True) if splits else []
-        return self.gradients(W, j), free
+            return normalized_gradients(self, W, j, has_split_error=splits)
+        write_gradients = self.gradients(W, j, without_prediction=True) if splits else []
+        return self.gradients(W, j), write_gradients
 
     def weight(self, j: int, low: int | None = None) -> Tensor:
-        """What associations ``low`` to j weigh in g_t, ``[B, 1 or H, m]``: 0 where none is."""
+        """Return the weights of associations ``low`` to j in g_t, ``[B, 1 or H, m]``."""
         low = max(j - self.c + 1, 0) if low is None else low
         weight = self.tokens.valid[:, None, low : j + 1].to(self.tokens.v.dtype)
         if "window" not in self.tokens.rates:
             return weight
-        # Entry m of the current token's gate weighs association t − m.
+        # Entry m of the current token's gate is the weight of association t − m.
         gamma = self.tokens.rates["window"][:, j]  # [B, H, c]
         return weight * gamma[..., : j + 1 - low].flip(-1)
 
     def _erase_and_write(self, W: Sequence[Tensor], j: int) -> list[Tensor]:
-        """A probe's step: −a (W w) bᵀ + η b v kᵀ, on a matrix."""
+        """Return the step of a probe on a matrix: −a (W w) bᵀ + η b v kᵀ."""
         tokens, probe, affine = self.tokens, self.recipe.bias.probe, self.recipe.bias.affine
         assert probe is not None and affine is not None
         phi, v, lr = tokens.phi[:, j], tokens.v[:, j], tokens.rates["lr"][:, j]
         lr = lr if lr.dim() == 3 else lr.unsqueeze(-1)
         if probe.at == "token":
             raw = tokens.rates["probe"][:, j : j + 1].unsqueeze(3)
-            where = (self.count[:, None]).expand(-1, 1)
-            w = self.problem.phi(raw, "key", where)[:, 0, :, 0]
+            position = (self.count[:, None]).expand(-1, 1)
+            w = self.problem.phi(raw, "key", position)[:, 0, :, 0]
         else:
             w = phi
         rate = tokens.rates["erase"][:, j]
@@ -203,34 +215,34 @@ class TokenLoop:
         outer_write = (lr * v).unsqueeze(-1) * phi.unsqueeze(-2)
         return [affine[1] * outer_write - affine[0] * outer_erase]
 
-    def _advance(self, j: int, live: Tensor) -> None:
-        """One token: where ``live [B]``, move A, S and the readable weights."""
+    def _advance(self, j: int, token_mask: Tensor) -> None:
+        """Update A, S and the read weights at token j for the selected ``token_mask [B]``."""
         recipe, algorithm, retention = self.recipe, self.recipe.algorithm, self.recipe.retention
-        rows = live.view(-1, 1, 1, 1)
-        border = live & (self.count % self.b == 0)
-        self._open(border, j)
+        rows = token_mask.view(-1, 1, 1, 1)
+        is_boundary = token_mask & (self.count % self.b == 0)
+        self._begin_batch(is_boundary, j)
 
         log_decay = self._log_decay(j)
-        before = retention.decay is not None and retention.decay.when == "before"
+        decays_first = retention.decay is not None and retention.decay.when == "before"
         W: Weights = list(self.W)
-        if before:
+        if decays_first:
             W = [
                 (d.exp() * as_matrix(w)).reshape(w.shape) if d is not None else w
                 for w, d in zip(W, log_decay, strict=True)
             ]
 
         phi = self.tokens.phi[:, j]
-        place = self.count % self.b + 1  # of this token in its inner batch, from 1
+        batch_position = self.count % self.b + 1  # 1-based position in the inner batch
         if recipe.bias.probe is not None:
             steps = [as_matrix(s) for s in self._erase_and_write(W, j)]
             slots: dict[str, Weights] = {name: [] for name in self.S}
         else:
             lr = self._lr(j, phi)
-            # A step of a searched length is a direction until all maps' are known.
+            # With a line search, the step is a direction until all maps have theirs.
             rates = [None] * len(lr) if algorithm.uses_line_search else lr
             theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
-            gradients, written = self._gradients_of(W, j)
-            writes: list[Tensor] | list[None] = written or [None] * len(W)
+            gradients, write_gradients = self._split_gradients(W, j)
+            writes: list[Tensor] | list[None] = write_gradients or [None] * len(W)
             steps, slots = [], {name: [] for name in self.S}
             for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
                 g2 = as_matrix(g)
@@ -249,31 +261,34 @@ class TokenLoop:
                 for name, value in new.items():
                     slots[name].append(value)
             if algorithm.uses_line_search and algorithm.update_every == "token":
-                far = searched(self, W, steps, j, max(j - self.c + 1, 0), self.weight(j))
+                step_length = line_search_length(
+                    self, W, steps, j, max(j - self.c + 1, 0), self.weight(j)
+                )
                 steps = [
-                    far * s if e is None else e * far * s for e, s in zip(lr, steps, strict=True)
+                    step_length * s if e is None else e * step_length * s
+                    for e, s in zip(lr, steps, strict=True)
                 ]
 
         gates = self._step_gates(j)
-        A, readable = self._settle(j, place, steps, slots, log_decay, gates)
+        A, read_weights = self._apply_step(j, batch_position, steps, slots, log_decay, gates)
 
-        def keep(new: Sequence[Tensor], old: Weights) -> Weights:
+        def select_tokens(new: Sequence[Tensor], old: Weights) -> Weights:
             return [
                 torch.where(rows, as_matrix(n), as_matrix(o)).reshape(o.shape)
                 for n, o in zip(new, old, strict=True)
             ]
 
-        self.S = {name: keep(slots[name], self.S[name]) for name in self.S}
-        self.A = keep(A, self.A)
-        self.readable = keep(readable, self.readable)
+        self.S = {name: select_tokens(slots[name], self.S[name]) for name in self.S}
+        self.A = select_tokens(A, self.A)
+        self.read_weights = select_tokens(read_weights, self.read_weights)
         if recipe.links_at_batch_end and retention.links_after_first_token:
             # MIRAS 30: W_1 = link(A_1) of the batch's first token replaces W° for tokens 2..b.
-            first = (live & (place == 1)).view(-1, 1, 1, 1)
-            settled = self._link(self.A, gates)
-            self.W = _where(first, settled, self.W)
-            self._measure_from(first, gates)
-            self.readable = _where(first, settled, self.readable)
-        self.count = self.count + live
+            first = (token_mask & (batch_position == 1)).view(-1, 1, 1, 1)
+            linked = self._link(self.A, gates)
+            self.W = _select(first, linked, self.W)
+            self._record_linearization_point(first, gates)
+            self.read_weights = _select(first, linked, self.read_weights)
+        self.count = self.count + token_mask
 
     def _lr(self, j: int, phi: Tensor) -> list[Tensor | None]:
         rates, recipe = dict(self.tokens.rates), self.recipe
@@ -287,115 +302,119 @@ class TokenLoop:
             return self._per_map(now.unsqueeze(1), "value", 0)
         return self._per_map(lr, "value", j)
 
-    def _open(self, border: Tensor, j: int) -> None:
-        """Where a new inner batch begins: W° = link(A), and remember A and S for the state."""
-        rows = border.view(-1, 1, 1, 1)
-        # A link's gates belong to the step that uses it: W° of this step is link(A°) with its
-        # gates.
+    def _begin_batch(self, is_boundary: Tensor, j: int) -> None:
+        """Set W° = link(A) and store A and S for the state at the start of an inner batch."""
+        rows = is_boundary.view(-1, 1, 1, 1)
+        # W° of this step is link(A°) with the gates of this step.
         linked = self._link(self.A, self._step_gates(j))
-        self.W = _where(rows, linked, self.W)
-        self._measure_from(rows, self._step_gates(j))
+        self.W = _select(rows, linked, self.W)
+        self._record_linearization_point(rows, self._step_gates(j))
         if self.recipe.links_at_batch_end or self.recipe.algorithm.update_every == "batch":
-            self.readable = _where(rows, linked, self.readable)
-        self.A0 = _where(rows, self.A, self.A0)
-        self.S0 = {n: _where(rows, self.S[n], self.S0[n]) for n in self.S}
+            self.read_weights = _select(rows, linked, self.read_weights)
+        self.A0 = _select(rows, self.A, self.A0)
+        self.S0 = {n: _select(rows, self.S[n], self.S0[n]) for n in self.S}
         zeros = [torch.zeros_like(w) for w in self.A]
-        self.mean = _where(rows, zeros, self.mean)
-        self.sums = (_where(rows, zeros, self.sums[0]), _where(rows, zeros, self.sums[1]))
+        self.batch_step_sum = _select(rows, zeros, self.batch_step_sum)
+        self.batch_sums = (
+            _select(rows, zeros, self.batch_sums[0]),
+            _select(rows, zeros, self.batch_sums[1]),
+        )
 
-    def _measure_from(self, rows: Tensor, gates: dict[str, Tensor]) -> None:
-        """Where W° is made anew, it is the link of A as it stands, with these numbers."""
+    def _record_linearization_point(self, rows: Tensor, gates: dict[str, Tensor]) -> None:
+        """Store A and the link gates of W° for the selected rows."""
         if not self.recipe.algorithm.uses_normalized_steps:
             return
-        A, old = self.origin
-        numbers = {name: torch.where(rows, x, old.get(name, x)) for name, x in gates.items()}
-        self.origin = (_where(rows, self.A, A), numbers)
+        A, old = self.linearization_point
+        link_gates = {name: torch.where(rows, x, old.get(name, x)) for name, x in gates.items()}
+        self.linearization_point = (_select(rows, self.A, A), link_gates)
 
-    def _settle(
+    def _apply_step(
         self,
         j: int,
-        place: Tensor,
+        batch_position: Tensor,
         steps: list[Tensor],
         slots: dict[str, Weights],
         log_decay: list[Tensor | None],
         gates: dict[str, Tensor],
     ) -> tuple[Weights, Weights]:
-        """A_t and the weights read at t, by the mode of the recipe."""
+        """Return A_t and the weights that token t reads."""
         recipe, retention, algorithm = self.recipe, self.recipe.retention, self.recipe.algorithm
         old = [as_matrix(a) for a in self.A]
         if algorithm.reduction == "mean":
-            total = [as_matrix(m) - s for m, s in zip(self.mean, steps, strict=True)]
-            self.mean = [t.reshape(a.shape) for t, a in zip(total, self.A, strict=True)]
-            tau = 1 / place.to(old[0].dtype)[:, None] + self._offset(j, place)  # [B, H]
+            total = [as_matrix(m) - s for m, s in zip(self.batch_step_sum, steps, strict=True)]
+            self.batch_step_sum = [t.reshape(a.shape) for t, a in zip(total, self.A, strict=True)]
+            tau = 1 / batch_position.to(old[0].dtype)[:, None]
+            tau = tau + self._offset(j, batch_position)  # [B, H]
             tau = tau.clamp_min(0)[..., None, None]
             A = [as_matrix(a) - tau * t for a, t in zip(self.A0, total, strict=True)]
             return A, A
         if algorithm.update_every == "batch":
-            return self._at_border_only(j, place, slots, log_decay, gates)
+            return self._step_at_batch_end(j, batch_position, slots, log_decay, gates)
         A = [
             retention.advance(a, s, d, gates) for a, s, d in zip(old, steps, log_decay, strict=True)
         ]
         if recipe.links_at_batch_end:
-            # W̃_t = α_t W̃_{t−1} + S_t, from W° at the border: linear inside the batch.
+            # W̃_t = α_t W̃_{t−1} + S_t from W° at the boundary: linear inside the batch.
             read = [
                 s + (as_matrix(r) if d is None else d.exp() * as_matrix(r))
-                for r, s, d in zip(self.readable, steps, log_decay, strict=True)
+                for r, s, d in zip(self.read_weights, steps, log_decay, strict=True)
             ]
             return A, read
         shaped = [a.reshape(o.shape) for a, o in zip(A, self.A, strict=True)]
         return shaped, self._link(shaped, gates)
 
-    def _at_border_only(
+    def _step_at_batch_end(
         self,
         j: int,
-        place: Tensor,
+        batch_position: Tensor,
         slots: dict[str, Weights],
         log_decay: list[Tensor | None],
         gates: dict[str, Tensor],
     ) -> tuple[Weights, Weights]:
-        """Muon(update_every="batch"): tokens read W°; A moves at the batch's last token."""
-        decays, rates = self.sums
+        """Return A and W° for ``update_every="batch"``: A changes at the last token of a batch."""
+        decays, rates = self.batch_sums
         lr = self._lr(j, self.tokens.phi[:, j])
         decays = [
             as_matrix(s) + (0 if d is None else d) for s, d in zip(decays, log_decay, strict=True)
         ]
         rates = [as_matrix(s) + (1 if e is None else e) for s, e in zip(rates, lr, strict=True)]
-        last = (place == self.b).view(-1, 1, 1, 1)
+        last = (batch_position == self.b).view(-1, 1, 1, 1)
         A: Weights = []
-        searches = self.recipe.algorithm.uses_line_search
+        has_line_search = self.recipe.algorithm.uses_line_search
         means = [r / self.b for r in rates]
         steps = [
             self.recipe.algorithm.batch_step(
-                {name: slots[name][i] for name in slots}, torch.ones_like(r) if searches else r
+                {name: slots[name][i] for name in slots},
+                torch.ones_like(r) if has_line_search else r,
             )
             for i, r in enumerate(means)
         ]
-        if searches:
-            far = searched(self, self.W, steps, j, *weight_of_batch(self, j))
-            steps = [r * far * s for r, s in zip(means, steps, strict=True)]
+        if has_line_search:
+            step_length = line_search_length(self, self.W, steps, j, *batch_weights(self, j))
+            steps = [r * step_length * s for r, s in zip(means, steps, strict=True)]
         for i, (a, step) in enumerate(zip(self.A, steps, strict=True)):
             log_a = None if log_decay[i] is None else decays[i]
             moved = self.recipe.retention.advance(as_matrix(a), step, log_a, gates)
             A.append(torch.where(last, moved, as_matrix(a)))
-        self.sums = (
+        self.batch_sums = (
             [d.reshape(a.shape) for d, a in zip(decays, self.A, strict=True)],
             [r.reshape(a.shape) for r, a in zip(rates, self.A, strict=True)],
         )
         return A, list(self.W)
 
-    def _offset(self, j: int, place: Tensor) -> Tensor:
+    def _offset(self, j: int, batch_position: Tensor) -> Tensor:
         offset = self.tokens.rates["offset"][:, j]
         if offset.dim() == 2:
             return offset
-        index = (place - 1).view(-1, 1, 1).expand(-1, offset.shape[1], 1)
+        index = (batch_position - 1).view(-1, 1, 1).expand(-1, offset.shape[1], 1)
         return offset.gather(-1, index).squeeze(-1)
 
     # -- reading -------------------------------------------------------------------------------
 
     def run(self, problem: Problem) -> Tensor:
-        """Replay the open batch, then every new token; outputs of the new ones."""
-        tokens, read_how = self.tokens, self.recipe.memory.read
-        buffered, opened = tokens.buffered, problem.state.position % self.b
+        """Replay the open batch, process the new tokens, and return their outputs."""
+        tokens, read_spec = self.tokens, self.recipe.memory.read
+        buffered, num_open = tokens.buffered, problem.state.position % self.b
         num_seen = problem.state.host_position
         first = 0 if num_seen is None else buffered - num_seen % self.b
         q_phi = problem.phi(problem.q, "query", self._query_positions(problem))
@@ -403,25 +422,25 @@ class TokenLoop:
         replay = problem.state.buffer is not None
         for j in range(len(tokens)):
             if j < buffered:
-                live = tokens.valid[:, j] & (j >= buffered - opened)
-                # Where the host knows how far the batch has come it need not ask the device.
-                if replay and j >= first and (num_seen is not None or bool(live.any())):
-                    self._advance(j, live)
+                token_mask = tokens.valid[:, j] & (j >= buffered - num_open)
+                # A known host position avoids a synchronisation with the device.
+                if replay and j >= first and (num_seen is not None or bool(token_mask.any())):
+                    self._advance(j, token_mask)
                 continue
-            live = tokens.valid[:, j]
+            token_mask = tokens.valid[:, j]
             t = j - buffered
-            if read_how.when == "before":
+            if read_spec.when == "before":
                 y = self._read(q_phi[:, t], problem.q[:, t])
-                self._advance(j, live)
+                self._advance(j, token_mask)
             else:
-                self._advance(j, live)
+                self._advance(j, token_mask)
                 y = self._read(q_phi[:, t], problem.q[:, t])
-            if read_how.bonus != 0.0:
+            if read_spec.bonus != 0.0:
                 u = tokens.rates["bonus"][:, j]
                 u = u if u.dim() == 3 else u.unsqueeze(-1)
                 match = (q_phi[:, t] * (u * tokens.phi[:, j]).unsqueeze(2)).sum(-1)  # [B, H, G]
                 y = y + match.unsqueeze(-1) * tokens.v[:, j].unsqueeze(2)
-            outputs.append(torch.where(live.view(-1, 1, 1, 1), y, 0.0))
+            outputs.append(torch.where(token_mask.view(-1, 1, 1, 1), y, 0.0))
         if outputs:
             return torch.stack(outputs, dim=1)
         B, _, H, G, _ = problem.q.shape
@@ -432,31 +451,31 @@ class TokenLoop:
         return problem.state.position[:, None] + steps
 
     def _read(self, phi: Tensor, raw: Tensor) -> Tensor:
-        return self.forward(self.readable, phi, raw.to(phi.dtype), self.problem.params)
+        return self.forward(self.read_weights, phi, raw.to(phi.dtype), self.problem.params)
 
-    def readable_with(self, rates: Mapping[str, Tensor], t: int) -> Weights:
-        """The weights a reading token with these numbers sees, after the replay."""
+    def weights_for_read(self, rates: Mapping[str, Tensor], t: int) -> Weights:
+        """Return the weights after the replay that a query with these gates reads."""
         if self.recipe.algorithm.reduction == "mean" or not self.recipe.retention.has_link:
             linear = self.recipe.algorithm.update_every != "batch"
-            return self.A if linear else self._inside(list(self.W), list(self.A))
+            return self.A if linear else self._select_if_open(list(self.W), list(self.A))
         linked = self._link(self.A, _scalars(rates, t))
         if self.recipe.links_at_batch_end or self.recipe.algorithm.update_every == "batch":
-            return self._inside(self.readable, linked)
+            return self._select_if_open(self.read_weights, linked)
         return linked
 
-    def _inside(self, within: Weights, at_border: Weights) -> Weights:
-        """Per row, the first where the inner batch is open, else the second."""
-        opened = (self.count % self.b != 0).view(-1, 1, 1, 1)
-        return _where(opened, within, at_border)
+    def _select_if_open(self, within: Weights, at_boundary: Weights) -> Weights:
+        """Return ``within`` for batch elements with an open inner batch, else ``at_boundary``."""
+        is_open = (self.count % self.b != 0).view(-1, 1, 1, 1)
+        return _select(is_open, within, at_boundary)
 
     # -- the state -----------------------------------------------------------------------------
 
     def state(self, problem: Problem) -> State:
-        """The state after all tokens: weights of the open batch's start, and its raw tokens."""
+        """Return the final state: weights at the start of the open batch, and its tokens."""
         closed = (self.count % self.b == 0).view(-1, 1, 1, 1)
         return problem.final_state(
-            weights=tuple(_where(closed, self.A, self.A0)),
-            algorithm_state={n: tuple(_where(closed, self.S[n], self.S0[n])) for n in self.S},
+            weights=tuple(_select(closed, self.A, self.A0)),
+            algorithm_state={n: tuple(_select(closed, self.S[n], self.S0[n])) for n in self.S},
         )
 
 
@@ -464,8 +483,8 @@ def _scalars(rates: Mapping[str, Tensor], j: int) -> dict[str, Tensor]:
     return {name: x[:, j, :, None, None] for name, x in rates.items() if x.dim() == 3}
 
 
-def _where(rows: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> Weights:
-    """Per row, new or old; ``rows [B, 1, 1, 1]`` is reshaped to each weight's own rank."""
+def _select(rows: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> Weights:
+    """Return new weights for the selected ``rows [B, 1, 1, 1]`` and old weights for the others."""
     return [
         torch.where(rows.view(-1, *(1,) * (o.dim() - 1)), n.reshape(o.shape), o)
         for n, o in zip(new, old, strict=True)

@@ -1,6 +1,6 @@
-"""The chain path of engine ``deep``: memories of maps in sequence; see `engine`."""
+"""Chain path of engine ``deep`` for memories that are sequences of maps."""
 
-from recollect.engines.deep.chain.chain import Chain, slope_of
+from recollect.engines.deep.chain.chain import Chain, is_supported_activation
 from recollect.engines.deep.chain.engine import run_chain
 
-__all__ = ["Chain", "run_chain", "slope_of"]
+__all__ = ["Chain", "is_supported_activation", "run_chain"]

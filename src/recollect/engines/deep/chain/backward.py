@@ -1,6 +1,6 @@
 """Backward of the recurrence over inner-batch boundaries.
 
-Given the gradients M̄′ of what stands at the border after, and h̄, δ̄ of the reads, in the letters of
+M̄′ is the gradient of M at the next boundary, and h̄ and δ̄ are those of the reads. In the notation of
 `forward`:
 
     M̄_i = Σ_j T[j, i] M̄_j′,    δ̄ += Σ_j c_j M̄_j′ h,    h̄ += Σ_j c_j M̄_j′ᵀ δ
@@ -8,8 +8,8 @@ Given the gradients M̄′ of what stands at the border after, and h̄, δ̄ of 
     h̄_(l−1) += A_lᵀ z̄_l,    z̄_(l−1) = σ′ ⊙ h̄_(l−1) + σ″ ⊙ u_l ⊙ δ̄_(l−1)
     Ā_l += δ_l ū_lᵀ + z̄_l h_(l−1)ᵀ
 
-Where associations are scaled by their shares, c′ stands for c, and after the first line h̄ and δ̄ get
-what `shares` adds. z̄_L then has N̄ ∂N/∂z_L and (∂g/∂z_L)ᵀ ḡ too.
+With step scales, c′ replaces c. After the first line, h̄ and δ̄ get the terms of `step_scales`. z̄_L
+then has the terms N̄ ∂N/∂z_L and (∂g/∂z_L)ᵀ ḡ too.
 """
 
 from __future__ import annotations
@@ -20,26 +20,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.ends.gradients import end_gradients
-from recollect.engines.deep.chain.families import (
+from recollect.engines.deep.chain.map_groups import (
     GradientStacks,
-    add_product,
-    beside,
-    each_map,
-    hosted,
+    add_matmul,
+    is_cpu,
+    repeat_per_map,
+    stack_maps,
 )
-from recollect.engines.deep.chain.shares import ShareSlopes
-from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
+from recollect.engines.deep.chain.output_head.backward import make_head_backward
+from recollect.engines.deep.chain.step_scales import StepScaleGradients
+from recollect.engines.deep.chain.trace import (
+    ChainInputs,
+    ChainSpec,
+    Commits,
+    ForwardTrace,
+    ReadGradients,
+)
 
 __all__ = ["InputGradients", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputGradients:
-    """Gradients of the inputs of a forward pass; ``None`` where none was asked for.
+    """Gradients of the inputs of a forward pass, or ``None`` if they are not needed.
 
-    ``named``: of ``"said"``, and of the bias's numbers and the memory's params, ``"gate …"`` and
-    ``"param …"``.
+    Attributes:
+        T: Gradient of the boundary transitions.
+        k: Gradient of the features of keys.
+        v: Gradient of the values.
+        raw: Gradient of the keys before the feature map.
+        c: Gradient of the write coefficients.
+        named: Gradients of ``"nearest_value"``, ``"gate ..."`` and ``"param ..."``.
+        start: Gradients of M before the first batch, per group.
     """
 
     T: Tensor | None
@@ -53,213 +65,245 @@ class InputGradients:
 
 def backward(
     spec: ChainSpec,
-    keys: Keys,
+    inputs: ChainInputs,
     trace: ForwardTrace,
     commits: Commits,
     needs: Mapping[str, bool],
-    back: ReadGradients,
-    ends: Sequence[Tensor],
+    read_gradients: ReadGradients,
+    final_grads: Sequence[Tensor],
 ) -> InputGradients:
-    """Backward through a forward pass, from its last batch to its first.
+    """Run the backward pass from the last batch to the first.
 
     Args:
-        needs: whether a gradient is asked for of T, k, v, raw, c, and of what is `named`.
-        back: what reads say. ends: gradients of A and S after the last batch, ``[P, J, entries]``,
-            which this pass may overwrite.
+        spec: Properties of the chain.
+        inputs: Inputs of the forward pass.
+        trace: Result of the forward pass.
+        commits: Commits of the forward pass.
+        needs: Whether a gradient of T, k, v, raw, c and the `named` inputs is needed, by name.
+        read_gradients: Gradients through reads.
+        final_grads: Gradients of A and S after the last batch ``[P, J, entries]``; overwritten.
     """
     saved = trace.saved
     assert saved is not None
-    families = [
-        GradientStacks(spec, i, stacks, trace, back, end)
-        for i, (stacks, end) in enumerate(zip(saved.families, ends, strict=True))
+    map_groups = [
+        GradientStacks(spec, i, stacks, trace, read_gradients, head)
+        for i, (stacks, head) in enumerate(zip(saved.map_groups, final_grads, strict=True))
     ]
-    weights = keys.c if trace.weights is None else trace.weights
-    walk = _Walk(spec, families, keys, trace, needs)
-    N, P, _, J = keys.c.shape
-    grams = [keys.c.new_zeros(N, P * one.L, J, J) if needs["T"] else None for one in families]
-    Ts = [None if keys.T is None else each_map(keys.T, one.L).unbind(0) for one in families]
+    weights = inputs.c if trace.weights is None else trace.weights
+    batch_backward = _BatchBackward(spec, map_groups, inputs, trace, needs)
+    N, P, _, J = inputs.c.shape
+    grams = [
+        inputs.c.new_zeros(N, P * group.L, J, J) if needs["T"] else None for group in map_groups
+    ]
+    Ts = [
+        None if inputs.T is None else repeat_per_map(inputs.T, group.L).unbind(0)
+        for group in map_groups
+    ]
     columns = [x.unsqueeze(-1).unbind(0) for x in weights.unbind(-1)]
     for n in reversed(range(N)):
         commit = commits[n]
-        for one, T, gram in zip(families, Ts, grams, strict=True):
+        for group, T, gram in zip(map_groups, Ts, grams, strict=True):
             if commit is False:
-                one.skip(n)
+                group.skip_boundary(n)
                 continue
-            crossed = commit if commit is True else commit.repeat_interleave(one.L, 0)
+            is_committed = commit if commit is True else commit.repeat_interleave(group.L, 0)
             c = [x[n] for x in columns]
-            moved = one.end(n, None if T is None else T[n], c, crossed)
+            grad_end = group.cross_boundary(n, None if T is None else T[n], c, is_committed)
             if gram is not None:
-                torch.bmm(moved, one.flat[n], out=gram[n])
-        walk.batch(n)
-        for one in families:
-            one.write(n)
-    named = walk.end.gradients(needs, walk.pi)
-    first = families[0]
-    to_T = None
-    for one, gram in zip(families, grams, strict=True):
+                torch.bmm(grad_end, group.flat[n], out=gram[n])
+        batch_backward.run(n)
+        for group in map_groups:
+            group.accumulate(n)
+    named = batch_backward.head.gradients(needs, batch_backward.pi)
+    first_group = map_groups[0]
+    grad_T = None
+    for group, gram in zip(map_groups, grams, strict=True):
         if gram is not None:
-            total = gram.unflatten(1, (P, one.L)).sum(2)
-            to_T = total if to_T is None else to_T + total
+            total = gram.unflatten(1, (P, group.L)).sum(2)
+            grad_T = total if grad_T is None else grad_T + total
     return InputGradients(
-        T=to_T,
-        k=_of_keys(spec, walk, first, weights) if needs["k"] else None,
+        T=grad_T,
+        k=_key_gradients(spec, batch_backward, first_group, weights) if needs["k"] else None,
         v=named.pop("v", None),
         raw=named.pop("raw", None),
-        c=_of_coefficients(families, trace.rho) if needs["c"] else None,
+        c=_coefficient_gradients(map_groups, trace.rho) if needs["c"] else None,
         named=named,
         start=[
-            one.up.view(P, one.L, *stacks.M.shape[3:])
-            for one, stacks in zip(families, saved.families, strict=True)
+            group.grad.view(P, group.L, *stacks.M.shape[3:])
+            for group, stacks in zip(map_groups, saved.map_groups, strict=True)
         ],
     )
 
 
-class _Walk:
-    """Within a batch: from h̄ and δ̄ to ū and z̄.
+class _BatchBackward:
+    """Backward pass within a batch, from h̄ and δ̄ to ū and z̄.
 
     Attributes:
-        to_first: z̄ of the first map, of all batches.
-        end: what follows the last. pi: π of all batches, where steps are normalised.
+        grad_z_first: z̄ of the first map, for all batches.
+        head: Backward pass of the output head.
+        pi: π of all batches with step scales, else ``None``.
     """
 
     def __init__(
         self,
         spec: ChainSpec,
-        families: Sequence[GradientStacks],
-        keys: Keys,
+        map_groups: Sequence[GradientStacks],
+        inputs: ChainInputs,
         trace: ForwardTrace,
         needs: Mapping[str, bool],
     ) -> None:
         saved = trace.saved
         assert saved is not None
-        self.spec, self.families = spec, families
-        L, R = len(spec.tall), trace.h[0].shape[2]
-        place = {i: (one, m) for one in families for m, i in enumerate(one.members)}
-        turn: list[Tensor] = []
-        back: list[Tensor] = []
-        to_h: list[Tensor] = []
-        to_delta: list[Tensor] = []
+        self.spec, self.map_groups = spec, map_groups
+        L, R = len(spec.transposed), trace.h[0].shape[2]
+        group_of = {i: (group, m) for group in map_groups for m, i in enumerate(group.members)}
+        grad_u: list[Tensor] = []
+        grad_z: list[Tensor] = []
+        grad_h: list[Tensor] = []
+        grad_delta: list[Tensor] = []
         for i in range(L):
-            one, m = place[i]
-            up = spec.tall[i]
-            over_in, over_out = one.sides(m, up)
-            narrow, wide = one.to_narrow_all[m], one.to_wide_all[:, :, m]
-            turn.append(over_in[:, :, :R])
-            back.append(over_out[:, :, R if i else 0 :][:, :, :R])
-            to_h.append(narrow if up else wide)
-            to_delta.append(wide if up else narrow)
-        affine = spec.ending.affine
-        # A device writes δ̄ of an error that only is the prediction's to where z̄ belongs.
-        self.same = affine is not None and affine[0] == 1 and not hosted(back[-1])
-        if self.same:
-            back[-1].copy_(to_delta[-1])
-            one, m = place[L - 1]
-            if not spec.tall[-1]:
-                one.to_narrow_all[m] = to_delta[-1] = back[-1]
+            group, m = group_of[i]
+            is_transposed = spec.transposed[i]
+            input_view, output_view = group.factor_views(m, is_transposed)
+            narrow, wide = group.grad_narrow_all[m], group.grad_wide_all[:, :, m]
+            grad_u.append(input_view[:, :, :R])
+            grad_z.append(output_view[:, :, R if i else 0 :][:, :, :R])
+            grad_h.append(narrow if is_transposed else wide)
+            grad_delta.append(wide if is_transposed else narrow)
+        affine = spec.output_head.affine
+        # On a GPU, δ̄_L and z̄_L share memory if the error has slope 1 in z.
+        self.shares_storage = affine is not None and affine[0] == 1 and not is_cpu(grad_z[-1])
+        if self.shares_storage:
+            grad_z[-1].copy_(grad_delta[-1])
+            group, m = group_of[L - 1]
+            if not spec.transposed[-1]:
+                group.grad_narrow_all[m] = grad_delta[-1] = grad_z[-1]
             else:
-                self.same = False
-        to_error, self.to_first = to_delta[-1], back[0]
-        self.to_key = to_h[0]
-        slope = [spec.curve.slope(z) for z in saved.z]
-        bend = [spec.curve.bend(z).mul_(u) for z, u in zip(saved.z, saved.u, strict=True)]
-        # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation where z̄ and ū belong beside each other.
-        self.both: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
-        head = families[0]
-        if head.members[:2] == (0, 1) and spec.tall[:2] == (True, False):
-            scales = torch.stack([bend[0], slope[0]], dim=2)
-            self.both[0] = scales.unbind(0), head.key_wide[:, :, :2, :R].unbind(0)
-            bend[0], slope[0] = scales.unbind(2)
-        self.slope, self.bend = ([x.unbind(0) for x in xs] for xs in (slope, bend))
-        self.turn, self.back, self.to_h, self.to_delta = (
-            [x.unbind(0) for x in xs] for xs in (turn, back, to_h, to_delta)
+                self.shares_storage = False
+        grad_error, self.grad_z_first = grad_delta[-1], grad_z[0]
+        self.grad_key = grad_h[0]
+        derivative = [spec.activation.derivative(z) for z in saved.z]
+        second_derivative = [
+            spec.activation.second_derivative(z).mul_(u)
+            for z, u in zip(saved.z, saved.u, strict=True)
+        ]
+        # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation if z̄ and ū are next to each other.
+        self.fused: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        first_group = map_groups[0]
+        if first_group.members[:2] == (0, 1) and spec.transposed[:2] == (True, False):
+            scales = torch.stack([second_derivative[0], derivative[0]], dim=2)
+            self.fused[0] = scales.unbind(0), first_group.key_wide[:, :, :2, :R].unbind(0)
+            second_derivative[0], derivative[0] = scales.unbind(2)
+        self.derivative, self.second_derivative = (
+            [x.unbind(0) for x in xs] for xs in (derivative, second_derivative)
         )
-        A = [w[:, :, 0] if up else w[:, :, 0].mT for w, up in zip(trace.M, spec.tall, strict=True)]
+        self.grad_u, self.grad_z, self.grad_h, self.grad_delta = (
+            [x.unbind(0) for x in xs] for xs in (grad_u, grad_z, grad_h, grad_delta)
+        )
+        A = [
+            w[:, :, 0] if is_transposed else w[:, :, 0].mT
+            for w, is_transposed in zip(trace.M, spec.transposed, strict=True)
+        ]
         self.A_first = A[0]
-        self.A, self.A_back = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
-        self.shares: ShareSlopes | None = None
+        self.A, self.A_mT = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
+        self.step_scales: StepScaleGradients | None = None
         self.pi: Tensor | None = None
         if trace.rho is not None:
-            self.shares = shares = ShareSlopes.of(trace.h, trace.delta, saved.above, saved.size)
+            self.step_scales = step_scales = StepScaleGradients.from_factors(
+                trace.h, trace.delta, saved.alignment, saved.error_norm_sq
+            )
             self.pi = torch.empty_like(trace.rho)
-            self.keyed = shares.h[0]
-            self.pulls = self._pulls(trace, shares)
-        of_end = None if self.shares is None else self.shares.end
-        ends = (to_error, back[-1])
-        self.end = end_gradients(spec, keys, saved.last, needs, ends=ends, shares=of_end)
+            self.key_scales = step_scales.h[0]
+            self.scale_gradients = self._make_scale_gradients(trace, step_scales)
+        head_scales = None if self.step_scales is None else self.step_scales.head
+        self.head = make_head_backward(
+            spec,
+            inputs,
+            saved.z_last,
+            needs,
+            buffers=(grad_error, grad_z[-1]),
+            step_scales=head_scales,
+        )
 
-    def _pulls(
-        self, trace: ForwardTrace, shares: ShareSlopes
+    def _make_scale_gradients(
+        self, trace: ForwardTrace, step_scales: StepScaleGradients
     ) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Gradients, and what a unit of π adds to them, ``[P, L, R, ·]`` or ``[P, R, ·]``."""
-        found: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        for one in self.families:
-            tall = [self.spec.tall[i] for i in one.members]
+        """Return gradients and their terms per unit of π, ``[P, L, R, ·]`` or ``[P, R, ·]``."""
+        pairs: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        for group in self.map_groups:
+            transposed = [self.spec.transposed[i] for i in group.members]
             wide = [
-                (shares.delta if up else shares.h)[i]
-                for i, up in zip(one.members, tall, strict=True)
+                (step_scales.delta if is_transposed else step_scales.h)[i]
+                for i, is_transposed in zip(group.members, transposed, strict=True)
             ]
-            each = one.wide_all * beside(wide)
-            found.append((one.to_wide_all.unbind(0), each.unbind(0)))
-            for m in one.asked:
-                i = one.members[m]
-                per = (shares.h if tall[m] else shares.delta)[i]
-                each = one.narrow_all[m] * per
-                found.append((one.to_narrow_all[m].unbind(0), each.unbind(0)))
-        return found
+            unit_gradient = group.wide_all * stack_maps(wide)
+            pairs.append((group.grad_wide_all.unbind(0), unit_gradient.unbind(0)))
+            for m in group.updated_narrow:
+                i = group.members[m]
+                scale = (step_scales.h if transposed[m] else step_scales.delta)[i]
+                unit_gradient = group.narrow_all[m] * scale
+                pairs.append((group.grad_narrow_all[m].unbind(0), unit_gradient.unbind(0)))
+        return pairs
 
-    def batch(self, n: int) -> None:
-        """ū and z̄ of batch n, whose end has been passed."""
-        if self.shares is not None:
-            self._share(n)
-        L, to_h, to_delta = len(self.to_h), self.to_h, self.to_delta
+    def run(self, n: int) -> None:
+        """Compute ū and z̄ of batch n, after its boundary."""
+        if self.step_scales is not None:
+            self._add_scale_gradients(n)
+        L, grad_h, grad_delta = len(self.grad_h), self.grad_h, self.grad_delta
         for i in range(L - 1):
-            if i in self.both:
-                scales, places = self.both[i]
-                torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
+            if i in self.fused:
+                scales, targets = self.fused[i]
+                torch.mul(grad_delta[i][n].unsqueeze(1), scales[n], out=targets[n])
             else:
-                torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
-            add_product(to_delta[i + 1][n], self.turn[i + 1][n], self.A[i + 1][n])
-        if not self.same:
+                torch.mul(grad_delta[i][n], self.derivative[i][n], out=self.grad_u[i + 1][n])
+            add_matmul(grad_delta[i + 1][n], self.grad_u[i + 1][n], self.A[i + 1][n])
+        if not self.shares_storage:
             pi = None if self.pi is None else self.pi[n]
-            self.end.pull(n, to_delta[-1][n], pi, self.back[-1][n])
+            self.head.backward(n, grad_delta[-1][n], pi, self.grad_z[-1][n])
         for i in range(L - 1, 0, -1):
-            add_product(to_h[i][n], self.back[i][n], self.A_back[i][n])
-            if i - 1 in self.both:
-                self.back[i - 1][n].addcmul_(to_h[i][n], self.slope[i - 1][n])
+            add_matmul(grad_h[i][n], self.grad_z[i][n], self.A_mT[i][n])
+            if i - 1 in self.fused:
+                self.grad_z[i - 1][n].addcmul_(grad_h[i][n], self.derivative[i - 1][n])
                 continue
-            z = torch.mul(to_h[i][n], self.slope[i - 1][n], out=self.back[i - 1][n])
-            z.addcmul_(to_delta[i - 1][n], self.bend[i - 1][n])
+            z = torch.mul(grad_h[i][n], self.derivative[i - 1][n], out=self.grad_z[i - 1][n])
+            z.addcmul_(grad_delta[i - 1][n], self.second_derivative[i - 1][n])
 
-    def _share(self, n: int) -> None:
-        """The shares' part in h̄ and δ̄."""
-        assert self.pi is not None and self.shares is not None
+    def _add_scale_gradients(self, n: int) -> None:
+        """Add the terms of the step scales to h̄ and δ̄."""
+        assert self.pi is not None and self.step_scales is not None
         pi = self.pi[n]
-        first, *others = self.families
-        torch.sum(first.to_wide[n] * first.wide_all[n], dim=(1, 3), out=pi)
-        for one in others:
-            pi += (one.to_wide[n] * one.wide_all[n]).sum((1, 3))
-        for out, each in self.pulls:
-            per = pi.unsqueeze(-1)
-            out[n].addcmul_(each[n], per if out[n].dim() == 3 else per.unsqueeze(1))
+        first_group, *others = self.map_groups
+        torch.sum(first_group.grad_wide[n] * first_group.wide_all[n], dim=(1, 3), out=pi)
+        for group in others:
+            pi += (group.grad_wide[n] * group.wide_all[n]).sum((1, 3))
+        for out, unit_gradient in self.scale_gradients:
+            scale = pi.unsqueeze(-1)
+            out[n].addcmul_(unit_gradient[n], scale if out[n].dim() == 3 else scale.unsqueeze(1))
 
 
-def _of_keys(spec: ChainSpec, walk: _Walk, first: GradientStacks, weights: Tensor) -> Tensor:
-    k = torch.add(walk.to_key, walk.to_first @ walk.A_first.mT)
-    if not spec.tall[0]:
+def _key_gradients(
+    spec: ChainSpec, batch_backward: _BatchBackward, first_group: GradientStacks, weights: Tensor
+) -> Tensor:
+    """Return the gradient of the features of keys, ``[N, P, R, F]``."""
+    k = torch.add(batch_backward.grad_key, batch_backward.grad_z_first @ batch_backward.A_first.mT)
+    if not spec.transposed[0]:
         return k
-    to_Q = first.to_Q_all[:, :, 0]  # [N, P, R, J, narrow]
-    k += (to_Q * weights.unsqueeze(-1)).sum(-2)
-    if walk.shares is not None and walk.pi is not None:
-        k.addcmul_(first.narrow_all[0], walk.keyed * walk.pi.unsqueeze(-1))
+    grad_Q = first_group.grad_Q_all[:, :, 0]  # [N, P, R, J, narrow]
+    k += (grad_Q * weights.unsqueeze(-1)).sum(-2)
+    if batch_backward.step_scales is not None and batch_backward.pi is not None:
+        k.addcmul_(
+            first_group.narrow_all[0], batch_backward.key_scales * batch_backward.pi.unsqueeze(-1)
+        )
     return k
 
 
-def _of_coefficients(families: Sequence[GradientStacks], rho: Tensor | None) -> Tensor:
+def _coefficient_gradients(map_groups: Sequence[GradientStacks], rho: Tensor | None) -> Tensor:
+    """Return the gradient of the write coefficients, ``[N, P, R, J]``."""
     total: Tensor | None = None
-    for one in families:
-        for m in range(one.L):
-            narrow = one.narrow_all[m]
-            part = (one.to_Q_all[:, :, m] @ narrow.unsqueeze(-1)).squeeze(-1)
+    for group in map_groups:
+        for m in range(group.L):
+            narrow = group.narrow_all[m]
+            part = (group.grad_Q_all[:, :, m] @ narrow.unsqueeze(-1)).squeeze(-1)
             total = part if total is None else total.add_(part)
     assert total is not None
     return total if rho is None else total.mul_(rho.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""A memory that is a chain of maps: what of a recipe decides how it runs, and its factors."""
+"""A memory that is a chain of maps, and the factors of its gradients."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
-from recollect.engines.deep.chain.activations import CURVES
-from recollect.engines.deep.chain.ends.ending import Ending
-from recollect.engines.deep.chain.forward import slopes
-from recollect.engines.deep.chain.shares import share_now
+from recollect.engines.deep.chain.activations import ACTIVATIONS
+from recollect.engines.deep.chain.forward import map_gradients
+from recollect.engines.deep.chain.output_head.head import OutputHead
+from recollect.engines.deep.chain.step_scales import compute_step_scales
 from recollect.engines.deep.gradient_factors import Factors, Points
 
-__all__ = ["Chain", "chain_slopes", "slope_of"]
+__all__ = ["Chain", "chain_gradient_factors", "is_supported_activation"]
 
 Tensors = list[Tensor]
 
 
-def slope_of(activation: str) -> bool:
-    """Whether this path knows the derivatives of an activation."""
-    return activation in CURVES
+def is_supported_activation(activation: str) -> bool:
+    """Return whether the chain path has the derivatives of an activation."""
+    return activation in ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A chain of maps: the activation between them, and what follows them.
+    """A chain of maps, its activation and its output head.
 
     Attributes:
-        activation: between maps. memory: of whose maps. bias: the loss.
-        target: the loss's, where every association is scaled by its share, else ``None``.
-        affine: `Ending.affine`, asked once.
-        params: names of what the memory has learned, but for `bases`: of what is added to the maps.
+        activation: Name of the activation between the maps.
+        memory: Memory that defines the maps.
+        bias: Loss.
+        target: Target of the loss with step scales, else ``None``.
+        affine: `OutputHead.affine`.
+        params: Names of the memory's learned parameters, except ``bases``.
+        bases: Names of the parameters that are added to the maps.
     """
 
     activation: str
@@ -44,50 +47,51 @@ class Chain:
     params: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
 
-    def ending(self, heads: int) -> Ending:
-        """What follows the last map.
+    def output_head(self, heads: int) -> OutputHead:
+        """Return the function after the last map, for a memory of ``heads`` heads."""
+        return OutputHead(memory=self.memory, bias=self.bias, heads=heads, target=self.target)
 
-        Args:
-            heads: of the memory.
-        """
-        return Ending(memory=self.memory, bias=self.bias, heads=heads, target=self.target)
-
-    def bases_of(self, W: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensors:
-        """W̄ of every map ``[P, out, in]``; none where the memory has no base."""
+    def base_weights(self, W: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensors:
+        """Return W̄ of every map ``[P, out, in]``, or an empty list without a base."""
         heads = [params[name].to(W[0].dtype) for name in self.bases]  # [H, out, in]
         return [w.expand(W[0].shape[0] // w.shape[0], *w.shape).flatten(0, 1) for w in heads]
 
 
-def chain_slopes(
+def chain_gradient_factors(
     chain: Chain, W: Sequence[Tensor], points: Points, params: Mapping[str, Tensor]
 ) -> list[Factors]:
-    """h and δ of every map at weights ``W [P, out, in]``, without a graph; shares are in δ.
+    """Return h and δ of every map at weights ``W [P, out, in]``, without a graph.
+
+    Step scales are included in δ.
 
     Args:
-        chain: the memory.
-        W: its maps.
-        points: where gradients are taken.
-        params: the memory's own.
+        chain: Chain of the memory.
+        W: Maps of the memory.
+        points: Associations at which gradients are taken.
+        params: Learned parameters of the memory.
     """
-    A, bases = W, chain.bases_of(W, params)
+    A, bases = W, chain.base_weights(W, params)
     if bases:
         A = [w + base for w, base in zip(W, bases, strict=True)]
-    ending, own = chain.ending(points.v.shape[1]), {name: params[name] for name in chain.params}
-    given = ending.given(points.v.flatten(0, 1), points.raw.flatten(0, 1), own)
-    flat: dict[str, Tensor] = {}
+    output_head = chain.output_head(points.v.shape[1])
+    head_params = {name: params[name] for name in chain.params}
+    head_inputs = output_head.head_inputs(
+        points.v.flatten(0, 1), points.raw.flatten(0, 1), head_params
+    )
+    gates: dict[str, Tensor] = {}
     for name, x in points.gates.items():
-        flat[name] = x.flatten(0, 1)
-    h, delta, end = slopes(
-        CURVES[chain.activation],
-        ending,
+        gates[name] = x.flatten(0, 1)
+    h, delta, head = map_gradients(
+        ACTIVATIONS[chain.activation],
+        output_head,
         [w.mT for w in A],
         points.phi.flatten(0, 1),
-        given,
-        flat,
-        own,
-        outer=False,
+        head_inputs,
+        gates,
+        head_params,
+        create_graph=False,
     )
-    if end.away is not None:
-        rho = share_now(h, delta, end).unsqueeze(-1)
+    if head.target_error is not None:
+        rho = compute_step_scales(h, delta, head).unsqueeze(-1)
         delta = [rho * x for x in delta]
     return list(map(Factors, h, delta))

@@ -1,9 +1,9 @@
-"""Reads of a chain: each query at its own token's weights, several inner batches at once.
+"""Reads of a chain: each query at the weights of its token, for several inner batches at once.
 
     z_l = a A° x_(l−1) + m S° x_(l−1) + (C ⊙ (x_(l−1) h_(l−1)ᵀ)) δ_l,    x_l = σ(z_l)
 
-Once the weights at every border and h and δ at the keys are known, no read waits for another.
-Numbers per token scale the narrower side of a map, as in `forward`.
+Given the weights at every boundary, and h and δ at the keys, reads do not depend on each other.
+Coefficients per token scale the narrower side of a map, as in `forward`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,46 @@ from torch import Tensor
 from recollect.engines.deep.chain.trace import ChainSpec, ForwardTrace, ReadGradients
 from recollect.engines.deep.step_coefficients import Table
 
-__all__ = ["QueryBatch", "ReadCache", "backward_read", "query_batch", "read", "read_by_autograd"]
+__all__ = [
+    "QueryBatch",
+    "ReadCache",
+    "backward_read",
+    "make_query_batch",
+    "read",
+    "read_differentiable",
+]
 
 Tensors = list[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryBatch:
-    """Queries' features ``[N, P, rows, F]`` and their coefficients.
+    """Features of queries ``[N, P, rows, F]`` and their coefficients.
 
     Attributes:
-        C: ``[N, P, rows, R]``. scale: a and m, ``[N, P, rows, J]``, or ``None`` for ones.
+        q: Features.
+        C: Coefficients of the associations, ``[N, P, rows, R]``.
+        scale: a and m, ``[N, P, rows, J]``, or ``None`` for ones.
     """
 
     q: Tensor
     C: Tensor
     scale: Tensor | None
 
-    def cut(self, start: int, stop: int) -> QueryBatch:
-        """Some of the batches."""
-        here = slice(start, stop)
-        scale = None if self.scale is None else self.scale[here]
-        return QueryBatch(q=self.q[here], C=self.C[here], scale=scale)
+    def slice_batches(self, start: int, stop: int) -> QueryBatch:
+        """Return the queries of the batches from ``start`` to ``stop``."""
+        batches = slice(start, stop)
+        scale = None if self.scale is None else self.scale[batches]
+        return QueryBatch(q=self.q[batches], C=self.C[batches], scale=scale)
 
 
-def query_batch(table: Table, q: Tensor, *, pulled: bool) -> QueryBatch:
-    """Queries and their rows of the coefficients.
+def make_query_batch(table: Table, q: Tensor, *, decays_to_base: bool) -> QueryBatch:
+    """Return queries with their rows of the coefficients.
 
     Args:
-        table: of the coefficients of every token.
-        q: features ``[N, P, b G, F]``.
-        pulled: whether A forgets towards a base.
+        table: Coefficients of every token.
+        q: Features ``[N, P, b G, F]``.
+        decays_to_base: Whether A decays towards a base.
     """
     G = q.shape[2] // table.C.shape[2]
 
@@ -61,24 +70,24 @@ def query_batch(table: Table, q: Tensor, *, pulled: bool) -> QueryBatch:
         parts = [torch.ones_like(table.m)]
     if table.m is not None:
         parts.append(table.m)
-    if pulled:
+    if decays_to_base:
         parts.append(1 - parts[0])
     scale = None
-    if parts:  # of one, a view
+    if parts:  # a view if there is one part
         scale = rows(torch.stack(parts, dim=-1) if parts[1:] else parts[0].unsqueeze(-1))
     return QueryBatch(q=q, C=rows(table.C), scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCache:
-    """What the backward pass needs of one map's reads.
+    """Tensors of one map's reads for the backward pass.
 
     Attributes:
-        x: its inputs ``[N P, rows, in]``.
-        z: outputs of the map before, of which x is σ; ``None`` for the first map.
+        x: Inputs of the map, ``[N P, rows, in]``.
+        z: Outputs of the map before, with x = σ(z), or ``None`` for the first map.
         scores: x hᵀ ``[N P, rows, R]``.
-        scaled: x times a and m ``[N P, rows, J in]`` where inputs are narrower; else what A and S
-            gave, ``[N P, rows, J, out]``; ``None`` without coefficients.
+        scaled: x times a and m ``[N P, rows, J in]`` if inputs are narrower than outputs. Otherwise
+            the products with A and S, ``[N P, rows, J, out]``. ``None`` without coefficients.
     """
 
     x: Tensor
@@ -90,57 +99,57 @@ class ReadCache:
 def read(
     spec: ChainSpec, trace: ForwardTrace, queries: QueryBatch
 ) -> tuple[Tensor, list[ReadCache]]:
-    """Outputs ``[N, P, rows, V]`` without a graph, and what was seen if that will be needed."""
+    """Return outputs ``[N, P, rows, V]`` without a graph, and the caches of all maps."""
     C = _coefficients(trace, queries)
     scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
     x, preactivation, caches = queries.q.flatten(0, 1), None, []
-    for i, up in enumerate(spec.tall):
+    for i, is_transposed in enumerate(spec.transposed):
         M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
         J, stack = M.shape[1], M.flatten(1, 2)
         scaled = None
         if scale is None:
-            z = torch.bmm(x, stack if up else stack.mT)
-        elif up:
+            z = torch.bmm(x, stack if is_transposed else stack.mT)
+        elif is_transposed:
             scaled = (x.unsqueeze(2) * scale).flatten(2)
             z = torch.bmm(scaled, stack)
         else:
             scaled = torch.bmm(x, stack.mT).unflatten(2, (J, -1))
-            z = _total(scaled * scale if spec.keep else scaled.mul_(scale))
+            z = _sum_stacks(scaled * scale if spec.save_for_backward else scaled.mul_(scale))
         scores = torch.bmm(x, h.mT)
-        z.baddbmm_(scores * C if spec.keep else scores.mul_(C), delta)
-        if spec.keep:
+        z.baddbmm_(scores * C if spec.save_for_backward else scores.mul_(C), delta)
+        if spec.save_for_backward:
             caches.append(ReadCache(x=x, z=preactivation, scores=scores, scaled=scaled))
-        if i + 1 == len(spec.tall):
+        if i + 1 == len(spec.transposed):
             return z.unflatten(0, queries.q.shape[:2]), caches
-        x, preactivation = spec.curve.value(z), z
+        x, preactivation = spec.activation.forward(z), z
     raise AssertionError("a chain has a map")
 
 
 def _coefficients(trace: ForwardTrace, queries: QueryBatch) -> Tensor:
-    """C, or C′ = ρ C, ``[N P, rows, R]``."""
+    """Return C, or C′ = ρ C, ``[N P, rows, R]``."""
     C = queries.C.flatten(0, 1)
     return C if trace.rho is None else C * trace.rho.flatten(0, 1).unsqueeze(1)
 
 
-def read_by_autograd(
+def read_differentiable(
     spec: ChainSpec,
     M: Sequence[Tensor],
     h: Sequence[Tensor],
     delta: Sequence[Tensor],
     queries: QueryBatch,
 ) -> Tensor:
-    """The same by operations that autograd follows."""
+    """Return the outputs of `read` by operations that autograd follows."""
     C = queries.C.flatten(0, 1)
     scale = None if queries.scale is None else queries.scale.flatten(0, 1)[..., None, None]
     z = queries.q.flatten(0, 1)
-    for i, up in enumerate(spec.tall):
-        x = spec.curve.value(z) if i else z
-        maps = M[i].flatten(0, 1) if up else M[i].flatten(0, 1).mT  # [N P, J, in, out]
-        # One row per query, so that each has coefficients of its own.
-        each = x.unsqueeze(1) @ maps
-        each = each if scale is None else each * scale.squeeze(-1).transpose(1, 2)
+    for i, is_transposed in enumerate(spec.transposed):
+        x = spec.activation.forward(z) if i else z
+        maps = M[i].flatten(0, 1) if is_transposed else M[i].flatten(0, 1).mT  # [N P, J, in, out]
+        # One row per query, because coefficients differ by query.
+        outputs = x.unsqueeze(1) @ maps
+        outputs = outputs if scale is None else outputs * scale.squeeze(-1).transpose(1, 2)
         mask = torch.bmm(x, h[i].flatten(0, 1).mT) * C
-        z = each.sum(1) + torch.bmm(mask, delta[i].flatten(0, 1))
+        z = outputs.sum(1) + torch.bmm(mask, delta[i].flatten(0, 1))
     return z.unflatten(0, queries.q.shape[:2])
 
 
@@ -149,69 +158,69 @@ def backward_read(
     trace: ForwardTrace,
     queries: QueryBatch,
     caches: Sequence[ReadCache],
-    up: Tensor,
+    grad_output: Tensor,
 ) -> ReadGradients:
-    """From the outputs' gradient ``[N, P, rows, V]``."""
+    """Return the gradients through reads, from those of the outputs ``[N, P, rows, V]``."""
     C = _coefficients(trace, queries)
     scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
     lead = queries.q.shape[:2]
-    to_C, to_scale = torch.zeros_like(C), None if scale is None else torch.zeros_like(scale)
-    hs, deltas, left, right = [], [], [], []
-    z = up.flatten(0, 1)
-    for i in reversed(range(len(spec.tall))):
+    grad_C, grad_scale = torch.zeros_like(C), None if scale is None else torch.zeros_like(scale)
+    hs, deltas, lefts, rights = [], [], [], []
+    z = grad_output.flatten(0, 1)
+    for i in reversed(range(len(spec.transposed))):
         cache = caches[i]
         M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
         J, stack = M.shape[1], M.flatten(1, 2)
         deltas.append(torch.bmm((cache.scores * C).mT, z))
         mask = torch.bmm(z, delta.mT)
-        to_C.addcmul_(mask, cache.scores)
+        grad_C.addcmul_(mask, cache.scores)
         mask.mul_(C)
         hs.append(torch.bmm(mask.mT, cache.x))
-        if spec.tall[i]:
+        if spec.transposed[i]:
             parts = torch.bmm(z, stack.mT)
-            left.append(cache.x if cache.scaled is None else cache.scaled)
-            right.append(z)
-            if scale is None or to_scale is None:
+            lefts.append(cache.x if cache.scaled is None else cache.scaled)
+            rights.append(z)
+            if scale is None or grad_scale is None:
                 x = parts
             else:
                 parts = parts.unflatten(2, (J, -1))
-                to_scale += parts @ cache.x.unsqueeze(-1)
-                x = _total(parts.mul_(scale))
+                grad_scale += parts @ cache.x.unsqueeze(-1)
+                x = _sum_stacks(parts.mul_(scale))
         else:
-            if cache.scaled is None or scale is None or to_scale is None:
-                spread = z
+            if cache.scaled is None or scale is None or grad_scale is None:
+                scaled = z
             else:
-                to_scale += cache.scaled @ z.unsqueeze(-1)
-                spread = (z.unsqueeze(2) * scale).flatten(2)
-            x = torch.bmm(spread, stack)
-            left.append(spread)
-            right.append(cache.x)
+                grad_scale += cache.scaled @ z.unsqueeze(-1)
+                scaled = (z.unsqueeze(2) * scale).flatten(2)
+            x = torch.bmm(scaled, stack)
+            lefts.append(scaled)
+            rights.append(cache.x)
         x = x.baddbmm_(mask, h)
-        z = x if cache.z is None else spec.curve.pull(x, cache.z)
+        z = x if cache.z is None else spec.activation.vjp(x, cache.z)
     if trace.rho is not None:
-        to_C.mul_(trace.rho.flatten(0, 1).unsqueeze(1))
-    for factors in (hs, deltas, left, right):
+        grad_C.mul_(trace.rho.flatten(0, 1).unsqueeze(1))
+    for factors in (hs, deltas, lefts, rights):
         factors.reverse()
-    hs, deltas, left, right = (
-        [x.unflatten(0, lead) for x in factors] for factors in (hs, deltas, left, right)
+    hs, deltas, lefts, rights = (
+        [x.unflatten(0, lead) for x in factors] for factors in (hs, deltas, lefts, rights)
     )
     return ReadGradients(
         q=z.unflatten(0, lead),
-        C=to_C.unflatten(0, lead),
-        scale=None if to_scale is None else to_scale.squeeze(-1).unflatten(0, lead),
+        C=grad_C.unflatten(0, lead),
+        scale=None if grad_scale is None else grad_scale.squeeze(-1).unflatten(0, lead),
         h=hs,
         delta=deltas,
-        left=left,
-        right=right,
+        left_factors=lefts,
+        right_factors=rights,
     )
 
 
-def _total(parts: Tensor) -> Tensor:
-    """Σ over axis 2, of a few; the result may be written to."""
+def _sum_stacks(parts: Tensor) -> Tensor:
+    """Return the sum over the few entries of axis 2 in new memory."""
     first, *rest = parts.unbind(2)
     if not rest:
         return first.contiguous()
     total = first + rest[0]
-    for one in rest[1:]:
-        total += one
+    for part in rest[1:]:
+        total += part
     return total

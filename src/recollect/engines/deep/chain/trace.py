@@ -1,4 +1,4 @@
-"""What the walk along a chain is given, and what it leaves for reads and for the way back."""
+"""Inputs of a chain's recurrence, and its results for reads and the backward pass."""
 
 from __future__ import annotations
 
@@ -8,64 +8,70 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from recollect.engines.deep.chain.activations import Curve
-from recollect.engines.deep.chain.ends.ending import Ending
+from recollect.engines.deep.chain.activations import Activation
+from recollect.engines.deep.chain.output_head.head import OutputHead
 
 if TYPE_CHECKING:
     from recollect.engines.deep.recurrence.runner import RecurrenceRunner
 
 __all__ = [
+    "ChainInputs",
     "ChainSpec",
     "Commits",
-    "Family",
     "ForwardTrace",
-    "Keys",
+    "MapStack",
     "ReadGradients",
     "SavedStacks",
 ]
 
 Tensors = list[Tensor]
 Commits = Sequence[bool | Tensor]
-"""Per batch, whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``."""
+"""Whether a batch commits its update, per batch: a boolean, or a mask ``[P, 1, 1]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec:
-    """What of a chain stays the same from batch to batch.
+    """Properties of a chain that are the same for all inner batches.
 
     Attributes:
-        curve: the activation. ending: what follows the last map.
-        gates: names of the loss's numbers. params: of what the memory has learned.
-        tall: per map, whether it is kept as ``[in, out]``.
-        families: maps of the same sizes, in order.
-        keep: whether the backward pass will come.
-        walker: kernels that replace `forward` and `backward`, if there are any.
+        activation: Activation between the maps.
+        output_head: Function after the last map.
+        gates: Names of the loss's hyperparameters.
+        params: Names of the memory's learned parameters.
+        transposed: Whether a map is stored as ``[in, out]``, per map.
+        map_groups: Indices of the maps of equal sizes, in order.
+        save_for_backward: Whether a backward pass follows.
+        runner: Kernels that replace `forward` and `backward`, or ``None``.
     """
 
-    curve: Curve
-    ending: Ending
+    activation: Activation
+    output_head: OutputHead
     gates: tuple[str, ...]
     params: tuple[str, ...]
-    tall: tuple[bool, ...]
-    families: tuple[tuple[int, ...], ...]
-    keep: bool
-    walker: RecurrenceRunner | None = None
+    transposed: tuple[bool, ...]
+    map_groups: tuple[tuple[int, ...], ...]
+    save_for_backward: bool
+    runner: RecurrenceRunner | None = None
 
     @property
-    def normalised(self) -> bool:
-        """Whether every association is scaled by its share."""
-        return self.ending.target is not None
+    def uses_step_scales(self) -> bool:
+        """Whether a step scale multiplies the gradient of every association."""
+        return self.output_head.target is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keys:
+class ChainInputs:
     """Associations of all inner batches, ``[N, P, R, ·]``, and their coefficients.
 
     Attributes:
-        k, v, gates: keys' features, values, the bias's numbers. raw: keys, for the ending.
-        said: what of values can be said (`Ending.said`).
-        T: ``[N, P, J, J]``, or ``None`` where A stays as it is. c: ``[N, P, R, J]``.
-        params: the memory's own, ``[H, ...]``.
+        k: Features of keys.
+        v: Values.
+        raw: Keys before the feature map.
+        T: Boundary transitions ``[N, P, J, J]``, or ``None`` if A is not scaled.
+        c: Write coefficients ``[N, P, R, J]``.
+        gates: Hyperparameters of the loss.
+        nearest_value: Closest outputs to the values (`OutputHead.nearest_value`).
+        params: Learned parameters of the memory, ``[H, ...]``.
     """
 
     k: Tensor
@@ -74,39 +80,43 @@ class Keys:
     T: Tensor | None
     c: Tensor
     gates: Mapping[str, Tensor]
-    said: Tensor | None = None
+    nearest_value: Tensor | None = None
     params: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def given(self) -> dict[str, Tensor]:
-        """What `Ending.of` is given of every association."""
-        found = {"raw": self.raw, "v": self.v}
-        return found if self.said is None else {**found, "said": self.said}
+    def head_inputs(self) -> dict[str, Tensor]:
+        """Return the inputs of `OutputHead.gradients` for all associations."""
+        inputs = {"raw": self.raw, "v": self.v}
+        return (
+            inputs
+            if self.nearest_value is None
+            else {**inputs, "nearest_value": self.nearest_value}
+        )
 
-    def cut(self, start: int, stop: int) -> Keys:
-        """Some of the batches."""
-        here = slice(start, stop)
-        return Keys(
-            k=self.k[here],
-            v=self.v[here],
-            raw=self.raw[here],
-            T=None if self.T is None else self.T[here],
-            c=self.c[here],
-            gates={name: x[here] for name, x in self.gates.items()},
-            said=None if self.said is None else self.said[here],
+    def slice_batches(self, start: int, stop: int) -> ChainInputs:
+        """Return the inputs of the batches from ``start`` to ``stop``."""
+        batches = slice(start, stop)
+        return ChainInputs(
+            k=self.k[batches],
+            v=self.v[batches],
+            raw=self.raw[batches],
+            T=None if self.T is None else self.T[batches],
+            c=self.c[batches],
+            gates={name: x[batches] for name, x in self.gates.items()},
+            nearest_value=None if self.nearest_value is None else self.nearest_value[batches],
             params=self.params,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """The stacks of maps of the same sizes, ``L`` of them.
+class MapStack:
+    """Stacks of L maps of equal sizes.
 
     Attributes:
-        M: A and S at every batch's start, ``[N, P, L, J, narrow, wide]``.
-        wide: the wider of h and δ, ``[N, P, L, R, wide]``.
-        narrow: the narrower, ``[L, N, P, R, narrow]``.
-        Q: c times it, ``[N, P, L, R, J, narrow]``, of all batches if there is a backward pass.
+        M: A and S at the start of every batch, ``[N, P, L, J, narrow, wide]``.
+        wide: The wider of h and δ, ``[N, P, L, R, wide]``.
+        narrow: The narrower of h and δ, ``[L, N, P, R, narrow]``.
+        Q: c times ``narrow``, ``[N, P, L, R, J, narrow]``. N is 1 without a backward pass.
     """
 
     M: Tensor
@@ -117,41 +127,48 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStacks:
-    """Stacks for the backward pass: z and u of every batch, of all maps but the last.
+    """Tensors for the backward pass.
 
-    ``last`` is z of the last map, and ``above`` and ``size`` are N and |g|² ``[N, P, R]`` under
-    shares, if δ_L is no affine function of z.
+    Attributes:
+        map_groups: Stacks per group of maps.
+        z: Outputs of every map but the last, ``[N, P, R, ·]``.
+        u: Gradients before the activation's derivative, for every map but the last.
+        z_last: Outputs of the last map, or ``None`` if δ_L is affine in them.
+        alignment: N ``[N, P, R]`` with step scales and an error that is not affine.
+        error_norm_sq: |g|² ``[N, P, R]``, under the same condition as ``alignment``.
     """
 
-    families: list[Family]
+    map_groups: list[MapStack]
     z: Tensors
     u: Tensors
-    last: Tensor | None
-    above: Tensor | None
-    size: Tensor | None
+    z_last: Tensor | None
+    alignment: Tensor | None
+    error_norm_sq: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """M at every batch's start; inputs h and gradients δ of every map.
+    """M at the start of every batch, and h and δ of every map.
 
     Attributes:
-        M: per map ``[N, P, J, narrow, wide]``.
-        ends: after the last batch, per family ``[P, L, J, narrow, wide]``.
-        delta, h: per map ``[N, P, R, ·]``; shares are not in δ, where there are any.
-        saved: for the backward pass.
-        rho: shares ρ, ``[N, P, R]``. weights: c′ = ρ c, where there are shares.
-        walked: tensors that `ChainSpec.walker` keeps for its backward pass.
+        M: Per map ``[N, P, J, narrow, wide]``.
+        final_maps: M after the last batch, per group ``[P, L, J, narrow, wide]``.
+        delta: Gradients δ per map, ``[N, P, R, ·]``, without step scales.
+        h: Inputs per map, ``[N, P, R, ·]``.
+        saved: Tensors for the backward pass.
+        rho: Step scales ρ, ``[N, P, R]``.
+        weights: c′ = ρ c, with step scales.
+        runner_state: Tensors that `ChainSpec.runner` stores for its backward pass.
     """
 
     M: Tensors
-    ends: Tensors
+    final_maps: Tensors
     delta: Tensors
     h: Tensors
     saved: SavedStacks | None
     rho: Tensor | None = None
     weights: Tensor | None = None
-    walked: object = None
+    runner_state: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +176,13 @@ class ReadGradients:
     """Gradients through reads.
 
     Attributes:
-        q, C, scale: as in `QueryBatch`.
-        h, delta: of the keys' factors, ``[N, P, R, ·]`` per map.
-        left, right: factors of M̄ ``[J narrow, wide]`` per map, ``[N, P, rows, ·]``.
+        q: Gradient of `QueryBatch.q`.
+        C: Gradient of `QueryBatch.C`.
+        scale: Gradient of `QueryBatch.scale`.
+        h: Gradients of the inputs at the keys, ``[N, P, R, ·]`` per map.
+        delta: Gradients of δ at the keys, ``[N, P, R, ·]`` per map.
+        left_factors: Left factors of M̄ ``[J narrow, wide]``, ``[N, P, rows, ·]`` per map.
+        right_factors: Right factors of M̄, ``[N, P, rows, ·]`` per map.
     """
 
     q: Tensor
@@ -169,5 +190,5 @@ class ReadGradients:
     scale: Tensor | None
     h: Tensors
     delta: Tensors
-    left: Tensors
-    right: Tensors
+    left_factors: Tensors
+    right_factors: Tensors

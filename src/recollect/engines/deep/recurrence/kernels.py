@@ -1,10 +1,10 @@
-"""The recurrence over inner batches in Triton: one program per memory takes all batches of a group.
+"""The recurrence over inner batches in Triton: one program per memory runs all batches of a group.
 
-A and S of the two maps stay in global memory, where reads and the backward pass need them. They
-pass through registers in tiles of BW hidden units, three times in a forward step and twice in a
-backward step. Sums have the type of the tensors. PRECISION is that of the factors of products. The
-module is imported at the first launch: Triton need not be installed. With R associations, D
-channels, W hidden units and J stacks (A, then S):
+A and S of the two maps are in global memory, for the reads and the backward pass. They pass through
+registers in tiles of BW hidden units, three times in a forward step and twice in a backward step.
+Sums have the type of the tensors. PRECISION is that of the factors of products. The module is
+imported at the first launch, so that Triton is optional. With R associations, D channels, W hidden
+units and J stacks (A, then S):
 
     k, raw, v, nearest, d2, z2     [N, P, R, D]           T    [N, P, J, J]
     z1, u1, h1, d1              [N, P, R, W]           c    [N, P, R, J]
@@ -13,7 +13,7 @@ channels, W hidden units and J stacks (A, then S):
 A barrier separates a thread's load from another thread's store to the same address.
 """
 
-# Python in syntax alone.
+# Triton compiles this code; Python does not run it.
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
@@ -25,23 +25,23 @@ import triton.language as tl
 __all__ = ["COUNTS", "backward", "forward"]
 
 COUNTS = ["N", "P", "H"]
-"""Arguments that are no constants of a kernel: every value takes the same code."""
+"""Arguments for which a kernel is not specialized."""
 
 
 @triton.jit
 def _dot(x, y, total, PRECISION: tl.constexpr):
-    """total + x y."""
+    """Return total + x y."""
     return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @triton.jit
-def _activation(z, CURVE: tl.constexpr):
-    """σ, σ′ and σ″ of z."""
-    if CURVE == "gelu":
+def _activation(z, ACTIVATION: tl.constexpr):
+    """Return σ, σ′ and σ″ of z."""
+    if ACTIVATION == "gelu":
         density = tl.exp(-0.5 * z * z) * 0.3989422804014327
         gate = 0.5 + 0.5 * tl.math.erf(z * 0.7071067811865476)
         return z * gate, gate + z * density, (2.0 - z * z) * density
-    elif CURVE == "gelu_tanh":
+    elif ACTIVATION == "gelu_tanh":
         # (1 + tanh x)/2 is a sigmoid of 2x.
         square = z * z
         gate = tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * square))
@@ -50,29 +50,30 @@ def _activation(z, CURVE: tl.constexpr):
         first = product * inner
         second = product * ((1.0 - 2.0 * gate) * inner * inner + 0.42812889763560147 * z)
         return z * gate, gate + z * first, 2.0 * first + z * second
-    elif CURVE == "silu":
+    elif ACTIVATION == "silu":
         gate = tl.sigmoid(z)
         first = gate * (1.0 - gate)
         return z * gate, gate + z * first, first * (2.0 + z * (1.0 - 2.0 * gate))
-    elif CURVE == "tanh":
+    elif ACTIVATION == "tanh":
         y = 2.0 * tl.sigmoid(2.0 * z) - 1.0
         return y, 1.0 - y * y, -2.0 * y * (1.0 - y * y)
-    elif CURVE == "relu":
-        slope = tl.where(z > 0.0, 1.0, 0.0)
-        return z * slope, slope, 0.0 * slope
+    elif ACTIVATION == "relu":
+        derivative = tl.where(z > 0.0, 1.0, 0.0)
+        return z * derivative, derivative, 0.0 * derivative
     else:
-        tl.static_assert(CURVE == "identity")
+        tl.static_assert(ACTIVATION == "identity")
         return z, 0.0 * z + 1.0, 0.0 * z
 
 
 @triton.jit
 def _mean(x, D: tl.constexpr):
+    """Return the mean over channels."""
     return tl.sum(x, 1)[:, None] / D
 
 
 @triton.jit
 def _layer_norm(z, gain, shift, D: tl.constexpr, NORM_EPS: tl.constexpr):
-    """The layer norm of z, before and after gain and shift, and its scale."""
+    """Return the layer norm of z, its unit output before gain and shift, and its scale."""
     center = z - _mean(z, D)
     scale = 1.0 / tl.sqrt(_mean(center * center, D) + NORM_EPS)
     return gain * (center * scale) + shift, center * scale, scale
@@ -80,7 +81,7 @@ def _layer_norm(z, gain, shift, D: tl.constexpr, NORM_EPS: tl.constexpr):
 
 @triton.jit
 def _norm_vjp(x, unit, scale, D: tl.constexpr):
-    """J x, J the derivative of a layer norm, which is symmetric."""
+    """Return J x with the symmetric derivative J of a layer norm."""
     return scale * (x - _mean(x, D) - unit * _mean(x * unit, D))
 
 
@@ -90,13 +91,14 @@ def forward(
     M1, M2, z1, u1, h1, d1, d2, z2, scaled, rho, sizes,
     N, P, H,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, J: tl.constexpr, BW: tl.constexpr,
-    KEEP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SHARE: tl.constexpr,
-    CURVE: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
+    KEEP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, STEP_SCALES: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
     NORM_EPS: tl.constexpr, TINY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A and S at every border, h and δ; under shares ρ, c′ and (|δ_1|², |h_1|²) as ``sizes``.
+    """Compute A and S at every boundary, h and δ.
 
-    With KEEP also z, u and the input z2 of the end, for the backward pass.
+    With STEP_SCALES also ρ, c′ and (|δ_1|², |h_1|²) as ``sizes``. With KEEP also z, u and the
+    output z2 of the last map, for the backward pass.
     """
     p, P = tl.program_id(0).to(tl.int64), P.to(tl.int64)
     r, d, w = tl.arange(0, R), tl.arange(0, D), tl.arange(0, BW)
@@ -120,7 +122,7 @@ def forward(
         z = tl.zeros([R, D], kind)
         for t in range(0, W, BW):
             inner = _dot(key, tl.load(A1 + t + dw), tl.zeros([R, BW], kind), PRECISION)
-            h, _slope, _bend = _activation(inner, CURVE)
+            h, _derivative, _second_derivative = _activation(inner, ACTIVATION)
             tl.store(z1 + spare + t + rw, inner)
             tl.store(h1 + wide + t + rw, h)
             z = _dot(h, tl.trans(tl.load(A2 + t + dw)), z, PRECISION)
@@ -140,17 +142,19 @@ def forward(
         tl.debug_barrier()
         for t in range(0, W, BW):
             u = _dot(e, tl.load(A2 + t + dw), tl.zeros([R, BW], kind), PRECISION)
-            h, slope, _bend = _activation(tl.load(z1 + spare + t + rw), CURVE)
-            delta = u * slope
+            h, derivative, _second_derivative = _activation(
+                tl.load(z1 + spare + t + rw), ACTIVATION
+            )
+            delta = u * derivative
             tl.store(d1 + wide + t + rw, delta)
             if KEEP:
                 tl.store(u1 + wide + t + rw, u)
-            if SHARE:
+            if STEP_SCALES:
                 below_sum += delta * delta
                 inner_sum += h * h
         row = at * R + r
-        share = tl.full([R], 1.0, kind)
-        if SHARE:
+        step_scale = tl.full([R], 1.0, kind)
+        if STEP_SCALES:
             d1_sq, h1_sq = tl.sum(below_sum, 1), tl.sum(inner_sum, 1)
             tl.store(sizes + row * 2, d1_sq)
             tl.store(sizes + row * 2 + 1, h1_sq)
@@ -158,15 +162,15 @@ def forward(
             if NORM:
                 above = tl.sum((prediction - tl.load(nearest + row_start + rd)) * g, 1)
                 below = k_sq * d1_sq + h1_sq * e_sq + EPS * tl.sum(g * g, 1) + TINY
-                share = tl.maximum(above, 0.0) / below
+                step_scale = tl.maximum(above, 0.0) / below
             else:
-                share = 1.0 / (SLOPE * (h1_sq + EPS + k_sq * d1_sq / (e_sq + TINY)))
-            tl.store(rho + row, share)
-        first = share * tl.load(c + row * J)
+                step_scale = 1.0 / (SLOPE * (h1_sq + EPS + k_sq * d1_sq / (e_sq + TINY)))
+            tl.store(rho + row, step_scale)
+        first = step_scale * tl.load(c + row * J)
         tl.store(scaled + row * J, first)
         second = first
         if J == 2:
-            second = share * tl.load(c + row * J + 1)
+            second = step_scale * tl.load(c + row * J + 1)
             tl.store(scaled + row * J + 1, second)
         tl.debug_barrier()
         key_t, e_t = tl.load(k + row_start + dr), tl.load(d2 + row_start + dr)
@@ -193,7 +197,7 @@ def forward(
 
 @triton.jit
 def _write_vjp(x, y, grad, c, up_x, up_y, up_c, PRECISION: tl.constexpr):
-    """Add the gradients of x, y and c, of which c xᵀ y was written, from that of the memory."""
+    """Add the gradients of x, y and c through the write c xᵀ y to their accumulators."""
     part = _dot(x, grad, tl.zeros(y.shape, y.dtype), PRECISION)
     return _dot(c * y, tl.trans(grad), up_x, PRECISION), up_y + c * part, up_c + y * part
 
@@ -206,11 +210,11 @@ def backward(
     G1, G2, to_T, to_c, to_g, to_M, to_nearest, to_weight, spare,
     N, P, H,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, J: tl.constexpr, BW: tl.constexpr,
-    Q: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SHARE: tl.constexpr,
-    CURVE: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
+    Q: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, STEP_SCALES: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
     NORM_EPS: tl.constexpr, TINY: tl.constexpr, FLOOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients, from the last batch to the first, in the letters of `chain.backward`.
+    """Compute gradients from the last batch to the first, in the notation of `chain.backward`.
 
     G1, G2 ``[P, J, D, W]``
         Gradients of A and S after the last batch, replaced by those before the first.
@@ -239,7 +243,7 @@ def backward(
         key, e = tl.load(k + row_start + rd), tl.load(d2 + row_start + rd)
         first = tl.load(scaled + row * J)[:, None]
         up_k, up_e = tl.load(to_k + row_start + rd), tl.load(to_e + row_start + rd)
-        beside_e = tl.zeros([R, D], kind)
+        grad_e_per_pi = tl.zeros([R, D], kind)
         of_pi = tl.zeros([R, BW], kind)
         of_first, of_second = tl.zeros([R, BW], kind), tl.zeros([R, BW], kind)
         of_a, of_m, of_s = tl.zeros([D], kind), tl.zeros([D], kind), tl.zeros([D], kind)
@@ -267,18 +271,20 @@ def backward(
                 )
             tl.store(to_d + wide + t + rw, up_d)
             tl.store(to_h + wide + t + rw, up_h)
-            _value, slope, _bend = _activation(tl.load(z1 + wide + t + rw), CURVE)
-            up_e = _dot(slope * up_d, tl.trans(two), up_e, PRECISION)
-            if SHARE:
+            _value, derivative, _second_derivative = _activation(
+                tl.load(z1 + wide + t + rw), ACTIVATION
+            )
+            up_e = _dot(derivative * up_d, tl.trans(two), up_e, PRECISION)
+            if STEP_SCALES:
                 of_pi += up_d * delta + up_h * h
-                beside_e = _dot(slope * delta, tl.trans(two), beside_e, PRECISION)
+                grad_e_per_pi = _dot(derivative * delta, tl.trans(two), grad_e_per_pi, PRECISION)
         tl.store(to_T + at * J * J, tl.sum(of_a))
         tl.store(to_c + row * J, tl.sum(of_first, 1))
         if J == 2:
             tl.store(to_T + at * 4 + 1, tl.sum(of_m))
             tl.store(to_T + at * 4 + 3, tl.sum(of_s))
             tl.store(to_c + row * J + 1, tl.sum(of_second, 1))
-        # The end: from δ̄_2 and π to z̄_2.
+        # Output head: from δ̄_2 and π to z̄_2.
         z, value = tl.load(z2 + row_start + rd), tl.load(v + row_start + rd)
         prediction, unit, scale = z, z, z
         if NORM:
@@ -288,7 +294,7 @@ def backward(
         g = SLOPE * prediction - OFFSET * value
         pi = tl.sum(of_pi, 1)[:, None]
         per_d, per_h, to_N, to_size = pi, pi, pi, pi
-        if SHARE:
+        if STEP_SCALES:
             d1_sq = tl.load(sizes + row * 2)[:, None]
             h1_sq = tl.load(sizes + row * 2 + 1)[:, None]
             k_sq, e_sq = tl.sum(key * key, 1)[:, None], tl.sum(e * e, 1)[:, None]
@@ -308,7 +314,7 @@ def backward(
             else:
                 per_e = -ahead * twice / tl.maximum(e_sq, TINY)
             per_d, per_h = k_sq * twice, e_sq * twice
-            up_e += per_d * beside_e + per_e * e
+            up_e += per_d * grad_e_per_pi + per_e * e
             up_k += d1_sq * twice * key
         tl.store(to_k + row_start + rd, up_k)
         if NORM:
@@ -316,7 +322,7 @@ def backward(
             of_s_up = _norm_vjp(up_e, unit, scale, D)
             of_g = gain * of_s_up
             of_M = SLOPE * of_g
-            if SHARE:
+            if STEP_SCALES:
                 of_g += to_N * distance + to_size * g
                 of_M = SLOPE * of_g + to_N * g
             inner = gain * of_M - scale * (_mean(s * unit, D) * up_e + _mean(up_e * unit, D) * s)
@@ -337,12 +343,14 @@ def backward(
         for t in range(0, W, BW):
             delta, h = tl.load(d1 + wide + t + rw), tl.load(h1 + wide + t + rw)
             up_d, up_h = tl.load(to_d + wide + t + rw), tl.load(to_h + wide + t + rw)
-            if SHARE:
+            if STEP_SCALES:
                 up_d += per_d * delta
                 up_h += per_h * h
             up_h = _dot(up_z, tl.load(A2 + t + dw), up_h, PRECISION)
-            _value, slope, bend = _activation(tl.load(z1 + wide + t + rw), CURVE)
-            up_z1 = slope * up_h + bend * tl.load(u1 + wide + t + rw) * up_d
+            _value, derivative, second_derivative = _activation(
+                tl.load(z1 + wide + t + rw), ACTIVATION
+            )
+            up_z1 = derivative * up_h + second_derivative * tl.load(u1 + wide + t + rw) * up_d
             tl.store(to_d + wide + t + rw, up_z1)
             y1 = tl.load(right1 + at * Q * W + t + qw)
             y2 = tl.load(right2 + at * Q * W + t + qw)
@@ -359,7 +367,7 @@ def backward(
             next1 = _dot(key_t, up_z1, next1, PRECISION)
             tl.store(U1 + t + dw, next1)
             next2 = _dot(x2, y2, a * up2, PRECISION)
-            next2 = _dot(e_t, slope * up_d, next2, PRECISION)
+            next2 = _dot(e_t, derivative * up_d, next2, PRECISION)
             next2 = _dot(up_zt, h, next2, PRECISION)
             tl.store(U2 + t + dw, next2)
         tl.debug_barrier()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from recollect.choices.runtime import is_cacheable
-from recollect.engines.deep.chain.ends.ending import Ending
+from recollect.engines.deep.chain.output_head.head import OutputHead
 from recollect.engines.deep.recurrence.runner import TUNING, Launch, RecurrenceRunner
 
-__all__ = ["DTYPES", "LAUNCHERS", "TUNING", "launch", "runner_of"]
+__all__ = ["DTYPES", "LAUNCHERS", "TUNING", "launch", "select_runner"]
 
 LAUNCHERS: dict[str, Launch] = {}
 """Launch function by device type; tests register Triton's interpreter."""
@@ -21,38 +21,39 @@ DTYPES = (torch.float32,)
 """Types of the states."""
 
 NARROWEST, WIDEST = 16, 128
-"""Channels of keys and values: a product of tensor cores has 16, and a tile must fit registers."""
+"""Channels of keys and values, from the width of tensor cores to the size of the registers."""
 
 SMALLEST, LARGEST = 16, 32
-"""Associations and queries of an inner batch: 64 spill kilobytes of registers."""
+"""Associations and queries of an inner batch; 64 would spill registers."""
 
 
 OLDEST = (8, 0)
-"""Compute capability of the oldest devices, which have products of TF32 and bfloat16."""
+"""Smallest compute capability, for products in TF32 and bfloat16."""
 
 
 def _is_size(n: int, smallest: int, largest: int) -> bool:
+    """Return whether n is a power of two in a range."""
     return smallest <= n <= largest and n & (n - 1) == 0
 
 
-def runner_of(
-    A: Sequence[Tensor], ending: Ending, k: Tensor, num_queries: int
+def select_runner(
+    A: Sequence[Tensor], output_head: OutputHead, k: Tensor, num_queries: int
 ) -> RecurrenceRunner | None:
-    """Return the kernels' runner for a chain, or ``None`` if PyTorch operations run it.
+    """Return the kernels' runner for a chain, or ``None`` if they do not support it.
 
     Args:
-        A: the maps, ``[P, out, in]``.
-        ending: of the chain.
-        k: keys ``[N, P, R, D]``.
-        num_queries: of an inner batch.
+        A: Maps, ``[P, out, in]``.
+        output_head: Output head of the chain.
+        k: Features of keys, ``[N, P, R, D]``.
+        num_queries: Number of queries of an inner batch.
     """
     kind = k.device.type
     if kind != "cuda" and kind not in LAUNCHERS:
         return None
-    if len(A) != 2 or not (ending.layer_norm or ending.affine is not None):
+    if len(A) != 2 or not (output_head.layer_norm or output_head.affine is not None):
         return None
-    affine = ending.bias.affine
-    if affine is None or (ending.target is not None and affine[0] == 0):
+    affine = output_head.bias.affine
+    if affine is None or (output_head.target is not None and affine[0] == 0):
         return None
     W, D = A[0].shape[-2:]
     if tuple(A[1].shape[-2:]) != (D, W) or W % 16 or not _is_size(D, NARROWEST, min(W, WIDEST)):
@@ -79,15 +80,15 @@ def launch(
 
     Args:
         kernel: ``"forward"`` or ``"backward"``.
-        programs: their number.
-        arguments: tensors and numbers in order.
-        constants: values that the kernel is compiled for.
+        programs: Number of programs.
+        arguments: Tensors and numbers in order.
+        constants: Values for which the kernel is compiled.
     """
     from recollect.engines.deep.recurrence import kernels
 
     first, *_ = arguments
     assert isinstance(first, Tensor)
     options = {**TUNING[kernel][str(constants["PRECISION"])]}
-    del options["BW"]  # among the constants
+    del options["BW"]  # BW is one of the constants
     with torch.cuda.device(first.device):
         getattr(kernels, kernel)[(programs,)](*arguments, **constants, **options)

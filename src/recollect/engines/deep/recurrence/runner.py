@@ -1,4 +1,4 @@
-"""Forward and backward of the recurrence over inner batches: tensors around two kernels."""
+"""Forward and backward of the recurrence over inner batches, by two kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from recollect.choices.algorithm.normalized_steps import EPS
 from recollect.choices.matmul_precision import is_full_precision
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.deep.chain.backward import InputGradients
-from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
+from recollect.engines.deep.chain.trace import (
+    ChainInputs,
+    ChainSpec,
+    Commits,
+    ForwardTrace,
+    ReadGradients,
+)
 
 __all__ = ["TUNING", "Launch", "RecurrenceRunner", "dot_precision"]
 
@@ -34,22 +40,27 @@ associations as BW. Larger tiles spill more registers on Hopper."""
 
 
 def dot_precision() -> str:
-    """Factors of float32 products: ``"ieee"`` or ``"tf32"``."""
+    """Return the type of the factors of float32 products, ``"ieee"`` or ``"tf32"``."""
     return "ieee" if is_full_precision("cuda") else "tf32"
 
 
 def _tile(limit: int, W: int, D: int, R: int) -> int:
-    """Hidden units of a tile: the largest power of two that divides W and fits."""
+    """Return the hidden units of a tile: the largest power of two that divides W and fits."""
     return min(W & -W, max(16, limit * 64 * 16 // (max(D, 64) * R)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """Tensors of a forward pass for its backward pass; shapes as in `kernels`.
+    """Tensors of a forward pass for its backward pass, with the shapes of `kernels`.
 
     Attributes:
-        M: A and S at every border, and after the last batch, per map.
-        active: whether a batch moves the memory, ``[N, P]``; ``None`` if all do.
+        M: A and S at every boundary and after the last batch, per map.
+        z: Outputs of the first map.
+        u: Gradients before the activation's derivative.
+        last: Outputs of the last map.
+        sizes: |δ_1|² and |h_1|² with step scales.
+        T: Boundary transitions.
+        active: Whether a batch commits, ``[N, P]``; ``None`` if all batches commit.
     """
 
     M: tuple[Tensor, Tensor]
@@ -62,94 +73,107 @@ class _Saved:
 
 
 class RecurrenceRunner:
-    """The recurrence over inner batches by two kernels (`ChainSpec.walker`).
+    """The recurrence over inner batches by two kernels (`ChainSpec.runner`).
 
     Args:
-        launch: runs a kernel.
+        launch: Function that runs a kernel.
     """
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
 
     def forward(
-        self, spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits
+        self, spec: ChainSpec, inputs: ChainInputs, start: Sequence[Tensor], commits: Commits
     ) -> ForwardTrace:
-        """Compute what `chain.forward.forward` computes.
+        """Return the result of `chain.forward.forward`.
 
         Args:
-            spec: of the chain. keys: of all batches. start: A and S per map ``[P, J, D, W]``.
-            commits: per batch.
+            spec: Properties of the chain.
+            inputs: Inputs of all batches.
+            start: A and S per map, ``[P, J, D, W]``.
+            commits: Whether a batch commits its update, per batch.
         """
-        k = keys.k.contiguous()
+        k = inputs.k.contiguous()
         N, P, R, D = k.shape
         _, J, _, W = start[0].shape
-        normalized = spec.normalised
-        moves = None
-        T = k.new_ones(N, P, 1, 1) if keys.T is None else keys.T.contiguous()
-        c = keys.c.contiguous()
+        uses_step_scales = spec.uses_step_scales
+        active = None
+        T = k.new_ones(N, P, 1, 1) if inputs.T is None else inputs.T.contiguous()
+        c = inputs.c.contiguous()
         if not all(commit is True for commit in commits):
             committed = _num_committed(commits, P, k.device)
-            moves = torch.arange(N, device=k.device)[:, None] < committed
-            T = torch.where(moves[..., None, None], T, torch.eye(J, dtype=T.dtype, device=T.device))
-            c = torch.where(moves[..., None, None], c, 0.0)
+            active = torch.arange(N, device=k.device)[:, None] < committed
+            T = torch.where(
+                active[..., None, None], T, torch.eye(J, dtype=T.dtype, device=T.device)
+            )
+            c = torch.where(active[..., None, None], c, 0.0)
         M = (k.new_empty(N + 1, P, J, D, W), k.new_empty(N + 1, P, J, D, W))
         for stack, first in zip(M, start, strict=True):
             stack[0].copy_(first)
         h, delta = (k.new_empty(N, P, R, W) for _ in range(2))
         e = torch.empty_like(k)
-        z = k.new_empty(N if spec.keep else 1, P, R, W)
-        u, last = (torch.empty_like(x) if spec.keep else x for x in (h, e))
-        rho = k.new_empty(N, P, R) if normalized else c
-        weights, sizes = torch.empty_like(c), k.new_empty(N, P, R, 2) if normalized else c
-        tokens, heads = _inputs(spec, keys, k)
+        z = k.new_empty(N if spec.save_for_backward else 1, P, R, W)
+        u, last = (torch.empty_like(x) if spec.save_for_backward else x for x in (h, e))
+        rho = k.new_empty(N, P, R) if uses_step_scales else c
+        weights, sizes = torch.empty_like(c), k.new_empty(N, P, R, 2) if uses_step_scales else c
+        tokens, heads = _inputs(spec, inputs, k)
         outputs = (*M, z, u, h, delta, e, last, weights, rho, sizes)
-        constants = _constants(spec, "forward", k, (W, J)) | {"KEEP": spec.keep}
+        constants = _constants(spec, "forward", k, (W, J)) | {"KEEP": spec.save_for_backward}
         self.launch("forward", P, (*tokens, T, c, *outputs, N, P, heads), constants)
-        saved = _Saved(M=M, z=z, u=u, last=last, sizes=sizes, T=T, active=moves)
+        saved = _Saved(M=M, z=z, u=u, last=last, sizes=sizes, T=T, active=active)
         return ForwardTrace(
             M=[x[:N] for x in M],
-            ends=[x[N].clone() for x in M],
+            final_maps=[x[N].clone() for x in M],
             delta=[delta, e],
             h=[k, h],
             saved=None,
-            rho=rho if normalized else None,
+            rho=rho if uses_step_scales else None,
             weights=weights,
-            walked=saved if spec.keep else None,
+            runner_state=saved if spec.save_for_backward else None,
         )
 
     def backward(
         self,
         spec: ChainSpec,
-        keys: Keys,
+        inputs: ChainInputs,
         trace: ForwardTrace,
         needs: Mapping[str, bool],
-        back: ReadGradients,
-        ends: Sequence[Tensor],
+        read_gradients: ReadGradients,
+        final_grads: Sequence[Tensor],
     ) -> InputGradients:
-        """Compute what `chain.backward.backward` computes; ``back`` and ``ends`` are overwritten.
+        """Return the result of `chain.backward.backward`; overwrite the gradients passed in.
 
         Args:
-            spec: of the chain. keys: of all batches. trace: of `forward`.
-            needs: by name, whether a gradient is needed.
-            back: gradients through reads. ends: after the last batch, ``[P, J, D W]`` per map.
+            spec: Properties of the chain.
+            inputs: Inputs of all batches.
+            trace: Result of `forward`.
+            needs: Whether a gradient is needed, by name.
+            read_gradients: Gradients through reads.
+            final_grads: Gradients of the maps after the last batch, ``[P, J, D W]`` per map.
         """
-        saved = trace.walked
+        saved = trace.runner_state
         assert isinstance(saved, _Saved) and trace.weights is not None
         k, h = trace.h
         delta, e = trace.delta
         N, P, _, D = k.shape
         _, _, J, _, W = saved.M[0].shape
-        to_k, to_h, to_d, to_e = (x.contiguous() for x in (*back.h, *back.delta))
-        reads = [x.contiguous() for pair in zip(back.left, back.right, strict=True) for x in pair]
-        G = [x.contiguous().view(P, J, D, W) for x in ends]
+        to_k, to_h, to_d, to_e = (
+            x.contiguous() for x in (*read_gradients.h, *read_gradients.delta)
+        )
+        reads = [
+            x.contiguous()
+            for pair in zip(read_gradients.left_factors, read_gradients.right_factors, strict=True)
+            for x in pair
+        ]
+        G = [x.contiguous().view(P, J, D, W) for x in final_grads]
         to_T, to_c = torch.zeros_like(saved.T), torch.empty_like(trace.weights)
         to_g, to_M = torch.empty_like(k), torch.empty_like(k)
-        norm = spec.ending.layer_norm
-        to_nearest = torch.empty_like(k) if norm and spec.normalised else to_g
-        to_weight, spare = torch.empty_like(k) if norm else to_g, torch.empty_like(k[0])
-        tokens, heads = _inputs(spec, keys, k)
+        norm = spec.output_head.layer_norm
+        to_nearest = torch.empty_like(k) if norm and spec.uses_step_scales else to_g
+        to_weight, scratch = torch.empty_like(k) if norm else to_g, torch.empty_like(k[0])
+        tokens, heads = _inputs(spec, inputs, k)
         tensors = (*saved.M, saved.z, saved.u, h, delta, e, saved.last, trace.weights, saved.sizes)
-        outputs = (to_T, to_c, to_g, to_M, to_nearest, to_weight, spare)
+        outputs = (to_T, to_c, to_g, to_M, to_nearest, to_weight, scratch)
         arguments = (
             *tokens,
             saved.T,
@@ -177,21 +201,21 @@ class RecurrenceRunner:
             to_T, to_c = (x * saved.active[..., None, None] for x in (to_T, to_c))
         if trace.rho is not None:
             to_c = to_c * trace.rho.unsqueeze(-1)
-        affine = spec.ending.bias.affine
+        affine = spec.output_head.bias.affine
         assert affine is not None
         named: dict[str, Tensor] = {}
-        if norm and spec.normalised:
-            named["said"] = to_nearest
+        if norm and spec.uses_step_scales:
+            named["nearest_value"] = to_nearest
         if norm:
             for name, x in (("norm_weight", to_weight), ("norm_bias", to_M)):
                 if needs[f"param {name}"]:
                     total = x.sum((0, 2)).view(-1, heads, D).sum(0)
-                    named[f"param {name}"] = total.to(keys.params[name].dtype)
+                    named[f"param {name}"] = total.to(inputs.params[name].dtype)
         return InputGradients(
             T=to_T,
             k=to_k if needs["k"] else None,
             v=-affine[1] * to_g if needs["v"] else None,
-            raw=to_M if needs["raw"] and spec.ending.residual else None,
+            raw=to_M if needs["raw"] and spec.output_head.residual else None,
             c=to_c,
             named=named,
             start=G,
@@ -199,7 +223,7 @@ class RecurrenceRunner:
 
 
 def _num_committed(commits: Commits, P: int, device: torch.device) -> Tensor:
-    """Number of batches that each memory commits, ``[P]``: always the first ones."""
+    """Return the number of committed batches, ``[P]``. They precede all others."""
     count = torch.full((P,), sum(x is True for x in commits), dtype=torch.int32, device=device)
     for mask in commits:
         if not isinstance(mask, bool):
@@ -207,15 +231,15 @@ def _num_committed(commits: Commits, P: int, device: torch.device) -> Tensor:
     return count
 
 
-def _inputs(spec: ChainSpec, keys: Keys, k: Tensor) -> tuple[tuple[Tensor, ...], int]:
-    """k, raw, v, the nearest value, weight and bias of the norm; and the number of heads."""
-    v = keys.v.contiguous()
-    raw = keys.raw.contiguous() if spec.ending.residual else k
-    nearest = v if keys.said is None else keys.said.contiguous()
-    if not spec.ending.layer_norm:
+def _inputs(spec: ChainSpec, inputs: ChainInputs, k: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """Return k, raw, v, the nearest value, the norm's weight and bias, and the number of heads."""
+    v = inputs.v.contiguous()
+    raw = inputs.raw.contiguous() if spec.output_head.residual else k
+    nearest = v if inputs.nearest_value is None else inputs.nearest_value.contiguous()
+    if not spec.output_head.layer_norm:
         return (k, raw, v, nearest, k, k), 1
     weight, bias = (
-        keys.params[name].to(k.dtype).contiguous() for name in ("norm_weight", "norm_bias")
+        inputs.params[name].to(k.dtype).contiguous() for name in ("norm_weight", "norm_bias")
     )
     return (k, raw, v, nearest, weight, bias), len(weight)
 
@@ -223,13 +247,9 @@ def _inputs(spec: ChainSpec, keys: Keys, k: Tensor) -> tuple[tuple[Tensor, ...],
 def _constants(
     spec: ChainSpec, kernel: str, k: Tensor, sizes: tuple[int, int]
 ) -> dict[str, object]:
-    """Constants that both kernels are compiled with.
-
-    Args:
-        spec: of the chain. kernel: its name. k: keys ``[N, P, R, D]``. sizes: W and J.
-    """
+    """Return the constants of a kernel, with ``sizes`` W and J."""
     (W, J), (R, D), precision = sizes, k.shape[2:], dot_precision()
-    affine = spec.ending.bias.affine
+    affine = spec.output_head.bias.affine
     assert affine is not None
     return {
         "D": D,
@@ -237,10 +257,10 @@ def _constants(
         "R": R,
         "J": J,
         "BW": _tile(TUNING[kernel][precision]["BW"], W, D, R),
-        "NORM": spec.ending.layer_norm,
-        "RESIDUAL": spec.ending.residual,
-        "SHARE": spec.normalised,
-        "CURVE": spec.curve.name,
+        "NORM": spec.output_head.layer_norm,
+        "RESIDUAL": spec.output_head.residual,
+        "STEP_SCALES": spec.uses_step_scales,
+        "ACTIVATION": spec.activation.name,
         "SLOPE": float(affine[0]),
         "OFFSET": float(affine[1]),
         "EPS": EPS,

@@ -20,30 +20,36 @@ from recollect.engines.deep.recurrence.runner import dot_precision
 __all__ = ["agrees"]
 
 Run = Callable[[ChainSpec, Sequence[Tensor | None]], tuple[Tensor, ...]]
-"""Outputs and the memory after all batches, from the flat inputs of the chain's function."""
+"""Function from the flat inputs of a chain to its outputs and final maps."""
 
 BOUNDS = {"ieee": 1e-4, "tf32": 2e-2}
-"""Largest relative difference, by the factors of products."""
+"""Largest relative difference, by the precision of products."""
 
 _RESULTS: dict[tuple[object, ...], bool] = {}
 
 
 def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device) -> bool:
-    """Whether a small call gives the same outputs, and the same gradients if ``spec.keep``.
+    """Return whether the kernels give the outputs and gradients of PyTorch operations.
 
-    The call has the structure and sizes of the caller's, so that its kernels are those of the
-    trial. Results are kept for the process. While a CUDA graph is captured, the host cannot wait:
-    kernels without a result are then refused, and a later call tries them.
+    A small call has the structure and sizes of the caller's, and therefore its kernels. Results are
+    cached for the process. The host cannot wait while a CUDA graph is captured. Kernels without a
+    result are then rejected, and a later call runs the trial.
 
     Args:
-        run: of the engine.
-        spec: with the kernels' runner.
-        sizes: associations, queries, channels, hidden units and stacks.
-        device: of the call. The trial waits for it.
+        run: Function of the engine.
+        spec: Properties of the chain, with the kernels' runner. Gradients are compared if
+            ``spec.save_for_backward``.
+        sizes: Numbers of associations, queries, channels, hidden units and stacks.
+        device: Device of the call. The trial synchronizes with it.
     """
-    ending, precision = spec.ending, dot_precision()
-    structure = (ending.layer_norm, ending.residual, ending.bias.affine, spec.normalised)
-    key = (spec.curve.name, spec.keep, *structure, *sizes, precision, device)
+    output_head, precision = spec.output_head, dot_precision()
+    structure = (
+        output_head.layer_norm,
+        output_head.residual,
+        output_head.bias.affine,
+        spec.uses_step_scales,
+    )
+    key = (spec.activation.name, spec.save_for_backward, *structure, *sizes, precision, device)
     if key not in _RESULTS:
         if _captures_graph(device):
             return False
@@ -59,19 +65,19 @@ def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device
 
 
 def _captures_graph(device: torch.device) -> bool:
-    """Whether the stream captures a CUDA graph, in which the host cannot wait for a trial."""
+    """Return whether the stream captures a CUDA graph, in which the host cannot wait."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def _isolated(grad: bool) -> Generator[None]:
-    """Run a trial without the caller's inference mode, hooks of saved tensors and dispatch modes.
+    """Leave the caller's inference mode, saved-tensor hooks and dispatch modes during a trial.
 
-    The trial runs in the first call only. Activation checkpointing would count its saved tensors
-    and operations, and would not find them when it runs the call again.
+    Only the first call runs the trial. Activation checkpointing would record the trial's
+    operations, and would miss them when it recomputes the call.
 
     Args:
-        grad: whether autograd records.
+        grad: Whether autograd records operations.
     """
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     with _disable_current_modes(), hooks, torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -79,29 +85,32 @@ def _isolated(grad: bool) -> Generator[None]:
 
 
 def _largest(errors: Sequence[Tensor]) -> float:
-    """Return the largest error, and NaN if one of them is NaN, which Python's ``max`` may skip."""
+    """Return the largest error, or NaN if an error is NaN, which Python's ``max`` may skip."""
     return float(torch.stack([*errors]).detach().max())
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """Return the relative distance of x from y."""
     return (x - y).norm() / y.norm().clamp_min(1e-30)
 
 
 def _difference(
     run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device, bound: float
 ) -> str | None:
-    """Description of the largest difference if it exceeds ``bound``, or of an error."""
+    """Return a description of a difference above ``bound`` or of an error, else ``None``."""
     R, Q, D, W, J = sizes
     N, P = 3, 2
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 0.5) -> Tensor:
         x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        return (scale * x).to(device).requires_grad_(spec.keep)
+        return (scale * x).to(device).requires_grad_(spec.save_for_backward)
 
-    with _isolated(spec.keep):
+    with _isolated(spec.save_for_backward):
         T = draw(N, P, J, J)
-        nearest = draw(N, P, R, D) if spec.ending.layer_norm and spec.normalised else None
+        nearest = (
+            draw(N, P, R, D) if spec.output_head.layer_norm and spec.uses_step_scales else None
+        )
         tokens = [draw(N, P, R, D, scale=D**-0.5), draw(N, P, R, D), draw(N, P, R, D)]
         coefficients = [draw(N, P, R, J, scale=0.1), draw(N, P, Q, D), draw(N, P, Q, R, scale=0.1)]
         params = [draw(1, D, scale=1.0) for _ in spec.params]
@@ -111,16 +120,16 @@ def _difference(
 
         def results(spec: ChainSpec) -> list[Tensor]:
             out = run(spec, [T.triu(), *inputs])
-            if not spec.keep:
+            if not spec.save_for_backward:
                 return [*out]
             return [*out, *torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out])]
 
         try:
-            pairs = zip(results(spec), results(replace(spec, walker=None)), strict=True)
+            pairs = zip(results(spec), results(replace(spec, runner=None)), strict=True)
             error = _largest([_distance(x, y) for x, y in pairs])
-        except torch.OutOfMemoryError:  # of the caller, whose call needs more memory
+        except torch.OutOfMemoryError:  # the caller needs more memory too
             raise
-        except Exception as problem:  # of Triton, its compiler or the driver
+        except Exception as problem:  # from Triton, its compiler or the driver
             return f"do not run ({problem!r})"
     # The comparison is False for NaN too.
     return None if error <= bound else f"differ by {error:.2g}"
