@@ -3,7 +3,7 @@
 ``python -m tests.gpu.recurrence parity [NAME...]`` prints one JSON object per case: how often each
 kernel ran, and how far outputs, states and every gradient are from the definition. ``... factors``
 prints distances by the precision of products, ``... launches`` the number of operations on the
-device by the number of tokens. ``... trial`` tries correct and wrong kernels. A
+device by the number of tokens. ``... trial COUNT`` tries correct and wrong kernels. A
 program of its own, because the device and Triton's interpreter stay with their process.
 """
 
@@ -88,12 +88,12 @@ def launches() -> None:
         print(json.dumps([T, counts.launches, sum(counts.syncs.values())]), flush=True)
 
 
-def trials() -> None:
-    """Whether the trial accepts the kernels, and each of the mutants."""
+def trials(count: int) -> None:
+    """Print whether the trial accepts the kernels, and each of the first ``count`` mutants."""
     source = Path(recurrence.__file__).with_name("kernels.py").read_text(encoding="utf-8")
     folder = Path(tempfile.mkdtemp())
     case = Case(TITANS, dtype=torch.float32, T=20)
-    for number, (right, wrong) in enumerate([("", ""), *MUTANTS]):
+    for number, (right, wrong) in enumerate([("", ""), *MUTANTS[:count]]):
         assert not right or source.count(right) == 1, right
         path = folder / f"mutant_{number}.py"
         path.write_text(source.replace(right, wrong) if right else source, encoding="utf-8")
@@ -117,9 +117,15 @@ def main(kind: str, *names: str) -> None:
     """Print what ``kind`` names."""
     warnings.simplefilter("ignore")
     install()
-    {"parity": lambda: parity(names), "factors": factors, "launches": launches, "trial": trials}[
-        kind
-    ]()
+    match kind:
+        case "parity":
+            parity(names)
+        case "factors":
+            factors()
+        case "launches":
+            launches()
+        case "trial":
+            trials(int(names[0]))
 
 
 if __name__ == "__main__":

@@ -485,8 +485,8 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "cases",
     [
-        *("quick", "hopper"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("long", "hopper_long")),
+        "quick",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hopper", "long", "hopper_long")),
     ],
 )
 def test_kernels_are_the_reference(cases: str) -> None:

@@ -44,8 +44,23 @@ SLOW = (
 """Presets that solve anew at every token, or in many steps: seconds each."""
 
 
+QUICK = (
+    "gated_delta_net",
+    "rwkv7",
+    "mamba",
+    "momentum_delta_net",
+    "geometric_rls",
+    "titans",
+    "yaad",
+    "softmax_attention",
+    "fox",
+    "delta_former",
+)
+"""A preset of each way to run, for `make test`."""
+
+
 def _groups() -> list[Any]:
-    """Presets by family: each group pays once for a process."""
+    """Return the presets by family, in groups that share a process."""
     families: dict[str, list[str]] = {}
     for name in rc.zoo.names():
         if name not in SLOW:
@@ -57,8 +72,11 @@ def _groups() -> list[Any]:
             groups[-1] = (f"{groups[-1][0]}+{family}", groups[-1][1] + names)
         else:
             groups.append((family, names))
-    fast = [pytest.param(names, id=family) for family, names in groups]
-    return [*fast, pytest.param([*SLOW], id="token by token", marks=pytest.mark.slow)]
+    slow = [*groups, ("token by token", [*SLOW])]
+    return [
+        pytest.param([*QUICK], id="quick"),
+        *(pytest.param(names, id=family, marks=pytest.mark.slow) for family, names in slow),
+    ]
 
 
 def _grown(found: dict[str, Any]) -> list[str]:
@@ -196,7 +214,7 @@ def test_the_device_counts_what_a_gpu_would_do() -> None:
 FEWER = {10: (3e-3, 5e-2), 7: (2e-2, 4e-1)}
 """By bits of what products multiply (10: TF32, 7: bfloat16): outputs, worst gradient."""
 
-ROUNDED = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention", "rls", "atlas")
+ROUNDED = ("gated_delta_net", "titans", "softmax_attention", "rls")
 LEAP = "elastic_net_proximal"  # its soft threshold: a number on its other side has another slope
 LEFT = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
 

@@ -22,7 +22,7 @@ import recollect as rc
 
 __all__ = ["pytestmark"]
 
-QUICK = ("gated_delta_net", "rwkv7", "titans", "sliding_window_attention", "softmax_attention")
+QUICK = ("gated_delta_net", "titans", "sliding_window_attention")
 COMPOSED = ("mac", "chain", "lm:titans", "lm:fox")
 MORE = ("mag", "boosted", "lm:mac", "lm:delta_former", "beside attention")
 REFUSED = {

@@ -45,12 +45,22 @@ pretended = pytest.mark.skipif(
 )
 
 
+QUICK = ("titans", "rows that end early", "several groups", "a window of 17 tokens", "one batch")
+
+
 @needs_triton
 @pretended
-def test_results_equal_the_definition() -> None:
-    """In float64, of which nothing is rounded before the last bits."""
-    results = printed("recurrence", "parity")
-    assert [one["name"] for one in results] == [*CASES]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param([x for x in CASES if x not in QUICK], id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_results_equal_the_definition(names: Sequence[str]) -> None:
+    """Compare in float64, so that only the last bits are rounded."""
+    results = printed("recurrence", "parity", *names)
+    assert [one["name"] for one in results] == [*names]
     for one in results:
         case = CASES[one["name"]]
         ran = {"forward": 1, "backward": 1} if case.runs_kernels else {}
@@ -78,10 +88,11 @@ def test_launches_do_not_depend_on_tokens() -> None:
 
 @needs_triton
 @pretended
-def test_a_trial_refuses_wrong_kernels_once() -> None:
-    correct, *wrong = printed("recurrence", "trial")
+@pytest.mark.parametrize("count", [1, pytest.param(len(MUTANTS), id="all", marks=pytest.mark.slow)])
+def test_a_trial_refuses_wrong_kernels_once(count: int) -> None:
+    correct, *wrong = printed("recurrence", "trial", str(count))
     assert correct["warned"] == [] and correct["ran"] == {"forward": 3, "backward": 3}
-    assert len(wrong) == len(MUTANTS)
+    assert len(wrong) == count
     for one in wrong:
         (message,) = one["warned"]
         assert "differ by" in message and "PyTorch operations replace them" in message

@@ -252,8 +252,8 @@ def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]
 @pytest.mark.parametrize(
     ("columns", "term"),
     [
-        ((1, 40), "xterm"),
-        pytest.param((2, 3, 10, 20, 60, 80, 120, 500, 100_000), "xterm", marks=SLOW),
+        ((40,), "xterm"),
+        pytest.param((1, 2, 3, 10, 20, 60, 80, 120, 500, 100_000), "xterm", marks=SLOW),
         pytest.param((80,), "dumb", marks=SLOW),
         pytest.param((80,), "", marks=SLOW),
         pytest.param((80,), "nobody-knows-it", marks=SLOW),
