@@ -18,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import recollect as rc
 from recollect.benchmarks.suites.registry import measured_recipes
 from recollect.blocks.cost import cost
+from recollect.engines.base import Engine
 from recollect.engines.linear.chunked import chunk_length
+from recollect.engines.linear.engine import LinearEngine
 from recollect.engines.select import ENGINES
 from recollect.report.units import readable
 
@@ -211,9 +213,13 @@ def test_the_same_recipe_costs_what_its_engine_takes() -> None:
 def test_an_engine_without_a_price_was_priced_as_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert all(engine.cost is not None for engine in ENGINES)
-    mine = dataclasses.replace(ENGINES[0], name="mine", cost=None)
-    monkeypatch.setattr("recollect.engines.select.ENGINES", (mine, *ENGINES))
+    assert all(type(engine).count_flops is not Engine.count_flops for engine in ENGINES)
+
+    class Mine(LinearEngine):
+        name = "mine"
+        count_flops = Engine.count_flops
+
+    monkeypatch.setattr("recollect.engines.select.ENGINES", (Mine(), *ENGINES))
     with pytest.raises(rc.RecipeError, match=r"no price for the engine 'mine'.*engine='linear' or"):
         cost(R())
     with pytest.raises(rc.RecipeError, match="no price for the engine 'mine'"):

@@ -20,6 +20,8 @@ from recollect.choices.member import Member
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply
 from recollect.engines import select
+from recollect.engines.common.problem import Problem
+from recollect.engines.linear.engine import LinearEngine
 from recollect.fields import Param
 from recollect.recipe.recipe import CHOICES
 
@@ -561,8 +563,11 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_an_engine_that_is_not_the_reference(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = select.ENGINES[0]
-    wrong = dataclasses.replace(linear, run=lambda problem: WRONG[what](*linear.run(problem)))
+    class Wrong(LinearEngine):
+        def run(self, problem: Problem) -> tuple[torch.Tensor, rc.State]:
+            return WRONG[what](*super().run(problem))
+
+    wrong = Wrong()
     monkeypatch.setattr(select, "ENGINES", (wrong, *select.ENGINES[1:]))
     with pytest.raises(AssertionError, match=rf"engine linear on Recipe.*{what}") as found:
         rc.testing.check_engine(wrong, recipes=[rc.Recipe()], least=1)
@@ -570,7 +575,11 @@ def test_an_engine_that_is_not_the_reference(what: str, monkeypatch: pytest.Monk
 
 
 def test_an_engine_that_refuses_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    mute = dataclasses.replace(select.ENGINES[0], refuses=lambda recipe: ["no"])
+    class Mute(LinearEngine):
+        def unsupported_reasons(self, recipe: rc.Recipe) -> list[str]:
+            return ["no"]
+
+    mute = Mute()
     monkeypatch.setattr(select, "ENGINES", (mute, *select.ENGINES[1:]))
     with pytest.raises(AssertionError, match="refuses a recipe without a reason"):
         rc.testing.check_engine(mute, recipes=[rc.Recipe()])
@@ -585,6 +594,6 @@ def test_what_is_no_member_preset_or_engine_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="takes a preset with a recipe"):
         rc.testing.check_preset(rc.Recipe())  # type: ignore[arg-type]
     with pytest.raises(rc.RecipeError, match="is not among"):
-        rc.testing.check_engine(dataclasses.replace(select.ENGINES[0], name="other"))
+        rc.testing.check_engine(LinearEngine())
     with pytest.raises(AssertionError, match=r"accepts 0 of the recipes .* hand recipes="):
         rc.testing.check_engine(select.ENGINES[0], recipes=[])

@@ -45,10 +45,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from recollect.choices.retention import Decay
+from recollect.engines.base import Selection
 from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.common.state_bytes import state_bytes
 from recollect.engines.fewer_steps import fewer_steps
-from recollect.engines.select import ENGINES, Selection, select_engine
+from recollect.engines.select import ENGINES, select_engine
 from recollect.fields import int_check, validate
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
@@ -342,13 +343,14 @@ def recipe_cost(recipe: Recipe, workload: Workload) -> Cost:
         ValueError: an unknown engine.
     """
     selection, s = select_engine(recipe, workload.engine), workload.sizes_of(recipe)
-    if selection.engine.cost is None:
-        priced = [e.name for e in ENGINES if e.cost is not None and not e.refuses(recipe)]
+    counted = selection.engine.count_flops(recipe, s)
+    if counted is None:
+        supported = [e for e in ENGINES if not e.unsupported_reasons(recipe)]
+        priced = [e.name for e in supported if e.count_flops(recipe, s) is not None]
         raise RecipeError(
             f"rc.cost has no price for the engine {selection.engine.name!r}, which runs this "
             f"recipe: name one that states its cost, engine={' or '.join(map(repr, priced))}"
         )
-    counted = selection.engine.cost(recipe, s)
     baseline = _baseline_seconds(workload)
     price = _priced(recipe, selection, counted, workload, baseline)
     # An engine that the caller named may be slower than the one that the recipe needs.
@@ -380,20 +382,16 @@ def read_cost(recipe: Recipe, workload: Workload, queries: int) -> int:
         ValueError: an unknown engine.
     """
     engine, s = select_engine(recipe, workload.engine).engine, workload.sizes_of(recipe)
-    if engine.reading is None:
-        raise RecipeError(
-            f"rc.cost has no price for reads of the engine {engine.name!r}, which runs this recipe"
-        )
     feature_flops = recipe.features.flops(s.K) * s.G * s.H if recipe.features.finite else 0
-    return (engine.reading(recipe, s, queries) + feature_flops * queries) * s.B
+    return (engine.count_read_flops(recipe, s, queries) + feature_flops * queries) * s.B
 
 
 def _baseline_seconds(workload: Workload) -> float:
     """Return the estimated time of `BASELINE`, or 0 if its engine has no counted costs."""
     selection = select_engine(BASELINE)
-    if selection.engine.cost is None:
+    counted = selection.engine.count_flops(BASELINE, workload.sizes_of(BASELINE))
+    if counted is None:
         return 0.0
-    counted = selection.engine.cost(BASELINE, workload.sizes_of(BASELINE))
     return _priced(BASELINE, selection, counted, workload, 1.0).cpu_seconds
 
 
@@ -416,7 +414,7 @@ def _priced(
     seconds += counted.steps * counted.step_seconds
     return Cost(
         engine=selection.engine.name,
-        how=selection.how,
+        how=selection.description,
         sizes={"B": s.B, "T": s.T, "H": s.H, "G": s.G, "K": s.K, "V": s.V, "F": s.F},
         forward_flops=forward,
         training=3 * sum(forward.values()),

@@ -18,7 +18,8 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.select import ENGINES, Engine
+from recollect.engines.base import Engine
+from recollect.engines.select import ENGINES
 from recollect.testing.engines import (
     EXACT,
     MASKS,
@@ -364,7 +365,7 @@ def able(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
         pytest.param(engine.name, recipe, id=f"{engine.name}: {name}")
         for engine in FAST
         for name, recipe in recipes.items()
-        if not engine.refuses(recipe)
+        if not engine.unsupported_reasons(recipe)
     ]
 
 
@@ -384,7 +385,7 @@ def test_named_systems_are_those_of_the_zoo() -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_named_systems_need_no_reference(name: str) -> None:
-    assert any(not engine.refuses(ZOO[name]) for engine in FAST)
+    assert any(not engine.unsupported_reasons(ZOO[name]) for engine in FAST)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(RECIPES))
@@ -548,7 +549,7 @@ def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread:
 @pytest.mark.parametrize("engine", FAST, ids=lambda engine: engine.name)
 def test_refusals_state_their_reason(engine: Engine) -> None:
     """A method asked for by name that cannot run says why, and which can."""
-    refused = [recipe for recipe in RECIPES.values() if engine.refuses(recipe)]
+    refused = [recipe for recipe in RECIPES.values() if engine.unsupported_reasons(recipe)]
     assert refused
     for recipe in refused:
         check_refusal(recipe, engine)
@@ -566,6 +567,5 @@ def test_refusals_state_their_reason(engine: Engine) -> None:
 )
 def test_the_linear_engine_names_the_structure_it_lacks(name: str, reason: str) -> None:
     (linear,) = (engine for engine in ENGINES if engine.name == "linear")
-    assert any(reason in why for why in linear.refuses(RECIPES[name])), linear.refuses(
-        RECIPES[name]
-    )
+    reasons = linear.unsupported_reasons(RECIPES[name])
+    assert any(reason in why for why in reasons), reasons

@@ -30,7 +30,7 @@ from tests.contracts.outside import (
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.deep.engine import chain_of
+from recollect.engines.deep.structure import chain_of
 from recollect.engines.select import select_engine
 
 EXACT = 1e-10  # float64, another grouping of the same sums
@@ -550,7 +550,7 @@ def test_a_measure_over_the_whole_matrix_stands_like_the_others(
     recipe = rc.Recipe(retention=whole)
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
     assert "matri" in str(rc.explain(recipe))
-    assert any("link" in reason for reason in select_engine(recipe).refused["linear"])
+    assert any("link" in reason for reason in select_engine(recipe).rejected["linear"])
     A = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0)).double()
     for B in (A, torch.zeros_like(A)):
         total = whole.link(B, {}).sum((-2, -1))

@@ -25,7 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import recollect as rc
 from recollect.blocks.cost import cost
 from recollect.choices.memory import LinearMap
-from recollect.engines import deep
+from recollect.engines.deep.engine import DeepEngine
+from recollect.engines.deep.structure import execution_mode
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention
 algorithm, context, features = rc.algorithm, rc.context, rc.features
@@ -136,7 +137,7 @@ def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
             )
         except rc.RecipeError:
             continue
-        if deep.refuses(recipe):
+        if DeepEngine().unsupported_reasons(recipe):
             continue
         yield index, recipe
         count -= 1
@@ -208,7 +209,7 @@ def sweep(count: int) -> set[str]:
     failures: list[str] = []
     ways: set[str] = set()
     for index, recipe in recipes(count):
-        ways.add(deep.execution_mode(recipe))
+        ways.add(execution_mode(recipe))
         try:
             check(recipe, index)
         except AssertionError as error:
@@ -297,7 +298,7 @@ def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
         "border": algorithm.Muon(batch_size=3, update_every="batch"),
     }[way]
     recipe = rc.Recipe(memory=Twice(), context=context.Window(size=2), algorithm=rule)
-    assert deep.execution_mode(recipe) == way
+    assert execution_mode(recipe) == way
     check(recipe, 5)
 
 
@@ -366,7 +367,7 @@ class Largest(TorchDispatchMode):
 )
 def test_no_token_has_weights_of_its_own(recipe: rc.Recipe) -> None:
     """Weights are made per border (A and S), never per token, where A is linear."""
-    assert deep.execution_mode(recipe) == "table"
+    assert execution_mode(recipe) == "table"
     x = generate.inputs(recipe, B=1, T=64, H=1, K=16, V=16)
     generate.run(recipe, x, engine="deep")  # what is done once per process
     with Largest() as seen:
@@ -448,7 +449,7 @@ def test_a_simplex_stays_one_at_every_token() -> None:
             retention=retention.Simplex(link_every=every, decay=retention.Decay()),
             algorithm=algorithm.GradientDescent(batch_size=batch),
         )
-        assert deep.refuses(recipe) == []
+        assert DeepEngine().unsupported_reasons(recipe) == []
         x = generate.inputs(recipe, B=2, T=50, H=2, dtype=torch.float32)
         ones = x.put({"q": torch.ones_like(x.q)})
         y, _ = generate.run(recipe, ones, engine="deep")

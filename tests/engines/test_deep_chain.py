@@ -13,12 +13,12 @@ from tests.engines.test_deep import check, recipes
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines import deep
 from recollect.engines.deep.chain import backward, map_groups
 from recollect.engines.deep.chain import engine as borders
 from recollect.engines.deep.chain.activations import ACTIVATIONS
 from recollect.engines.deep.chain.trace import ChainInputs
-from recollect.engines.deep.engine import chain_of
+from recollect.engines.deep.engine import DeepEngine
+from recollect.engines.deep.structure import chain_of
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention
 algorithm, context = rc.algorithm, rc.context
@@ -226,7 +226,7 @@ def test_single_precision_agrees() -> None:
 )
 def test_what_is_not_a_chain_takes_the_general_path(change: dict[str, Any]) -> None:
     recipe = CHAINS["momentum"].replace(**change)
-    assert deep.refuses(recipe) == []
+    assert DeepEngine().unsupported_reasons(recipe) == []
     assert chain_of(recipe) is None
 
 

@@ -11,8 +11,8 @@ from tests.contracts import generate
 from tests.engines.test_kernel_rows import EXPLICIT
 
 import recollect as rc
-from recollect.engines.kernel import deep as kernel_deep
-from recollect.engines.kernel import delta_rule as kernel_delta
+from recollect.engines.kernel.deep import DeepKernelMemory
+from recollect.engines.kernel.delta_rule import KernelDeltaRule
 from recollect.engines.select import select_engine
 from recollect.testing.compare import same
 from recollect.testing.engines import agree
@@ -27,7 +27,7 @@ def _recipes() -> dict[str, rc.Recipe]:
     for (name, recipe), normalize in itertools.product(EXPLICIT.items(), ("none", "sum")):
         memory = dataclasses.replace(recipe.memory, read=Read(normalize=normalize))
         recipe_with_memory = recipe.replace(memory=memory)
-        if kernel_delta.refuses(recipe_with_memory):
+        if KernelDeltaRule().unsupported_reasons(recipe_with_memory):
             found[f"{name}, {normalize}"] = recipe_with_memory
     for name in ("deep_transformer", "swdt", "dot"):
         recipe = rc.zoo.get(name).recipe
@@ -155,4 +155,4 @@ def test_large_logits_do_not_overflow() -> None:
     ],
 )
 def test_what_is_refused_says_why(recipe: rc.Recipe, reason: str) -> None:
-    assert any(reason in text for text in kernel_deep.refuses(recipe))
+    assert any(reason in text for text in DeepKernelMemory().unsupported_reasons(recipe))

@@ -10,7 +10,7 @@ from tests.contracts import generate
 from torch.nn import functional
 
 import recollect as rc
-from recollect.engines.kernel import delta_rule as kernel_delta
+from recollect.engines.kernel.delta_rule import KernelDeltaRule
 from recollect.engines.select import select_engine
 from recollect.testing.compare import same
 from recollect.testing.engines import agree
@@ -193,11 +193,12 @@ def test_large_logits_do_not_overflow() -> None:
 )
 def test_what_is_refused_says_why(change: dict[str, object], reason: str) -> None:
     recipe = rc.Recipe(features=F.Exponential()).replace(**change)
-    assert any(reason in text for text in kernel_delta.refuses(recipe))
+    assert any(reason in text for text in KernelDeltaRule().unsupported_reasons(recipe))
 
 
 def test_a_finite_memory_keeps_no_rows() -> None:
-    assert kernel_delta.refuses(rc.Recipe()) == ["the memory stores no row per key"]
+    reasons = KernelDeltaRule().unsupported_reasons(rc.Recipe())
+    assert reasons == ["the memory stores no row per key"]
 
 
 # -- limits (2-zoo row 64) -----------------------------------------------------------------------

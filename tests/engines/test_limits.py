@@ -28,7 +28,7 @@ SOME = [0, 3, 4]
 
 
 def fast(recipe: rc.Recipe) -> list[str]:
-    return [engine.name for engine in ENGINES[:-1] if not engine.refuses(recipe)]
+    return [engine.name for engine in ENGINES[:-1] if not engine.unsupported_reasons(recipe)]
 
 
 def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:

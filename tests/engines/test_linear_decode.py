@@ -18,7 +18,6 @@ from recollect.choices.features.finite import EluPlusOne, Identity
 from recollect.choices.retention.base import Decay, Keep, Retention
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import softmax
-from recollect.engines.linear.decode import plan
 from recollect.functional.binding import bind
 from recollect.functional.recall import memorise
 from recollect.testing.compare import gradients, same, worst
@@ -34,7 +33,7 @@ RETENTIONS = (
 
 
 def decodes_in_one_step(recipe: rc.Recipe) -> bool:
-    return plan(bind(recipe, H=2, K=4, V=3)).plain
+    return bind(recipe, H=2, K=4, V=3).plan.plain
 
 
 @pytest.mark.parametrize("retention", RETENTIONS, ids=str)
@@ -160,16 +159,16 @@ def test_a_layers_token_goes_straight_to_the_engine(
     recipe: rc.Recipe, G: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    engine = bind(recipe, H=2, K=4, V=4).engine
-    assert engine.token is not None
+    bound = bind(recipe, H=2, K=4, V=4 if recipe.nonparametric else 3)
+    assert bound.decode_token is not None
 
     def watched(*given: object) -> object:
         result = token(*given)
         seen.append(result is not None)
         return result
 
-    token = engine.token
-    monkeypatch.setitem(engine.__dict__, "token", watched)
+    token = bound.decode_token
+    monkeypatch.setitem(bound.__dict__, "decode_token", watched)
     with torch.no_grad():
         _decoded(recipe, G=G)
     assert seen == [True]
@@ -186,7 +185,7 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
         rc.zoo.get("retnet").recipe,
         rc.Recipe(memory=rc.memory.Matrix(read=rc.memory.Read(normalize="sum")), bias=DotProduct()),
     ):
-        assert not plan(bind(recipe, H=2, K=4, V=4)).bare, recipe
+        assert bind(recipe, H=2, K=4, V=4).decode_token is None, recipe
     x = fitting(SOFTMAX, B=2, T=4, H=2, V=4)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
-from recollect.engines import deep
+from recollect.engines.deep.engine import DeepEngine
 from recollect.engines.deep.line_search import squared
 from recollect.testing.engines import (
     MASKS,
@@ -710,7 +710,7 @@ STRUCTURES = _structures()
 def test_the_engine_is_the_reference(name: str) -> None:
     """Outputs, state, gradients; splits, single tokens, turns, masks, packing."""
     recipe = STRUCTURES[name]
-    assert deep.refuses(recipe) == []
+    assert DeepEngine().unsupported_reasons(recipe) == []
     assert rc.select_engine(recipe).engine.name == "deep"
     x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
     agree(recipe, x, "deep", chunk_size=4)
@@ -894,4 +894,4 @@ def test_it_is_data_and_says_itself() -> None:
     assert rc.Recipe.from_json(muon.to_json()) == muon == muon.canonical()
     assert any(line.startswith("λ_t = max(0, −") for line in rc.explain(muon, full=True).write)
     assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe, full=True).write)
-    assert "scales gradients" in rc.select_engine(STRUCTURES["steps"]).refused["linear"][0]
+    assert "scales gradients" in rc.select_engine(STRUCTURES["steps"]).rejected["linear"][0]

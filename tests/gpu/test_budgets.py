@@ -266,7 +266,7 @@ def test_precision_of_a_layer(names: tuple[str, ...], precision: str, bits: int)
     for one in printed("measure", "--precision", precision, *names):
         name, recipe = one["name"], rc.zoo.get(one["name"]).recipe
         engine = rc.select_engine(recipe).engine
-        exact = bits == 23 or engine.needs_digits(recipe) is not None
+        exact = bits == 23 or engine.float32_reason(recipe) is not None
         most = max(NEAR["y"], FAR.get(name, 0.0)) if exact else far
         assert one["y"] <= most, name
         assert one.get("decoded", 0.0) <= 2 * most, name

@@ -27,7 +27,7 @@ def far(name: str, precision: str, found: dict[str, float]) -> list[str]:
     """A line for every number that is too far from the CPU's."""
     recipe = rc.zoo.get(name).recipe
     exact = (
-        precision == "float32" or rc.select_engine(recipe).engine.needs_digits(recipe) is not None
+        precision == "float32" or rc.select_engine(recipe).engine.float32_reason(recipe) is not None
     )
     y, gradient = (NEAR["y"], NEAR["gradient"]) if exact else FEWER[BITS[precision]]
     most = {"y": y, "gradient": gradient, "decoded": y if precision == "float32" else 2 * y}

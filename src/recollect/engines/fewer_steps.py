@@ -66,5 +66,6 @@ def _counted(
         engine = select_engine(changed).engine
     except (RecipeError, TypeError, ValueError):  # a derived field or an invalid value
         return
-    if engine.cost is not None:
-        yield changed, tuple(f"{c}.{n}={v!r}" for c, n, v in changes), engine.cost(changed, sizes)
+    counted = engine.count_flops(changed, sizes)
+    if counted is not None:
+        yield changed, tuple(f"{c}.{n}={v!r}" for c, n, v in changes), counted

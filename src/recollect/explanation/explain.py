@@ -25,8 +25,9 @@ from recollect.blocks.layers import MixerLayer, layer_spec, memory_layers
 from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.choices.matmul_precision import check_precision_name
 from recollect.costs import Cost
+from recollect.engines.base import Engine
 from recollect.engines.fla import PACKAGE, offer
-from recollect.engines.select import Engine, select_engine
+from recollect.engines.select import select_engine
 from recollect.explanation.composition import Composition, compose
 from recollect.explanation.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explanation.model_explanation import (
@@ -367,9 +368,9 @@ def _explained(recipe: object, engine: str, precision: str | None, *, full: bool
         read=read_rule(resolved),
         where=legend(resolved, full=full),
         engine=selection.engine.name,
-        how=selection.how,
+        how=selection.description,
         backend=_backend(resolved, engine),
-        refused={name: tuple(reasons) for name, reasons in selection.refused.items()},
+        refused={name: tuple(reasons) for name, reasons in selection.rejected.items()},
         named=matches,
         of=of,
         gates=resolved.gates(),
@@ -411,7 +412,7 @@ def _products(engine: Engine, recipe: Recipe, precision: str | None) -> str:
     """What products multiply where a precision was asked for."""
     if precision is None:
         return ""
-    reason = engine.needs_digits(recipe)
+    reason = engine.float32_reason(recipe)
     if reason is None or precision == "float32":
         return _MULTIPLIED[precision]
     return f"float32, not {precision}: {reason}"

@@ -14,8 +14,8 @@ import torch
 from recollect.choices.algorithm.normalized_steps import measures_overlap
 from recollect.choices.matmul_precision import check_precision_name
 from recollect.engines import select as engines
+from recollect.engines.base import Engine
 from recollect.engines.fla import offer
-from recollect.engines.select import Engine
 from recollect.recipe.bound import BoundRecipe, bound_recipe
 from recollect.recipe.recipe import Recipe
 
@@ -59,20 +59,17 @@ def _bind(
 ) -> BoundRecipe:
     check_precision_name(precision)
     engine = engines.select_engine(recipe, requested).engine
-    bound = bound_recipe(recipe, H=H, K=K, V=V, engine=engine)
-    plan = engine.plan
-    if requested == "torch" and engine.torch_plan is not None:
-        plan = engine.torch_plan
+    bound = bound_recipe(recipe, H=H, K=K, V=V, engine=engine, requested_engine=requested)
+    bound = replace(bound, plan=engine.make_plan(bound))
     operators = offer(bound, requested)
     return replace(
         bound,
-        requested_engine=requested,
-        plan=None if plan is None else plan(bound),
+        decode_token=engine.decode_token if engine.has_token_path(bound) else None,
         precision=precision,
-        matmul_precision=engine.products(recipe, precision),
+        matmul_precision=engine.matmul_precision(recipe, precision),
         fla_operator=operators if operators.operators else None,
         measures_overlap=measures_overlap(recipe.algorithm),
-        uses_inner_autograd=engine.inner_gradients(recipe),
+        uses_inner_autograd=engine.uses_inner_autograd(recipe),
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from recollect.choices.runtime import can_read_values, has_data
+from recollect.engines.base import Engine
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.select import Engine
 from recollect.fields import Gate, int_check, validate
 from recollect.messages import RecipeError, short_repr, suggestion
 from recollect.recipe.bound import BoundRecipe, SizedQuantity
@@ -294,7 +294,7 @@ def check_precision(state: State, dtype: torch.dtype, engine: Engine) -> None:
     A float64 state needs float64 inputs. A state that was rounded to half precision is refused if
     the engine needs its digits.
     """
-    if not engine.rounded:
+    if not engine.accepts_half_precision_state:
         several = (state.weights, *state.algorithm_state.values())
         for tensors in several if state.kernel_rows is None else (*several, state.kernel_rows.rows):
             for x in tensors:

@@ -42,15 +42,14 @@ _state_layouts: WeakKeyDictionary[BoundRecipe, dict[str, str]] = WeakKeyDictiona
 
 def use_custom_op(call: Problem) -> bool:
     """Return whether a layer's compiled call becomes one operation; else the compiler traces it."""
-    bound = call.bound
-    follows, recipe = bound.engine.follows, bound.recipe
+    bound, recipe = call.bound, call.bound.recipe
     has_lengths = call.lengths is not None or call.cu_seqlens is not None
     grows = recipe.buffer_size is None or recipe.uses_kernel_rows
     if bound.name is None or (has_lengths and grows and call.output_final_state):
         return False  # the longest sequence decides the length of such a state
     if bound.matmul_precision is not None or bound.requested_engine == "fla":
         return True  # a graph keeps neither kernels nor PyTorch's setting for products
-    return follows is None or not follows(bound, call.k.shape[1])
+    return not bound.engine.is_traceable(bound, call.k.shape[1])
 
 
 def memorise_op(call: Problem) -> tuple[Tensor, State | None]:

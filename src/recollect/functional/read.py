@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.runtime import without_autocast
-from recollect.engines import reference
 from recollect.engines.common.problem import Problem, resolve_rates, state_dtype
+from recollect.engines.reference.engine import ReferenceEngine
 from recollect.functional.binding import bind
 from recollect.functional.checks import (
     as_mapping,
@@ -215,7 +215,7 @@ def read_from(
         state=state,
     )
     lowered = lower(query_problem, reading=True)
-    y = None if bound.engine.read is None else bound.engine.read(lowered.problem, rates)
+    y = bound.engine.read_state(lowered.problem, rates)
     if y is None:
-        y = reference.read(lowered.problem, rates)
+        y = ReferenceEngine().read_state(lowered.problem, rates)
     return lowered.apply_normalizer(y, final_scale=True)

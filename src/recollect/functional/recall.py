@@ -258,7 +258,7 @@ def _run(call: Problem) -> tuple[Tensor, State]:
     device, precision = call.k.device, call.bound.matmul_precision
     # Engines accumulate in float32 themselves, which autocast would undo.
     with without_autocast(device.type) if precision is None else engine_context(device, precision):
-        if call.trusted and call.state is not None and call.bound.engine.token is not None:
+        if call.trusted and call.state is not None and call.bound.decode_token is not None:
             result = _decode(call)
             if result is not None:
                 if may_contain_nan(result[:1]):
@@ -272,7 +272,7 @@ def _run_prepared(call: Problem) -> tuple[Tensor, State]:
     bound = call.bound
     if not call.trusted:
         check_values(bound, call.gates, call.params)
-    checks_outputs = call.trusted and bound.engine.shows_nan
+    checks_outputs = call.trusted and bound.engine.propagates_nan
     if not checks_outputs:
         check_finite(call)
     check_key_norms(call)
@@ -338,8 +338,8 @@ def _decode(call: Problem) -> tuple[Tensor, State] | None:
         if "lr" not in gates or state.host_position is None:
             return None  # the rate is a constant or a logarithm
         gates = limit_rates_by_keys(bound.recipe.algorithm, call.k, state, gates)
-    assert bound.engine.token is not None
-    return bound.engine.token(bound, *inputs, gates, state)
+    assert bound.decode_token is not None
+    return bound.decode_token(bound, *inputs, gates, state)
 
 
 def _run_packed(call: Problem) -> tuple[Tensor, State] | None:
@@ -397,4 +397,4 @@ def _run_engine(problem: Problem) -> tuple[Tensor, State]:
         result = fla.run(problem, operator)
         if result is not None:
             return result
-    return problem.bound.engine.run(problem)
+    return problem.bound.run(problem)

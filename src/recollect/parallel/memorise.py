@@ -158,9 +158,8 @@ def _initial_segment_state(first: _FirstPiece, segment: Segment) -> State:
 
 
 def _run_with_engine(call: Problem, run: Run, state: State) -> tuple[Tensor, State]:
-    """Run a call with another run function of its engine."""
-    engine = replace(call.bound.engine, run=run, token=None)
-    bound = replace(call.bound, engine=engine, fla_operator=None)
+    """Run a call with another `BoundRecipe.run`."""
+    bound = replace(call.bound, run=run, decode_token=None, fla_operator=None)
     return _run(replace(call, bound=bound, state=state, trusted=False))
 
 
@@ -168,7 +167,7 @@ def _gather(
     first: _FirstPiece, segment: Segment, strategy: Strategy, pieces: int
 ) -> tuple[Tensor, State]:
     """Run with the associations of earlier ranks as a state."""
-    run, initial = first.call.bound.engine.run, first.initial.buffer
+    run, initial = first.call.bound.run, first.initial.buffer
     last_piece = None if first.last_piece is None else first.last_piece.buffer
 
     def run_segment(problem: Problem) -> tuple[Tensor, State]:
@@ -184,7 +183,7 @@ def _affine(
     assert strategy.transition is not None
     last_piece = first.last_piece
     run = affine_run(
-        first.call.bound.engine.run,
+        first.call.bound.run,
         strategy.transition,
         segment,
         joined_weights(first.initial),

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recollect.engines import linear
-from recollect.engines.linear.engine import scans
+from recollect.engines.linear.decode import scans
+from recollect.engines.linear.engine import LinearEngine
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
@@ -123,9 +123,9 @@ def _gather_strategy(recipe: Recipe) -> Strategy | str:
 
 
 def _affine_strategy(recipe: Recipe) -> Strategy | str:
-    refused = linear.refuses(recipe)
-    if refused:
-        return refused[0]
+    reasons = LinearEngine().unsupported_reasons(recipe)
+    if reasons:
+        return reasons[0]
     if recipe.memory.read.normalize == "floor":
         return "its normaliser keeps a running scale"
     if recipe.associations_per_token > 1 and recipe.context.horizon != 1:

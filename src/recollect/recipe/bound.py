@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from recollect.choices.retention.base import Decay
 from recollect.fields import Gate, Param
 from recollect.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
+    from recollect.engines.base import Engine
+    from recollect.engines.common.problem import Problem
     from recollect.engines.fla import Offer
-    from recollect.engines.select import Engine
+    from recollect.state.state import State
 
 __all__ = ["BoundRecipe", "SizedQuantity", "bound_recipe"]
 
@@ -67,8 +70,10 @@ class BoundRecipe:
             recipe, which engines read at every call.
         recursion, rate_depends_on_key, per_value: attributes of the recipe's algorithm.
         engine: the engine that runs the recipe.
+        run: `Engine.run`; `recollect.parallel` adds the exchanges between ranks.
         requested_engine: the engine that the caller requested, for example ``"auto"``.
-        plan: the result of `Engine.plan`.
+        plan: the result of `Engine.make_plan`.
+        decode_token: `Engine.decode_token`, or ``None`` if it does not support the recipe.
         precision: requested precision of products, or ``None``.
         matmul_precision: actual precision of products: ``"float32"`` if the engine needs it.
         fla_operator: operators of flash-linear-attention for the recipe, or ``None``.
@@ -104,8 +109,10 @@ class BoundRecipe:
     rate_depends_on_key: bool
     per_value: bool
     engine: Engine
-    requested_engine: str = "auto"
+    run: Callable[[Problem], tuple[Tensor, State]]
+    requested_engine: str
     plan: Any = None
+    decode_token: Callable[..., tuple[Tensor, State] | None] | None = None
     precision: str | None = None
     matmul_precision: str | None = None
     fla_operator: Offer | None = None
@@ -128,7 +135,9 @@ class BoundRecipe:
         return self.matmul_precision is None and not self.uses_inner_autograd
 
 
-def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> BoundRecipe:
+def bound_recipe(
+    recipe: Recipe, *, H: int, K: int, V: int, engine: Engine, requested_engine: str
+) -> BoundRecipe:
     """Bind a recipe to sizes and an engine, without the engine's own derived parts.
 
     Args:
@@ -137,6 +146,7 @@ def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> B
         K: key channels.
         V: value channels.
         engine: the engine that runs it.
+        requested_engine: the engine that the caller requested.
 
     Raises:
         RecipeError: the memory or the features do not support the sizes.
@@ -193,6 +203,8 @@ def bound_recipe(recipe: Recipe, *, H: int, K: int, V: int, engine: Engine) -> B
         rate_depends_on_key=algorithm.rate_depends_on_key,
         per_value=algorithm.per_value,
         engine=engine,
+        run=engine.run,
+        requested_engine=requested_engine,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.engines import select
+from recollect.engines.base import Engine
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import (
@@ -49,7 +50,7 @@ norm-wise rounding, with room for a triangular solve's condition."""
 
 
 def check_engine(
-    engine: select.Engine, *, recipes: Iterable[Recipe] | None = None, least: int = 5
+    engine: Engine, *, recipes: Iterable[Recipe] | None = None, least: int = 5
 ) -> None:
     """Hold an engine to the reference on every recipe that it accepts.
 
@@ -81,7 +82,7 @@ def check_engine(
     drawn = (recipe for _, recipe in Pool().valid(80)) if recipes is None else recipes
     for recipe in drawn:
         try:
-            if engine.refuses(recipe):
+            if engine.unsupported_reasons(recipe):
                 check_refusal(recipe, engine)
                 continue
             accepted += 1
@@ -297,9 +298,9 @@ def check_single_gradients(
         require(wrong < tolerance, f"the gradient of {name} alone is off by {wrong:.1e}")
 
 
-def check_refusal(recipe: Recipe, engine: select.Engine) -> None:
+def check_refusal(recipe: Recipe, engine: Engine) -> None:
     """A method asked for by name that cannot run a recipe says why, and which can."""
-    reasons = engine.refuses(recipe)
+    reasons = engine.unsupported_reasons(recipe)
     said = bool(reasons) and all(isinstance(one, str) and len(one) > 10 for one in reasons)
     require(said, f"engine {engine.name} refuses a recipe without a reason that is a sentence")
     try:

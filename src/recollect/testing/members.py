@@ -189,7 +189,7 @@ def _engines(recipe: Recipe, index: int) -> list[tuple[str, str | None]]:
     x, checks = tame(recipe, small_inputs(recipe, index)), list[tuple[str, str | None]]()
     for engine in ENGINES:
         if engine.name != "reference":
-            reasons = engine.refuses(recipe)
+            reasons = engine.unsupported_reasons(recipe)
             if not reasons:
                 agree(recipe, x, engine.name, ENGINE, chunk_size=2 + index % 4)
             reason = "; ".join(reasons) or None

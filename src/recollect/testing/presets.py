@@ -82,7 +82,7 @@ def _check(preset: Buildable) -> None:
     if not ill_posed(recipe):
         x = tame(recipe, small_inputs(recipe, 1))
         for engine in ENGINES:
-            if engine.name != "reference" and not engine.refuses(recipe):
+            if engine.name != "reference" and not engine.unsupported_reasons(recipe):
                 agree(recipe, x, engine.name, ENGINE, chunk_size=4)
         short = tame(recipe, small_inputs(recipe, 2, longest=5))
         for method in ("auto", "reference"):

@@ -7,57 +7,10 @@ from typing import TYPE_CHECKING
 
 from recollect.choices.algorithm.muon import newton_schulz_flops
 from recollect.choices.memory.base import LinearMap, Stack
-from recollect.engines.common.sizes import FlopCount, Sizes, weight_read_flops
-from recollect.engines.deep.engine import chain_of, execution_mode, rule_of
-from recollect.report.units import readable
+from recollect.engines.deep.structure import chain_of, execution_mode, rule_of
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
-
-STEP_SECONDS, CHAIN_SECONDS = 5e-4, 1.2e-4
-"""`Counted.step_seconds` of an inner batch or a token, and of an inner batch of a chain of maps."""
-
-
-def flops(recipe: Recipe, s: Sizes) -> FlopCount:
-    """Count the operations of one call by inner batches, or token by token."""
-    memory = recipe.memory
-    assert isinstance(memory, Stack)  # deep.refuses
-    V = s.V + (memory.read.normalize != "none")
-    maps, b, T = memory.maps(s.F, V), recipe.algorithm.batch_size, s.T * s.n
-    num_full, rest = divmod(T, b)
-    if num_full and rest:
-        num_full, rest = num_full + 1, 0  # the last inner batch is padded to full length
-    one = batch_flops(recipe, maps, b, s.G)
-    last = batch_flops(recipe, maps, rest, s.G, ends=False) if rest else dict.fromkeys(one, 0)
-    parts = {name: s.H * (num_full * one[name] + last[name]) for name in one}
-    # A decoded token replays half of its open inner batch on average, and reads by the program.
-    open_batch = batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
-    decode = s.H * s.n * sum(open_batch.values())
-    if memory.base_params and chain_of(recipe) is not None and recipe.retention.decay is None:
-        weights = sum(m.out_features * m.in_features for m in maps)
-        decode += s.H * s.n * 2 * ((b + 1) // 2) * s.G * weights  # a chain reads their sum
-    notes: list[str] = []
-    price = orthogonal(recipe, maps)
-    if price:
-        plain = (sum(one.values()) - one["Newton–Schulz"]) / b
-        token = price if recipe.algorithm.update_every == "token" else price / b
-        notes.append(
-            f"orthogonalising takes {readable(token, 'FLOP')} per token and head, "
-            f"{token / plain:.0f} times plain descent's {readable(plain, 'FLOP')}"
-        )
-    if b > 1:
-        notes.append("decoding replays the open inner batch, half of it on average")
-    batches, built = -(-T // b), execution_mode(recipe) == "tokens"
-    # The link after the first token of a batch is a separate step.
-    split = recipe.links_at_batch_end and recipe.retention.links_after_first_token and b > 1
-    return FlopCount(
-        forward=parts,
-        decode=decode,
-        steps=T if built else batches * (1 + split),
-        step_seconds=STEP_SECONDS if chain_of(recipe) is None else CHAIN_SECONDS,
-        states=T if built else batches,
-        notes=tuple(notes),
-    )
 
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:
@@ -74,7 +27,7 @@ def batch_flops(
     if splits and execution_mode(recipe) == "table" and b > 1:
         first = _segment(recipe, maps, 1, G, ends=True)
         memory = recipe.memory
-        assert isinstance(memory, Stack)  # deep.refuses
+        assert isinstance(memory, Stack)  # unsupported_reasons
         first["read"] = (
             2
             * G
@@ -90,7 +43,7 @@ def _segment(
     recipe: Recipe, maps: Sequence[LinearMap], b: int, G: int, *, ends: bool
 ) -> dict[str, int]:
     memory = recipe.memory
-    assert isinstance(memory, Stack)  # deep.refuses
+    assert isinstance(memory, Stack)  # unsupported_reasons
     how, rule, c = execution_mode(recipe), rule_of(recipe), recipe.context.horizon or 1
     W = sum(m.out_features * m.in_features for m in maps)
     later = sum(m.out_features * m.in_features for m in maps if not m.reads_features)
@@ -135,6 +88,3 @@ def _segment(
         "coefficients": small,
         "Newton–Schulz": step,
     }
-
-
-reading = weight_read_flops

@@ -23,34 +23,28 @@ from torch import Tensor
 
 from recollect.choices.memory.base import Read, Stack
 from recollect.choices.runtime import intermediate_budget
+from recollect.engines.base import Engine
 from recollect.engines.common.problem import Problem, requires_grad
-from recollect.engines.deep.chain.chain import Chain, is_supported_activation
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.deep.chain.engine import run_chain
-from recollect.engines.deep.chain.output_head.head import affine_coefficients
+from recollect.engines.deep.cost import batch_flops, orthogonal
 from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
 from recollect.engines.deep.share import normalizer_of
-from recollect.engines.deep.step_coefficients import Rule, tables
+from recollect.engines.deep.step_coefficients import tables
+from recollect.engines.deep.structure import chain_of, execution_mode, rule_of
 from recollect.engines.deep.token_cache import by_row
+from recollect.report.units import readable
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
 
-__all__ = [
-    "chain_of",
-    "describes",
-    "execution_mode",
-    "plan",
-    "refuses",
-    "rule_of",
-    "run",
-    "torch_plan",
-]
+__all__ = ["DeepEngine"]
 
 GROUP_BYTES = 2**26
 """Budget of a group of inner batches for intermediates in the backward pass, on a CPU.
@@ -64,225 +58,208 @@ WHOLE_BYTES = 2**29
 One group saves time, but every layer of a model holds this memory simultaneously.
 """
 
-
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why this engine cannot run a recipe."""
-    memory, algorithm = recipe.memory, recipe.algorithm
-    if not isinstance(memory, Stack):
-        return [f"{memory.title} is not made of linear maps"]
-    reasons: list[str] = []
-    if not recipe.features.finite:
-        reasons.append(f"{recipe.features.title} has infinitely many features")
-    if recipe.context.horizon is None:
-        reasons.append(f"{recipe.context.title} sees all of the past at once")
-    if recipe.bias.probe is not None:
-        reasons.append("a probe writes and erases separately, as in the linear engine")
-    if memory.read.when != "after" or memory.read.bonus != Read().bonus:
-        reasons.append(f"{memory.title} has a read that is not a plain read after the write")
-    decay = recipe.retention.decay
-    if decay is not None and decay.per == "entry" and decay.is_input_scaled:
-        reasons.append(f"{recipe.retention.title} has separate factors of a decay per entry")
-    if algorithm.update_every == "batch" and algorithm.accumulator is None:
-        reasons.append(f"{algorithm.title} declares no accumulator for a batch")
-    return reasons
+STEP_SECONDS, CHAIN_SECONDS = 5e-4, 1.2e-4
+"""`FlopCount.step_seconds` of an inner batch or a token, and of an inner batch of a chain."""
 
 
-def _separates(recipe: Recipe) -> bool:
-    """Return whether A is linear in the gradients, with coefficients or absorbed decays."""
-    decay, algorithm = recipe.retention.decay, recipe.algorithm
-    channels = decay is not None and decay.per != "head"
-    if not recipe.retention.is_additive or algorithm.recursion is None:
-        return False
-    if decay is not None and decay.per == "entry":
-        return False
-    return not (channels and algorithm.recursion != "none")
+class DeepEngine(Engine):
+    """Memories made of linear maps, by coefficient matrices."""
 
+    name = "deep"
 
-def execution_mode(recipe: Recipe) -> str:
-    """Return the execution mode of `recollect.engines.deep.general` for a recipe.
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        memory, algorithm = recipe.memory, recipe.algorithm
+        if not isinstance(memory, Stack):
+            return [f"{memory.title} is not made of linear maps"]
+        reasons: list[str] = []
+        if not recipe.features.finite:
+            reasons.append(f"{recipe.features.title} has infinitely many features")
+        if recipe.context.horizon is None:
+            reasons.append(f"{recipe.context.title} sees all of the past at once")
+        if recipe.bias.probe is not None:
+            reasons.append("a probe writes and erases separately, as in the linear engine")
+        if memory.read.when != "after" or memory.read.bonus != Read().bonus:
+            reasons.append(f"{memory.title} has a read that is not a plain read after the write")
+        decay = recipe.retention.decay
+        if decay is not None and decay.per == "entry" and decay.is_input_scaled:
+            reasons.append(f"{recipe.retention.title} has separate factors of a decay per entry")
+        if algorithm.update_every == "batch" and algorithm.accumulator is None:
+            reasons.append(f"{algorithm.title} declares no accumulator for a batch")
+        return reasons
 
-    The mode is ``"table"``, ``"border"`` or ``"tokens"``.
-    """
-    if recipe.algorithm.update_every == "batch":
-        return "border"
-    linked, b = recipe.retention.has_link, recipe.algorithm.batch_size
-    if _separates(recipe) and (not linked or recipe.links_at_batch_end or b == 1):
-        return "table"
-    return "tokens"
+    def describe(self, recipe: Recipe) -> str:
+        how = execution_mode(recipe)
+        if how == "table":
+            return "coefficient matrix"
+        if how == "border":
+            return "coefficient matrix, one step per inner batch"
+        if recipe.algorithm.batch_size == 1:
+            return "factored gradients, token by token"
+        return "factored gradients, weights of every token built"
 
-
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method for a recipe."""
-    how = execution_mode(recipe)
-    if how == "table":
-        return "coefficient matrix"
-    if how == "border":
-        return "coefficient matrix, one step per inner batch"
-    if recipe.algorithm.batch_size == 1:
-        return "factored gradients, token by token"
-    return "factored gradients, weights of every token built"
-
-
-def rule_of(recipe: Recipe) -> Rule:
-    """Return the structure of a recipe's coefficients."""
-    algorithm, decay = recipe.algorithm, recipe.retention.decay
-    channels = algorithm.per_value or (decay is not None and decay.per != "head")
-    window = (recipe.context.horizon or 1) > 1
-    return Rule(
-        slot=algorithm.accumulator or ("" if algorithm.recursion in ("none", None) else "steps"),
-        splits=algorithm.needs_split_error,
-        mean=algorithm.reduction == "mean",
-        side="value" if decay is not None and decay.per == "value" else "key",
-        pairs=execution_mode(recipe) == "table" and channels and window,
-    )
-
-
-def plan(bound: BoundRecipe) -> DeepPlan:
-    """Return the precomputed structure of a recipe."""
-    recipe, how, rule = bound.recipe, execution_mode(bound.recipe), rule_of(bound.recipe)
-    memory, retention, algorithm, bias = (
-        recipe.memory,
-        recipe.retention,
-        recipe.algorithm,
-        recipe.bias,
-    )
-    assert isinstance(memory, Stack)
-    decay = retention.decay
-    plain = decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= not (algorithm.per_value or retention.has_link or rule.splits or rule.pairs)
-    maps = memory.maps(bound.num_features, bound.engine_value_dim)
-    # Batches of one token have no factors to cache.
-    decodes = how == "table" and plain and algorithm.batch_size > 1
-    return DeepPlan(
-        recipe=recipe,
-        memory=memory,
-        maps=maps,
-        execution_mode=how,
-        rule=rule,
-        # Tokens of a batch with one step at its boundary read W° in every mode of the link.
-        settled=retention.has_link and not recipe.links_at_batch_end and how != "border",
-        split=recipe.links_at_batch_end and retention.links_after_first_token and how != "border",
-        chain=chain_of(recipe),
-        b=algorithm.batch_size,
-        c=recipe.context.horizon or 1,
-        slope=bias.affine[0] if algorithm.rate_depends_on_key and bias.affine is not None else None,
-        numbers=tuple(sorted(bias.quantity_axes)),
-        params=tuple(param.name for param in memory.params()),
-        lifts=tuple(param.name for param in recipe.features.params()),
-        decodes=decodes,
-        normalizer=normalizer_of(recipe),
-        widths=tuple(size for one in maps for size in (one.in_features, one.out_features)),
-    )
-
-
-def torch_plan(bound: BoundRecipe) -> DeepPlan:
-    """Return `plan` with torch operations only."""
-    return replace(plan(bound), kernels=False)
-
-
-def chain_of(recipe: Recipe) -> Chain | None:
-    """Return the memory as a chain with one table of coefficients, or ``None`` if unsupported."""
-    memory, rule, retention = recipe.memory, rule_of(recipe), recipe.retention
-    decay = retention.decay
-    plain = execution_mode(recipe) == "table" and not (
-        rule.splits or rule.pairs or retention.has_link
-    )
-    plain &= decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= not recipe.algorithm.per_value
-    if not plain or not isinstance(memory, Stack):
-        return None
-    if memory.chain_activation is None or not is_supported_activation(memory.chain_activation):
-        return None
-    target = recipe.bias.target if recipe.algorithm.uses_normalized_steps else None
-    return Chain(
-        activation=memory.chain_activation,
-        memory=memory,
-        bias=recipe.bias,
-        target=target,
-        affine=affine_coefficients(memory, recipe.bias, target),
-        params=tuple(one.name for one in memory.params() if one.name not in memory.base_params),
-        bases=memory.base_params,
-    )
-
-
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the final state."""
-    B, T, H, G, _ = problem.q.shape
-    state = problem.state
-    if T == 0 or B == 0 or H == 0:
-        y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
-        return y, problem.final_state(
-            weights=state.weights, algorithm_state=dict(state.algorithm_state)
+    def make_plan(self, bound: BoundRecipe) -> DeepPlan:
+        recipe, how, rule = bound.recipe, execution_mode(bound.recipe), rule_of(bound.recipe)
+        memory, retention, algorithm, bias = (
+            recipe.memory,
+            recipe.retention,
+            recipe.algorithm,
+            recipe.bias,
         )
-    if problem.q.device.type == "cpu":
-        _hold_freed_memory()
-    method: DeepPlan = problem.bound.plan
-    memory = Memory(
-        A=[w.flatten(0, 1) for w in state.weights],
-        slots={
-            name: [w.flatten(0, 1) for w in slot] for name, slot in state.algorithm_state.items()
-        },
-    )
-    params = {name: problem.params[name] for name in method.params}
-    outer = requires_grad(problem)
-    decodes = T == 1 and problem.lengths is None and not outer and method.decodes
-    if decodes:
-        with torch.no_grad():
-            stepped = follow(problem, memory, params)
-        if stepped is not None:
-            return _stepped(problem, stepped)
-    grid = lay_out(problem)
-    columns = grid.tensors()
-    if decodes and grid.N == 1 and len(set(grid.start)) == 1:
-        with torch.no_grad():
-            layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
-            stepped = step(problem, layout, memory)
-        if stepped is not None:
-            return _stepped(problem, stepped)
-    g = _batches_a_group(problem, method, grid, outer=outer)
-    total, size, lead = grid.N * grid.b, g * grid.b, len(grid.keys) + 1
-    groups = [(s, min(s + size, total)) for s in range(0, total, size)]
-    parts = [Part(x, grid.c - 1 if i < lead else 0) for i, x in enumerate(columns)]
-
-    def call(
-        group: int,
-        memories: list[Tensor],
-        tokens: list[Tensor],
-        rest: list[Tensor],
-        outer: bool,
-        ends: bool = True,
-    ) -> tuple[Tensor, list[Tensor]]:
-        layout = _layout(
-            grid.like(iter(tokens)),
-            groups[group],
-            dict(zip(params, rest, strict=True)),
-            (B, H, G),
-            outer=outer,
+        assert isinstance(memory, Stack)
+        decay = retention.decay
+        plain = decay is None or (decay.per == "head" and decay.when == "after")
+        plain &= not (algorithm.per_value or retention.has_link or rule.splits or rule.pairs)
+        maps = memory.maps(bound.num_features, bound.engine_value_dim)
+        # Batches of one token have no factors to cache.
+        decodes = how == "table" and plain and algorithm.batch_size > 1
+        return DeepPlan(
+            recipe=recipe,
+            memory=memory,
+            maps=maps,
+            execution_mode=how,
+            rule=rule,
+            # Tokens of a batch with one step at its boundary read W° in every mode of the link.
+            settled=retention.has_link and not recipe.links_at_batch_end and how != "border",
+            split=recipe.links_at_batch_end
+            and retention.links_after_first_token
+            and how != "border",
+            chain=chain_of(recipe),
+            b=algorithm.batch_size,
+            c=recipe.context.horizon or 1,
+            slope=bias.affine[0]
+            if algorithm.rate_depends_on_key and bias.affine is not None
+            else None,
+            numbers=tuple(sorted(bias.quantity_axes)),
+            params=tuple(param.name for param in memory.params()),
+            lifts=tuple(param.name for param in recipe.features.params()),
+            decodes=decodes,
+            normalizer=normalizer_of(recipe),
+            kernels=bound.requested_engine != "torch",
+            widths=tuple(size for one in maps for size in (one.in_features, one.out_features)),
         )
-        if not ends:
-            # The memory after the last inner batch is not needed.
-            layout = replace(layout, commits=[*layout.commits[:-1], False])
-        if method.chain is not None:
-            y, end = _run_chain(method, layout, memory.like(memories))
+
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        B, T, H, G, _ = problem.q.shape
+        state = problem.state
+        if T == 0 or B == 0 or H == 0:
+            y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
+            return y, problem.final_state(
+                weights=state.weights, algorithm_state=dict(state.algorithm_state)
+            )
+        if problem.q.device.type == "cpu":
+            _hold_freed_memory()
+        method: DeepPlan = problem.bound.plan
+        memory = Memory(
+            A=[w.flatten(0, 1) for w in state.weights],
+            slots={
+                name: [w.flatten(0, 1) for w in slot]
+                for name, slot in state.algorithm_state.items()
+            },
+        )
+        params = {name: problem.params[name] for name in method.params}
+        outer = requires_grad(problem)
+        decodes = T == 1 and problem.lengths is None and not outer and method.decodes
+        if decodes:
+            with torch.no_grad():
+                stepped = follow(problem, memory, params)
+            if stepped is not None:
+                return _stepped(problem, stepped)
+        grid = lay_out(problem)
+        columns = grid.tensors()
+        if decodes and grid.N == 1 and len(set(grid.start)) == 1:
+            with torch.no_grad():
+                layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
+                stepped = step(problem, layout, memory)
+            if stepped is not None:
+                return _stepped(problem, stepped)
+        g = _batches_a_group(problem, method, grid, outer=outer)
+        total, size, lead = grid.N * grid.b, g * grid.b, len(grid.keys) + 1
+        groups = [(s, min(s + size, total)) for s in range(0, total, size)]
+        parts = [Part(x, grid.c - 1 if i < lead else 0) for i, x in enumerate(columns)]
+
+        def call(
+            group: int,
+            memories: list[Tensor],
+            tokens: list[Tensor],
+            rest: list[Tensor],
+            outer: bool,
+            ends: bool = True,
+        ) -> tuple[Tensor, list[Tensor]]:
+            layout = _layout(
+                grid.like(iter(tokens)),
+                groups[group],
+                dict(zip(params, rest, strict=True)),
+                (B, H, G),
+                outer=outer,
+            )
+            if not ends:
+                # The memory after the last inner batch is not needed.
+                layout = replace(layout, commits=[*layout.commits[:-1], False])
+            if method.chain is not None:
+                y, end = _run_chain(method, layout, memory.like(memories))
+            else:
+                y, end = run_inner_batches(method, layout, memory.like(memories))
+            y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
+            return y, end.tensors()
+
+        if len(groups) == 1:
+            with torch.set_grad_enabled(outer):
+                y, final = call(0, memory.tensors(), columns, list(params.values()), outer)
         else:
-            y, end = run_inner_batches(method, layout, memory.like(memories))
-        y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
-        return y, end.tensors()
+            y, final = run_groups(call, groups, memory.tensors(), parts, params)
+        y = grid.outputs(y, T)
+        if problem.token_mask is not None:
+            y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
+        end = memory.like([w.unflatten(0, (B, H)) for w in final])
+        state_after = problem.final_state(
+            weights=tuple(end.A),
+            algorithm_state={name: tuple(slot) for name, slot in end.slots.items()},
+        )
+        return y.to(problem.v.dtype), state_after
 
-    if len(groups) == 1:
-        with torch.set_grad_enabled(outer):
-            y, final = call(0, memory.tensors(), columns, list(params.values()), outer)
-    else:
-        y, final = run_groups(call, groups, memory.tensors(), parts, params)
-    y = grid.outputs(y, T)
-    if problem.token_mask is not None:
-        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
-    end = memory.like([w.unflatten(0, (B, H)) for w in final])
-    state_after = problem.final_state(
-        weights=tuple(end.A),
-        algorithm_state={name: tuple(slot) for name, slot in end.slots.items()},
-    )
-    return y.to(problem.v.dtype), state_after
+    def count_flops(self, recipe: Recipe, sizes: Sizes) -> FlopCount:
+        memory = recipe.memory
+        assert isinstance(memory, Stack)  # unsupported_reasons
+        V = sizes.V + (memory.read.normalize != "none")
+        maps, b, T = memory.maps(sizes.F, V), recipe.algorithm.batch_size, sizes.T * sizes.n
+        num_full, rest = divmod(T, b)
+        if num_full and rest:
+            num_full, rest = num_full + 1, 0  # the last inner batch is padded to full length
+        one = batch_flops(recipe, maps, b, sizes.G)
+        last = (
+            batch_flops(recipe, maps, rest, sizes.G, ends=False) if rest else dict.fromkeys(one, 0)
+        )
+        parts = {name: sizes.H * (num_full * one[name] + last[name]) for name in one}
+        # A decoded token replays half of its open inner batch on average, and reads by the program.
+        open_batch = batch_flops(recipe, maps, (b + 1) // 2, sizes.G, ends=b == 1)
+        decode = sizes.H * sizes.n * sum(open_batch.values())
+        if memory.base_params and chain_of(recipe) is not None and recipe.retention.decay is None:
+            weights = sum(m.out_features * m.in_features for m in maps)
+            decode += (
+                sizes.H * sizes.n * 2 * ((b + 1) // 2) * sizes.G * weights
+            )  # a chain reads their sum
+        notes: list[str] = []
+        price = orthogonal(recipe, maps)
+        if price:
+            plain = (sum(one.values()) - one["Newton–Schulz"]) / b
+            token = price if recipe.algorithm.update_every == "token" else price / b
+            notes.append(
+                f"orthogonalising takes {readable(token, 'FLOP')} per token and head, "
+                f"{token / plain:.0f} times plain descent's {readable(plain, 'FLOP')}"
+            )
+        if b > 1:
+            notes.append("decoding replays the open inner batch, half of it on average")
+        batches, built = -(-T // b), execution_mode(recipe) == "tokens"
+        # The link after the first token of a batch is a separate step.
+        split = recipe.links_at_batch_end and recipe.retention.links_after_first_token and b > 1
+        return FlopCount(
+            forward=parts,
+            decode=decode,
+            steps=T if built else batches * (1 + split),
+            step_seconds=STEP_SECONDS if chain_of(recipe) is None else CHAIN_SECONDS,
+            states=T if built else batches,
+            notes=tuple(notes),
+        )
 
 
 def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:

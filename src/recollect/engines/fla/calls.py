@@ -27,7 +27,7 @@ from recollect.engines.fla.recurrences import (
     with_tensors,
 )
 from recollect.engines.kernel.attention import attend
-from recollect.engines.least_squares import engine as least_squares
+from recollect.engines.least_squares.engine import LeastSquaresEngine
 from recollect.engines.linear.engine import bonus, read_in_order, solve_vector
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
 from recollect.messages import RecipeError
@@ -230,7 +230,7 @@ def _vector(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
 
 
 def _ridge(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
-    return least_squares.run(problem, lambda problem: _conjugate_gradients(problem, choice))
+    return LeastSquaresEngine().run(problem, lambda problem: _conjugate_gradients(problem, choice))
 
 
 def _conjugate_gradients(

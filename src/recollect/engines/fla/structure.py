@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recollect.engines import kernel, least_squares, linear
-from recollect.engines.kernel import attention
+from recollect.engines.kernel.attention import Attention
 from recollect.engines.kernel.softmax import is_mean
+from recollect.engines.least_squares.engine import LeastSquaresEngine
+from recollect.engines.linear.decode import per_value_systems
+from recollect.engines.linear.engine import LinearEngine
 
 if TYPE_CHECKING:
     from recollect.recipe.bound import BoundRecipe
@@ -56,18 +58,19 @@ def structure(bound: BoundRecipe) -> Structure | str:
         bound: The recipe at known sizes.
     """
     recipe = bound.recipe
-    if not linear.refuses(recipe):
+    reasons = LinearEngine().unsupported_reasons(recipe)
+    if not reasons:
         return next(_unsupported_features(recipe), None) or _linear(bound)
-    if not least_squares.refuses(recipe):
+    if not LeastSquaresEngine().unsupported_reasons(recipe):
         return _ridge(bound)
-    if not (kernel.refuses(recipe) or attention.refuses(recipe)):
+    if not Attention().unsupported_reasons(recipe):
         return _mean(recipe)
     if recipe.uses_kernel_rows or recipe.nonparametric or not recipe.features.finite:
         return (
             "for memories that store associations its only operator is softmax attention with one "
             "decay"
         )
-    return f"its operators are recurrences of a matrix, and {linear.refuses(recipe)[0]}"
+    return f"its operators are recurrences of a matrix, and {reasons[0]}"
 
 
 def _unsupported_features(recipe: Recipe) -> Iterator[str]:
@@ -84,7 +87,7 @@ def _unsupported_features(recipe: Recipe) -> Iterator[str]:
                 "prediction, and its operators take logarithms"
             )
         return
-    if linear.per_value_systems(recipe):
+    if per_value_systems(recipe):
         yield "it has no operator for value channels with separate equations"
     if decay is not None and decay.per not in ("head", "key"):
         yield f"it has no operator for a decay per {decay.per.replace('_', ' and ')} of a matrix"
@@ -94,7 +97,7 @@ def _linear(bound: BoundRecipe) -> Structure:
     recipe = bound.recipe
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     affine, read = recipe.bias.affine, recipe.memory.read
-    assert affine is not None  # linear.refuses
+    assert affine is not None  # LinearEngine.unsupported_reasons
     is_unweighted = bound.constants.get("lr") == 1.0 and not algorithm.rate_depends_on_key
     erases = "nothing"
     if recipe.bias.sees_prediction:

@@ -33,6 +33,7 @@ from recollect.choices.context.weights import ContextWeights, VisibleAssociation
 from recollect.choices.features.base import Kernel
 from recollect.choices.matmul_precision import effective_eps
 from recollect.choices.runtime import can_read_values
+from recollect.engines.base import Engine
 from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.pieces import (
@@ -51,40 +52,43 @@ from recollect.state.state import Buffer, State
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["attend", "describes", "pairs", "refuses", "run"]
+__all__ = ["Attention", "attend", "pairs"]
 
 MAX_LOGIT_ERROR = 4e-6  # largest error of a logit through a channel
 MASKED_LOGIT = -1e4  # logit with exponential 0
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why a recipe is not a local constant memory."""
-    if recipe.memory.degree != 0:
-        return [f"{recipe.memory.title} is not a mean of values"]
-    return []
+class Attention(Engine):
+    """Kernel-weighted mean or sum of the values."""
 
+    name = "attention"
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method."""
-    if not is_mean(recipe):
-        return "masked products piece by piece, KV cache"
-    kernel = recipe.context.kernel
-    if kernel is None or kernel.exponent(1) is None:
-        return "softmax over the stated kernel piece by piece, KV cache"
-    names = [part.title.removeprefix("context.") for part in recipe.context.restrictions]
-    how = "scaled dot-product attention"
-    if recipe.context.horizon is not None and len(names) == 1:
-        return f"{how} over chunks of the window, KV cache of {recipe.context.horizon}"
-    if names:
-        how += f" with the logarithms of {' and '.join(names)} as its bias"
-    return f"{how}, KV cache"
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        if recipe.memory.degree != 0:
+            return [f"{recipe.memory.title} is not a mean of values"]
+        return []
 
+    def describe(self, recipe: Recipe) -> str:
+        if not is_mean(recipe):
+            return "masked products piece by piece, KV cache"
+        kernel = recipe.context.kernel
+        if kernel is None or kernel.exponent(1) is None:
+            return "softmax over the stated kernel piece by piece, KV cache"
+        names = [part.title.removeprefix("context.") for part in recipe.context.restrictions]
+        how = "scaled dot-product attention"
+        if recipe.context.horizon is not None and len(names) == 1:
+            return f"{how} over chunks of the window, KV cache of {recipe.context.horizon}"
+        if names:
+            how += f" with the logarithms of {' and '.join(names)} as its bias"
+        return f"{how}, KV cache"
 
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the state with the attended associations."""
-    final_state = problem.final_state()
-    keeps_all = problem.recipe.buffer_size is None and problem.lengths is None
-    return attend(problem, joined=final_state.buffer if keeps_all else None), final_state
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        final_state = problem.final_state()
+        keeps_all = problem.recipe.buffer_size is None and problem.lengths is None
+        return attend(problem, joined=final_state.buffer if keeps_all else None), final_state
+
+    def read_state(self, problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
+        return attend(problem, query_rates)
 
 
 def attend(

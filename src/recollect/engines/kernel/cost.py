@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.kernel_rows_flops import kernel_rows_flops, row_read_flops
 from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.kernel import attention, local_regression
-from recollect.engines.kernel.delta_rule import BLOCK
-from recollect.engines.kernel.engine import inner_gradients
 from recollect.engines.kernel.pieces import PIECE, piece_size
 
 if TYPE_CHECKING:
@@ -19,33 +15,6 @@ if TYPE_CHECKING:
 
 STEP_SECONDS = 4e-4
 """`Counted.step_seconds` of a block of tokens, or of an iteration of a solver."""
-
-
-def flops(recipe: Recipe, s: Sizes) -> FlopCount:
-    """Count the operations of one call of the form that runs the recipe."""
-    if recipe.uses_kernel_rows:
-        tokens = recipe.algorithm.batch_size if inner_gradients(recipe) else BLOCK
-        steps = -(-s.T * s.n // tokens)
-        return replace(kernel_rows_flops(recipe, s), steps=steps, step_seconds=STEP_SECONDS)
-    return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
-
-
-def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
-    """Count the FLOPs of read-only queries.
-
-    Args:
-        recipe: recipe of a memory that stores associations, or rows for them.
-        s: sizes.
-        queries: number of queries per sequence and query head.
-    """
-    if recipe.uses_kernel_rows:
-        return row_read_flops(recipe, s, queries)
-    if recipe.solves_from_gram:  # the factor is cached
-        return s.T * (s.T + 2 * (s.K + s.V)) * s.G * s.H * queries
-    num_kept = recipe.context.num_kept
-    num_visible = s.T if num_kept is None else min(num_kept, s.T)
-    # A decoded token reads one association more than the state stores: its own.
-    return local_flops(recipe, replace(s, T=num_visible - 1)).decode * queries if num_visible else 0
 
 
 STEPS = 8  # assumed number of conjugate gradient steps

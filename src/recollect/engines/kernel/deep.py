@@ -28,6 +28,7 @@ from recollect.choices.algorithm.normalized_steps import polyak_scale_at
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
 from recollect.choices.runtime import can_read_values
+from recollect.engines.base import Engine
 from recollect.engines.common.coefficients import coefficients
 from recollect.engines.common.kernel_precision import is_significant, run_with_float64_fallback
 from recollect.engines.common.problem import Problem, join_buffer, requires_grad
@@ -38,33 +39,29 @@ from recollect.state.state import State, join_states
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["describes", "refuses", "run"]
+__all__ = ["DeepKernelMemory"]
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why this method cannot run a recipe."""
-    if not recipe.uses_kernel_rows:
-        return ["the memory stores no row per key"]
-    reasons: list[str] = []
-    if recipe.bias.probe is not None:
-        reasons.append("a probe predicts at every token, not at the start of an inner batch")
-    if recipe.algorithm.rate_depends_on_key:
-        reasons.append(f"the rate of {recipe.algorithm.title} depends on the key")
-    return reasons
+class DeepKernelMemory(Engine):
+    """Deep memories over a kernel's features, by inner batches."""
 
+    name = "deep_kernel_memory"
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method."""
-    return f"attention over rows of gradients, inner batches of {recipe.algorithm.batch_size}"
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        if not recipe.uses_kernel_rows:
+            return ["the memory stores no row per key"]
+        reasons: list[str] = []
+        if recipe.bias.probe is not None:
+            reasons.append("a probe predicts at every token, not at the start of an inner batch")
+        if recipe.algorithm.rate_depends_on_key:
+            reasons.append(f"the rate of {recipe.algorithm.title} depends on the key")
+        return reasons
 
+    def describe(self, recipe: Recipe) -> str:
+        return f"attention over rows of gradients, inner batches of {recipe.algorithm.batch_size}"
 
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the state after the last token.
-
-    Raises:
-        ValueError: A read needs decayed rows that float64 cannot represent.
-    """
-    return run_with_float64_fallback(_run, problem)
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        return run_with_float64_fallback(_run, problem)
 
 
 def _run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from recollect.choices.features.base import Kernel
 from recollect.choices.runtime import can_read_values
+from recollect.engines.base import Engine
 from recollect.engines.common.kernel_precision import (
     min_mass,
     possible_loss,
@@ -37,7 +38,7 @@ from recollect.state.state import State
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["describes", "refuses", "run"]
+__all__ = ["KernelDeltaRule"]
 
 BLOCK = 64
 """Number of tokens per block. The rows of a block over all keys take a few megabytes."""
@@ -45,35 +46,48 @@ STEEP = 256.0
 """Limit of the sum of log decays inside a block, for five decimals in float32."""
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why this method cannot run a recipe."""
-    if not recipe.uses_kernel_rows:
-        return ["the memory stores no row per key"]
-    reasons: list[str] = []
-    if not recipe.memory.linear:
-        reasons.append(f"{recipe.memory.title} is not linear in its weights")
-    affine, probe, algorithm = recipe.bias.affine, recipe.bias.probe, recipe.algorithm
-    if affine is None:
-        reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
-    if recipe.context.horizon != 1:
-        reasons.append(f"{recipe.context.title} writes to a row more than once")
-    if algorithm.recursion != "none":
-        reasons.append(f"the momentum of {algorithm.title} continues to write to every row")
-    if algorithm.uses_normalized_steps:
-        reasons.append(f"{algorithm.title} scales gradients by their effect on the prediction")
-    if algorithm.batch_size > 1:
-        reasons.append("gradients of an inner batch are taken at its start, not at every token")
-    if probe is not None and probe.normalize == "rms":
-        reasons.append("the RMS norm of an erased value is not linear in the rows")
-    return reasons
+class KernelDeltaRule(Engine):
+    """Delta rule over a kernel's features, as one triangular system."""
 
+    name = "kernel_delta_rule"
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method."""
-    bias = recipe.bias
-    sees = bias.probe is not None or (bias.is_affine and bias.sees_prediction)
-    system = "block substitution over the keys, " if sees else ""
-    return f"{system}{'softmax ' if _normalized(recipe) else ''}attention over rows, KU cache"
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        if not recipe.uses_kernel_rows:
+            return ["the memory stores no row per key"]
+        reasons: list[str] = []
+        if not recipe.memory.linear:
+            reasons.append(f"{recipe.memory.title} is not linear in its weights")
+        affine, probe, algorithm = recipe.bias.affine, recipe.bias.probe, recipe.algorithm
+        if affine is None:
+            reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
+        if recipe.context.horizon != 1:
+            reasons.append(f"{recipe.context.title} writes to a row more than once")
+        if algorithm.recursion != "none":
+            reasons.append(f"the momentum of {algorithm.title} continues to write to every row")
+        if algorithm.uses_normalized_steps:
+            reasons.append(f"{algorithm.title} scales gradients by their effect on the prediction")
+        if algorithm.batch_size > 1:
+            reasons.append("gradients of an inner batch are taken at its start, not at every token")
+        if probe is not None and probe.normalize == "rms":
+            reasons.append("the RMS norm of an erased value is not linear in the rows")
+        return reasons
+
+    def describe(self, recipe: Recipe) -> str:
+        bias = recipe.bias
+        sees = bias.probe is not None or (bias.is_affine and bias.sees_prediction)
+        system = "block substitution over the keys, " if sees else ""
+        return f"{system}{'softmax ' if _normalized(recipe) else ''}attention over rows, KU cache"
+
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        B, T, H, G, _ = problem.q.shape
+        if T == 0 or B == 0:
+            return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.final_state()
+        call = _Call(problem)
+        u = call.rows()
+        y = call.outputs(u)
+        if problem.token_mask is not None:
+            y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
+        return y.to(problem.v.dtype), call.state(u)
 
 
 def _normalized(recipe: Recipe) -> bool:
@@ -292,16 +306,3 @@ class _Call:
         mask = torch.ones(self.B, self.T, dtype=torch.bool, device=rows.device)
         new = KernelRows(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
         return problem.final_state(kernel_rows=append_rows(old, new, problem.lengths))
-
-
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the KU cache after the last token."""
-    B, T, H, G, _ = problem.q.shape
-    if T == 0 or B == 0:
-        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.final_state()
-    call = _Call(problem)
-    u = call.rows()
-    y = call.outputs(u)
-    if problem.token_mask is not None:
-        y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
-    return y.to(problem.v.dtype), call.state(u)

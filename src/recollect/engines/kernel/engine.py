@@ -1,203 +1,124 @@
-"""Engine ``kernel``: memories that store associations, in one of several forms.
-
-Each form returns the reasons why it cannot run a recipe, and the first form without reasons runs.
-"""
+"""Engine ``kernel``: memories that store associations, by the first method that fits a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from recollect.engines.base import Engine
+from recollect.engines.common.kernel_rows_flops import kernel_rows_flops, row_read_flops
 from recollect.engines.common.problem import Problem
-from recollect.engines.kernel import attention, local_regression, softmax
-from recollect.engines.kernel import deep as kernel_deep
-from recollect.engines.kernel import delta_rule as kernel_delta
-from recollect.engines.kernel import regression as kernel_regression
+from recollect.engines.common.sizes import FlopCount, Sizes
+from recollect.engines.kernel import softmax
+from recollect.engines.kernel.attention import Attention
+from recollect.engines.kernel.cost import STEP_SECONDS, gram_flops, local_flops
+from recollect.engines.kernel.deep import DeepKernelMemory
+from recollect.engines.kernel.delta_rule import BLOCK, KernelDeltaRule
+from recollect.engines.kernel.local_regression import LocalRegression
+from recollect.engines.kernel.regression import KernelRegression
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
 
-__all__ = [
-    "FORMS",
-    "Form",
-    "KernelPlan",
-    "describes",
-    "follows",
-    "inner_gradients",
-    "needs_digits",
-    "plan",
-    "read",
-    "refuses",
-    "run",
-    "token",
-]
+__all__ = ["KernelEngine"]
+
+ATTENTION, DELTA_RULE, DEEP = Attention(), KernelDeltaRule(), DeepKernelMemory()
+METHODS = (ATTENTION, LocalRegression(), KernelRegression(), DELTA_RULE, DEEP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """Method for memories that store associations.
-
-    Attributes:
-        refuses: function that returns the reasons why a recipe is unsupported.
-        describes: function that returns a short description of the method.
-        run: function that returns outputs and the state after the last token.
-        read: function that returns outputs of read-only queries with their gates, or ``None`` for
-            the reference engine.
-        needs_digits: reason why products stay float32, or ``None``.
-        inner_gradients: whether inner gradients are computed by autograd.
-    """
-
-    refuses: Callable[[Recipe], list[str]]
-    describes: Callable[[Recipe], str]
-    run: Callable[[Problem], tuple[Tensor, State]]
-    read: Callable[[Problem, Mapping[str, Tensor]], Tensor] | None = None
-    needs_digits: str | None = None
-    inner_gradients: bool = False
-
-
-def _keeping(attend: Callable[[Problem], Tensor]) -> Callable[[Problem], tuple[Tensor, State]]:
-    """Return `run` of a form whose state consists of the associations."""
-
-    def run(problem: Problem) -> tuple[Tensor, State]:
-        return attend(problem), problem.final_state()
-
-    return run
-
-
-FORMS: tuple[Form, ...] = (
-    Form(
-        refuses=attention.refuses,
-        describes=attention.describes,
-        run=attention.run,
-        read=attention.attend,
-    ),
-    Form(
-        refuses=local_regression.refuses,
-        describes=local_regression.describes,
-        run=_keeping(local_regression.attend),
-        read=local_regression.attend,
-        needs_digits="the system of a fit is made of differences, which lose digits",
-    ),
-    Form(
-        refuses=kernel_regression.refuses,
-        describes=kernel_regression.describes,
-        run=kernel_regression.run,
-        read=kernel_regression.read,
-    ),
-    Form(
-        refuses=kernel_delta.refuses,
-        describes=kernel_delta.describes,
-        run=kernel_delta.run,
-    ),
-    Form(
-        refuses=kernel_deep.refuses,
-        describes=kernel_deep.describes,
-        run=kernel_deep.run,
-        inner_gradients=True,
-    ),
-)
-
-
-def needs_digits(recipe: Recipe) -> str | None:
-    """Return the reason why products of a recipe stay float32, or ``None``."""
-    return next((form.needs_digits for form in FORMS if not form.refuses(recipe)), None)
-
-
-def inner_gradients(recipe: Recipe) -> bool:
-    """Return whether a recipe's form computes inner gradients by autograd."""
-    return form_of(recipe).inner_gradients
-
-
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why no form can run a recipe; empty if one can."""
-    refusals: list[str] = []
-    for form in FORMS:
-        reasons = form.refuses(recipe)
-        if not reasons:
-            return []
-        refusals += reasons
-    if recipe.uses_kernel_rows:
-        return (kernel_delta if recipe.memory.linear else kernel_deep).refuses(recipe)
-    if not recipe.nonparametric and recipe.features.finite:
-        return [f"{recipe.memory.title} keeps weights, not associations"]
-    return refusals
-
-
-def form_of(recipe: Recipe) -> Form:
-    """Return the form that runs a supported recipe."""
-    return next(form for form in FORMS if not form.refuses(recipe))
-
-
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method for a recipe."""
-    return form_of(recipe).describes(recipe)
+def method_of(recipe: Recipe) -> Engine:
+    """Return the method that runs a supported recipe."""
+    return next(method for method in METHODS if not method.unsupported_reasons(recipe))
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Precomputed plan of a recipe and its sizes.
+    """Method of a recipe, and the scale of its logits if it is plain softmax attention."""
 
-    Attributes:
-        form: form that runs the recipe.
-        scale: scale of the logits for plain softmax attention to the full past, else ``None``.
-    """
-
-    form: Form
+    method: Engine
     scale: float | None
 
 
-def plan(bound: BoundRecipe) -> KernelPlan:
-    """Return the plan of a recipe."""
-    return KernelPlan(form_of(bound.recipe), softmax.plain_scale(bound))
+class KernelEngine(Engine):
+    """Memories that store associations."""
 
+    name = "kernel"
+    propagates_nan = True
 
-def follows(bound: BoundRecipe, tokens: int) -> bool:
-    """Return whether a compiler can trace calls of a recipe, as for plain attention.
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        reasons: list[str] = []
+        for method in METHODS:
+            unsupported = method.unsupported_reasons(recipe)
+            if not unsupported:
+                return []
+            reasons += unsupported
+        if recipe.uses_kernel_rows:
+            return (DELTA_RULE if recipe.memory.linear else DEEP).unsupported_reasons(recipe)
+        if not recipe.nonparametric and recipe.features.finite:
+            return [f"{recipe.memory.title} keeps weights, not associations"]
+        return reasons
 
-    Args:
-        bound: bound recipe.
-        tokens: number of tokens of a call.
-    """
-    del tokens
-    return form_of(bound.recipe).run is attention.run
+    def describe(self, recipe: Recipe) -> str:
+        return method_of(recipe).describe(recipe)
 
+    def make_plan(self, bound: BoundRecipe) -> KernelPlan:
+        return KernelPlan(method_of(bound.recipe), softmax.plain_scale(bound))
 
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the state after the last token."""
-    plan: KernelPlan = problem.bound.plan
-    return plan.form.run(problem)
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        plan: KernelPlan = problem.bound.plan
+        return plan.method.run(problem)
 
+    def has_token_path(self, bound: BoundRecipe) -> bool:
+        plan: KernelPlan = bound.plan
+        return plan.scale is not None
 
-def token(
-    bound: BoundRecipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Mapping[str, Tensor],
-    state: State,
-) -> tuple[Tensor, State] | None:
-    """Run one token of plain softmax attention, or return ``None`` for other recipes.
+    def decode_token(
+        self,
+        bound: BoundRecipe,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        state: State,
+    ) -> tuple[Tensor, State] | None:
+        return softmax.token(q, k, v, state, scale=bound.plan.scale, recipe_id=bound.recipe_id)
 
-    Args:
-        bound: bound recipe.
-        q: query ``[B, 1, H·G, K]``.
-        k: key ``[B, 1, H, K]``.
-        v: value ``[B, 1, H, V]``.
-        gates: unused, since plain softmax attention has no gates.
-        state: state before the token.
-    """
-    plan: KernelPlan = bound.plan
-    if plan.scale is None:
-        return None
-    return softmax.token(q, k, v, state, scale=plan.scale, recipe_id=bound.recipe_id)
+    def read_state(self, problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
+        plan: KernelPlan = problem.bound.plan
+        return plan.method.read_state(problem, query_rates)
 
+    def is_traceable(self, bound: BoundRecipe, tokens: int) -> bool:
+        plan: KernelPlan = bound.plan
+        return plan.method is ATTENTION
 
-def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
-    """Return outputs of read-only queries, or ``None`` for the reference engine."""
-    plan: KernelPlan = problem.bound.plan
-    return None if plan.form.read is None else plan.form.read(problem, query_rates)
+    def uses_inner_autograd(self, recipe: Recipe) -> bool:
+        return method_of(recipe) is DEEP
+
+    def float32_reason(self, recipe: Recipe) -> str | None:
+        return method_of(recipe).float32_reason(recipe)
+
+    def count_flops(self, recipe: Recipe, sizes: Sizes) -> FlopCount:
+        if not recipe.uses_kernel_rows:
+            count = gram_flops if recipe.solves_from_gram else local_flops
+            return count(recipe, sizes)
+        tokens = recipe.algorithm.batch_size if method_of(recipe) is DEEP else BLOCK
+        steps = -(-sizes.T * sizes.n // tokens)
+        return replace(kernel_rows_flops(recipe, sizes), steps=steps, step_seconds=STEP_SECONDS)
+
+    def count_read_flops(self, recipe: Recipe, sizes: Sizes, queries: int) -> int:
+        K, V, T = sizes.K, sizes.V, sizes.T
+        if recipe.uses_kernel_rows:
+            return row_read_flops(recipe, sizes, queries)
+        if recipe.solves_from_gram:  # the factor is cached
+            return T * (T + 2 * (K + V)) * sizes.G * sizes.H * queries
+        num_kept = recipe.context.num_kept
+        num_visible = T if num_kept is None else min(num_kept, T)
+        if not num_visible:
+            return 0
+        # A decoded token reads one association more than the state stores: its own.
+        return local_flops(recipe, replace(sizes, T=num_visible - 1)).decode * queries

@@ -30,38 +30,51 @@ from torch import Tensor
 from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
+from recollect.engines.base import Engine
 from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.linalg import symmetric_pinv
 from recollect.engines.common.precision_checks import solve_dtype, solve_with_ridge
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel.local_conjugate_gradient import Fit, Shares, iterative
 from recollect.engines.kernel.pieces import context_weights, piece_size, slices, visibility_mask
+from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["DENSE", "attend", "describes", "is_dense", "queries", "refuses"]
+__all__ = ["DENSE", "LocalRegression", "attend", "is_dense", "queries"]
 
 DENSE = 8  # coefficients per query up to which a dense solve is as fast
 PIECE = 128
 ENTRIES = 2**23  # entries of one piece of a basis per pair
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why a recipe is not a local polynomial."""
-    if not recipe.memory.degree:
-        return [f"{recipe.memory.title} is not a local polynomial"]
-    return []
+class LocalRegression(Engine):
+    """Local polynomial regression around every query."""
 
+    name = "local_regression"
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method."""
-    if recipe.ridge == 0 or (recipe.memory.degree or 0) > 2:
-        return "a dense solve per query, KV cache"
-    return (
-        f"a solve per query, dense up to {DENSE} coefficients and by conjugate gradients above, KV "
-        "cache"
-    )
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        if not recipe.memory.degree:
+            return [f"{recipe.memory.title} is not a local polynomial"]
+        return []
+
+    def describe(self, recipe: Recipe) -> str:
+        if recipe.ridge == 0 or (recipe.memory.degree or 0) > 2:
+            return "a dense solve per query, KV cache"
+        return (
+            f"a solve per query, dense up to {DENSE} coefficients and by conjugate gradients "
+            "above, KV cache"
+        )
+
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        return attend(problem), problem.final_state()
+
+    def read_state(self, problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
+        return attend(problem, query_rates)
+
+    def float32_reason(self, recipe: Recipe) -> str:
+        return "the system of a fit is made of differences, which lose digits"
 
 
 def attend(

@@ -26,6 +26,7 @@ from torch import Tensor
 from recollect.choices.context.weights import VisibleAssociations
 from recollect.choices.features.base import Kernel
 from recollect.choices.runtime import can_read_values
+from recollect.engines.base import Engine
 from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.pieces import piecewise, strict_visibility_mask
@@ -34,42 +35,42 @@ from recollect.state.state import State
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["describes", "read", "refuses", "run"]
+__all__ = ["KernelRegression"]
 
 FACTOR, SOLVED = "factor", "solved"
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why this method cannot run a recipe."""
-    if not recipe.solves_from_gram:
-        return [f"{recipe.memory.title} with {recipe.algorithm.title} is not a kernel regression"]
-    if not recipe.context.time_invariant:
-        return [f"{recipe.context.brief} changes the weights of the past from token to token"]
-    return []
+class KernelRegression(Engine):
+    """Least squares over a kernel's features, from one Cholesky factor."""
 
+    name = "kernel_regression"
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method."""
-    return "one Cholesky factor for every prefix, KV cache"
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        if not recipe.solves_from_gram:
+            return [
+                f"{recipe.memory.title} with {recipe.algorithm.title} is not a kernel regression"
+            ]
+        if not recipe.context.time_invariant:
+            return [f"{recipe.context.brief} changes the weights of the past from token to token"]
+        return []
 
+    def describe(self, recipe: Recipe) -> str:
+        return "one Cholesky factor for every prefix, KV cache"
 
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the state, with the factor in its cache."""
-    visible, v, factor, solved = _solve(problem, None)
-    y = _outputs(problem, visible, factor, solved)
-    # Storage moves the padding of associations, but not of the factor's rows.
-    can_cache = problem.lengths is None and problem.bound.fingerprint is not None
-    # The key of the entry identifies the recipe, and its tensor is a placeholder.
-    owner = {_owner(problem): factor[:, :, :1, :1]}
-    cache = {FACTOR: factor, SOLVED: solved, **owner} if can_cache else {}
-    final_state = problem.final_state(cache=cache)
-    return y.to(v.dtype).to(problem.v.dtype), final_state
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        visible, v, factor, solved = _solve(problem, None)
+        y = _outputs(problem, visible, factor, solved)
+        # Storage moves the padding of associations, but not of the factor's rows.
+        can_cache = problem.lengths is None and problem.bound.fingerprint is not None
+        # The key of the entry identifies the recipe, and its tensor is a placeholder.
+        owner = {_owner(problem): factor[:, :, :1, :1]}
+        cache = {FACTOR: factor, SOLVED: solved, **owner} if can_cache else {}
+        final_state = problem.final_state(cache=cache)
+        return y.to(v.dtype).to(problem.v.dtype), final_state
 
-
-def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
-    """Return the outputs of read-only queries."""
-    visible, _, factor, solved = _solve(problem, query_rates)
-    return _outputs(problem, visible, factor, solved).to(problem.v.dtype)
+    def read_state(self, problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
+        visible, _, factor, solved = _solve(problem, query_rates)
+        return _outputs(problem, visible, factor, solved).to(problem.v.dtype)
 
 
 def _solve(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.choices.runtime import can_read_values
+from recollect.engines.base import Engine
 from recollect.engines.common.precision_checks import (
     RESET_LOG_DECAY,
     Unresolved,
@@ -27,6 +28,7 @@ from recollect.engines.common.precision_checks import (
     unresolved_error,
 )
 from recollect.engines.common.problem import Problem
+from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.least_squares.chunking import (
     CHUNK,
     SlotLayout,
@@ -41,12 +43,16 @@ from recollect.engines.least_squares.conjugate_gradient import approximate, desc
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState, ridge_problem
 from recollect.engines.least_squares.recursion_backward import recursion
 from recollect.engines.least_squares.recursion_layout import ChunkSpec
+from recollect.engines.linear.cost import simple_chunk_flops
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["describes", "needs_digits", "refuses", "run"]
+__all__ = ["LeastSquaresEngine"]
+
+STEP_SECONDS = 1e-5
+"""`FlopCount.step_seconds` of a chunk of the recursion, or of one product with the systems."""
 
 MAX_FLOAT32_LOG_DECAY = 8.0
 """Largest total log decay of F tokens at which float32 is tried."""
@@ -60,25 +66,139 @@ Solved = tuple[Tensor, RidgeState, Tensor]
 """Outputs ``[B, T, H, G, V]``, the state after all tokens, and losses ``[n, B, H]``."""
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why this engine cannot run a recipe; empty when it can."""
-    reasons: list[str] = []
-    if recipe.algorithm.inverse is None:
-        reasons.append(f"{recipe.algorithm.title} does not solve for all of the past")
-    elif not recipe.features.finite:
-        reasons.append(f"{recipe.features.title} has infinitely many features")
-    return reasons
+class LeastSquaresEngine(Engine):
+    """Exact minimum over all of the past at every token."""
 
+    name = "least_squares"
+    propagates_nan = True
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method for a recipe."""
-    if not _uses_recursion(recipe):
-        assert recipe.algorithm.inverse is not None
-        return describe_inverse(recipe.algorithm.inverse)
-    interval = _refresh_interval(recipe)
-    if interval == 0:
-        return "recursive least squares in chunks"
-    return f"recursive least squares in chunks, ridge refreshed every {interval} tokens"
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        reasons: list[str] = []
+        if recipe.algorithm.inverse is None:
+            reasons.append(f"{recipe.algorithm.title} does not solve for all of the past")
+        elif not recipe.features.finite:
+            reasons.append(f"{recipe.features.title} has infinitely many features")
+        return reasons
+
+    def describe(self, recipe: Recipe) -> str:
+        if not _uses_recursion(recipe):
+            assert recipe.algorithm.inverse is not None
+            return describe_inverse(recipe.algorithm.inverse)
+        interval = _refresh_interval(recipe)
+        if interval == 0:
+            return "recursive least squares in chunks"
+        return f"recursive least squares in chunks, ridge refreshed every {interval} tokens"
+
+    # `solve` returns outputs, weights and state slots; by default one of this engine's.
+    def run(self, problem: Problem, solve: Solve | None = None) -> tuple[Tensor, State]:
+        B, T, H, G, _ = problem.q.shape
+        if T == 0 or B == 0:
+            return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.final_state()
+        if solve is None:
+            solve = _recursive if _uses_recursion(problem.recipe) else approximate
+        y, weights, slots = solve(problem)
+        has_tokens = (problem.end > 0)[:, None, None, None]
+
+        def select_rows(updated: Tensor, previous: Tensor) -> Tensor:
+            mask = (
+                has_tokens
+                if updated.dim() == 4
+                else has_tokens.view(-1, *(1,) * (updated.dim() - 1))
+            )
+            return torch.where(mask, updated, previous)
+
+        state = problem.state
+        final_state = problem.final_state(
+            weights=(select_rows(weights, state.weights[0]),),
+            algorithm_state={
+                name: (select_rows(x, state.algorithm_state[name][0]),) for name, x in slots.items()
+            },
+        )
+        return y.to(problem.v.dtype), final_state
+
+    def uses_inner_autograd(self, recipe: Recipe) -> bool:
+        return False
+
+    def float32_reason(self, recipe: Recipe) -> str | None:
+        if recipe.algorithm.float64_slots(recipe):
+            return (
+                "some of its statistics are float64, and their dtype depends on the rounding error"
+            )
+        inverse = recipe.algorithm.inverse
+        if (
+            inverse is None
+            or inverse.kind in ("identity", "diagonal", "spectral")
+            or inverse.is_recursive
+        ):
+            return None
+        return "conjugate gradients with rounded products converge to another solution"
+
+    def count_flops(self, recipe: Recipe, sizes: Sizes) -> FlopCount:
+        # A factorization counts as F³/3.
+        algorithm, F, V, H, T, G = recipe.algorithm, sizes.F, sizes.V, sizes.H, sizes.T, sizes.G
+        read, write = 2 * G * F * V, 2 * F * V
+        inverse = algorithm.inverse
+        assert inverse is not None  # unsupported_reasons
+        if inverse.is_recursive:
+            C = min(64, T)
+            N = -(-T // C) if T else 0
+            J = C * G
+            chunk = {
+                "gram": 2 * C * F * F + 2 * C * C * F,
+                "factor": C**3 // 3 + C * C * (F + V),
+                "state": 2 * C * F * (F + V) + 2 * C * F * V,
+                "read": 2 * J * F * V + 2 * J * C * (F + V),
+            }
+            if inverse.ridge == "refreshed" and recipe.context.has_decay:
+                refresh_every = inverse.refresh_every
+                border = 2 * F**3 + 2 * F * F * V
+                chunk["borders"] = border * C // refresh_every + 2 * C * F * F + 2 * C * C * (F + V)
+            step = (4 * F * F + 2 * F * F + 2 * write + read) * H
+            return FlopCount(
+                forward={name: n * N * H for name, n in chunk.items()},
+                decode=step,
+                steps=N,
+                step_seconds=STEP_SECONDS,
+                states=N,
+            )
+        kind = "" if inverse.kind == "exact" else inverse.kind
+        attend = simple_chunk_flops(F, V, 64, 64 * G, has_error=False)
+        product = sum(simple_chunk_flops(F, F, 64, 64 * G, has_error=False).values())
+        N = -(-T // 64) if T else 0
+        parts = {"read": sum(attend.values()) * N * H}
+        notes: tuple[str, ...] = ()
+        step, steps = 2 * write + read, N
+        if kind == "spectral":
+            parts["eigenvectors"] = 10 * F**3 * T * H
+            step += 10 * F**3
+            steps = T  # each Gram matrix depends on the previous one
+        elif kind == "conjugate_gradient" or not kind:
+            count = inverse.steps if kind else 30
+            parts["products"] = product * N * H * count
+            step += 2 * F * F * (1 + G * count)
+            steps *= 1 + count
+            if not kind:
+                notes = ("counted as 30 iterations; they stop at the tolerance (rc.record_solver)",)
+        return FlopCount(
+            forward=parts,
+            decode=step * H,
+            steps=steps,
+            step_seconds=STEP_SECONDS,
+            states=N,
+            notes=notes,
+        )
+
+    def count_read_flops(self, recipe: Recipe, sizes: Sizes, queries: int) -> int:
+        inverse, F, V = recipe.algorithm.inverse, sizes.F, sizes.V
+        assert inverse is not None  # unsupported_reasons
+        per_query, shared = 2 * sizes.G * F * V, 0
+        if inverse.kind == "exact" and not inverse.is_recursive:
+            shared = 2 * F**3 // 3 + 2 * F * F * V  # one factor for all queries
+        elif inverse.kind == "spectral":
+            per_query += 10 * F**3
+        elif inverse.kind == "conjugate_gradient":
+            per_query += 2 * F * F * sizes.G * inverse.steps
+        return (per_query * queries + shared) * sizes.H
 
 
 def _uses_recursion(recipe: Recipe) -> bool:
@@ -92,51 +212,6 @@ def _refresh_interval(recipe: Recipe) -> int:
     if inverse is None or inverse.ridge != "refreshed" or not recipe.context.has_decay:
         return 0
     return inverse.refresh_every
-
-
-def needs_digits(recipe: Recipe) -> str | None:
-    """Return the reason why products must stay in float32, or ``None``."""
-    if recipe.algorithm.float64_slots(recipe):
-        return "some of its statistics are float64, and their dtype depends on the rounding error"
-    inverse = recipe.algorithm.inverse
-    if (
-        inverse is None
-        or inverse.kind in ("identity", "diagonal", "spectral")
-        or inverse.is_recursive
-    ):
-        return None
-    return "conjugate gradients with rounded products converge to another solution"
-
-
-def run(problem: Problem, solve: Solve | None = None) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the final state.
-
-    Args:
-        problem: inputs of the call.
-        solve: function that returns outputs, weights and state slots; defaults to this engine's.
-    """
-    B, T, H, G, _ = problem.q.shape
-    if T == 0 or B == 0:
-        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.final_state()
-    if solve is None:
-        solve = _recursive if _uses_recursion(problem.recipe) else approximate
-    y, weights, slots = solve(problem)
-    has_tokens = (problem.end > 0)[:, None, None, None]
-
-    def select_rows(updated: Tensor, previous: Tensor) -> Tensor:
-        mask = (
-            has_tokens if updated.dim() == 4 else has_tokens.view(-1, *(1,) * (updated.dim() - 1))
-        )
-        return torch.where(mask, updated, previous)
-
-    state = problem.state
-    final_state = problem.final_state(
-        weights=(select_rows(weights, state.weights[0]),),
-        algorithm_state={
-            name: (select_rows(x, state.algorithm_state[name][0]),) for name, x in slots.items()
-        },
-    )
-    return y.to(problem.v.dtype), final_state
 
 
 def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.sizes import FlopCount, Sizes, weight_read_flops
-from recollect.engines.linear.chunked import chunk_length
-from recollect.engines.linear.decode import decodes_in_one_step, per_value_systems, scans
+from recollect.engines.common.sizes import FlopCount, Sizes
+from recollect.engines.linear.decode import decodes_in_one_step
 from recollect.engines.linear.scan import ScanLayout
 
 if TYPE_CHECKING:
@@ -20,85 +19,16 @@ TOKEN_SECONDS = 6e-5
 """`Counted.step_seconds` of a token of `recollect.engines.linear.recurrent`."""
 
 
-def flops(recipe: Recipe, s: Sizes) -> FlopCount:
-    """Count the operations of one call; see `recollect.cost`."""
-    decay, algorithm = recipe.retention.decay, recipe.algorithm
-    if scans(recipe):
-        return _scan(recipe, s)
-    per = decay.per if decay is not None else "head"
-    V = s.V + (recipe.memory.read.normalize != "none")
-    heads, F = s.H, s.F
-    notes: list[str] = []
-    has_momentum = algorithm.recursion != "none"
-    has_error = recipe.bias.sees_prediction
-    # Value channels with separate equations become heads of one row.
-    if recipe.memory.is_elementwise:
-        heads, F, V, per = s.H * V, 1, 1, "head"
-    elif per_value_systems(recipe):
-        notes.append(f"one triangular system per value channel: {V} of them in place of one")
-        heads, V, per = s.H * V, 1, "key" if per in ("key_value", "entry") else "head"
-    T, c = s.T * s.n, s.c
-    probe = recipe.bias.probe is not None
-    has_value_momentum = has_error and algorithm.recursion == "value"
-    token = (
-        _token(F, V, c, s.G, has_error=has_error, probe=probe, separate_erase=has_value_momentum)
-        * heads
-    )
-    if has_momentum and per != "head":
-        notes.append("decay per channel with momentum runs token by token")
-        return FlopCount(
-            forward={"tokens": token * s.T},
-            decode=token,
-            steps=T,
-            step_seconds=TOKEN_SECONDS,
-            states=T,
-            notes=tuple(notes),
-        )
-    over_values = per in ("value", "key_value") and not has_error
-    simple = not (has_momentum or probe or c > 1 or over_values)
-
-    def chunk(C: int) -> dict[str, int]:
-        parts = simple_chunk_flops if simple else _general_chunk_flops
-        momentum_on = algorithm.recursion
-        counted = parts(
-            F,
-            V,
-            C * c,
-            C * s.G,
-            has_error=has_error,
-            probe=probe,
-            has_momentum=has_momentum,
-            momentum_on=momentum_on,
-        )
-        return {**counted, "coefficients": 2 * C**3 if has_momentum else 0}
-
-    if s.n > 1:  # the sub-steps of a decoded token form a chunk
-        token = sum(chunk(s.n).values()) * heads
-    C = min(chunk_length(solves=has_error), T)
-    N = -(-T // C) if T else 0
-    forward = {name: n * N * heads for name, n in chunk(C).items()}
-    bonus, first = _read_extras(recipe, s)
-    forward["read"] += bonus * s.T + first
-    return FlopCount(
-        forward=forward,
-        decode=token + bonus + first,
-        steps=N,
-        step_seconds=SOLVE_SECONDS if has_error else STEP_SECONDS,
-        states=N,
-        notes=tuple(notes),
-    )
-
-
-def _read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:
+def read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:
     """Return FLOPs of the bonus per token, and of the read before the first write per call."""
     read = recipe.memory.read
     bonus = 2 * s.G * s.F * s.H if read.bonus != 0.0 else 0
     return bonus, 2 * s.G * s.F * s.V * s.H if read.when == "before" and s.T else 0
 
 
-def _scan(recipe: Recipe, s: Sizes) -> FlopCount:
+def scan_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     """Count a scan: products are the read of a matrix and the write of a decoded token."""
-    bonus, first = _read_extras(recipe, s)
+    bonus, first = read_extras(recipe, s)
     token = 0 if recipe.memory.is_elementwise else 2 * s.G * s.F * s.V * s.H + bonus
     first = 0 if recipe.memory.is_elementwise else first
     notes = ("the scan is elementwise, about 6 operations per entry and token, not counted here",)
@@ -114,7 +44,7 @@ def _scan(recipe: Recipe, s: Sizes) -> FlopCount:
     )
 
 
-def _token(
+def token_flops(
     F: int, V: int, c: int, G: int, *, has_error: bool, probe: bool, separate_erase: bool
 ) -> int:
     """Count the operations of one token and head: predict, write c associations, read."""
@@ -136,7 +66,7 @@ def simple_chunk_flops(
     }
 
 
-def _general_chunk_flops(
+def general_chunk_flops(
     F: int,
     V: int,
     R: int,
@@ -167,6 +97,3 @@ def _general_chunk_flops(
         read += 2 * J * R * (F + V)
     parts = {"gram": gram, "inverse": inverse, "solve": solve}
     return {**parts, "state": state, "scan": scan, "read": read}
-
-
-reading = weight_read_flops

@@ -11,7 +11,6 @@ entry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,8 @@ __all__ = [
     "decodes_in_one_step",
     "one_token",
     "per_value_systems",
-    "plan",
     "scans",
-    "token",
+    "step",
 ]
 
 
@@ -80,24 +78,6 @@ def per_value_systems(recipe: Recipe) -> bool:
     return recipe.context.horizon != 1 and recipe.algorithm.per_value
 
 
-def plan(bound: BoundRecipe) -> LinearPlan:
-    """Return the plan of a recipe."""
-    recipe, gates = bound.recipe, set(bound.gates)
-    decay, simple = recipe.retention.decay, decodes_in_one_step(bound.recipe)
-    factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
-    return LinearPlan(
-        plain=simple,
-        bare=simple
-        and not bound.needs_lowering
-        and not bound.has_features
-        and not recipe.algorithm.rate_depends_on_key
-        and [name for name, _, _ in bound.learned_rates] == factors
-        and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
-        decays_first=decay is not None and decay.when == "before",
-        split_values=per_value_systems(recipe),
-    )
-
-
 def decodes_in_one_step(recipe: Recipe) -> bool:
     """Whether one token is a write of one association and a read, without special cases."""
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
@@ -126,65 +106,14 @@ def one_token(problem: Problem) -> tuple[Tensor, State]:
     if log_decay is not None and scale is not None and scale.dim() > log_decay.dim():
         log_decay = factored_log_decay(log_decay.unsqueeze(-1), scale)
     if bound.rate_depends_on_key:
-        assert bound.affine is not None  # linear.refuses
+        assert bound.affine is not None  # LinearEngine.unsupported_reasons
         lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
     k, v, A = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V), start.to(dtype)
-    y, updated = _step(bound, bound.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
+    y, updated = step(bound, bound.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
     return y.view(B, 1, H, y.shape[1], V), problem.final_state(weights=(updated.view(B, H, V, F),))
 
 
-def token(
-    bound: BoundRecipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Mapping[str, Tensor],
-    state: State,
-) -> tuple[Tensor, State] | None:
-    """Decode one token of a bare recipe without checks, or return ``None`` if unsupported.
-
-    The general call path costs as much as the arithmetic of one token; this function skips it. The
-    dtypes of inputs, gates and the memory must agree.
-
-    Args:
-        bound: bound recipe.
-        q: query ``[B, 1, H·G, K]``.
-        k: key ``[B, 1, H, K]``.
-        v: value ``[B, 1, H, V]``.
-        gates: gates ``[B, 1, H, ...]`` and params ``[H, ...]`` by name.
-        state: state before the token.
-    """
-    plan: LinearPlan = bound.plan
-    (A,) = state.weights if plan.bare else (None,)
-    if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype == state_dtype(q)):
-        return None
-    for gate in gates.values():
-        if gate.dtype != A.dtype:
-            return None  # the general path converts it
-    lr, log_decay, scale = gates["lr"], gates.get("log_decay"), gates.get("decay_scale")
-    if log_decay is not None and scale is not None:
-        has_all_axes = log_decay.dim() == scale.dim() + 2
-        log_decay = factored_log_decay(
-            log_decay if has_all_axes else log_decay.unsqueeze(-1), scale
-        )
-    B, H, V, F = A.shape
-    P = B * H
-    y, updated = _step(
-        bound,
-        plan,
-        q.reshape(P, q.shape[2] // H, F),
-        k.reshape(P, 1, F),
-        v.reshape(P, 1, V),
-        A.reshape(P, V, F),
-        lr,
-        log_decay,
-    )
-    return y.view(B, 1, q.shape[2], V), state.replace(
-        weights=(updated.view(B, H, V, F),), recipe_id=bound.recipe_id
-    )
-
-
-def _step(
+def step(
     bound: BoundRecipe,
     plan: LinearPlan,
     q: Tensor,
@@ -195,7 +124,7 @@ def _step(
     log_decay: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recursion of P memories: q ``[P, G, F]``, k ``[P, 1, F]``, v ``[P, 1, V]``."""
-    assert bound.affine is not None  # linear.refuses
+    assert bound.affine is not None  # LinearEngine.unsupported_reasons
     (a, b), decayed = bound.affine, A
     if log_decay is not None:
         axes = log_decay.shape[3:]  # none, [F] or [V, F]

@@ -2,21 +2,40 @@
 
 Value channels with different error equations are independent: gates or decays per value channel,
 and an error that depends on the prediction. Each channel then becomes a memory with one row, at V
-times the cost of the key products (see `describes`).
+times the cost of the key products (see `LinearEngine.describe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, factored_log_decay
-from recollect.engines.linear.chunked import chunked
-from recollect.engines.linear.decode import one_token, per_value_systems, scans
+from recollect.engines.base import Engine
+from recollect.engines.common.problem import Problem, factored_log_decay, state_dtype
+from recollect.engines.common.sizes import FlopCount, Sizes
+from recollect.engines.linear.chunked import chunk_length, chunked
+from recollect.engines.linear.cost import (
+    SOLVE_SECONDS,
+    STEP_SECONDS,
+    TOKEN_SECONDS,
+    general_chunk_flops,
+    read_extras,
+    scan_flops,
+    simple_chunk_flops,
+    token_flops,
+)
+from recollect.engines.linear.decode import (
+    LinearPlan,
+    decodes_in_one_step,
+    one_token,
+    per_value_systems,
+    scans,
+    step,
+)
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
 from recollect.engines.linear.recurrent import recurrent
 from recollect.engines.linear.scan import ScanInputs, scan
@@ -26,87 +45,211 @@ if TYPE_CHECKING:
     from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
 
-__all__ = [
-    "bonus",
-    "describes",
-    "follows",
-    "read_in_order",
-    "refuses",
-    "run",
-    "solve_vector",
-]
+__all__ = ["LinearEngine", "bonus", "read_in_order", "solve_vector"]
 
 Solved = tuple[Tensor, Tensor, Tensor | None]
 """Outputs ``[B, T, H, G, V]``, A and S (``None`` without momentum) after all tokens."""
 
 
-def refuses(recipe: Recipe) -> list[str]:
-    """Return the reasons why this engine cannot run a recipe; empty when it can."""
-    memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
-    if not memory.linear:
-        return [f"{memory.title} is not linear in its parameters"]
-    reasons: list[str] = []
-    if not recipe.features.finite:
-        reasons.append(f"{recipe.features.title} has infinitely many features")
-    if recipe.bias.affine is None:
-        reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
-    if recipe.context.horizon is None:
-        reasons.append(f"{recipe.context.title} sees all of the past at once")
-    if not retention.is_plain:
-        reasons.append(f"{retention.title} puts a link between the state and the weights")
-    if algorithm.recursion is None:
-        reasons.append(f"the step of {algorithm.title} is not linear in the gradients")
-    if algorithm.uses_normalized_steps:
-        reasons.append(f"{algorithm.title} scales gradients by what they do to the prediction")
-    if algorithm.batch_size > 1:
-        reasons.append(
-            f"inner batches of {algorithm.batch_size} tokens, and this engine solves for one"
+class LinearEngine(Engine):
+    """Matrix and vector memories, exact at every token and parallel in chunks."""
+
+    name = "linear"
+    propagates_nan = True
+    accepts_half_precision_state = True
+
+    def unsupported_reasons(self, recipe: Recipe) -> list[str]:
+        memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
+        if not memory.linear:
+            return [f"{memory.title} is not linear in its parameters"]
+        reasons: list[str] = []
+        if not recipe.features.finite:
+            reasons.append(f"{recipe.features.title} has infinitely many features")
+        if recipe.bias.affine is None:
+            reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
+        if recipe.context.horizon is None:
+            reasons.append(f"{recipe.context.title} sees all of the past at once")
+        if not retention.is_plain:
+            reasons.append(f"{retention.title} puts a link between the state and the weights")
+        if algorithm.recursion is None:
+            reasons.append(f"the step of {algorithm.title} is not linear in the gradients")
+        if algorithm.uses_normalized_steps:
+            reasons.append(f"{algorithm.title} scales gradients by what they do to the prediction")
+        if algorithm.batch_size > 1:
+            reasons.append(
+                f"inner batches of {algorithm.batch_size} tokens, and this engine solves for one"
+            )
+        if algorithm.reduction != "sum":
+            reasons.append("the step is averaged over the open inner batch")
+        return reasons
+
+    def describe(self, recipe: Recipe) -> str:
+        decay = recipe.retention.decay
+        if scans(recipe):
+            return "scan over time, entry by entry"
+        channels = decay is not None and decay.per in ("key", "value", "key_value", "entry")
+        split = recipe.memory.is_elementwise or per_value_systems(recipe)
+        # A memory per value channel has a scalar decay, unless the decay is over keys.
+        if split and decay is not None:
+            channels = decay.per in ("key_value", "entry") or (
+                decay.per == "key" and not recipe.memory.is_elementwise
+            )
+        if channels and recipe.algorithm.recursion != "none":
+            return "analytic scan: decay per channel with momentum does not separate"
+        if not recipe.bias.sees_prediction:
+            return "masked attention"
+        if split:
+            return "one triangular solve per value channel"
+        return "triangular solve"
+
+    def make_plan(self, bound: BoundRecipe) -> LinearPlan:
+        recipe, gates = bound.recipe, set(bound.gates)
+        decay, simple = recipe.retention.decay, decodes_in_one_step(bound.recipe)
+        factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
+        return LinearPlan(
+            plain=simple,
+            bare=simple
+            and not bound.needs_lowering
+            and not bound.has_features
+            and not recipe.algorithm.rate_depends_on_key
+            and [name for name, _, _ in bound.learned_rates] == factors
+            and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
+            decays_first=decay is not None and decay.when == "before",
+            split_values=per_value_systems(recipe),
         )
-    if algorithm.reduction != "sum":
-        reasons.append("the step is averaged over the open inner batch")
-    return reasons
 
+    def run(self, problem: Problem) -> tuple[Tensor, State]:
+        if problem.bound.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
+            y, final_state = one_token(problem)
+            return y.to(problem.v.dtype), final_state
+        solve = solve_vector if problem.recipe.memory.is_elementwise else _matrix
+        y, A, S = solve(problem, linear_problem(problem))
+        slots = {} if S is None else {"momentum": (S,)}
+        return y.to(problem.v.dtype), problem.final_state(weights=(A,), algorithm_state=slots)
 
-def describes(recipe: Recipe) -> str:
-    """Return a short description of the method for a recipe."""
-    decay = recipe.retention.decay
-    if scans(recipe):
-        return "scan over time, entry by entry"
-    channels = decay is not None and decay.per in ("key", "value", "key_value", "entry")
-    split = recipe.memory.is_elementwise or per_value_systems(recipe)
-    # A memory per value channel has a scalar decay, unless the decay is over keys.
-    if split and decay is not None:
-        channels = decay.per in ("key_value", "entry") or (
-            decay.per == "key" and not recipe.memory.is_elementwise
+    def has_token_path(self, bound: BoundRecipe) -> bool:
+        plan: LinearPlan = bound.plan
+        return plan.bare
+
+    def decode_token(
+        self,
+        bound: BoundRecipe,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Mapping[str, Tensor],
+        state: State,
+    ) -> tuple[Tensor, State] | None:
+        # The general call path costs as much as the arithmetic of one token. The dtypes of inputs,
+        # gates and the memory must agree; the general path converts them.
+        (A,) = state.weights
+        if not q.dtype == k.dtype == v.dtype == A.dtype == state_dtype(q):
+            return None
+        for gate in gates.values():
+            if gate.dtype != A.dtype:
+                return None
+        lr, log_decay, scale = gates["lr"], gates.get("log_decay"), gates.get("decay_scale")
+        if log_decay is not None and scale is not None:
+            has_all_axes = log_decay.dim() == scale.dim() + 2
+            log_decay = factored_log_decay(
+                log_decay if has_all_axes else log_decay.unsqueeze(-1), scale
+            )
+        B, H, V, F = A.shape
+        P = B * H
+        y, updated = step(
+            bound,
+            bound.plan,
+            q.reshape(P, q.shape[2] // H, F),
+            k.reshape(P, 1, F),
+            v.reshape(P, 1, V),
+            A.reshape(P, V, F),
+            lr,
+            log_decay,
         )
-    if channels and recipe.algorithm.recursion != "none":
-        return "analytic scan: decay per channel with momentum does not separate"
-    if not recipe.bias.sees_prediction:
-        return "masked attention"
-    if split:
-        return "one triangular solve per value channel"
-    return "triangular solve"
+        return y.view(B, 1, q.shape[2], V), state.replace(
+            weights=(updated.view(B, H, V, F),), recipe_id=bound.recipe_id
+        )
 
+    def is_traceable(self, bound: BoundRecipe, tokens: int) -> bool:
+        return tokens == 1 and not bound.has_normalizer and not bound.is_stabilized
 
-def follows(bound: BoundRecipe, tokens: int) -> bool:
-    """Whether `torch.compile` traces calls of a recipe, which it does for single tokens.
+    def uses_inner_autograd(self, recipe: Recipe) -> bool:
+        return False
 
-    Args:
-        bound: bound recipe.
-        tokens: number of tokens of a call.
-    """
-    return tokens == 1 and not bound.has_normalizer and not bound.is_stabilized
+    def count_flops(self, recipe: Recipe, sizes: Sizes) -> FlopCount:
+        decay, algorithm = recipe.retention.decay, recipe.algorithm
+        if scans(recipe):
+            return scan_flops(recipe, sizes)
+        per = decay.per if decay is not None else "head"
+        V = sizes.V + (recipe.memory.read.normalize != "none")
+        heads, F = sizes.H, sizes.F
+        notes: list[str] = []
+        has_momentum = algorithm.recursion != "none"
+        has_error = recipe.bias.sees_prediction
+        # Value channels with separate equations become heads of one row.
+        if recipe.memory.is_elementwise:
+            heads, F, V, per = sizes.H * V, 1, 1, "head"
+        elif per_value_systems(recipe):
+            notes.append(f"one triangular system per value channel: {V} of them in place of one")
+            heads, V, per = sizes.H * V, 1, "key" if per in ("key_value", "entry") else "head"
+        T, c = sizes.T * sizes.n, sizes.c
+        probe = recipe.bias.probe is not None
+        has_value_momentum = has_error and algorithm.recursion == "value"
+        token = (
+            token_flops(
+                F,
+                V,
+                c,
+                sizes.G,
+                has_error=has_error,
+                probe=probe,
+                separate_erase=has_value_momentum,
+            )
+            * heads
+        )
+        if has_momentum and per != "head":
+            notes.append("decay per channel with momentum runs token by token")
+            return FlopCount(
+                forward={"tokens": token * sizes.T},
+                decode=token,
+                steps=T,
+                step_seconds=TOKEN_SECONDS,
+                states=T,
+                notes=tuple(notes),
+            )
+        over_values = per in ("value", "key_value") and not has_error
+        simple = not (has_momentum or probe or c > 1 or over_values)
 
+        def chunk(C: int) -> dict[str, int]:
+            parts = simple_chunk_flops if simple else general_chunk_flops
+            momentum_on = algorithm.recursion
+            counted = parts(
+                F,
+                V,
+                C * c,
+                C * sizes.G,
+                has_error=has_error,
+                probe=probe,
+                has_momentum=has_momentum,
+                momentum_on=momentum_on,
+            )
+            return {**counted, "coefficients": 2 * C**3 if has_momentum else 0}
 
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return outputs ``[B, T, H, G, V]`` and the final state."""
-    if problem.bound.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
-        y, final_state = one_token(problem)
-        return y.to(problem.v.dtype), final_state
-    solve = solve_vector if problem.recipe.memory.is_elementwise else _matrix
-    y, A, S = solve(problem, linear_problem(problem))
-    slots = {} if S is None else {"momentum": (S,)}
-    return y.to(problem.v.dtype), problem.final_state(weights=(A,), algorithm_state=slots)
+        if sizes.n > 1:  # the sub-steps of a decoded token form a chunk
+            token = sum(chunk(sizes.n).values()) * heads
+        C = min(chunk_length(solves=has_error), T)
+        N = -(-T // C) if T else 0
+        forward = {name: n * N * heads for name, n in chunk(C).items()}
+        bonus, first = read_extras(recipe, sizes)
+        forward["read"] += bonus * sizes.T + first
+        return FlopCount(
+            forward=forward,
+            decode=token + bonus + first,
+            steps=N,
+            step_seconds=SOLVE_SECONDS if has_error else STEP_SECONDS,
+            states=N,
+            notes=tuple(notes),
+        )
 
 
 # -- a matrix memory -----------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
     bound, rates, state = problem.bound, problem.rates, problem.state
     recipe, affine, decay, momentum_on = bound.recipe, bound.affine, bound.decay, bound.recursion
     has_momentum = momentum_on != "none"
-    assert affine is not None  # linear.refuses
+    assert affine is not None  # LinearEngine.unsupported_reasons
     dtype = state_dtype(problem.q, problem.k, problem.v)
     # Only features use the positions of tokens.
     position = problem.positions() if bound.has_features else state.position
@@ -199,7 +199,7 @@ def _probe(problem: Problem, k: Tensor, position: Tensor) -> tuple[Tensor, Tenso
 def _window(problem: Problem, k: Tensor) -> tuple[Tensor, Past | None]:
     """Return the weights of a window, and its buffered associations."""
     horizon, buffer = problem.recipe.context.horizon, problem.state.buffer
-    assert horizon is not None  # linear.refuses
+    assert horizon is not None  # LinearEngine.unsupported_reasons
     window = problem.rates.get("window", k.new_ones(()).expand(*k.shape[:3], horizon))
     if buffer is None:
         return window, None
