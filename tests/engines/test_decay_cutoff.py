@@ -51,9 +51,9 @@ def test_what_is_left_out() -> None:
     of_key = torch.arange(600.0)[None, :, None]  # each token decays the past by e^−1
     cutoff = DecayCutoff.of(of_key, q, q, scale=0.5, by_length=0.0)
     assert 2 * 0.5 * 4 + 39 < cutoff.furthest < 2 * 0.5 * 4 + 40
-    cuts = [(slice(0, 256), slice(0, 256)), (slice(256, 600), slice(0, 600))]
-    first_keys = cutoff.first_keys(torch.arange(600), cuts)
-    assert first_keys == {0: 0, 256: 256 - int(cutoff.furthest)}
+    pieces = [(slice(0, 256), slice(0, 256)), (slice(256, 600), slice(0, 600))]
+    shortened = cutoff.shorten(pieces, torch.arange(600))
+    assert shortened == [pieces[0], (pieces[1][0], slice(256 - int(cutoff.furthest), 600))]
 
 
 def test_long_sequences_stay_accurate_in_float32() -> None:

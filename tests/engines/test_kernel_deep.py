@@ -11,8 +11,8 @@ from tests.contracts import generate
 from tests.engines.test_kernel_rows import EXPLICIT
 
 import recollect as rc
-from recollect.engines.kernel.deep import DeepKernelMemory
 from recollect.engines.kernel.delta_rule import KernelDeltaRule
+from recollect.engines.kernel.inner_batches import DeepKernelMemory
 from recollect.engines.select import select_engine
 from recollect.testing.compare import same
 from recollect.testing.engines import agree

@@ -17,19 +17,13 @@ __all__ = ["gather_visible", "visible_values"]
 def gather_visible(
     problem: Problem,
     dtype: torch.dtype,
-    query_rates: Mapping[str, Tensor] | None = None,
-    joined: Buffer | None = None,
+    query_rates: Mapping[str, Tensor] | None = None,  # gates of read-only queries
+    joined: Buffer | None = None,  # buffer after the call, if it has all associations in order
 ) -> VisibleAssociations:
     """Return the associations that are visible to a problem's queries, in ``dtype``.
 
     Old associations are right-aligned and new associations are left-aligned, so that the distance
-    in slots is the distance in tokens.
-
-    Args:
-        problem: The call.
-        dtype: Dtype of the result.
-        query_rates: Gates of read-only queries, or ``None`` if each query has a new association.
-        joined: The buffer after the call, if it contains all associations in order.
+    in slots is the distance in tokens. Read-only queries have no new association.
     """
     buffer, q = problem.state.buffer, problem.q.to(dtype)
     k, rates = problem.k.to(dtype), dict(problem.rates)
@@ -60,44 +54,28 @@ def gather_visible(
     if num_sinks and buffered:  # sinks are before the latest associations
         position = torch.where((slot < num_sinks) & (start > buffered), slot, position)
     if query_rates is None:
-        slots = torch.arange(buffered, n, device=device)
-        return VisibleAssociations(
-            q=q,
-            k=k,
-            rates=rates,
-            query_rates=problem.rates,
-            valid=valid,
-            position=position,
-            query_position=position[:, buffered:],
-            query_slots=slots,
-            first_slot=buffered,
-            is_full=is_full,
-            max_position=max_position,
-        )
-    count = q.shape[1]
+        first_slot, query_slots, query_position = buffered, slot[buffered:], position[:, buffered:]
+    else:
+        count, first_slot = q.shape[1], n
+        query_slots = torch.full((count,), max(n - 1, 0), device=device)
+        query_position = (start - 1).expand(-1, count)
     return VisibleAssociations(
         q=q,
         k=k,
         rates=rates,
-        query_rates=query_rates,
+        query_rates=problem.rates if query_rates is None else query_rates,
         valid=valid,
         position=position,
-        query_position=(start - 1).expand(-1, count),
-        query_slots=torch.full((count,), max(n - 1, 0), device=device),
-        first_slot=n,
+        query_position=query_position,
+        query_slots=query_slots,
+        first_slot=first_slot,
         is_full=is_full,
         max_position=max_position,
     )
 
 
 def visible_values(problem: Problem, dtype: torch.dtype, joined: Buffer | None = None) -> Tensor:
-    """Return the values of the visible associations, ``[B, n, H, V]``.
-
-    Args:
-        problem: The call.
-        dtype: Dtype of the result.
-        joined: Argument of `gather_visible`.
-    """
+    """Return the values of the associations of `gather_visible`, ``[B, n, H, V]``."""
     if joined is not None:
         return joined.v.to(dtype)
     v, buffer = problem.v.to(dtype), problem.state.buffer

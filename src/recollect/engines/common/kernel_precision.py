@@ -54,13 +54,7 @@ def relative_tolerance(dtype: torch.dtype) -> float:
 
 
 def is_significant(total: Tensor, keys: int, missing: Tensor | None = None) -> Tensor:
-    """Return whether the missing mass is significant in Σ m κ.
-
-    Args:
-        total: Σ m κ ``[..., 1]``.
-        keys: Number of keys.
-        missing: Σ of similarities times the missing mass of the state ``[..., 1]``.
-    """
+    """Return whether Σ κ × missing mass ``[..., 1]`` is significant in the total Σ m κ."""
     significant = total.detach() < keys * min_mass(total.dtype) / relative_tolerance(total.dtype)
     if missing is not None:
         significant = significant | (

@@ -75,13 +75,7 @@ def kernel_rows_flops(recipe: Recipe, s: Sizes) -> FlopCount:
 
 
 def row_read_flops(recipe: Recipe, s: Sizes, queries: int) -> int:
-    """Return the FLOPs of read-only queries of the rows of all closed inner batches.
-
-    Args:
-        recipe: Recipe with a memory over a kernel's features.
-        s: Sizes.
-        queries: Number of queries per batch element and query head.
-    """
+    """Return the FLOPs of read-only queries (per query head) of the rows of closed batches."""
     tokens = s.T * recipe.associations_per_token
     rows = tokens - tokens % recipe.algorithm.batch_size
     M = sum(recipe.row_widths(s.V))

@@ -27,6 +27,7 @@ __all__ = [
     "as_matrix",
     "factored_log_decay",
     "join_buffer",
+    "loss_gradients",
     "memory_forward",
     "problem_tensors",
     "requires_grad",
@@ -334,7 +335,30 @@ def as_matrix(w: Tensor) -> Tensor:
     return w.flatten(3)
 
 
-# -- the outer gradient ----------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def loss_gradients(
+    bias: Bias,
+    prediction: Tensor,  # [B, H, m, V]
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    weight: Tensor | None,  # [B, H, m]
+    points: Sequence[Tensor],
+    *,
+    outer: bool,
+) -> list[Tensor]:
+    """Return the gradients of Σ_i weight_i ℓ(prediction_i, v_i), with a graph if ``outer``."""
+    if bias.defines_loss:
+        loss = bias.loss(prediction, v, gates)
+        target, grad_output = (loss if weight is None else loss * weight).sum(), None
+    else:
+        target, grad_output = prediction, bias.error(prediction, v, gates)
+        grad_output = grad_output if weight is None else grad_output * weight.unsqueeze(-1)
+    gradients = torch.autograd.grad(
+        target, points, grad_output, create_graph=outer, materialize_grads=True
+    )
+    return list(gradients)
 
 
 def problem_tensors(problem: Problem) -> list[Tensor]:

@@ -45,10 +45,6 @@ Inputs = Mapping[str, Tensor]
 def run(problem: Problem, offered: Offer) -> tuple[Tensor, State] | None:
     """Return the outputs ``[B, T, H, G, V]`` and the final state, or ``None`` without an operator.
 
-    Args:
-        problem: The call.
-        offered: Operators for its recipe.
-
     Raises:
         RecipeError: ``engine="fla"`` is requested and no operator can run the call.
     """
@@ -61,12 +57,7 @@ def run(problem: Problem, offered: Offer) -> tuple[Tensor, State] | None:
 
 
 def supports_cu_seqlens(offered: Offer, x: Tensor) -> bool:
-    """Return whether an operator accepts several documents in one sequence.
-
-    Args:
-        offered: Operators for the recipe.
-        x: Any input of the call.
-    """
+    """Return whether an operator accepts several documents in one sequence with the input x."""
     structure = offered.structure
     return (
         structure is not None
@@ -158,25 +149,13 @@ def _run_documents(
 
 def token(
     bound: BoundRecipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Inputs,
+    q: Tensor,  # [B, 1, H·G, K]
+    k: Tensor,  # [B, 1, H, K]
+    v: Tensor,  # [B, 1, H, V]
+    gates: Inputs,  # [B, 1, H, ...]
     state: State,
 ) -> tuple[Tensor, State] | None:
-    """Run one token from a state, with validated inputs.
-
-    Args:
-        bound: The recipe at known sizes.
-        q: Query ``[B, 1, H·G, K]``.
-        k: Key ``[B, 1, H, K]``.
-        v: Value ``[B, 1, H, V]``.
-        gates: Gates by name, ``[B, 1, H, ...]``.
-        state: State before the token.
-
-    Returns:
-        The output and the next state, or ``None`` without an operator.
-    """
+    """Run one token from a state, with validated inputs; ``None`` without an operator."""
     plan: LinearPlan = bound.plan
     offered = bound.fla_operator
     assert offered is not None

@@ -99,60 +99,37 @@ def _by_type(operators: tuple[Operator, ...]) -> tuple[Operator, Operator]:
 def offer(bound: BoundRecipe, engine: str = "auto") -> Offer:
     """Return the operators of the package for a recipe.
 
-    Args:
-        bound: The recipe at known sizes.
-        engine: Engine argument of `recollect.recall`.
-
     Raises:
         RecipeError: ``engine="fla"`` is requested and there is no operator.
     """
-    is_required = engine == "fla"
-    offers = (
-        _find_operators(bound, is_required) if engine in ("auto", "fla") else _unavailable(engine)
-    )
-    if is_required and offers.reason is not None:
-        raise RecipeError(
-            f"engine='fla' cannot run this recipe: {offers.reason}; use engine='auto', which "
-            f"uses {PACKAGE} when it can"
-        )
-    return offers
-
-
-def _unavailable(engine: str) -> Offer:
-    reason = f"engine={engine!r} does not use it"
-    return Offer(structure=None, operators=(), reason=reason, is_required=False)
-
-
-def _find_operators(bound: BoundRecipe, is_required: bool) -> Offer:
-    recipe_structure = structure(bound)
+    if engine not in ("auto", "fla"):
+        reason = f"engine={engine!r} does not use it"
+        return Offer(structure=None, operators=(), reason=reason, is_required=False)
+    recipe_structure, fitting, reason = structure(bound), (), None
     if isinstance(recipe_structure, str):
-        return Offer(structure=None, operators=(), reason=recipe_structure, is_required=is_required)
-    features = bound.num_features
-    fitting = tuple(
-        operator
-        for operator in operators(recipe_structure)
-        if operator.supports(torch.bfloat16, features)
-    )
-    reason = None
-    if not fitting:
-        max_features = max(
-            (operator.max_features or 0 for operator in operators(recipe_structure)), default=0
+        recipe_structure, reason = None, recipe_structure
+    else:
+        candidates, features = tuple(operators(recipe_structure)), bound.num_features
+        fitting = tuple(x for x in candidates if x.supports(torch.bfloat16, features))
+        if not fitting:
+            max_features = max((x.max_features or 0 for x in candidates), default=0)
+            reason = f"its operators support at most {max_features} key features, not {features}"
+    if engine == "fla" and reason is not None:
+        raise RecipeError(
+            f"engine='fla' cannot run this recipe: {reason}; use engine='auto', which uses "
+            f"{PACKAGE} when it can"
         )
-        reason = f"its operators support at most {max_features} key features, not {features}"
     return Offer(
-        structure=recipe_structure, operators=fitting, reason=reason, is_required=is_required
+        structure=recipe_structure, operators=fitting, reason=reason, is_required=engine == "fla"
     )
 
 
 def allowed(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype for the products of a call, or ``None`` if no dtype is allowed.
+    """Return the dtype for products of q, k and v, or ``None`` if no dtype is allowed.
 
     The kernels multiply in the dtype of their inputs, float32 as TF32, and accumulate in float32.
     Inside `matmul_precision`, the result is float32 for ``"tf32"`` and ``None`` for ``"float32"``,
     because no kernel multiplies in full float32.
-
-    Args:
-        dtype: Promoted dtype of q, k and v.
     """
     if active.precision is not None:
         return torch.float32 if active.precision == "tf32" else None
@@ -177,12 +154,7 @@ class Choice:
 
 
 def choose(problem: Problem, offered: Offer) -> Choice | str:
-    """Return the operator for a call, or the reason why there is none.
-
-    Args:
-        problem: The call.
-        offered: Operators for its recipe.
-    """
+    """Return the operator for a call, or the reason why there is none."""
     reason = refusal(problem.q) or offered.reason
     if reason is not None:
         return reason
@@ -220,11 +192,7 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
 
 
 def refusal(x: Tensor) -> str | None:
-    """Return the reason why the package cannot run on a tensor's device, or ``None``.
-
-    Args:
-        x: Any input of the call.
-    """
+    """Return the reason why the package cannot run a call with the input x, or ``None``."""
     if x.device.type not in DEVICES:
         return f"its kernels run on {' and '.join(sorted(DEVICES))}, not on {x.device.type}"
     if not installed():

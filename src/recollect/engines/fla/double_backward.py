@@ -26,49 +26,38 @@ def with_double_backward(
 ) -> tuple[Tensor, ...]:
     """Return the outputs of ``operator``, differentiable any number of times.
 
-    Args:
-        operator: Function that calls the package.
-        engine: Function that computes equal outputs with this library.
-        inputs: Inputs of both functions by name.
+    ``engine`` computes equal outputs with this library.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs.values())):
         with torch.no_grad():
             return operator(inputs)
-    call = _Call(operator, engine, tuple(inputs))
-    return _DoubleBackward.apply(call, *inputs.values())  # type: ignore[no-any-return, no-untyped-call]
+    names = tuple(inputs)
 
+    def positional(function: TensorFn) -> Callable[[list[Any]], tuple[Tensor, ...]]:
+        return lambda tensors: function(dict(zip(names, tensors, strict=True)))
 
-class _Call:
-    """Both functions, called with tensors in the order of the input names."""
-
-    def __init__(self, operator: TensorFn, engine: TensorFn, names: tuple[str, ...]) -> None:
-        self._operator, self._engine, self._names = operator, engine, names
-
-    def operator(self, tensors: list[Any]) -> tuple[Tensor, ...]:
-        return self._operator(dict(zip(self._names, tensors, strict=True)))
-
-    def engine(self, tensors: list[Any]) -> tuple[Tensor, ...]:
-        return self._engine(dict(zip(self._names, tensors, strict=True)))
+    functions = positional(operator), positional(engine)
+    return _DoubleBackward.apply(*functions, *inputs.values())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _DoubleBackward(CustomFunction):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, operator: Any, engine: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
-            outputs = call.operator(leaves)
-        ctx.call, ctx.leaves, ctx.outputs = call, leaves, outputs
+            outputs = operator(leaves)
+        ctx.engine, ctx.leaves, ctx.outputs = engine, leaves, outputs
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             pairs = zip(ctx.outputs, grad_outputs)  # noqa: B905
             grads = [torch.zeros_like(x) if g is None else g for x, g in pairs]
-            return None, *differentiable_backward(ctx.call.engine, saved, needs, grads)
+            return None, None, *differentiable_backward(ctx.engine, saved, needs, grads)
         used = [
             (x, g)
             for x, g in zip(ctx.outputs, grad_outputs, strict=True)
@@ -76,7 +65,7 @@ class _DoubleBackward(CustomFunction):
         ]
         inputs_with_grad = [x for x, need in zip(ctx.leaves, needs, strict=True) if need]
         if not used or not inputs_with_grad:
-            return None, *[None for _ in needs]
+            return None, None, *[None for _ in needs]
         outputs, output_grads = zip(*used, strict=True)
         # With retain_graph, autograd may call this backward pass again.
         input_grads = iter(
@@ -84,4 +73,4 @@ class _DoubleBackward(CustomFunction):
                 outputs, inputs_with_grad, output_grads, retain_graph=True, allow_unused=True
             )
         )
-        return None, *[next(input_grads) if need else None for need in needs]
+        return None, None, *[next(input_grads) if need else None for need in needs]

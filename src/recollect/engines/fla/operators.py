@@ -76,12 +76,7 @@ class Operator:
         )
 
     def supports(self, dtype: torch.dtype, features: int) -> bool:
-        """Return whether the operator supports keys of a dtype and size.
-
-        Args:
-            dtype: Dtype of q, k and v.
-            features: Number of key channels.
-        """
+        """Return whether the operator supports q, k and v of a dtype with these key channels."""
         is_too_wide = self.max_features is not None and features > self.max_features
         return not is_too_wide and (self.float32 or dtype != torch.float32)
 
@@ -183,11 +178,7 @@ OPERATORS: tuple[Operator, ...] = (
 
 
 def operators(structure: Structure) -> Iterator[Operator]:
-    """Return the operators that compute a structure, the most specific first.
-
-    Args:
-        structure: Structure of the recipe.
-    """
+    """Return the operators that compute a structure, the most specific first."""
     return (operator for operator in OPERATORS if operator.matches(structure))
 
 
@@ -220,10 +211,5 @@ def gated_backward_raises() -> bool:
 
 @cache
 def function(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of the package; import it on the first call.
-
-    Args:
-        module: Module of the function.
-        name: Name of the function.
-    """
+    """Return a function of the package; import it on the first call."""
     return getattr(import_module(module), name)

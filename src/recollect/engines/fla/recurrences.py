@@ -81,22 +81,13 @@ def arguments(
     p: LinearProblem,
     dtype: torch.dtype,
     *,
-    bonus: Tensor | None = None,
+    bonus: Tensor | None = None,  # [H, K]
     cu_seqlens: Tensor | None = None,
     num_associations: int = 1,
     output_final_state: bool = True,
-    unweighted: bool = False,
+    unweighted: bool = False,  # whether every rate is 1
 ) -> Arguments:
-    """Return the inputs of an operator for a problem.
-
-    Args:
-        operator: Operator that runs.
-        p: The problem.
-        dtype: Dtype of the products.
-        bonus: Bonus ``[H, K]`` of an operator that reads before the write.
-        cu_seqlens, num_associations, output_final_state: Attributes of `Arguments`.
-        unweighted: Whether every rate is 1.
-    """
+    """Return the inputs of an operator for a problem, with products in ``dtype``."""
     p, G = p.masked(), p.q.shape[3]
     (a, b), k, v, decay = p.affine, p.k, p.v, p.log_decay
     decay = None if decay is None else decay.clamp_min(MIN_LOG_DECAY)
@@ -143,11 +134,7 @@ def _not_none(x: Tensor | None) -> Tensor:
 def solve(operator: Operator, x: Arguments, like: LinearProblem, *, is_recurrent: bool) -> Result:
     """Return the outputs ``[B, T, H, G, V]`` and the final memory ``[N, H, V, K]``.
 
-    Args:
-        operator: Operator that runs.
-        x: Its inputs.
-        like: The problem of these inputs.
-        is_recurrent: Whether to run the recurrent function, which has no gradient.
+    The recurrent function of an operator has no gradient.
     """
     name = operator.token if is_recurrent and operator.token is not None else operator.name
     run = function(operator.module, name)
@@ -257,11 +244,7 @@ def scan_channels(
 ) -> Result:
     """Run a vector memory h_t = α_t ⊙ h_(t−1) + b η k v, y = h ⊙ q, in parallel over channels.
 
-    Args:
-        operator: Operator that runs.
-        p: The problem, with an error that does not see the prediction.
-        read_when: ``"after"`` to read h_t, ``"before"`` to read h_(t−1).
-        output_final_state: Whether to return the memory after the last token.
+    ``read_when="before"`` reads h_(t−1).
     """
     p = p.masked()
     rate = p.lr if p.lr.dim() == 4 else p.lr.unsqueeze(-1)
@@ -282,10 +265,5 @@ def scan_channels(
 
 
 def with_tensors(p: LinearProblem, inputs: Mapping[str, Tensor]) -> LinearProblem:
-    """Return the problem with other tensors.
-
-    Args:
-        p: The problem.
-        inputs: Tensors by name. Names that are not fields are ignored.
-    """
+    """Return the problem with other tensors by name. Names that are not fields are ignored."""
     return replace(p, **{name: x for name, x in inputs.items() if hasattr(p, name)})

@@ -52,11 +52,7 @@ class Structure:
 
 
 def structure(bound: BoundRecipe) -> Structure | str:
-    """Return the structure of a recipe, or the reason why no operator can run it.
-
-    Args:
-        bound: The recipe at known sizes.
-    """
+    """Return the structure of a recipe, or the reason why no operator can run it."""
     recipe = bound.recipe
     reasons = LinearEngine().unsupported_reasons(recipe)
     if not reasons:
@@ -102,15 +98,13 @@ def _linear(bound: BoundRecipe) -> Structure:
     erases = "nothing"
     if recipe.bias.sees_prediction:
         erases = "key" if recipe.bias.probe is None else "probe"
-    decay_names = {"head": "head", "key": "key", "value": "value"}
+    decay_axis = "none"
+    if decay is not None:
+        decay_axis = "value" if memory.is_elementwise else decay.per
     return Structure(
         memory="vector" if memory.is_elementwise else "matrix",
         erases=erases,
-        decay="none"
-        if decay is None
-        else "value"
-        if memory.is_elementwise
-        else decay_names[decay.per],
+        decay=decay_axis,
         decays_first=decay is None or decay.when == "before",
         reads_before=read.when == "before",
         bonus=read.bonus != 0.0,

@@ -40,9 +40,8 @@ from recollect.engines.kernel.pieces import (
     PIECE,
     DecayCutoff,
     context_weights,
-    piece_size,
+    cut,
     piecewise,
-    slices,
     strict_visibility_mask,
     visibility_mask,
 )
@@ -96,13 +95,7 @@ def attend(
     query_rates: Mapping[str, Tensor] | None = None,
     joined: Buffer | None = None,
 ) -> Tensor:
-    """Return outputs ``[B, T, H, G, V]``.
-
-    Args:
-        problem: problem with the queries.
-        query_rates: gates of read-only queries, see `gather_visible`.
-        joined: full buffer, see `gather_visible`.
-    """
+    """Return outputs ``[B, T, H, G, V]``; other arguments are those of `gather_visible`."""
     recipe, q, v = problem.recipe, problem.q, problem.v
     kernel, horizon = recipe.context.kernel, recipe.context.horizon
     assert kernel is not None
@@ -143,8 +136,7 @@ def _softmax(
     q = visible.q.flatten(2, 3).transpose(1, 2)  # [B, H G, T, K]
     k, v = visible.k.transpose(1, 2), stored.transpose(1, 2)  # [B, H, n, ·]
     scale, by_length = exponent
-    T, n = q.shape[2], k.shape[2]
-    reading, old = visible.first_slot >= n, problem.state.buffer
+    T, reading = q.shape[2], visible.first_slot >= k.shape[2]
     extra: list[Tensor] = []
     if by_length != 0:
         extra.append(by_length * visible.k.square().sum(-1))
@@ -166,29 +158,20 @@ def _softmax(
         k = torch.cat([k, channel.transpose(1, 2).unsqueeze(-1)], dim=-1)
     # Fast attention kernels require keys and values of equal size.
     q, k, v = (_widened(x, max(q.shape[-1], V)) for x in (q, k, v))
-    if moving:
-        assert decay is not None
-        index = visible.q.shape[-1]
-        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, (decay, index))
-    elif old is None and not weights and not reading and (horizon is None or horizon >= T):
+    sinks = weights[0].sink_and_window if len(weights) == 1 and horizon is None else None
+    plain = not (weights or reading or moving)
+    if plain and problem.state.buffer is None and (horizon is None or horizon >= T):
         # Padding is on the right, after every real query.
         y = sdpa(q, k, v, scale=scale, is_causal=True)
-    elif T == 1 and horizon is None and not weights and not reading and _all_there(visible):
+    elif plain and T == 1 and horizon is None and _all_there(visible):
         y = sdpa(q, k, v, scale=scale)
-    elif horizon is not None and not weights and not reading and T > 1:
-        y = _banded(q, k, v, visible.valid, visible.first_slot, horizon, scale)
-    elif (
-        horizon is None
-        and len(weights) == 1
-        and weights[0].sink_and_window
-        and not reading
-        and T > 1
-    ):
-        first, last = weights[0].sink_and_window
-        front = _front(visible, first, last)
-        y = _banded(q, k, v, visible.valid, visible.first_slot, last, scale, front)
+    elif plain and T > 1 and horizon is not None:
+        y = _banded(visible, q, k, v, horizon, scale)
+    elif sinks and T > 1 and not (reading or moving):
+        y = _banded(visible, q, k, v, sinks[1], scale, _front(visible, *sinks))
     else:
-        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
+        bias_of_key = decay if moving else None
+        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, bias_of_key)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
 
 
@@ -226,31 +209,18 @@ def _front(visible: VisibleAssociations, first: int, c: int) -> Tensor:
 
 
 def _banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor,
-    first: int,
+    visible: VisibleAssociations,
+    q: Tensor,  # [B, H G, T, K]
+    k: Tensor,  # [B, H, n, K]
+    v: Tensor,  # [B, H, n, V]
     c: int,
     scale: float,
-    front: Tensor | None = None,
+    front: Tensor | None = None,  # mask of the first F slots, seen next to the window, [B, T, F]
 ) -> Tensor:
-    """Attend to the last c associations: chunks of C queries with the keys of m + 1 chunks.
-
-    Args:
-        q: queries ``[B, H G, T, K]``.
-        k: keys ``[B, H, n, K]``.
-        v: values ``[B, H, n, V]``.
-        valid: mask of non-empty slots ``[B, n]``.
-        first: slot of the first query's association.
-        c: window length.
-        scale: scale of the logits.
-        front: mask of the first F slots that each query sees next to the window, ``[B, T, F]``.
-    """
+    """Attend to the last c associations: chunks of C queries with the keys of m + 1 chunks."""
     B, T = q.shape[0], q.shape[2]
-    n = k.shape[2]
     C, m, N = chunking(c, T)
-    num_left, num_right = m * C - first, N * C - T
+    num_left, num_right = m * C - visible.first_slot, N * C - T
     cut = max(-num_left, 0)
 
     def chunks(x: Tensor) -> Tensor:  # [B, H, n, D] -> [B N, H, (m + 1) C, D]
@@ -264,7 +234,9 @@ def _banded(
     column = torch.arange((m + 1) * C, device=device)
     diagonal = column == row
     band = (column <= row) & (column > row - c)
-    real = chunks(valid[:, None, :n, None].to(torch.int8))[..., 0].bool()  # [B N, 1, (m + 1) C]
+    real = chunks(visible.valid[:, None, :, None].to(torch.int8))[
+        ..., 0
+    ].bool()  # [B N, 1, (m + 1) C]
     # A query without an association is padding. It sees itself, so that no softmax is empty.
     mask = (band & real.unsqueeze(2)) | diagonal
     queries = functional.pad(q, (0, 0, 0, num_right)).unflatten(2, (N, C)).transpose(1, 2)
@@ -290,12 +262,8 @@ def chunking(c: int, T: int) -> tuple[int, int, int]:
 def pairs(T: int, horizon: int | None, *, banded: bool, size: int, front: int = 0) -> int:
     """Count the pairs of query and key that T tokens without a past compute.
 
-    Args:
-        T: number of tokens.
-        horizon: window length, or ``None``.
-        banded: whether to count chunks of a window instead of pieces of ``size`` queries.
-        size: number of queries per piece.
-        front: number of first associations that every chunk sees next to its window.
+    They are computed in pieces of ``size`` queries, or in chunks of the window if ``banded``, which
+    also see the first ``front`` associations.
     """
     if banded and horizon is not None and (horizon < T or front):
         C, m, N = chunking(horizon, T)
@@ -316,13 +284,11 @@ def _pieces(
     scale: float,
     horizon: int | None,
     cutoff: DecayCutoff | None,
-    moving: tuple[Tensor, int] | None = None,
+    bias_of_key: Tensor | None,
 ) -> Tensor:
     """Attend in pieces of queries, with the log weights as the bias of the logits.
 
-    Args:
-        cutoff: negligible keys to omit, or ``None``.
-        moving: bias of the keys ``[B, n, H]`` and the index of its channel, or ``None``.
+    ``bias_of_key [B, n, H]`` is added to the channel of the keys after their own.
     """
     q, k, v = qkv
     G, reading = q.shape[1] // k.shape[1], visible.first_slot >= k.shape[2]
@@ -333,13 +299,7 @@ def _pieces(
     constant_weights = [x for x in weights if x.is_binary or x.key_part is not None]
     varying_weights = [x for x in weights if not (x.is_binary or x.key_part is not None)]
 
-    size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
-    first_keys: dict[int, int] = {}
-    if cutoff is not None:
-        first_keys = cutoff.first_keys(visible.query_slots, list(slices(visible, horizon, size)))
-
     def piece(queries: slice, keys: slice) -> Tensor:
-        keys = slice(first_keys.get(queries.start, keys.start), keys.stop)
         mask = visibility_mask(visible, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
         if mask is not None:
             mask = mask[:, None]
@@ -366,24 +326,23 @@ def _pieces(
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
         visible_keys = k[:, :, keys]
-        if moving is not None:
-            of_key, index = moving
-            start = of_key[:, visible.query_slots[queries.start]].unsqueeze(1)
-            bias_of_key = of_key[:, keys] - start
+        if bias_of_key is not None:
+            # The bias is relative to the first query of the piece.
+            slots, index = visible.query_slots[queries], visible.k.shape[-1]
+            channel = bias_of_key[:, keys] - bias_of_key[:, slots[0]].unsqueeze(1)
             if cutoff is not None:
-                bias_of_key = bias_of_key.masked_fill(
-                    cutoff.negligible(visible.query_slots[queries], keys), MASKED_LOGIT
-                )
-            bias_of_key = bias_of_key.clamp_min(MASKED_LOGIT).to(k.dtype).transpose(1, 2)
-            parts = visible_keys.split([index, 1, k.shape[-1] - index - 1], dim=-1)
-            visible_keys = torch.cat(
-                [parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], dim=-1
-            )
+                channel = channel.masked_fill(cutoff.negligible(slots, keys), MASKED_LOGIT)
+            channel = channel.clamp_min(MASKED_LOGIT).to(k.dtype).transpose(1, 2).unsqueeze(-1)
+            first, old, last = visible_keys.split([index, 1, k.shape[-1] - index - 1], dim=-1)
+            visible_keys = torch.cat([first, old + channel, last], dim=-1)
         y = sdpa(q[:, :, queries], visible_keys, v[:, :, keys], scale=scale, mask=mask)
         return y if empty is None else y.masked_fill(empty, 0.0)
 
-    recomputes = any(x.log is not None for x in varying_weights)
-    return torch.cat(list(piecewise(visible, piece, horizon, recompute=recomputes)), dim=2)
+    pieces = cut(visible, horizon)
+    if cutoff is not None:
+        pieces = cutoff.shorten(pieces, visible.query_slots)
+    recompute = any(x.log is not None for x in varying_weights)
+    return piecewise(pieces, piece, q.device.type, recompute=recompute)
 
 
 # -- sums that are no softmax ----------------------------------------------------------------------
@@ -428,5 +387,5 @@ def _products(
         size = score.sum(-1, keepdim=True)
         return torch.where(size == 0, 0.0, y / torch.where(size == 0, 1.0, size))
 
-    pieces = list(piecewise(visible, piece, horizon, recompute=True))
-    return torch.cat(pieces, dim=3).permute(0, 3, 1, 2, 4)
+    y = piecewise(cut(visible, horizon), piece, q.device.type, recompute=True)
+    return y.permute(0, 3, 1, 2, 4)

@@ -11,7 +11,7 @@ backward passes recompute the rows of each block. A matrix of T² entries never 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,61 +45,42 @@ class Spec:
 
     def rows(
         self,
-        x: Tensor,
-        k: Tensor,
-        logs: Tensor | None,
-        query_decay: Tensor | None,
-        start: int,
+        x: Tensor,  # query or probe keys [N, C·heads, K]
+        k: Tensor,  # keys up to the last token of the block [N, e, K]
+        logs: Tensor | None,  # log mass of the keys after their decay [N, e]
+        query_decay: Tensor | None,  # log decay of the tokens [N, C], from the origin of `logs`
+        start: int,  # number of keys before the block
     ) -> Tensor:
-        """Return the weights of the block's tokens, ``[N, C·heads, e]``.
-
-        Args:
-            x: query or probe keys ``[N, C·heads, K]``.
-            k: keys up to the last token of the block, ``[N, e, K]``.
-            logs: log mass of the keys after their decay ``[N, e]``.
-            query_decay: log decay of the tokens ``[N, C]``, with the reference point of ``logs``.
-            start: number of keys before the block.
-        """
+        """Return the weights of the C tokens of a block, ``[N, C·heads, e]``."""
         heads, C = self.heads, x.shape[1] // self.heads
         hidden = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if self.strict else 1)
         hidden = hidden if heads == 1 else hidden.repeat_interleave(heads, dim=0)
-        exponent = self.kernel.exponent(x.shape[-1])
-        faded = (not self.normalize and exponent is None) or self.steep
-        fade = None
-        if faded and logs is not None and query_decay is not None:
-            fade = query_decay.repeat_interleave(heads, dim=1).unsqueeze(-1) + logs.unsqueeze(1)
-            fade = fade.to(x.dtype)
+        exponent, decay = self.kernel.exponent(x.shape[-1]), None
+        if logs is not None:
+            decay = logs.unsqueeze(1)
+            if query_decay is not None and (self.steep or not self.normalize):  # else it cancels
+                decay = query_decay.repeat_interleave(heads, dim=1).unsqueeze(-1) + decay
+            decay = decay.to(x.dtype)
         if not self.normalize and exponent is None:
             similarity = self.kernel.kappa(x, k)
-            if fade is not None:
-                fade[..., start:].masked_fill_(hidden, -torch.inf)
-                return similarity * fade.exp()
-            if similarity.requires_grad:  # a kernel may save its values for the backward pass
-                block_part = similarity[..., start:].masked_fill(hidden, 0.0)
-                return torch.cat([similarity[..., :start], block_part], dim=-1)
-            similarity[..., start:].masked_fill_(hidden, 0.0)
-            return similarity
+            if decay is not None:
+                decay[..., start:].masked_fill_(hidden, -torch.inf)
+                return similarity * decay.exp()
+            block_part = similarity[..., start:].masked_fill(hidden, 0.0)
+            return torch.cat([similarity[..., :start], block_part], dim=-1)
         if exponent is not None and exponent[1] == 0.0:
             similarity = (exponent[0] * x) @ k.mT
         else:
             similarity = self.kernel.log_kappa(x, k)
-        if fade is not None:
-            similarity = similarity + fade
-        elif logs is not None:
-            similarity = similarity + logs.unsqueeze(1)
-        if not self.normalize:
-            if query_decay is not None and fade is None:
-                similarity = similarity + query_decay.repeat_interleave(heads, dim=1).unsqueeze(-1)
-            similarity[..., start:].masked_fill_(hidden, -torch.inf)
-            return similarity.exp_() if not similarity.requires_grad else similarity.exp()
+        if decay is not None:
+            similarity = similarity + decay
         similarity[..., start:].masked_fill_(hidden, -torch.inf)
-        if not self._may_be_empty(start, logs):
+        if not self.normalize:
+            return similarity.exp()
+        if not self.strict or (start and logs is None):  # every token has a visible key
             return torch.softmax(similarity, dim=-1)
         empty = similarity.detach().amax(-1, keepdim=True) == -torch.inf
         return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, similarity), dim=-1))
-
-    def _may_be_empty(self, start: int, logs: Tensor | None) -> bool:
-        return self.strict and (start == 0 or logs is not None)
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -112,25 +93,18 @@ def _mixed(rows: Tensor, scale: Tensor, heads: int) -> Tensor:
     return (rows.unflatten(1, (-1, heads)) * scale.unsqueeze(-1)).sum(2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Block of tokens ``s`` to ``e`` of the call, after ``n`` keys of the state."""
+class _Block(NamedTuple):
+    """Block of tokens ``s`` to ``e`` of the call, whose keys are ``start`` to ``stop``."""
 
     s: int
     e: int
-    n: int
-
-    @property
-    def start(self) -> int:
-        return self.n + self.s
-
-    @property
-    def stop(self) -> int:
-        return self.n + self.e
+    start: int
+    stop: int
 
 
 def _blocks(T: int, n: int, block: int) -> list[_Block]:
-    return [_Block(s=s, e=min(s + block, T), n=n) for s in range(0, T, block)]
+    ends = ((s, min(s + block, T)) for s in range(0, T, block))
+    return [_Block(s, e, n + s, n + e) for s, e in ends]
 
 
 def _take(spec: Spec, block: _Block, x: Tensor, k: Tensor, logs: Any, query_decay: Any) -> Parts:
@@ -161,29 +135,17 @@ def _relative(spec: Spec, parts: Parts) -> Parts:
 
 def solve_rows(
     spec: Spec,
-    x: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    write: Tensor,
-    past: Tensor,
-    logs: Tensor | None,
-    query_decay: Tensor | None,
+    x: Tensor,  # probe keys [N, T·J, K]
+    k: Tensor,  # keys [N, n + T, K]
+    scale: Tensor,  # scale of each probe [N, T, J]
+    write: Tensor,  # written values [N, T, V]
+    past: Tensor,  # u of the state [N, n, V]
+    logs: Tensor | None,  # log mass of the keys [N, n + T], see `Spec.rows`
+    query_decay: Tensor | None,  # log decay of the tokens [N, T], see `Spec.rows`
 ) -> Tensor:
-    """Solve the triangular system u_t = write_t − Σ_j scale_tj Σ_(i<t) κ̄(x_tj, z_i) u_i.
+    """Return u_t = write_t − Σ_j scale_tj Σ_(i<t) κ̄(x_tj, z_i) u_i of the new tokens ``[N, T, V]``.
 
     Forward substitution by blocks (AM 9.3): O(T²(K + V) + T C (K + V)) and memory O(T C).
-
-    Args:
-        x: probe keys ``[N, T·J, K]``.
-        k: keys ``[N, n + T, K]``.
-        scale: scale of each probe ``[N, T, J]``.
-        write: written values ``[N, T, V]``.
-        past: u of the state ``[N, n, V]``.
-        logs: log mass of the keys ``[N, n + T]``, see `Spec.rows`.
-        query_decay: log decay of the tokens ``[N, T]``, see `Spec.rows`.
-
-    Returns:
-        u of the new tokens ``[N, T, V]``.
     """
     inputs = (x, k, scale, write, past, logs, query_decay)
     if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
@@ -201,32 +163,23 @@ def _substitute(
     logs: Tensor | None,
     query_decay: Tensor | None,
 ) -> Tensor:
-    n, T = past.shape[1], write.shape[1]
-    differentiable = torch.is_grad_enabled()
-    U = past if differentiable else write.new_empty(past.shape[0], n + T, past.shape[2])
-    if not differentiable:
-        U[:, :n] = past
+    n, T, U = past.shape[1], write.shape[1], past  # U: u of the state and of earlier blocks
     for block in _blocks(T, n, spec.block):
         parts = _relative(spec, _take(spec, block, x, k, logs, query_decay))
         rows, factor = spec.rows(*parts, block.start), scale[:, block.s : block.e]
         right = write[:, block.s : block.e]
         if spec.heads == 1:  # scale the sum, not every weight
             if block.start:
-                past_sum = torch.bmm(rows[..., : block.start], U[:, : block.start])
+                past_sum = torch.bmm(rows[..., : block.start], U)
                 right = torch.addcmul(right, factor, past_sum, value=-1)
             block_part = rows[..., block.start :] * factor
         else:
             rows = _mixed(rows, factor, spec.heads)
             if block.start:
-                right = torch.baddbmm(
-                    right, rows[..., : block.start], U[:, : block.start], alpha=-1
-                )
+                right = torch.baddbmm(right, rows[..., : block.start], U, alpha=-1)
             block_part = rows[..., block.start :]
         u = torch.linalg.solve_triangular(block_part, right, upper=False, unitriangular=True)
-        if differentiable:
-            U = torch.cat([U, u], dim=1)
-        else:
-            U[:, block.start : block.stop] = u
+        U = torch.cat([U, u], dim=1)
     return U[:, n:]
 
 
@@ -281,14 +234,9 @@ class _SolveRows(CustomFunction):
 def apply_rows(
     spec: Spec, x: Tensor, k: Tensor, u: Tensor, logs: Tensor | None, query_decay: Tensor | None
 ) -> Tensor:
-    """Return y_t = Σ_(i≤t) κ̄(x_t, z_i) u_i for ``heads`` queries per token: ``[N, T·G, V]``.
+    """Return y_t = Σ_(i≤t) κ̄(x_t, z_i) u_i for G queries x per token, ``[N, T·G, V]``.
 
-    Args:
-        x: queries ``[N, T·G, K]``.
-        k: keys ``[N, n + T, K]``.
-        u: rows of the keys ``[N, n + T, V]``.
-        logs: log mass of the keys, see `solve_rows`.
-        query_decay: log decay of the tokens, see `solve_rows`.
+    ``u [N, n + T, V]`` are the rows of the keys. Other arguments are those of `solve_rows`.
     """
     inputs = (x, k, u, logs, query_decay)
     if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):

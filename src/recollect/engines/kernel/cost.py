@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.kernel import attention, local_regression
-from recollect.engines.kernel.pieces import PIECE, piece_size
+from recollect.engines.kernel.pieces import piece_size
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -37,11 +37,11 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     kernel = recipe.context.kernel
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
     if exponent is None:
-        each, size = 2 * (s.K + s.V), piece_size(rows, s.T, PIECE)
+        each, size = 2 * (s.K + s.V), piece_size(rows, s.T)
         num_pairs = attention.pairs(s.T, horizon, banded=False, size=size)
     else:
         each = 4 * max(s.K + (exponent[1] != 0), s.V)
-        size = piece_size(rows, s.T, PIECE)
+        size = piece_size(rows, s.T)
         weighed = bool(names) and not banded
         num_pairs = s.T * (s.T + 1) // 2
         if weighed or window:
@@ -96,7 +96,7 @@ def _polynomial(recipe: Recipe, s: Sizes, last: int) -> FlopCount:
 def gram_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     """Count the operations of kernel regression over every prefix."""
     T, rows = s.T, s.B * s.H * s.G
-    size = piece_size(rows, T, PIECE)
+    size = piece_size(rows, T)
     starts = range(0, T, size)
     solved = sum(min(start + size, T) ** 2 * (min(start + size, T) - start) for start in starts)
     num_pairs = attention.pairs(T, None, banded=False, size=size)

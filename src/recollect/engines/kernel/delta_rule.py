@@ -111,9 +111,8 @@ class _Call:
     def __init__(self, problem: Problem) -> None:
         recipe, state = problem.recipe, problem.state
         assert state.kernel_rows is not None and isinstance(recipe.features, Kernel)
-        self.problem, self.recipe, self.kernel, self.dual = (
-            problem, recipe, recipe.features, state.kernel_rows,
-        )  # fmt: skip
+        self.problem, self.recipe = problem, recipe
+        self.kernel, self.dual = recipe.features, state.kernel_rows
         self.dtype = state_dtype(problem.q, problem.k, problem.v)
         self.B, self.T, self.H, self.K = problem.k.shape
         self.n = self.dual.k.shape[1]
@@ -234,7 +233,13 @@ class _Call:
         G = q.shape[3]
         normalize, exponent = _normalized(self.recipe), self.kernel.exponent(self.K)
         u = torch.cat([self.past(normalize), u], dim=1) if self.n else u
-        if normalize and exponent is not None and exponent[1] == 0 and self._plain():
+        if (
+            normalize
+            and exponent is not None
+            and exponent[1] == 0
+            and self.total is None
+            and not self.n
+        ):
             y = functional.scaled_dot_product_attention(
                 q.flatten(2, 3).transpose(1, 2),
                 self.keys.unflatten(0, (self.B, self.H)),
@@ -280,9 +285,6 @@ class _Call:
                 counted = counted * token_mask.repeat_interleave(spec.heads, dim=1).unsqueeze(-1)
             if bool((counted > relative_tolerance(self.dtype)).any()):
                 raise precision_error(self.problem)
-
-    def _plain(self) -> bool:
-        return self.total is None and self.n == 0
 
     def state(self, u: Tensor) -> State:
         """Return the state with old and new rows, decayed to the end."""

@@ -15,8 +15,8 @@ from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.kernel import softmax
 from recollect.engines.kernel.attention import Attention
 from recollect.engines.kernel.cost import STEP_SECONDS, gram_flops, local_flops
-from recollect.engines.kernel.deep import DeepKernelMemory
 from recollect.engines.kernel.delta_rule import BLOCK, KernelDeltaRule
+from recollect.engines.kernel.inner_batches import DeepKernelMemory
 from recollect.engines.kernel.local_regression import LocalRegression
 from recollect.engines.kernel.regression import KernelRegression
 from recollect.state.state import State

@@ -107,16 +107,7 @@ def iterative(
     *,
     solved: bool,
 ) -> Fit:
-    """Return the fit of a piece, with x solved for or taken from an earlier pass.
-
-    Args:
-        visible: associations and queries.
-        degree: degree of the polynomial, 1 or 2.
-        shares: function of the weights p of a piece.
-        ridge: λ.
-        solutions: x of every query ``[B, H, G, T, D]``, an output unless ``solved``.
-        solved: whether ``solutions`` contains the solutions.
-    """
+    """Return the fit of a piece; ``solutions [B, H, G, T, D]`` are an output unless ``solved``."""
     shift = Shift.of(degree, visible.k)
     phi = shift.monomials(visible.k).transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, D]
 
@@ -201,10 +192,6 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> T
 
     Each system stops when its residual reaches rounding. In exact arithmetic D steps suffice. If
     values cannot be read without synchronisation, all steps run, and converged systems step by 0.
-
-    Args:
-        product: function from x to A x.
-        right: right-hand sides ``[..., D]``.
     """
     eps = torch.finfo(right.dtype).eps
     x, r = torch.zeros_like(right), right.clone()

@@ -36,7 +36,7 @@ from recollect.engines.common.linalg import symmetric_pinv
 from recollect.engines.common.precision_checks import solve_dtype, solve_with_ridge
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel.local_conjugate_gradient import Fit, Shares, iterative
-from recollect.engines.kernel.pieces import context_weights, piece_size, slices, visibility_mask
+from recollect.engines.kernel.pieces import context_weights, cut, piece_size, visibility_mask
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -80,13 +80,7 @@ class LocalRegression(Engine):
 def attend(
     problem: Problem, query_rates: Mapping[str, Tensor] | None = None, *, solver: str = "auto"
 ) -> Tensor:
-    """Return outputs ``[B, T, H, G, V]``.
-
-    Args:
-        problem: problem with the queries.
-        query_rates: gates of read-only queries.
-        solver: ``"dense"``, ``"cg"``, or ``"auto"`` by the number of coefficients.
-    """
+    """Return outputs ``[B, T, H, G, V]`` by solver ``"dense"``, ``"cg"``, or the faster one."""
     degree, buffer = problem.recipe.memory.degree, problem.state.buffer
     assert degree is not None
     B, T, H, G, K = problem.q.shape
@@ -142,8 +136,7 @@ def _plan(
 ) -> tuple[Iterator[tuple[slice, Tensor]], Tensor]:
     """Return the outputs of the queries, piece by piece, and x of every query.
 
-    Args:
-        solutions: x of an earlier pass, or ``None`` to solve for x.
+    ``solutions`` are x of an earlier pass, or ``None`` to solve for x.
     """
     recipe, dtype = problem.recipe, solve_dtype(problem)
     kernel, degree = recipe.context.kernel, recipe.memory.degree
@@ -162,7 +155,7 @@ def _plan(
     else:
         fit = iterative(visible, degree, shares, recipe.ridge, solutions, solved=solved)
     size = queries(B * H * G, n, D, dense=solver == "dense")
-    at = slices(visible, recipe.context.horizon, size)
+    at = cut(visible, recipe.context.horizon, size)
     pieces = ((i, fit(i, keys, q[..., i, :]) @ v[..., keys, :]) for i, keys in at)
     return pieces, solutions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "PIECE",
     "DecayCutoff",
+    "Pieces",
     "context_weights",
+    "cut",
     "piece_size",
     "piecewise",
-    "slices",
     "strict_visibility_mask",
     "visibility_mask",
 ]
@@ -35,39 +36,49 @@ PIECE = 256  # queries of a piece with a long past
 ENTRIES = 2**25  # logits of one piece
 
 
-def piece_size(rows: int, n: int, size: int) -> int:
+Pieces = list[tuple[slice, slice]]
+"""Pieces of queries in order, each with the keys that any of them sees."""
+
+
+def piece_size(rows: int, n: int, size: int = PIECE) -> int:
     """Return the number of queries per piece: ``size``, or fewer if the logits exceed `ENTRIES`."""
     return max(1, min(size, ENTRIES // max(1, rows * n)))
 
 
-def piecewise(
-    visible: VisibleAssociations,
-    piece: Callable[[slice, slice], Tensor],
-    horizon: int | None,
-    *,
-    recompute: bool,
-    size: int = PIECE,
-) -> Iterator[Tensor]:
-    """Yield ``piece(queries, keys)`` for all queries in order, with the keys that any of them sees.
+def cut(visible: VisibleAssociations, horizon: int | None, size: int | None = None) -> Pieces:
+    """Return pieces of ``size`` queries, by default of `piece_size`."""
+    B, T, H, G, _ = visible.q.shape
+    n, first = visible.k.shape[1], visible.first_slot
+    size = piece_size(B * H * G, n) if size is None else size
+    pieces: Pieces = []
+    for start in range(0, T, size):
+        stop, low = min(start + size, T), 0
+        if horizon is not None:
+            low = max((first + start + 1 if first < n else n) - horizon, 0)
+        pieces.append((slice(start, stop), slice(low, min(first + stop, n))))
+    return pieces
 
-    Args:
-        recompute: whether the backward pass recomputes each piece.
-        size: number of queries per piece, reduced for a very long past.
+
+def piecewise(
+    pieces: Pieces, piece: Callable[[slice, slice], Tensor], device_type: str, *, recompute: bool
+) -> Tensor:
+    """Return ``piece(queries, keys) [..., C, V]`` of all pieces, concatenated to ``[..., T, V]``.
+
+    The backward pass computes each piece again if ``recompute``.
     """
-    B, _, H, G, _ = visible.q.shape
-    size = piece_size(B * H * G, visible.k.shape[1], size)
-    for queries, keys in slices(visible, horizon, size):
+    results: list[Tensor] = []
+    for queries, keys in pieces:
         if recompute and torch.is_grad_enabled():
             more: dict[str, Any] = {}
             if active.precision is not None:
                 # A compiler rejects every context_fn, so it is passed only if needed.
-                device_type = visible.q.device.type
                 more["context_fn"] = partial(_contexts, active.precision, device_type)
             result = checkpoint(piece, queries, keys, use_reentrant=False, **more)
         else:
             result = piece(queries, keys)
         assert isinstance(result, Tensor)
-        yield result
+        results.append(result)
+    return torch.cat(results, dim=-2)
 
 
 def _contexts(
@@ -75,20 +86,6 @@ def _contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a piece's first run and of its recomputation."""
     return nullcontext(), matmul_precision(precision, device_type)
-
-
-def slices(
-    visible: VisibleAssociations, horizon: int | None, size: int
-) -> Iterator[tuple[slice, slice]]:
-    """Yield pieces of ``size`` queries in order, each with the keys that any of them sees."""
-    T, n = visible.q.shape[1], visible.k.shape[1]
-    for start in range(0, T, size):
-        stop, low = min(start + size, T), 0
-        if horizon is not None:
-            low = max(
-                (visible.first_slot + start + 1 if visible.first_slot < n else n) - horizon, 0
-            )
-        yield slice(start, stop), slice(low, min(visible.first_slot + stop, n))
 
 
 def visibility_mask(
@@ -101,10 +98,7 @@ def visibility_mask(
 ) -> Tensor | None:
     """Return the mask of visible associations ``[B or 1, C, m]``, or ``None`` if all are visible.
 
-    A padded query sees itself, so that no softmax is empty.
-
-    Args:
-        gapped: whether slots may be empty.
+    A padded query sees itself, so that no softmax is empty. Slots may be empty if ``gapped``.
     """
     n, device = visible.k.shape[1], visible.k.device
     key = torch.arange(keys.start, keys.stop, device=device)
@@ -167,13 +161,13 @@ class DecayCutoff:
         lowest = self.of_key[:, slots].amin(1, keepdim=True)
         return self.of_key[:, keys] < lowest - self.furthest
 
-    def first_keys(self, slots: Tensor, cuts: list[tuple[slice, slice]]) -> dict[int, int]:
-        """Return the first non-negligible key of every piece, by its first query."""
+    def shorten(self, pieces: Pieces, slots: Tensor) -> Pieces:
+        """Return the pieces without the negligible keys before their first other key."""
         if math.isinf(self.furthest):
-            return {}
-        gone = [self.negligible(slots[queries], keys).all(-1).all(0) for queries, keys in cuts]
+            return pieces
+        gone = [self.negligible(slots[queries], keys).all(-1).all(0) for queries, keys in pieces]
         firsts = [keys_gone.logical_not().to(torch.uint8).argmax() for keys_gone in gone]
-        return {
-            queries.start: keys.start + low
-            for (queries, keys), low in zip(cuts, torch.stack(firsts).tolist(), strict=True)
-        }
+        return [
+            (queries, slice(keys.start + first, keys.stop))
+            for (queries, keys), first in zip(pieces, torch.stack(firsts).tolist(), strict=True)
+        ]

@@ -29,7 +29,7 @@ from recollect.choices.runtime import can_read_values
 from recollect.engines.base import Engine
 from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.pieces import piecewise, strict_visibility_mask
+from recollect.engines.kernel.pieces import cut, piecewise, strict_visibility_mask
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ def _outputs(
         # A single solve serves all queries of the piece, each with a mask of its visible rows.
         mask = strict_visibility_mask(visible, queries, keys, None)  # [B, C, m]
         mask = mask.mT[:, None, :, :, None].expand(-1, -1, -1, -1, G).flatten(3, 4)
-        y = like.masked_fill(~mask, 0.0).mT @ solved[:, :, keys]
-        return y.unflatten(2, (-1, G))
+        return like.masked_fill(~mask, 0.0).mT @ solved[:, :, keys]  # [B, H, C G, V]
 
-    y = torch.cat(list(piecewise(visible, piece, None, recompute=True)), dim=2).transpose(1, 2)
+    y = piecewise(cut(visible, None), piece, visible.q.device.type, recompute=True)
+    y = y.unflatten(2, (T, G)).transpose(1, 2)
     if problem.token_mask is not None and visible.first_slot < n:
         y = torch.where(problem.token_mask[..., None, None, None], y, 0.0)
     return recipe.bias.optimum * y

@@ -36,24 +36,15 @@ def is_mean(recipe: Recipe) -> bool:
 
 
 def sdpa(
-    q: Tensor,
+    q: Tensor,  # its heads may be a multiple of the heads of k and v
     k: Tensor,
     v: Tensor,
     *,
     scale: float,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None,  # Boolean mask, or bias of the logits
     is_causal: bool = False,
 ) -> Tensor:
-    """Return the platform's attention of ``[B, heads, T, ·]``, differentiable once.
-
-    Args:
-        q: queries. Their number of heads may be a multiple of the heads of k and v.
-        k: keys.
-        v: values.
-        scale: scale of the logits.
-        mask: Boolean mask, or bias of the logits.
-        is_causal: whether later keys are hidden.
-    """
+    """Return the platform's attention of ``[B, heads, T, ·]``, differentiable once."""
     bias: Sequence[Tensor] = ()
     if torch.is_grad_enabled():
         inputs = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
@@ -66,14 +57,9 @@ def sdpa(
     kernels = _enabled_without_cudnn() if one_query else []
     with sdpa_kernel(kernels) if kernels else nullcontext():
         return functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bias[0] if bias else mask,
-            is_causal=is_causal,
-            scale=scale,
+            q, k, v, attn_mask=bias[0] if bias else mask, is_causal=is_causal, scale=scale,
             **grouped,
-        )
+        )  # fmt: skip
 
 
 def _enabled_without_cudnn() -> list[SDPBackend]:
@@ -107,16 +93,7 @@ def plain_scale(bound: BoundRecipe) -> float | None:
 def token(
     q: Tensor, k: Tensor, v: Tensor, state: State, *, scale: float, recipe_id: str
 ) -> tuple[Tensor, State] | None:
-    """Run one token of plain softmax attention, or return ``None`` if slots are empty.
-
-    Args:
-        q: query ``[B, 1, H·G, K]``.
-        k: key ``[B, 1, H, K]``.
-        v: value ``[B, 1, H, V]``.
-        state: state before the token.
-        scale: scale of the logits.
-        recipe_id: identifier of the recipe in its states.
-    """
+    """Run one token ``[B, 1, heads, ·]`` of plain softmax attention; ``None`` for empty slots."""
     old = state.buffer
     if old is None or not (q.dtype == k.dtype == v.dtype == old.k.dtype == old.v.dtype):
         return None

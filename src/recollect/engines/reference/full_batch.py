@@ -12,6 +12,7 @@ from recollect.engines.common.problem import (
     Weights,
     as_matrix,
     join_buffer,
+    loss_gradients,
     memory_forward,
     requires_grad,
 )
@@ -55,27 +56,19 @@ def full_batch_weights(problem: Problem, tokens: JoinedTokens, j: int) -> Weight
     weight = weight.transpose(1, 2)  # [B, H, i]
     gates = tokens.bias_gates(bias, 0, j + 1)
     lr = tokens.rates["lr"][:, j]
-    rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
+    # A rate per value channel scales the last map, and its mean the maps before.
+    is_per_value = lr.dim() == 3
+    mean = (lr.mean(-1) if is_per_value else lr)[..., None, None]
+    last = lr.unsqueeze(-1) if is_per_value else mean
+    factors = [mean] * (len(W) - 1) + [last]
     outer = requires_grad(problem)
     for _ in range(recipe.algorithm.updates_per_token):
         with torch.enable_grad():
             points = inner_leaves(W, outer=outer)
             prediction = forward(points, phi, raw, problem.params)
-            if bias.defines_loss:
-                target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
-            else:
-                error = bias.error(prediction, v, gates)
-                target, cotangent = prediction, error * weight.unsqueeze(-1)
-            gradients = torch.autograd.grad(
-                target, points, cotangent, create_graph=outer, materialize_grads=True
-            )
-        if lr.dim() == 3 and len(W) > 1:
-            means = [lr.mean(-1)[..., None, None]] * (len(W) - 1)
-            factors = [*means, rate]
-        else:
-            factors = [rate] * len(W)
+            gradients = loss_gradients(bias, prediction, v, gates, weight, points, outer=outer)
         W = [
-            (as_matrix(w) - f.view(*f.shape[:2], *f.shape[2:]) * as_matrix(g)).reshape(w.shape)
+            (as_matrix(w) - f * as_matrix(g)).reshape(w.shape)
             if w.dim() != 3 or lr.dim() != 3
             else w - lr * g
             for w, f, g in zip(W, factors, gradients, strict=True)

@@ -32,7 +32,7 @@ from recollect.engines.common.kernel_precision import (
     min_mass,
     run_with_float64_fallback,
 )
-from recollect.engines.common.problem import Problem, join_buffer, requires_grad
+from recollect.engines.common.problem import Problem, join_buffer, loss_gradients, requires_grad
 from recollect.state.kernel_rows import KernelRows, append_rows
 from recollect.state.state import State
 
@@ -43,19 +43,15 @@ Mass = tuple[Tensor, Tensor | None]  # [B, H, N] mass and missing mass of the ke
 
 
 def normalized_kernel(
-    kernel: Kernel, x: Tensor, keys: Tensor, mass: Tensor, missing_mass: Tensor | None = None
+    kernel: Kernel,
+    x: Tensor,  # [..., M, K]
+    keys: Tensor,  # [..., N, K]
+    mass: Tensor,  # [..., N], 0 for a forgotten key
+    missing_mass: Tensor | None = None,  # upper bound of the lost rows and masses [..., N]
 ) -> tuple[Tensor, Tensor]:
     """Return κ(x, z_j) / Σ_j mass_j κ(x, z_j) and whether the dtype lost significant digits.
 
-    Args:
-        kernel: Kernel κ.
-        x: Inputs ``[..., M, K]``.
-        keys: Keys ``[..., N, K]``.
-        mass: Masses of the keys ``[..., N]``, 0 for a forgotten key (`kernel_precision`).
-        missing_mass: Upper bound of the lost rows and masses ``[..., N]``.
-
-    Returns:
-        The weights ``[..., M, N]``, 0 if all keys are forgotten, and a boolean scalar.
+    The weights ``[..., M, N]`` are 0 if all keys are forgotten (`kernel_precision`).
     """
     weight = mass.unsqueeze(-2)
     is_visible = weight > 0
@@ -116,28 +112,33 @@ class KernelTokenLoop:
         self.precision_lost = torch.zeros((), dtype=torch.bool, device=tokens.k.device)
         self.count = state.position - state.position % self.b
         self.num_open = state.position % self.b
-        self._save_batch_start(torch.ones_like(self.count, dtype=torch.bool))
+        self.batch_start = (
+            self.U,
+            self.D,
+            dict(self.SU),
+            dict(self.SD),
+            self.mass,
+            self.missing_mass,
+        )
 
     # -- inner batches -------------------------------------------------------------------------
 
     def _save_batch_start(self, rows: Tensor) -> None:
         """Record the current weights as W° and as the state for the selected ``rows [B]``."""
-        now = (self.U, self.D, self.SU, self.SD, self.mass, self.missing_mass)
-        if not hasattr(self, "batch_start"):
-            self.batch_start = now
-            return
         U, D, SU, SD, mass, missing_mass = self.batch_start
 
         def each(new: Sequence[Tensor], old: Sequence[Tensor]) -> Rows:
             return [_select(rows, a, b) for a, b in zip(new, old, strict=True)]
 
         self.batch_start = (
-            each(now[0], U),
-            each(now[1], D),
+            each(self.U, U),
+            each(self.D, D),
             {n: each(self.SU[n], SU[n]) for n in SU},
             {n: each(self.SD[n], SD[n]) for n in SD},
-            _select(rows, now[4], mass),
-            None if missing_mass is None or now[5] is None else _select(rows, now[5], missing_mass),
+            _select(rows, self.mass, mass),
+            None
+            if missing_mass is None or self.missing_mass is None
+            else _select(rows, self.missing_mass, missing_mass),
         )
 
     def _row_of(self, j: int) -> Tensor:
@@ -231,23 +232,13 @@ class KernelTokenLoop:
             m = stop - low
             taps = [u.new_zeros(*u.shape[:2], m, u.shape[-1]).requires_grad_() for u in U]
             prediction = self.predict(k, U, points, mass, taps)
-            if bias.defines_loss:
-                target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
-            else:
-                target = prediction
-                cotangent = bias.error(prediction, v, gates) * weight.unsqueeze(-1)
-            gradients = torch.autograd.grad(
-                target,
-                [*taps, *points],
-                cotangent,
-                create_graph=self.outer,
-                materialize_grads=True,
-            )
+            leaves = [*taps, *points]
+            gradients = loss_gradients(bias, prediction, v, gates, weight, leaves, outer=self.outer)
         if not self.outer:
             # If a map's output is the prediction, its δ is the error with its autograd graph.
-            gradients = tuple(d.detach() for d in gradients)
+            gradients = [d.detach() for d in gradients]
         deltas = [torch.einsum("bmn,bhmo->bhno", rows, d) for d in gradients[: len(U)]]
-        return deltas, list(gradients[len(U) :])
+        return deltas, gradients[len(U) :]
 
     def _probe_read(self, j: int, U: Rows, mass: Mass) -> Tensor:
         """Return the output of the memory at the keys of the probe, ``[B, H, V]``."""

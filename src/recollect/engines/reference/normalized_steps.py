@@ -6,7 +6,7 @@ Matrices are full and gradients come from autograd, as in `recollect.engines.ref
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,37 +17,16 @@ from recollect.choices.algorithm.normalized_steps import (
     polyak_scale_at,
 )
 from recollect.choices.autograd import inner_leaves
-from recollect.choices.memory.base import Forward
-from recollect.engines.common.problem import JoinedTokens, Problem, Weights, as_matrix
-from recollect.recipe.recipe import Recipe
+from recollect.engines.common.problem import as_matrix
 
-__all__ = ["TokenLoopLike", "batch_weights", "line_search_length", "normalized_gradients"]
+if TYPE_CHECKING:
+    from recollect.engines.reference.token_loop import TokenLoop
 
-
-class TokenLoopLike(Protocol):
-    """Attributes and methods of `TokenLoop` that normalised steps use."""
-
-    recipe: Recipe
-    problem: Problem
-    tokens: JoinedTokens
-    forward: Forward
-    outer: bool
-    b: int
-    c: int
-    linearization_point: tuple[Weights, dict[str, Tensor]]
-
-    def gradients(
-        self,
-        W: Sequence[Tensor],
-        j: int,
-        without_prediction: bool = False,
-        association: int | None = None,
-    ) -> list[Tensor]: ...
-    def weight(self, j: int, low: int | None = None) -> Tensor: ...
+__all__ = ["batch_weights", "line_search_length", "normalized_gradients"]
 
 
 def normalized_gradients(
-    loop: TokenLoopLike, W: Sequence[Tensor], j: int, *, has_split_error: bool
+    loop: TokenLoop, W: Sequence[Tensor], j: int, *, has_split_error: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the split gradients of token j with each association scaled by its ρ."""
     low = max(j - loop.c + 1, 0)
@@ -84,7 +63,7 @@ def normalized_gradients(
 
 
 def line_search_length(
-    loop: TokenLoopLike, W: Sequence[Tensor], D: Sequence[Tensor], j: int, low: int, weight: Tensor
+    loop: TokenLoop, W: Sequence[Tensor], D: Sequence[Tensor], j: int, low: int, weight: Tensor
 ) -> Tensor:
     """Return λ ``[B, H, 1, 1]`` of direction D at W for weighted associations ``low`` to j."""
     tokens, bias, outer = loop.tokens, loop.recipe.bias, loop.outer
@@ -111,7 +90,7 @@ def line_search_length(
     return line_search_scale(residual, output_change, weight, direction_norm)[..., None, None]
 
 
-def batch_weights(loop: TokenLoopLike, j: int) -> tuple[int, Tensor]:
+def batch_weights(loop: TokenLoop, j: int) -> tuple[int, Tensor]:
     """Return the first association of the inner batch that ends at j, and all Σ_t γ_i^(t)."""
     first = max(j - loop.b + 1, 0)
     low = max(first - loop.c + 1, 0)

@@ -16,6 +16,7 @@ from recollect.engines.common.problem import (
     as_matrix,
     factored_log_decay,
     join_buffer,
+    loss_gradients,
     memory_forward,
     requires_grad,
 )
@@ -100,7 +101,7 @@ class TokenLoop:
     def _log_decay(self, j: int) -> list[Tensor | None]:
         decay = self.recipe.retention.decay
         if decay is None:
-            return [None] * len(self.A)
+            return self._per_map(None, "key", j)
         log = self.tokens.rates["log_decay"][:, j : j + 1]
         if decay.is_input_scaled and decay.per == "entry":
             log = factored_log_decay(
@@ -114,10 +115,6 @@ class TokenLoop:
                 a + b for a, b in zip(parts, rows, strict=True) if a is not None and b is not None
             ]
         return list(parts)
-
-    def _step_gates(self, j: int) -> dict[str, Tensor]:
-        """Return the scalar gates of the step (radius, tau, ...) as ``[B, H, 1, 1]``."""
-        return _scalars(self.tokens.rates, j)
 
     # -- the recursion -------------------------------------------------------------------------
 
@@ -133,49 +130,28 @@ class TokenLoop:
         without_prediction: bool = False,
         association: int | None = None,
     ) -> list[Tensor]:
-        """Return g_t at W.
+        """Return g_t at W, or the unweighted gradient of one ``association``.
 
-        Args:
-            W: Weights.
-            j: Token.
-            without_prediction: Whether to return only the part without the prediction, which
-                momentum on the write accumulates.
-            association: Association whose unweighted gradient is returned instead of the sum.
+        Momentum on the write accumulates the part ``without_prediction``.
         """
-        low, stop = (
-            (max(j - self.c + 1, 0), j + 1)
-            if association is None
-            else (association, association + 1)
-        )
-        tokens, bias = self.tokens, self.recipe.bias
+        low, stop = max(j - self.c + 1, 0), j + 1
+        if association is not None:
+            low, stop = association, association + 1
+        tokens, bias, outer = self.tokens, self.recipe.bias, self.outer
         raw, phi, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
         weight = self.weight(j, low) if association is None else torch.ones_like(v[..., 0])
         gates = tokens.bias_gates(bias, low, stop)
-        outer = self.outer
         with torch.enable_grad():
             points = inner_leaves(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
-            if without_prediction:
-                assert bias.affine is not None
-                objective = -bias.affine[1] * (prediction * v).sum(-1)
-            elif bias.defines_loss:
-                objective = bias.loss(prediction, v, gates)
-            else:
-                error = bias.error(prediction, v, gates)
-                return list(
-                    torch.autograd.grad(
-                        prediction,
-                        points,
-                        error * weight.unsqueeze(-1),
-                        create_graph=outer,
-                        materialize_grads=True,
-                    )
-                )
-            return list(
-                torch.autograd.grad(
-                    (objective * weight).sum(), points, create_graph=outer, materialize_grads=True
-                )
+            if not without_prediction:
+                return loss_gradients(bias, prediction, v, gates, weight, points, outer=outer)
+            assert bias.affine is not None
+            objective = -bias.affine[1] * (prediction * v).sum(-1)
+            gradients = torch.autograd.grad(
+                (objective * weight).sum(), points, create_graph=outer, materialize_grads=True
             )
+            return list(gradients)
 
     def _split_gradients(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return g_t and its part without the prediction if the algorithm needs the split."""
@@ -269,7 +245,7 @@ class TokenLoop:
                     for e, s in zip(lr, steps, strict=True)
                 ]
 
-        gates = self._step_gates(j)
+        gates = _scalars(self.tokens.rates, j)
         A, read_weights = self._apply_step(j, batch_position, steps, slots, log_decay, gates)
 
         def select_tokens(new: Sequence[Tensor], old: Weights) -> Weights:
@@ -291,11 +267,8 @@ class TokenLoop:
         self.count = self.count + token_mask
 
     def _lr(self, j: int, phi: Tensor) -> list[Tensor | None]:
-        rates, recipe = dict(self.tokens.rates), self.recipe
-        if "lr" not in rates:
-            return [None] * len(self.A)
-        lr = rates["lr"]
-        if recipe.algorithm.rate_depends_on_key:
+        lr, recipe = self.tokens.rates.get("lr"), self.recipe
+        if lr is not None and recipe.algorithm.rate_depends_on_key:
             assert recipe.bias.affine is not None
             kappa = phi.square().sum(-1)
             now = recipe.algorithm.rate(lr[:, j], kappa, recipe.bias.affine[0])
@@ -306,19 +279,18 @@ class TokenLoop:
         """Set W° = link(A) and store A and S for the state at the start of an inner batch."""
         rows = is_boundary.view(-1, 1, 1, 1)
         # W° of this step is link(A°) with the gates of this step.
-        linked = self._link(self.A, self._step_gates(j))
+        gates = _scalars(self.tokens.rates, j)
+        linked = self._link(self.A, gates)
         self.W = _select(rows, linked, self.W)
-        self._record_linearization_point(rows, self._step_gates(j))
+        self._record_linearization_point(rows, gates)
         if self.recipe.links_at_batch_end or self.recipe.algorithm.update_every == "batch":
             self.read_weights = _select(rows, linked, self.read_weights)
         self.A0 = _select(rows, self.A, self.A0)
         self.S0 = {n: _select(rows, self.S[n], self.S0[n]) for n in self.S}
         zeros = [torch.zeros_like(w) for w in self.A]
         self.batch_step_sum = _select(rows, zeros, self.batch_step_sum)
-        self.batch_sums = (
-            _select(rows, zeros, self.batch_sums[0]),
-            _select(rows, zeros, self.batch_sums[1]),
-        )
+        decays, rates = self.batch_sums
+        self.batch_sums = _select(rows, zeros, decays), _select(rows, zeros, rates)
 
     def _record_linearization_point(self, rows: Tensor, gates: dict[str, Tensor]) -> None:
         """Store A and the link gates of W° for the selected rows."""
@@ -417,7 +389,8 @@ class TokenLoop:
         buffered, num_open = tokens.buffered, problem.state.position % self.b
         num_seen = problem.state.host_position
         first = 0 if num_seen is None else buffered - num_seen % self.b
-        q_phi = problem.phi(problem.q, "query", self._query_positions(problem))
+        steps = torch.arange(problem.q.shape[1], device=problem.q.device)
+        q_phi = problem.phi(problem.q, "query", problem.state.position[:, None] + steps)
         outputs: list[Tensor] = []
         replay = problem.state.buffer is not None
         for j in range(len(tokens)):
@@ -445,10 +418,6 @@ class TokenLoop:
             return torch.stack(outputs, dim=1)
         B, _, H, G, _ = problem.q.shape
         return problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
-
-    def _query_positions(self, problem: Problem) -> Tensor:
-        steps = torch.arange(problem.q.shape[1], device=problem.q.device)
-        return problem.state.position[:, None] + steps
 
     def _read(self, phi: Tensor, raw: Tensor) -> Tensor:
         return self.forward(self.read_weights, phi, raw.to(phi.dtype), self.problem.params)
@@ -480,6 +449,7 @@ class TokenLoop:
 
 
 def _scalars(rates: Mapping[str, Tensor], j: int) -> dict[str, Tensor]:
+    """Return the scalar gates of token j (radius, tau, ...) as ``[B, H, 1, 1]``."""
     return {name: x[:, j, :, None, None] for name, x in rates.items() if x.dim() == 3}
 
 
