@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -96,22 +97,19 @@ REFUSED_WITHOUT_TORCH = {
     "compare --models none.toml": "there is no file none.toml",
     "train none.toml": "there is no file none.toml",
     "plan none.toml": "there is no file none.toml",
-    "plan none.toml --devices 0": "--devices must be at least 1",
+    "plan none.toml --devices 0": "Invalid value for '--devices'",
     "coordinates none.toml": "there is no file none.toml",
     "coordinates none.toml --widths a": "--widths must be numbers",
     "export none out": "there is no file none",
-    "generate folder --tokens 0": "--tokens must be at least 1",
-    "generate folder --device tpu": "--device tpu is not here",
-    "adopt folder --tokens 0": "--tokens must be at least 1",
-    "adopt folder --device tpu": "--device tpu is not here",
+    "generate folder --tokens 0": "Invalid value for '--tokens'",
+    "adopt folder --tokens 0": "Invalid value for '--tokens'",
     "eval": "name a model and --tasks",
-    "eval folder --tasks x --device tpu": "--device tpu is not here",
     "reproduce": "name one experiment",
-    "compare --models gla --task nope": "--task must be one of text, mqar, capacity, not 'nope'",
-    "compare --models gla --layer-options sme": "must be one of preset, same, not 'sme'",
-    "reproduce ttr-fig2 --scale huge": "--scale must be one of smoke, small, paper",
-    "bench --suite nope": "there is no suite",
-    "bench --rounds 0": "--rounds must be at least 1",
+    "compare --models gla --task nope": "'nope' is not one of 'text', 'mqar', 'capacity'",
+    "compare --models gla --layer-options sme": "'sme' is not one of 'preset', 'same'",
+    "reproduce ttr-fig2 --scale huge": "'huge' is not one of 'smoke', 'small', 'paper'",
+    "bench --suite nope": "Invalid value for '--suite'",
+    "bench --rounds 0": "Invalid value for '--rounds'",
     "page --systems glaa": "did you mean gla",
 }
 
@@ -144,7 +142,7 @@ def test_help_version_sizes_and_refusals_do_not_import_torch(tmp_path: Path) -> 
 def test_the_stored_sizes_are_those_that_are_counted() -> None:
     pytest.importorskip("transformers")
     stored = json.loads(call("sizes", "--json").stdout)
-    counted = describe._sizes(list(stored[0]["parameters"]))
+    counted = describe._count_sizes(list(stored[0]["parameters"]))
     assert stored == counted, "store the new counts in src/recollect/cli/sizes.json"
     titans = json.loads(call("sizes", "--json", "--models", "titans").stdout)
     assert [row["parameters"] for row in titans] == [
@@ -153,16 +151,16 @@ def test_the_stored_sizes_are_those_that_are_counted() -> None:
 
 
 def test_words_of_the_command_line_are_those_of_the_experiments() -> None:
-    from recollect.cli.compare import TASKS
-    from recollect.cli.reproduce import SCALES
+    from recollect.cli.compare import Task
+    from recollect.cli.reproduce import Scale
     from recollect.experiments.comparison import tasks
     from recollect.experiments.framework import experiment
 
-    assert (TASKS, SCALES) == (tasks.TASKS, experiment.SCALES)
+    assert (tuple(Task), get_args(Scale)) == (tasks.TASKS, experiment.SCALES)
 
 
 def test_names_in_the_source_of_the_zoo_are_those_that_are_registered() -> None:
-    from recollect.cli.console import _zoo_names
+    from recollect.cli.options import _zoo_names
 
     registered = (*rc.zoo.names(), *rc.zoo.hybrids())
     ours = [name for name in registered if rc.zoo.find(name).family in dir(rc.zoo)]
@@ -194,7 +192,7 @@ def test_a_table_fits_every_terminal(
 ) -> None:
     if asked[0] == "sizes":
         pytest.importorskip("transformers")
-    monkeypatch.setattr(describe, "_row", functools.cache(describe._row))
+    monkeypatch.setattr(describe, "_preset_row", functools.cache(describe._preset_row))
     whole = json.loads(call(*asked, "--json").stdout)
     for width in (20, 40, 60, 80, 120) if asked[0] != "sizes" else (40, 80):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -265,7 +263,7 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
 ) -> None:
     """Nor raise what rich says of markup that nobody wrote."""
     from recollect.cli import compare as command
-    from recollect.cli.console import console_of_page
+    from recollect.cli.console import make_console
     from recollect.cli.progress import CompareDisplay
     from recollect.experiments.comparison.comparison import Comparison
     from recollect.experiments.comparison.results import DEFAULTS, ModelRun
@@ -285,13 +283,13 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     )
     said = io.StringIO()
     monkeypatch.setattr(sys, "stdout", said)
-    console = console_of_page()
+    console = make_console()
     command._show(console, made)
     with pytest.raises(typer.Exit):
-        command._ended(console, tmp_path / "none", made)
+        command._report_outcome(console, tmp_path / "none", made)
     display = CompareDisplay(console, models=1, tasks=1)
     display.begin("text", name, 1, 1)
-    console.print(display._view())
+    console.print(display._render())
     assert said.getvalue().count(name) == 5  # table, line, what was found, live table, bar
     assert reason in said.getvalue()
 

@@ -167,4 +167,5 @@ def test_an_import_leaves_out_what_takes_long(importing: str, name: str) -> None
 def test_the_names_of_benchmarks_are_those_of_the_suites() -> None:
     from recollect.benchmarks.suites import SUITES
 
-    assert (*SUITES, "train", "memory") == importlib.import_module("recollect.cli.bench")._NAMES
+    suite = importlib.import_module("recollect.cli.bench").Suite
+    assert (*SUITES, "train", "memory") == tuple(suite)

@@ -116,11 +116,11 @@ def test_a_loss_is_said_once_beside_the_step_it_was_measured_after() -> None:
         news = Progress(step=0, steps=20)
         for step in range(1, 21):
             news = replace(news, step=step)
-            display.show(news)  # the step is over, and its loss not logged yet
+            display.update(news)  # the step is over, and its loss not logged yet
             if step == 1 or step % 4 == 0:
                 news = replace(news, loss=100.0 + step, loss_step=step)
-                display.show(news)
-        display.show(replace(news, loss=7.0))  # the mean of the last steps
+                display.update(news)
+        display.update(replace(news, loss=7.0))  # the mean of the last steps
     said = re.findall(r"step (\d+)/20  loss ([\d.]+) nats/token", page.getvalue())
     assert said == [(str(n), f"{100 + n}.000") for n in (1, 4, 8, 12, 16, 20)]
 
@@ -131,11 +131,11 @@ def test_the_lines_of_a_long_run_are_some_twenty_and_none_is_stale() -> None:
         news = Progress(step=0, steps=1000)
         for step in range(1, 1001):
             news = replace(news, step=step)
-            display.show(news)
+            display.update(news)
             if step == 1 or step % 30 == 0:  # no divisor of the lines' own 50
                 news = replace(news, loss=float(step), loss_step=step)
-                display.show(news)
-        display.show(replace(news, loss=1000.0, loss_step=1000))
+                display.update(news)
+        display.update(replace(news, loss=1000.0, loss_step=1000))
     said = re.findall(r"step ([\d,]+)/1,000  loss ([\d.]+)", page.getvalue())
     assert 15 <= len(said) <= 25
     assert all(float(step.replace(",", "")) == float(loss) for step, loss in said)
@@ -168,7 +168,7 @@ def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
     page = StringIO()
     console = Console(file=page, width=columns, force_terminal=True, color_system=None)
     with TrainDisplay(console, steps=2000) as display:
-        display.show(
+        display.update(
             Progress(
                 step=120,
                 steps=2000,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "RecipeError",
+    "UnregisteredMemberError",
     "argument_name",
     "renamed_arguments",
     "short_repr",
@@ -30,6 +31,10 @@ class RecipeError(ValueError):
             ...
         recollect.messages.RecipeError: algorithm.GradientDescent(lr=...) must be ...
     """
+
+
+class UnregisteredMemberError(RecipeError):
+    """Error of a recipe with a member whose module has not been imported."""
 
 
 _NAMES: ContextVar[Mapping[str, str]] = ContextVar("names", default={})  # noqa: B039

@@ -75,7 +75,7 @@ def test_the_function_is_not_hidden_by_a_module() -> None:
         ("titans", {"V": 4}, "K = V"),
         ("delta_net", {"T": 0}, "T must be a whole number >= 1, not 0"),
         ("delta_net", {"rounds": 1.5}, "rounds must be a whole number >= 1"),
-        ("delta_net", {"device": "tpu"}, "device='tpu' is not available: use 'cpu'"),
+        ("delta_net", {"device": "tpu"}, "device 'tpu' is not here: torch sees cpu"),
     ],
 )
 def test_refusals(recipe: Any, options: dict[str, Any], message: str) -> None:

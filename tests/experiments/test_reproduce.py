@@ -426,10 +426,10 @@ def test_the_papers_scale_prints_its_plan_and_how_to_launch_it(tmp_path: Path) -
         (("someday",), "someday is planned"),
         ((), "name one experiment"),
         (("ttr-fig2", "--all"), "name one experiment"),
-        (("ttr-fig2", "--scale", "huge"), "--scale must be one of smoke, small, paper"),
+        (("ttr-fig2", "--scale", "huge"), "Invalid value for '--scale'"),
         (("ttr-fig2", "--seeds", "0", "--scale", "smoke"), "--seeds must be at least 1"),
         (("ttr-fig2", "--jobs", "0", "--scale", "smoke"), "--jobs must be at least 1"),
-        (("ttr-fig2", "--device", "tpu"), "--device tpu is not here"),
+        (("ttr-fig2", "--device", "tpu"), "--device 'tpu' is not here"),
     ],
 )
 @pytest.mark.usefixtures("planned")

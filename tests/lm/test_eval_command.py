@@ -70,7 +70,7 @@ def test_the_local_tasks_are_listed() -> None:
         (["MODEL", "--tasks", "local_text", "--batch", "x"], '--batch must be "auto" or a number'),
         (["MODEL", "--tasks", "local_text", "--context", "1"], "--context must be"),
         (["MODEL", "--tasks", "local_text", "--text", "no"], "--text no: No such file"),
-        (["MODEL", "--tasks", "local_text", "--device", "tpu"], "--device tpu is not here"),
+        (["MODEL", "--tasks", "local_text", "--device", "tpu"], "--device 'tpu' is not here"),
         (["./no", "--tasks", "local_text"], "there is no folder './no'"),
     ],
 )
@@ -193,7 +193,7 @@ def test_an_interrupt_says_what_is_kept(
     monkeypatch.setattr(harness, "run_task", stops)
     tasks = ["--tasks", "local_babi_1,local_babi_2,local_babi_3", "--limit", 2]
     _, said = run(run_folder, *tasks, "--out", tmp_path, code=130)
-    assert "interrupted: 1 of 3 tasks are measured and kept" in said
+    assert "interrupted: 1 of 3 tasks are measured and saved" in said
     monkeypatch.setattr(harness, "run_task", run_task)
     _, said = run(run_folder, *tasks, "--out", tmp_path)
     assert said.count("measured before") == 1 and "local_babi_3 (2 of 2)" in said

@@ -192,8 +192,8 @@ def _clock(
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _peak(call: Callable[[], object], device: torch.device) -> int | None:

@@ -27,6 +27,7 @@ from recollect.fields import int_check, validate
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe, resolve_name
+from recollect.report.devices import find_device
 from recollect.report.notebook import grid
 from recollect.zoo.preset import get
 
@@ -163,7 +164,7 @@ def bench(
         T: tokens, ≥ 1.
         B: batch size, ≥ 1.
         rounds: number of rounds; every case runs once in each. At least five for stable medians.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"mps"``.
         progress: called after each round with the number of finished rounds and of all rounds.
 
     Returns:
@@ -182,8 +183,7 @@ def bench(
     numbers = {"K": K, "V": V, "H": H, "T": T, "B": B, "rounds": rounds}
     *sizes, rounds = (validate(name, int_check(1), size) for name, size in numbers.items())
     K, V, H, T, B = sizes
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device={device!r} is not available: use 'cpu', or 'cuda' with a GPU")
+    find_device(device, said="device")
     timed = as_recipe(recipe, "bench")
     shape = Shape(B=B, T=T, H=H, K=K, V=V, device=device)
     cases: list[Case] = []

@@ -23,7 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 from recollect.fields import LARGEST, Gate, Param, Quantity, Range, field_spec, quantity_of
-from recollect.messages import RecipeError, short_repr, suggest_arguments
+from recollect.messages import (
+    RecipeError,
+    UnregisteredMemberError,
+    short_repr,
+    suggest_arguments,
+)
 from recollect.serialization import fields_to_data, read_fields
 
 if TYPE_CHECKING:
@@ -396,7 +401,7 @@ def get_member(name: object, choice: str | None = None) -> type[Member]:
         near = difflib.get_close_matches(word, [cls.__name__ for cls in allowed], n=1, cutoff=0.7)
         hint = f"did you mean {near[0]!r}? For one of your own, " if near else ""
         origin = f" (it was saved from the module {short_repr(module)})" if module else ""
-        raise RecipeError(
+        raise UnregisteredMemberError(
             f"no member named {short_repr(word)} is registered: {hint}import the module that "
             f"defines it (its class has @rc.member) before loading this recipe{origin}"
         )

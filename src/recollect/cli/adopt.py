@@ -1,4 +1,4 @@
-"""`recollect adopt`: a published model whose recurrent layers recollect computes."""
+"""`recollect adopt`: compute the recurrent layers of a published model with recollect."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Annotated, Any
 
 import typer
 
-from recollect.cli.console import INTERRUPTED, check_device, print_json
+from recollect.cli.console import exit_interrupted, print_json
+from recollect.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelFolderArgument,
+    NewTokensOption,
+    check_device,
+)
 
 __all__ = ["adopt"]
 
 
 def adopt(
-    model: Annotated[str, typer.Argument(help="Folder of a saved model, or a name on the hub.")],
-    prompt: Annotated[
-        str | None, typer.Option(help="Generate a continuation of this text, token by token.")
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", "--max-new-tokens", help="Largest number of new tokens.")
-    ] = 200,
+    model: ModelFolderArgument,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue, greedily.")] = None,
+    tokens: NewTokensOption = 200,
     engine: Annotated[str, typer.Option(help="Engine of all layers.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
 ) -> None:
     """List the recurrent layers of a published model that recollect computes, and generate text."""
-    if tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, not {tokens}")
     check_device(device)
     from transformers.utils import logging
 
@@ -37,7 +38,7 @@ def adopt(
     loaded = load_saved_model(model, others=True).to(device)
     report = adopt_layers(loaded, engine=engine)
     if not report.adopted:
-        reasons = {f"{one.layer_class} is unchanged ({one.reason})" for one in report.unchanged}
+        reasons = {f"{x.layer_class} is unchanged ({x.reason})" for x in report.unchanged}
         raise ValueError(
             f"{type(loaded).__name__} has no layer that recollect computes: "
             + ("; ".join(sorted(reasons)) or "none of its layers is recurrent")
@@ -46,25 +47,25 @@ def adopt(
         typer.echo(str(report))
     text = None
     if prompt is not None:
-        text = _continuation(loaded, load_saved_tokenizer(model, loaded), prompt, tokens, as_json)
+        text = _continue(loaded, load_saved_tokenizer(model, loaded), prompt, tokens, not as_json)
     if as_json:
         layers = [
-            {**asdict(one), "recipe": None if one.recipe is None else one.recipe.to_dict()}
-            for one in report.layers
+            {**asdict(layer), "recipe": None if layer.recipe is None else layer.recipe.to_dict()}
+            for layer in report.layers
         ]
         name = type(loaded).__name__
         print_json({"model": name, "layers": layers, "prompt": prompt, "text": text})
 
 
-def _continuation(model: Any, tokenizer: Any, prompt: str, tokens: int, silent: bool) -> str:
-    """Return the greedy continuation of a prompt; print it while it grows, unless silent."""
+def _continue(model: Any, tokenizer: Any, prompt: str, tokens: int, stream: bool) -> str:
+    """Return the greedy continuation of a prompt, and optionally print it token by token."""
     from transformers import TextStreamer
 
     from recollect.cli.generate import prompt_tokens, special_tokens
 
     ids = prompt_tokens(model, tokenizer, prompt, add_special_tokens=True)
     streamer = None
-    if not silent:
+    if stream:
         typer.echo(f"\n{prompt}", nl=False)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
@@ -77,6 +78,6 @@ def _continuation(model: Any, tokenizer: Any, prompt: str, tokens: int, silent: 
         )
     except KeyboardInterrupt:
         typer.echo("")
-        raise typer.Exit(INTERRUPTED) from None
+        exit_interrupted()
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text

@@ -1,14 +1,12 @@
-"""The command line as one application: its commands, what they share, and how it leaves.
+"""The command-line application: its commands, their common option and their exit codes.
 
-A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Every command
-takes ``--import``. Refusals leave with exit code 2 and one sentence. A reader who leaves, as in
-``recollect zoo | head``, changes nothing: the work goes on, nothing is said of it, and the exit
-status is what it would have been.
+Each command is a function in `COMMANDS`, which imports its dependencies beyond torch itself. A
+refused command prints one sentence and exits with code 2. A closed pipe, as in ``recollect zoo |
+head``, neither stops a command nor changes its exit code.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -17,54 +15,38 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
 
 import recollect as rc
-from recollect.messages import RecipeError
+from recollect.cli.adopt import adopt
+from recollect.cli.bench import bench
+from recollect.cli.compare import compare
+from recollect.cli.console import exit_interrupted, print_stderr, redirect_closed_streams
+from recollect.cli.coordinates import coordinates
+from recollect.cli.describe import explain, sizes, zoo
+from recollect.cli.eval import eval  # noqa: A004
+from recollect.cli.export import export
+from recollect.cli.generate import generate
+from recollect.cli.options import ImportOption
+from recollect.cli.page import page
+from recollect.cli.plan import plan
+from recollect.cli.reproduce import reproduce
+from recollect.cli.train import train
+from recollect.messages import UnregisteredMemberError
 from recollect.report.ranks import is_of_all, rank, speaks, world_size
 from recollect.report.signals import ENDINGS, Ended, answered, received
-from recollect_command import MISSING
 
-if TYPE_CHECKING:
-    import typer
-else:
-    try:
-        import rich  # noqa: F401
-        import typer
-    except ModuleNotFoundError as error:  # the extra [cli]
-        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
-            raise
-        typer = None
-
-COMMANDS: tuple[Callable[..., None], ...] = ()
-if typer is not None:
-    from recollect.cli.adopt import adopt
-    from recollect.cli.bench import bench
-    from recollect.cli.compare import compare
-    from recollect.cli.coordinates import coordinates
-    from recollect.cli.describe import explain, sizes, zoo
-    from recollect.cli.eval import eval  # noqa: A004
-    from recollect.cli.export import export
-    from recollect.cli.generate import generate
-    from recollect.cli.page import page
-    from recollect.cli.plan import plan
-    from recollect.cli.reproduce import reproduce
-    from recollect.cli.train import train
-
-    COMMANDS = (
-        *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, adopt, eval),
-        *(bench, coordinates, page),
-    )
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, adopt, eval),
+    *(bench, coordinates, page),
+)
 
 __all__ = ["COMMANDS", "build", "main"]
 
-_UNREGISTERED = (
-    "import the module that defines it (its class has @rc.member) before loading this recipe"
-)
-_IMPORT_IT = (
-    "name the module that defines it with --import MODULE (or import = [...] in a run's file); "
-    "nothing is imported unasked"
-)
+_IMPORT_HINT = "with --import MODULE, or import = [...] in the file of a run"
 _EXTRAS = {
     "accelerate": "lm",
     "datasets": "lm",
@@ -74,136 +56,120 @@ _EXTRAS = {
     "tokenizers": "lm",
     "transformers": "lm",
 }
-"""Which extra of recollect brings a module that a command may need."""
+"""Extra of recollect that installs a module."""
 
 
 def main() -> None:
-    """Entry point of the ``recollect`` command."""
-    if not COMMANDS:
-        sys.exit(MISSING)
+    """Run the ``recollect`` command."""
     try:
         build()()
     except SystemExit as leave:
-        # Help, or what is wrong with an option, that nobody reads: typer and rich leave with 1.
+        # typer exits with 1 if the pipe of a help text or of a usage error is closed.
         closed = leave.__context__
         if leave.code != 1 or not isinstance(closed, BrokenPipeError):
             raise
-        from recollect.cli.console import nobody_reads
-
-        nobody_reads()
+        redirect_closed_streams()
         sys.exit(getattr(closed.__context__, "exit_code", 0))
 
 
+class Group(TyperGroup):
+    """Group of commands that points from ``recollect recall`` to the Python function."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in rc.__all__ and self.get_command(ctx, name) is None:
+            hint = f"In Python it is rc.{name}: see help(rc.{name})."
+            ctx.fail(f"No such command {name!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
 def build() -> typer.Typer:
-    """The application, with every command of `COMMANDS`."""
+    """Return the application with all `COMMANDS`."""
     app = typer.Typer(
         name="recollect",
-        help="Sequence layers stated as the regression problem their memory solves.",
+        help="Sequence layers stated as the regression problem that their memory solves.",
+        cls=Group,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",  # "rich" drops words in brackets, such as [run]
     )
-    app.callback(cls=_commands())(_options)
+    app.callback()(_root)
     for command in COMMANDS:
-        app.command()(_plainly(command))
+        app.command()(_wrap_command(command))
     return app
 
 
-def _commands() -> Any:
-    """The group of commands; its refusal of an unknown one names the library's own of that name."""
-    from typer.core import TyperGroup
-
-    class Commands(TyperGroup):
-        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            try:
-                return super().resolve_command(ctx, args)
-            except Exception as error:  # a UsageError of typer's own click, or of click's
-                message = getattr(error, "message", None)
-                if args[0] in rc.__all__ and message is not None:
-                    text = f"{message} In Python it is rc.{args[0]}: see help(rc.{args[0]})."
-                    setattr(error, "message", text)  # noqa: B010  # which Exception itself has not
-                raise
-
-    return Commands
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"recollect {rc.__version__}")
         raise typer.Exit
 
 
-def _options(
+def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Options of the command itself."""
+    """Options of ``recollect`` itself."""
 
 
-def _plainly(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with what it refuses said in one sentence and no traceback."""
+def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--import`` to a command, and turn its errors into one sentence and an exit code."""
 
     @functools.wraps(command)
     def run(*args: Any, imports: Sequence[str] = (), **options: Any) -> None:
-        from recollect.cli.console import INTERRUPTED, nobody_reads
-
         name = command.__name__
         received.clear()
-        with _interrupts():
+        with _handle_signals():
             try:
                 if imports:
                     from recollect.plugins import import_modules
 
                     import_modules(imports)
                 command(*args, **options)
-                if sys.stdout is not None:  # closed from the beginning
+                if sys.stdout is not None:  # None if closed before the start
                     sys.stdout.flush()
-            except typer.Exit as leave:
-                if leave.exit_code == INTERRUPTED:
-                    raise typer.Exit(_status()) from None
-                raise
             except KeyboardInterrupt:
-                _say(f"recollect {name}: interrupted")
-                raise typer.Exit(_status()) from None
+                exit_interrupted(f"recollect {name}: interrupted")
             except (ValueError, OSError) as error:  # a RecipeError is a ValueError
-                if isinstance(error, BrokenPipeError) and nobody_reads():
-                    return  # as with `| head`: the work is done, and nobody wants to hear more
-                # A function that names itself to its caller says it once here.
+                if isinstance(error, BrokenPipeError) and redirect_closed_streams():
+                    return  # the work is done, and its output has no reader
                 if speaks(error):
-                    said = _to_import(error).removeprefix(f"{name}: ")
-                    _say(f"recollect {name}{_which(error)}: {said}")
+                    # Functions that put their own name before a message do so for Python.
+                    message = _explain_error(error).removeprefix(f"{name}: ")
+                    print_stderr(f"recollect {name}{_process_label(error)}: {message}")
                 raise typer.Exit(2) from None
             except ImportError as error:
-                _say(f"recollect {name}: {_to_install(error)}")
+                print_stderr(f"recollect {name}: {_explain_import_error(error)}")
                 raise typer.Exit(2) from None
 
-    # typer reads what a command takes from its signature.
-    given = _as_written(inspect.signature(command, eval_str=True))
-    own = inspect.Parameter(
-        "imports", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=_imports()
+    # typer reads the options of a command from its signature.
+    signature = inspect.signature(command, eval_str=True)
+    imports = inspect.Parameter(
+        "imports", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=ImportOption
     )
-    run.__signature__ = given.replace(parameters=[*given.parameters.values(), own])  # type: ignore[attr-defined]
-    taken = {name: x.annotation for name, x in given.parameters.items()}
-    run.__annotations__ = {**command.__annotations__, **taken, "imports": _imports()}
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), imports]
+    )
+    run.__annotations__ = {**command.__annotations__, "imports": ImportOption}
     return run
 
 
 @contextmanager
-def _interrupts() -> Iterator[None]:
-    """Inside, signals that end a process interrupt the command.
+def _handle_signals() -> Iterator[None]:
+    """Context manager in which signals that end a process interrupt the command.
 
-    During an import they end the process: torch would turn the interrupt into another exception.
+    During an import they end the process, because torch would replace the exception by another.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         caller = frame
         while caller is not None:
             if caller.f_code.co_filename.startswith("<frozen importlib"):
-                # No exception: the import might turn it into another one.
                 os.write(2, b"recollect: interrupted\n")
                 os._exit(128 + number)
             caller = caller.f_back
@@ -215,70 +181,32 @@ def _interrupts() -> Iterator[None]:
         yield
 
 
-def _which(error: Exception) -> str:
-    """Of several processes the one that failed alone."""
-    alone = rank() > 0 and not is_of_all(error)
-    return f" (process {rank()} of {world_size()})" if alone else ""
+def _process_label(error: Exception) -> str:
+    """Return the label of this process for an error that the other processes do not have."""
+    is_own = rank() > 0 and not is_of_all(error)
+    return f" (process {rank()} of {world_size()})" if is_own else ""
 
 
-def _as_written(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with help texts that are shown as they are written.
-
-    Rich takes ``[run]`` for markup and drops it.
-    """
-    from rich.markup import escape
-    from typer.core import HAS_RICH
-
-    parameters = list(signature.parameters.values())
-    if HAS_RICH:  # and is not told to be silent
-        for index, one in enumerate(parameters):
-            kind, *told = get_args(one.annotation)
-            told = [copy.copy(x) for x in told]
-            for x in told:
-                if getattr(x, "help", None):
-                    x.help = escape(x.help)
-            parameters[index] = one.replace(annotation=Annotated[(kind, *told)])
-    return signature.replace(parameters=parameters)
-
-
-def _status() -> int:
-    """Exit status after an interrupt, as shells have it: 128 and the signal's number."""
-    return 128 + next((number for number in received if number in ENDINGS), signal.SIGINT)
-
-
-def _say(sentence: str) -> None:
-    """A sentence on the standard error, if anybody reads it."""
-    from recollect.cli.console import nobody_reads
-
-    try:
-        typer.echo(sentence, err=True)
-    except BrokenPipeError:
-        nobody_reads()
-
-
-def _imports() -> Any:
-    text = "Import this module first: members or presets of your own. May be given several times."
-    return Annotated[list[str], typer.Option("--import", metavar="MODULE", help=text)]
-
-
-def _to_import(error: Exception) -> str:
-    """What to say of an error; of a member that nobody registered, how a command learns of it."""
-    said = str(error)
+def _explain_error(error: Exception) -> str:
+    """Return the message of an error, with a hint for a member that is not registered."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, RecipeError) and _UNREGISTERED in said:
-        return said.replace(_UNREGISTERED, _IMPORT_IT)
-    return said
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UnregisteredMemberError):
+            return f"{error}, {_IMPORT_HINT}"
+        cause = cause.__context__
+    return str(error)
 
 
-def _to_install(error: ImportError) -> str:
-    """What to install for a command that lacks an extra; any other import that fails is raised."""
-    if error.name is None:  # a sentence of ours, which says it
+def _explain_import_error(error: ImportError) -> str:
+    """Return the extra to install for a missing module; raise any other import error again."""
+    if error.name is None:  # raised by recollect with a complete message
         return str(error)
     missing = error.name.partition(".")[0]
     if missing not in _EXTRAS:
         raise error
-    extra = _EXTRAS[missing]
     return (
-        f'this needs {missing}, which is not installed: pip install -e ".[{extra}]" in its checkout'
+        f"this needs {missing}, which is not installed: "
+        f'pip install -e ".[{_EXTRAS[missing]}]" in its checkout'
     )

@@ -4,164 +4,153 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recollect.cli.console import check_device, console_of_page, named_or_loaded
-from recollect.cli.progress import BenchDisplay
+from recollect.cli.console import command_line, make_console
+from recollect.cli.options import (
+    DeviceOption,
+    JsonOption,
+    check_device,
+    comma_list,
+    load_model_spec,
+)
+from recollect.cli.progress import CountDisplay
 
-__all__ = ["bench"]
+if TYPE_CHECKING:
+    from recollect.benchmarks.results import BenchResult
 
-# Written out, because the suites take longer to import than `recollect --help` should.
-_NAMES = (
-    "adopt",
-    "decode",
-    "least_squares",
-    "deep",
-    "titans",
-    "attention",
-    "local",
-    "linear",
-    "matrix",
-    "presets",
-    "rows",
-    "train",
-    "memory",
+__all__ = ["Suite", "bench"]
+
+# Written out, because the import of the suites takes longer than `recollect --help` should.
+Suite = StrEnum(
+    "Suite",
+    "adopt decode least_squares deep titans attention local linear matrix presets rows "
+    "train memory",
 )
 
-_CONTEXT = 512  # tokens of a row of the suite ``train``, where nothing is said
+Measured = tuple[dict[str, Any], "BenchResult | None", list[str]]
+"""Data of a result, its table, and the lines below the table."""
 
 
 def bench(
     suite: Annotated[
-        str | None, typer.Option(help=f"What to time: {', '.join(_NAMES)}; linear.")
+        Suite | None,
+        typer.Option(metavar="SUITE", help=f"Suite: {', '.join(Suite)}. [default: linear]"),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME_OR_FILE",
-            help="Time an architecture, or a .json/.toml recipe, next to gated_delta_net and SDPA.",
+            metavar="NAME_OR_FILE", help="Time a recipe instead, next to gated_delta_net and SDPA."
         ),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds; every case once in each. 7, of --recipe 5.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of rounds; each times every case once. [default: 7; --recipe: 5]"
+        ),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="T, tokens; 4096, of titans 256, local 1024, adopt, train, presets, --recipe 512."
+            min=1,
+            help="Sequence length T in tokens. [default: 4096; titans: 256; local: 1024; adopt, "
+            "train, presets and --recipe: 512]",
         ),
     ] = None,
     heads: Annotated[
-        int | None, typer.Option(help="H, memories; 8, of presets and --recipe 4, of titans 1.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of heads H. [default: 8; presets and --recipe: 4; titans: 1]"
+        ),
     ] = None,
-    size: Annotated[int | None, typer.Option(help="K = V, channels per head; 64.")] = None,
-    only: Annotated[
-        str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
-    ] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    batch: Annotated[int | None, typer.Option(help="B, batch size; of --recipe only, 1.")] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Channels per head, K = V. [default: 64]")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Cases of the suite, separated by commas.")] = "",
+    device: DeviceOption = "cpu",
+    batch: Annotated[int, typer.Option(min=1, help="Batch size B, for --recipe alone.")] = 1,
     save: Annotated[
-        Path | None, typer.Option(help="Where to store the result as JSON, a page beside it.")
+        Path | None, typer.Option(help="JSON file for the result; a report is written next to it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Time implementations alternately in one run, beside the device's own ceiling."""
+    """Time implementations alternately in one run, next to the device's own ceiling."""
     if recipe is not None and (suite is not None or only):
         other = "--only" if suite is None else "--suite"
         raise ValueError(f"--recipe and {other} exclude each other: leave one of them out")
-    if recipe is None and batch is not None:
+    if recipe is None and batch != 1:
         raise ValueError("--batch is an option of --recipe: leave it out, or name a recipe")
-    suite = suite or "linear"
-    if suite not in _NAMES:
-        raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
-    numbers = {"rounds": rounds, "length": length, "heads": heads, "size": size, "batch": batch}
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"--{name} must be at least 1, not {number}")
     check_device(device)
-    _check_place(save)
+    _check_save(save)
+    sizes = {"T": length, "H": heads, "K": size, "V": size}
+    sizes = {name: number for name, number in sizes.items() if number is not None}
+    names = comma_list(only)
     if recipe is not None:
-        keys = {"rounds": rounds, "T": length, "H": heads, "K": size, "V": size, "B": batch}
-        _bench_recipe(recipe, {k: n for k, n in keys.items() if n}, device, save, as_json)
-        return
-    rounds = rounds or 7
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    if suite == "train":
-        _bench_train(rounds, length or _CONTEXT, save, as_json)
-        return
-    if suite == "memory":
-        _bench_memory(names, save, as_json)
-        return
+        measured = _bench_recipe(recipe, device, rounds or 5, {**sizes, "B": batch})
+    elif suite is Suite.train:
+        measured = _bench_train(rounds or 7, length or 512)
+    elif suite is Suite.memory:
+        measured = _bench_memory(names)
+    else:
+        measured = _bench_suite(suite or Suite.linear, device, rounds or 7, sizes, names)
+    _emit(*measured, save, as_json)
+
+
+def _bench_suite(
+    name: str, device: str, rounds: int, sizes: Mapping[str, int], only: Sequence[str]
+) -> Measured:
+    """Time the cases of a suite."""
     from recollect.benchmarks.harness import run
     from recollect.benchmarks.suites.registry import SUITES, chosen_cases, document, ratios
 
-    chosen = SUITES[suite]
-    keys = {"T": length, "H": heads, "K": size, "V": size}
-    sizes = {name: number for name, number in keys.items() if number is not None}
-    shape = replace(chosen.shape, device=device, **sizes)
-    cases = chosen_cases(chosen, shape, names)
-    errors = chosen.errors(shape)
-    with BenchDisplay(console_of_page(stderr=True), suite, rounds) as display:
+    suite = SUITES[name]
+    shape = replace(suite.shape, device=device, **sizes)
+    cases = chosen_cases(suite, shape, only)
+    errors = suite.errors(shape)
+    with CountDisplay(make_console(stderr=True), f"timing {name}", rounds) as display:
         result = run(
             cases,
-            baseline=chosen.baseline,
-            min_seconds=chosen.min_seconds,
+            baseline=suite.baseline,
+            min_seconds=suite.min_seconds,
             rounds=rounds,
             device=device,
-            timer=chosen.timer,
-            progress=display.count,
+            timer=suite.timer,
+            progress=display.update,
         )
-    extra = ratios(chosen, shape, result)
-    data = document(suite, shape, result, extra)
+    extra = ratios(suite, shape, result)
+    data = document(name, shape, result, extra)
     if errors:
         data["errors"] = errors
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        _save(save, data)
-        return
-    result.print(console_of_page())
-    for what, ratio in extra.items():
-        typer.echo(f"{what}: {ratio:.2f}")
-    for name, error in errors.items():
-        typer.echo(f"{name}: relative error {error:.1e}")
-    _told(save, data)
+    lines = [f"{label}: {ratio:.2f}" for label, ratio in extra.items()]
+    lines += [f"{label}: relative error {error:.1e}" for label, error in errors.items()]
+    return data, result, lines
 
 
-def _bench_recipe(
-    name: str, sizes: Mapping[str, int], device: str, save: Path | None, as_json: bool
-) -> None:
-    """One recipe next to its peers."""
+def _bench_recipe(name: str, device: str, rounds: int, sizes: Mapping[str, int]) -> Measured:
+    """Time one recipe next to its peers."""
+    spec = load_model_spec(name)
     from recollect.benchmarks.recipe import bench as bench_recipe
 
-    timed = named_or_loaded(name)
-    with BenchDisplay(console_of_page(stderr=True), name, sizes.get("rounds", 5)) as display:
-        result = bench_recipe(timed, device=device, progress=display.count, **sizes)
-    data = result.to_dict()
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        _save(save, data)
-        return
-    typer.echo(str(result))
-    _told(save, data)
+    recipe = spec if isinstance(spec, str) else spec[1]
+    with CountDisplay(make_console(stderr=True), f"timing {name}", rounds) as display:
+        result = bench_recipe(
+            recipe, device=device, rounds=rounds, progress=display.update, **sizes
+        )
+    return result.to_dict(), None, [str(result)]
 
 
-def _bench_train(rounds: int, context: int, save: Path | None, as_json: bool) -> None:
-    """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
+def _bench_train(rounds: int, context: int) -> Measured:
+    """Time whole training steps, of a run and of a bare loop."""
     from recollect.benchmarks.suites.train import BARE, RUN, measure
 
-    with BenchDisplay(console_of_page(stderr=True), "train", rounds) as display:
-        result = measure(
-            rounds=rounds,
-            context=context,
-            progress=display.count,
-        )
+    with CountDisplay(make_console(stderr=True), "timing train", rounds) as display:
+        result = measure(rounds=rounds, context=context, progress=display.update)
     ratio = 1 / result[RUN].ratio
     data = {
         "suite": "train",
@@ -169,39 +158,29 @@ def _bench_train(rounds: int, context: int, save: Path | None, as_json: bool) ->
         **json.loads(result.to_json()),
         "ratios": {"tokens per second: recollect train / bare loop": ratio},
     }
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        _save(save, data)
-        return
-    result.print(console_of_page())
-    typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
-    _told(save, data)
+    return data, result, [f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}"]
 
 
-def _bench_memory(only: list[str], save: Path | None, as_json: bool) -> None:
-    """The suite ``memory``: peaks of training steps, each in a process of its own."""
+def _bench_memory(only: Sequence[str]) -> Measured:
+    """Measure the peak memory of training steps, each in a separate process."""
     from recollect.benchmarks.suites.memory import CASES, measure
     from recollect.report.units import readable
 
     cases = [name for name in CASES if not only or any(word in name for word in only)]
     if not cases:
         raise ValueError(f"this suite has no {only[0]!r}; it has {'; '.join(CASES)}")
-    with BenchDisplay(console_of_page(stderr=True), "memory", len(cases)) as display:
-        data = measure(cases, progress=display.count)
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        _save(save, data)
-        return
+    with CountDisplay(make_console(stderr=True), "timing memory", len(cases)) as display:
+        data = measure(cases, progress=display.update)
+    lines = []
     for name, peak in data["peaks"].items():
         resident = "" if peak["resident"] is None else f", {readable(peak['resident'], 'B')} grown"
-        typer.echo(f"{name}: {readable(peak['live'], 'B')} live{resident}")
-    for what, ratio in data["ratios"].items():
-        typer.echo(f"{what}: {ratio:.3f}")
-    _told(save, data)
+        lines.append(f"{name}: {readable(peak['live'], 'B')} live{resident}")
+    lines += [f"{label}: {ratio:.3f}" for label, ratio in data["ratios"].items()]
+    return data, None, lines
 
 
-def _check_place(save: Path | None) -> None:
-    """That a result could be written there, before minutes are spent on it."""
+def _check_save(save: Path | None) -> None:
+    """Refuse a file that cannot be written, before minutes of measurement."""
     if save is None:
         return
     if save.suffix == ".html":
@@ -213,33 +192,38 @@ def _check_place(save: Path | None) -> None:
         raise ValueError(f"--save {save} cannot be written: give a file in a folder of yours")
 
 
-def _told(save: Path | None, data: Mapping[str, Any]) -> None:
-    """Write a result, and say where it is."""
+def _emit(
+    data: dict[str, Any],
+    table: BenchResult | None,
+    lines: Sequence[str],
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    """Print a result as a table and lines or as JSON, and save it."""
+    text = json.dumps(data, indent=2, allow_nan=False)
+    if as_json:
+        lines = [text]
+    elif table is not None:
+        table.print(make_console())
+    for line in lines:
+        typer.echo(line)
     if save is not None:
-        kept = _save(save, data)
-        if kept is not None:
-            typer.echo(f"what stood there is kept: {kept}")
-        typer.echo(f"saved: {save}")
-        typer.echo(f"report: {save.with_suffix('.html')}")
+        saved = _save(save, data, text + "\n")
+        if not as_json:
+            typer.echo("\n".join(saved))
 
 
-def _save(save: Path | None, data: Mapping[str, Any]) -> Path | None:
-    """Write a result that was shown already, and its page beside it.
-
-    Returns:
-        The copy of another file that stood there, or ``None``.
-    """
+def _save(save: Path, data: Mapping[str, Any], text: str) -> list[str]:
+    """Write a result and its report; return lines with the paths."""
     from recollect.benchmarks.page import save_bench_page
     from recollect.report.files import rescue, set_aside, write_atomic
 
-    if save is None:
-        return None
-    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    report = save.with_suffix(".html")
     try:
-        kept = set_aside(save, text)
+        earlier = set_aside(save, text)
         write_atomic(save, text)
-        command = shlex.join(["recollect", *sys.argv[1:]])
-        save_bench_page(data, save.with_suffix(".html"), command=command)
+        save_bench_page(data, report, command=command_line())
     except OSError as error:
         raise ValueError(rescue({save.name: text}, wanted=save, error=error)) from error
-    return kept
+    copied = [] if earlier is None else [f"earlier result: {earlier}"]
+    return [*copied, f"saved: {save}", f"report: {report}"]

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import rich.console
 import typer
 
 from recollect.cli.console import (
-    INTERRUPTED,
+    command_line,
+    exit_interrupted,
+    make_console,
+    print_json,
+    print_line,
+)
+from recollect.cli.options import (
+    JsonOption,
+    OutOption,
     check_models,
-    check_words,
     check_writable,
-    console_of_page,
-    said,
-    stated,
+    comma_list,
+    load_model_spec,
 )
 from recollect.cli.progress import CompareDisplay
 from recollect.messages import renamed_arguments
@@ -29,100 +33,101 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.comparison import Comparison
     from recollect.report.html import Table
 
-__all__ = ["compare"]
+__all__ = ["Task", "compare"]
 
-SIZES = (
+_OPTIONS = (
     *("width", "depth", "heads", "key-dim", "parameters", "layer-options"),
     *("steps", "tokens", "batch", "length", "lr", "jobs", "seed", "seeds", "device"),
 )
-"""Options with which a model or its training may be refused."""
+"""Options whose names stand in messages about models and their training."""
+
+Task = StrEnum("Task", "text mqar capacity")
 
 
-TASKS = ("text", "mqar", "capacity")
-
-
-@renamed_arguments({name.replace("-", "_"): f"--{name}" for name in SIZES})
+@renamed_arguments({name.replace("-", "_"): f"--{name}" for name in _OPTIONS})
 def compare(
     models: Annotated[
-        str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")
+        str,
+        typer.Option(help="Names of the zoo or recipe files (.json, .toml), separated by commas."),
     ],
     task: Annotated[
-        list[str], typer.Option(help="text, mqar, capacity; give it again for more.")
-    ] = ["text"],  # noqa: B006
+        list[Task], typer.Option(metavar="TASK", help="Task: text, mqar or capacity; repeatable.")
+    ] = [Task.text],  # noqa: B006
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Texts of your own, for the task text: files (.txt, .jsonl, .parquet), folders, "
-            "patterns; give it again for more."
+            help="Files (.txt, .jsonl, .parquet), folders or patterns with the text of the task "
+            "text; repeatable. [default: the documentation of Python]"
         ),
     ] = None,
     dataset: Annotated[
-        str | None,
-        typer.Option(help="A hub dataset, in place of --text."),
+        str | None, typer.Option(help="Dataset on the hub with the text, in place of --text.")
     ] = None,
     column: Annotated[
-        str | None,
-        typer.Option(help="Field that holds the text of a JSON line or a row; default: text."),
+        str | None, typer.Option(help="Field with the text of a JSON line or row. [default: text]")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per model.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the models.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Layers of the models.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads of every layer.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of an example.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Examples of a step.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Number of layers.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of heads per layer.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per example.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Training tokens per model, in place of --steps.")
+        int | None, typer.Option(help="Tokens per model, in place of --steps.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, examples and their order.")] = 0,
-    seeds: Annotated[
-        int, typer.Option(help="How many, from --seed on: their mean and spread is reported.")
-    ] = 1,
-    jobs: Annotated[int, typer.Option(help="Processes, one thread each if several.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of weights, examples and order.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of seeds, from --seed on.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of processes, with one thread each.")] = 1,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, mps; a GPU if there is one by default.")
+        str | None,
+        typer.Option(help="Device: cpu, cuda, cuda:1 or mps. [default: a GPU if there is one]"),
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Engine of all layers.")] = "auto",
     layer_options: Annotated[
-        str,
+        Literal["preset", "same"],
         typer.Option(
-            help="preset: each model keeps its own; same: all have the default short convolution, "
-            "output norm and output gate."
+            help="Layer options: each model's own, or the default short convolution, output norm "
+            "and output gate for all."
         ),
     ] = "preset",
     key_dim: Annotated[
-        int | None, typer.Option(help="Channels of every memory's keys; width / heads if omitted.")
+        int | None, typer.Option(help="Key channels. [default: width/heads]")
     ] = None,
     parameters: Annotated[
-        int | None, typer.Option(help="Of every model; default: the largest one's.")
+        int | None,
+        typer.Option(help="Number of parameters of every model. [default: the largest model's]"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/compare"),
-    rows: Annotated[
+    out: OutOption = Path("runs/compare"),
+    table_folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of a table that grows: one file per model, and those that are there are "
-            "not trained again. In place of the report; needs --parameters and the task text."
+            "--rows",
+            help="Folder of a growing table, in place of the report. It has one file per model, "
+            "and models with a file are not trained again. Needs --parameters and the task text.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Train models at equal parameters and tokens, and report."""
-    names = [name.strip() for name in models.split(",") if name.strip()]
+    """Train models at equal parameters and tokens, and write a report.
+
+    Sizes and schedules that you leave out are those of the task.
+    """
+    names = comma_list(models)
     check_models(names)
-    check_words("--task", task, TASKS)
-    check_words("--layer-options", [layer_options], ("preset", "same"))
+    tasks = [*map(str, task)]
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
     from recollect.experiments.comparison.tasks import check_text_is_read, read_corpus
     from recollect.lm.data.streaming import stream_text
 
-    chosen = [stated(name) for name in names]
+    specs = [load_model_spec(name) for name in names]
     if text and dataset is not None:
         raise ValueError("--text and --dataset exclude each other: give one text")
     if column is not None and not text and dataset is None:
         raise ValueError("--column names a field of --text or --dataset: give one of them")
     with renamed_arguments({"corpus": "--dataset", "text": "--text", "tasks": "--task"}):
-        check_text_is_read(task, text=text or None, corpus=dataset)
+        check_text_is_read(tasks, text=text or None, corpus=dataset)
     corpus = None if dataset is None else stream_text(dataset, column=column or "text")
     sizes = {
         name: DEFAULTS[name].replace(
@@ -136,100 +141,82 @@ def compare(
             tokens=tokens,
             key_dim=key_dim,
         )
-        for name in task
-        if name in DEFAULTS
+        for name in tasks
     }
-    if rows is not None and (parameters is None or list(task) != ["text"]):
+    if table_folder is not None and (parameters is None or tasks != ["text"]):
         raise ValueError(
             "--rows needs --parameters, so that rows can be laid side by side, and --task text"
         )
-    if rows is not None and seeds != 1:
+    if table_folder is not None and seeds != 1:
         raise ValueError("--seeds and --rows exclude each other: a row is of one seed")
-    place = out if rows is None else rows
-    check_writable(place)
+    folder = out if table_folder is None else table_folder
+    check_writable(folder)
     if text:
         with renamed_arguments({"text": "--text", "column": "--column"}):
             corpus = read_corpus(text, column=column or "text")
-    console = console_of_page(stderr=as_json)
-    display = CompareDisplay(console, models=len(chosen) * max(1, seeds), tasks=len(set(task)))
-    command = shlex.join(["recollect", *sys.argv[1:]])
-    with owned_folder(place), display:
-        if rows is not None:
+    console = make_console(stderr=as_json)
+    display = CompareDisplay(console, models=len(specs) * max(1, seeds), tasks=len(set(tasks)))
+    shared: dict[str, Any] = {
+        "corpus": corpus,
+        "seed": seed,
+        "engine": engine,
+        "layer_options": layer_options,
+        "jobs": jobs,
+        "device": device,
+        "watcher": display,
+    }
+    with owned_folder(folder), display:
+        if table_folder is not None:
             assert parameters is not None
-            made = experiments.add_rows(
-                chosen,
-                rows,
+            added = experiments.add_rows(
+                specs,
+                table_folder,
                 sizes=sizes["text"],
                 parameters=parameters,
-                corpus=corpus,
-                seed=seed,
-                engine=engine,
-                layer_options=layer_options,
-                jobs=jobs,
-                device=device,
-                watcher=display,
-                command=command,
+                command=command_line(),
+                **shared,
             )
-            if made is None:
-                console.print("every row stands; delete NAME.json to train it anew")
-            _ended(console, rows / "README.md", made, as_json=as_json)
+            if added is None:
+                print_line(console, "every row stands; delete NAME.json to train it anew")
+            if as_json:
+                print_json(None if added is None else added.to_dict())
+            _report_outcome(console, table_folder / "README.md", added)
             return
         result = experiments.compare(
-            chosen,
-            task,
-            corpus=corpus,
-            sizes=sizes,
-            seed=seed,
-            seeds=seeds,
-            engine=engine,
-            layer_options=layer_options,
-            parameters=parameters,
-            jobs=jobs,
-            device=device,
-            watcher=display,
+            specs, tasks, sizes=sizes, seeds=seeds, parameters=parameters, **shared
         )
         try:
-            paths = experiments.save_comparison(result, out, command=command)
+            paths = experiments.save_comparison(result, out, command=command_line())
         except ValueError:
             if not as_json:
                 _show(console, result)
             raise
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        print_json(result.to_dict())
     else:
         _show(console, result)
     if "earlier" in paths and not as_json:
-        console.print(f"the results that stood there: {paths['earlier']}", soft_wrap=True)
-    _ended(console, paths["report"], result)
+        print_line(console, f"earlier results: {paths['earlier']}")
+    _report_outcome(console, paths["report"], result)
 
 
-def _ended(
-    console: rich.console.Console,
-    report: Path,
-    result: Comparison | None,
-    *,
-    as_json: bool = False,
-) -> None:
-    """Say where the report is and what failed, and leave with the code that says so."""
-    if as_json:
-        data = None if result is None else result.to_dict()
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+def _report_outcome(console: rich.console.Console, report: Path, result: Comparison | None) -> None:
+    """Print the path of the report and the failures, and exit with their code."""
     if report.exists():
-        console.print(f"report: {report}", soft_wrap=True)
+        print_line(console, f"report: {report}")
     if result is None:
         return
     for sentence in result.failed():
-        console.print(sentence, soft_wrap=True)
+        print_line(console, sentence)
     if result.interrupted:
-        done = sum(run.finished for run in result.runs)
-        said(f"interrupted: {done} of the models are trained to the end, and what there is is kept")
-        raise typer.Exit(INTERRUPTED)
+        finished = sum(run.finished for run in result.runs)
+        exit_interrupted(f"interrupted: {finished} models were trained to the end; all is saved")
     if result.failures:
         raise typer.Exit(1)
 
 
 def _show(console: rich.console.Console, result: Comparison) -> None:
-    """The tables of the report, on the terminal, and the sentences that it begins with."""
+    """Print the tables of the report and the sentences at its beginning."""
     from recollect.experiments.comparison.found import found
     from recollect.experiments.comparison.report import measured_on, options_table, reach, table
 
@@ -237,22 +224,24 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
         if not result.of(task):
             continue
         page = table(result, task)
+        last = len(page.columns) - 1
         columns = [
             Column(
                 name=name.removesuffix(" per sequence"),
-                right=bool(i),
-                rank=_rank(name, len(page.columns) - 1 - i),
+                right=index > 0,
+                rank=_column_priority(name, last - index),
             )
-            for i, name in enumerate(page.columns)
+            for index, name in enumerate(page.columns)
         ]
-        rows = _texts(page)
-        styles: dict[int, str] = {}
-        if task == "text" and result.bigram is not None:
-            styles[len(rows) - 1] = "dim"
-        TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles).print(
-            console, elsewhere="the report"
-        )
-        _show_options(console, options_table(result, task))
+        has_bigram = task == "text" and result.bigram is not None
+        _print_table(console, page, columns, {len(page.rows) - 1: "dim"} if has_bigram else {})
+        options = options_table(result, task)
+        if options is not None:
+            columns = [
+                Column(name=name, rank=index if index > 1 else 0)
+                for index, name in enumerate(options.columns)
+            ]
+            _print_table(console, options, columns, {})
         for note in (measured_on(result, task), reach(result, task)):
             if note:
                 console.print(note, highlight=False, style="dim")
@@ -261,36 +250,27 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
     console.print()
 
 
-def _show_options(console: rich.console.Console, page: Table | None) -> None:
-    """Print the layer options in which the models differ, if they do."""
-    if page is None:
-        return
-    columns = [
-        Column(name=name, rank=index if index > 1 else 0) for index, name in enumerate(page.columns)
-    ]
-    TerminalTable(columns=columns, rows=_texts(page), title=page.title).print(
-        console, elsewhere="the report"
-    )
+def _print_table(
+    console: rich.console.Console, page: Table, columns: list[Column], styles: dict[int, str]
+) -> None:
+    """Print a table of the report on the terminal."""
+    rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
+    table = TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles)
+    table.print(console, elsewhere="the report")
 
 
-def _texts(page: Table) -> list[list[str]]:
-    """Return the cells of a table as the terminal shows them."""
-    return [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
+_PRIORITIES = {
+    "model": 0,
+    "bits per byte": 0,
+    "accuracy": 0,
+    "parameters": 100,
+    "tokens/s": 101,
+    "finished": 102,
+    "tokens": 103,
+}
+"""Ranks of columns; of those above 0, the largest is left out first."""
 
 
-_LAST = ("parameters", "tokens/s", "finished", "tokens")
-"""What a terminal without room does without, in this order."""
-
-
-def _rank(name: str, after: int) -> int:
-    """When a column of a comparison is left out: what was measured stays longest.
-
-    Args:
-        name: its heading.
-        after: how many columns follow it; the most pairs stand last, and tell models apart best.
-    """
-    if name in ("model", "bits per byte", "accuracy"):
-        return 0
-    if name in _LAST:
-        return 100 + _LAST.index(name)
-    return 2 + after if name.endswith(" pairs") else 1
+def _column_priority(name: str, columns_after: int) -> int:
+    """Return the rank of a column; the largest numbers of pairs tell models apart best."""
+    return _PRIORITIES.get(name, 2 + columns_after if name.endswith(" pairs") else 1)

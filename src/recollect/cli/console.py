@@ -1,230 +1,108 @@
-"""Shared by all commands: the console, JSON output, and checks of options."""
+"""Terminal output that all commands share: the console, JSON, and lines to the standard error."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import difflib
 import json
 import os
 import select
+import shlex
+import signal
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
-from importlib import resources
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from recollect.messages import RecipeError
+from recollect.report.ranks import is_first
+from recollect.report.signals import ENDINGS, received
 
-if TYPE_CHECKING:
-    from recollect.layer.options import LayerOptions
-    from recollect.recipe.recipe import Recipe
-    from recollect.zoo.preset import Hybrid, Preset
-
-
-WIDE = 120
-"""Columns of a page that no terminal bounds."""
-
-INTERRUPTED = 130
-"""Exit status after an interrupt, as shells have it."""
+DEFAULT_WIDTH = 120
+"""Width of the output in columns if it is not a terminal."""
 
 
-def console_of_page(*, stderr: bool = False, bounded: bool = False) -> Page:
-    """The terminal, or a page of `WIDE` or ``COLUMNS`` columns without a terminal.
+class PlainConsole(Console):
+    """Console without markup and emoji, because names and paths contain brackets and colons.
 
-    Args:
-        stderr: whether it is the standard error.
-        bounded: whether tables leave out columns that do not fit the page without a terminal.
-    """
-    console = Page(stderr=stderr)
-    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
-        return console
-    page = Page(stderr=stderr, width=WIDE)
-    page.bounded = bounded
-    return page
-
-
-class Page(Console):
-    """A console that shows texts as they are, and falls silent when nobody reads it any more.
-
-    Brackets are no markup and colons no emoji, because names, reasons and paths are other people's.
-    Silent, because the work goes on.
-
-    Attributes:
-        bounded: whether a terminal bounds its width, so that what is wider is left out.
+    It stops printing after its reader has closed the pipe, and the command continues. Of several
+    processes only the first prints.
     """
 
-    bounded = True
+    bounded = True  # whether tables leave out the columns that do not fit
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, quiet=not is_first(), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nobody_reads()
+        redirect_closed_streams()
 
 
-def nobody_reads() -> bool:
-    """Whether the reader of an output has closed it; what is said there goes nowhere from then."""
-    closed = False
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            number = stream.fileno()
-        except (AttributeError, OSError, ValueError):  # no file of the system
-            continue
-        look = select.poll()
-        look.register(number, select.POLLOUT)
-        if any(event & select.POLLERR for _, event in look.poll(0)):
-            closed = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
-    return closed
+def make_console(*, stderr: bool = False, bounded: bool = False) -> PlainConsole:
+    """Return a console of the terminal's width, of ``COLUMNS``, or else of `DEFAULT_WIDTH`."""
+    console = PlainConsole(stderr=stderr)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return console
+    console = PlainConsole(stderr=stderr, width=DEFAULT_WIDTH)
+    console.bounded = bounded
+    return console
 
 
-def ready(stream: Any, seconds: float) -> bool:
-    """Whether a stream has something to read, or has ended, within so many seconds.
-
-    Args:
-        stream: of text; one that is no file of the system always is.
-        seconds: to wait for it.
-    """
-    look = select.poll()
-    try:
-        look.register(stream.fileno(), select.POLLIN)
-    except (AttributeError, OSError, ValueError):
-        return True
-    return bool(look.poll(1000 * seconds))
-
-
-def said(sentence: str) -> None:
-    """A sentence on the standard error, if anybody reads it."""
+def print_line(console: Console, text: str) -> None:
+    """Print text without wrapping and colors; ignore a closed stream."""
     with contextlib.suppress(OSError):
-        typer.echo(sentence, err=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_stderr(text: str) -> None:
+    """Print a line to the standard error; ignore a closed stream."""
+    try:
+        typer.echo(text, err=True)
+    except OSError:
+        redirect_closed_streams()
+
+
+def exit_interrupted(message: str = "") -> NoReturn:
+    """Print a message to the standard error, and exit with 128 plus the number of the signal."""
+    if message:
+        print_stderr(message)
+    number = next((number for number in received if number in ENDINGS), signal.SIGINT)
+    raise typer.Exit(128 + number) from None
 
 
 def print_json(data: object) -> None:
-    """Data as JSON on the standard output."""
+    """Print data as JSON to the standard output."""
     typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def stated(name: str) -> Preset | Hybrid | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
-    """A model by zoo name, or one's own in a JSON or TOML file.
+def command_line() -> str:
+    """Return the command that started this process, for reports."""
+    return shlex.join(["recollect", *sys.argv[1:]])
 
-    The file holds a recipe, or ``recipe`` and ``options`` of its layer.
 
-    Raises:
-        RecipeError: no such name or file, or neither of both in it.
-    """
-    from recollect.layer.options import LayerOptions
-    from recollect.recipe.files import load_recipe, read_data
-    from recollect.recipe.recipe import Recipe
-    from recollect.zoo.preset import find
+def redirect_closed_streams() -> bool:
+    """Redirect closed output streams to ``/dev/null``; return whether any was closed."""
+    any_closed = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            descriptor = stream.fileno()
+        except (AttributeError, OSError, ValueError):  # not a file of the system
+            continue
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            any_closed = True
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+    return any_closed
 
-    path = Path(name)
-    if path.suffix not in (".json", ".toml"):
-        return find(name)
-    data = read_data(path)
-    if not isinstance(data, dict) or set(data) != {"recipe", "options"}:
-        return path.stem, load_recipe(path)
+
+def wait_readable(stream: Any, seconds: float) -> bool:
+    """Wait until a stream has input or has ended; return whether it has within the time."""
+    poll = select.poll()
     try:
-        options = LayerOptions.from_dict(data["options"])
-        return path.stem, Recipe.from_dict(data["recipe"]), options
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None
-
-
-# The next three checks come before torch is imported, which takes seconds.
-
-
-def check_models(names: Iterable[str]) -> None:
-    """Refuse names that the zoo does not have, and recipe files that do not exist.
-
-    Raises:
-        RecipeError: such a name or file.
-    """
-    # A module of ``--import`` may have registered presets: then the zoo itself checks the names.
-    known = None if "recollect.zoo" in sys.modules else _zoo_names()
-    for name in names:
-        if Path(name).suffix.lower() in (".json", ".toml"):
-            check_exists(Path(name))
-        elif known is not None and name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else "recollect zoo lists all"
-            raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
-
-
-def check_words(option: str, words: Iterable[str], allowed: Sequence[str]) -> None:
-    """Refuse a word that an option does not take.
-
-    Raises:
-        ValueError: a word that is not allowed.
-    """
-    for word in words:
-        if word not in allowed:
-            raise ValueError(f"{option} must be one of {', '.join(allowed)}, not {word!r}")
-
-
-def check_exists(path: Path) -> None:
-    """Refuse a file that does not exist.
-
-    Raises:
-        RecipeError: there is no such file.
-    """
-    if not os.path.lexists(path):
-        raise RecipeError(f"there is no file {path}")
-
-
-def _zoo_names() -> list[str]:
-    """Names of all presets and hybrids, read from the decorators in the source of the zoo."""
-    return [
-        node.name
-        for file in resources.files("recollect").joinpath("zoo").iterdir()
-        if file.name.endswith(".py")
-        for node in ast.parse(file.read_text("utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-        for call in node.decorator_list
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("preset", "hybrid")
-    ]
-
-
-def named_or_loaded(name: str) -> str | Recipe:
-    """The name of an architecture, or the recipe in the file of this name.
-
-    A name of the zoo stays a name, even where a file is called the same.
-
-    Raises:
-        RecipeError: no such file, or no recipe in it.
-    """
-    is_path = "." in name or "/" in name
-    if not is_path or Path(name).suffix.lower() in (".json", ".toml"):
-        check_models([name])
-    from recollect.recipe.files import load_recipe
-    from recollect.zoo.preset import hybrids, names
-
-    return load_recipe(name) if is_path and name not in (*names(), *hybrids()) else name
-
-
-def check_device(device: str) -> None:
-    """That ``--device`` is one that torch sees."""
-    if device == "cuda":
-        import torch
-
-        if torch.cuda.is_available():
-            return
-    if device != "cpu":
-        raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
-
-
-def check_writable(out: Path) -> None:
-    """That the report will have a place: better known before hours of training than after."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written to: {error.strerror}") from None
+        poll.register(stream.fileno(), select.POLLIN)
+    except (AttributeError, OSError, ValueError):  # not a file of the system
+        return True
+    return bool(poll.poll(1000 * seconds))

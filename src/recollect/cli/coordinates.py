@@ -1,13 +1,15 @@
-"""`recollect coordinates`: whether activations and their updates keep their size as width grows."""
+"""`recollect coordinates`: check that activations and their updates keep their size with width."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from recollect.cli.console import check_exists, console_of_page, print_json
+from recollect.cli.console import make_console, print_json, print_line
+from recollect.cli.options import ConfigArgument, JsonOption, comma_list, load_config, positive
+from recollect.report.terminal import Column, TerminalTable
 
 if TYPE_CHECKING:
     from recollect.lm.width.coordinates import Coordinate, Coordinates
@@ -16,44 +18,40 @@ __all__ = ["coordinates"]
 
 
 def coordinates(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The TOML file of the run.")],
+    config: ConfigArgument,
     widths: Annotated[
-        str | None, typer.Option(help="Such as 64,128,256; three of whole heads if not given.")
+        str | None,
+        typer.Option(help="Widths, such as 64,128,256. [default: three that fit the heads]"),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of AdamW at each width.")] = 4,
-    seeds: Annotated[int, typer.Option(help="Initial weights that are averaged over.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of AdamW at each width.")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds to average over.")] = 2,
     depth: Annotated[
-        int | None, typer.Option(help="Layers; each of the file's once, and at least two.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of layers. [default: each kind of the file once, at least 2]"
+        ),
     ] = None,
     parametrization: Annotated[
-        str | None, typer.Option(help="standard or mup, in place of [optimizer].")
+        Literal["standard", "mup"] | None,
+        typer.Option(help="Rules for width. [default: that of [optimizer]]"),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Largest slope that counts as flat.")] = 0.25,
+    tolerance: Annotated[
+        float, typer.Option(callback=positive(10), help="Largest slope that counts as flat.")
+    ] = 0.25,
     figure: Annotated[
-        Path | None, typer.Option(help="Draw the changes here, as .png and .svg.")
+        Path | None, typer.Option(help="Path of a figure of the changes, as .png and .svg.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check the rules for width: sizes of activations and updates at several widths.
 
-    Exit status 1: a slope over the width is steeper than the tolerance.
+    The exit code is 1 if a slope over the width is steeper than the tolerance.
     """
-    for name, number in (("steps", steps), ("seeds", seeds), ("depth", depth)):
-        if number is not None and number < 1:
-            raise ValueError(f"--{name} must be at least 1, not {number}")
-    if parametrization not in (None, "standard", "mup"):
-        raise ValueError(f"--parametrization must be standard or mup, not {parametrization!r}")
-    if not 0 < tolerance < 10:
-        raise ValueError(f"--tolerance must be above 0 and below 10, not {tolerance}")
-    sizes = None if widths is None else _numbers(widths)
-    check_exists(config)
-    from recollect.lm.training.plan import load_plan
+    sizes = None if widths is None else _parse_widths(widths)
+    run = load_config(config)
     from recollect.lm.width.of_plan import check_plan
-    from recollect.plugins import import_modules
 
-    run = load_plan(config)
-    import_modules(run.imports, folder=run.beside, option="import")
-    found = check_plan(
+    result = check_plan(
         run,
         widths=sizes,
         steps=steps,
@@ -63,74 +61,76 @@ def coordinates(
         tolerance=tolerance,
     )
     if figure is not None:
-        _draw(found, figure)
+        _draw(result, figure)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        _print(found)
-    if not found.flat:
+        _print(result)
+    if not result.flat:
         raise typer.Exit(1)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--widths must be numbers such as 64,128,256, not {text!r}") from None
+def _parse_widths(text: str) -> list[int]:
+    widths = comma_list(text)
+    if not widths or not all(map(str.isdecimal, widths)):
+        raise ValueError(f"--widths must be numbers such as 64,128,256, not {text!r}")
+    return [*map(int, widths)]
 
 
-def _print(found: Coordinates) -> None:
-    from rich.table import Table
-
-    page = console_of_page()
-    rules = "" if found.base_width is None else f" from base width {found.base_width}"
-    page.print(
-        f"{found.parametrization} parametrization{rules}: {found.steps} steps at learning rate "
-        f"{found.lr:g}, {found.seeds} seeds",
-        soft_wrap=True,
-        highlight=False,
+def _print(result: Coordinates) -> None:
+    """Print a row per coordinate, and the steepest slope."""
+    console = make_console()
+    rules = "" if result.base_width is None else f" from base width {result.base_width}"
+    print_line(
+        console,
+        f"{result.parametrization} parametrization{rules}: {result.steps} steps at learning rate "
+        f"{result.lr:g}, {result.seeds} seeds",
     )
-    table = Table(title="how far activations moved, by width", title_justify="left")
-    table.add_column("of", no_wrap=True)
-    for width in found.widths:
-        table.add_column(str(width), justify="right", no_wrap=True)
-    table.add_column("slope", justify="right", no_wrap=True)
-    table.add_column("of size", justify="right", no_wrap=True)
-    table.add_column("flat", no_wrap=True)
-    for one in found.coordinates:
-        table.add_row(*_row(one))
-    page.print(table)
-    steep = sum(not one.flat for one in found.coordinates)
-    worst = found.steepest
-    said = (
-        f"flat: no slope is steeper than {found.tolerance:g}"
-        if found.flat
-        else f"not flat: {steep} of {len(found.coordinates)} are steeper than "
-        f"{found.tolerance:g}, most of all {worst.name} ({_slope(worst.change_slope)})"
+    numbers = [*map(str, result.widths), "slope", "slope of size"]
+    TerminalTable(
+        title="change of activations by width, root mean square",
+        columns=[
+            Column(name="activation"),
+            *(Column(name=name, right=True) for name in numbers),
+            Column(name="flat"),
+        ],
+        rows=[_row(coordinate) for coordinate in result.coordinates],
+    ).print(console, elsewhere="--json")
+    if result.flat:
+        print_line(console, f"flat: no slope is steeper than {result.tolerance:g}")
+        return
+    steep = sum(not coordinate.flat for coordinate in result.coordinates)
+    worst = result.steepest
+    print_line(
+        console,
+        f"not flat: {steep} of {len(result.coordinates)} are steeper than {result.tolerance:g}, "
+        f"most of all {worst.name} ({_format_slope(worst.change_slope)})",
     )
-    page.print(said, soft_wrap=True, highlight=False)
 
 
-def _row(one: Coordinate) -> list[str]:
-    changes = [f"{x:.3g}" for x in one.changes.values()]
-    slopes = [_slope(one.change_slope), _slope(one.size_slope)]
-    return [one.name, *changes, *slopes, "yes" if one.flat else "no"]
+def _row(coordinate: Coordinate) -> list[str]:
+    changes = [f"{change:.3g}" for change in coordinate.changes.values()]
+    slopes = [_format_slope(coordinate.change_slope), _format_slope(coordinate.size_slope)]
+    return [coordinate.name, *changes, *slopes, "yes" if coordinate.flat else "no"]
 
 
-def _slope(value: float | None) -> str:
+def _format_slope(value: float | None) -> str:
     return "–" if value is None else f"{value:+.2f}"
 
 
-def _draw(found: Coordinates, path: Path) -> None:
+def _draw(result: Coordinates, path: Path) -> None:
+    """Draw the changes over the width."""
     from recollect.report.figures import Series, line_figure
 
-    moved = [one for one in found.coordinates if all(x > 0 for x in one.changes.values())]
-    series = [Series(name=one.name, x=found.widths, y=[*one.changes.values()]) for one in moved]
     line_figure(
-        series,
+        [
+            Series(name=coordinate.name, x=result.widths, y=[*coordinate.changes.values()])
+            for coordinate in result.coordinates
+            if all(change > 0 for change in coordinate.changes.values())
+        ],
         x="width",
         y="change of activations, rms",
-        title=f"Coordinates, {found.parametrization} parametrization",
+        title=f"Coordinates, {result.parametrization} parametrization",
         log_x=True,
         log_y=True,
     ).save(path)

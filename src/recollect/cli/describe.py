@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 import recollect as rc
-from recollect.cli.console import check_models, console_of_page, named_or_loaded, print_json
+from recollect.cli.console import make_console, print_json
+from recollect.cli.options import JsonOption, check_models, comma_list, load_model_spec
 from recollect.report.terminal import Column, TerminalTable, hung
+
+__all__ = ["explain", "sizes", "zoo"]
 
 
 def zoo(
-    family: Annotated[str | None, typer.Option(help="Only this family.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    family: Annotated[str | None, typer.Option(help="Family to list. [default: all]")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the architectures, from their recipes."""
-    together = family in (None, rc.zoo.hybrid_systems.FAMILY)
-    alone = [] if together and family is not None else rc.zoo.names(family)
-    rows = [_row(rc.zoo.get(name)) for name in alone]
-    rows += [_hybrid_row(rc.zoo.find(name)) for name in rc.zoo.hybrids() if together]
+    hybrid_family = rc.zoo.hybrid_systems.FAMILY
+    preset_names = [] if family == hybrid_family else rc.zoo.names(family)
+    hybrid_names = rc.zoo.hybrids() if family in (None, hybrid_family) else []
+    rows = [_preset_row(rc.zoo.get(name)) for name in preset_names]
+    rows += [_hybrid_row(rc.zoo.find(name)) for name in hybrid_names]
     if as_json:
         print_json(rows)
         return
-    table = TerminalTable(columns=_ZOO_COLUMNS, rows=[_cells(row) for row in rows])
-    table.print(console_of_page(bounded=True), elsewhere="--json")
+    table = TerminalTable(columns=_ZOO_COLUMNS, rows=[_format_row(row) for row in rows])
+    table.print(make_console(bounded=True), elsewhere="--json")
     typer.echo("state at K = V = 64, per row and head; `recollect explain NAME` says more")
 
 
+_CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 _SHOWN_CHOICES = ("memory", "bias", "retention", "algorithm")
 _ZOO_COLUMNS = (
     Column(name="#", right=True, rank=5),
@@ -48,21 +53,7 @@ _ZOO_COLUMNS = (
 )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    """One architecture in words, in the order of `_ZOO_COLUMNS`."""
-    return [
-        str(row["row"]),
-        row["name"],
-        row["fidelity"],
-        *(row[choice].removesuffix("()") for choice in _SHOWN_CHOICES),
-        "\n".join(row["write"]).replace(";   ", "\n"),
-        row["state"],
-        ", ".join(_SHORT[name] for name, holds in row["properties"].items() if holds) or "–",
-        row["engine"],
-    ]
-
-
-_SHORT = {
+_PROPERTY_LABELS = {
     "dynamic decay": "decay",
     "deep memory": "depth",
     "nonlinear capacity": "capacity",
@@ -71,22 +62,29 @@ _SHORT = {
 }
 
 
-def _row(preset: Any) -> dict[str, Any]:
-    """One architecture as data."""
-    recipe, explained = preset.recipe, rc.explain(preset)
-    price = explained.cost
-    size = None if price is None else price.state_bytes
-    grows = 0 if price is None else price.state_bytes_per_token
+def _format_row(row: dict[str, Any]) -> list[str]:
+    """Return the cells of one architecture, in the order of `_ZOO_COLUMNS`."""
+    properties = [label for name, label in _PROPERTY_LABELS.items() if row["properties"][name]]
+    return [
+        str(row["row"]),
+        row["name"],
+        row["fidelity"],
+        *(row[choice].removesuffix("()") for choice in _SHOWN_CHOICES),
+        "\n".join(row["write"]).replace(";   ", "\n"),
+        row["state"],
+        ", ".join(properties) or "–",
+        row["engine"],
+    ]
+
+
+def _preset_row(preset: Any) -> dict[str, Any]:
+    """Return the data of one preset."""
+    explained = rc.explain(preset)
     return {
-        "row": preset.row,
-        "name": preset.name,
-        "title": preset.title,
-        "family": preset.family,
-        **{choice: getattr(recipe, choice).brief for choice in _CHOICES},
+        **_identity(preset),
+        **{choice: getattr(preset.recipe, choice).brief for choice in _CHOICES},
         "write": list(explained.write),
-        "state": _size(grows, size),
-        "state_bytes": None if grows else size,
-        "state_grows_per_token": grows,
+        **_state_size([explained.cost]),
         "properties": dict(explained.properties),
         "engine": explained.engine,
         "fidelity": preset.fidelity.kind,
@@ -94,77 +92,81 @@ def _row(preset: Any) -> dict[str, Any]:
 
 
 def _hybrid_row(hybrid: Any) -> dict[str, Any]:
-    """A system of several recipes as data: what they are, in the order of its layers."""
+    """Return the data of a system of several recipes, joined in the order of its layers."""
     explained = rc.explain(hybrid)
     parts = explained.parts.values()
-    prices = [price for price in explained.costs.values() if price is not None]
-    grows, size = (
-        sum(getattr(p, name) for p in prices) for name in ("state_bytes_per_token", "state_bytes")
-    )
+
+    def join(values: Iterable[str]) -> str:
+        return ", ".join(dict.fromkeys(values))
+
     return {
-        "row": hybrid.row,
-        "name": hybrid.name,
-        "title": hybrid.title,
-        "family": hybrid.family,
+        **_identity(hybrid),
         **{
-            choice: ", ".join(
-                dict.fromkeys(getattr(p.recipe, choice).brief.removesuffix("()") for p in parts)
-            )
+            choice: join(getattr(part.recipe, choice).brief.removesuffix("()") for part in parts)
             for choice in _CHOICES
         },
         "write": [hybrid.rule.replace(",  ", ";   ")],
-        "state": _size(grows, size),
-        "state_bytes": None if grows else size,
-        "state_grows_per_token": grows,
-        "properties": {name: any(p.properties[name] for p in parts) for name in _SHORT},
-        "engine": ", ".join(dict.fromkeys(p.engine for p in parts)),
+        **_state_size(explained.costs.values()),
+        "properties": {
+            name: any(part.properties[name] for part in parts) for name in _PROPERTY_LABELS
+        },
+        "engine": join(part.engine for part in parts),
         "fidelity": hybrid.fidelity.kind,
     }
 
 
-_CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
+def _identity(system: Any) -> dict[str, Any]:
+    return {name: getattr(system, name) for name in ("row", "name", "title", "family")}
 
 
-def _size(grows: int, size: int | None) -> str:
+def _state_size(costs: Iterable[Any]) -> dict[str, Any]:
+    """Return the size of the states in words and in bytes."""
     from recollect.report.units import readable
 
-    if size is None:
-        return "–"
-    return f"{readable(grows, 'B')} per token" if grows else readable(size, "B")
+    known = [cost for cost in costs if cost is not None]
+    size = sum(cost.state_bytes for cost in known) if known else None
+    growth = sum(cost.state_bytes_per_token for cost in known)
+    words = "–" if size is None else readable(size, "B")
+    return {
+        "state": f"{readable(growth, 'B')} per token" if growth else words,
+        "state_bytes": None if growth else size,
+        "state_grows_per_token": growth,
+    }
 
 
 def explain(
     name: Annotated[
-        str,
-        typer.Argument(metavar="NAME_OR_FILE", help="An architecture, or a .json/.toml recipe."),
+        str, typer.Argument(metavar="NAME_OR_FILE", help="Architecture, or .json/.toml recipe.")
     ],
-    engine: Annotated[str, typer.Option(help="Explain as if this engine were asked for.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Engine to explain the recipe for.")] = "auto",
     precision: Annotated[
-        str | None, typer.Option(help="And this precision of products: float32 or tf32.")
+        Literal["float32", "tf32"] | None,
+        typer.Option(help="Precision of matrix products to explain the recipe for."),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Print the equations of normalised steps, too.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what a recipe solves, how it moves, and which engine runs it."""
-    recipe = named_or_loaded(name)
+    """Print the problem that a recipe solves, its update rule, and the engine that runs it."""
+    spec = load_model_spec(name)
+    recipe = spec if isinstance(spec, str) else spec[1]
     explained = rc.explain(recipe, engine=engine, precision=precision, full=full)
     if as_json:
         print_json(explained.to_dict())
     else:
-        page = console_of_page()
-        typer.echo(hung(str(explained), page.width if page.bounded else None))
+        console = make_console()
+        typer.echo(hung(str(explained), console.width if console.bounded else None))
 
 
 def sizes(
     models: Annotated[
-        str, typer.Option(help="Zoo names, separated by commas.")
+        str, typer.Option(help="Names of the zoo, separated by commas.")
     ] = "softmax_attention,gated_delta_net,titans",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the papers' sizes with their learning rates, and the parameters that models have."""
-    names = [name.strip() for name in models.split(",") if name.strip()]
+    """List the papers' sizes with their learning rates, and the parameter counts of models."""
+    names = comma_list(models)
     check_models(names)
     stored = json.loads(resources.files("recollect.cli").joinpath("sizes.json").read_text("utf-8"))
     if set(names) <= set(stored[0]["parameters"]):  # without torch
@@ -173,13 +175,13 @@ def sizes(
             for size in stored
         ]
     else:
-        rows = _sizes(names)
+        rows = _count_sizes(names)
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     columns = [Column(name="papers' name")]
-    facts = (("layers", 4), ("width", 3), ("heads", 5), ("lr", 2), ("tokens", 1))
-    columns += [Column(name=name, right=True, rank=rank) for name, rank in facts]
+    ranks = {"layers": 4, "width": 3, "heads": 5, "lr": 2, "tokens": 1}
+    columns += [Column(name=name, right=True, rank=rank) for name, rank in ranks.items()]
     columns += [Column(name=name, right=True) for name in names]
     table = TerminalTable(
         columns=columns,
@@ -193,12 +195,12 @@ def sizes(
             for size in rows
         ],
     )
-    table.print(console_of_page(), elsewhere="--json")
+    table.print(make_console(), elsewhere="--json")
     typer.echo("parameters with 32,000 tokens of vocabulary, an MLP of 8/3 and an untied output")
 
 
-def _sizes(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The papers' sizes, with the parameters of each model by part."""
+def _count_sizes(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the papers' sizes, with the parameters of each model by part."""
     from recollect.lm.model.counts import count_parameters
     from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_config
 

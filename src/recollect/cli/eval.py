@@ -1,10 +1,7 @@
-"""`recollect eval`: a saved model on tasks of lm-eval and on local ones."""
+"""`recollect eval`: a saved model on tasks of lm-eval and on local tasks."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +9,21 @@ import typer
 from rich.console import Console
 
 from recollect.cli.console import (
-    INTERRUPTED,
+    command_line,
+    exit_interrupted,
+    make_console,
+    print_json,
+    print_line,
+    print_stderr,
+)
+from recollect.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelFolderArgument,
+    OutOption,
     check_device,
     check_writable,
-    console_of_page,
-    said,
+    comma_list,
 )
 from recollect.messages import renamed_arguments
 from recollect.report.terminal import Column, TerminalTable
@@ -30,32 +37,39 @@ __all__ = ["eval"]
 
 @renamed_arguments({name: f"--{name}" for name in ("batch", "limit", "context", "text")})
 def eval(  # noqa: A001
-    model: Annotated[
-        str, typer.Argument(help="Folder of a saved model or its run, or a hub name.")
-    ] = "",
-    tasks: Annotated[
-        str, typer.Option(help="Tasks, groups, tags or patterns, separated by commas.")
-    ] = "",
-    out: Annotated[
-        Path, typer.Option(help="Folder of the results; finished tasks in it are kept.")
-    ] = Path("runs/eval"),
-    batch: Annotated[str, typer.Option(help="Texts at once, or auto: what memory holds.")] = "auto",
-    limit: Annotated[int | None, typer.Option(help="Documents of a task at most.")] = None,
+    model: ModelFolderArgument = "",
+    tasks: Annotated[str, typer.Option(help="Tasks, groups, tags or patterns, with commas.")] = "",
+    out: OutOption = Path("runs/eval"),
+    batch: Annotated[
+        str, typer.Option(help="Batch size, or auto: the largest that fits.")
+    ] = "auto",
+    limit: Annotated[
+        int | None, typer.Option(help="Largest number of documents per task. [default: all]")
+    ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens that the model sees at once, and of long tasks.")
+        int | None,
+        typer.Option(
+            help="Length in tokens of the model's input, and of long tasks. [default: the model's]"
+        ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text in which local tasks hide what is to be found.")
+        Path | None, typer.Option(help="Text file in which local tasks hide their answers.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    list_all: Annotated[bool, typer.Option("--list", help="Name the local tasks.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    device: DeviceOption = "cpu",
+    list_all: Annotated[bool, typer.Option("--list", help="List the local tasks.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure a language model on lm-eval's tasks, and on local ones that need no network."""
+    """Measure a language model on lm-eval's tasks, and on local tasks that need no network.
+
+    Finished tasks in the folder of the results are not measured again.
+    """
     if list_all:
         from recollect.lm.evaluation.local_tasks import local_tasks
 
-        typer.echo(json.dumps(local_tasks(), indent=2) if as_json else "\n".join(local_tasks()))
+        if as_json:
+            print_json(local_tasks())
+        else:
+            typer.echo("\n".join(local_tasks()))
         return
     if not model or not tasks:
         raise ValueError(
@@ -70,11 +84,11 @@ def eval(  # noqa: A001
     from recollect.lm.evaluation.evaluate import evaluate
 
     logging.disable_progress_bar()
-    page, progress = console_of_page(), _Progress(console_of_page(stderr=True))
+    progress = _Progress(make_console(stderr=True))
     try:
         result = evaluate(
             model,
-            tasks.split(","),
+            comma_list(tasks),
             out=out,
             batch=batch,
             limit=limit,
@@ -84,62 +98,59 @@ def eval(  # noqa: A001
             watcher=progress,
         )
     except KeyboardInterrupt:
-        said(f"interrupted: {progress.kept()}")
-        raise typer.Exit(INTERRUPTED) from None
-    papers = beside(result)
-    command = shlex.join(["recollect", *sys.argv[1:]])
-    report = save_evaluation_page(result, papers, out, command=command)
+        exit_interrupted(f"interrupted: {progress.summary()}")
+    published = beside(result)
+    report = save_evaluation_page(result, published, out, command=command_line())
     if as_json:
-        data = result.to_dict() | {"published": [_row(one) for one in papers]}
-        typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(result.to_dict() | {"published": [_row(column) for column in published]})
     else:
-        _show(page, result, papers)
-        page.print(f"results: {out / 'results.json'}", soft_wrap=True)
-        page.print(f"report: {report}", soft_wrap=True)
+        console = make_console()
+        _show(console, result, published)
+        print_line(console, f"results: {out / 'results.json'}")
+        print_line(console, f"report: {report}")
     if result.failures:
-        said(f"not measured: {', '.join(result.failures)}")
+        print_stderr(f"not measured: {', '.join(result.failures)}")
         raise typer.Exit(1)
 
 
 class _Progress:
-    """A line for every task."""
+    """Print the tasks as they are measured; an `EvaluationWatcher`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.done, self.count = 0, 0
+        self._finished, self._total = 0, 0
 
-    def kept(self) -> str:
-        """What an end leaves behind."""
-        if not self.count:
+    def summary(self) -> str:
+        """Return the number of finished tasks as a sentence."""
+        if not self._total:
             return "no task was begun"
         return (
-            f"{self.done} of {self.count} tasks are measured and kept, and the same command goes "
-            "on after them"
+            f"{self._finished} of {self._total} tasks are measured and saved, and the same command "
+            "continues after them"
         )
 
     def begin(self, task: str, index: int, count: int) -> None:
-        self.count = self.count or self.done + count
-        self._console.print(f"{task} ({index} of {count})", soft_wrap=True, highlight=False)
+        self._total = self._total or self._finished + count
+        print_line(self._console, f"{task} ({index} of {count})")
 
     def end(self, result: TaskResult, *, before: bool) -> None:
-        self.done += 1
-        how = "measured before" if before else f"{result.seconds:.1f} s, batch {result.batch}"
-        numbers = ", ".join(f"{name} {result.told(name)}" for name in result.metrics)
-        numbers = numbers or "; ".join(result.notes)
-        self._console.print(f"  {numbers} ({how})", soft_wrap=True, highlight=False)
+        self._finished += 1
+        time = "measured before" if before else f"{result.seconds:.1f} s, batch {result.batch}"
+        metrics = ", ".join(f"{name} {result.told(name)}" for name in result.metrics)
+        print_line(self._console, f"  {metrics or '; '.join(result.notes)} ({time})")
 
     def fail(self, task: str, reason: str) -> None:
-        self._console.print(reason, soft_wrap=True, highlight=False)
+        print_line(self._console, reason)
 
 
-def _row(one: Beside) -> dict[str, Any]:
-    """A column of a paper as data."""
+def _row(column: Beside) -> dict[str, Any]:
+    """Return a column of a paper as data."""
     names = ("task", "metric", "measured", "table", "column", "group", "note")
-    return {name: getattr(one, name) for name in names} | {"rows": dict(one.rows)}
+    return {name: getattr(column, name) for name in names} | {"rows": dict(column.rows)}
 
 
-def _show(console: Console, result: Evaluation, papers: tuple[Beside, ...]) -> None:
-    """The table, with what the papers report."""
+def _show(console: Console, result: Evaluation, published: tuple[Beside, ...]) -> None:
+    """Print the results, next to the numbers of the papers."""
     columns = [
         Column(name="task"),
         Column(name="metric"),
@@ -147,11 +158,11 @@ def _show(console: Console, result: Evaluation, papers: tuple[Beside, ...]) -> N
         Column(name="documents", right=True, rank=2),
     ]
     rows = [list(row) for row in result.rows()]
-    if papers:
+    if published:
         columns.append(Column(name="the papers report", least=40, rank=1))
         for row in rows:
-            here = [one for one in papers if (one.task, one.metric) == (row[0], row[1])]
-            row.append("\n".join(map(str, here)))
+            matches = [x for x in published if (x.task, x.metric) == (row[0], row[1])]
+            row.append("\n".join(map(str, matches)))
     TerminalTable(columns=columns, rows=rows, title=result.model).print(console, elsewhere="--json")
     for note in result.notes:
-        console.print(note, soft_wrap=True, highlight=False)
+        print_line(console, note)

@@ -1,4 +1,4 @@
-"""`recollect export`: a checkpoint of a run as a model that anything loads."""
+"""`recollect export`: a sharded checkpoint as a saved model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
-from recollect.cli.console import check_exists
+from recollect.cli.options import check_exists
 
 __all__ = ["export"]
 
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoint-N, or that of a run.")
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or its folder checkpoint-N."),
     ],
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes.")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the model.")],
 ) -> None:
-    """Put a checkpoint's shards together: weights as safetensors, with tokenizer and config."""
+    """Merge the shards of a checkpoint into safetensors, with tokenizer and configuration."""
     check_exists(checkpoint)
     from recollect.lm.sharding.export import export_model
 
-    found = export_model(checkpoint, out)
-    typer.echo(f"model: {out}, the weights of {found}")
+    source = export_model(checkpoint, out)
+    typer.echo(f"model: {out}, the weights of {source}")

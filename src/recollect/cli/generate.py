@@ -1,62 +1,72 @@
-"""`recollect generate`: text streamed from a saved model."""
+"""`recollect generate`: text from a saved model, printed token by token."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recollect.cli.console import INTERRUPTED, check_device, ready, said
+from recollect.cli.console import exit_interrupted, print_json, print_stderr, wait_readable
+from recollect.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelFolderArgument,
+    NewTokensOption,
+    check_device,
+    positive,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from recollect.lm.model.model import RecollectForCausalLM
-    from recollect.lm.prompt import CachedPrompt
 
 __all__ = ["generate", "prompt_tokens", "special_tokens"]
 
-PATIENCE = 1.0
-"""Seconds of silence after which whoever waits is told that the standard input is read."""
+STDIN_HINT_SECONDS = 1.0
+"""Seconds without input after which a message explains that the standard input is read."""
 
 
 def generate(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Folder of a saved model or of a run, or a hub name.")
-    ],
+    model: ModelFolderArgument,
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Text to go on from; - is the standard input, which is read without this option "
-            "too where it is no terminal."
+            help="Text to continue; - reads the standard input. [default: the standard input if "
+            "it is not a terminal]"
         ),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", "--max-new-tokens", help="New tokens at most.")
-    ] = 200,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest.")] = 0.8,
+    tokens: NewTokensOption = 200,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1000, help="Temperature of sampling; 0 takes the most likely token."
+        ),
+    ] = 0.8,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest that make up this share.")
+        float | None,
+        typer.Option(
+            callback=positive(1),
+            help="Sample from the most likely tokens whose probabilities add up to this.",
+        ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many of the likeliest.")] = None,
-    beams: Annotated[int, typer.Option(help="Beam search over so many; 1 is none.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from this number of most likely tokens.")
+    ] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams of the search.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    device: DeviceOption = "cpu",
     save_state: Annotated[
-        Path | None, typer.Option(help="Also save what was read of the prompt.")
+        Path | None, typer.Option(help="File in which to save the state after the prompt.")
     ] = None,
     from_state: Annotated[
-        Path | None, typer.Option(help="Resume from what --save-state wrote, then the prompt.")
+        Path | None, typer.Option(help="File of --save-state to continue from, before the prompt.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write on from a prompt with a saved model, and say how large its cache is."""
-    _check(tokens, temperature, top_p, top_k, beams)
+    """Continue a prompt with a saved model, and print the size of its cache."""
     check_device(device)
     import torch
     from transformers import TextStreamer
@@ -67,19 +77,19 @@ def generate(
     from recollect.lm.model.model import RecollectForCausalLM
 
     logging.disable_progress_bar()
-    prompt = _prompt(prompt)
-    model, tokenizer = load_saved(checkpoint)
-    model.to(device)  # type: ignore[arg-type]
-    inputs = _inputs(model, tokenizer, prompt, from_state, save_state)
-    if isinstance(model, RecollectForCausalLM):
+    prompt = _read_prompt(prompt)
+    loaded, tokenizer = load_saved(model)
+    loaded.to(device)  # type: ignore[arg-type]
+    inputs = _inputs(loaded, tokenizer, prompt, from_state, save_state)
+    if isinstance(loaded, RecollectForCausalLM):
         inputs["generator"] = torch.Generator().manual_seed(seed)
-    else:  # transformers' own method, which draws from the process's
+    else:  # the method of transformers samples from the global generator
         torch.manual_seed(seed)
-    how: dict[str, Any] = {"max_new_tokens": tokens, "num_beams": beams, "do_sample": False}
+    kwargs: dict[str, Any] = {"max_new_tokens": tokens, "num_beams": beams, "do_sample": False}
     if temperature > 0 and beams == 1:
-        how |= {"do_sample": True, "temperature": temperature}
-        how |= {"top_p": 1.0 if top_p is None else top_p, "top_k": top_k or 0}
-    how |= special_tokens(model, tokenizer)
+        kwargs |= {"do_sample": True, "temperature": temperature}
+        kwargs |= {"top_p": 1.0 if top_p is None else top_p, "top_k": top_k or 0}
+    kwargs |= special_tokens(loaded, tokenizer)
     streamer = None
     if not as_json and beams == 1:
         if prompt:
@@ -87,58 +97,35 @@ def generate(
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
     start = time.perf_counter()
     try:
-        made = model.generate(**inputs, **how, streamer=streamer, return_dict_in_generate=True)
+        output = loaded.generate(
+            **inputs, **kwargs, streamer=streamer, return_dict_in_generate=True
+        )
     except KeyboardInterrupt:
         typer.echo("")
-        raise typer.Exit(INTERRUPTED) from None
+        exit_interrupted()
     seconds = time.perf_counter() - start
-    new = made.sequences[0, inputs["input_ids"].shape[1] :]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    size = _cache_size(model, cache_of(made))
-    facts = {
-        "prompt": prompt,
-        "text": text,
-        "tokens": len(new),
-        "tokens_per_second": len(new) / seconds,
-        "cache_bytes_per_sequence": size.bytes,
-        "cache_grows": size.grows,
-        "cache_columns": size.columns,
-        "seed": seed,
-    }
+    new_tokens = output.sequences[0, inputs["input_ids"].shape[1] :]
+    text = tokenizer.decode(new_tokens, skip_special_tokens=True)
+    cache = _cache_facts(loaded, cache_of(output))
+    speed = len(new_tokens) / seconds
     if as_json:
-        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        result = {"prompt": prompt, "text": text, "tokens": len(new_tokens)}
+        print_json({**result, "tokens_per_second": speed, **cache, "seed": seed})
         return
     if streamer is None:
         typer.echo(prompt + text)
-    typer.echo(str(size), err=True)
-    typer.echo(f"{len(new)} tokens, {len(new) / seconds:.1f} per second", err=True)
+    typer.echo(_describe_cache(cache), err=True)
+    typer.echo(f"{len(new_tokens)} tokens, {speed:.1f} per second", err=True)
 
 
-def _check(
-    tokens: int, temperature: float, top_p: float | None, top_k: int | None, beams: int
-) -> None:
-    for name, fits, wanted, value in (
-        ("tokens", tokens >= 1, "at least 1", tokens),
-        ("temperature", 0 <= temperature < 1e3, "0 or above", temperature),
-        ("top-p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1", top_p),
-        ("top-k", top_k is None or top_k >= 1, "at least 1", top_k),
-        ("beams", beams >= 1, "at least 1", beams),
-    ):
-        if not fits:
-            raise ValueError(f"--{name} must be {wanted}, not {value}")
-
-
-def _prompt(given: str | None) -> str:
-    """The prompt: as it was given, or what the standard input holds where it is no terminal.
-
-    A line's end that ``echo`` puts behind it is no part of it.
-    """
-    if given not in (None, "-"):
-        return given
-    if sys.stdin is None or (given is None and sys.stdin.isatty()):
+def _read_prompt(prompt: str | None) -> str:
+    """Return the prompt of the option or of the standard input, without the newline of ``echo``."""
+    if prompt not in (None, "-"):
+        return prompt
+    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         return ""
-    if not ready(sys.stdin, PATIENCE):
-        said('reading the prompt from the standard input (--prompt "" is none)')
+    if not wait_readable(sys.stdin, STDIN_HINT_SECONDS):
+        print_stderr('reading the prompt from the standard input (--prompt "" is none)')
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError:
@@ -147,27 +134,35 @@ def _prompt(given: str | None) -> str:
 
 
 def _inputs(
-    model: Any, tokenizer: Any, prompt: str, saved: Path | None, save: Path | None
+    model: Any, tokenizer: Any, prompt: str, from_state: Path | None, save_state: Path | None
 ) -> dict[str, Any]:
-    """What generation begins with: the prompt read but for its last token, or the prompt alone.
+    """Return the arguments of ``model.generate`` that contain the prompt.
 
-    A decoder whose layers were replaced reads it as it generates, with a cache of its own kind.
+    A recollect model has read all but the last token then. A decoder whose layers were replaced
+    reads the prompt during generation, with its own kind of cache.
     """
     from recollect.lm.model.model import RecollectForCausalLM
+    from recollect.lm.prompt import CachedPrompt
 
-    ours = isinstance(model, RecollectForCausalLM)
-    if not ours and (saved is not None or save is not None):
+    is_recollect = isinstance(model, RecollectForCausalLM)
+    if not is_recollect and (from_state is not None or save_state is not None):
         raise ValueError(
-            f"--{'save' if saved is None else 'from'}-state is for models of recollect alone: the "
-            "cache of a decoder whose layers were replaced is that decoder's, so leave it out"
+            f"--{'save' if from_state is None else 'from'}-state is for models of recollect alone: "
+            "the cache of a decoder whose layers were replaced is that decoder's, so leave it out"
         )
-    more = prompt_tokens(model, tokenizer, prompt, add_special_tokens=saved is None)
-    if not ours:
-        return {"input_ids": more}
-    read = _read(model, more, saved)
-    if save is not None:
-        read.save(save, model)
-    return read.generate_kwargs()
+    ids = prompt_tokens(model, tokenizer, prompt, add_special_tokens=from_state is None)
+    if not is_recollect:
+        return {"input_ids": ids}
+    if from_state is None:
+        cached = CachedPrompt.prefill(model, ids)
+    else:
+        cached = CachedPrompt.load(from_state, model)
+        if (batch_size := cached.input_ids.shape[0]) != 1:
+            raise ValueError(f"{from_state} holds {batch_size} texts, and one is continued")
+        cached = cached.extend(model, ids) if ids.shape[1] else cached
+    if save_state is not None:
+        cached.save(save_state, model)
+    return cached.generate_kwargs()
 
 
 def special_tokens(model: Any, tokenizer: Any) -> dict[str, int | None]:
@@ -183,14 +178,14 @@ def special_tokens(model: Any, tokenizer: Any) -> dict[str, int | None]:
 def prompt_tokens(
     model: Any, tokenizer: Any, prompt: str, *, add_special_tokens: bool
 ) -> torch.Tensor:
-    """The prompt ``[1, T]``; a text of its own is never empty."""
+    """Return the token ids of a prompt, ``[1, T]``; with special tokens, T is at least 1."""
     import torch
 
     if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
         raise ValueError("--prompt is no UTF-8 text: give it in the terminal's encoding")
     ids = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
     if add_special_tokens and not ids:
-        # A text of its own begins where another ended.
+        # In training, a text begins after the end of another text.
         first = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if first is None else first
         if first is None or first >= model.config.vocab_size:
@@ -199,54 +194,34 @@ def prompt_tokens(
     return torch.tensor([ids], dtype=torch.long, device=model.device)
 
 
-def _read(model: RecollectForCausalLM, more: torch.Tensor, saved: Path | None) -> CachedPrompt:
-    """The prompt read but for its last token, after what was read before."""
-    from recollect.lm.prompt import CachedPrompt
-
-    if saved is None:
-        return CachedPrompt.prefill(model, more)
-    loaded = CachedPrompt.load(saved, model)
-    if loaded.input_ids.shape[0] != 1:
-        raise ValueError(f"{saved} holds {loaded.input_ids.shape[0]} texts, and one is continued")
-    return loaded.extend(model, more) if more.shape[1] else loaded
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CacheSize:
-    """Bytes of a cache per sequence, after so many columns, and whether they grow with the text."""
-
-    bytes: int
-    columns: int
-    grows: bool
-
-    def __str__(self) -> str:
-        from recollect.report.units import readable
-
-        size = readable(self.bytes, "B")
-        if self.grows:
-            return f"cache: {size} per sequence after {self.columns} tokens, growing with the text"
-        return f"cache: {size} per sequence, however long the text"
-
-
-def _cache_size(model: Any, cache: Any) -> _CacheSize:
+def _cache_facts(model: Any, cache: Any) -> dict[str, Any]:
+    """Return bytes per sequence and length of a cache, and whether it grows with the text."""
     from recollect.lm.model.cache import RecollectCache, StateLayer, grows
     from recollect.lm.swap import SwappedAttention
 
     if isinstance(cache, RecollectCache):
-        return _CacheSize(
-            bytes=cache.nbytes_per_sequence, columns=cache.seen, grows=model.cache_grows
-        )
-    size = rows = 0
-    for layer in cache.layers:
-        if isinstance(layer, StateLayer):
-            size += 0 if layer.state is None else layer.state.nbytes
-            rows = max(rows, layer.batch_size)
-        else:
-            size += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
-            rows = max(rows, layer.keys.shape[0])
-    swapped = [x.layer for x in model.modules() if isinstance(x, SwappedAttention)]
-    return _CacheSize(
-        bytes=size // max(rows, 1),
-        columns=cache.get_seq_length(),
-        grows=len(swapped) < len(cache.layers) or any(grows(layer) for layer in swapped),
-    )
+        size, length, growing = cache.nbytes_per_sequence, cache.seen, model.cache_grows
+    else:
+        size = batch_size = 0
+        for layer in cache.layers:
+            if isinstance(layer, StateLayer):
+                size += 0 if layer.state is None else layer.state.nbytes
+                batch_size = max(batch_size, layer.batch_size)
+            else:
+                size += layer.keys.nbytes + layer.values.nbytes
+                batch_size = max(batch_size, layer.keys.shape[0])
+        size, length = size // max(batch_size, 1), cache.get_seq_length()
+        swapped = [x.layer for x in model.modules() if isinstance(x, SwappedAttention)]
+        growing = len(swapped) < len(cache.layers) or any(map(grows, swapped))
+    return {"cache_bytes_per_sequence": size, "cache_grows": growing, "cache_columns": length}
+
+
+def _describe_cache(facts: dict[str, Any]) -> str:
+    """Return the size of a cache as a line."""
+    from recollect.report.units import readable
+
+    size = readable(facts["cache_bytes_per_sequence"], "B")
+    if facts["cache_grows"]:
+        length = facts["cache_columns"]
+        return f"cache: {size} per sequence after {length} tokens, growing with the text"
+    return f"cache: {size} per sequence, however long the text"

@@ -7,34 +7,31 @@ from typing import Annotated
 
 import typer
 
-from recollect.cli.console import check_models, check_writable, console_of_page
+from recollect.cli.console import make_console
+from recollect.cli.options import OutOption, check_models, check_writable, comma_list
+from recollect.cli.progress import CountDisplay
 
 __all__ = ["page"]
 
 
 def page(
-    out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("runs/page"),
+    out: OutOption = Path("runs/page"),
     systems: Annotated[
-        str, typer.Option(help="Zoo names, separated by commas; all of one recipe if omitted.")
+        str,
+        typer.Option(
+            help="Names of the zoo, separated by commas. [default: all with a single recipe]"
+        ),
     ] = "",
 ) -> None:
-    """Write the page of six knobs: recipes to turn, explained, beside a memory at work."""
-    names = [name.strip() for name in systems.split(",") if name.strip()]
+    """Write the page of six knobs: recipes to change, explained, next to a memory at work."""
+    names = comma_list(systems)
     check_models(names)
-    from rich.progress import Progress
-
     import recollect as rc
     from recollect.page import save
 
     for name in names:
-        rc.zoo.get(name)  # an unknown one is refused before the folder is made
+        rc.zoo.get(name)  # refuses a hybrid before the folder is created
     check_writable(out)
-    console = console_of_page(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("systems and their neighbours", total=None)
-
-        def told(done: int, of: int) -> None:
-            bar.update(task, completed=done, total=of)
-
-        written = save(out, names or None, progress=told)
-    typer.echo(written)
+    with CountDisplay(make_console(stderr=True), "systems and their neighbours") as display:
+        path = save(out, names or None, progress=display.update)
+    typer.echo(path)

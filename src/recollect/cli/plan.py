@@ -1,16 +1,15 @@
-"""`recollect plan`: what a run takes, on paper."""
+"""`recollect plan`: memory, time and launch of a run, estimated before it starts."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recollect.cli.console import check_exists, console_of_page, print_json
+from recollect.cli.console import make_console, print_json, print_line
+from recollect.cli.options import ConfigArgument, JsonOption, load_config, positive
 
 if TYPE_CHECKING:
     from recollect.lm.planning.estimate import Estimate, Rank
@@ -20,40 +19,35 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _H100 = 989.0
-"""TFLOP/s that an H100 states for dense bfloat16."""
+"""TFLOP/s of an H100 in dense bfloat16, by its data sheet."""
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The TOML file of the run.")],
-    devices: Annotated[int, typer.Option(help="Devices that there would be.")] = 1,
-    memory: Annotated[str, typer.Option(help="Of each, such as 80GB or 80GiB.")] = "80GB",
+    config: ConfigArgument,
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memory per device, such as 80GB or 80GiB.")] = "80GB",
     peak: Annotated[
-        float, typer.Option(help="TFLOP/s that each states; 989 is an H100's dense bfloat16.")
+        float,
+        typer.Option(
+            callback=positive(1e9),
+            help="Peak of a device in TFLOP/s; 989 is that of an H100 in dense bfloat16.",
+        ),
     ] = _H100,
     share: Annotated[
         float | None,
-        typer.Option(help="Share of them that the run reaches; 0.4 is assumed if omitted."),
+        typer.Option(
+            callback=positive(1), help="Fraction of the peak that the run reaches. [default: 0.4]"
+        ),
     ] = None,
-    per_node: Annotated[int, typer.Option(help="Devices of a machine.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    per_node: Annotated[int, typer.Option(min=1, help="Number of devices per node.")] = 8,
+    as_json: JsonOption = False,
 ) -> None:
-    """Estimate what a run takes before you rent devices: memory of each, time, the launch."""
-    size = _bytes(memory)
-    for name, number in (("devices", devices), ("per-node", per_node)):
-        if number < 1:
-            raise ValueError(f"--{name} must be at least 1, not {number}")
-    if not 0 < peak < math.inf:
-        raise ValueError(f"--peak must be above 0 and finite, not {peak}")
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"--share must be above 0 and at most 1, not {share}")
-    check_exists(config)
+    """Estimate the memory per device, the time and the launch of a run before you rent devices."""
+    size = _parse_bytes(memory)
+    run = load_config(config)
     from recollect.lm.planning.estimate import SHARE, config_of, estimate
-    from recollect.lm.training.plan import load_plan
-    from recollect.plugins import import_modules
 
-    run = load_plan(config)
-    import_modules(run.imports, folder=run.beside, option="import")
-    found = estimate(
+    result = estimate(
         run,
         config_of(run),
         devices=devices,
@@ -64,83 +58,88 @@ def plan(
         per_node=per_node,
     )
     if as_json:
-        print_json(found.to_dict())
-        return
-    _print(found, run)
+        print_json(result.to_dict())
+    else:
+        _print(result, run)
 
 
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_PREFIXES = {
+    "": 1,
+    "K": 1000,
+    "M": 1000**2,
+    "G": 1000**3,
+    "T": 1000**4,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
-def _bytes(text: str) -> int:
-    """Bytes, of a number with a unit; a bare number is too likely meant otherwise."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)\s*", text)
-    if found is None or float(found[1]) == 0:
-        bare = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*", text)
-        such = f"{bare[1]}GB or {bare[1]}GiB" if bare and float(bare[1]) else "80GB or 80GiB"
-        raise ValueError(f"--memory must be a size with its unit, such as {such}, not {text!r}")
-    return int(float(found[1]) * {**_UNITS, **_BINARY}[found[2] or ""])
+def _parse_bytes(text: str) -> int:
+    """Return the bytes of a size with a unit; a number alone is refused as ambiguous."""
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)\s*", text)
+    if size is not None and float(size[1]) > 0:
+        return int(float(size[1]) * _PREFIXES[size[2] or ""])
+    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*", text)
+    example = number[1] if number and float(number[1]) else "80"
+    raise ValueError(
+        f"--memory must be a size with its unit, such as {example}GB or {example}GiB, not {text!r}"
+    )
 
 
-def _print(found: Estimate, run: TrainPlan) -> None:
+def _print(result: Estimate, run: TrainPlan) -> None:
+    """Print the numbers of the run, a table of the meshes, and the launch."""
     from recollect.lm.planning.estimate import MARGIN
     from recollect.report.units import readable
 
-    page = console_of_page()
+    console = make_console()
 
-    def say(text: str) -> None:
-        page.print(text, soft_wrap=True, highlight=False)
+    def line(text: str) -> None:
+        print_line(console, text)
 
-    several = f"{found.devices:,} devices" if found.devices > 1 else "one device"
-    facts = [
-        ("parameters", f"{found.parameters:,}"),
-        ("state", f"{readable(found.state, 'B')} of one row"),
-        ("training", f"{readable(found.flops, 'FLOP')} per token"),
-        *zip(("time", "", "", ""), _duration(found, run, several), strict=False),
-        (
-            "memory",
-            f"{readable(found.memory, 'B')} each (--memory), of which {MARGIN:.0%} may be filled",
-        ),
-    ]
-    for name, text in facts:
-        say(f"{name:<11} {text}")
-    shared = [rank for rank in found.ranks if rank.refused is None]
-    if shared:
-        whose = f"each of {several}" if found.devices > 1 else several
-        say(f"\n{whose}, at the fullest moment of a step")
-        for table in _tables(shared, found.memory, page.width):
-            table.print(page)
-            say("")
-        if any(rank.parts["gradients"] < rank.parts["parameters"] for rank in shared):
-            say("gradients come as activations go: a step never holds all of both\n")
-    else:
-        say("")
-    for rank in found.ranks:
+    devices = f"{result.devices:,} devices" if result.devices > 1 else "one device"
+    line(f"parameters  {result.parameters:,}")
+    line(f"state       {readable(result.state, 'B')} of one row")
+    line(f"training    {readable(result.flops, 'FLOP')} per token")
+    for index, text in enumerate(_duration(result, run, devices)):
+        line(f"{'' if index else 'time':<11} {text}")
+    line(
+        f"memory      {readable(result.memory, 'B')} each (--memory), "
+        f"of which {MARGIN:.0%} may be filled\n"
+    )
+    possible = [rank for rank in result.ranks if rank.refused is None]
+    if possible:
+        each = f"each of {devices}" if result.devices > 1 else devices
+        line(f"{each}, at the fullest moment of a step")
+        for table in _tables(possible, result.memory, console.width):
+            table.print(console)
+            line("")
+        if any(rank.parts["gradients"] < rank.parts["parameters"] for rank in possible):
+            line("gradients come as activations go: a step never holds all of both\n")
+    for rank in result.ranks:
         if rank.refused is not None:
-            say(f"{rank.way}: {rank.refused}")
-    if found.smallest is None or found.launch is None:
-        whose = "one device does not hold it"
-        if found.devices > 1:
-            whose = f"no mesh of up to {several} that recollect train starts holds it"
-        say(
-            f"{whose}: set "
+            line(f"{rank.way}: {rank.refused}")
+    if result.smallest is None or result.largest is None or result.launch is None:
+        reason = "one device does not hold it"
+        if result.devices > 1:
+            reason = f"no mesh of up to {devices} that recollect train starts holds it"
+        line(
+            f"{reason}: set "
             "checkpointing = true in [run], lower batch, or raise segments of [data] or --devices"
         )
         return
-    line, command = found.launch
-    say(f"smallest    {found.smallest.way}: {readable(found.smallest.total, 'B')} each")
-    assert found.largest is not None
-    if found.largest != found.smallest:
-        say(f"largest     {found.largest.way}: {readable(found.largest.total, 'B')} each")
-    if found.largest.way.devices < found.devices:
-        say(f"            no more of the {several} can share this run, and the others remain idle")
-    setting = f"  (with {line} in [run])" if line else ""
-    say(f"launch      {command}{setting}")
+    line(f"smallest    {result.smallest.way}: {readable(result.smallest.total, 'B')} each")
+    if result.largest != result.smallest:
+        line(f"largest     {result.largest.way}: {readable(result.largest.total, 'B')} each")
+    if result.largest.way.devices < result.devices:
+        line(f"            no more of the {devices} can share this run, and the others remain idle")
+    setting, command = result.launch
+    line(f"launch      {command}" + (f"  (with {setting} in [run])" if setting else ""))
 
 
-def _time(seconds: float) -> str:
-    """A time in the unit that suits it."""
+def _format_time(seconds: float) -> str:
+    """Return a time in days, hours, minutes or seconds."""
     days, hours = divmod(seconds / 3600, 24)
     if days:
         return f"{days:.0f} days {hours:.0f} h"
@@ -149,36 +148,36 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds >= 60 else f"{max(seconds, 0.1):.2g} s"
 
 
-def _duration(estimated: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
+def _duration(result: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
     """Yield the time of the run with its assumptions, a line each."""
     from recollect.lm.planning.estimate import SHARE
     from recollect.report.units import readable
 
-    if estimated.seconds is None:
+    if result.seconds is None:
         yield "no estimate, because [run] device is a CPU"
         return
-    yield f"{_time(estimated.seconds)} for {estimated.tokens:,} tokens on {devices}, assuming that"
-    an_h100 = estimated.peak == _H100 * 1e12
-    whose = ", an H100's in dense bfloat16 (--peak for another device)" if an_h100 else " (--peak)"
-    yield f"each states {readable(estimated.peak, 'FLOP/s')}{whose}"
-    unconfirmed = ", an assumption that no run has confirmed" if estimated.share == SHARE else ""
-    yield f"and reaches {estimated.share:.3g} of it (--share){unconfirmed}"
-    if an_h100 and not run.run.bf16:
+    yield f"{_format_time(result.seconds)} for {result.tokens:,} tokens on {devices}, assuming that"
+    is_h100 = result.peak == _H100 * 1e12
+    source = ", an H100's in dense bfloat16 (--peak for another device)" if is_h100 else " (--peak)"
+    yield f"each states {readable(result.peak, 'FLOP/s')}{source}"
+    unconfirmed = ", an assumption that no run has confirmed" if result.share == SHARE else ""
+    yield f"and reaches {result.share:.3g} of it (--share){unconfirmed}"
+    if is_h100 and not run.run.bf16:
         yield "though this run multiplies in float32, which is slower: bf16 = true in [run]"
 
 
 def _tables(ranks: list[Rank], memory: int, width: int) -> Iterator[TerminalTable]:
-    """A row per part, a column per way; as many ways side by side as the page is wide."""
+    """Yield tables with a row per part and a column per mesh, as many meshes as fit the width."""
     from recollect.report.terminal import Column, TerminalTable
 
-    names = list(dict.fromkeys(part for rank in ranks for part in rank.parts))
-    labels = ["rows at once", *names, "in all", "fits"]
+    parts = list(dict.fromkeys(part for rank in ranks for part in rank.parts))
+    labels = ["rows at once", *parts, "in all", "fits"]
 
-    def table(some: list[Rank]) -> TerminalTable:
-        columns = [Column(name=str(rank.way).replace(" × ", " ×\n"), right=True) for rank in some]
-        cells = [_cells(rank, names, memory) for rank in some]
+    def table(ranks: list[Rank]) -> TerminalTable:
+        meshes = [str(rank.way).replace(" × ", " ×\n") for rank in ranks]
+        cells = [_cells(rank, parts, memory) for rank in ranks]
         return TerminalTable(
-            columns=[Column(name="bytes of"), *columns],
+            columns=[Column(name="bytes of"), *(Column(name=x, right=True) for x in meshes)],
             rows=[list(row) for row in zip(labels, *cells, strict=True)],
         )
 
@@ -190,14 +189,15 @@ def _tables(ranks: list[Rank], memory: int, width: int) -> Iterator[TerminalTabl
         ranks = ranks[n:]
 
 
-def _cells(rank: Rank, names: list[str], memory: int) -> list[str]:
+def _cells(rank: Rank, parts: list[str], memory: int) -> list[str]:
+    """Return a column of the table."""
     from recollect.report.units import readable
 
-    def shown(name: str) -> str:
-        size = rank.parts.get(name)
-        if name == "gradients" and not size:
+    def size(part: str) -> str:
+        count = rank.parts.get(part)
+        if part == "gradients" and not count:
             return "none yet"
-        return "–" if size is None else readable(size, "B")
+        return "–" if count is None else readable(count, "B")
 
     fits = "yes" if rank.fits(memory) else "no"
-    return [str(rank.rows), *map(shown, names), readable(rank.total, "B"), fits]
+    return [str(rank.rows), *map(size, parts), readable(rank.total, "B"), fits]

@@ -1,9 +1,8 @@
-"""Progress of every command: live on a terminal, elsewhere a line now and then."""
+"""Progress of the commands: live bars on a terminal, and lines in a pipe or a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +20,7 @@ from rich.progress import (
 from rich.table import Column as RichColumn
 from rich.text import Text
 
+from recollect.cli.console import print_line
 from recollect.report.terminal import Column, TerminalTable
 
 if TYPE_CHECKING:
@@ -31,47 +31,40 @@ if TYPE_CHECKING:
     from recollect.lm.training.train import Header
     from recollect.lm.training.train import Progress as TrainProgress
 
-__all__ = ["BenchDisplay", "CompareDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
+__all__ = ["CompareDisplay", "CountDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
 
 
-ROOM_FOR_A_BAR = 72
-"""Columns of a terminal, below which the numbers alone are shown."""
+MIN_BAR_WIDTH = 72
+"""Smallest width of a terminal, in columns, with a bar next to the numbers."""
 
 
 def _columns(console: Console) -> tuple[ProgressColumn, ...]:
-    """What is done, a bar where there is room, how much, and how long it will take."""
+    """Return the columns of a bar: description, bar, count and remaining time."""
     return (
         TextColumn("{task.description}", markup=False, table_column=RichColumn(overflow="fold")),
-        *((BarColumn(),) if console.width >= ROOM_FOR_A_BAR else ()),
+        *((BarColumn(),) if console.width >= MIN_BAR_WIDTH else ()),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
 
 
 class Display:
-    """Bars that live on a terminal, and lines where there is none.
-
-    Args:
-        console: where.
-        columns: of the bars; rich's own by default.
-        transient: whether nothing is left of them at the end.
-        view: what is shown in place of the bars alone.
-    """
+    """Live bars on a terminal; in a pipe or a file, lines."""
 
     def __init__(
         self,
         console: Console,
-        *columns: ProgressColumn,
-        transient: bool = True,
-        view: Callable[[], RenderableType] | None = None,
+        *,
+        transient: bool = True,  # whether the bars are removed at the end
+        render: Callable[[], RenderableType] | None = None,  # by default the bars
     ) -> None:
         self.console = console
-        self.bars = Progress(*columns, console=console)
+        self.bars = Progress(*_columns(console), console=console)
         self.live = Live(
             console=console,
             refresh_per_second=10,
             transient=transient,
-            get_renderable=view or self.bars.get_renderable,
+            get_renderable=render or self.bars.get_renderable,
         )
 
     def __enter__(self) -> Self:
@@ -87,163 +80,97 @@ class Display:
     ) -> None:
         self.live.stop()
 
-    def line(self, text: str) -> None:
-        """Say something where nobody sees the bars."""
+    def print_if_not_live(self, text: str) -> None:
+        """Print a line if there are no live bars."""
         if not self.console.is_terminal:
-            with suppress(OSError):  # nobody listens, and the work goes on
-                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_line(self.console, text)
 
 
-class BenchDisplay(Display):
-    """A bar over the rounds of a benchmark."""
+class CountDisplay(Display):
+    """A bar over rounds or items."""
 
-    def __init__(self, console: Console, suite: str, rounds: int) -> None:
-        super().__init__(console, *_columns(console))
-        self.task = self.bars.add_task(f"timing {suite}", total=rounds)
+    def __init__(self, console: Console, description: str, total: int | None = None) -> None:
+        super().__init__(console)
+        self.task = self.bars.add_task(description, total=total)
 
-    def count(self, done: int, total: int) -> None:
-        """So many rounds are done, of so many."""
-        self.bars.update(self.task, completed=done, total=total)
+    def update(self, completed: int, total: int) -> None:
+        """Set the number of finished rounds or items."""
+        self.bars.update(self.task, completed=completed, total=total)
 
 
 class TrainDisplay(Display):
     """A bar over the steps of a run."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        self.facts = ""
-        super().__init__(console, *_columns(console), transient=False, view=self._view)
-        self.steps, self.every = steps, max(1, steps // 20)
-        self.printed = -1
+        self.status = ""
+        super().__init__(console, transient=False, render=self._render)
+        self.steps, self.print_every = steps, max(1, steps // 20)
+        self.last_printed = -1
         self.task = self.bars.add_task("training", total=steps)
 
-    def _view(self) -> Group:
-        """The bar, and below it what is known, on as many lines as it takes."""
-        return Group(self.bars, Text(self.facts, overflow="fold"))
+    def _render(self) -> Group:
+        """Return the bar with the status below it."""
+        return Group(self.bars, Text(self.status, overflow="fold"))
 
-    def head(self, header: Header, page: Console) -> None:
-        """What the run is about to do, on a page that may be another than the bar's."""
-        self.live.transient = True  # nothing is left of a bar that has not moved
-        self.live.stop()  # it would take what is printed beside it for its own
+    def show_summary(self, header: Header, console: Console) -> None:
+        """Print the summary of the run before its first step."""
+        self.live.transient = True  # removes the bar, which has not moved yet
+        self.live.stop()  # the live display would overwrite the summary
         self.live.transient = False
-        with suppress(OSError):  # nobody listens, and the work goes on
-            for name, words in header.lines():
-                page.print(f"{name:<12}{words}", markup=False, highlight=False, soft_wrap=True)
+        for name, text in header.lines():
+            print_line(console, f"{name:<12}{text}")
         if self.console.is_terminal:
             self.live.start(refresh=True)
 
-    def show(self, progress: TrainProgress) -> None:
-        """One step's news."""
-        loss = "" if progress.loss is None else f"loss {progress.loss:.3f}  "
-        nats = progress.heldout_loss
-        heldout = "" if nats is None else f"held-out {nats:.3f}  "
-        unit = f"{loss}{heldout}".rstrip() + " nats/token  " if loss or heldout else ""
-        facts = (
+    def update(self, progress: TrainProgress) -> None:
+        """Show the state after a step."""
+        losses = {"loss": progress.loss, "held-out": progress.heldout_loss}
+        words = [f"{name} {loss:.3f}  " for name, loss in losses.items() if loss is not None]
+        unit = "".join(words).rstrip() + " nats/token  " if words else ""
+        self.status = (
             f"{unit}{progress.tokens_per_second:,.0f} tokens/s  "
             f"{progress.ceiling_share:.0%} of the matmul ceiling"
         )
-        self.facts = facts
         self.bars.update(self.task, completed=progress.step)
-        # A loss is said once, beside the step that it was measured after.
+        # Each loss is printed once, with the step after which it was measured.
         if progress.loss is None or progress.loss_step != progress.step:
             return
-        first, ends = self.printed < 0, progress.step == self.steps
-        if progress.step > self.printed and (
-            first or ends or progress.step // self.every > self.printed // self.every
-        ):
-            self.printed = progress.step
-            self.line(f"step {progress.step:,}/{self.steps:,}  {facts}")
+        is_edge = self.last_printed < 0 or progress.step == self.steps
+        is_due = progress.step // self.print_every > self.last_printed // self.print_every
+        if progress.step > self.last_printed and (is_edge or is_due):
+            self.last_printed = progress.step
+            self.print_if_not_live(f"step {progress.step:,}/{self.steps:,}  {self.status}")
 
 
 class ReproduceDisplay(Display):
-    """A bar over the cells and seeds of each experiment; its `Viewer`."""
+    """A bar over the cells and seeds of each experiment; a `Viewer`."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(console, *_columns(console))
-        self.done, self.total = 0, 0
+        super().__init__(console)
+        self.completed, self.total = 0, 0
         self.task = self.bars.add_task("starting", total=None)
 
     def begin(self, experiment: Experiment, done: int, total: int) -> None:
-        """An experiment starts, or goes on."""
-        self.done, self.total = done, total
+        """Start the bar of an experiment."""
+        self.completed, self.total = done, total
         self.bars.reset(self.task, total=total, completed=done, description=experiment.name)
         earlier = f", {done} of them measured earlier" if done else ""
-        self.line(f"{experiment.name}: {total} cells and seeds{earlier}")
+        self.print_if_not_live(f"{experiment.name}: {total} cells and seeds{earlier}")
 
     def cell(self, record: Record) -> None:
-        """One was measured."""
-        self.done += 1
+        """Count a measured cell."""
+        self.completed += 1
         self.bars.advance(self.task)
-        where = ", ".join(f"{name} {value}" for name, value in record.cell.items())
+        cell = ", ".join(f"{name} {value}" for name, value in record.cell.items())
         numbers = ", ".join(
             f"{name} {value:.4g}"
             for name, value in record.values.items()
             if not isinstance(value, Sequence)
         )
-        self.line(
-            f"  [{self.done}/{self.total}] {where}, seed {record.seed}: {numbers} "
+        self.print_if_not_live(
+            f"  [{self.completed}/{self.total}] {cell}, seed {record.seed}: {numbers} "
             f"({record.seconds:.1f} s)"
         )
-
-
-class CompareDisplay(Display):
-    """A table of the models that are done and under way, with bars; a `Watcher`."""
-
-    def __init__(self, console: Console, *, models: int, tasks: int) -> None:
-        self.total, self.started = models * tasks, 0
-        self.done: list[tuple[str, ...]] = []
-        self.running: dict[tuple[str, str], tuple[TaskID, tuple[str, ...]]] = {}
-        super().__init__(console, *_columns(console), view=self._view)
-
-    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        """A model starts."""
-        self.started += 1
-        label = f"[{self.started}/{self.total}] {task}: {model}"
-        row = task, model, f"{parameters:,}", "0", "", "", "0"
-        self.running[task, model] = self.bars.add_task(label, total=steps), row
-        self.line(f"{label}, {parameters:,} parameters, {steps} steps")
-
-    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
-        """A step was taken."""
-        if (task, model) not in self.running:  # told late: it has ended
-            return
-        bar, row = self.running[task, model]
-        self.bars.update(bar, completed=step)
-        loss_now = "" if loss is None else f"{loss:.3f}"
-        measured = f"{history.curve[-1][1]:.3f}" if history.curve else ""
-        speed = f"{history.tokens_per_second:,.0f}"
-        self.running[task, model] = (
-            bar,
-            (*row[:3], f"{history.tokens:,}", loss_now, measured, speed),
-        )
-
-    def end(self, run: ModelRun) -> None:
-        """A model is done."""
-        value = "–" if run.value is None else f"{run.value:.3f}"
-        speed = f"{run.tokens_per_second:,.0f}"
-        row = run.task, run.label, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
-        self.done.append(row)
-        self._drop(run.task, run.label)
-        self.line(
-            f"    {run.task}: {run.label} {value} after {run.tokens:,} tokens, {speed} tokens/s"
-        )
-
-    def fail(self, task: str, model: str, reason: str) -> None:
-        """A model could not be trained; the reason is told at the end."""
-        self._drop(task, model)
-        self.line(f"    {task}: {model} failed")
-
-    def _drop(self, task: str, model: str) -> None:
-        if (task, model) in self.running:
-            self.bars.remove_task(self.running.pop((task, model))[0])
-
-    def _view(self) -> Group:
-        rows = [*self.done, *(row for _, row in self.running.values())]
-        table = TerminalTable(
-            columns=_COMPARE_COLUMNS,
-            rows=rows,
-            styles=dict.fromkeys(range(len(self.done), len(rows)), "bold"),
-        )
-        return Group(table.fitted(self.console.width), self.bars)
 
 
 _COMPARE_COLUMNS = (
@@ -255,3 +182,65 @@ _COMPARE_COLUMNS = (
     Column(name="measured", right=True),
     Column(name="tokens/s", right=True, rank=4),
 )
+
+
+class CompareDisplay(Display):
+    """A table of finished and running models, with a bar per running model; a `Watcher`."""
+
+    def __init__(self, console: Console, *, models: int, tasks: int) -> None:
+        self.total, self.started = models * tasks, 0
+        self.finished: list[tuple[str, ...]] = []
+        self.running: dict[tuple[str, str], tuple[TaskID, tuple[str, ...]]] = {}
+        super().__init__(console, render=self._render)
+
+    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+        """Add the bar and the row of a model."""
+        self.started += 1
+        label = f"[{self.started}/{self.total}] {task}: {model}"
+        row = task, model, f"{parameters:,}", "0", "", "", "0"
+        self.running[task, model] = self.bars.add_task(label, total=steps), row
+        self.print_if_not_live(f"{label}, {parameters:,} parameters, {steps} steps")
+
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        """Update the bar and the row of a model after a step."""
+        if (task, model) not in self.running:  # steps of a process may arrive after its end
+            return
+        bar, row = self.running[task, model]
+        self.bars.update(bar, completed=step)
+        numbers = (
+            f"{history.tokens:,}",
+            "" if loss is None else f"{loss:.3f}",
+            f"{history.curve[-1][1]:.3f}" if history.curve else "",
+            f"{history.tokens_per_second:,.0f}",
+        )
+        self.running[task, model] = bar, (*row[:3], *numbers)
+
+    def end(self, run: ModelRun) -> None:
+        """Move a model to the finished ones."""
+        value = "–" if run.value is None else f"{run.value:.3f}"
+        tokens, speed = f"{run.tokens:,}", f"{run.tokens_per_second:,.0f}"
+        row = (run.task, run.label, f"{run.parameters:,}", tokens, "", value, speed)
+        self.finished.append(row)
+        self._remove(run.task, run.label)
+        self.print_if_not_live(
+            f"    {run.task}: {run.label} {value} after {tokens} tokens, {speed} tokens/s"
+        )
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """Remove a model; the command prints the reason at its end."""
+        self._remove(task, model)
+        self.print_if_not_live(f"    {task}: {model} failed")
+
+    def _remove(self, task: str, model: str) -> None:
+        if (task, model) in self.running:
+            self.bars.remove_task(self.running.pop((task, model))[0])
+
+    def _render(self) -> Group:
+        """Return the table with the bars below it."""
+        rows = [*self.finished, *(row for _, row in self.running.values())]
+        table = TerminalTable(
+            columns=_COMPARE_COLUMNS,
+            rows=rows,
+            styles=dict.fromkeys(range(len(self.finished), len(rows)), "bold"),
+        )
+        return Group(table.fitted(self.console.width), self.bars)

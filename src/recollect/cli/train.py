@@ -1,19 +1,23 @@
-"""`recollect train`: a language model from a plan file."""
+"""`recollect train`: a language model from the file of a run."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recollect.cli.console import INTERRUPTED, check_exists, console_of_page, said
+from recollect.cli.console import (
+    command_line,
+    exit_interrupted,
+    make_console,
+    print_json,
+    print_line,
+    print_stderr,
+)
+from recollect.cli.options import ConfigArgument, JsonOption, check_exists
 from recollect.cli.progress import TrainDisplay
 from recollect.messages import renamed_arguments
 from recollect.report.ranks import is_first, world_size
@@ -26,20 +30,24 @@ __all__ = ["train"]
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see the manual.")],
+    config: ConfigArgument,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint of the run.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint.")
     ] = False,
-    out: Annotated[str | None, typer.Option(help="Folder, in place of [run] out.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps, in place of [optimizer].")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, mps, in place of [run] device.")
+    out: Annotated[
+        str | None, typer.Option(help="Folder of the run, in place of [run] out.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps, in place of [optimizer] steps.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cuda:1, in place of [run] device.")
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Train a language model as a file says; a run that was stopped goes on with --resume.
+    """Train a language model as a file describes; --resume continues a run that was stopped.
 
-    Under torchrun or accelerate launch the processes share the run, and the first one speaks.
+    Under torchrun or accelerate launch, the processes share the run and the first one prints.
     """
     if world_size() == 1:  # several processes refuse a plan together
         check_exists(config)
@@ -48,45 +56,58 @@ def train(
     from recollect.lm.training.train import train as run
 
     join()
-    words = {} if device is None else {"[run] device": "--device"}
+    option_names = {} if device is None else {"[run] device": "--device"}
     with together():
-        plan = _plan(config, out=out, steps=steps, device=device, words=words)
-    console, page = console_of_page(stderr=True), console_of_page(stderr=as_json)
-    console.quiet = page.quiet = not is_first()
+        plan = _override(config, out=out, steps=steps, device=device)
+    console, summary_console = make_console(stderr=True), make_console(stderr=as_json)
 
-    told: list[str] = []
+    messages: list[str] = []
     headers: list[Header] = []
 
-    def begins(header: Header) -> None:
+    def on_start(header: Header) -> None:
         headers.append(header)
-        display.head(header, page)
+        display.show_summary(header, summary_console)
 
-    def say(sentence: str) -> None:
-        told.append(sentence)
-        with contextlib.suppress(OSError):  # nobody listens, and the run goes on
-            console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+    def log(message: str) -> None:
+        messages.append(message)
+        print_line(console, message)
 
     try:
-        with TrainDisplay(console, plan.steps) as display, renamed_arguments(words):
-            result = run(
-                plan,
-                resume=resume,
-                watch=display.show,
-                say=say,
-                begins=begins,
-            )
+        with TrainDisplay(console, plan.steps) as display, renamed_arguments(option_names):
+            result = run(plan, resume=resume, watch=display.update, say=log, begins=on_start)
     except Interrupted as error:
-        say(str(error))
-        raise typer.Exit(INTERRUPTED) from None
+        log(str(error))
+        exit_interrupted()
     except KeyboardInterrupt:
-        if not is_first():
-            raise typer.Exit(INTERRUPTED) from None
-        say("interrupted; --resume goes on from the last checkpoint, if there is one")
-        raise typer.Exit(INTERRUPTED) from None
+        if is_first():
+            log("interrupted; --resume goes on from the last checkpoint, if there is one")
+        exit_interrupted()
     if not is_first():
         return
-    report = _report(result, plan, headers)
-    facts = {
+    report = _save_report(result, plan, headers[-1] if headers else None)
+    if as_json:
+        print_json(_to_dict(result))
+        return
+    for note in result.notes:
+        if note not in messages:
+            log(note)
+    skipped = f"; {result.skipped:,} lines were left out" if result.skipped else ""
+    typer.echo(
+        f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s{skipped}"
+    )
+    losses = {"loss": result.loss, "held-out loss": result.heldout_loss}
+    if parts := [f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None]:
+        typer.echo(f"nats per token: {', '.join(parts)}")
+    if result.heldout is not None:
+        typer.echo(f"bits per byte: held-out {result.heldout:.3f}")
+    typer.echo(f"model: {result.folder}")
+    if report is not None:
+        typer.echo(f"report: {report}")
+
+
+def _to_dict(result: Trained) -> dict[str, Any]:
+    """Return the result as data."""
+    return {
         "model": str(result.folder),
         "steps": result.steps,
         "tokens": result.tokens,
@@ -97,47 +118,24 @@ def train(
         "skipped_lines": result.skipped,
         "notes": list(result.notes),
     }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    for note in result.notes:
-        if note not in told:
-            say(note)
-    lost = f"; {result.skipped:,} lines were left out" if result.skipped else ""
-    typer.echo(f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s{lost}")
-    losses = {"": result.loss, "held-out ": result.heldout_loss}
-    if told := [f"{of}loss {x:.3f}" for of, x in losses.items() if x is not None]:
-        typer.echo(f"nats per token: {', '.join(told)}")
-    if result.heldout is not None:
-        typer.echo(f"bits per byte: held-out {result.heldout:.3f}")
-    typer.echo(f"model: {result.folder}")
-    if report is not None:
-        typer.echo(f"report: {report}")
 
 
-def _report(result: Trained, plan: TrainPlan, headers: list[Header]) -> Path | None:
-    """The run's page; the model stands, so a full disk is said and is no failure."""
+def _save_report(result: Trained, plan: TrainPlan, header: Header | None) -> Path | None:
+    """Save the report of a run; a full disk is a message only, because the model is saved."""
     from recollect.experiments.training_page import save_run_page
 
-    command = shlex.join(["recollect", *sys.argv[1:]])
-    header = headers[-1] if headers else None
     try:
-        return save_run_page(result, plan, header=header, command=command)
+        return save_run_page(result, plan, header=header, command=command_line())
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        said(f"the report could not be written ({where}{error.strerror}); the model is saved")
+        path = f"{error.filename}: " if error.filename else ""
+        print_stderr(
+            f"the report could not be written ({path}{error.strerror}); the model is saved"
+        )
         return None
 
 
-def _plan(
-    config: Path,
-    *,
-    out: str | None,
-    steps: int | None,
-    device: str | None,
-    words: dict[str, str],
-) -> TrainPlan:
-    """The file's plan, with what the options say in its place."""
+def _override(config: Path, *, out: str | None, steps: int | None, device: str | None) -> TrainPlan:
+    """Return the plan of a file, with the options in place of its keys."""
     from recollect.lm.training.plan import load_plan
 
     plan = load_plan(config)
@@ -147,6 +145,6 @@ def _plan(
         with renamed_arguments({"[optimizer] steps": "--steps"}):
             plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
     if device is not None:
-        with renamed_arguments(words):
+        with renamed_arguments({"[run] device": "--device"}):
             plan = replace(plan, run=replace(plan.run, device=device))
     return plan

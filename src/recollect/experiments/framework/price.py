@@ -78,14 +78,15 @@ def _clock(seconds: float) -> str:
 
 def machine_rate(device: str = "cpu") -> float:
     """FLOP/s of a float32 matrix product here, from some tenths of a second."""
-    size = 2048 if device == "cuda" else 512
+    on_cpu = torch.device(device).type == "cpu"
+    size = 512 if on_cpu else 2048
     a = torch.randn(size, size, device=device)
     b = a @ a  # the first product sets up what the others use
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < 0.2:
         b = a @ a
         count += 1
-        if device == "cuda":
+        if not on_cpu:
             b[0, 0].item()
     return 2 * size**3 * count / (time.perf_counter() - began)
 
