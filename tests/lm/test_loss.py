@@ -12,7 +12,7 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 
 import recollect as rc
-from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
+from recollect.lm.model.loss import IGNORE_INDEX, next_token_loss, next_token_targets
 from recollect.lm.planning.live_memory import LiveMemory
 
 B, T, D, W = 2, 7, 5, 11
@@ -23,7 +23,7 @@ def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor
     x = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
     head = nn.Linear(D, W, bias=False, dtype=dtype)
     targets = torch.randint(W, (B, T))
-    targets[0, 2] = targets[1, -1] = IGNORE
+    targets[0, 2] = targets[1, -1] = IGNORE_INDEX
     return x, head, targets
 
 
@@ -33,7 +33,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         torch.logsumexp(weight @ x[b, t], 0) - weight[targets[b, t]] @ x[b, t]
         for b in range(B)
         for t in range(T)
-        if targets[b, t] != IGNORE
+        if targets[b, t] != IGNORE_INDEX
     ]
     return torch.stack(losses).mean()
 
@@ -44,7 +44,7 @@ def test_chunks_change_nothing(chunk: int, dtype: torch.dtype, close: float) -> 
     x, head, targets = drawn(dtype)
     wanted = plain(x, head.weight, targets)
     of_x, of_weight = torch.autograd.grad(wanted, (x, head.weight))
-    loss = next_token_loss(x, head, targets, chunk=chunk)
+    loss = next_token_loss(x, head, targets, chunk_size=chunk)
     loss.backward()
     assert loss.dtype == dtype and head.weight.grad is not None and x.grad is not None
     torch.testing.assert_close(loss, wanted, atol=close, rtol=close)
@@ -56,15 +56,17 @@ def test_without_gradients_and_with_one_of_them() -> None:
     x, head, targets = drawn()
     wanted = plain(x, head.weight, targets)
     with torch.no_grad():
-        loss = next_token_loss(x, head, targets, chunk=3)
+        loss = next_token_loss(x, head, targets, chunk_size=3)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, wanted)
     (of_weight,) = torch.autograd.grad(wanted, head.weight, retain_graph=True)
-    (found,) = torch.autograd.grad(next_token_loss(x.detach(), head, targets, chunk=3), head.weight)
+    (found,) = torch.autograd.grad(
+        next_token_loss(x.detach(), head, targets, chunk_size=3), head.weight
+    )
     torch.testing.assert_close(found, of_weight)
     (of_x,) = torch.autograd.grad(wanted, x)
     head.weight.requires_grad_(False)
-    (found,) = torch.autograd.grad(next_token_loss(x, head, targets, chunk=3), x)
+    (found,) = torch.autograd.grad(next_token_loss(x, head, targets, chunk_size=3), x)
     torch.testing.assert_close(found, of_x)
 
 
@@ -75,13 +77,13 @@ def test_gradients_have_gradients_and_can_be_asked_twice() -> None:
         other = nn.Linear(D, W, bias=False, dtype=torch.float64)
         del other.weight
         other.weight = weight  # type: ignore[assignment]
-        return next_token_loss(x, other, targets, chunk=4)
+        return next_token_loss(x, other, targets, chunk_size=4)
 
-    total = next_token_loss(x, head, targets, chunk=4)
+    total = next_token_loss(x, head, targets, chunk_size=4)
     once = torch.autograd.grad(total, (x, head.weight), retain_graph=True)
     twice = torch.autograd.grad(total, (x, head.weight))
     torch.testing.assert_close(once, twice)
-    total = next_token_loss(x, head, targets, chunk=4)
+    total = next_token_loss(x, head, targets, chunk_size=4)
     (of_x,) = torch.autograd.grad(total, x, create_graph=True)
     (found,) = torch.autograd.grad(of_x.square().sum(), head.weight)
     (of_x,) = torch.autograd.grad(plain(x, head.weight, targets), x, create_graph=True)
@@ -100,12 +102,12 @@ def test_a_head_with_an_adapter_is_called() -> None:
         return 2 * output
 
     head.register_forward_hook(doubled)
-    loss = next_token_loss(x, head, targets, chunk=4)
+    loss = next_token_loss(x, head, targets, chunk_size=4)
     torch.testing.assert_close(loss, wanted)
     assert seen == [4, 4, 4, 2]
     torch.testing.assert_close(torch.autograd.grad(loss, (x, head.weight)), grads)
     biased = nn.Linear(D, W, dtype=torch.float64)
-    loss = next_token_loss(x, biased, targets, chunk=4)
+    loss = next_token_loss(x, biased, targets, chunk_size=4)
     full = functional.cross_entropy(biased(x).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(loss, full)
 
@@ -114,7 +116,7 @@ def test_targets_outside_of_the_vocabulary_are_refused() -> None:
     x, head, targets = drawn()
     targets[0, 0] = W
     with pytest.raises(IndexError, match="out of bounds"):
-        next_token_loss(x, head, targets, chunk=3)
+        next_token_loss(x, head, targets, chunk_size=3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -132,7 +134,7 @@ def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
     model = rc.lm.RecollectForCausalLM(config).train()
     ids = torch.randint(W, (B, T))
     labels = ids.clone()
-    labels[0, 3] = IGNORE
+    labels[0, 3] = IGNORE_INDEX
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     given = {"attention_mask": mask, "labels": labels, "num_items_in_batch": torch.tensor(9)}
@@ -144,14 +146,14 @@ def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
     full = model(ids, **given, output_logits=True)
     assert full.logits.shape == (B, T, W)
     logits, asked = full.logits[:, :-1], labels[:, 1:].clone()
-    asked[1, :2] = IGNORE  # nothing precedes the first real token
+    asked[1, :2] = IGNORE_INDEX  # nothing precedes the first real token
     wanted = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum") / 9
     torch.testing.assert_close(out.loss, wanted, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(full.loss, wanted, atol=1e-6, rtol=1e-6)
     wanted.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-5, msg=name)
-    moved = shifted(labels, mask)
+    moved = next_token_targets(labels, mask)
     torch.testing.assert_close(
         model(ids, attention_mask=mask, shift_labels=moved, num_items_in_batch=9).loss, wanted
     )
@@ -165,7 +167,7 @@ def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
 def test_bfloat16_differs_by_its_own_rounding() -> None:
     x, head, targets = drawn(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = next_token_loss(x, head, targets, chunk=4)
+        loss = next_token_loss(x, head, targets, chunk_size=4)
         loss.backward()
         found, head.weight.grad = head.weight.grad, None
         logits = head(x)
@@ -185,7 +187,7 @@ def test_logits_of_all_tokens_are_never_there() -> None:
     peaks: list[int] = []
     for chunk in (0, C):
         with LiveMemory(head.parameters()) as memory:
-            next_token_loss(x, head, targets, chunk=chunk).backward()
+            next_token_loss(x, head, targets, chunk_size=chunk).backward()
         peaks.append(memory.peak)
     assert peaks[0] > 4 * N * W
     assert peaks[1] < 4 * 5 * W * (16 + C)
@@ -194,7 +196,7 @@ def test_logits_of_all_tokens_are_never_there() -> None:
 def test_shapes_alone_are_enough() -> None:
     x, head, targets = drawn()
     there = x.detach().to("meta").requires_grad_()
-    loss = next_token_loss(there, head.to("meta"), targets.to("meta"), chunk=3)
+    loss = next_token_loss(there, head.to("meta"), targets.to("meta"), chunk_size=3)
     loss.backward()
     assert there.grad is not None and there.grad.shape == x.shape
 

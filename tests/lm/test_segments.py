@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 import recollect as rc
 from recollect.lm import RecollectForCausalLM, cache_of
-from recollect.lm.model.loss import IGNORE
+from recollect.lm.model.loss import IGNORE_INDEX
 from recollect.lm.training.segments import pieces, predicted
 from recollect.lm.training.train import RecollectTrainer, train
 
@@ -45,7 +45,7 @@ def batch(starts: tuple[tuple[int, ...], ...] = ()) -> dict[str, Tensor]:
     made = {"input_ids": ids, "labels": labels}
     if starts:
         for r, row in enumerate(starts):
-            labels[r, list(row)] = IGNORE
+            labels[r, list(row)] = IGNORE_INDEX
         flat = [r * T + s for r, row in enumerate(starts) for s in row]
         made["cu_seqlens"] = torch.tensor([*flat, B * T])
     return made

@@ -30,7 +30,7 @@ from recollect.lm.model.arguments import (
 )
 from recollect.lm.model.cache import CACHE, RecollectCache, cache_of, one_cache
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
+from recollect.lm.model.loss import IGNORE_INDEX, next_token_loss, next_token_targets
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
 from recollect.messages import renamed_arguments
 
@@ -290,8 +290,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 x,
                 self.lm_head,
                 targets,
-                items=num_items_in_batch,
-                chunk=self.config.loss_chunk_size,
+                num_items=num_items_in_batch,
+                chunk_size=self.config.loss_chunk_size,
                 logits=logits,
             )
             if routed:
@@ -323,7 +323,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         """
         aux = torch.stack([routing.balance_loss.to(loss) for routing in routings]).mean()
         if self.training and self.config.router_aux_loss_coef:
-            part = 1.0 if items is None else (targets != IGNORE).sum().to(loss) / items
+            part = 1.0 if items is None else (targets != IGNORE_INDEX).sum().to(loss) / items
             loss = loss + self.config.router_aux_loss_coef * part * aux
         return MoeCausalLMOutputWithPast(
             loss=loss,
@@ -496,7 +496,7 @@ def _targets(
         raise ValueError(
             f"{name} must be token ids in int64, not {given.dtype}: convert by .long()"
         )
-    return shifted(given, mask, borders) if shift_labels is None else given
+    return next_token_targets(given, mask, borders) if shift_labels is None else given
 
 
 def _kept(cache: RecollectCache | None) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def count(
 
         def loss(x: Tensor) -> Tensor:
             asked = torch.zeros(x.shape[:2], dtype=torch.long)
-            return next_token_loss(norm(x), head, asked, chunk=loss_chunk)
+            return next_token_loss(norm(x), head, asked, chunk_size=loss_chunk)
 
         # From as many tokens on as a chunk has, what is held is linear.
         enough = tokens if loss_chunk == 0 else max(short, min(tokens, loss_chunk))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from recollect.blocks.layers import initial_memory_of
 from recollect.lm.model.cache import RecollectCache, cache_of
-from recollect.lm.model.loss import IGNORE, shifted
+from recollect.lm.model.loss import IGNORE_INDEX, next_token_targets
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
 
@@ -109,19 +109,19 @@ def pieces(batch: Mapping[str, Tensor], segments: int) -> Iterator[Piece]:
 
 
 def _targets(labels: Tensor, begin: int, end: int, starts: list[list[int]]) -> Tensor:
-    """What the columns of a piece predict, as `shifted` has it of a whole row."""
+    """What the columns of a piece predict, as `next_token_targets` has it of a whole row."""
     targets = labels[:, begin + 1 : end + 1].clone()
     if end == labels.shape[1]:
-        targets = nn.functional.pad(targets, (0, 1), value=IGNORE)
+        targets = nn.functional.pad(targets, (0, 1), value=IGNORE_INDEX)
     for r, row in enumerate(starts):
-        targets[r, [s - 1 - begin for s in row if begin < s <= end]] = IGNORE
+        targets[r, [s - 1 - begin for s in row if begin < s <= end]] = IGNORE_INDEX
     return targets
 
 
 def predicted(batch: Mapping[str, Tensor]) -> Tensor:
     """How many tokens a batch predicts."""
-    targets = shifted(batch["labels"], None, batch.get("cu_seqlens"))
-    return (targets != IGNORE).sum()
+    targets = next_token_targets(batch["labels"], None, batch.get("cu_seqlens"))
+    return (targets != IGNORE_INDEX).sum()
 
 
 def check_segments(model: nn.Module, segments: int) -> None:
