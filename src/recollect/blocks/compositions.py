@@ -107,9 +107,6 @@ class Sequential(_ListMixer):
     def streams(self, T: int) -> Mapping[str, Stream]:
         return {name: Stream(tokens=T + self.persistent) for name in self.children}
 
-    def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        return {"other": d_model * self.persistent}
-
     @property
     def equations(self) -> tuple[str, ...]:
         output = _input_text(self.persistent)
@@ -151,9 +148,6 @@ class MemoryAsGate(Mixer):
 
     def streams(self, T: int) -> Mapping[str, Stream]:
         return {name: Stream(tokens=T + self.persistent) for name in self.children}
-
-    def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        return {"norms": 2 * d_model, "other": d_model * self.persistent}
 
     @property
     def equations(self) -> tuple[str, ...]:
@@ -222,9 +216,6 @@ class MemoryAsContext(Mixer):
             "memory": Stream(tokens=T, retrieval_segment=self.segment),
             "attention": Stream(rows=segments, tokens=tokens, tokens_per_token=2, restarts=True),
         }
-
-    def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        return {"norms": 4 * d_model, "other": d_model * self.persistent}
 
     @property
     def equations(self) -> tuple[str, ...]:
@@ -426,9 +417,6 @@ class MixtureOfMemories(_ListMixer):
         M = len(self.memories)
         routed = Stream(tokens=-(-T * self.top // M), tokens_per_token=self.top / M)
         return {name: Stream(tokens=T) if name == "shared" else routed for name in self.children}
-
-    def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        return {"gates": d_model * len(self.memories)}
 
     @property
     def equations(self) -> tuple[str, ...]:

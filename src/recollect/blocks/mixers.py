@@ -91,14 +91,6 @@ class Mixer(Options):
         """
         return {name: Stream(tokens=T) for name in self.children}
 
-    def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        """Return the number of parameters outside the children, by kind.
-
-        Args:
-            d_model: width of the tokens.
-        """
-        return {}
-
     def map_leaves(self, change: Callable[[RecipeMixer], RecipeMixer]) -> Mixer:
         """Return the composition with every recipe replaced.
 
