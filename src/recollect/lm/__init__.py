@@ -17,6 +17,10 @@ Examples:
 
 from __future__ import annotations
 
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
 try:
     import transformers  # noqa: F401
 except ImportError as error:
@@ -41,10 +45,6 @@ from recollect.lm.adoption import (
     families,
     register_family,
 )
-from recollect.lm.evaluation.evaluate import evaluate
-from recollect.lm.evaluation.local_tasks import local_tasks
-from recollect.lm.evaluation.results import Evaluation, TaskResult
-from recollect.lm.evaluation.watching import EvaluationWatcher
 from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.classification import RecollectForSequenceClassification
@@ -53,15 +53,21 @@ from recollect.lm.model.counts import count_parameters, match_parameters, parame
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import CachedPrompt
-from recollect.lm.sharding.processes import ProcessEnded
 from recollect.lm.swap import replace_attention
 from recollect.lm.swap_loading import register
-from recollect.lm.training.divergence import Diverged
-from recollect.lm.training.plan import TrainPlan, load_plan
-from recollect.lm.training.train import Header, Progress, Trained, train
-from recollect.lm.training.weight_decay import parameter_groups
-from recollect.lm.width.coordinates import Coordinate, Coordinates, check_coordinates
-from recollect.lm.width.rules import Rule, scale_for_width, width_rules
+
+if TYPE_CHECKING:
+    from recollect.lm.evaluation.evaluate import evaluate
+    from recollect.lm.evaluation.local_tasks import local_tasks
+    from recollect.lm.evaluation.results import Evaluation, TaskResult
+    from recollect.lm.evaluation.watching import EvaluationWatcher
+    from recollect.lm.sharding.processes import ProcessEnded
+    from recollect.lm.training.divergence import Diverged
+    from recollect.lm.training.plan import TrainPlan, load_plan
+    from recollect.lm.training.train import Header, Progress, Trained, train
+    from recollect.lm.training.weight_decay import parameter_groups
+    from recollect.lm.width.coordinates import Coordinate, Coordinates, check_coordinates
+    from recollect.lm.width.rules import Rule, scale_for_width, width_rules
 
 __all__ = [
     "PAPER_SIZES",
@@ -108,10 +114,52 @@ __all__ = [
     "width_rules",
 ]
 
+_SOURCES = {
+    "Coordinate": "width.coordinates",
+    "Coordinates": "width.coordinates",
+    "Diverged": "training.divergence",
+    "Evaluation": "evaluation.results",
+    "EvaluationWatcher": "evaluation.watching",
+    "Header": "training.train",
+    "ProcessEnded": "sharding.processes",
+    "Progress": "training.train",
+    "Rule": "width.rules",
+    "TaskResult": "evaluation.results",
+    "TrainPlan": "training.plan",
+    "Trained": "training.train",
+    "check_coordinates": "width.coordinates",
+    "evaluate": "evaluation.evaluate",
+    "load_plan": "training.plan",
+    "local_tasks": "evaluation.local_tasks",
+    "parameter_groups": "training.weight_decay",
+    "scale_for_width": "width.rules",
+    "train": "training.train",
+    "width_rules": "width.rules",
+}
+"""Module of each public name that is imported on first use, because it loads the Trainer."""
+
+if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _SOURCES:
+            message, module = (
+                f"module {__name__!r} has no attribute {name!r}",
+                sys.modules[__name__],
+            )
+            raise AttributeError(message, name=name, obj=module)
+        value = getattr(importlib.import_module(f"{__name__}.{_SOURCES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)
 AutoModel.register(RecollectConfig, RecollectModel, exist_ok=True)
 AutoModelForCausalLM.register(RecollectConfig, RecollectForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(
     RecollectConfig, RecollectForSequenceClassification, exist_ok=True
 )
-register()  # decoders of others whose layers were replaced
+register()  # decoders whose attention layers were replaced

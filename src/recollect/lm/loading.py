@@ -87,7 +87,7 @@ def _of_a_run(checkpoint: str) -> str:
         return str(folder / "model")
     if not (folder / "plan.json").exists():
         return checkpoint
-    from recollect.lm.training.atomic_checkpoints import last_checkpoint  # the Trainer is slow
+    from recollect.lm.training.atomic_checkpoints import last_checkpoint  # loads the Trainer
 
     last = last_checkpoint(folder)
     raise ValueError(
