@@ -60,14 +60,14 @@ def test_without_gradients_and_with_one_of_them() -> None:
     assert not loss.requires_grad
     torch.testing.assert_close(loss, wanted)
     (of_weight,) = torch.autograd.grad(wanted, head.weight, retain_graph=True)
-    (found,) = torch.autograd.grad(
+    (grad,) = torch.autograd.grad(
         next_token_loss(x.detach(), head, targets, chunk_size=3), head.weight
     )
-    torch.testing.assert_close(found, of_weight)
+    torch.testing.assert_close(grad, of_weight)
     (of_x,) = torch.autograd.grad(wanted, x)
     head.weight.requires_grad_(False)
-    (found,) = torch.autograd.grad(next_token_loss(x, head, targets, chunk_size=3), x)
-    torch.testing.assert_close(found, of_x)
+    (grad,) = torch.autograd.grad(next_token_loss(x, head, targets, chunk_size=3), x)
+    torch.testing.assert_close(grad, of_x)
 
 
 def test_gradients_have_gradients_and_can_be_asked_twice() -> None:

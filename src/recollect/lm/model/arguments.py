@@ -1,8 +1,7 @@
-"""What transformers hands to a forward pass beside tokens and masks, taken by its meaning.
+"""Interpret the extra keyword arguments that transformers passes to ``forward``.
 
-Trainers, collators and pipelines speak to attention: of positions, of borders between documents, of
-scores. What says the same as a memory knows is accepted, what says where documents begin is used,
-and what a memory cannot give or follow is refused.
+Trainers and collators pass arguments meant for attention. Redundant ones are accepted, document
+boundaries are converted to ``cu_seqlens``, and anything that a memory cannot follow raises.
 """
 
 from __future__ import annotations
@@ -75,14 +74,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def check_token_ids(ids: object) -> None:
-    """That token ids are a table of whole numbers; of the numbers nothing is looked at.
-
-    Args:
-        ids: what was given as ``input_ids``.
-
-    Raises:
-        ValueError: something else than a tensor, another shape or another dtype.
-    """
+    """Check type, shape and dtype of ``input_ids``; values are not checked."""
     if not isinstance(ids, Tensor):
         raise ValueError(
             f"input_ids must be a tensor [B, T] of token ids, not {type(ids).__name__}: "
@@ -99,16 +91,9 @@ def check_token_ids(ids: object) -> None:
 
 
 def embedded(table: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
-    """The vectors ``[B, T, D]`` of tokens ``[B, T]``.
+    """Return the vectors ``[B, T, D]`` of tokens ``[B, T]``.
 
-    A CPU says by itself that an id is out of range, so nothing is looked at before; a GPU would
-    have to be waited for, and stops with an assertion of its own.
-
-    Args:
-        table: the embedding. ids: its rows. vocabulary: how many tokens there are.
-
-    Raises:
-        ValueError: an id out of range, on a CPU.
+    An id out of range raises ValueError on a CPU. A GPU would need a synchronisation to check it.
     """
     check_token_ids(ids)
     if torch.compiler.is_compiling():
@@ -129,28 +114,13 @@ def embedded(table: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
 
 def document_borders(
     arguments: Mapping[str, Any],
-    shape: tuple[int, int],
+    shape: tuple[int, int],  # B, T of the new tokens
     *,
     seen: int,
-    mask: Tensor | None,
+    mask: Tensor | None,  # positions are not checked at its zeros
     cu_seqlens: Tensor | None,
 ) -> Tensor | None:
-    """Borders of packed documents, if these arguments name any; they are checked on the way.
-
-    Args:
-        arguments: `HeadlessArguments`.
-        shape: B, T of the new columns.
-        seen: columns before them.
-        mask: ``attention_mask``; where it is 0 no position is looked at.
-        cu_seqlens: borders that were given as such.
-
-    Returns:
-        ``[N + 1]``, in all rows one after the other, or ``None``.
-
-    Raises:
-        TypeError: an argument that nobody knows.
-        ValueError: one that asks for what a memory cannot do, or two that contradict each other.
-    """
+    """Return ``cu_seqlens`` ``[N + 1]`` of all rows one after the other, or ``None``."""
     for name, value in arguments.items():
         if name not in HeadlessArguments.__annotations__:
             own = ("attention_mask", "cache", "labels", "cu_seqlens")
@@ -207,7 +177,7 @@ def _table(name: str, value: Any, B: int, T: int, *, rows: tuple[int, ...]) -> T
 
 
 def _begins(positions: Tensor, seen: int, mask: Tensor | None) -> Tensor | None:
-    """Where positions start over, as borders; ``None`` where each row only counts on."""
+    """Return ``cu_seqlens`` of restarting positions, or ``None`` if no position restarts."""
     B, T = positions.shape
     real = torch.ones_like(positions, dtype=torch.bool)
     if mask is not None and mask.dim() == 2 and mask.shape[1] >= T:
@@ -232,7 +202,7 @@ def _begins(positions: Tensor, seen: int, mask: Tensor | None) -> Tensor | None:
 
 
 def _changes(number: Tensor) -> Tensor:
-    """Borders between documents that are numbered."""
+    """Return ``cu_seqlens`` of numbered documents."""
     B, T = number.shape
     other = torch.cat([torch.ones_like(number[:, :1]), number[:, 1:] - number[:, :-1]], 1) != 0
     begins = other.flatten().nonzero()[:, 0]
@@ -240,7 +210,7 @@ def _changes(number: Tensor) -> Tensor:
 
 
 def _one(found: Mapping[str, Tensor], mask: Tensor | None, B: int, T: int) -> Tensor | None:
-    """The borders that all of these name."""
+    """Return the boundaries that all arguments agree on."""
     if not found:
         return None
     name, borders = next(iter(found.items()))

@@ -109,7 +109,7 @@ def pieces(batch: Mapping[str, Tensor], segments: int) -> Iterator[Piece]:
 
 
 def _targets(labels: Tensor, begin: int, end: int, starts: list[list[int]]) -> Tensor:
-    """What the columns of a piece predict, as `next_token_targets` has it of a whole row."""
+    """Return the targets of a segment, as `next_token_targets` returns them for whole rows."""
     targets = labels[:, begin + 1 : end + 1].clone()
     if end == labels.shape[1]:
         targets = nn.functional.pad(targets, (0, 1), value=IGNORE_INDEX)
