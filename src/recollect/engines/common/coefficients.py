@@ -24,13 +24,14 @@ from recollect.choices.runtime import can_read_values
 __all__ = [
     "MAX_LOG_RANGE",
     "Coefficients",
+    "causal",
     "coefficients",
     "cumulative_log_decay",
     "decay_matrix",
     "fits_float32_range",
     "flush_subnormals",
-    "product_matrix",
     "products",
+    "repeat_rows",
     "shift_right",
 ]
 
@@ -46,8 +47,6 @@ def cumulative_log_decay(log_decay: Tensor, dim: int) -> Tensor:
     Differences of these sums are decays. A chunk may contain both −50 and −0.01 per token, and
     float32 sums would lose the small values.
     """
-    if torch.is_grad_enabled() and log_decay.requires_grad:
-        return _CumulativeSum.apply(log_decay, dim)  # type: ignore[no-any-return]
     return log_decay.double().clamp_min(MIN_LOG_DECAY).cumsum(dim)
 
 
@@ -61,40 +60,29 @@ def fits_float32_range(total: Tensor) -> bool:
     return not total.numel() or float(-total.detach().amin()) < MAX_LOG_RANGE
 
 
-class _CumulativeSum(CustomFunction):
-    """Cumulative sum whose backward pass needs no flipped copies.
-
-    The gradient is Σ_{t≥i} g_t = g_i + Σ_t g_t − Σ_{t≤i} g_t. In float64 the cancellation is below
-    the precision of a float32 gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, log_decay: Tensor, dim: int) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(log_decay)
-        ctx.dim = dim
-        return log_decay.double().clamp_min(MIN_LOG_DECAY).cumsum(dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (log_decay,) = ctx.saved_tensors
-        later = grad + (grad.sum(ctx.dim, keepdim=True) - grad.cumsum(ctx.dim))
-        return later.to(log_decay.dtype).masked_fill(log_decay < MIN_LOG_DECAY, 0.0), None
-
-
-def decay_matrix(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return P^α ``[..., C, C]`` from inclusive sums ``[..., C]`` of log decays."""
-    C = total.shape[-1]
-    differences = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype)
-    future = torch.ones(C, C, dtype=torch.bool, device=total.device).triu(1)
+def decay_matrix(
+    later: Tensor, earlier: Tensor, dtype: torch.dtype, *, strict: bool = False
+) -> Tensor:
+    """Return exp(later_t − earlier_i) of log decays ``[..., C]``, zero for i > t (i ≥ t)."""
+    C = later.shape[-1]
+    differences = (later.unsqueeze(-1) - earlier.unsqueeze(-2)).to(dtype)
+    future = torch.ones(C, C, dtype=torch.bool, device=later.device).triu(0 if strict else 1)
     return differences.masked_fill(future, -torch.inf).exp()
 
 
-def product_matrix(theta: Tensor) -> Tensor:
-    """Return P^θ by masked products, because θ may be 0 and has no finite logarithm then."""
-    C = theta.shape[-1]
-    later = torch.ones(C, C, dtype=torch.bool, device=theta.device).tril(-1)  # t > i
-    factors = torch.where(later, theta.unsqueeze(-1), 1.0)
-    return factors.cumprod(-2).tril()
+def repeat_rows(total: Tensor, rows: int) -> Tensor:
+    """Repeat per-token values ``[..., C, D]`` to ``rows`` rows per token."""
+    return total if rows == 1 else total.repeat_interleave(rows, dim=-2)
+
+
+def causal(products: Tensor, tokens: int, *, strict: bool) -> Tensor:
+    """Zero products ``[..., C a, C b]`` of x rows with later (``strict``: not earlier) y rows."""
+    rows, columns = products.shape[-2] // tokens, products.shape[-1] // tokens
+    if rows == columns == 1:
+        return products.tril_(-1 if strict else 0)  # in place: autograd does not save the product
+    mask = torch.ones(tokens, tokens, dtype=products.dtype, device=products.device)
+    mask = mask.tril(-1 if strict else 0).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return products * mask
 
 
 def flush_subnormals(x: Tensor) -> Tensor:
@@ -103,7 +91,7 @@ def flush_subnormals(x: Tensor) -> Tensor:
 
 
 def products(x: Tensor) -> Tensor:
-    """Return `product_matrix` with an explicit gradient: P[t, i] = x_{i+1} ⋯ x_t, ``[..., n, n]``.
+    """Return the products P[t, i] = x_{i+1} ⋯ x_t, ``[..., n] -> [..., n, n]``.
 
     The recursion P[t] = x_t P[t − 1] + e_t is exact for x = 0 and needs no logarithm. The gradient
     is
@@ -117,22 +105,19 @@ MAX_VECTORIZED_ENTRIES = 2**17
 """Maximum number of entries for which a CPU computes all rows at once."""
 
 
-def _rows(x: Tensor) -> Tensor:
-    n = x.shape[-1]
-    if x.numel() * n <= MAX_VECTORIZED_ENTRIES:
-        return product_matrix(x)
-    P = x.new_zeros(*x.shape, n)
-    P.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    for t in range(1, n):
-        torch.mul(P[..., t - 1, :t], x[..., t, None], out=P[..., t, :t])
-    return P
-
-
 class _Products(CustomFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        on_cpu = x.device.type == "cpu"
-        P = flush_subnormals(_rows(x.detach())) if on_cpu else product_matrix(x.detach())
+        n, on_cpu = x.shape[-1], x.device.type == "cpu"
+        if on_cpu and x.numel() * n > MAX_VECTORIZED_ENTRIES:
+            P = x.new_zeros(*x.shape, n)
+            P.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            for t in range(1, n):
+                torch.mul(P[..., t - 1, :t], x[..., t, None], out=P[..., t, :t])
+        else:
+            later = torch.ones(n, n, dtype=torch.bool, device=x.device).tril(-1)  # t > i
+            P = torch.where(later, x.unsqueeze(-1), 1.0).cumprod(-2).tril()
+        P = flush_subnormals(P) if on_cpu else P
         ctx.save_for_backward(x, P)
         return P
 
@@ -202,7 +187,7 @@ def coefficients(
         P = torch.ones(C, C, dtype=like.dtype, device=like.device).tril()
     else:
         total = cumulative_log_decay(log_decay, -1)
-        P = decay_matrix(total, like.dtype)
+        P = decay_matrix(total, total, like.dtype)
         a, alpha = total.to(like.dtype).exp(), log_decay.to(like.dtype).exp()
     if theta is None:
         return Coefficients(a=a, E=P, P=P, alpha=alpha)

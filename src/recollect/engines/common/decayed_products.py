@@ -8,8 +8,7 @@ select one of three algorithms:
 2. Otherwise, split the chunk into sub-chunks of 16. A block below the diagonal is relative to the
    start of the query's sub-chunk, so that no exponent is positive. A diagonal block uses the
    factors if its sub-chunk decays by less than e^−30.
-3. Otherwise, compute the diagonal block from explicit differences ``[16, 16, K]``, which costs
-   several times more.
+3. Otherwise, split the diagonal block by the bits of the token index, as on a GPU (below).
 
 On a GPU, this selection would synchronise with the device. There the products are split by the bits
 of the token index, which is exact for all data. For t > i, let h be the highest bit in which the
@@ -28,16 +27,17 @@ import torch
 from torch import Tensor
 
 from recollect.choices.runtime import cached_constant, can_read_values
-from recollect.engines.common.coefficients import MAX_LOG_RANGE, fits_float32_range
+from recollect.engines.common.coefficients import (
+    MAX_LOG_RANGE,
+    causal,
+    decay_matrix,
+    fits_float32_range,
+    repeat_rows,
+)
 
-__all__ = ["causal_mask", "decayed_gram", "decayed_matmul"]
+__all__ = ["decayed_gram", "decayed_matmul"]
 
 SUBCHUNK = 16
-
-
-def _repeat_rows(total: Tensor, rows: int) -> Tensor:
-    """Repeat per-token values ``[..., C, D]`` to ``rows`` rows per token."""
-    return total if rows == 1 else total.repeat_interleave(rows, dim=-2)
 
 
 def _subchunks(total: Tensor) -> list[tuple[int, int]]:
@@ -63,6 +63,9 @@ def decayed_gram(x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, stri
     """
     C = x_total.shape[-2]
     a, b = x.shape[-2] // C, y.shape[-2] // C
+    if x_total.shape[-1] == 1:
+        matrix = decay_matrix(x_total.squeeze(-1), y_total.squeeze(-1), x.dtype, strict=strict)
+        return (x @ y.mT) * repeat_rows(repeat_rows(matrix, a).mT, b).mT
     if not can_read_values(x_total):
         return _gram_by_bits(x, x_total, y, y_total, strict=strict)
     rows: list[Tensor] = []
@@ -99,31 +102,18 @@ def _reference(total: Tensor, start: int) -> Tensor:
 
 
 def _exp(exponent: Tensor, rows: int, like: Tensor) -> Tensor:
-    return _repeat_rows(exponent.to(like.dtype).exp(), rows)
-
-
-def causal_mask(x: Tensor, y: Tensor, tokens: int, *, strict: bool) -> Tensor:
-    """Return 1 if a y row is not later (``strict``: earlier) than an x row, else 0."""
-    mask = torch.ones(tokens, tokens, dtype=x.dtype, device=x.device).tril(-1 if strict else 0)
-    rows, columns = x.shape[-2] // tokens, y.shape[-2] // tokens
-    return mask.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return repeat_rows(exponent.to(like.dtype).exp(), rows)
 
 
 def _diagonal(
     x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, reference: Tensor, strict: bool
 ) -> Tensor:
+    if _max_decay(y_total, reference) >= MAX_LOG_RANGE:
+        return _gram_by_bits(x, x_total, y, y_total, strict=strict)
     C = x_total.shape[-2]
-    a, b = x.shape[-2] // C, y.shape[-2] // C
-    if _max_decay(y_total, reference) < MAX_LOG_RANGE:
-        scaled_x = x * _exp(x_total - reference, a, x)
-        scaled_y = y * _exp(reference - y_total, b, y)
-        return (scaled_x @ scaled_y.transpose(-1, -2)) * causal_mask(x, y, C, strict=strict)
-    differences = (x_total.unsqueeze(-2) - y_total.unsqueeze(-3)).to(x.dtype)  # [..., C, C, K]
-    future = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if strict else 1)
-    factor = differences.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
-    rows_x, rows_y = x.unflatten(-2, (C, a)), y.unflatten(-2, (C, b))
-    product = torch.einsum("...tak,...tik,...ibk->...taib", rows_x, factor, rows_y)
-    return product.flatten(-4, -3).flatten(-2, -1)
+    scaled_x = x * _exp(x_total - reference, x.shape[-2] // C, x)
+    scaled_y = y * _exp(reference - y_total, y.shape[-2] // C, y)
+    return causal(scaled_x @ scaled_y.mT, C, strict=strict)
 
 
 def decayed_matmul(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
@@ -155,16 +145,7 @@ def decayed_matmul(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
                 inner @ (block_values * _exp(reference - block_total, b, values))
             ) * query_decay
         else:
-            differences = (block_total.unsqueeze(-2) - block_total.unsqueeze(-3)).to(values.dtype)
-            size = stop - start
-            future = torch.ones(size, size, dtype=torch.bool, device=values.device).triu(1)
-            factor = differences.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
-            mixed = torch.einsum(
-                "...tgib,...tiv,...ibv->...tgv",
-                inner.unflatten(-2, (size, g)).unflatten(-1, (size, b)),
-                factor,
-                block_values.unflatten(-2, (size, b)),
-            ).flatten(-3, -2)
+            mixed = _mix_by_bits(inner, block_values, block_total)
         if start:
             past = values[..., : start * b, :] * _exp(reference - total[..., :start, :], b, values)
             mixed = mixed + (block[..., : start * b] @ past) * query_decay
@@ -244,7 +225,7 @@ def _sums_before(total: Tensor, C: int, reference_rows: Tensor) -> Tensor:
 
 def _factor(exponent: Tensor, inactive: Tensor, rows: int, like: Tensor) -> Tensor:
     """Return exp(exponent) per row, 0 for inactive tokens; active exponents are not positive."""
-    return _repeat_rows(exponent.to(like.dtype).masked_fill(inactive, -torch.inf).exp(), rows)
+    return repeat_rows(exponent.to(like.dtype).masked_fill(inactive, -torch.inf).exp(), rows)
 
 
 def _gram_by_bits(
@@ -261,7 +242,7 @@ def _gram_by_bits(
     later = _factor(x_total.unsqueeze(-3) - reference_x, partition.inactive[0], a, x)
     earlier = _factor(reference_y - y_total.unsqueeze(-3), partition.inactive[1], b, y)
     product = (x.unsqueeze(-3) * later) @ (y.unsqueeze(-3) * earlier).mT
-    pair_mask = _repeat_rows(_repeat_rows(partition.pair_mask, a).mT, b).mT
+    pair_mask = repeat_rows(repeat_rows(partition.pair_mask, a).mT, b).mT
     return (product * pair_mask).sum(-3)
 
 
@@ -274,5 +255,5 @@ def _mix_by_bits(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
     )
     later = _factor(total.unsqueeze(-3) - reference_later, partition.inactive[0], g, values)
     earlier = _factor(reference_earlier - total.unsqueeze(-3), partition.inactive[1], b, values)
-    pair_mask = _repeat_rows(_repeat_rows(partition.pair_mask, g).mT, b).mT
+    pair_mask = repeat_rows(repeat_rows(partition.pair_mask, g).mT, b).mT
     return (((scores.unsqueeze(-3) * pair_mask) @ (values.unsqueeze(-3) * earlier)) * later).sum(-3)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction, once_differentiable
 
-__all__ = ["add_bmm_", "baddbmm", "bmm", "inverse_power", "symmetric_pinv"]
+__all__ = ["add_bmm_", "bmm", "inverse_power", "symmetric_pinv"]
 
 
 def inverse_power(S: Tensor, power: float) -> Tensor:
@@ -86,10 +86,3 @@ def add_bmm_(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
     """Add alpha x y to z in place over both leading axes."""
     z.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
     return z
-
-
-def baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Return z + alpha x y over all leading axes."""
-    lead = z.shape[:-2]
-    flat = torch.baddbmm(z.flatten(0, -3), x.flatten(0, -3), y.flatten(0, -3), alpha=alpha)
-    return flat.unflatten(0, lead)

@@ -43,7 +43,7 @@ from recollect.engines.least_squares.conjugate_gradient import approximate, desc
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState, ridge_problem
 from recollect.engines.least_squares.recursion_backward import recursion
 from recollect.engines.least_squares.recursion_layout import ChunkSpec
-from recollect.engines.linear.cost import simple_chunk_flops
+from recollect.engines.linear.cost import chunk_flops
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ class LeastSquaresEngine(Engine):
                 states=N,
             )
         kind = "" if inverse.kind == "exact" else inverse.kind
-        attend = simple_chunk_flops(F, V, 64, 64 * G, has_error=False)
-        product = sum(simple_chunk_flops(F, F, 64, 64 * G, has_error=False).values())
+        attend = chunk_flops(F, V, 64, 64 * G, has_error=False)
+        product = sum(chunk_flops(F, F, 64, 64 * G, has_error=False).values())
         N = -(-T // 64) if T else 0
         parts = {"read": sum(attend.values()) * N * H}
         notes: tuple[str, ...] = ()

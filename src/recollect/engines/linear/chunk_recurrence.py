@@ -4,250 +4,269 @@
 for short-lived intermediates, and large enough for efficient operations. Per chunk, with Z the
 transposed state ``[K, V]``::
 
-    u  = (I + strict(L))⁻¹ (c − X Z)        errors (u = c without a system)
-    y  = Q Z + tril(P) u
-    Z ← e ⊙ Z + Dᵀ u
+    u  = (I + L)⁻¹ (c − X Z) = U − W Z       negative errors
+    y  = f ⊙ (Q Z) + y° + P u
+    Z ← e ⊙ Z + N + Dᵀ u
+
+y° and N are the contributions of writes that do not depend on Z. Under momentum, Z is the state
+above its momentum, and e ⊙ Z is followed by adding m times the lower half to the upper half.
 
 The backward pass loops over the groups in reverse. It prepares each group again under autograd, and
-backpropagates the gradients of the recurrence below through ``prepare``. It stores only the states
-at chunk starts, O((T / C) K V). With g = [−w; ȳ] and w = (I + strict(L))⁻ᵀ (Pᵀ ȳ + D Z̄)::
+backpropagates the gradients of the recurrence above through ``prepare``. It stores only the states
+at chunk starts, O((T / C) K V). With ū = Pᵀ ȳ + D Z̄ and w = (I + L)⁻ᵀ ū::
 
-    L̄, P̄ = g uᵀ,   X̄, Q̄ = g Zᵀ,   D̄ = u Z̄ᵀ,   c̄ = w,   ē = Σ Z ⊙ Z̄,   Z̄ ← e ⊙ Z̄ + Qᵀ ȳ − Xᵀ w
+    L̄ = −w uᵀ,   X̄ = −w Zᵀ,   c̄ = w,   P̄ = ȳ uᵀ,   D̄ = u Z̄ᵀ,   ȳ° = ȳ,   N̄ = Z̄
+    Q̄ = (f ⊙ ȳ) Zᵀ,   f̄ = ȳ ⊙ (Q Z),   ē = Σ Z ⊙ Z̄,   Z̄ ← e ⊙ Z̄ + Qᵀ (f ⊙ ȳ) − Wᵀ ū
 
 Higher-order gradients use the recurrence in differentiable operations.
 
 On a GPU, launch overhead dominates. The affine map of every chunk is then computed first, for all
 chunks in a few products, and each chunk takes one operation in either direction::
 
-    W = (I + strict(L))⁻¹ X,   M = diag(e) − Dᵀ W,   Z ← M Z + Dᵀ (I + strict(L))⁻¹ c
-    Z̄ ← Mᵀ Z̄ + Qᵀ ȳ − Wᵀ Pᵀ ȳ
+    M = diag(e) − Dᵀ W,   Z ← M Z + N + Dᵀ U,   Z̄ ← Mᵀ Z̄ + Qᵀ (f ⊙ ȳ) − Wᵀ Pᵀ ȳ
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import pairwise
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction, differentiable_backward
-from recollect.engines.common.linalg import add_bmm_, baddbmm, bmm
+from recollect.engines.common.linalg import add_bmm_, bmm
 
-__all__ = ["ChunkOperands", "GroupedSequence", "run_chunks"]
+__all__ = ["ChunkLayout", "ChunkOperands", "ChunkSystem", "Prepare", "run_chunks"]
 
 
-@dataclass(frozen=True)
-class ChunkOperands:
-    """Operands of ``n`` chunks: axes ``[n, B·H]``, J written and R read rows per chunk.
+class ChunkSystem(NamedTuple):
+    """System of the errors of ``n`` chunks: axes ``[n, B·H]``, J written and R read rows."""
 
-    Attributes:
-        system: L ``[.., J, J]``, used below the diagonal, or ``None`` without a system.
-        scores: P ``[.., R, J]``, zero above the diagonal.
-        X: ``[.., J, K]`` or ``None``. Q: ``[.., R, K]``. D: ``[.., J, K]``. c: ``[.., J, V]``.
-        e: ``[.., K or 1, 1]``, or ``None`` for ones.
-    """
+    L: Tensor  # [.., J, J], strictly lower triangular
+    scores: Tensor  # P, [.., R, J]
+    X: Tensor  # [.., J, K]
+    D: Tensor  # [.., J, K]
+    c: Tensor  # [.., J, V]
 
-    system: Tensor | None
-    scores: Tensor
-    X: Tensor | None
-    Q: Tensor
-    D: Tensor
-    c: Tensor
-    e: Tensor | None
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that are not ``None``, in field order."""
-        tensors = (self.system, self.scores, self.X, self.Q, self.D, self.c, self.e)
-        return [x for x in tensors if x is not None]
+class ChunkOperands(NamedTuple):
+    """Operands of ``n`` chunks: axes ``[n, B·H]``, R read rows. Momentum doubles K."""
 
-    def detach(self) -> ChunkOperands:
-        """Return the operands detached from autograd."""
-        system, X, e = (None if x is None else x.detach() for x in (self.system, self.X, self.e))
-        scores, Q, D, c = (x.detach() for x in (self.scores, self.Q, self.D, self.c))
-        return ChunkOperands(system, scores, X, Q, D, c, e)
+    Q: Tensor  # [.., R, K]
+    decay: Tensor  # e, [.., K or 1, V or 1]
+    coupling: Tensor | None = None  # m, [.., 1, 1]
+    outputs: Tensor | None = None  # y°, [.., R, V]
+    writes: Tensor | None = None  # N, [.., K, V]
+    output_decay: Tensor | None = None  # f, [.., R, V]
+    system: ChunkSystem | None = None
+
+
+Prepare = Callable[..., ChunkOperands]
+"""Function from the tokens of one group, ``[B, t, ...]`` each, to its operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedSequence:
-    """Division of a sequence into groups of chunks.
+class ChunkLayout:
+    """T tokens of B·H memories in chunks of C, in groups of ``size`` tokens."""
 
-    Attributes:
-        prepare: function from the tokens of one group, ``[B, t, ...]`` each, to its operands.
-        groups: first and last token of each group.
-        from_chunks: function from outputs ``[n, B·H, R, V]`` and t to ``[B, t, ...]``.
-        to_chunks: inverse function, from ``[B, t, ...]`` to ``[n, B·H, R, V]``.
-        outputs: function that returns an uninitialised tensor for all outputs, ``[B, T, ...]``.
-    """
+    B: int
+    T: int
+    H: int
+    G: int  # rows read per token
+    C: int
+    size: int
 
-    prepare: Callable[..., ChunkOperands]
-    groups: Sequence[tuple[int, int]]
-    from_chunks: Callable[[Tensor, int], Tensor]
-    to_chunks: Callable[[Tensor], Tensor]
-    outputs: Callable[[], Tensor]
+    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """``[B, t, H, rows, D] -> [n, B·H, C·rows, D]``, contiguous and padded with ``fill``."""
+        if missing := -x.shape[1] % self.C:
+            x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], dim=1)
+        x = x.unflatten(1, (-1, self.C)).permute(1, 0, 3, 2, 4, 5)  # [n, B, H, C, rows, D]
+        return x.reshape(x.shape[0], self.B * self.H, -1, x.shape[-1]).contiguous()
 
-
-def run_chunks(sequence: GroupedSequence, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs ``[B, T, ...]`` and the last state ``[B·H, K, V]``."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (Z, *tokens)):
-        return _ChunkRecurrence.apply(sequence, Z, *tokens)
-    return _forward(sequence, Z, tokens, save=False)[:2]
+    def join(self, y: Tensor) -> Tensor:
+        """``[n, B·H, C·G, V] -> [B, n, C, H, G, V]``, a view."""
+        y = y.unflatten(2, (self.C, self.G)).unflatten(1, (self.B, self.H))
+        return y.permute(1, 0, 3, 2, 4, 5)
 
 
-def _inverse_system(system: Tensor) -> Tensor:
-    """Return (I + strict(L))⁻¹ by substitution, which is backward stable."""
-    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-    return torch.linalg.solve_triangular(
-        system, eye.expand_as(system), upper=False, unitriangular=True
-    )
+def run_chunks(
+    layout: ChunkLayout, prepare: Prepare, Z: Tensor, *tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs ``[B, T, H, rows, V]`` and the last state ``[B·H, K, V]``."""
+    if torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), (Z, *tokens))):
+        return _ChunkRecurrence.apply(layout, prepare, Z, *tokens)
+    return _forward(layout, prepare, Z, tokens)
 
 
-def _states(p: ChunkOperands, inverse: Tensor | None, Z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states before every chunk and after the last, ``[n + 1, ...]``, and all u."""
-    n = p.Q.shape[0]
-    states = Z.new_empty(n + 1, *Z.shape)
+def _inverse(L: Tensor) -> Tensor:
+    """Return (I + L)⁻¹ by substitution, which is backward stable."""
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    return torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+
+
+def _chunk_maps(p: ChunkOperands, D: Tensor, W: Tensor) -> Tensor:
+    """Return M ``[n, B·H, K, K]`` of every chunk."""
+    M = bmm(D.mT, W, alpha=-1)
+    M.diagonal(dim1=-2, dim2=-1).add_(p.decay.squeeze(-1))
+    if p.coupling is not None:
+        half = M.shape[-1] // 2
+        M[..., :half, half:].diagonal(dim1=-2, dim2=-1).add_(p.coupling.squeeze(-1))
+    return M
+
+
+def _states(p: ChunkOperands, solution: tuple[Tensor, Tensor] | None, Z: Tensor) -> Tensor:
+    """Return the states before every chunk and after the last; replace U of (U, W) by u."""
+    states = Z.new_empty(p.Q.shape[0] + 1, *Z.shape)
     states[0] = Z
-    steps = states.unbind(0)
-    factors = (None,) * n if p.e is None else p.e.unbind(0)
-    if p.X is None or inverse is None:
-        torch.bmm(p.D.flatten(0, 1).mT, p.c.flatten(0, 1), out=states[1:].flatten(0, 1))
-        for state, next_state, e in zip(steps, steps[1:], factors, strict=False):
-            next_state.add_(state) if e is None else next_state.addcmul_(state, e)
-        return states, p.c
-    if Z.device.type != "cpu":
-        W, M = _chunk_maps(p, inverse)
-        u = bmm(inverse, p.c)
-        added = bmm(p.D.mT, u)
-        for state, next_state, m, n in zip(
-            steps[:-1], steps[1:], M.unbind(0), added.unbind(0), strict=True
-        ):
-            torch.baddbmm(n, m, state, out=next_state)
-        return states, add_bmm_(u, W, states[:-1], alpha=-1)
-    u = p.c.new_empty(p.c.shape)
-    right_side = u.new_empty(u.shape[1:])
-    for state, next_state, e, c, X, D, inv, error in zip(
-        *(steps[:-1], steps[1:], factors, p.c.unbind(0), p.X.unbind(0)),
-        *(p.D.mT.unbind(0), inverse.unbind(0), u.unbind(0)),
-        strict=True,
-    ):
-        torch.bmm(inv, right_side.copy_(c).baddbmm_(X, state, alpha=-1), out=error)
-        (next_state.copy_(state) if e is None else torch.mul(state, e, out=next_state)).baddbmm_(
-            D, error
-        )
-    return states, u
-
-
-def _chunk_maps(p: ChunkOperands, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return W ``[n, B·H, J, K]`` and M ``[n, B·H, K, K]`` of every chunk."""
-    assert p.X is not None
-    W = bmm(inverse, p.X)
-    M = bmm(p.D.mT, W, alpha=-1)
-    diagonal = M.diagonal(dim1=-2, dim2=-1)
-    diagonal += 1.0 if p.e is None else p.e.squeeze(-1)
-    return W, M
+    steps, half = states.unbind(0), Z.shape[1] // 2
+    if p.system is not None and solution is not None and not Z.is_cpu:
+        (u, W), D = solution, p.system.D
+        added = bmm(D.mT, u) if p.writes is None else add_bmm_(p.writes.clone(), D.mT, u)
+        for i, M in enumerate(_chunk_maps(p, D, W).unbind(0)):
+            torch.baddbmm(added[i], M, steps[i], out=steps[i + 1])
+        add_bmm_(u, W, states[:-1], alpha=-1)
+        return states
+    decays = p.decay.unbind(0)
+    updates = None
+    if p.system is not None and solution is not None:
+        u, W = solution
+        updates = list(zip(u.unbind(0), W.unbind(0), p.system.D.mT.unbind(0), strict=True))
+    for i, (state, following) in enumerate(pairwise(steps)):
+        if p.writes is None:
+            torch.mul(state, decays[i], out=following)
+        else:
+            torch.addcmul(p.writes[i], state, decays[i], out=following)
+        if p.coupling is not None:
+            following[:, :half].addcmul_(state[:, half:], p.coupling[i])
+        if updates is not None:
+            errors, of_state, into_state = updates[i]
+            following.baddbmm_(into_state, errors.baddbmm_(of_state, state, alpha=-1))
+    return states
 
 
 def _forward(
-    sequence: GroupedSequence, Z: Tensor, tokens: Sequence[Tensor], *, save: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return outputs, the last state, and, if ``save``, the states of every group."""
-    saved: list[Tensor] = []
-    y = sequence.outputs()
-    for start, stop in sequence.groups:
-        p = sequence.prepare(*(x[:, start:stop] for x in tokens))
-        inverse = None if p.system is None else _inverse_system(p.system)
-        states, u = _states(p, inverse, Z)
+    layout: ChunkLayout,
+    prepare: Prepare,
+    Z: Tensor,
+    tokens: Sequence[Tensor],
+    saved: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and the last state; append the states of every group to ``saved``."""
+    y = Z.new_empty(layout.B, -(-layout.T // layout.C), layout.C, layout.H, layout.G, Z.shape[-1])
+    parts = map(methodcaller("split", layout.size, 1), tokens)
+    for target, *group in zip(y.split(layout.size // layout.C, 1), *parts, strict=True):
+        p, solution = prepare(*group), None
+        if p.system is not None:
+            inverse = _inverse(p.system.L)
+            solution = inverse @ p.system.c, inverse @ p.system.X
+        states = _states(p, solution, Z)
+        if saved is not None:
+            saved.append(states)
         Z = states[-1]
         out = p.Q @ states[:-1]
-        out.flatten(0, 1).baddbmm_(p.scores.flatten(0, 1), u.flatten(0, 1))
-        y[:, start:stop] = sequence.from_chunks(out, stop - start)
-        if save:
-            saved.append(states)
-    return y, Z.clone(), saved
+        if p.output_decay is not None:
+            out *= p.output_decay
+        if p.outputs is not None:
+            out += p.outputs
+        if p.system is not None and solution is not None:
+            add_bmm_(out, p.system.scores, solution[0])
+        target.copy_(layout.join(out))
+    return y.flatten(1, 2)[:, : layout.T], Z.clone()
 
 
 def _differentiable(
-    sequence: GroupedSequence, Z: Tensor, tokens: Sequence[Tensor]
+    layout: ChunkLayout, prepare: Prepare, Z: Tensor, tokens: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence in operations that autograd differentiates to any order."""
     outputs: list[Tensor] = []
-    for start, stop in sequence.groups:
-        p = sequence.prepare(*(x[:, start:stop] for x in tokens))
-        inverse = None if p.system is None else _inverse_system(p.system.tril(-1))
-        chunk_outputs: list[Tensor] = []
+    for group in zip(*map(methodcaller("split", layout.size, 1), tokens), strict=True):
+        p = prepare(*group)
+        inverse = None if p.system is None else _inverse(p.system.L)
         for i in range(p.Q.shape[0]):
-            u = p.c[i]
-            if p.X is not None and inverse is not None:
-                u = inverse[i] @ (u - p.X[i] @ Z)
-            chunk_outputs.append(p.Q[i] @ Z + p.scores[i] @ u)
-            Z = (Z if p.e is None else p.e[i] * Z) + p.D[i].mT @ u
-        outputs.append(sequence.from_chunks(torch.stack(chunk_outputs), stop - start))
-    return torch.cat(outputs, dim=1), Z
+            y, following = p.Q[i] @ Z, p.decay[i] * Z
+            if p.coupling is not None:
+                upper, lower = Z.chunk(2, dim=1)
+                following += p.coupling[i] * torch.cat([lower, torch.zeros_like(upper)], dim=1)
+            if p.output_decay is not None:
+                y = p.output_decay[i] * y
+            if p.outputs is not None and p.writes is not None:
+                y, following = y + p.outputs[i], following + p.writes[i]
+            if p.system is not None and inverse is not None:
+                _, scores, X, D, c = p.system
+                u = inverse[i] @ (c[i] - X[i] @ Z)
+                y, following = y + scores[i] @ u, following + D[i].mT @ u
+            outputs.append(y)
+            Z = following
+    return layout.join(torch.stack(outputs)).flatten(1, 2)[:, : layout.T], Z
 
 
-def _backward_errors(
-    p: ChunkOperands, inverse: Tensor, state_grads: Tensor, error_grads: Tensor
-) -> Tensor:
-    """Return −w of every chunk, and write the gradients of all states to ``state_grads``.
-
-    Args:
-        p: operands with a system.
-        inverse: (I + strict(L))⁻¹.
-        state_grads: Qᵀ ȳ of every chunk, then Z̄ after the last; overwritten.
-        error_grads: Pᵀ ȳ; overwritten.
-    """
-    assert p.X is not None
-    steps = state_grads.unbind(0)
-    if state_grads.device.type != "cpu":
-        W, M = _chunk_maps(p, inverse)
+def _backward_states(
+    p: ChunkOperands, state_grads: Tensor, solution: tuple[Tensor, Tensor] | None
+) -> None:
+    """Replace Qᵀ (f ⊙ ȳ), and Z̄ after the last chunk, by Z̄; replace Pᵀ ȳ of (Pᵀ ȳ, W) by ū."""
+    steps, half = state_grads.unbind(0), state_grads.shape[2] // 2
+    if p.system is not None and solution is not None and not state_grads.is_cpu:
+        (error_grads, W), D = solution, p.system.D
         add_bmm_(state_grads[:-1], W.mT, error_grads, alpha=-1)
-        for grad, next_grad, m in zip(
-            steps[-2::-1], steps[:0:-1], M.mT.unbind(0)[::-1], strict=True
-        ):
-            grad.baddbmm_(m, next_grad)
-        return bmm(inverse.mT, add_bmm_(error_grads, p.D, state_grads[1:]), alpha=-1)
-    neg_w, factors = (
-        torch.empty_like(error_grads),
-        (None,) * len(steps) if p.e is None else p.e.unbind(0),
-    )
-    inverse_t, X_t = inverse.mT.unbind(0), p.X.mT.unbind(0)
-    chunk_error_grads, D = error_grads.unbind(0), p.D.unbind(0)
+        for i, M in reversed(list(enumerate(_chunk_maps(p, D, W).mT.unbind(0)))):
+            steps[i].baddbmm_(M, steps[i + 1])
+        add_bmm_(error_grads, D, state_grads[1:])
+        return
+    decays = p.decay.unbind(0)
+    updates = None
+    if p.system is not None and solution is not None:
+        error_grads, W = solution
+        updates = list(
+            zip(error_grads.unbind(0), W.mT.unbind(0), p.system.D.unbind(0), strict=True)
+        )
     for i in reversed(range(len(steps) - 1)):
-        grad, next_grad, e = steps[i], steps[i + 1], factors[i]
-        torch.bmm(inverse_t[i], chunk_error_grads[i].baddbmm_(D[i], next_grad), out=neg_w[i])
-        grad.add_(next_grad) if e is None else grad.addcmul_(next_grad, e)
-        grad.baddbmm_(X_t[i], neg_w[i].neg_())
-    return neg_w
+        grad, following = steps[i], steps[i + 1]
+        if updates is not None:
+            errors, of_state, into_state = updates[i]
+            grad.baddbmm_(of_state, errors.baddbmm_(into_state, following), alpha=-1)
+        grad.addcmul_(following, decays[i])
+        if p.coupling is not None:
+            grad[:, half:].addcmul_(following[:, :half], p.coupling[i])
 
 
 def _backward_group(
     p: ChunkOperands, starts: Tensor, dy: Tensor, dZ: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """Return gradients of the operands, in the order of ``tensors``, and of the initial state."""
-    n = p.Q.shape[0]
-    state_grads = torch.empty(n + 1, *dZ.shape, dtype=dZ.dtype, device=dZ.device)
-    torch.bmm(p.Q.flatten(0, 1).mT, dy.flatten(0, 1), out=state_grads[:-1].flatten(0, 1))
-    state_grads[n] = dZ
-    steps, ends = state_grads.unbind(0), state_grads[1:]  # gradients of the states between chunks
-    factors = (None,) * n if p.e is None else p.e.unbind(0)
-    error_grads = bmm(p.scores.mT, dy)
-    if p.X is None or p.system is None:
-        for i in reversed(range(n)):
-            grad, next_grad, e = steps[i], steps[i + 1], factors[i]
-            grad.add_(next_grad) if e is None else grad.addcmul_(next_grad, e)
-        grads = [bmm(dy, p.c.mT).tril_(), bmm(dy, starts.mT), bmm(p.c, ends.mT)]
-        error_grads.flatten(0, 1).baddbmm_(p.D.flatten(0, 1), ends.flatten(0, 1))
-        grads.append(error_grads)
+) -> tuple[ChunkOperands, Tensor]:
+    """Return the gradients of the operands and of the initial state."""
+    state_grads = torch.empty(p.Q.shape[0] + 1, *dZ.shape, dtype=dZ.dtype, device=dZ.device)
+    read_grads = dy if p.output_decay is None else dy * p.output_decay
+    torch.bmm(p.Q.flatten(0, 1).mT, read_grads.flatten(0, 1), out=state_grads[:-1].flatten(0, 1))
+    state_grads[-1] = dZ
+    ends, half, system = state_grads[1:], dZ.shape[1] // 2, None
+    if p.system is None:
+        _backward_states(p, state_grads, None)
     else:
-        inverse = _inverse_system(p.system)
-        u = bmm(inverse, baddbmm(p.c, p.X, starts, alpha=-1))
-        neg_w = _backward_errors(p, inverse, state_grads, error_grads)
-        grads = [bmm(neg_w, u.mT).tril_(-1), bmm(dy, u.mT), bmm(neg_w, starts.mT)]
-        grads += [bmm(dy, starts.mT), bmm(u, ends.mT), -neg_w]
-    if p.e is not None:
-        grads.append((starts * ends).sum_to_size(p.e.shape))
-    return grads, steps[0]
+        L, scores, X, _, c = p.system
+        inverse = _inverse(L)
+        W, error_grads = inverse @ X, scores.mT @ dy
+        u = add_bmm_(inverse @ c, W, starts, alpha=-1)
+        _backward_states(p, state_grads, (error_grads, W))
+        neg_w = (inverse.mT @ error_grads).neg_()
+        system = ChunkSystem(
+            L=neg_w @ u.mT, scores=dy @ u.mT, X=neg_w @ starts.mT, D=u @ ends.mT, c=-neg_w
+        )
+    coupling = None
+    if p.coupling is not None:
+        coupling = (starts[..., half:, :] * ends[..., :half, :]).sum_to_size(p.coupling.shape)
+    grads = ChunkOperands(
+        Q=read_grads @ starts.mT,
+        decay=(starts * ends).sum_to_size(p.decay.shape) if p.decay.requires_grad else p.decay,
+        coupling=coupling,
+        outputs=None if p.outputs is None else dy,
+        writes=None if p.writes is None else ends,
+        output_decay=None if p.output_decay is None else dy * (p.Q @ starts),
+        system=system,
+    )
+    return grads, state_grads[0]
 
 
 class _ChunkRecurrence(CustomFunction):
@@ -255,51 +274,62 @@ class _ChunkRecurrence(CustomFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, sequence: GroupedSequence, Z: Tensor, *tokens: Tensor
+        ctx: Any, layout: ChunkLayout, prepare: Prepare, Z: Tensor, *tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        y, end, ctx.states = _forward(sequence, Z, tokens, save=True)
-        ctx.sequence = sequence
+        ctx.layout, ctx.prepare, ctx.states = layout, prepare, []
+        y, end = _forward(layout, prepare, Z, tokens, ctx.states)
         ctx.save_for_backward(Z, *tokens)
         return y, end
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dy, dZ = grad_outputs
-        sequence: GroupedSequence = ctx.sequence
+        layout: ChunkLayout = ctx.layout
+        prepare: Prepare = ctx.prepare
         Z, *tokens = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            return None, *differentiable_backward(
-                lambda inputs: _differentiable(sequence, inputs[0], inputs[1:]),
-                [Z, *tokens],
-                needs,
-                (dy, dZ),
+            return (
+                None,
+                None,
+                *differentiable_backward(
+                    lambda inputs: _differentiable(layout, prepare, inputs[0], inputs[1:]),
+                    [Z, *tokens],
+                    needs,
+                    (dy, dZ),
+                ),
             )
-        totals = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
-            for x, need in zip(tokens, needs[1:], strict=True)
-        ]
-        for (start, stop), starts in zip(
-            reversed(sequence.groups), reversed(ctx.states), strict=True
-        ):
+        grads: list[list[Tensor]] = [[] for need in needs[1:] if need]
+        parts = [x.split(layout.size, dim=1) for x in (dy, *tokens)]
+        for starts, group_dy, *group in reversed(list(zip(ctx.states, *parts, strict=True))):
             with torch.enable_grad():
-                group_tokens = [
-                    x[:, start:stop].detach().requires_grad_(total is not None)
-                    for x, total in zip(tokens, totals, strict=True)
+                group = [
+                    x.detach().requires_grad_(need)
+                    for x, need in zip(group, needs[1:], strict=True)
                 ]
-                p = sequence.prepare(*group_tokens)
-            grads, dZ = _backward_group(
-                p.detach(), starts[:-1], sequence.to_chunks(dy[:, start:stop]), dZ
-            )
-            pairs = [(x, g) for x, g in zip(p.tensors(), grads, strict=True) if x.requires_grad]
-            inputs = [x for x in group_tokens if x.requires_grad]
-            if not inputs or not pairs:
+                p = prepare(*group)
+            operand_grads, dZ = _backward_group(p, starts[:-1], layout.split(group_dy), dZ)
+            inputs = [x for x in group if x.requires_grad]
+            if not inputs:
                 continue
-            outputs, output_grads = zip(*pairs, strict=True)
-            token_grads = torch.autograd.grad(outputs, inputs, output_grads, allow_unused=True)
-            grads_iter = iter(cast("tuple[Tensor | None, ...]", token_grads))
-            for total in totals:
-                if total is not None:
-                    grad = next(grads_iter)
-                    total[:, start:stop] = 0.0 if grad is None else grad
-        return None, dZ if needs[0] else None, *totals
+            pairs = zip(
+                (*p[:-1], *(p.system or ())),
+                (*operand_grads[:-1], *(operand_grads.system or ())),
+                strict=True,
+            )
+            outputs, output_grads = zip(
+                *((x, g) for x, g in pairs if x is not None and x.requires_grad), strict=True
+            )
+            for total, grad in zip(
+                grads,
+                torch.autograd.grad(outputs, inputs, output_grads, materialize_grads=True),
+                strict=True,
+            ):
+                total.append(grad)
+        totals = (torch.cat(x[::-1], dim=1) if len(x) > 1 else x[0] for x in grads)
+        return (
+            None,
+            None,
+            dZ if needs[0] else None,
+            *(next(totals) if need else None for need in needs[1:]),
+        )

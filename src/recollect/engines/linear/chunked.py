@@ -1,29 +1,36 @@
 """The linear engine in chunks: exact at every token, and parallel in time.
 
-`_common` runs memories without momentum, window, probe or decay over values: linear attention,
-RetNet, Mamba-2, GLA, DeltaNet, Gated DeltaNet, Longhorn and leaky LMS. It computes the operands of
-a group of chunks in differentiable operations, and `chunk_recurrence` carries the state through
-them. `chunk_general` runs the other memories, except those that do not separate, which `recurrent`
-runs.
+Inside a chunk the state is affine in the state at its start. One unit-lower-triangular system per
+chunk therefore gives the errors of all its tokens (see `docs/design/linear-engine.md`).
+`ChunkEquations` computes its operands in differentiable operations, and `chunk_recurrence` carries
+the state through the chunks. `recurrent` runs memories that do not separate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from recollect.choices.runtime import cached_constant
 from recollect.engines.common.coefficients import (
+    Coefficients,
+    causal,
     coefficients,
     cumulative_log_decay,
-    decay_matrix,
     fits_float32_range,
+    repeat_rows,
     shift_right,
 )
-from recollect.engines.common.decayed_products import decayed_gram
-from recollect.engines.linear.chunk_general import ChunkTransition, RankOneUpdates, solve
-from recollect.engines.linear.chunk_recurrence import ChunkOperands, GroupedSequence, run_chunks
+from recollect.engines.common.decayed_products import decayed_gram, decayed_matmul
+from recollect.engines.linear.chunk_recurrence import (
+    ChunkLayout,
+    ChunkOperands,
+    ChunkSystem,
+    run_chunks,
+)
 from recollect.engines.linear.inputs import LinearProblem
 from recollect.engines.linear.recurrent import recurrent
 
@@ -49,286 +56,239 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         ValueError: If a decay over value channels meets an error that depends on the prediction.
     """
     (B, T, H), cpu = p.k.shape[:3], p.k.device.type == "cpu"
-    has_error, has_momentum = p.affine[0] != 0, p.momentum is not None
     over_values = p.log_decay_value is not None
-    if over_values and has_error:
+    if over_values and p.affine[0] != 0:
         raise ValueError("a decay over value channels needs a = 0: give each channel its own head")
     channels = over_values or (p.log_decay is not None and p.log_decay.dim() == 4)
-    if B == 0 or T == 0 or (has_momentum and channels):
+    if B == 0 or T <= 1 or (p.momentum is not None and channels):
         # Momentum with decay per channel is a difference of two separable terms that cancel.
         return recurrent(p)
-    p = p.masked()
-    chunk = min(p.chunk_size or chunk_length(solves=has_error, cpu=cpu), T)
-    if p.window is None and p.probe is None and not has_momentum and not over_values:
-        return *_common(p, chunk), None
-    span = chunk * max(1, GROUP // (B * H * chunk))
-    if p.window is not None or not cpu or span >= T:
-        return _general(p, chunk)
-    # Run groups of chunks that fit the cache sequentially.
-    outputs: list[Tensor] = []
-    A, S = p.A0, p.S0
-    for part in p.split(span):
-        y, A, S = _general(replace(part, A0=A, S0=S), chunk)
-        outputs.append(y)
-    return torch.cat(outputs, dim=1), A, S
-
-
-def _general(p: LinearProblem, chunk: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Split tokens into chunks, build the transition inside a chunk, and solve."""
-    (_, T, H, G, _), (a, b) = p.q.shape, p.affine
-    layout = _ChunkLayout(T=T, C=min(chunk, T))
-    keys, values, weights = _rows(p, layout)
-    transition = _transition(p, layout)
-    values = values if b == 1 else b * values
-    write_keys = keys * weights
-    if a == 0:
-        updates = RankOneUpdates(fixed_writes=(write_keys, values))
-    elif p.probe is not None and p.erase is not None:
-        erase = layout.split(p.erase)
-        updates = RankOneUpdates(
-            probe_keys=layout.split(p.probe),
-            erase_keys=erase if a == 1 else a * erase,
-            fixed_writes=(write_keys, values),
-        )
-    elif p.momentum_on == "value" and p.momentum is not None:
-        updates = RankOneUpdates(
-            probe_keys=keys,
-            erase_keys=write_keys if a == 1 else a * write_keys,
-            fixed_writes=(write_keys, values),
-            bypasses_momentum=True,
-        )
-    else:
-        # Erase and write share keys and coefficients: solve for the error.
-        probe_keys = keys if a == 1 else a * keys
-        updates = RankOneUpdates(probe_keys=probe_keys, erase_keys=write_keys, target=values)
-    queries = layout.split(p.q.flatten(2, 3)).unflatten(2, (H, G))
-    queries = queries.transpose(3, 4).flatten(3, 4)  # [N, B, H, C G, F]
-    y, Z, Zs = solve(transition, updates, queries, p.A0.mT, None if p.S0 is None else p.S0.mT)
-    y = layout.join(y.unflatten(3, (layout.C, G)).transpose(3, 4).flatten(2, 3))
-    return y.unflatten(2, (H, G)), Z.mT, None if Zs is None else Zs.mT
-
-
-def _transition(p: LinearProblem, layout: _ChunkLayout) -> ChunkTransition:
-    """Return decays to absorb if that is exact, and coefficients otherwise."""
-    log_decay, momentum, log_decay_sums, table, mask = (
-        p.log_decay,
-        p.momentum,
-        None,
-        None,
-        None,
-    )
-    can_absorb = True
-    if log_decay is not None and momentum is None:
-        channels = log_decay.dim() == 4
-        log_decay_sums = cumulative_log_decay(
-            layout.split(log_decay if channels else log_decay.unsqueeze(-1)), -2
-        )
-        # Absorption needs the decay of the full chunk within range, and needs no matrix.
-        can_absorb = fits_float32_range(log_decay_sums)
-        if not channels and not can_absorb:
-            log_decay_sums, can_absorb = (
-                None,
-                True,
-            )  # a matrix of coefficients per head is exact for any decay
-    if momentum is not None and (p.token_mask is not None or layout.missing):
-        # Padding of the last chunk must not add S to A.
-        mask = (
-            p.lr.new_ones(p.lr.shape[:2]) if p.token_mask is None else p.token_mask.to(p.lr.dtype)
-        )
-        mask = layout.scalars(mask.unsqueeze(-1))
-    if log_decay_sums is None and (log_decay is not None or momentum is not None):
-        table = coefficients(
-            None if log_decay is None else layout.scalars(log_decay),
-            None if momentum is None else layout.scalars(momentum, fill=1.0),
-            mask,
-            layout.scalars(p.lr.new_zeros(1, 1, 1).expand(p.lr.shape)),
-        )
-    return ChunkTransition(
-        table=table,
-        log_decay_sums=log_decay_sums,
-        value_log_decay_sums=None
-        if p.log_decay_value is None
-        else cumulative_log_decay(layout.split(p.log_decay_value), -2),
-        decays_first=p.decays_first,
-        tokens=layout.C,
-        can_absorb=can_absorb,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ChunkLayout:
-    """Layout of T tokens in N chunks of C, padded at the end with zeros."""
-
-    T: int
-    C: int
-
-    @property
-    def N(self) -> int:
-        return -(-self.T // self.C)
-
-    @property
-    def missing(self) -> int:
-        """Number of padded tokens in the last chunk."""
-        return -self.T % self.C
-
-    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """``[B, T, H, D] -> [N, B, H, C, D]``."""
-        if self.missing:
-            x = torch.cat([x, x.new_full((x.shape[0], self.missing, *x.shape[2:]), fill)], dim=1)
-        return x.unflatten(1, (self.N, self.C)).permute(1, 0, 3, 2, 4).contiguous()
-
-    def scalars(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """``[B, T, H] -> [N, B, H, C]``."""
-        return self.split(x.unsqueeze(-1), fill).squeeze(-1)
-
-    def join(self, x: Tensor) -> Tensor:
-        """``[N, B, H, C, D] -> [B, T, H, D]``."""
-        return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.T]
-
-
-def _rows(p: LinearProblem, layout: _ChunkLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys, values and η γ of every row ``[N, B, H, C c, ·]``: c rows per token."""
+    if p.token_mask is not None:
+        p = p.masked()
+    C = min(p.chunk_size or chunk_length(solves=p.affine[0] != 0, cpu=cpu), T)
+    tokens = p.tokens()
     if p.window is None:
-        return layout.split(p.k), layout.split(p.v), layout.scalars(p.lr).unsqueeze(-1)
-    (B, T), c = p.k.shape[:2], p.window.shape[-1]
-    if p.past is None:
-        k, v = (torch.cat([x.new_zeros(B, c - 1, *x.shape[2:]), x], dim=1) for x in (p.k, p.v))
-        mask = k.new_zeros(B, c - 1)
+        tokens |= {"k": p.k.unsqueeze(3), "v": p.v.unsqueeze(3), "lr": p.lr.unsqueeze(-1)}
     else:
-        k, v = torch.cat([p.past.k, p.k], dim=1), torch.cat([p.past.v, p.v], dim=1)
-        mask = p.past.mask.to(k.dtype)
-    present = torch.cat([mask, mask.new_ones(B, T)], dim=1)
-
-    # Row (t, m) is association t − m: index t + c − 1 − m of the concatenated associations.
-    def windows(x: Tensor, dim: int) -> Tensor:
-        return torch.stack([x[:, c - 1 - m : c - 1 - m + T] for m in range(c)], dim=dim)
-
-    def rows(x: Tensor) -> Tensor:  # [B, T, H, c, D] -> [N, B, H, C c, D]
-        D = x.shape[-1]
-        return layout.split(x.flatten(3)).unflatten(-1, (c, D)).flatten(3, 4)
-
-    weights = p.lr.unsqueeze(-1) * p.window * windows(present, -1).unsqueeze(2)  # [B, T, H, c]
-    return rows(windows(k, 3)), rows(windows(v, 3)), rows(weights.unsqueeze(-1))
-
-
-# -- the common case -----------------------------------------------------------------------------
-
-
-def _common(p: LinearProblem, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return outputs ``[B, T, H, G, V]`` and A after all tokens, for T ≥ 1.
-
-    Args:
-        p: problem without momentum, window, probe and decay over values.
-        chunk: tokens of a chunk, at most T.
-    """
-    (B, T, H, G, _), v = p.q.shape, p.v
-    layout = _GroupLayout(B=B, H=H, G=G, C=chunk, affine=p.affine, decays_first=p.decays_first)
+        tokens |= _window_rows(p, tokens.pop("window"))
+    if p.momentum is not None:
+        mask = p.lr.new_ones(p.lr.shape) if p.token_mask is None else p.token_mask.unsqueeze(-1)
+        tokens["token_mask"] = mask.expand(p.lr.shape).to(p.lr.dtype)
     # On a GPU launches cost more than memory: use one group.
-    rows = GROUP if p.q.device.type == "cpu" else B * H * T
-    size = chunk * max(1, rows // (B * H * chunk))
-    sequence = GroupedSequence(
-        prepare=layout.prepare,
-        groups=[(start, min(start + size, T)) for start in range(0, T, size)],
-        outputs=lambda: v.new_empty(B, T, H, G, v.shape[-1]),
-        from_chunks=layout.from_chunks,
-        to_chunks=layout.to_chunks,
+    chunks = max(1, GROUP // (B * H * C * tokens["k"].shape[3])) if cpu else -(-T // C)
+    equations = ChunkEquations(
+        layout=ChunkLayout(B=B, T=T, H=H, G=p.q.shape[3], C=C, size=C * chunks),
+        names=tuple(tokens),
+        affine=p.affine,
+        decays_first=p.decays_first,
+        separate=p.probe is not None or (p.momentum is not None and p.momentum_on == "value"),
     )
-    tokens = (p.q, p.k, v, p.lr)
-    tokens = tokens if p.log_decay is None else (*tokens, p.log_decay)
-    y, Z = run_chunks(sequence, p.A0.mT.flatten(0, 1), *tokens)
-    return y, Z.unflatten(0, (B, H)).mT
+    states = p.A0 if p.S0 is None else torch.cat([p.A0, p.S0], dim=-1)
+    y, Z = run_chunks(equations.layout, equations, states.mT.flatten(0, 1), *tokens.values())
+    Z = Z.unflatten(0, (B, H)).mT
+    if p.S0 is None:
+        return y, Z, None
+    A, S = Z.chunk(2, dim=-1)
+    return y, A, S
+
+
+def _window_rows(p: LinearProblem, window: Tensor) -> dict[str, Tensor]:
+    """Return c written rows per token: k and v ``[B, T, H, c, ·]``, and lr ``[B, T, H, c]``."""
+    (B, T), c = p.k.shape[:2], window.shape[-1]
+    if p.past is None:
+        past = [x.new_zeros(B, c - 1, *x.shape[2:]) for x in (p.k, p.v, p.lr[..., 0])]
+    else:
+        past = [p.past.k, p.past.v, p.past.mask.to(p.k.dtype)]
+    # Row m of token t is association t + m of the past and present ones.
+    k, v, present = (
+        torch.cat([old, x], dim=1).unfold(1, c, 1)
+        for old, x in zip(past, (p.k, p.v, p.lr.new_ones(B, T)), strict=True)
+    )
+    return {"k": k.mT, "v": v.mT, "lr": p.lr.unsqueeze(-1) * window.flip(-1) * present.unsqueeze(2)}
+
+
+class _ReadRows(NamedTuple):
+    """Keys of reads, or of predictions before the token's write."""
+
+    inner: Tensor  # factor of products inside the chunk, [n, B·H, C r, K]
+    outer: Tensor  # factor of the state at the start of the chunk, [.., K or 2 K]
+    before_write: bool
+
+
+class _WriteRows(NamedTuple):
+    """Directions of writes."""
+
+    inner: Tensor  # factor of products inside the chunk, [n, B·H, C r, K]
+    outer: Tensor  # factor of the state after the chunk, [.., K or 2 K]
+    bypasses_momentum: bool
+
+
+class _Decays:
+    """Decays inside a chunk, without momentum.
+
+    If the total decay of every chunk is above e^−30, both sides of every product absorb the
+    cumulative decays. Otherwise, or if reading the decays would synchronize the device, products
+    use differences of log decays, with exponents ≤ 0.
+    """
+
+    def __init__(self, C: int, log_decay: Tensor | None, like: Tensor, *, decays_first: bool):
+        self.C, self.decays_first = C, decays_first
+        self.now = self.total = self.coupling = None
+        if log_decay is None:
+            one = cached_constant(torch.ones, 1, 1, 1, device=like.device, dtype=like.dtype)
+            self.decay = one.expand(like.shape[0], 1, 1, 1)
+            return
+        total = cumulative_log_decay(log_decay, 2)  # [n, B·H, C, K or 1]
+        self.now = total.exp().to(like.dtype)
+        self.decay = self.now[..., -1:, :].mT
+        if fits_float32_range(total):
+            self.rest = (-total).exp().to(like.dtype)
+        else:
+            self.total, self.rest = total, (total[..., -1:, :] - total).exp().to(like.dtype)
+
+    def read(self, x: Tensor, *, before_write: bool) -> _ReadRows:
+        if self.now is None:
+            return _ReadRows(x, x, before_write)
+        factor = (
+            shift_right(self.now, 2, 1.0) if before_write and not self.decays_first else self.now
+        )
+        outer = x * repeat_rows(factor, x.shape[2] // self.C)
+        return _ReadRows(outer if self.total is None else x, outer, before_write)
+
+    def write(self, y: Tensor, weight: Tensor | float, *, bypass: bool) -> _WriteRows:
+        if self.now is None:
+            inner = outer = y * weight
+        elif self.total is None:
+            inner = y * (repeat_rows(self.rest, y.shape[2] // self.C) * weight)
+            outer = inner * self.now[..., -1:, :]
+        else:
+            inner = y * weight
+            outer = inner * repeat_rows(self.rest, y.shape[2] // self.C)
+        return _WriteRows(inner, outer, bypass)
+
+    def products(self, x: _ReadRows, y: _WriteRows) -> Tensor:
+        """Return the products ``[n, B·H, C r, C s]`` of reads with earlier writes."""
+        if self.total is None:
+            return causal(x.inner @ y.inner.mT, self.C, strict=x.before_write)
+        total = self.total
+        if x.before_write and not self.decays_first:
+            total = shift_right(total, 2, 0.0)
+        return decayed_gram(x.inner, total, y.inner, self.total, strict=x.before_write)
+
+
+class _Momentum:
+    """Momentum, and decays per head, inside a chunk: the state is A next to S."""
+
+    def __init__(self, C: int, table: Coefficients, K: int, *, decays_first: bool) -> None:
+        assert table.m is not None and table.theta is not None and table.theta_end is not None
+        self.C, self.table, self.decays_first = C, table, decays_first
+        self.m, self.theta = table.m, table.theta
+        ends = torch.stack([table.a[..., -1], table.theta_end], dim=-1)
+        self.decay = ends.repeat_interleave(K, dim=-1).unsqueeze(-1)
+        self.coupling = table.m[..., -1:].unsqueeze(-1)
+
+    def _stacked(self, x: Tensor, *factors: Tensor) -> Tensor:  # factors: [n, B·H, C]
+        rows = x.shape[2] // self.C
+        return torch.cat([x * repeat_rows(f.unsqueeze(-1), rows) for f in factors], dim=-1)
+
+    def read(self, x: Tensor, *, before_write: bool) -> _ReadRows:
+        a, m, decayed = self.table.a, self.m, self.decays_first
+        if before_write:
+            a = self.table.at_previous_token(a, decayed=decayed, first=1.0)
+            m = self.table.at_previous_token(m, decayed=decayed, first=0.0)
+        return _ReadRows(x, self._stacked(x, a, m), before_write)
+
+    def write(self, y: Tensor, weight: Tensor | float, *, bypass: bool) -> _WriteRows:
+        E = self.table.P if bypass else self.table.E
+        theta = self.theta[..., -1, :]
+        inner = y * weight
+        outer = self._stacked(inner, E[..., -1, :], torch.zeros_like(theta) if bypass else theta)
+        return _WriteRows(inner, outer, bypass)
+
+    def products(self, x: _ReadRows, y: _WriteRows) -> Tensor:
+        """Return the products ``[n, B·H, C r, C s]`` of reads with earlier writes."""
+        E = self.table.P if y.bypasses_momentum else self.table.E
+        if x.before_write:
+            E = self.table.matrix_at_previous_token(E, decayed=self.decays_first)
+        rows, columns = (z.inner.shape[2] // self.C for z in (x, y))
+        return (x.inner @ y.inner.mT) * repeat_rows(repeat_rows(E, rows).mT, columns).mT
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupLayout:
-    """Layout of tokens ``[B, t, H, ...]`` as chunks ``[n, B·H, C, ...]``, padded with zeros."""
+class ChunkEquations:
+    """Equations of the chunks of a `LinearProblem`, as a function of the tokens of a group."""
 
-    B: int
-    H: int
-    G: int
-    C: int
+    layout: ChunkLayout
+    names: tuple[str, ...]
     affine: tuple[float, float]
     decays_first: bool
+    separate: bool  # whether erasure and writes differ
 
-    def split(self, x: Tensor) -> Tensor:
-        missing = -x.shape[1] % self.C
-        if missing:
-            x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
-        x = x.unflatten(1, (x.shape[1] // self.C, self.C))  # [B, n, C, H, ...]
-        return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
+    def __call__(self, *tokens: Tensor) -> ChunkOperands:
+        x, split, (a, b) = (
+            dict(zip(self.names, tokens, strict=True)),
+            self.layout.split,
+            self.affine,
+        )
+        keys, c, weight = split(x["k"]), split(x["v"]), split(x["lr"].unsqueeze(-1))
+        c = c if b == 1 else b * c
+        if "momentum" in x:
+            steps = self._momentum(x)
+        else:
+            log_decay = x.get("log_decay")
+            if log_decay is not None:
+                log_decay = split(log_decay.reshape(*log_decay.shape[:3], 1, -1))
+            steps = _Decays(self.layout.C, log_decay, keys, decays_first=self.decays_first)
+        queries = steps.read(split(x["q"]), before_write=False)
+        writes = steps.write(keys, weight, bypass=False)
+        p = ChunkOperands(Q=queries.outer, decay=steps.decay, coupling=steps.coupling)
+        if a == 0 or self.separate:
+            p = self._fixed_writes(p, steps.products(queries, writes), writes.outer, c, x)
+        if a == 0:
+            return p
+        if self.separate:
+            probe = split(x["probe"].unsqueeze(3)) if "probe" in x else keys
+            probe = steps.read(probe, before_write=True)
+            c = -(steps.products(probe, writes) @ c)
+            if "erase" in x:
+                writes = steps.write(split(x["erase"].unsqueeze(3)), a, bypass=True)
+            else:
+                writes = steps.write(keys, a * weight, bypass=True)
+        else:
+            probe = steps.read(keys if a == 1 else a * keys, before_write=True)
+        return p._replace(
+            system=ChunkSystem(
+                L=steps.products(probe, writes),
+                scores=steps.products(queries, writes),
+                X=probe.outer,
+                D=writes.outer,
+                c=c,
+            )
+        )
 
-    def from_chunks(self, y: Tensor, tokens: int) -> Tensor:  # [n, B·H, C·G, V] -> [B, t, H, G, V]
-        """Join the outputs of chunks."""
-        y = y.unflatten(1, (self.B, self.H)).unflatten(3, (self.C, self.G))
-        return y.permute(1, 0, 3, 2, 4, 5).flatten(1, 2)[:, :tokens]
+    def _momentum(self, x: dict[str, Tensor]) -> _Momentum:
+        def scalars(name: str, fill: float = 0.0) -> Tensor:
+            return self.layout.split(x[name][..., None, None], fill).squeeze(-1)
 
-    def to_chunks(self, y: Tensor) -> Tensor:
-        """Invert `from_chunks`."""
-        return self.split(y).flatten(2, 3).contiguous()
+        theta = scalars("momentum", fill=1.0)
+        log_decay = scalars("log_decay") if "log_decay" in x else None
+        # Padding of the last chunk must not add S to A.
+        table = coefficients(log_decay, theta, scalars("token_mask"), theta)
+        return _Momentum(self.layout.C, table, x["k"].shape[-1], decays_first=self.decays_first)
 
-    def prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lr: Tensor,
-        log_decay: Tensor | None = None,
+    def _fixed_writes(
+        self, p: ChunkOperands, scores: Tensor, direction: Tensor, c: Tensor, x: dict[str, Tensor]
     ) -> ChunkOperands:
-        """Return the operands of one group.
-
-        If the total decay of every chunk is above e^−30, both sides of every product absorb the
-        cumulative decays. Otherwise, or if reading the decays would synchronize the device,
-        coefficients use differences of log decays, with exponents ≤ 0.
-        """
-        a, b = self.affine
-        # Make operands contiguous once: every product would copy them otherwise.
-        Q = self.split(q).flatten(2, 3).contiguous()  # [n, BH, C G, K]
-        k = self.split(k).contiguous()
-        c = self.split(v) if b == 1 else b * self.split(v)
-        c = c.contiguous() if a == 0 else c
-        X = None if a == 0 else (k if a == 1 else a * k)
-        eta = self.split(lr).unsqueeze(-1)  # [n, BH, C, 1]
-        if log_decay is None:
-            D = k * eta
-            system = None if X is None else X @ D.mT
-            return ChunkOperands(system, self._causal(Q @ D.mT), X, Q, D, c, None)
-        logs = self.split(log_decay)
-        logs = logs if log_decay.dim() == 4 else logs.unsqueeze(-1)
-        total = cumulative_log_decay(logs, 2)  # [n, BH, C, K or 1]
-        reach = total.exp().to(c.dtype)
-        end = reach[..., -1:, :]
-        visible = total if self.decays_first else shift_right(total, 2, 0.0)
-        if X is None:
-            Xs = None
-        else:
-            Xs = X * (reach if self.decays_first else visible.exp().to(c.dtype))
-        Qs = Q * self._queries(reach)
-        if fits_float32_range(total):
-            back = (-total).exp().to(c.dtype)
-            D = k * (eta * back)
-            system = None if Xs is None else Xs @ D.mT
-            return ChunkOperands(system, self._causal(Qs @ D.mT), Xs, Qs, D * end, c, end.mT)
-        D = k * eta
-        to_end = D * (total[..., -1:, :] - total).exp().to(c.dtype)
-        if log_decay.dim() == 4:
-            scores = decayed_gram(Q, total, D, total, strict=False)
-            system = None if X is None else decayed_gram(X, visible, D, total, strict=True)
-        else:
-            P = decay_matrix(total.squeeze(-1), c.dtype)
-            scores = (Q @ D.mT) * self._queries(P)
-            system = None
-            if X is not None:
-                earlier = shift_right(P, -2, 0.0)
-                earlier = earlier * logs.exp().to(c.dtype) if self.decays_first else earlier
-                system = (X @ D.mT) * earlier
-        return ChunkOperands(system, scores, Xs, Qs, to_end, c, end.mT)
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """Repeat per-token values for every query."""
-        return x if self.G == 1 else x.repeat_interleave(self.G, dim=-2)
-
-    def _causal(self, scores: Tensor) -> Tensor:
-        """Zero the scores of later tokens."""
-        if self.G == 1:
-            return scores.tril_()  # in place: autograd does not save the product
-        return scores * self._queries(scores.new_ones(self.C, self.C).tril())
+        """Add the contributions of writes that do not depend on the state."""
+        if "log_decay_value" not in x:
+            return p._replace(outputs=scores @ c, writes=direction.mT @ c)
+        total = cumulative_log_decay(self.layout.split(x["log_decay_value"].unsqueeze(3)), 2)
+        rows, end = c.shape[2] // self.layout.C, total[..., -1:, :]
+        rest = repeat_rows((end - total).exp().to(c.dtype), rows)
+        now = total.exp().to(c.dtype)
+        return p._replace(
+            decay=p.decay * now[..., -1:, :],
+            outputs=decayed_matmul(scores, c, total),
+            writes=direction.mT @ (rest * c),
+            output_decay=repeat_rows(now, p.Q.shape[2] // self.layout.C),
+        )

@@ -53,47 +53,23 @@ def token_flops(
     return 2 * F * V * ((1 + has_error + separate_erase) * c + G)
 
 
-def simple_chunk_flops(
-    F: int, V: int, R: int, J: int, *, has_error: bool, **_: object
-) -> dict[str, int]:
-    """Count the operations of one chunk of `chunked`, with R written and J read rows."""
-    return {
-        "gram": 2 * R * R * F if has_error else 0,
-        "inverse": R**3 if has_error else 0,
-        "solve": 2 * R * R * V if has_error else 0,
-        "state": (4 if has_error else 2) * R * F * V,
-        "read": 2 * J * F * V + 2 * J * R * (F + V),
-    }
-
-
-def general_chunk_flops(
+def chunk_flops(
     F: int,
     V: int,
-    R: int,
-    J: int,
+    R: int,  # written rows
+    J: int,  # read rows
     *,
     has_error: bool,
-    probe: bool,
-    has_momentum: bool,
-    momentum_on: str | None,
+    separate: bool = False,  # whether erasure and writes differ
+    momentum: bool = False,
 ) -> dict[str, int]:
-    """Count the operations of one chunk of `chunk_general.solve`."""
-    both = has_error and (probe or (has_momentum and momentum_on == "value"))
-    fixed = both or not has_error
-    gram = inverse = solve = 0
-    state = 2 * R * F * V * (2 if has_momentum else 1) if fixed else 0
-    read = 2 * J * F * V * (2 if has_momentum else 1)
-    # One map per chunk; with momentum, thin products replace a map of 2F × 2F.
-    scan = 0 if has_error == has_momentum else 2 * F * F * V * (4 if has_momentum else 1)
-    if fixed:
-        read += 2 * J * R * (F + V)
-    if has_error:
-        gram = 2 * R * R * F * (2 if both else 1)
-        inverse = R**3
-        solve = 2 * R * R * V * (2 if both else 1) + 2 * R * R * F * (2 if has_momentum else 1)
-        maps = 0 if has_momentum else 1
-        writes = 2 if has_momentum and not both else 1
-        state += 2 * R * F * F * maps + 2 * R * F * V * (writes + (2 if has_momentum else 1))
-        read += 2 * J * R * (F + V)
-    parts = {"gram": gram, "inverse": inverse, "solve": solve}
-    return {**parts, "state": state, "scan": scan, "read": read}
+    """Count the operations of one chunk of `chunked`."""
+    directions = 2 if separate else 1
+    states = 2 * F if momentum else F
+    return {
+        "gram": 2 * R * R * F * directions if has_error else 0,
+        "inverse": R**3 if has_error else 0,
+        "solve": 2 * R * R * (V * directions + states) if has_error else 0,
+        "state": 2 * R * states * V * (directions + has_error),
+        "read": 2 * J * states * V + 2 * J * R * (F + V) * directions,
+    }

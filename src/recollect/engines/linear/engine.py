@@ -22,10 +22,9 @@ from recollect.engines.linear.cost import (
     SOLVE_SECONDS,
     STEP_SECONDS,
     TOKEN_SECONDS,
-    general_chunk_flops,
+    chunk_flops,
     read_extras,
     scan_flops,
-    simple_chunk_flops,
     token_flops,
 )
 from recollect.engines.linear.decode import (
@@ -37,7 +36,6 @@ from recollect.engines.linear.decode import (
     step,
 )
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
-from recollect.engines.linear.recurrent import recurrent
 from recollect.engines.linear.scan import ScanInputs, scan
 from recollect.state.state import State
 
@@ -217,21 +215,16 @@ class LinearEngine(Engine):
                 states=T,
                 notes=tuple(notes),
             )
-        over_values = per in ("value", "key_value") and not has_error
-        simple = not (has_momentum or probe or c > 1 or over_values)
 
         def chunk(C: int) -> dict[str, int]:
-            parts = simple_chunk_flops if simple else general_chunk_flops
-            momentum_on = algorithm.recursion
-            counted = parts(
+            counted = chunk_flops(
                 F,
                 V,
                 C * c,
                 C * sizes.G,
                 has_error=has_error,
-                probe=probe,
-                has_momentum=has_momentum,
-                momentum_on=momentum_on,
+                separate=probe or has_value_momentum,
+                momentum=has_momentum,
             )
             return {**counted, "coefficients": 2 * C**3 if has_momentum else 0}
 
@@ -266,7 +259,8 @@ def _matrix(problem: Problem, p: LinearProblem) -> Solved:
     elif p.lr.dim() == 4:
         # The write of the dot product is η ⊙ v: fold a gate per value channel into the value.
         p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
-    y, A, S = read_in_order(p, read.when)
+    by_entry = p.log_decay is not None and (p.log_decay.dim() == 5 or p.decay_scale is not None)
+    y, A, S = read_in_order(p, read.when, _scan_entries if by_entry else chunked)
     if split:
         y = y.squeeze(-1).unflatten(2, shape[1:3]).transpose(-1, -2)
         A, S = A.reshape(shape), None if S is None else S.reshape(shape)
@@ -285,28 +279,17 @@ def bonus(p: LinearProblem, u: Tensor) -> Tensor:
 
 
 def read_in_order(
-    p: LinearProblem, order: str, solve: Callable[[LinearProblem], Solved] | None = None
+    p: LinearProblem, order: str, solve: Callable[[LinearProblem], Solved] = chunked
 ) -> Solved:
     """Read after the write, or before it by shifting queries one token earlier.
 
-    Args:
-        p: linear problem.
-        order: ``"after"`` or ``"before"``.
-        solve: function that reads after the write; defaults to this engine's.
+    ``solve`` reads after the write.
     """
-    solve = _solve if solve is None else solve
     if order == "after" or p.q.shape[1] == 0:
         return solve(p)
     y, A, S = solve(replace(p, q=torch.cat([p.q[:, 1:], torch.zeros_like(p.q[:, :1])], dim=1)))
     first = torch.einsum("bhvk,bhgk->bhgv", p.A0, p.q[:, 0].to(p.A0.dtype)).unsqueeze(1)
     return torch.cat([first, y[:, :-1]], dim=1), A, S
-
-
-def _solve(p: LinearProblem) -> Solved:
-    """Solve by a scan, token by token, or in chunks."""
-    if p.log_decay is not None and (p.log_decay.dim() == 5 or p.decay_scale is not None):
-        return _scan_entries(p)
-    return recurrent(p) if p.k.shape[1] == 1 else chunked(p)
 
 
 def _scan_entries(p: LinearProblem) -> Solved:
