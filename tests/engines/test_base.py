@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect.choices.matmul_precision import matmul_precision
-from recollect.engines.deep.chain.map_groups import apply_transition
+from recollect.engines.deep.chain.forward import apply_transition
 
 B, T, H, D, M = 2, 11, 2, 4, 8
 algorithm, memory, retention = rc.algorithm, rc.memory, rc.retention
@@ -105,7 +105,7 @@ def test_decays_are_multiplied_in_float32() -> None:
     """W is the difference of two stacks, which rounding at every border would spoil."""
     out, T, M = (torch.empty(shape, device="meta") for shape in ((2, 2, 6), (2, 2, 2), (2, 2, 6)))
     with Watch() as watch, matmul_precision("tf32", "meta"):
-        apply_transition(out, T, M)
+        apply_transition(T, M, out)
     assert watch.forward <= {"ieee", "none"} and watch.forward
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -33,9 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import recollect as rc
 from recollect.engines.deep import recurrence
 from recollect.engines.deep.chain import engine
-from recollect.engines.deep.chain.activations import ACTIVATIONS
-from recollect.engines.deep.chain.output_head.head import OutputHead
-from recollect.engines.deep.chain.trace import ChainSpec
+from recollect.engines.deep.chain.chain import ACTIVATIONS, ChainSpec, OutputHead
 from recollect.engines.deep.recurrence import launch, trial
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -171,10 +169,7 @@ def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = ChainSpec(
         activation=ACTIVATIONS["gelu"],
         output_head=OutputHead(memory=rc.memory.MLP(), bias=rc.bias.L2(), heads=1, target=1.0),
-        gates=(),
-        params=(),
         transposed=(True, False),
-        map_groups=((0,), (1,)),
         save_for_backward=True,
         runner=object(),
     )
@@ -185,15 +180,16 @@ def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def without_kernels(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    tensors = [x for x in inputs if x is not None]
-    assert {(x.dtype, x.device) for x in tensors} == {(torch.float32, CPU)}
-    return engine._run_flat(replace(spec, runner=None), inputs)
+def without_kernels(
+    spec: ChainSpec, inputs: Mapping[str, Tensor], start: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    assert {(x.dtype, x.device) for x in (*inputs.values(), *start)} == {(torch.float32, CPU)}
+    return engine._run_flat(replace(spec, runner=None), inputs, start)
 
 
 def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
-    def nan_in_the_last(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        *first, last = without_kernels(spec, inputs)
+    def nan_in_the_last(spec: ChainSpec, *inputs: Any) -> tuple[Tensor, ...]:
+        *first, last = without_kernels(spec, *inputs)
         return *first, last * float("nan") if spec.runner is not None else last
 
     with pytest.warns(UserWarning, match="differ by nan"):
@@ -201,7 +197,7 @@ def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:
 
 
 def test_kernels_that_do_not_compile_are_reported_once(agrees: Any) -> None:
-    def failing(spec: ChainSpec, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def failing(spec: ChainSpec, *inputs: Any) -> tuple[Tensor, ...]:
         raise RuntimeError("Failed to find C compiler")
 
     with pytest.warns(UserWarning, match="do not run.*Failed to find C compiler"):

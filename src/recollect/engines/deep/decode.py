@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.engines.common.problem import Problem
-from recollect.engines.deep.chain.chain import chain_gradient_factors
+from recollect.engines.deep.chain.forward import chain_gradient_factors
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from recollect.choices.memory.base import Stack
 from recollect.engines.deep.chain.chain import Chain, is_supported_activation
-from recollect.engines.deep.chain.output_head.head import affine_coefficients
 from recollect.engines.deep.step_coefficients import Rule
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def chain_of(recipe: Recipe) -> Chain | None:
         memory=memory,
         bias=recipe.bias,
         target=target,
-        affine=affine_coefficients(memory, recipe.bias, target),
         params=tuple(one.name for one in memory.params() if one.name not in memory.base_params),
         bases=memory.base_params,
     )

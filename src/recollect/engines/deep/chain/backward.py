@@ -1,4 +1,4 @@
-"""Backward of the recurrence over inner-batch boundaries.
+"""Backward pass of a chain: the reads of all inner batches, then the recurrence.
 
 M̄′ is the gradient of M at the next boundary, and h̄ and δ̄ are those of the reads. In the notation of
 `forward`:
@@ -8,59 +8,111 @@ M̄′ is the gradient of M at the next boundary, and h̄ and δ̄ are those of 
     h̄_(l−1) += A_lᵀ z̄_l,    z̄_(l−1) = σ′ ⊙ h̄_(l−1) + σ″ ⊙ u_l ⊙ δ̄_(l−1)
     Ā_l += δ_l ū_lᵀ + z̄_l h_(l−1)ᵀ
 
-With step scales, c′ replaces c. After the first line, h̄ and δ̄ get the terms of `step_scales`. z̄_L
-then has the terms N̄ ∂N/∂z_L and (∂g/∂z_L)ᵀ ḡ too.
+With step scales, c′ replaces c. Writes and reads depend on ρ δ_l h_(l−1)ᵀ alone, so that
+
+    π = ρ ρ̄ = Σ_l ⟨h̄_(l−1), h_(l−1)⟩ = Σ_l ⟨δ̄_l, δ_l⟩,    N̄ = π/N,    Q̄ = −π/Q
+    h̄_(l−1) += 2Q̄|δ_l|² h_(l−1),    δ̄_l += 2Q̄|h_(l−1)|² δ_l,    ḡ += 2εQ̄ g
+
+after the first line. z̄_L then has the terms N̄ ∂N/∂z_L and (∂g/∂z_L)ᵀ ḡ too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.map_groups import (
-    GradientStacks,
-    add_matmul,
+from recollect.choices.algorithm.normalized_steps import EPS
+from recollect.engines.deep.chain.chain import ChainInputs, ChainSpec, Commits, ForwardTrace
+from recollect.engines.deep.chain.forward import (
+    ReadCache,
+    apply_transition,
     is_cpu,
-    repeat_per_map,
-    stack_maps,
-)
-from recollect.engines.deep.chain.output_head.backward import make_head_backward
-from recollect.engines.deep.chain.step_scales import StepScaleGradients
-from recollect.engines.deep.chain.trace import (
-    ChainInputs,
-    ChainSpec,
-    Commits,
-    ForwardTrace,
-    ReadGradients,
+    read_coefficients,
+    squared_norms,
 )
 
-__all__ = ["InputGradients", "backward"]
+__all__ = ["ReadGradients", "backward", "backward_read"]
+
+Tensors = list[Tensor]
+
+
+# -- reads -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputGradients:
-    """Gradients of the inputs of a forward pass, or ``None`` if they are not needed.
+class ReadGradients:
+    """Gradients through reads."""
 
-    Attributes:
-        T: Gradient of the boundary transitions.
-        k: Gradient of the features of keys.
-        v: Gradient of the values.
-        raw: Gradient of the keys before the feature map.
-        c: Gradient of the write coefficients.
-        named: Gradients of ``"nearest_value"``, ``"gate ..."`` and ``"param ..."``.
-        start: Gradients of M before the first batch, per group.
-    """
+    inputs: dict[str, Tensor]  # of "q", "C" and "scale"
+    h: Tensors  # of the inputs at the keys per map [N, P, R, ·]
+    delta: Tensors  # of δ at the keys per map [N, P, R, ·]
+    left_factors: Tensors  # of M̄ [J narrow, wide] per map [N, P, Q, J narrow]
+    right_factors: Tensors  # of M̄ per map [N, P, Q, wide]
 
-    T: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    raw: Tensor | None
-    c: Tensor | None
-    named: dict[str, Tensor]
-    start: list[Tensor]
+
+def backward_read(
+    spec: ChainSpec,
+    trace: ForwardTrace,
+    inputs: ChainInputs,
+    caches: Sequence[ReadCache],
+    grad_output: Tensor,
+) -> ReadGradients:
+    """Return the gradients through reads, from those of the outputs ``[N, P, Q, V]``."""
+    C = read_coefficients(trace, inputs)
+    scale = None if inputs.scale is None else inputs.scale.flatten(0, 1).unsqueeze(-1)
+    lead = inputs.q.shape[:2]
+    grad_C, grad_scale = torch.zeros_like(C), None if scale is None else torch.zeros_like(scale)
+    hs, deltas, lefts, rights = Tensors(), Tensors(), Tensors(), Tensors()
+    z = grad_output.flatten(0, 1)
+    for i in reversed(range(len(caches))):
+        cache = caches[i]
+        M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
+        J, stack = M.shape[1], M.flatten(1, 2)
+        deltas.append(torch.bmm((cache.scores * C).mT, z))
+        mask = torch.bmm(z, delta.mT)
+        grad_C.addcmul_(mask, cache.scores)
+        mask.mul_(C)
+        hs.append(torch.bmm(mask.mT, cache.x))
+        if spec.transposed[i]:
+            x = torch.bmm(z, stack.mT)
+            lefts.append(cache.x if cache.scaled is None else cache.scaled)
+            rights.append(z)
+            if scale is not None and grad_scale is not None:
+                parts = x.unflatten(2, (J, -1))
+                grad_scale += parts @ cache.x.unsqueeze(-1)
+                x = parts.mul_(scale).sum(2)
+        else:
+            scaled = z
+            if cache.scaled is not None and scale is not None and grad_scale is not None:
+                grad_scale += cache.scaled @ z.unsqueeze(-1)
+                scaled = (z.unsqueeze(2) * scale).flatten(2)
+            x = torch.bmm(scaled, stack)
+            lefts.append(scaled)
+            rights.append(cache.x)
+        x = x.baddbmm_(mask, h)
+        z = x if cache.z is None else spec.activation.vjp(x, cache.z)
+    if trace.rho is not None:
+        grad_C.mul_(trace.rho.flatten(0, 1).unsqueeze(1))
+    grads = {"q": z, "C": grad_C}
+    if grad_scale is not None:
+        grads["scale"] = grad_scale.squeeze(-1)
+    h, delta, left_factors, right_factors = (
+        [x.unflatten(0, lead) for x in reversed(xs)] for xs in (hs, deltas, lefts, rights)
+    )
+    return ReadGradients(
+        inputs={name: x.unflatten(0, lead) for name, x in grads.items()},
+        h=h,
+        delta=delta,
+        left_factors=left_factors,
+        right_factors=right_factors,
+    )
+
+
+# -- the recurrence --------------------------------------------------------------------------------
 
 
 def backward(
@@ -70,240 +122,246 @@ def backward(
     commits: Commits,
     needs: Mapping[str, bool],
     read_gradients: ReadGradients,
-    final_grads: Sequence[Tensor],
-) -> InputGradients:
-    """Run the backward pass from the last batch to the first.
+    final_grads: Sequence[Tensor],  # of M after the last batch [P, J, narrow, wide]; overwritten
+) -> tuple[dict[str, Tensor], Tensors]:
+    """Return the gradients of the inputs by name, and of M before the first batch.
 
-    Args:
-        spec: Properties of the chain.
-        inputs: Inputs of the forward pass.
-        trace: Result of the forward pass.
-        commits: Commits of the forward pass.
-        needs: Whether a gradient of T, k, v, raw, c and the `named` inputs is needed, by name.
-        read_gradients: Gradients through reads.
-        final_grads: Gradients of A and S after the last batch ``[P, J, entries]``; overwritten.
+    The names are those of `ChainInputs`, and ``"head ..."``, ``"gate ..."`` and ``"param ..."``.
     """
-    saved = trace.saved
-    assert saved is not None
-    map_groups = [
-        GradientStacks(spec, i, stacks, trace, read_gradients, head)
-        for i, (stacks, head) in enumerate(zip(saved.map_groups, final_grads, strict=True))
+    N, L = len(commits), len(trace.M)
+    maps = [
+        _MapGradient(spec.transposed[i], i, trace, read_gradients, grad)
+        for i, grad in enumerate(final_grads)
     ]
-    weights = inputs.c if trace.weights is None else trace.weights
-    batch_backward = _BatchBackward(spec, map_groups, inputs, trace, needs)
-    N, P, _, J = inputs.c.shape
-    grams = [
-        inputs.c.new_zeros(N, P * group.L, J, J) if needs["T"] else None for group in map_groups
+    derivative = [spec.activation.derivative(z).unbind(0) for z in trace.z[:-1]]
+    second_derivative = [
+        spec.activation.second_derivative(z).mul_(u).unbind(0)
+        for z, u in zip(trace.z[:-1], trace.u, strict=True)
     ]
-    Ts = [
-        None if inputs.T is None else repeat_per_map(inputs.T, group.L).unbind(0)
-        for group in map_groups
-    ]
-    columns = [x.unsqueeze(-1).unbind(0) for x in weights.unbind(-1)]
-    for n in reversed(range(N)):
-        commit = commits[n]
-        for group, T, gram in zip(map_groups, Ts, grams, strict=True):
-            if commit is False:
-                group.skip_boundary(n)
-                continue
-            is_committed = commit if commit is True else commit.repeat_interleave(group.L, 0)
-            c = [x[n] for x in columns]
-            grad_end = group.cross_boundary(n, None if T is None else T[n], c, is_committed)
-            if gram is not None:
-                torch.bmm(grad_end, group.flat[n], out=gram[n])
-        batch_backward.run(n)
-        for group in map_groups:
-            group.accumulate(n)
-    named = batch_backward.head.gradients(needs, batch_backward.pi)
-    first_group = map_groups[0]
-    grad_T = None
-    for group, gram in zip(map_groups, grams, strict=True):
-        if gram is not None:
-            total = gram.unflatten(1, (P, group.L)).sum(2)
-            grad_T = total if grad_T is None else grad_T + total
-    return InputGradients(
-        T=grad_T,
-        k=_key_gradients(spec, batch_backward, first_group, weights) if needs["k"] else None,
-        v=named.pop("v", None),
-        raw=named.pop("raw", None),
-        c=_coefficient_gradients(map_groups, trace.rho) if needs["c"] else None,
-        named=named,
-        start=[
-            group.grad.view(P, group.L, *stacks.M.shape[3:])
-            for group, stacks in zip(map_groups, saved.map_groups, strict=True)
-        ],
+    grad_h, grad_delta = (
+        [x.unbind(0) for x in xs] for xs in (read_gradients.h, read_gradients.delta)
     )
+    A = [
+        (M[:, :, 0] if is_in_out else M[:, :, 0].mT).unbind(0)
+        for M, is_in_out in zip(trace.M, spec.transposed, strict=True)
+    ]
+    scales = None if trace.rho is None else _StepScaleGradients(trace, read_gradients)
+    head = _HeadBackward(spec, inputs, trace, scales)
+    grad_T = None if inputs.T is None or not needs.get("T") else torch.zeros_like(inputs.T)
+    for n in reversed(range(N)):
+        commit, T = commits[n], None if inputs.T is None else inputs.T[n]
+        for each in maps:
+            if commit is False:
+                each.grad_Q[n].zero_()
+                continue
+            each.cross_boundary(n, T, commit, None if grad_T is None else grad_T[n])
+        if scales is not None:
+            scales.add(n)
+        grad_u = Tensors()  # of every map but the first
+        for i in range(L - 1):
+            grad_u.append(grad_delta[i][n] * derivative[i][n])
+            grad_delta[i + 1][n].baddbmm_(grad_u[i], A[i + 1][n])
+        grad_z = head.grad_z(n, grad_delta[-1][n])
+        for i in reversed(range(L)):
+            grad_h[i][n].baddbmm_(grad_z, A[i][n].mT)
+            maps[i].accumulate(n, grad_u[i - 1] if i else None, grad_z)
+            if i:
+                grad_z = grad_h[i][n] * derivative[i - 1][n]
+                grad_z.addcmul_(grad_delta[i - 1][n], second_derivative[i - 1][n])
+    grads = head.other_gradients(needs, read_gradients.delta[-1])
+    grads["k"] = read_gradients.h[0]
+    if grad_T is not None:
+        grads["T"] = grad_T
+    if needs.get("c"):
+        first, *rest = (each.coefficient_gradients() for each in maps)
+        grads["c"] = functools.reduce(torch.Tensor.add_, rest, first)
+        if trace.rho is not None:
+            grads["c"] *= trace.rho.unsqueeze(-1)
+    return grads, [each.grad.view_as(w) for each, w in zip(maps, final_grads, strict=True)]
 
 
-class _BatchBackward:
-    """Backward pass within a batch, from h̄ and δ̄ to ū and z̄.
+class _MapGradient:
+    """Gradient of M of one map, from the last batch to the first."""
 
-    Attributes:
-        grad_z_first: z̄ of the first map, for all batches.
-        head: Backward pass of the output head.
-        pi: π of all batches with step scales, else ``None``.
-    """
+    def __init__(
+        self,
+        transposed: bool,
+        i: int,
+        trace: ForwardTrace,
+        read_gradients: ReadGradients,
+        grad: Tensor,
+    ) -> None:
+        self.transposed, self.grad, self.spare = transposed, grad.flatten(2), None
+        self.M = trace.M[i].flatten(3).unbind(0)
+        factors = trace.h[i], trace.delta[i]
+        grads = read_gradients.h[i], read_gradients.delta[i]
+        if not transposed:
+            factors, grads = factors[::-1], grads[::-1]
+        self.narrow_all, wide = factors
+        weights = trace.weights
+        self.sizes = trace.M[i].shape[1:]
+        self.weights = weights.unsqueeze(-1).unbind(0)
+        Q = self.narrow_all.unsqueeze(3) * weights.unsqueeze(-1)
+        self.Q, self.narrow, self.wide = (
+            x.unbind(0) for x in (Q.flatten(3).mT, self.narrow_all, wide)
+        )
+        self.grad_narrow, self.grad_wide = (x.unbind(0) for x in grads)
+        self.grad_Q = torch.empty_like(Q)
+        self.left_factors, self.right_factors = (
+            x[i].unbind(0) for x in (read_gradients.left_factors, read_gradients.right_factors)
+        )
+
+    def cross_boundary(
+        self, n: int, T: Tensor | None, commit: bool | Tensor, grad_T: Tensor | None
+    ) -> None:
+        """Run the backward pass of the boundary after batch n; add to T̄ ``[P, J, J]``."""
+        P, J, narrow, wide = self.sizes
+        mask = commit if isinstance(commit, Tensor) else None
+        end = self.grad if mask is None else torch.where(mask, self.grad, 0.0)
+        flat = end.view(P, J * narrow, wide)
+        self.grad_wide[n].baddbmm_(self.Q[n].mT, flat)
+        torch.bmm(self.wide[n], flat.mT, out=self.grad_Q[n].flatten(2))
+        for part, c in zip(self.grad_Q[n].unbind(2), self.weights[n].unbind(2), strict=True):
+            self.grad_narrow[n].addcmul_(part, c)
+        if grad_T is not None:
+            grad_T.baddbmm_(end, self.M[n].mT)
+        if T is None:  # A and S keep their gradients
+            return
+        moved = apply_transition(T.mT, end, self.spare)
+        if mask is not None:
+            moved.add_(torch.where(mask, 0.0, self.grad))
+        self.grad, self.spare = moved, self.grad
+
+    def accumulate(self, n: int, grad_u: Tensor | None, grad_z: Tensor) -> None:
+        """Add the products of reads to M̄, and those of keys to Ā."""
+        P, J, narrow_size, wide_size = self.sizes
+        stacked = self.grad.view(P, J * narrow_size, wide_size)
+        stacked.baddbmm_(self.left_factors[n].mT, self.right_factors[n])
+        narrow, wide = self.narrow[n], self.wide[n]
+        pairs = [(narrow, grad_z) if self.transposed else (grad_z, wide)]
+        if grad_u is not None:
+            pairs.append((grad_u, wide) if self.transposed else (narrow, grad_u))
+        grad_A, on_cpu = stacked[:, :narrow_size], is_cpu(stacked)
+        if on_cpu and grad_u is not None:
+            lefts, rights = zip(*pairs, strict=True)
+            pairs = [(torch.cat(lefts, dim=1), torch.cat(rights, dim=1))]
+        for x, y in pairs:
+            if on_cpu and J > 1:  # faster than a product into strided memory
+                grad_A.add_(torch.bmm(x.mT, y))
+            else:
+                grad_A.baddbmm_(x.mT, y)
+
+    def coefficient_gradients(self) -> Tensor:
+        """Return the gradient of c, or of c′, ``[N, P, R, J]``."""
+        return (self.grad_Q @ self.narrow_all.unsqueeze(-1)).squeeze(-1)
+
+
+class _StepScaleGradients:
+    """Gradients through the step scales, batch by batch."""
+
+    def __init__(self, trace: ForwardTrace, read_gradients: ReadGradients) -> None:
+        assert trace.alignment is not None and trace.rho is not None
+        N, rho = trace.alignment, trace.rho
+        info = torch.finfo(N.dtype)
+        is_zero = N.abs() < info.tiny / info.eps  # reciprocals of smaller numbers overflow
+        self.pi = torch.empty_like(rho)
+        self.to_alignment = N.masked_fill(is_zero, torch.inf).reciprocal_().unsqueeze(-1)  # N̄/π
+        twice = -2 * rho.unsqueeze(-1) * self.to_alignment  # 2Q̄/π
+        self.to_error = EPS * twice  # ḡ/(π g)
+        sizes = squared_norms((*trace.delta, *trace.h)).unsqueeze(-1)
+        self.scales = (sizes * twice).unbind(1)  # of h̄ and δ̄ per unit of π [2 L, P, R, 1]
+        self.factors = [x.unbind(0) for x in (*trace.h, *trace.delta)]
+        self.grads = [x.unbind(0) for x in (*read_gradients.h, *read_gradients.delta)]
+        self.L = len(trace.h)
+
+    def add(self, n: int) -> None:
+        """Compute π of batch n, and add the terms of h̄ and δ̄."""
+        pi = self.pi[n]
+        for i in range(self.L):
+            product = self.grads[i][n] * self.factors[i][n]
+            if i == 0:
+                torch.sum(product, dim=-1, out=pi)
+            else:
+                pi += product.sum(-1)
+        scales = (self.scales[n] * pi.unsqueeze(-1)).unbind(0)
+        for grad, x, scale in zip(self.grads, self.factors, scales, strict=True):
+            grad[n].addcmul_(x[n], scale)
+
+
+class _HeadBackward:
+    """Backward pass of the output head by autograd, from δ̄_L and π."""
 
     def __init__(
         self,
         spec: ChainSpec,
-        map_groups: Sequence[GradientStacks],
         inputs: ChainInputs,
         trace: ForwardTrace,
-        needs: Mapping[str, bool],
+        scales: _StepScaleGradients | None,
     ) -> None:
-        saved = trace.saved
-        assert saved is not None
-        self.spec, self.map_groups = spec, map_groups
-        L, R = len(spec.transposed), trace.h[0].shape[2]
-        group_of = {i: (group, m) for group in map_groups for m, i in enumerate(group.members)}
-        grad_u: list[Tensor] = []
-        grad_z: list[Tensor] = []
-        grad_h: list[Tensor] = []
-        grad_delta: list[Tensor] = []
-        for i in range(L):
-            group, m = group_of[i]
-            is_transposed = spec.transposed[i]
-            input_view, output_view = group.factor_views(m, is_transposed)
-            narrow, wide = group.grad_narrow_all[m], group.grad_wide_all[:, :, m]
-            grad_u.append(input_view[:, :, :R])
-            grad_z.append(output_view[:, :, R if i else 0 :][:, :, :R])
-            grad_h.append(narrow if is_transposed else wide)
-            grad_delta.append(wide if is_transposed else narrow)
-        affine = spec.output_head.affine
-        # On a GPU, δ̄_L and z̄_L share memory if the error has slope 1 in z.
-        self.shares_storage = affine is not None and affine[0] == 1 and not is_cpu(grad_z[-1])
-        if self.shares_storage:
-            grad_z[-1].copy_(grad_delta[-1])
-            group, m = group_of[L - 1]
-            if not spec.transposed[-1]:
-                group.grad_narrow_all[m] = grad_delta[-1] = grad_z[-1]
-            else:
-                self.shares_storage = False
-        grad_error, self.grad_z_first = grad_delta[-1], grad_z[0]
-        self.grad_key = grad_h[0]
-        derivative = [spec.activation.derivative(z) for z in saved.z]
-        second_derivative = [
-            spec.activation.second_derivative(z).mul_(u)
-            for z, u in zip(saved.z, saved.u, strict=True)
-        ]
-        # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation if z̄ and ū are next to each other.
-        self.fused: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
-        first_group = map_groups[0]
-        if first_group.members[:2] == (0, 1) and spec.transposed[:2] == (True, False):
-            scales = torch.stack([second_derivative[0], derivative[0]], dim=2)
-            self.fused[0] = scales.unbind(0), first_group.key_wide[:, :, :2, :R].unbind(0)
-            second_derivative[0], derivative[0] = scales.unbind(2)
-        self.derivative, self.second_derivative = (
-            [x.unbind(0) for x in xs] for xs in (derivative, second_derivative)
-        )
-        self.grad_u, self.grad_z, self.grad_h, self.grad_delta = (
-            [x.unbind(0) for x in xs] for xs in (grad_u, grad_z, grad_h, grad_delta)
-        )
-        A = [
-            w[:, :, 0] if is_transposed else w[:, :, 0].mT
-            for w, is_transposed in zip(trace.M, spec.transposed, strict=True)
-        ]
-        self.A_first = A[0]
-        self.A, self.A_mT = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
-        self.step_scales: StepScaleGradients | None = None
-        self.pi: Tensor | None = None
-        if trace.rho is not None:
-            self.step_scales = step_scales = StepScaleGradients.from_factors(
-                trace.h, trace.delta, saved.alignment, saved.error_norm_sq
-            )
-            self.pi = torch.empty_like(trace.rho)
-            self.key_scales = step_scales.h[0]
-            self.scale_gradients = self._make_scale_gradients(trace, step_scales)
-        head_scales = None if self.step_scales is None else self.step_scales.head
-        self.head = make_head_backward(
-            spec,
-            inputs,
-            saved.z_last,
-            needs,
-            buffers=(grad_error, grad_z[-1]),
-            step_scales=head_scales,
+        self.output_head, self.scales, self.z = spec.output_head, scales, trace.z[-1].detach()
+        kinds = inputs.head, inputs.gates, inputs.params
+        self.inputs, self.gates, self.params = (
+            {name: x.detach() for name, x in xs.items()} for xs in kinds
         )
 
-    def _make_scale_gradients(
-        self, trace: ForwardTrace, step_scales: StepScaleGradients
-    ) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Return gradients and their terms per unit of π, ``[P, L, R, ·]`` or ``[P, R, ·]``."""
-        pairs: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        for group in self.map_groups:
-            transposed = [self.spec.transposed[i] for i in group.members]
-            wide = [
-                (step_scales.delta if is_transposed else step_scales.h)[i]
-                for i, is_transposed in zip(group.members, transposed, strict=True)
-            ]
-            unit_gradient = group.wide_all * stack_maps(wide)
-            pairs.append((group.grad_wide_all.unbind(0), unit_gradient.unbind(0)))
-            for m in group.updated_narrow:
-                i = group.members[m]
-                scale = (step_scales.h if transposed[m] else step_scales.delta)[i]
-                unit_gradient = group.narrow_all[m] * scale
-                pairs.append((group.grad_narrow_all[m].unbind(0), unit_gradient.unbind(0)))
-        return pairs
-
-    def run(self, n: int) -> None:
-        """Compute ū and z̄ of batch n, after its boundary."""
-        if self.step_scales is not None:
-            self._add_scale_gradients(n)
-        L, grad_h, grad_delta = len(self.grad_h), self.grad_h, self.grad_delta
-        for i in range(L - 1):
-            if i in self.fused:
-                scales, targets = self.fused[i]
-                torch.mul(grad_delta[i][n].unsqueeze(1), scales[n], out=targets[n])
-            else:
-                torch.mul(grad_delta[i][n], self.derivative[i][n], out=self.grad_u[i + 1][n])
-            add_matmul(grad_delta[i + 1][n], self.grad_u[i + 1][n], self.A[i + 1][n])
-        if not self.shares_storage:
-            pi = None if self.pi is None else self.pi[n]
-            self.head.backward(n, grad_delta[-1][n], pi, self.grad_z[-1][n])
-        for i in range(L - 1, 0, -1):
-            add_matmul(grad_h[i][n], self.grad_z[i][n], self.A_mT[i][n])
-            if i - 1 in self.fused:
-                self.grad_z[i - 1][n].addcmul_(grad_h[i][n], self.derivative[i - 1][n])
-                continue
-            z = torch.mul(grad_h[i][n], self.derivative[i - 1][n], out=self.grad_z[i - 1][n])
-            z.addcmul_(grad_delta[i - 1][n], self.second_derivative[i - 1][n])
-
-    def _add_scale_gradients(self, n: int) -> None:
-        """Add the terms of the step scales to h̄ and δ̄."""
-        assert self.pi is not None and self.step_scales is not None
-        pi = self.pi[n]
-        first_group, *others = self.map_groups
-        torch.sum(first_group.grad_wide[n] * first_group.wide_all[n], dim=(1, 3), out=pi)
-        for group in others:
-            pi += (group.grad_wide[n] * group.wide_all[n]).sum((1, 3))
-        for out, unit_gradient in self.scale_gradients:
-            scale = pi.unsqueeze(-1)
-            out[n].addcmul_(unit_gradient[n], scale if out[n].dim() == 3 else scale.unsqueeze(1))
-
-
-def _key_gradients(
-    spec: ChainSpec, batch_backward: _BatchBackward, first_group: GradientStacks, weights: Tensor
-) -> Tensor:
-    """Return the gradient of the features of keys, ``[N, P, R, F]``."""
-    k = torch.add(batch_backward.grad_key, batch_backward.grad_z_first @ batch_backward.A_first.mT)
-    if not spec.transposed[0]:
-        return k
-    grad_Q = first_group.grad_Q_all[:, :, 0]  # [N, P, R, J, narrow]
-    k += (grad_Q * weights.unsqueeze(-1)).sum(-2)
-    if batch_backward.step_scales is not None and batch_backward.pi is not None:
-        k.addcmul_(
-            first_group.narrow_all[0], batch_backward.key_scales * batch_backward.pi.unsqueeze(-1)
+    def grad_z(self, n: int, grad_delta: Tensor) -> Tensor:
+        """Return z̄ ``[P, R, V]`` of the last map in batch n from δ̄ ``[P, R, V]``."""
+        z, scales, steps = self.z[n].requires_grad_(), self.scales, None
+        if scales is not None:
+            pi = scales.pi[n].unsqueeze(-1)
+            steps = pi * scales.to_alignment[n], pi * scales.to_error[n]
+        head_inputs, gates = (
+            {name: x[n] for name, x in xs.items()} for xs in (self.inputs, self.gates)
         )
-    return k
+        return self._pull((z, head_inputs, gates, self.params), [z], grad_delta, steps)[0]
 
+    def other_gradients(self, needs: Mapping[str, bool], grad_delta: Tensor) -> dict[str, Tensor]:
+        """Return the gradients of the head's other inputs by name, from δ̄ of all batches."""
+        leaves: dict[str, Tensor] = {}
 
-def _coefficient_gradients(map_groups: Sequence[GradientStacks], rho: Tensor | None) -> Tensor:
-    """Return the gradient of the write coefficients, ``[N, P, R, J]``."""
-    total: Tensor | None = None
-    for group in map_groups:
-        for m in range(group.L):
-            narrow = group.narrow_all[m]
-            part = (group.grad_Q_all[:, :, m] @ narrow.unsqueeze(-1)).squeeze(-1)
-            total = part if total is None else total.add_(part)
-    assert total is not None
-    return total if rho is None else total.mul_(rho.unsqueeze(-1))
+        def prepare(kind: str, xs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            prepared: dict[str, Tensor] = {}
+            for name, x in xs.items():
+                key = f"{kind} {name}"
+                prepared[name] = x.detach() if kind == "param" else x.flatten(0, 1).detach()
+                if needs.get(key):
+                    leaves[key] = prepared[name].requires_grad_()
+            return prepared
+
+        inputs, gates = prepare("head", self.inputs), prepare("gate", self.gates)
+        params = prepare("param", self.params)
+        if not leaves:
+            return {}
+        steps = None
+        if self.scales is not None:
+            pi, scales = self.scales.pi.unsqueeze(-1), self.scales
+            steps = (pi * scales.to_alignment).flatten(0, 1), (pi * scales.to_error).flatten(0, 1)
+        values = self.z.flatten(0, 1), inputs, gates, params
+        grads = self._pull(values, [*leaves.values()], grad_delta.flatten(0, 1), steps)
+        lead = self.z.shape[:2]
+        return {
+            key: grad if key.startswith("param ") else grad.unflatten(0, lead)
+            for key, grad in zip(leaves, grads, strict=True)
+        }
+
+    def _pull(
+        self,
+        values: tuple[Tensor, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]],
+        leaves: list[Tensor],
+        grad_delta: Tensor,
+        steps: tuple[Tensor, Tensor] | None,  # N̄, and ḡ/g [P, R, 1]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of ``leaves`` among the inputs of `OutputHead.gradients`."""
+        with torch.enable_grad():
+            head = self.output_head.gradients(*values, create_graph=True)
+        pairs = [(head.delta, grad_delta)]
+        if steps is not None and head.target_error is not None:
+            to_alignment, to_error = steps
+            e, g = head.target_error.detach(), head.error.detach()
+            pairs.append((head.target_error, to_alignment * g))
+            pairs.append((head.error, (to_alignment * e).addcmul_(to_error, g)))
+        pairs = [(y, grad) for y, grad in pairs if y.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in leaves]
+        ys, grads = zip(*pairs, strict=True)
+        return torch.autograd.grad(ys, leaves, grads, allow_unused=True, materialize_grads=True)

@@ -1,310 +1,309 @@
-"""Forward of the recurrence over inner-batch boundaries, and a form that autograd can follow.
+"""Forward pass of a chain: the recurrence over inner-batch boundaries, then the reads.
 
 Reads need the weights at every boundary, and h and δ at the keys. They do not depend on each other,
-so that all inner batches are read at once (`engine`). Only the recurrence here and its `backward`
-are sequential. Batches of 16 tokens are bound by the number of operations. With M the stack of A
+so that all inner batches are read at once. Only the recurrence is sequential. With M the stack of A
 and S of one map, each inner batch computes
 
     z_l = A_l h_(l−1),  h_l = σ(z_l);   u_l = A_lᵀ δ_l,  δ_(l−1) = σ′(z_(l−1)) ⊙ u_l
     M_j′ = Σ_i T[j, i] M_i + Σ_r c_j[r] δ_r h_rᵀ                       (T = [[a, m], [0, s]])
 
-The output head computes δ_L (`output_head`). The narrower side of a map is in rows, so that c_j
-scales the narrower of h and δ. One product then updates A and S of all maps of equal
-sizes (`map_groups`).
+The output head computes δ_L (`chain.OutputHead`). A normalized step scales the gradients of an
+association by ρ (`recollect.choices.algorithm.normalized_steps`). It is one number for all maps, in
+the coefficients c′ = ρ c and C′ = ρ C:
+
+    ρ = N/Q,    N = ⟨e, g⟩,    Q = Σ_l |h_(l−1)|²|δ_l|² + ε|g|²            (0 if Q is 0)
+
+The query x of a token is read at the weights of its token, A° and S° being those at the boundary:
+
+    z_l = a A° x_(l−1) + m S° x_(l−1) + (C ⊙ (x_(l−1) h_(l−1)ᵀ)) δ_l,    x_l = σ(z_l)
+
+The narrower side of a map is in rows, so that coefficients scale the narrower factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.activations import Activation
-from recollect.engines.deep.chain.map_groups import (
-    ForwardStacks,
-    add_matmul,
-    split_groups,
-    unbind_batches,
-)
-from recollect.engines.deep.chain.output_head.head import HeadGradients, OutputHead
-from recollect.engines.deep.chain.output_head.layer_norm import LayerNormHead
-from recollect.engines.deep.chain.step_scales import StepScales, differentiable_step_scales
-from recollect.engines.deep.chain.trace import (
+from recollect.choices.algorithm.normalized_steps import EPS, correctable_error
+from recollect.choices.matmul_precision import matmul_precision
+from recollect.engines.deep.chain.chain import (
+    ACTIVATIONS,
+    Activation,
+    Chain,
     ChainInputs,
     ChainSpec,
     Commits,
     ForwardTrace,
-    MapStack,
-    SavedStacks,
+    HeadGradients,
+    OutputHead,
 )
+from recollect.engines.deep.gradient_factors import Factors, Points
+from recollect.numerics import safe_divide
 
 __all__ = [
-    "ScratchBuffers",
+    "ReadCache",
+    "apply_transition",
+    "chain_gradient_factors",
     "forward",
-    "forward_differentiable",
-    "make_step_scales",
-    "map_gradients",
+    "is_cpu",
+    "read",
+    "read_coefficients",
+    "squared_norms",
 ]
 
 Tensors = list[Tensor]
 
 
-class ScratchBuffers:
-    """Buffers of a span of batches, which the next span reuses if ``reused``.
+def is_cpu(x: Tensor) -> bool:
+    """Return whether x is on the CPU, where strided writes are slow and launches are cheap."""
+    return x.device.type == "cpu"
 
-    Writing to newly allocated pages takes longer than computing the values.
+
+def apply_transition(T: Tensor, M: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return Σ_i T[j, i] M_i for ``T [P, J, J]`` and ``M [P, J, entries]``, at full precision.
+
+    Products with decays and momentum are not rounded to fewer bits. With a base, the writes are the
+    difference of two stacks, and rounding both at every boundary would cancel most digits.
     """
-
-    def __init__(self, *, reused: bool) -> None:
-        self.reused = reused
-        self.buffers: dict[tuple[object, ...], Tensor] = {}
-        self.buffer_index = 0
-
-    def begin_span(self) -> None:
-        """Begin a span. The final maps of the previous span remain readable."""
-        self.buffer_index = 1 - self.buffer_index
-
-    def take(self, like: Tensor, *name: object, shape: Sequence[int]) -> Tensor:
-        """Return uninitialized memory, shared by calls of equal name and shape if ``reused``."""
-        if not self.reused:
-            return like.new_empty(shape)
-        key = (*name, tuple(shape))
-        if key not in self.buffers:
-            self.buffers[key] = like.new_empty(shape)
-        return self.buffers[key]
+    if M.shape[1] == 1:
+        return torch.mul(M, T, out=out)
+    if is_cpu(M):
+        return torch.bmm(T, M, out=out)
+    with matmul_precision("float32", M.device.type):
+        return torch.bmm(T, M, out=out)
 
 
-def forward(
-    spec: ChainSpec,
-    inputs: ChainInputs,
-    start: Sequence[Tensor],
-    commits: Commits,
-    buffers: ScratchBuffers,
-    step_scales: StepScales | None,
-) -> ForwardTrace:
-    """Run a span of batches in order, without a graph.
-
-    Args:
-        spec: Properties of the chain.
-        inputs: Inputs of the span.
-        start: M before the span, per group ``[P, L, J, narrow, wide]``.
-        commits: Commits of the span.
-        buffers: Buffers of all spans.
-        step_scales: Step scales of all spans (`make_step_scales`).
-    """
-    k, c = inputs.k, inputs.c
-    N, P, R, _ = k.shape
-    L = len(spec.transposed)
-    count = N if spec.save_for_backward else 1
-    buffers.begin_span()
-
-    def allocate(name: str, index: int, *shape: int) -> Tensor:
-        return buffers.take(k, name, index, shape=shape)
-
-    stacks = [
-        ForwardStacks(
-            spec, inputs, i, w, (buffers.buffer_index, not spec.uses_step_scales), allocate
-        )
-        for i, w in enumerate(start)
-    ]
-    group_of = {i: (f, m) for f, group in enumerate(spec.map_groups) for m, i in enumerate(group)}
-    parts = [stacks[f].map_views(m, spec.transposed[i]) for i, (f, m) in sorted(group_of.items())]
-    hs, deltas, maps = map(list, zip(*parts, strict=True))
-    hs[0] = k
-    # Without a backward pass, z and u are needed only within a batch.
-    zs, us = (
-        [allocate(name, i, count, P, R, d.shape[-1]) for i, d in enumerate(deltas[:-1])]
-        for name in ("z", "u")
-    )
-    activation = spec.activation
-    affine, head_gradients = spec.output_head.affine, _head_gradient_fn(spec, inputs)
-    map_groups = [MapStack(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
-    if step_scales is not None:
-        step_scales.begin_span([pair for stack in stacks for pair in stack.factors(L)], N)
-    z_last, last = None, deltas[-1]
-    if affine is None:
-        z_last = allocate("last", 0, count, P, R, last.shape[-1])
-    else:
-        torch.mul(inputs.v, -affine[1], out=last)
-        if spec.output_head.residual:
-            last.add_(inputs.raw, alpha=affine[0])
-    h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
-    z_, u_ = ([unbind_batches(x, N) for x in xs] for xs in (zs, us))
-    A_, A_mT = [a.unbind(0) for a in maps], [a.mT.unbind(0) for a in maps]
-    weights = c[:, :, None, :, :, None].unbind(0)
-    for n, commit in enumerate(commits):
-        h = h_[0][n]
-        for i in range(L - 1):
-            torch.bmm(h, A_[i][n], out=z_[i][n])
-            h = h_[i + 1][n]
-            activation.forward_out(z_[i][n], h)
-        delta, head = delta_[-1][n], None
-        if affine is None:
-            assert z_last is not None
-            z = torch.bmm(h, A_[-1][n], out=z_last[n if spec.save_for_backward else 0])
-            head = head_gradients(z, n)
-            delta.copy_(head.delta)
-        elif affine[0] != 0:
-            add_matmul(delta, h, A_[-1][n], affine[0])
-        for i in range(L - 1, 0, -1):
-            u = torch.bmm(delta, A_mT[i][n], out=u_[i - 1][n])
-            delta = delta_[i - 1][n]
-            activation.vjp_out(u, z_[i - 1][n], h_[i][n], delta)
-        weight = weights[n] if step_scales is None else step_scales.update(n, head)
-        for stack in stacks:
-            stack.cross_boundary(n, weight, commit)
-    saved = None
-    if spec.save_for_backward:
-        saved = SavedStacks(
-            map_groups=map_groups,
-            z=zs,
-            u=us,
-            z_last=z_last,
-            alignment=_stack_or_none(step_scales and step_scales.alignment),
-            error_norm_sq=_stack_or_none(step_scales and step_scales.error_norm_sq),
-        )
-    return ForwardTrace(
-        M=[stacks[f].M[:, :, m] for _, (f, m) in sorted(group_of.items())],
-        final_maps=[stack.end for stack in stacks],
-        delta=deltas,
-        h=hs,
-        saved=saved,
-        rho=None if step_scales is None else step_scales.rho(),
-        weights=None if step_scales is None else step_scales.weights,
-    )
+# -- one inner batch -------------------------------------------------------------------------------
 
 
-def _stack_or_none(xs: Tensors | None) -> Tensor | None:
-    """Stack tensors; return ``None`` if there are none."""
-    return torch.stack(xs) if xs else None
+@dataclass(kw_only=True)  # not frozen: created for every inner batch
+class _MapGradients:
+    """Gradients of every map at ``[P, R]`` associations."""
+
+    h: Tensors  # inputs
+    z: Tensors  # outputs
+    u: Tensors  # gradients before the activation's derivative, for every map but the last
+    delta: Tensors  # gradients of the outputs
+    head: HeadGradients
 
 
-def make_step_scales(spec: ChainSpec, inputs: ChainInputs) -> StepScales | None:
-    """Return the step scales of all batches.
-
-    The result is ``None`` without step scales, and if the kernels compute them.
-
-    Args:
-        spec: Properties of the chain.
-        inputs: Inputs of all batches.
-    """
-    if not spec.uses_step_scales or spec.runner is not None:
-        return None
-    affine = spec.output_head.affine
-    return StepScales(
-        inputs.k, inputs.c, len(spec.transposed), slope=None if affine is None else affine[0]
-    )
-
-
-def _head_gradient_fn(
-    spec: ChainSpec, inputs: ChainInputs
-) -> Callable[[Tensor, int], HeadGradients]:
-    """Return a function from the last map's outputs and a batch to the head's gradients."""
-    if spec.output_head.layer_norm:
-        return LayerNormHead(spec.output_head, inputs.head_inputs, inputs.params).gradients
-
-    def gradients(z: Tensor, n: int) -> HeadGradients:
-        head_inputs, gates = (
-            {name: x[n] for name, x in xs.items()} for xs in (inputs.head_inputs, inputs.gates)
-        )
-        return spec.output_head.gradients(z, head_inputs, gates, inputs.params, create_graph=False)
-
-    return gradients
-
-
-def map_gradients(
+def _map_gradients(
     activation: Activation,
     output_head: OutputHead,
-    A: Sequence[Tensor],
-    k: Tensor,
+    A: Sequence[Tensor],  # maps [P, in, out]
+    k: Tensor,  # features of keys [P, R, F]
     head_inputs: Mapping[str, Tensor],
     gates: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     *,
     create_graph: bool,
-) -> tuple[Tensors, Tensors, HeadGradients]:
-    """Return the inputs h and output gradients δ of every map, and the head's gradients.
-
-    Args:
-        activation: Activation between the maps.
-        output_head: Function after the last map.
-        A: Maps, ``[P, in, out]``.
-        k: Features of keys, ``[P, R, F]``.
-        head_inputs: As in `OutputHead.gradients`.
-        gates: As in `OutputHead.gradients`.
-        params: As in `OutputHead.gradients`.
-        create_graph: Whether autograd follows the operations.
-    """
+) -> _MapGradients:
+    """Return the factors of every map's gradients at the associations of an inner batch."""
     h, z = [k], [torch.bmm(k, A[0])]
     for a in A[1:]:
         h.append(activation.forward(z[-1]))
         z.append(torch.bmm(h[-1], a))
-    if output_head.layer_norm and not create_graph:
-        batch_inputs = {name: x.unsqueeze(0) for name, x in head_inputs.items()}
-        head = LayerNormHead(output_head, batch_inputs, params).gradients(z[-1], 0)
-    else:
-        head = output_head.gradients(z[-1], head_inputs, gates, params, create_graph=create_graph)
-    delta = [head.delta]
+    head = output_head.gradients(z[-1], head_inputs, gates, params, create_graph=create_graph)
+    u, delta = [], [head.delta]
     for i in range(len(A) - 1, 0, -1):
-        delta.append(activation.vjp(torch.bmm(delta[-1], A[i].mT), z[i - 1]))
-    return h, delta[::-1], head
+        u.append(torch.bmm(delta[-1], A[i].mT))
+        delta.append(activation.vjp(u[-1], z[i - 1]))
+    return _MapGradients(h=h, z=z, u=u[::-1], delta=delta[::-1], head=head)
 
 
-def forward_differentiable(
-    spec: ChainSpec, inputs: ChainInputs, start: Sequence[Tensor], commits: Commits
+def _step_scales(output_head: OutputHead, gradients: _MapGradients) -> tuple[Tensor, Tensor] | None:
+    """Return ρ and N ``[P, R]``, or ``None`` without step scales."""
+    head, L = gradients.head, len(gradients.h)
+    if head.target_error is None:
+        return None
+    sizes = squared_norms((*gradients.h, *gradients.delta, head.error))
+    Q = torch.add((sizes[:L] * sizes[L:-1]).sum(0), sizes[-1], alpha=EPS)
+    N = correctable_error(output_head.memory, head.target_error, head.error)
+    if torch.is_grad_enabled():
+        return safe_divide(N, Q), N
+    return N / Q.clamp_min_(torch.finfo(Q.dtype).tiny), N  # N is 0 if Q is 0
+
+
+def squared_norms(xs: Sequence[Tensor]) -> Tensor:
+    """Return |x|² over the last axis of every x, ``[len(xs), ...]``.
+
+    The square of a norm takes fewer operations, and has a wrong second derivative at 0.
+    """
+    if torch.is_grad_enabled():
+        return torch.stack([x.square().sum(-1) for x in xs])
+    return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in xs]).square_()
+
+
+def chain_gradient_factors(
+    chain: Chain, W: Sequence[Tensor], points: Points, params: Mapping[str, Tensor]
+) -> list[Factors]:
+    """Return h and ρ δ of every map at weights ``W [P, out, in]``, without a graph."""
+    bases = chain.base_weights(W, params)
+    A = [w + base for w, base in zip(W, bases, strict=True)] if bases else W
+    output_head = chain.output_head(points.v.shape[1])
+    params = {name: params[name] for name in chain.params}
+    gradients = _map_gradients(
+        ACTIVATIONS[chain.activation],
+        output_head,
+        [w.mT for w in A],
+        points.phi.flatten(0, 1),
+        output_head.inputs(points.v.flatten(0, 1), points.raw.flatten(0, 1), params),
+        {name: x.flatten(0, 1) for name, x in points.gates.items()},
+        params,
+        create_graph=False,
+    )
+    delta, scales = gradients.delta, _step_scales(output_head, gradients)
+    if scales is not None:
+        delta = [scales[0].unsqueeze(-1) * x for x in delta]
+    return list(map(Factors, gradients.h, delta))
+
+
+# -- the recurrence --------------------------------------------------------------------------------
+
+
+def forward(
+    spec: ChainSpec,
+    inputs: ChainInputs,
+    start: Sequence[Tensor],  # M before the first batch per map [P, J, narrow, wide]
+    commits: Commits,
+    *,
+    end: Sequence[Tensor] | None = None,  # memory for M after the last batch
+    create_graph: bool = False,
 ) -> ForwardTrace:
-    """Run all batches by operations that autograd follows; δ includes the step scales."""
-    L = len(spec.transposed)
-    M = split_groups(spec, start)
-    Ms: list[Tensors] = [[] for _ in range(L)]
-    all_h: list[Tensors] = [[] for _ in range(L)]
-    all_delta: list[Tensors] = [[] for _ in range(L)]
+    """Run the recurrence over batches in order."""
+    N = len(commits)
+    if create_graph or N == 1:
+        M = [w.unsqueeze(0) for w in start]
+    else:
+        M = [w.new_empty(N, *w.shape) for w in start]
+        for stacks, w in zip(M, start, strict=True):
+            stacks[0].copy_(w)
+    boundaries, batches = [[*start]], list[_MapGradients]()
+    rhos, alignments, weights = Tensors(), Tensors(), Tensors()
     for n, commit in enumerate(commits):
-        A = [
-            w[:, 0] if is_transposed else w[:, 0].mT
-            for w, is_transposed in zip(M, spec.transposed, strict=True)
-        ]
-        gates = {name: x[n] for name, x in inputs.gates.items()}
-        head_inputs = {name: x[n] for name, x in inputs.head_inputs.items()}
-        h, delta, head = map_gradients(
+        W = boundaries[-1]
+        each = _map_gradients(
             spec.activation,
             spec.output_head,
-            A,
+            [
+                w[:, 0] if is_in_out else w[:, 0].mT
+                for w, is_in_out in zip(W, spec.transposed, strict=True)
+            ],
             inputs.k[n],
-            head_inputs,
-            gates,
+            {name: x[n] for name, x in inputs.head.items()},
+            {name: x[n] for name, x in inputs.gates.items()},
             inputs.params,
-            create_graph=True,
+            create_graph=create_graph,
         )
-        if head.target_error is not None:
-            rho = differentiable_step_scales(h, delta, head).unsqueeze(-1)
-            delta = [rho * x for x in delta]
-        for stacks, xs in ((Ms, M), (all_h, h), (all_delta, delta)):
-            for stack, x in zip(stacks, xs, strict=True):
-                stack.append(x)
-        if commit is False:
-            continue
-        next_M: Tensors = []
-        for i, w in enumerate(M):
-            narrow, wide = (h[i], delta[i]) if spec.transposed[i] else (delta[i], h[i])
-            Q = (narrow.unsqueeze(2) * inputs.c[n].unsqueeze(-1)).flatten(2)
-            old = w
-            if inputs.T is not None:
-                old = (inputs.T[n][..., None, None] * w.unsqueeze(1)).sum(2)
-            allocate = old + torch.bmm(Q.mT, wide).view_as(w)
-            next_M.append(
-                allocate if commit is True else torch.where(commit.unsqueeze(-1), allocate, w)
-            )
-        M = next_M
+        batches.append(each)
+        weight, scales = inputs.c[n], _step_scales(spec.output_head, each)
+        if scales is not None:
+            weight = weight * scales[0].unsqueeze(-1)
+            rhos.append(scales[0])
+            alignments.append(scales[1])
+            weights.append(weight)
+        T = None if inputs.T is None else inputs.T[n]
+        moved: Tensors = []
+        for i, w in enumerate(W):
+            out = None if end is None else end[i]
+            if n + 1 < N and not create_graph:
+                out = M[i][n + 1]
+            factors = each.h[i], each.delta[i]
+            narrow, wide = factors if spec.transposed[i] else factors[::-1]
+            moved.append(_cross_boundary(w, T, weight, narrow, wide, commit, out))
+        boundaries.append(moved)
 
-    def stack_batches(xs: list[Tensors]) -> Tensors:
-        return [torch.stack(x) for x in xs]
+    def stack(xs: Sequence[Tensors]) -> Tensors:
+        return [torch.stack(x) for x in zip(*xs, strict=True)]
 
+    saves = spec.save_for_backward and not create_graph
     return ForwardTrace(
-        M=stack_batches(Ms),
-        final_maps=[torch.stack([M[i] for i in group], dim=1) for group in spec.map_groups],
-        delta=stack_batches(all_delta),
-        h=stack_batches(all_h),
-        saved=None,
+        M=stack(boundaries[:-1]) if create_graph else M,
+        final_maps=boundaries[-1],
+        h=[inputs.k, *stack([each.h[1:] for each in batches])],
+        delta=stack([each.delta for each in batches]),
+        z=stack([each.z for each in batches]) if saves else [],
+        u=stack([each.u for each in batches]) if saves else [],
+        rho=torch.stack(rhos) if rhos else None,
+        alignment=torch.stack(alignments) if saves and alignments else None,
+        weights=torch.stack(weights) if weights else inputs.c,
     )
+
+
+def _cross_boundary(
+    M: Tensor,  # [P, J, narrow, wide]
+    T: Tensor | None,  # [P, J, J]
+    c: Tensor,  # [P, R, J]
+    narrow: Tensor,  # [P, R, narrow]
+    wide: Tensor,  # [P, R, wide]
+    commit: bool | Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """Return M at the next boundary, in ``out`` or in new memory."""
+    if commit is False:
+        return M.clone() if out is None else out.copy_(M)
+    Q = (narrow.unsqueeze(2) * c.unsqueeze(3)).flatten(2)
+    target = None if out is None else out.flatten(1, 2)
+    if T is None:
+        moved = torch.baddbmm(M.flatten(1, 2), Q.mT, wide, out=target)
+    else:
+        flat = apply_transition(T, M.flatten(2), None if out is None else out.flatten(2))
+        moved = flat.view_as(M).flatten(1, 2).baddbmm_(Q.mT, wide)
+    moved = moved.view_as(M)
+    if commit is True:
+        return moved
+    committed = torch.where(commit.unsqueeze(-1), moved, M)
+    return committed if out is None else out.copy_(committed)
+
+
+# -- reads -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadCache:
+    """Tensors of one map's reads for the backward pass, ``[N P, Q, ·]``."""
+
+    x: Tensor  # inputs of the map
+    z: Tensor | None  # outputs of the map before, with x = σ(z)
+    scores: Tensor  # x hᵀ
+    # x times the coefficients [N P, Q, J in] if inputs are narrower than outputs. Otherwise the
+    # products with A and S [N P, Q, J, out]. None without coefficients.
+    scaled: Tensor | None
+
+
+def read(
+    spec: ChainSpec, trace: ForwardTrace, inputs: ChainInputs
+) -> tuple[Tensor, list[ReadCache]]:
+    """Return outputs ``[N, P, Q, V]``, and the caches of all maps."""
+    C = read_coefficients(trace, inputs)
+    scale = None if inputs.scale is None else inputs.scale.flatten(0, 1).unsqueeze(-1)
+    x, z, caches = inputs.q.flatten(0, 1), None, list[ReadCache]()
+    for i, is_in_out in enumerate(spec.transposed):
+        M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
+        stack, scaled, preactivation = M.flatten(1, 2), None, z
+        if z is not None:
+            x = spec.activation.forward(z)
+        if scale is None:
+            z = torch.bmm(x, stack if is_in_out else stack.mT)
+        elif is_in_out:
+            scaled = (x.unsqueeze(2) * scale).flatten(2)
+            z = torch.bmm(scaled, stack)
+        else:
+            scaled = torch.bmm(x, stack.mT).unflatten(2, (M.shape[1], -1))
+            z = (scaled * scale).sum(2)
+        scores = torch.bmm(x, h.mT)
+        z = z.baddbmm_(scores * C if spec.save_for_backward else scores.mul_(C), delta)
+        if spec.save_for_backward:
+            caches.append(ReadCache(x=x, z=preactivation, scores=scores, scaled=scaled))
+    assert z is not None  # a chain has a map
+    return z.unflatten(0, inputs.q.shape[:2]), caches
+
+
+def read_coefficients(trace: ForwardTrace, inputs: ChainInputs) -> Tensor:
+    """Return C, or C′ = ρ C, ``[N P, Q, R]``."""
+    C = inputs.C.flatten(0, 1)
+    return C if trace.rho is None else C * trace.rho.flatten(0, 1).unsqueeze(1)

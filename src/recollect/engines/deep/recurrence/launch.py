@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.runtime import is_cacheable
-from recollect.engines.deep.chain.output_head.head import OutputHead
+from recollect.engines.deep.chain.chain import OutputHead
 from recollect.engines.deep.recurrence.runner import TUNING, Launch, RecurrenceRunner
 
 __all__ = ["DTYPES", "LAUNCHERS", "TUNING", "launch", "select_runner"]
@@ -39,13 +39,9 @@ def _is_size(n: int, smallest: int, largest: int) -> bool:
 def select_runner(
     A: Sequence[Tensor], output_head: OutputHead, k: Tensor, num_queries: int
 ) -> RecurrenceRunner | None:
-    """Return the kernels' runner for a chain, or ``None`` if they do not support it.
+    """Return the kernels' runner for ``A [P, out, in]`` and keys ``[N, P, R, D]``, or ``None``.
 
-    Args:
-        A: Maps, ``[P, out, in]``.
-        output_head: Output head of the chain.
-        k: Features of keys, ``[N, P, R, D]``.
-        num_queries: Number of queries of an inner batch.
+    ``num_queries`` is the number of queries of an inner batch.
     """
     kind = k.device.type
     if kind != "cuda" and kind not in LAUNCHERS:
@@ -76,14 +72,7 @@ def select_runner(
 def launch(
     kernel: str, programs: int, arguments: Sequence[Tensor | int], constants: Mapping[str, object]
 ) -> None:
-    """Enqueue a kernel on the device of its arguments; the first call compiles it.
-
-    Args:
-        kernel: ``"forward"`` or ``"backward"``.
-        programs: Number of programs.
-        arguments: Tensors and numbers in order.
-        constants: Values for which the kernel is compiled.
-    """
+    """Enqueue a kernel on the device of its arguments; the first call compiles it."""
     from recollect.engines.deep.recurrence import kernels
 
     first, *_ = arguments

@@ -11,14 +11,8 @@ from torch import Tensor
 from recollect.choices.algorithm.normalized_steps import EPS
 from recollect.choices.matmul_precision import is_full_precision
 from recollect.choices.memory.norms import NORM_EPS
-from recollect.engines.deep.chain.backward import InputGradients
-from recollect.engines.deep.chain.trace import (
-    ChainInputs,
-    ChainSpec,
-    Commits,
-    ForwardTrace,
-    ReadGradients,
-)
+from recollect.engines.deep.chain.backward import ReadGradients
+from recollect.engines.deep.chain.chain import ChainInputs, ChainSpec, Commits, ForwardTrace
 
 __all__ = ["TUNING", "Launch", "RecurrenceRunner", "dot_precision"]
 
@@ -51,33 +45,19 @@ def _tile(limit: int, W: int, D: int, R: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """Tensors of a forward pass for its backward pass, with the shapes of `kernels`.
+    """Tensors of a forward pass for its backward pass, with the shapes of `kernels`."""
 
-    Attributes:
-        M: A and S at every boundary and after the last batch, per map.
-        z: Outputs of the first map.
-        u: Gradients before the activation's derivative.
-        last: Outputs of the last map.
-        sizes: |δ_1|² and |h_1|² with step scales.
-        T: Boundary transitions.
-        active: Whether a batch commits, ``[N, P]``; ``None`` if all batches commit.
-    """
-
-    M: tuple[Tensor, Tensor]
-    z: Tensor
-    u: Tensor
-    last: Tensor
-    sizes: Tensor
-    T: Tensor
-    active: Tensor | None
+    M: tuple[Tensor, Tensor]  # A and S at every boundary and after the last batch, per map
+    z: Tensor  # outputs of the first map
+    u: Tensor  # gradients before the activation's derivative
+    last: Tensor  # outputs of the last map
+    sizes: Tensor  # |δ_1|² and |h_1|² with step scales
+    T: Tensor  # boundary transitions
+    active: Tensor | None  # whether a batch commits [N, P]; None if all batches commit
 
 
 class RecurrenceRunner:
-    """The recurrence over inner batches by two kernels (`ChainSpec.runner`).
-
-    Args:
-        launch: Function that runs a kernel.
-    """
+    """The recurrence over inner batches by two kernels (`ChainSpec.runner`)."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -85,14 +65,7 @@ class RecurrenceRunner:
     def forward(
         self, spec: ChainSpec, inputs: ChainInputs, start: Sequence[Tensor], commits: Commits
     ) -> ForwardTrace:
-        """Return the result of `chain.forward.forward`.
-
-        Args:
-            spec: Properties of the chain.
-            inputs: Inputs of all batches.
-            start: A and S per map, ``[P, J, D, W]``.
-            commits: Whether a batch commits its update, per batch.
-        """
+        """Return the result of `chain.forward.forward` for ``start [P, J, D, W]`` per map."""
         k = inputs.k.contiguous()
         N, P, R, D = k.shape
         _, J, _, W = start[0].shape
@@ -124,10 +97,12 @@ class RecurrenceRunner:
         return ForwardTrace(
             M=[x[:N] for x in M],
             final_maps=[x[N].clone() for x in M],
-            delta=[delta, e],
             h=[k, h],
-            saved=None,
+            delta=[delta, e],
+            z=[],
+            u=[],
             rho=rho if uses_step_scales else None,
+            alignment=None,
             weights=weights,
             runner_state=saved if spec.save_for_backward else None,
         )
@@ -137,22 +112,14 @@ class RecurrenceRunner:
         spec: ChainSpec,
         inputs: ChainInputs,
         trace: ForwardTrace,
+        commits: Commits,
         needs: Mapping[str, bool],
         read_gradients: ReadGradients,
-        final_grads: Sequence[Tensor],
-    ) -> InputGradients:
-        """Return the result of `chain.backward.backward`; overwrite the gradients passed in.
-
-        Args:
-            spec: Properties of the chain.
-            inputs: Inputs of all batches.
-            trace: Result of `forward`.
-            needs: Whether a gradient is needed, by name.
-            read_gradients: Gradients through reads.
-            final_grads: Gradients of the maps after the last batch, ``[P, J, D W]`` per map.
-        """
+        final_grads: Sequence[Tensor],  # [P, J, D, W] per map
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the result of `chain.backward.backward`; overwrite the gradients passed in."""
         saved = trace.runner_state
-        assert isinstance(saved, _Saved) and trace.weights is not None
+        assert isinstance(saved, _Saved)
         k, h = trace.h
         delta, e = trace.delta
         N, P, _, D = k.shape
@@ -174,25 +141,11 @@ class RecurrenceRunner:
         tokens, heads = _inputs(spec, inputs, k)
         tensors = (*saved.M, saved.z, saved.u, h, delta, e, saved.last, trace.weights, saved.sizes)
         outputs = (to_T, to_c, to_g, to_M, to_nearest, to_weight, scratch)
-        arguments = (
-            *tokens,
-            saved.T,
-            *tensors,
-            to_k,
-            to_h,
-            to_d,
-            to_e,
-            *reads,
-            *G,
-            *outputs,
-            N,
-            P,
-            heads,
-        )
+        arguments = (*tokens, saved.T, *tensors, to_k, to_h, to_d, to_e, *reads, *G, *outputs)
         constants = _constants(spec, "backward", k, (W, J))
         info = torch.finfo(k.dtype)
         constants |= {"Q": reads[0].shape[2], "FLOOR": info.tiny / info.eps}
-        self.launch("backward", P, arguments, constants)
+        self.launch("backward", P, (*arguments, N, P, heads), constants)
         if needs["k"]:
             to_k = torch.baddbmm(
                 to_k.flatten(0, 1), to_d.flatten(0, 1), saved.M[0][:N, :, 0].flatten(0, 1).mT
@@ -203,23 +156,17 @@ class RecurrenceRunner:
             to_c = to_c * trace.rho.unsqueeze(-1)
         affine = spec.output_head.bias.affine
         assert affine is not None
-        named: dict[str, Tensor] = {}
+        grads = {"T": to_T, "k": to_k, "c": to_c, "head v": -affine[1] * to_g}
+        if spec.output_head.residual:
+            grads["head raw"] = to_M
         if norm and spec.uses_step_scales:
-            named["nearest_value"] = to_nearest
+            grads["head nearest_value"] = to_nearest
         if norm:
             for name, x in (("norm_weight", to_weight), ("norm_bias", to_M)):
                 if needs[f"param {name}"]:
                     total = x.sum((0, 2)).view(-1, heads, D).sum(0)
-                    named[f"param {name}"] = total.to(inputs.params[name].dtype)
-        return InputGradients(
-            T=to_T,
-            k=to_k if needs["k"] else None,
-            v=-affine[1] * to_g if needs["v"] else None,
-            raw=to_M if needs["raw"] and spec.output_head.residual else None,
-            c=to_c,
-            named=named,
-            start=G,
-        )
+                    grads[f"param {name}"] = total.to(inputs.params[name].dtype)
+        return grads, G
 
 
 def _num_committed(commits: Commits, P: int, device: torch.device) -> Tensor:
@@ -233,9 +180,9 @@ def _num_committed(commits: Commits, P: int, device: torch.device) -> Tensor:
 
 def _inputs(spec: ChainSpec, inputs: ChainInputs, k: Tensor) -> tuple[tuple[Tensor, ...], int]:
     """Return k, raw, v, the nearest value, the norm's weight and bias, and the number of heads."""
-    v = inputs.v.contiguous()
-    raw = inputs.raw.contiguous() if spec.output_head.residual else k
-    nearest = v if inputs.nearest_value is None else inputs.nearest_value.contiguous()
+    v = inputs.head["v"].contiguous()
+    raw = inputs.head["raw"].contiguous() if spec.output_head.residual else k
+    nearest = inputs.head.get("nearest_value", v).contiguous()
     if not spec.output_head.layer_norm:
         return (k, raw, v, nearest, k, k), 1
     weight, bias = (

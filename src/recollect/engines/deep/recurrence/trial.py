@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
 
-from recollect.engines.deep.chain.trace import ChainSpec
+from recollect.engines.deep.chain.chain import ChainSpec
 from recollect.engines.deep.recurrence.runner import dot_precision
 
 __all__ = ["agrees"]
 
-Run = Callable[[ChainSpec, Sequence[Tensor | None]], tuple[Tensor, ...]]
-"""Function from the flat inputs of a chain to its outputs and final maps."""
+Run = Callable[[ChainSpec, Mapping[str, Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
+"""Function from the inputs of a chain by name and its maps to its outputs and final maps."""
 
 BOUNDS = {"ieee": 1e-4, "tf32": 2e-2}
 """Largest relative difference, by the precision of products."""
@@ -28,19 +28,18 @@ BOUNDS = {"ieee": 1e-4, "tf32": 2e-2}
 _RESULTS: dict[tuple[object, ...], bool] = {}
 
 
-def agrees(run: Run, spec: ChainSpec, sizes: Sequence[int], device: torch.device) -> bool:
+def agrees(
+    run: Run,
+    spec: ChainSpec,  # with the kernels' runner
+    sizes: Sequence[int],  # associations, queries, channels, hidden units and stacks
+    device: torch.device,
+) -> bool:
     """Return whether the kernels give the outputs and gradients of PyTorch operations.
 
     A small call has the structure and sizes of the caller's, and therefore its kernels. Results are
     cached for the process. The host cannot wait while a CUDA graph is captured. Kernels without a
     result are then rejected, and a later call runs the trial.
-
-    Args:
-        run: Function of the engine.
-        spec: Properties of the chain, with the kernels' runner. Gradients are compared if
-            ``spec.save_for_backward``.
-        sizes: Numbers of associations, queries, channels, hidden units and stacks.
-        device: Device of the call. The trial synchronizes with it.
+    Gradients are compared if ``spec.save_for_backward``. The trial synchronizes with the device.
     """
     output_head, precision = spec.output_head, dot_precision()
     structure = (
@@ -75,9 +74,6 @@ def _isolated(grad: bool) -> Generator[None]:
 
     Only the first call runs the trial. Activation checkpointing would record the trial's
     operations, and would miss them when it recomputes the call.
-
-    Args:
-        grad: Whether autograd records operations.
     """
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     with _disable_current_modes(), hooks, torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -107,19 +103,21 @@ def _difference(
         return (scale * x).to(device).requires_grad_(spec.save_for_backward)
 
     with _isolated(spec.save_for_backward):
-        T = draw(N, P, J, J)
-        nearest = (
-            draw(N, P, R, D) if spec.output_head.layer_norm and spec.uses_step_scales else None
-        )
-        tokens = [draw(N, P, R, D, scale=D**-0.5), draw(N, P, R, D), draw(N, P, R, D)]
-        coefficients = [draw(N, P, R, J, scale=0.1), draw(N, P, Q, D), draw(N, P, Q, R, scale=0.1)]
-        params = [draw(1, D, scale=1.0) for _ in spec.params]
-        start = [draw(P, 1, J, D, W, scale=x**-0.5) for x in (D, W)]
-        inputs = [draw(N, P, Q, J), nearest, *tokens, *coefficients, *params, *start]
-        leaves = [x for x in (T, *inputs) if x is not None]
+        norm = spec.output_head.layer_norm
+        tensors = {"T": draw(N, P, J, J)}
+        if norm and spec.uses_step_scales:
+            tensors["head nearest_value"] = draw(N, P, R, D)
+        tensors |= {"k": draw(N, P, R, D, scale=D**-0.5), "head v": draw(N, P, R, D)}
+        tensors |= {"head raw": draw(N, P, R, D), "c": draw(N, P, R, J, scale=0.1)}
+        tensors |= {"q": draw(N, P, Q, D), "C": draw(N, P, Q, R, scale=0.1)}
+        for name in ("norm_weight", "norm_bias") if norm else ():
+            tensors[f"param {name}"] = draw(1, D, scale=1.0)
+        start = [draw(P, J, D, W, scale=x**-0.5) for x in (D, W)]
+        tensors["scale"] = draw(N, P, Q, J)
+        leaves = [*tensors.values(), *start]
 
         def results(spec: ChainSpec) -> list[Tensor]:
-            out = run(spec, [T.triu(), *inputs])
+            out = run(spec, tensors | {"T": tensors["T"].triu()}, start)
             if not spec.save_for_backward:
                 return [*out]
             return [*out, *torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out])]
