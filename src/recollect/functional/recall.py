@@ -309,12 +309,14 @@ def _prepare(call: Problem, *, rows: int) -> Problem:
     elif dtype == torch.float64 and state.dtype not in (None, dtype):
         state = state.to(dtype=dtype)
     rates = resolve_rates(bound, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
+    cache = {}
     if bound.measures_overlap:
-        rates = limit_rates_by_keys(bound.recipe.algorithm, k, state, rates)
+        rates, cache = limit_rates_by_keys(bound.recipe.algorithm, k, state, rates)
     return dataclasses.replace(
         call,
         q=q.unflatten(2, (bound.H, q.shape[2] // bound.H)),
         rates=rates,
+        cache=cache,
         param_sources=call.param_sources or tuple(call.params.values()),
         state=state,
     )
@@ -337,7 +339,7 @@ def _decode(call: Problem) -> tuple[Tensor, State] | None:
     if bound.measures_overlap:
         if "lr" not in gates or state.host_position is None:
             return None  # the rate is a constant or a logarithm
-        gates = limit_rates_by_keys(bound.recipe.algorithm, call.k, state, gates)
+        gates, _ = limit_rates_by_keys(bound.recipe.algorithm, call.k, state, gates)
     assert bound.decode_token is not None
     return bound.decode_token(bound, *inputs, gates, state)
 

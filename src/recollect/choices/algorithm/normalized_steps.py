@@ -29,8 +29,10 @@ __all__ = [
     "normalized_step_conflicts",
     "overlap_conflicts",
     "overlap_discount",
+    "overlap_scale",
     "polyak_scale",
     "polyak_scale_at",
+    "signed_discount",
 ]
 
 EPS = 1e-6
@@ -125,13 +127,22 @@ def overlap_discount(keys: Tensor, n: int) -> Tensor:
         keys: keys of the tokens in order, ``[..., b, K]``.
         n: number of tokens that divide the stability limit, ≥ 1.
     """
+    return signed_discount(keys, n).clamp_min(0)
+
+
+def signed_discount(keys: Tensor, n: int) -> Tensor:
+    """Return u_t ``[..., b]`` of `overlap_discount`, with the same arguments."""
     G = gram(keys)
-    # Added to squared norms, so that keys of zeros have finite second derivatives.
-    tiny = torch.finfo(keys.dtype).tiny ** (1 / 3)
-    scale = (G.diagonal(dim1=-2, dim2=-1) * n + tiny).rsqrt()
+    scale = overlap_scale(G.diagonal(dim1=-2, dim2=-1), n)
     overlap = (G * scale.unsqueeze(-1) * scale.unsqueeze(-2)).abs()
     u: Tensor = _OverlapRecursion.apply(overlap)
-    return u.clamp_min(0)
+    return u
+
+
+def overlap_scale(squared_norm: Tensor, n: int) -> Tensor:
+    """Return 1 / (√n ‖k‖) from ‖k‖². Scaled keys have the products |cos(k_t, k_j)| / n."""
+    # Added to squared norms, so that keys of zeros have finite second derivatives.
+    return (squared_norm * n + torch.finfo(squared_norm.dtype).tiny ** (1 / 3)).rsqrt()
 
 
 class _OverlapRecursion(CustomFunction):

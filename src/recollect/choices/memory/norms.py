@@ -110,6 +110,9 @@ def project_to_norm_range(offset: Tensor, weight: Tensor, *, centred: bool) -> T
     """
     y = weight.square()
     y = y.clamp_min(MIN_SQUARED_WEIGHT * _mean(y) + _tiny(offset))
+    if not (torch.is_grad_enabled() and (offset.requires_grad or weight.requires_grad)):
+        p = _projection(offset, weight, y, centred=centred, in_place=True)
+        return (p.s / p.n).mul_(weight)
     return cast(Tensor, _ProjectToNormRange.apply(offset, weight, y, centred))
 
 

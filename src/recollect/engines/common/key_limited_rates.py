@@ -3,7 +3,8 @@
 The rate is η_t r_t instead of η_t. The factor r_t (`overlap_discount` of
 `recollect.choices.algorithm.normalized_steps`) depends only on the keys, so all engines receive
 scaled rates. The state also stores scaled rates. The factors of an open batch are recomputed from
-the stored keys.
+the stored keys, except between calls of one token. These store the scaled keys and u_t of the open
+batch in the state's cache.
 """
 
 from __future__ import annotations
@@ -15,33 +16,70 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.choices.algorithm.base import Algorithm
-from recollect.choices.algorithm.normalized_steps import effective_batch_size, overlap_discount
+from recollect.choices.algorithm.normalized_steps import (
+    effective_batch_size,
+    overlap_discount,
+    overlap_scale,
+    signed_discount,
+)
 from recollect.state.state import State
 
 __all__ = ["limit_rates_by_keys"]
 
 
 def limit_rates_by_keys(
-    algorithm: Algorithm, k: Tensor, state: State, rates: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return the rates with η_t r_t as ``"lr"``.
+    algorithm: Algorithm,
+    k: Tensor,  # [B, T, H, K]
+    state: State,
+    rates: Mapping[str, Tensor],  # [B, T, H, ...] by name
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Return the rates with η_t r_t as ``"lr"``, and entries of the next state's cache.
 
-    Args:
-        algorithm: Algorithm with `measures_overlap`.
-        k: Keys of the new tokens ``[B, T, H, K]``.
-        state: State before these tokens.
-        rates: Params of the tokens by name, ``[B, T, H, ...]``.
+    ``state`` is the state before these tokens.
     """
     if k.numel() == 0:
-        return rates
-    b, lr = algorithm.batch_size, rates["lr"]
+        return rates, {}
+    b, lr, entries = algorithm.batch_size, rates["lr"], {}
     n, keys = effective_batch_size(algorithm), k.to(torch.promote_types(k.dtype, torch.float32))
-    if state.host_position is None:
+    position = state.host_position
+    if position is None:
         r = _discount_ragged(keys, state, b, n)
+    elif keys.shape[1] == 1 and not (torch.is_grad_enabled() and keys.requires_grad):
+        r, entries = _discount_token(keys, state, b, n, position % b)
     else:
-        r = _discount_aligned(keys, state, b, n, state.host_position % b)
+        r = _discount_aligned(keys, state, b, n, position % b)
     r = r.to(lr.dtype).view(*r.shape, *(1,) * (lr.dim() - 3))
-    return {**rates, "lr": lr * r}
+    return {**rates, "lr": lr * r}, entries
+
+
+def _discount_token(
+    keys: Tensor, state: State, b: int, n: int, num_open: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return r ``[B, 1, H]`` of one token, and the cache of the next token.
+
+    The cache is ``[B, H, num_open + 1, K + 1]``: the scaled keys of the open batch, and u.
+    """
+    name, B, H = f"overlap {n}", keys.shape[0], keys.shape[2]
+    key = _scaled(keys, n).view(B * H, 1, -1)
+    if num_open == 0:
+        u = torch.ones_like(key[..., :1])
+        new = torch.cat([key, u], dim=-1)
+    else:
+        old = state.cache.get(name)
+        if old is None or old.shape[2] != num_open or old.dtype != keys.dtype:
+            assert state.buffer is not None  # it contains the open batch
+            past = state.buffer.k[:, -num_open:].transpose(1, 2).to(keys)
+            old = torch.cat([_scaled(past, n), signed_discount(past, n).unsqueeze(-1)], dim=-1)
+        old = old.flatten(0, 1)
+        overlap = torch.bmm(key, old[..., :-1].mT).abs_()
+        u = 1 - torch.bmm(overlap, old[..., -1:])  # [B H, 1, 1]
+        new = torch.cat([old, torch.cat([key, u], dim=-1)], dim=1)
+    entries = {} if num_open + 1 == b else {name: new.view(B, H, *new.shape[1:])}
+    return u.clamp_min(0).view(B, 1, H), entries
+
+
+def _scaled(keys: Tensor, n: int) -> Tensor:
+    return keys * overlap_scale(keys.square().sum(-1, keepdim=True), n)
 
 
 def _discount_aligned(keys: Tensor, state: State, b: int, n: int, num_open: int) -> Tensor:
@@ -75,8 +113,5 @@ def _discount_ragged(keys: Tensor, state: State, b: int, n: int) -> Tensor:
 
 def _discount_per_batch(keys: Tensor, width: int, n: int) -> Tensor:
     """Return r ``[B, N width, H]`` of keys ``[B, N width, H, K]``."""
-    return (
-        overlap_discount(keys.unflatten(1, (-1, width)).transpose(2, 3), n)
-        .transpose(2, 3)
-        .flatten(1, 2)
-    )
+    batches = keys.unflatten(1, (-1, width)).transpose(2, 3)
+    return overlap_discount(batches, n).transpose(2, 3).flatten(1, 2)

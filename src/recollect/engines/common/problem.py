@@ -65,6 +65,7 @@ class Problem:
             after H.
         gates, params: Arguments of `recollect.recall` by name.
         rates: All rates of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
+        cache: Entries of the next state's cache, in addition to those of the engine.
         state: State before the first token. Engines always receive one.
         initial_memory, attention_mask, causal, chunk_size, output_final_state: Arguments of
             `recollect.recall`.
@@ -87,6 +88,7 @@ class Problem:
     gates: Mapping[str, Tensor] = field(default_factory=dict)
     params: Mapping[str, Tensor] = field(default_factory=dict)
     rates: Mapping[str, Tensor] = field(default_factory=dict)
+    cache: Mapping[str, Tensor] = field(default_factory=dict)
     state: State = _NO_STATE  # `recollect.functional.recall` sets a missing state
     initial_memory: Init | None = None
     attention_mask: Tensor | None = None
@@ -178,7 +180,7 @@ class Problem:
             normalizer=old.normalizer,
             log_scale=old.log_scale,
             recipe_id=self.bound.recipe_id,
-            cache={} if cache is None else cache,
+            cache={**self.cache, **(cache or {})},
         )
 
     def positions(self) -> Tensor:
@@ -207,17 +209,7 @@ def resolve_rates(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return all rates of a recipe as ``[B, T, H, ...]``: constants, params and gates.
-
-    Args:
-        bound: The recipe at known sizes.
-        gates: Gates by name.
-        params: Params by name.
-        B: Batch size.
-        T: Number of tokens.
-        dtype: Dtype of the result.
-        device: Device of the constants.
-    """
+    """Return all rates of a recipe as ``[B, T, H, ...]``: constants, params and gates."""
     rates: dict[str, Tensor] = {}
     by_value: dict[float, Tensor] = {}
     for name, value in bound.constants.items():
@@ -272,13 +264,7 @@ class JoinedTokens:
     buffered: int
 
     def bias_gates(self, bias: Bias, low: int, stop: int) -> dict[str, Tensor]:
-        """Return the gates of a bias for some associations by name, ``[B, H, n, 1 or V]``.
-
-        Args:
-            bias: The bias.
-            low: First association.
-            stop: Association after the last.
-        """
+        """Return a bias's gates for associations ``low`` to ``stop``, ``[B, H, n, 1 or V]``."""
         gates: dict[str, Tensor] = {}
         for name in bias.quantity_axes:
             x = self.rates[name][:, low:stop].transpose(1, 2)

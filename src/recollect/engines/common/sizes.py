@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,10 +49,7 @@ class Sizes:
 
     def numel(self, axes: tuple[str, ...]) -> int:
         """Return the number of entries of a gate or param per head."""
-        size = 1
-        for axis in axes:
-            size *= self.axes[axis]
-        return size
+        return math.prod(self.axes[axis] for axis in axes)
 
     @property
     def weights(self) -> int:
@@ -61,10 +59,7 @@ class Sizes:
 
 def numel_of(shape: tuple[int, ...]) -> int:
     """Return the number of entries of a tensor."""
-    size = 1
-    for side in shape:
-        size *= side
-    return size
+    return math.prod(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +87,7 @@ def weight_read_flops(recipe: Recipe, s: Sizes, queries: int) -> int:
     """Return the FLOPs of read-only queries: 2 G times the number of weights per query.
 
     The weights include learned weights next to the memory. The count excludes the replay of an open
-    inner batch, which happens once per call.
-
-    Args:
-        recipe: Recipe with a finite memory.
-        s: Sizes.
-        queries: Number of queries per batch element and query head.
+    inner batch, which happens once per call. ``queries`` are per batch element and query head.
     """
     if recipe.memory.is_elementwise:
         return 0

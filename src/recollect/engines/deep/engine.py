@@ -28,7 +28,7 @@ from recollect.engines.common.problem import Problem, requires_grad
 from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.deep.chain.engine import run_chain
 from recollect.engines.deep.cost import batch_flops, orthogonal
-from recollect.engines.deep.decode import Stepped, follow, step
+from recollect.engines.deep.decode import Stepped, follow, step, unflatten_heads
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
@@ -36,7 +36,6 @@ from recollect.engines.deep.recompute import run as run_groups
 from recollect.engines.deep.share import normalizer_of
 from recollect.engines.deep.step_coefficients import tables
 from recollect.engines.deep.structure import chain_of, execution_mode, rule_of
-from recollect.engines.deep.token_cache import by_row
 from recollect.report.units import readable
 from recollect.state.state import State
 
@@ -131,7 +130,9 @@ class DeepEngine(Engine):
             else None,
             numbers=tuple(sorted(bias.quantity_axes)),
             params=tuple(param.name for param in memory.params()),
-            lifts=tuple(param.name for param in recipe.features.params()),
+            param_names=tuple(
+                param.name for param in (*memory.params(), *recipe.features.params())
+            ),
             decodes=decodes,
             normalizer=normalizer_of(recipe),
             kernels=bound.requested_engine != "torch",
@@ -147,7 +148,7 @@ class DeepEngine(Engine):
                 weights=state.weights, algorithm_state=dict(state.algorithm_state)
             )
         if problem.q.device.type == "cpu":
-            _hold_freed_memory()
+            _raise_malloc_threshold()
         method: DeepPlan = problem.bound.plan
         memory = Memory(
             A=[w.flatten(0, 1) for w in state.weights],
@@ -169,7 +170,7 @@ class DeepEngine(Engine):
         if decodes and grid.N == 1 and len(set(grid.start)) == 1:
             with torch.no_grad():
                 layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
-                stepped = step(problem, layout, memory)
+                stepped = step(problem, layout, memory, params)
             if stepped is not None:
                 return _stepped(problem, stepped)
         g = _batches_a_group(problem, method, grid, outer=outer)
@@ -284,23 +285,21 @@ def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor
 def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
     """Return the result of `run` for one decoded token."""
     B, _, H, _, _ = problem.q.shape
-    end = stepped.memory.like([by_row(w, B) for w in stepped.memory.tensors()])
-    state_after = problem.final_state(
-        weights=tuple(end.A),
-        algorithm_state={name: tuple(slot) for name, slot in end.slots.items()},
-        cache=stepped.cache,
-    )
+    weights, slots, end = None, None, stepped.memory
+    if end is not None:
+        weights = tuple([unflatten_heads(w, B) for w in end.A])
+        slots = {name: tuple([unflatten_heads(w, B) for w in x]) for name, x in end.slots.items()}
+    state_after = problem.final_state(weights=weights, algorithm_state=slots, cache=stepped.cache)
     y = stepped.y.reshape(B, 1, H, *stepped.y.shape[1:])
     return y.to(problem.v.dtype), state_after
 
 
 @functools.cache
-def _hold_freed_memory() -> None:
-    """Raise the limit of freed memory that the C library retains for the next batch or call.
+def _raise_malloc_threshold() -> None:
+    """Raise glibc's limit of freed memory that the process retains, once per process.
 
     glibc returns freed memory to the system beyond twice the largest block ever freed (32 MB at
-    most). A new page from the system costs more than the arithmetic on it. One unused block raises
-    this limit.
+    most), and new pages cost more than the arithmetic on them. One unused block raises the limit.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

@@ -21,14 +21,13 @@ from recollect.engines.deep.gradient_factors import (
     Points,
     Read,
     Slopes,
+    end_momentum,
+    end_weights,
     factors,
-    plus_product,
     read,
     read_at,
-    scaled,
 )
 from recollect.engines.deep.layout import (
-    Columns,
     DeepPlan,
     Layout,
     Memory,
@@ -38,7 +37,7 @@ from recollect.engines.deep.layout import (
 )
 from recollect.engines.deep.line_search import LineSearch, by_step
 from recollect.engines.deep.share import scaled_by
-from recollect.engines.deep.step_coefficients import band, paired, per_map
+from recollect.engines.deep.step_coefficients import band, decay_factors, paired, per_map, sum_of
 from recollect.engines.deep.token_weights import TokenStep, advance
 
 __all__ = ["run_inner_batches"]
@@ -177,8 +176,8 @@ class InnerBatchLoop:
             ]
         tokens = segment.stop - segment.start
         rows: list[Factors] = []
-        for one, columns in zip(batch_factors, segment.columns, strict=True):
-            h, delta, scale = one.h, one.delta, columns.scale[n]
+        for one, (reads, _) in zip(batch_factors, segment.tables, strict=True):
+            h, delta, scale = one.h, one.delta, reads[n].scale
             if method.rule.pairs:
                 h, delta = (paired(x, tokens, layout.c) for x in (h, delta))
             if method.rule.pairs or scale is not None:
@@ -207,15 +206,11 @@ class InnerBatchLoop:
                 W=W[i],
                 S=None if moments is None else moments[i],
                 factors=one,
-                a=columns.a[n],
-                m=columns.m[n],
-                C=_repeated(columns.C[n], one, -1),
-                inner=columns.inner[n],
-                outer=columns.outer[n],
+                table=reads[n],
                 tokens=segment.stop - segment.start,
                 inplace=not self.layout.outer,
             )
-            for i, (one, columns) in enumerate(zip(rows, segment.columns, strict=True))
+            for i, (one, (reads, _)) in enumerate(zip(rows, segment.tables, strict=True))
         ]
         x, raw = segment.queries[n]
         return read(self.method.memory, map_reads, x, raw, self.layout.params)
@@ -233,16 +228,12 @@ class InnerBatchLoop:
         moments = memory.slots.get("momentum")
         A: Weights = []
         S: Weights = []
-        for i, (one, columns) in enumerate(zip(rows, segment.columns, strict=True)):
+        for i, (one, (_, ends)) in enumerate(zip(rows, segment.tables, strict=True)):
             if self.method.execution_mode != "border":
                 moment = None if moments is None else moments[i]
-                A.append(_moved(columns, n, one, memory.A[i], moment, inplace=inplace))
+                A.append(end_weights(ends[n], one, memory.A[i], moment, inplace=inplace))
             if moments is not None:
-                s, D = columns.s[n], columns.D[n]
-                assert s is not None and D is not None
-                h, delta = _weighed(one, _repeated(D, one, 1))
-                decayed = scaled(moments[i], s, inplace=inplace)
-                S.append(plus_product(decayed, delta.mT, h, inplace=inplace))
+                S.append(end_momentum(ends[n], one, moments[i], inplace=inplace))
         slots = {} if moments is None else {"momentum": S}
         if self.method.execution_mode == "border":
             A = self._settle(n, segment, memory.A, slots)
@@ -262,7 +253,7 @@ class InnerBatchLoop:
         rates = per_map(steps["lr"], "value", self.method.maps)
         gates = layout.scalars(n, last)
         next_A: Weights = []
-        etas = [self._rows(rate.matrix(0, 0)) for rate in rates]
+        etas = [self._rows(rate[0, :, 0]) for rate in rates]
         algorithm = self.algorithm
         map_slots = [
             {name: self._rows(slot[i]) for name, slot in slots.items()} for i in range(len(A))
@@ -350,7 +341,7 @@ class InnerBatchLoop:
         for name in ("lr", "momentum"):
             if name in steps:
                 x = steps[name][n : n + 1, :, t : t + 1]
-                numbers[name] = [value.matrix(0, 0) for value in per_map(x, "value", maps)]
+                numbers[name] = [value[0, :, 0] for value in per_map(x, "value", maps)]
         if self.retention.decay is not None:
             numbers["log_decay"] = self._log_decays(n, t)
         return numbers
@@ -358,49 +349,10 @@ class InnerBatchLoop:
 
 def _matrices(method: DeepPlan, steps: Mapping[str, Tensor], n: int, t: int) -> Weights:
     """Return the log decays of one token for every map."""  # [P, out or 1, in or 1]
-    if "log_decay" not in steps:
-        return []
-    index = slice(n, n + 1), slice(None), slice(t, t + 1)
-    decays = per_map(steps["log_decay"][index], method.rule.side, method.maps)
-    if "log_decay_value" in steps:
-        value_decays = per_map(steps["log_decay_value"][index], "value", method.maps)
-        decays = [a.add(b) for a, b in zip(decays, value_decays, strict=True)]
-    return [decay.matrix(0, 0) for decay in decays]
-
-
-def _moved(
-    columns: Columns, n: int, one: Factors, A: Tensor, S: Tensor | None, *, inplace: bool
-) -> Tensor:
-    """Return a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ of one map."""
-    a, m = columns.a_end[n], columns.m_end[n]
-    h, delta = _weighed(one, _repeated(columns.C_end[n], one, 1))
-    inner, outer = columns.inner[n], columns.outer[n]
-    end = A if a is None else scaled(A, a, inplace=inplace)
-    if inner is not None:
-        end, h = _absorbed(end, h, inner, -1)
-    if outer is not None:
-        end, delta = _absorbed(end, delta, outer, -2)
-    if m is not None and S is not None:
-        end = end.addcmul_(S, m) if inplace else torch.addcmul(end, S, m)
-    return plus_product(end, delta.mT, h, inplace=inplace)
-
-
-def _weighed(one: Factors, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply the narrower of h and δ by every association's coefficient."""
-    h, delta = one.h, one.delta
-    return (h * weight, delta) if h.shape[-1] <= delta.shape[-1] else (h, delta * weight)
-
-
-def _repeated(C: Tensor, one: Factors, dim: int) -> Tensor:
-    """Repeat the coefficients of R associations for every application of a map."""
-    times = one.h.shape[1] // C.shape[dim]
-    return C if times == 1 else torch.cat([C] * times, dim=dim)
-
-
-def _absorbed(old: Tensor, rows: Tensor, total: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Decay A° and rows to the last token, over channels ``dim`` of A."""  # rows: [P, R, ·]
-    end = total[:, -1:]
-    fade = end.exp().to(old.dtype)
-    rest = (end - total).exp().to(old.dtype)
-    rest = rest.repeat_interleave(rows.shape[1] // total.shape[1], dim=1)
-    return old * (fade if dim == -1 else fade.mT), rows * rest
+    token = {
+        name: x[n : n + 1, :, t : t + 1]
+        for name, x in steps.items()
+        if name in ("log_decay", "log_decay_value")
+    }
+    decays = decay_factors(method.rule, method.maps, token) if token else []
+    return [sum_of(factors)[0, :, 0] for factors in decays]

@@ -20,16 +20,20 @@ from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import fits_float32_range
 from recollect.engines.common.decayed_products import decayed_gram, decayed_matmul
+from recollect.engines.deep.step_coefficients import Table
 
 __all__ = [
     "Factors",
     "Points",
     "Read",
     "Slopes",
+    "end_momentum",
+    "end_weights",
     "factors",
     "plus_product",
     "read",
     "read_at",
+    "repeat_calls",
     "scaled",
 ]
 
@@ -91,9 +95,8 @@ def factors(
 ) -> Slopes:
     """Return h and δ of every map at weights ``W [P, out, in]``, with predictions and errors.
 
-    Args:
-        outer: whether the factors will be differentiated again.
-        free: whether to use only the part of the error that is independent of the prediction.
+    ``outer``: the factors will be differentiated again. ``free``: only the part of the error that
+    is independent of the prediction is used.
     """
     calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in W]
     # Without an outer gradient, autograd records only the operations between the maps.
@@ -149,11 +152,9 @@ def _error(bias: Bias, prediction: Tensor, points: Points, *, free: bool) -> Ten
 def read_at(
     memory: Stack, W: Sequence[Tensor], x: Tensor, raw: Tensor, params: Values, each: int = 1
 ) -> Tensor:
-    """Return M(W; x) for ``x [B, H, rows, F]``.
+    """Return M(W; x) for ``x [B, H, rows, F]`` and ``W [P · each, out, in]``.
 
-    Args:
-        W: weights ``[P, out, in]``, or ``[P · each, out, in]`` for one set of weights per token,
-            with rows in order of tokens.
+    ``each`` is the number of weights per memory: 1, or one per token with rows in their order.
     """
 
     def apply(index: int, h: Tensor) -> Tensor:
@@ -181,22 +182,15 @@ class Read:
     """Weights, factors and coefficients of one map for the reads of queries.
 
     Attributes:
-        a: coefficients of W ``[P, rows, 1]``, or ``None``.
-        m: coefficients of S ``[P, rows, 1]``, or ``None``.
-        C: coefficients of the factors ``[P, rows, R]``.
-        inner: cumulative log decays per input channel, ``[P, tokens, in]``.
-        outer: cumulative log decays per output channel, ``[P, tokens, out]``.
+        table: coefficients of every read (`Table.batches`).
+        tokens: tokens with equally many reads.
         inplace: whether intermediates may be overwritten. Autograd forbids this.
     """
 
     W: Tensor
     S: Tensor | None
     factors: Factors
-    a: Tensor | None
-    m: Tensor | None
-    C: Tensor
-    inner: Tensor | None
-    outer: Tensor | None
+    table: Table
     tokens: int
     inplace: bool
 
@@ -206,46 +200,92 @@ class Read:
 
     def of(self, x: Tensor) -> Tensor:
         """Return the map's outputs ``[P, rows, out]`` at inputs ``[P, rows, in]``."""
-        if self.inner is not None or self.outer is not None:
+        table, W, S = self.table, self.W.mT, self.S
+        if table.inner is not None or table.outer is not None:
             return self._channels(x)
-        inplace, W, S = self.inplace, self.W.mT, self.S
+        inplace = self.inplace
         # Coefficients per token scale the narrower side of the product.
-        if self.a is None:
+        if table.a is None:
             z = torch.bmm(x, W)
         elif W.shape[-2] <= W.shape[-1]:
-            z = torch.bmm(x * self.a, W)
+            z = torch.bmm(x * table.a, W)
         else:
-            z = scaled(torch.bmm(x, W), self.a, inplace=inplace)
-        if self.m is not None and S is not None:
+            z = scaled(torch.bmm(x, W), table.a, inplace=inplace)
+        if table.m is not None and S is not None:
             if W.shape[-2] <= W.shape[-1]:
-                z = plus_product(z, x * self.m, S.mT, inplace=inplace)
+                z = plus_product(z, x * table.m, S.mT, inplace=inplace)
             else:
                 moved = torch.bmm(x, S.mT)
-                z = z.addcmul_(moved, self.m) if inplace else torch.addcmul(z, moved, self.m)
-        scores = scaled(torch.bmm(x, self.factors.h.mT), self.C, inplace=inplace)
-        return plus_product(z, scores, self.factors.delta, inplace=inplace)
+                z = z.addcmul_(moved, table.m) if inplace else torch.addcmul(z, moved, table.m)
+        h, C = self.factors.h, repeat_calls(table.C, self.factors)
+        return plus_product(
+            z, scaled(torch.bmm(x, h.mT), C, inplace=inplace), self.factors.delta, inplace=inplace
+        )
 
     def _channels(self, x: Tensor) -> Tensor:
         """Apply the map with decays per channel absorbed into x and h, or into δ and the result."""
-        each = x.shape[1] // self.tokens
-        now, h = x, self.factors.h
-        if self.inner is not None:
-            now = x * self.inner.exp().to(x.dtype).repeat_interleave(each, dim=1)
-        z = torch.bmm(now if self.a is None else now * self.a, self.W.mT)
-        if self.inner is None:
+        table, h, each = self.table, self.factors.h, x.shape[1] // self.tokens
+        inner, outer = table.inner, table.outer
+        now = x
+        if inner is not None:
+            now = x * inner.exp().to(x.dtype).repeat_interleave(each, dim=1)
+        z = torch.bmm(now if table.a is None else now * table.a, self.W.mT)
+        if inner is None:
             scores = torch.bmm(x, h.mT)
-        elif fits_float32_range(self.inner):
-            back = (-self.inner).exp().to(x.dtype)
+        elif fits_float32_range(inner):
+            back = (-inner).exp().to(x.dtype)
             scores = torch.bmm(
                 now, (h * back.repeat_interleave(h.shape[1] // self.tokens, dim=1)).mT
             )
         else:
-            scores = decayed_gram(x, self.inner, h, self.inner, strict=False)
-        scores = scores * self.C
-        if self.outer is None:
+            scores = decayed_gram(x, inner, h, inner, strict=False)
+        scores = scores * repeat_calls(table.C, self.factors)
+        if outer is None:
             return torch.baddbmm(z, scores, self.factors.delta)
-        z = z * self.outer.exp().to(x.dtype).repeat_interleave(each, dim=1)
-        return z + decayed_matmul(scores, self.factors.delta, self.outer)
+        z = z * outer.exp().to(x.dtype).repeat_interleave(each, dim=1)
+        return z + decayed_matmul(scores, self.factors.delta, outer)
+
+
+def repeat_calls(C: Tensor, one: Factors) -> Tensor:
+    """Repeat the coefficients ``[P, rows, R]`` for every application of a map."""
+    times = one.h.shape[1] // C.shape[-1]
+    return C if times == 1 else torch.cat([C] * times, dim=-1)
+
+
+def end_weights(end: Table, one: Factors, A: Tensor, S: Tensor | None, *, inplace: bool) -> Tensor:
+    """Return a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ of one map; ``end`` is the last row."""
+    h, delta = _weigh(one, repeat_calls(end.C, one))
+    weights = A if end.a is None else scaled(A, end.a, inplace=inplace)
+    if end.inner is not None:
+        weights, h = _absorb(weights, h, end.inner, -1)
+    if end.outer is not None:
+        weights, delta = _absorb(weights, delta, end.outer, -2)
+    if end.m is not None and S is not None:
+        add = weights.addcmul_ if inplace else weights.addcmul
+        weights = add(S, end.m)
+    return plus_product(weights, delta.mT, h, inplace=inplace)
+
+
+def end_momentum(end: Table, one: Factors, S: Tensor, *, inplace: bool) -> Tensor:
+    """Return s S° + Σ D[i] δ_i h_iᵀ of one map; ``end`` is the last row."""
+    assert end.s is not None and end.D is not None
+    h, delta = _weigh(one, repeat_calls(end.D, one))
+    return plus_product(scaled(S, end.s, inplace=inplace), delta.mT, h, inplace=inplace)
+
+
+def _weigh(one: Factors, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply the narrower of h and δ by every association's coefficient ``[P, 1, R]``."""
+    h, delta = one.h, one.delta
+    return (h * C.mT, delta) if h.shape[-1] <= delta.shape[-1] else (h, delta * C.mT)
+
+
+def _absorb(old: Tensor, rows: Tensor, total: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Decay A° and rows ``[P, R, ·]`` to the last token, over channels ``dim`` of A."""
+    end = total[:, -1:]
+    decay = end.exp().to(old.dtype)
+    rest = (end - total).exp().to(old.dtype)
+    rest = rest.repeat_interleave(rows.shape[1] // total.shape[1], dim=1)
+    return old * (decay if dim == -1 else decay.mT), rows * rest
 
 
 def read(

@@ -25,7 +25,6 @@ from recollect.engines.deep.step_coefficients import Rule, Table, tables
 from recollect.recipe.recipe import Recipe
 
 __all__ = [
-    "Columns",
     "DeepPlan",
     "Grid",
     "Layout",
@@ -70,7 +69,7 @@ class DeepPlan:
         slope: a of the error if the rate depends on the key (`Algorithm.rate`), else ``None``.
         numbers: names of the bias's gates, which are aligned with the keys.
         params: names of the memory's parameters.
-        lifts: names of the feature map's parameters.
+        param_names: names of the parameters of the memory and of the feature map.
         decodes: whether the read of a token is one table of coefficients per head.
         chain: the memory as a chain of maps, or ``None`` if `chain` does not support the recipe.
         normalizer: scales of the associations' gradients, or ``None`` without normalised steps.
@@ -91,7 +90,7 @@ class DeepPlan:
     slope: float | None
     numbers: tuple[str, ...]
     params: tuple[str, ...]
-    lifts: tuple[str, ...]
+    param_names: tuple[str, ...]
     decodes: bool
     normalizer: Normalizer | None
     widths: tuple[int, ...]
@@ -300,38 +299,20 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Coefficients of a map, batch by batch: of the reads (G rows per token) and of the boundary.
+class Segment:
+    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at equal weights.
 
     Attributes:
-        a, m, C: coefficients of the reads ``[P, n G, 1 or R]``.
-        a_end, m_end, s: coefficients of A° and S° at the boundary ``[P, 1, 1]``.
-        C_end, D: coefficients of the gradients at the boundary ``[P, R, 1]``.
-        inner, outer, scale: fields of `Table`, ``[P, ...]``.
+        points: associations by batch.
+        queries: features and raw queries by batch.
+        tables: coefficients of the reads and of the end, by map and batch (`Table.batches`).
     """
-
-    a: Sequence[Tensor | None]
-    m: Sequence[Tensor | None]
-    C: Sequence[Tensor]
-    a_end: Sequence[Tensor | None]
-    m_end: Sequence[Tensor | None]
-    C_end: Sequence[Tensor]
-    s: Sequence[Tensor | None]
-    D: Sequence[Tensor | None]
-    inner: Sequence[Tensor | None]
-    outer: Sequence[Tensor | None]
-    scale: Sequence[Tensor | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at equal weights."""
 
     start: int
     stop: int
     points: Sequence[Points]
     queries: Sequence[tuple[Tensor, Tensor]]
-    columns: Sequence[Columns]
+    tables: Sequence[tuple[Sequence[Table], Sequence[Table]]]
 
 
 def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segment:
@@ -354,6 +335,12 @@ def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segme
         )
         for n in range(N)
     ]
+    map_tables: list[tuple[list[Table], list[Table]]] = []
+    if method.execution_mode != "tokens":
+        numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
+        gamma = layout.gamma[:, :, start:stop]
+        of_maps = tables(method.rule, method.maps, numbers, gamma, start=start)
+        map_tables = [table.batches(G) for table in of_maps]
     x = layout.x[:, :, :, start * G : stop * G].unbind(0)
     raw_queries = x
     if layout.raw is not None:
@@ -363,7 +350,7 @@ def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segme
         stop=stop,
         points=points,
         queries=list(zip(x, raw_queries, strict=True)),
-        columns=[] if method.execution_mode == "tokens" else _columns(method, layout, start, stop),
+        tables=map_tables,
     )
 
 
@@ -382,47 +369,3 @@ def _representable_targets(
     return (
         method.normalizer.representable_target(v, raw, layout.params).unflatten(0, (N, B)).unbind(0)
     )
-
-
-def _columns(method: DeepPlan, layout: Layout, start: int, stop: int) -> list[Columns]:
-    G, none = layout.G, (None,) * layout.x.shape[0]
-    numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
-    gamma = layout.gamma[:, :, start:stop]
-    map_tables = tables(method.rule, method.maps, numbers, gamma, start=start)
-    memo: dict[int, Columns] = {}
-
-    def each(x: Tensor | None) -> Sequence[Tensor | None]:
-        return none if x is None else x.unbind(0)
-
-    def rows(x: Tensor | None) -> Tensor | None:
-        return x if x is None or G == 1 else x.repeat_interleave(G, dim=2)
-
-    def shared(table: Table) -> Columns:
-        a, m, s, D = (
-            None if x is None else x.unsqueeze(-1) for x in (table.a, table.m, table.s, table.D)
-        )
-        C = rows(table.C)
-        assert C is not None
-        return Columns(
-            a=each(rows(a)),
-            m=each(rows(m)),
-            C=C.unbind(0),
-            a_end=each(None if a is None else a[:, :, -1:]),
-            m_end=each(None if m is None else m[:, :, -1:]),
-            C_end=table.C[:, :, -1].unsqueeze(-1).unbind(0),
-            s=each(None if s is None else s.unsqueeze(-1)),
-            D=each(D),
-            inner=none,
-            outer=none,
-            scale=none,
-        )
-
-    columns: list[Columns] = []
-    for table in map_tables:
-        if id(table.C) not in memo:
-            memo[id(table.C)] = shared(table)
-        fields = {"inner": table.inner, "outer": table.outer, "scale": table.scale}
-        of_map = {name: x.unbind(0) for name, x in fields.items() if x is not None}
-        one = memo[id(table.C)]
-        columns.append(replace(one, **of_map) if of_map else one)
-    return columns

@@ -57,32 +57,18 @@ class Normalizer:
         return cls(memory=recipe.memory, retention=retention, target=target, builds=builds)
 
     def representable_target(self, v: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """Return `nearest_output_value` of ``v``, the target of a normalised step.
-
-        Args:
-            v: values ``[B, H, R, V]``.
-            raw: keys before the feature map.
-            params: parameters of the memory.
-        """
+        """Return `nearest_output_value` of ``v [B, H, R, V]``, the target of a normalised step."""
         return nearest_output_value(self.memory, self.target * v, raw, params)
 
     def shares(
         self,
         slopes: Slopes,
         points: Points,
-        A: Sequence[Tensor],
+        A: Sequence[Tensor],  # dual weights of W°, [P, out, in]
         params: Mapping[str, Tensor],
-        numbers: Mapping[str, Tensor],
+        numbers: Mapping[str, Tensor],  # hyperparameters of the link, [B, H, 1, 1]
     ) -> Tensor:
-        """Return ρ ``[P, R]``.
-
-        Args:
-            slopes: factors, predictions and errors of the associations.
-            points: the associations.
-            A: dual weights of W°, ``[P, out, in]``.
-            params: parameters of the memory.
-            numbers: hyperparameters of the link, ``[B, H, 1, 1]`` by name.
-        """
+        """Return ρ ``[P, R]``."""
         B, H, R = slopes.error.shape[:3]
         gain: Tensor | None = None
         for a, one in zip(A, slopes.factors, strict=True):

@@ -16,27 +16,23 @@ h, δ and the read instead. A window then needs one column per pair of step and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from recollect.choices.memory.base import LinearMap
-from recollect.choices.runtime import cached_constant
 from recollect.engines.common.coefficients import cumulative_log_decay, flush_subnormals, products
 
 __all__ = [
-    "PerMapValue",
-    "Row",
     "Rule",
     "Table",
-    "added",
-    "advance",
     "band",
+    "decay_factors",
     "paired",
     "per_map",
-    "row_of",
+    "sum_of",
     "tables",
     "window_rows",
 ]
@@ -61,7 +57,7 @@ class Rule:
     pairs: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: created for every decoded token
 class Table:
     """Coefficients of one map over n tokens and R columns, for batches ``[N, P]`` (P = B·H).
 
@@ -86,55 +82,69 @@ class Table:
     outer: Tensor | None = None
     scale: Tensor | None = None
 
+    def batches(self, G: int) -> tuple[list[Table], list[Table]]:
+        """Return the tables of single batches: of all G reads per token, and of the end.
 
-@dataclass(kw_only=True)
-class PerMapValue:
-    """Hyperparameter of one map: per token, per input or output channel, or per entry."""
-
-    scalar: Tensor | None = None
-    inner: Tensor | None = None
-    outer: Tensor | None = None
-    entry: Tensor | None = None
-
-    def matrix(self, n: int, t: int) -> Tensor:
-        """Return the value of one token as a factor ``[P, out or 1, in or 1]``."""
-        shaped = (
-            None if self.scalar is None else self.scalar[n, :, t, None, None],
-            None if self.inner is None else self.inner[n, :, t, None, :],
-            None if self.outer is None else self.outer[n, :, t, :, None],
-            None if self.entry is None else self.entry[n, :, t],
+        They have a and m ``[P, rows, 1]``, C ``[P, rows, R]``, s ``[P, 1, 1]`` and D ``[P, 1, R]``.
+        The end is one row.
+        """
+        a, m = (None if x is None else x.unsqueeze(-1) for x in (self.a, self.m))
+        a_end, m_end, C_end = (None if x is None else x[:, :, -1:] for x in (a, m, self.C))
+        s = None if self.s is None else self.s[..., None, None]
+        D = None if self.D is None else self.D.unsqueeze(-2)
+        rows = {"a": a, "m": m, "C": self.C}
+        if G > 1:
+            rows = {name: x.repeat_interleave(G, 2) for name, x in rows.items() if x is not None}
+        channels = {"inner": self.inner, "outer": self.outer, "scale": self.scale}
+        return (
+            _batches({**rows, **channels}),
+            _batches({"a": a_end, "m": m_end, "C": C_end, "s": s, "D": D, **channels}),
         )
-        first, *rest = [x for x in shaped if x is not None]
-        return sum(rest, first)
-
-    def add(self, other: PerMapValue) -> PerMapValue:
-        """Return the sum of two log decays."""
-        pairs = ((self.scalar, other.scalar), (self.inner, other.inner), (self.outer, other.outer))
-        scalar, inner, outer = (b if a is None else a if b is None else a + b for a, b in pairs)
-        return PerMapValue(scalar=scalar, inner=inner, outer=outer)
 
 
-def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[PerMapValue]:
+def _batches(fields: Mapping[str, Tensor | None]) -> list[Table]:
+    """Return one table per batch from fields ``[N, ...]``."""
+    # A single call creates the views of all batches, and autograd stacks their gradients once.
+    views = {name: x.unbind(0) for name, x in fields.items() if x is not None}
+    absent: dict[str, Any] = {"a": None, "m": None}
+    columns = zip(*views.values(), strict=True)
+    return [Table(**{**absent, **dict(zip(views, xs, strict=True))}) for xs in columns]
+
+
+def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[Tensor]:
     """Distribute a hyperparameter ``[N, P, n]``, ``[.., channels]`` or ``[.., out, in]`` to maps.
 
-    Channels over ``"key"`` act on the inputs of the first maps, and a bias column takes their mean.
-    Channels over ``"value"`` act on the outputs of the last map. Every other map takes the mean of
-    the channels.
+    The results are factors ``[N, P, n, out or 1, in or 1]``. Channels over ``"key"`` act on the
+    inputs of the first maps, and a bias column takes their mean. Channels over ``"value"`` act on
+    the outputs of the last map. Every other map takes the mean of the channels.
     """
-    values: list[PerMapValue] = []
+    if x.dim() == 5:
+        return [x] * len(maps)
+    scalar = (x if x.dim() == 3 else x.mean(-1))[..., None, None]
+    if x.dim() == 3:
+        return [scalar] * len(maps)
+    values: list[Tensor] = []
     for one in maps:
-        if x.dim() == 3:
-            values.append(PerMapValue(scalar=x))
-        elif x.dim() == 5:
-            values.append(PerMapValue(entry=x))
-        elif side == "key" and one.reads_features:
-            inner = torch.cat([x, x.mean(-1, keepdim=True)], dim=-1) if one.bias else x
-            values.append(PerMapValue(inner=inner))
-        elif side == "value" and one.is_output:
-            values.append(PerMapValue(outer=x))
+        if side == "key" and one.reads_features:
+            inner = torch.cat([x, scalar[..., 0]], dim=-1) if one.bias else x
+            values.append(inner.unsqueeze(-2))
         else:
-            values.append(PerMapValue(scalar=x.mean(-1)))
+            is_output = side == "value" and one.is_output
+            values.append(x.unsqueeze(-1) if is_output else scalar)
     return values
+
+
+def sum_of(factors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of at least one factor ``[..., out or 1, in or 1]``."""
+    first, *rest = factors
+    return sum(rest, first)
+
+
+def _cumulative(factors: Sequence[Tensor], channels: int) -> Tensor | None:
+    """Return the cumulative log decays over the channels of dim −1 or −2 of the factors."""
+    other = -3 - channels
+    logs = [x.squeeze(other) for x in factors if x.shape[channels] > 1 and x.shape[other] == 1]
+    return cumulative_log_decay(sum_of(logs), -2) if logs else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,29 +180,23 @@ class _Parts:
 def tables(
     rule: Rule,
     maps: Sequence[LinearMap],
-    numbers: Mapping[str, Tensor],
-    gamma: Tensor,
+    numbers: Mapping[str, Tensor],  # hyperparameters of the step by name, [N, P, n, ...]
+    gamma: Tensor,  # [N, P, n, c]
     *,
     start: int,
 ) -> list[Table]:
-    """Return the coefficients of every map.
+    """Return the coefficients of every map for tokens from ``start`` of their inner batch.
 
-    Args:
-        numbers: hyperparameters of the step by name, ``[N, P, n, ...]``.
-        gamma: window weights ``[N, P, n, c]``. Entry m of row t weights association t − m, and is 0
-            if there is no association.
-        start: position of the first token in its inner batch, from 0.
+    Entry m of row t of ``gamma`` weights association t − m, and is 0 if there is no association.
     """
     c = gamma.shape[-1]
     theta = numbers.get("momentum") if rule.slot else None
-    decays: list[PerMapValue] = [PerMapValue() for _ in maps]
-    if "log_decay" in numbers:
-        decays = per_map(numbers["log_decay"], rule.side, maps)
-    if "log_decay_value" in numbers:
-        rows = per_map(numbers["log_decay_value"], "value", maps)
-        decays = [a.add(b) for a, b in zip(decays, rows, strict=True)]
-    logs = {id(decay.scalar): decay.scalar for decay in decays if decay.scalar is not None}
-    alphas = {key: x.exp() for key, x in logs.items()}
+    decays = decay_factors(rule, maps, numbers)
+    # Maps with the same decay per head share their coefficients.
+    per_head = [[x for x in factors if x.shape[-2:] == (1, 1)] for factors in decays]
+    keys = [tuple(map(id, factors)) for factors in per_head]
+    logs = {key: factors for key, factors in zip(keys, per_head, strict=True) if factors}
+    alphas = {key: sum_of(factors)[..., 0, 0].exp() for key, factors in logs.items()}
     gates = [*alphas.values(), *([] if theta is None else [theta])]
     # A single call for all gates: at small sizes every operation costs the same.
     cumulative = products(torch.stack(gates)).unbind(0) if len(gates) > 1 else map(products, gates)
@@ -205,33 +209,36 @@ def tables(
         theta=last,
         tau=_tau(numbers["offset"], start) if rule.mean else None,
     )
-    ones = gamma.new_ones(()).expand(gamma.shape[:-1])
-    rates = per_map(numbers.get("lr", ones), "value", maps)
-    shared: dict[tuple[int, int], Table] = {}
+    rates = per_map(numbers["lr"], "value", maps) if "lr" in numbers else [None] * len(maps)
+    shared: dict[tuple[object, ...], Table] = {}
     map_tables: list[Table] = []
-    for decay, rate in zip(decays, rates, strict=True):
-        key = (id(decay.scalar), id(rate.scalar))
-        if key not in shared:
-            first = None if decay.scalar is None else alphas[key[0]][..., :1]
-            shared[key] = _table(parts, first, P.get(key[0]), rate.scalar)
-        table = shared[key]
-        scale = rate.outer
-        if scale is not None:
+    for factors, key, rate in zip(decays, keys, rates, strict=True):
+        eta, scale = None, None
+        if rate is not None and rate.shape[-2] == 1:
+            eta = rate[..., 0, 0]
+        elif rate is not None:
+            scale = rate.squeeze(-1)
             scale = scale.repeat_interleave(c, dim=-2) if rule.pairs else scale
             scale = torch.cat([scale, scale], dim=-2) if rule.splits else scale
-        map_tables.append(
-            Table(
-                a=table.a,
-                m=table.m,
-                C=table.C,
-                s=table.s,
-                D=table.D,
-                inner=None if decay.inner is None else cumulative_log_decay(decay.inner, -2),
-                outer=None if decay.outer is None else cumulative_log_decay(decay.outer, -2),
-                scale=scale,
-            )
-        )
+        same = (key, eta is None or id(rate))
+        if same not in shared:
+            first = alphas[key][..., :1] if key else None
+            shared[same] = _table(parts, first, P.get(key), eta)
+        inner, outer = _cumulative(factors, -1), _cumulative(factors, -2)
+        map_tables.append(replace(shared[same], inner=inner, outer=outer, scale=scale))
     return map_tables
+
+
+def decay_factors(
+    rule: Rule, maps: Sequence[LinearMap], numbers: Mapping[str, Tensor]
+) -> list[list[Tensor]]:
+    """Return the log decays of every map, as the factors of `per_map` whose sum they are."""
+    decays: list[list[Tensor]] = [[] for _ in maps]
+    for name, side in (("log_decay", rule.side), ("log_decay_value", "value")):
+        if name in numbers:
+            for factors, x in zip(decays, per_map(numbers[name], side, maps), strict=True):
+                factors.append(x)
+    return decays
 
 
 def _table(parts: _Parts, first: Tensor | None, P: Tensor | None, lr: Tensor | None) -> Table:
@@ -292,81 +299,3 @@ def paired(x: Tensor, n: int, c: int) -> Tensor:
     """Gather pairs of step and association of every stream."""
     parts = [window_rows(part, n, c) for part in x.split(n + c - 1, dim=1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-# -- one token ------------------------------------------------------------------------------------
-
-
-@dataclass  # not frozen: created for every decoded token
-class Row:
-    """Coefficients after one token, ``[P, 1 + n]``, or ``[P, 2 + n]`` with momentum.
-
-    Columns are A°, then S° with momentum, then the n associations of the batch.
-
-    Attributes:
-        C: coefficients of A.
-        D: coefficients of S, or ``None`` without momentum. For averages, the sums ``[P, n]``.
-        both: C and D as one tensor ``[P, 2, ·]``, if they share one.
-    """
-
-    C: Tensor
-    D: Tensor | None = None
-    both: Tensor | None = None
-
-
-def _starts(P: int, size: int) -> Tensor:
-    """Return C, and D with momentum, before the first token of a batch: ``[size, P, size]``."""
-    return torch.eye(size).unsqueeze(1).repeat(1, P, 1)
-
-
-def advance(
-    row: Row | None, new: Tensor, theta: Tensor | None, alpha: Tensor | None, *, first: bool
-) -> Row:
-    """Advance the coefficients by one token: D = θ D − η γ and C = α C + D.
-
-    Args:
-        row: coefficients after the previous token, or ``None`` before the first of a batch.
-        new: −η γ of the window's associations, oldest first, ``[P, c]``.
-        theta: θ ``[P, 1]``, or ``None`` without momentum.
-        alpha: α ``[P, 1]``, or ``None`` without decay.
-        first: whether the token is the first of its batch.
-    """
-    if row is None:
-        P, size = new.shape[0], 1 + (theta is not None)
-        row = Row(*cached_constant(_starts, P, size, device=new.device, dtype=new.dtype))
-    C, D = row.C, row.D
-    if D is None or theta is None:
-        return Row(C=added(C if alpha is None else C * alpha, new, first=first))
-    D = D * theta
-    C = C + D if alpha is None else torch.addcmul(D, C, alpha)
-    if first or new.shape[-1] == 1:
-        both = torch.cat([C, new, D, new], dim=-1).view(C.shape[0], 2, -1)  # a single operation
-        C, D = both.unbind(1)
-        return Row(C=C, D=D, both=both)
-    return Row(C=added(C, new, first=first), D=added(D, new, first=first))
-
-
-def added(row: Tensor, new: Tensor, *, first: bool) -> Tensor:
-    """Append a column to a row and add weights to its last c columns.
-
-    Args:
-        row: coefficients of the earlier associations, ``[P, n]``.
-        new: weights of the window ``[P, c]``.
-        first: whether the token is the first of its batch, which adds c columns.
-    """
-    if first or new.shape[-1] == 1:
-        return torch.cat([row, new], dim=-1)
-    return pad(row, (0, 1)) + pad(new, (row.shape[-1] + 1 - new.shape[-1], 0))
-
-
-def row_of(table: Table) -> Row:
-    """Return the coefficients after the last token of the table of one batch."""
-    C = table.C[0, :, -1]
-    a = torch.ones_like(C[:, :1]) if table.a is None else table.a[0, :, -1:]
-    if table.m is None or table.s is None or table.D is None:
-        return Row(C=torch.cat([a, C], dim=-1))
-    s = table.s[0].unsqueeze(-1)
-    return Row(
-        C=torch.cat([a, table.m[0, :, -1:], C], dim=-1),
-        D=torch.cat([torch.zeros_like(s), s, table.D[0]], dim=-1),
-    )
