@@ -305,6 +305,22 @@ def test_the_family_reaches_both_ends() -> None:
     assert errors[-1] < 1e-6  # K steps are exact but for rounding
 
 
+@pytest.mark.parametrize("method", ["reference", "least_squares"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_conjugate_gradient_steps_minimise_over_a_krylov_space(steps: int, method: str) -> None:
+    """z = argmin ½ zᵀA z − qᵀz over the span of q, A q, …: the error's A-norm is the smallest."""
+    q, k, v = Q[:1, :9, :1], KEYS[:1, :9, :1], VALUES[:1, :9, :1]
+    algorithm = Preconditioned(steps=steps, ridge=0.5)
+    y = rc.recall(rc.Recipe(context=Prefix(), algorithm=algorithm), q, k, v, engine=method)[0]
+    for t in range(9):
+        keys, query = k[0, : t + 1, 0], q[0, t, 0]
+        A = keys.T @ keys + 0.5 * torch.eye(K, dtype=torch.float64)
+        powers = [torch.linalg.matrix_power(A, i) @ query for i in range(min(steps, t + 2))]
+        basis = torch.linalg.qr(torch.stack(powers, dim=1))[0]
+        z = basis @ torch.linalg.solve(basis.T @ A @ basis, basis.T @ query)
+        assert error(y[0, t, 0], v[0, : t + 1, 0].T @ keys @ z) < TOL
+
+
 def test_powers_against_an_eigendecomposition_of_each_prefix() -> None:
     q, k, v = Q[:1, :9, :1], KEYS[:1, :9, :1], VALUES[:1, :9, :1]
     for kind in ("diagonal", "spectral"):

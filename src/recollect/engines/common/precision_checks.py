@@ -42,46 +42,37 @@ MAX_RELATIVE_ERROR = 2e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Unresolved:
-    """The first estimate that exceeds the maximum relative error.
+    """The first estimate that exceeds the maximum relative error."""
 
-    Attributes:
-        index: Index of the estimate along the first axis.
-        row: Batch element.
-        head: Head.
-        worst: Estimated relative error.
-    """
-
-    index: int
-    row: int
+    index: int  # along the first axis of the estimates
+    row: int  # batch element
     head: int
     worst: float
 
 
-def estimate_relative_error(G: Tensor, P: Tensor, raised: Tensor) -> Tensor:
-    """Return the estimated relative error of W, ``[...]``.
+def estimate_relative_error(
+    G: Tensor,  # [..., F, F]
+    P: Tensor,  # [..., F, F], inverse of G
+    raised: Tensor,  # [...], the smallest ridge if the ridge was raised to it, else 0
+) -> Tensor:
+    """Return the estimated relative error of W, ``[...]``."""
+    g, p = (x.diagonal(dim1=-2, dim2=-1) for x in (G, P))
+    eps = torch.finfo(G.dtype).eps
+    if G.dtype == torch.float64:
+        rounding = 5 * eps * g.mean(-1) * p.mean(-1)
+    else:  # decides between float32 and float64: rescaling the features changes nothing
+        rounding = 16 * eps * (g * p).mean(-1)
+    return torch.maximum(rounding, raised * p.sum(-1))
 
-    Args:
-        G, P: System and its inverse ``[..., F, F]``.
-        raised: Smallest ridge that the dtype resolves if the ridge was raised to it, else 0,
-            ``[...]``.
+
+def per_token_relative_error(A: Tensor, L: Tensor) -> Tensor:  # [..., C, C], A = L Lᵀ -> [..., C]
+    """Return the estimated relative error per token inside a chunk.
+
+    The estimate is the cancellation in L's diagonal: earlier tokens reduce A's diagonal to the
+    square of L's diagonal, but not the rounding errors of A.
     """
-    size, inverse = (x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (G, P))
-    rounding = 5 * torch.finfo(G.dtype).eps * size * inverse / G.shape[-1] ** 2
-    return torch.maximum(rounding, raised * inverse)
-
-
-def per_token_relative_error(A: Tensor, half: Tensor) -> Tensor:
-    """Return the estimated relative error per token ``[..., C]`` inside a chunk.
-
-    The estimate is the cancellation in the diagonal of the Cholesky factor L of A: earlier tokens
-    reduce A's diagonal to the square of L's diagonal, but not the rounding errors of A.
-
-    Args:
-        A: L Lᵀ, ``[..., C, C]``.
-        half: L⁻¹, ``[..., C, C]``.
-    """
-    remaining = half.diagonal(dim1=-2, dim2=-1).square() * A.diagonal(dim1=-2, dim2=-1)
-    return torch.finfo(A.dtype).eps * remaining
+    remaining = A.diagonal(dim1=-2, dim2=-1) / L.diagonal(dim1=-2, dim2=-1).square()
+    return (1 if A.dtype == torch.float64 else 12) * torch.finfo(A.dtype).eps * remaining
 
 
 def first_unresolved(relative_error: Tensor) -> Unresolved | None:

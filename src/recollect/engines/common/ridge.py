@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Inverse
+from recollect.engines.common.conjugate_gradient import conjugate_gradient
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 
@@ -17,21 +18,13 @@ __all__ = ["RidgeStatistics", "apply_approximate_inverse", "initial_ridge", "wei
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeStatistics:
-    """Sufficient statistics of the past.
+    """Sufficient statistics of the past."""
 
-    Attributes:
-        gram: D ``[B, H, F, F]``.
-        residual: E ``[B, H, V, F]``.
-        ridge_share: Ratio ρ_t / λ, ``[B, H]``.
-        origin: W_0 ``[B, H, V, F]``.
-        ridge: λ ``[B, H, F]``.
-    """
-
-    gram: Tensor
-    residual: Tensor
-    ridge_share: Tensor
-    origin: Tensor
-    ridge: Tensor
+    gram: Tensor  # D [B, H, F, F]
+    residual: Tensor  # E [B, H, V, F]
+    ridge_share: Tensor  # ρ_t / λ [B, H]
+    origin: Tensor  # W_0 [B, H, V, F]
+    ridge: Tensor  # λ [B, H, F]
 
     @property
     def rho(self) -> Tensor:
@@ -54,10 +47,6 @@ def weighted_associations(
     """Return φ(k), v and w ``[B, T, H, ·]`` of the associations in ½ w ‖W φ(k) − v‖².
 
     An error a·prediction − b·value gives this objective with weight a·w and value (b/a)·v.
-
-    Args:
-        problem: The call.
-        position: Its ``positions()``, if already computed.
     """
     affine = problem.recipe.bias.affine
     assert affine is not None and affine[0] > 0  # required by the algorithm
@@ -85,15 +74,4 @@ def apply_approximate_inverse(inverse: Inverse, now: RidgeStatistics, q: Tensor)
     system = now.gram + torch.diag_embed(now.ridge)
     if kind == "spectral":
         return q @ inverse_power(system, power)
-    z, r, p = torch.zeros_like(q), q, q
-    size = r.square().sum(-1, keepdim=True)
-    for _ in range(inverse.steps):
-        product = p @ system
-        curve = (p * product).sum(-1, keepdim=True)
-        positive = curve > 0
-        alpha = torch.where(positive, size / torch.where(positive, curve, 1.0), 0.0)
-        z, r = z + alpha * p, r - alpha * product
-        next_size = r.square().sum(-1, keepdim=True)
-        p = r + torch.where(size > 0, next_size / torch.where(size > 0, size, 1.0), 0.0) * p
-        size = next_size
-    return z
+    return conjugate_gradient(lambda p: p @ system, q, steps=inverse.steps)[0]

@@ -26,6 +26,7 @@ from torch import Tensor
 from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.context.weights import VisibleAssociations
 from recollect.choices.runtime import cached_constant, can_read_values
+from recollect.engines.common.conjugate_gradient import conjugate_gradient
 
 __all__ = ["Fit", "Shares", "Shift", "conjugate_gradients", "iterative"]
 
@@ -103,7 +104,7 @@ def iterative(
     degree: int,
     shares: Shares,
     ridge: float,
-    solutions: Tensor,
+    solutions: Tensor,  # x of every query [B, H, G, T, D], an output unless `solved`
     *,
     solved: bool,
 ) -> Fit:
@@ -188,37 +189,22 @@ class _Inverse(CustomFunction):
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
-    """Solve A x = right for many symmetric positive definite systems at once, ``[..., D]``.
+    """Solve A x = right ``[..., D]`` until each residual reaches rounding.
 
-    Each system stops when its residual reaches rounding. In exact arithmetic D steps suffice. If
-    values cannot be read without synchronisation, all steps run, and converged systems step by 0.
+    In exact arithmetic D steps suffice.
     """
-    eps = torch.finfo(right.dtype).eps
-    x, r = torch.zeros_like(right), right.clone()
-    p, size = r.clone(), r.square().sum(-1, keepdim=True)
-    goal = size * (8 * eps) ** 2
-    limit = 2 * right.shape[-1] + 20
-    least_size, best = size.clone(), x.clone()
-    for step in range(limit):
-        if step % 4 == 0 and can_read_values(right) and not bool((least_size > goal).any()):
-            break
-        moving = least_size > goal
-        Ap = product(p)
-        curve = (p * Ap).sum(-1, keepdim=True)
-        pace = torch.where(moving & (curve > 0), size / torch.where(curve > 0, curve, 1.0), 0.0)
-        x, r = x + pace * p, r - pace * Ap
-        new = r.square().sum(-1, keepdim=True)
-        p = r + torch.where(moving, new / torch.where(size > 0, size, 1.0), 0.0) * p
-        size = new
-        better = new < least_size
-        best, least_size = torch.where(better, x, best), torch.where(better, new, least_size)
+    readable, limit = can_read_values(right), 2 * right.shape[-1] + 20
+    tolerance = 8 * torch.finfo(right.dtype).eps
+    x, size, _ = conjugate_gradient(
+        product, right, steps=limit, tolerance=tolerance, check_every=4 if readable else 0
+    )
     # A residual at the level of rounding is no failure, but a residual of a thousandth is.
-    bad = least_size > right.square().sum(-1, keepdim=True) * 1e-6
-    if can_read_values(right) and bool(bad.any()):
+    bad = size > right.square().sum(-1, keepdim=True) * 1e-6
+    if readable and bool(bad.any()):
         warnings.warn(
             f"local regression: {int(bad.sum())} queries did not converge in {limit} steps of "
             "conjugate gradients: use a larger ridge in algorithm.Analytic",
             RuntimeWarning,
             stacklevel=2,
         )
-    return best
+    return x

@@ -16,34 +16,36 @@ from recollect.engines.common.precision_checks import RESET_LOG_DECAY
 from recollect.engines.common.problem import Problem
 
 __all__ = [
-    "CHUNK",
     "DecayStats",
     "SlotLayout",
     "candidate_chunk_sizes",
     "decay_stats",
+    "default_chunk",
     "gather_tokens",
     "safe_chunk_size",
     "scatter_tokens",
     "slot_layout",
 ]
 
-CHUNK, MIN_CHUNK = 64, 8
-"""Default number of tokens per chunk; and the smallest number in float32."""
+MIN_CHUNK = 8
+"""Smallest number of tokens per chunk in float32."""
+
+
+def default_chunk(features: int) -> int:
+    """Return the default number of tokens per chunk.
+
+    In a chunk longer than there are features, the last tokens lose digits next to a small ridge.
+    """
+    return min(64, max(32, features))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecayStats:
-    """Statistics that determine the chunks and the dtype of a call.
-
-    Attributes:
-        has_resets: whether any token resets the memory.
-        spans_aligned: whether the first token of every batch element starts a span.
-        max_decay: number of consecutive tokens to their largest total log decay, without resets.
-    """
+    """Statistics that determine the chunks and the dtype of a call."""
 
     has_resets: bool
-    spans_aligned: bool
-    max_decay: Mapping[int, float]
+    spans_aligned: bool  # whether the first token of every batch element starts a span
+    max_decay: Mapping[int, float]  # n -> largest total log decay of n tokens, without resets
 
 
 def decay_stats(
@@ -84,18 +86,12 @@ def safe_chunk_size(stats: DecayStats, tokens: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
-    """Assignment of tokens to slots, some of which stay empty.
-
-    Attributes:
-        chunk: C. slots: number of slots.
-        slot_index: ``[B, T]`` slot of each token, or ``None`` for the order of the tokens.
-        span_ends: ``[n, B]``, whether a chunk ends a span; ``None`` without spans.
-    """
+    """Assignment of tokens to slots, some of which stay empty."""
 
     chunk: int
     slots: int
-    slot_index: Tensor | None = None
-    span_ends: Tensor | None = None
+    slot_index: Tensor | None = None  # [B, T], or None for the order of the tokens
+    span_ends: Tensor | None = None  # [n, B], whether a chunk ends a span; None without spans
 
     def last_token(self, element: int, chunks: int, tokens: int) -> int:
         """Return the index of the last of the first ``tokens`` tokens in the first ``chunks``."""
@@ -106,14 +102,13 @@ class SlotLayout:
 
 
 def slot_layout(
-    problem: Problem, tokens: int, *, interval: int, stats: DecayStats | None
+    problem: Problem,
+    tokens: int,
+    *,
+    interval: int,  # tokens of a span, 0 for none
+    stats: DecayStats | None,  # None if values cannot be read: shapes then bound the slots
 ) -> SlotLayout:
-    """Divide a call into chunks of at most ``tokens`` tokens.
-
-    Args:
-        interval: tokens of a span, 0 for none.
-        stats: ``None`` if values cannot be read; shapes then bound the number of slots.
-    """
+    """Divide a call into chunks of at most ``tokens`` tokens."""
     T = problem.k.shape[1]
     # Divide a span evenly.
     chunk = min(T, -(-interval // -(-interval // tokens)) if interval else tokens)

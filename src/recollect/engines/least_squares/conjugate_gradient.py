@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.runtime import has_data
+from recollect.engines.common.conjugate_gradient import conjugate_gradient, safe_divide
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.ridge import initial_ridge, weighted_associations
@@ -238,7 +239,7 @@ def _apply_inverse(inverse: Inverse, systems: _PrefixSystems, q: Tensor) -> Tens
     if inverse.kind == "spectral":
         return _spectral(systems, q, inverse.power)
     if inverse.kind == "conjugate_gradient":
-        return _cg_fixed_steps(systems.system, q, inverse.steps)
+        return conjugate_gradient(systems.system, q, steps=inverse.steps)[0]
     eps = torch.finfo(q.dtype).eps
     recorder = _RECORDER.get() or _Recorder()
     tolerance = recorder.tolerance or (1e-5 if eps > 1e-10 else 1e-12)
@@ -246,55 +247,15 @@ def _apply_inverse(inverse: Inverse, systems: _PrefixSystems, q: Tensor) -> Tens
     inputs = systems.differentiable()
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs)):
         return _Solve.apply(systems, tolerance, limit, q, *inputs)
-    return _cg_to_tolerance(systems.system, q, tolerance, limit)
+    return _solve(systems.system, q, tolerance, limit)
 
 
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x * y).sum(-1, keepdim=True)
-
-
-def _safe_divide(x: Tensor, y: Tensor) -> Tensor:
-    """Return x/y, or 0 if y is not positive."""
-    positive = y > 0
-    return torch.where(positive, x / torch.where(positive, y, 1.0), 0.0)
-
-
-def _cg_fixed_steps(system: Callable[[Tensor], Tensor], q: Tensor, steps: int) -> Tensor:
-    """Run a fixed number of conjugate-gradient steps from 0, differentiable through each."""
-    z, r, p = torch.zeros_like(q), q, q
-    size = _dot(r, r)
-    for remaining in reversed(range(steps)):
-        product = system(p)
-        alpha = _safe_divide(size, _dot(p, product))
-        z = z + alpha * p
-        if remaining:
-            r = r - alpha * product
-            new_size = _dot(r, r)
-            p = r + _safe_divide(new_size, size) * p
-            size = new_size
-    return z
-
-
-def _cg_to_tolerance(
-    system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limit: int
-) -> Tensor:
+def _solve(system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limit: int) -> Tensor:
     """Iterate until ‖system(z) − q‖ ≤ tolerance ‖q‖ for every token, or to the limit."""
     if not has_data(q):  # without data only the shape matters
         return system(q)
-    z, r, p = torch.zeros_like(q), q.clone(), q.clone()
-    size = _dot(r, r)
-    threshold = tolerance**2 * size
-    count, unsolved = 0, size > threshold
-    while count < limit and bool(unsolved.any()):
-        product = system(p)
-        alpha = torch.where(unsolved, _safe_divide(size, _dot(p, product)), 0.0)
-        z.addcmul_(alpha, p)
-        r.addcmul_(alpha, product, value=-1)
-        new_size = _dot(r, r)
-        p = torch.addcmul(r, torch.where(unsolved, _safe_divide(new_size, size), 0.0), p)
-        size, count = new_size, count + 1
-        unsolved = size > threshold
-    _report(size, threshold, tolerance, count, limit)
+    z, size, count = conjugate_gradient(system, q, steps=limit, tolerance=tolerance, check_every=1)
+    _report(size, tolerance**2 * q.square().sum(-1, keepdim=True), tolerance, count, limit)
     return z
 
 
@@ -305,7 +266,7 @@ def _report(size: Tensor, threshold: Tensor, tolerance: float, count: int, limit
     if recorder is None and not unsolved:
         return
     ratio = (
-        _safe_divide(size, threshold).sqrt().max() * tolerance
+        safe_divide(size, threshold).sqrt().max() * tolerance
         if size.numel()
         else size.new_zeros(())
     )
@@ -340,7 +301,7 @@ class _Solve(CustomFunction):
     def forward(
         ctx: Any, systems: _PrefixSystems, tolerance: float, limit: int, q: Tensor, *inputs: Tensor
     ) -> Tensor:
-        z = _cg_to_tolerance(systems.system, q, tolerance, limit)
+        z = _solve(systems.system, q, tolerance, limit)
         ctx.systems = systems.with_tensors(tuple(x.detach() for x in inputs))
         ctx.limits = (tolerance, limit)
         ctx.save_for_backward(z, *inputs)
@@ -350,7 +311,7 @@ class _Solve(CustomFunction):
     @once_differentiable("a constant ridge solved by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = saved
-        u = _cg_to_tolerance(ctx.systems.system, grads[0].contiguous(), *ctx.limits)
+        u = _solve(ctx.systems.system, grads[0].contiguous(), *ctx.limits)
         needs = ctx.needs_input_grad[4:]
         leaves = tuple(
             x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)

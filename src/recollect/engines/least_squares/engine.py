@@ -30,10 +30,10 @@ from recollect.engines.common.precision_checks import (
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.least_squares.chunking import (
-    CHUNK,
     SlotLayout,
     candidate_chunk_sizes,
     decay_stats,
+    default_chunk,
     gather_tokens,
     safe_chunk_size,
     scatter_tokens,
@@ -140,7 +140,7 @@ class LeastSquaresEngine(Engine):
         inverse = algorithm.inverse
         assert inverse is not None  # unsupported_reasons
         if inverse.is_recursive:
-            C = min(64, T)
+            C = min(default_chunk(F), T)
             N = -(-T // C) if T else 0
             J = C * G
             chunk = {
@@ -150,9 +150,8 @@ class LeastSquaresEngine(Engine):
                 "read": 2 * J * F * V + 2 * J * C * (F + V),
             }
             if inverse.ridge == "refreshed" and recipe.context.has_decay:
-                refresh_every = inverse.refresh_every
                 border = 2 * F**3 + 2 * F * F * V
-                chunk["borders"] = border * C // refresh_every + 2 * C * F * F + 2 * C * C * (F + V)
+                chunk["borders"] = border + 2 * C * F * F + 2 * C * C * (F + V)
             step = (4 * F * F + 2 * F * F + 2 * write + read) * H
             return FlopCount(
                 forward={name: n * N * H for name, n in chunk.items()},
@@ -218,7 +217,8 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     recipe, state, p = problem.recipe, problem.state, ridge_problem(problem)
     has_decay, refresh_every = recipe.context.has_decay, _refresh_interval(recipe)
     tokens = p.k.shape[1]
-    size, features = problem.chunk_size or CHUNK, p.k.shape[-1]
+    features = p.k.shape[-1]
+    size = problem.chunk_size or default_chunk(features)
     can_inspect = has_decay and can_read_values(p.k)
     stats, resets = None, None
     if can_inspect and tokens > 1:

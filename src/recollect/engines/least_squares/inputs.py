@@ -16,19 +16,12 @@ __all__ = ["RidgeProblem", "RidgeState", "ridge_problem"]
 
 @dataclass(frozen=True)
 class RidgeState:
-    """State of the recursion between two tokens.
+    """State of the recursion between two tokens."""
 
-    Attributes:
-        M: Wᵀ ``[B, H, F, V]``.
-        D: Gram matrix of the data ``[B, H, F, F]``.
-        kappa: remaining fraction of the ridge, κ = ρ/λ, ``[B, H]``.
-        inverse: P = (D + κλ)⁻¹; gradients flow through D and κ instead.
-    """
-
-    M: Tensor
-    D: Tensor
-    kappa: Tensor
-    inverse: Tensor
+    M: Tensor  # Wᵀ [B, H, F, V]
+    D: Tensor  # Gram matrix of the data [B, H, F, F]
+    kappa: Tensor  # remaining fraction of the ridge, κ = ρ/λ, [B, H]
+    inverse: Tensor  # P = (D + κλ)⁻¹; gradients flow through D and κ instead
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the tensors in field order."""
@@ -41,22 +34,15 @@ class RidgeState:
 
 @dataclass(frozen=True)
 class RidgeProblem:
-    """Recursive least squares over S tokens.
+    """Recursive least squares over S tokens; masked tokens have zeros."""
 
-    Attributes:
-        q: ``[B, S, H, G, F]``. k, v: ``[B, S, H, F]``, ``[B, S, H, V]``, times the root of their
-            weights. Masked tokens have zero keys, values and log_decay ``[B, S, H]``.
-        ridge: λ ``[B, H, F]``. origin: W₀ᵀ ``[B, H, F, V]``.
-        state: state before the first token.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    ridge: Tensor
-    origin: Tensor
-    state: RidgeState
+    q: Tensor  # [B, S, H, G, F]
+    k: Tensor  # [B, S, H, F], times the root of the weights
+    v: Tensor  # [B, S, H, V], times the root of the weights
+    log_decay: Tensor  # [B, S, H]
+    ridge: Tensor  # λ [B, H, F]
+    origin: Tensor  # W₀ᵀ [B, H, F, V]
+    state: RidgeState  # before the first token
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in field order, those of the state last."""

@@ -52,15 +52,9 @@ __all__ = ["recursion"]
 
 
 def recursion(p: RidgeProblem, spec: ChunkSpec) -> tuple[Tensor, RidgeState, Tensor]:
-    """Run the recursion over chunks.
+    """Return y ``[B, S, H, G, V]``, the final state, and relative errors ``[n, B, H]``.
 
-    Args:
-        p: aligned tokens and the initial state.
-        spec: chunks, spans and resets.
-
-    Returns:
-        y ``[B, S, H, G, V]``, the final state, and relative errors
-        (`common.precision_checks`) ``[n, B, H]``, with n = 0 without decay.
+    n is 0 without decay (`common.precision_checks`).
     """
     layout = Layout.of(p.q, spec)
     if p.wants_gradient():

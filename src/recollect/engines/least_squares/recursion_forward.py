@@ -27,34 +27,6 @@ from recollect.engines.least_squares.recursion_layout import (
 __all__ = ["forward"]
 
 
-def _inverse_cholesky_blocks(S: Tensor, out: Tensor) -> Tensor:  # [N, F, F]
-    """Write L⁻¹ of positive definite S = L Lᵀ into zeros, by blocks instead of LAPACK."""
-    F = S.shape[-1]
-    if F <= 16:
-        L = torch.linalg.cholesky_ex(S)[0]
-        eye = torch.eye(F, dtype=S.dtype, device=S.device)
-        return out.copy_(torch.linalg.solve_triangular(L, eye.expand_as(S), upper=False))
-    m = F // 2
-    top = _inverse_cholesky_blocks(S[:, :m, :m], out[:, :m, :m])
-    coupling = torch.bmm(S[:, m:, :m], top.mT)
-    schur = torch.baddbmm(S[:, m:, m:], coupling, coupling.mT, alpha=-1)
-    bottom = _inverse_cholesky_blocks(schur, out[:, m:, m:])
-    out[:, m:, :m] = torch.bmm(bottom, torch.bmm(coupling, top)).neg_()
-    return out
-
-
-def _inverse_cholesky(S: Tensor) -> Tensor:
-    """Return L⁻¹ of positive definite matrices S = L Lᵀ with any leading axes."""
-    flat = S.flatten(0, -3)
-    return _inverse_cholesky_blocks(flat, torch.zeros_like(flat)).view(S.shape)
-
-
-def _spd_inverse(system: Tensor) -> Tensor:
-    """Return the inverse of positive definite matrices."""
-    factor = _inverse_cholesky(system).flatten(0, -3)
-    return torch.bmm(factor.mT, factor).view(system.shape)
-
-
 # -- forward -------------------------------------------------------------------------------------
 
 
@@ -256,7 +228,10 @@ def _with_decay(
     kappa = updates[-1].updated
     tau = torch.stack([update.updated for update in updates])
     systems.diagonal(dim1=-2, dim2=-1).add_(tau.unsqueeze(-1) * ridge)
-    P = _spd_inverse(systems)
+    factor, failed = torch.linalg.cholesky_ex(systems)
+    eye = torch.eye(F, dtype=factor.dtype, device=factor.device)
+    factor = torch.where(failed[..., None, None] > 0, eye, factor)  # an inverse must exist
+    P = torch.cholesky_inverse(factor).mT  # contiguous
     group.states[1:, ..., :F] = P
     KP = bmm(group.keys, group.states[:-1, ..., :F])
     if segments is not None:
@@ -266,14 +241,16 @@ def _with_decay(
         A.masked_fill_(~segments.same_segment, 0.0)
     A.diagonal(dim1=-2, dim2=-1).add_(group.decay)
     _raise_diagonal(A, group.decay, group.noise_floor)
-    inverse_factor = _inverse_cholesky(A)
+    L, token_failed = torch.linalg.cholesky_ex(A)
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    # With the inverse on the left and L transposed, the fastest of the four ways on a CPU.
+    inverse_factor = torch.linalg.solve_triangular(L.mT, eye, upper=True, left=False).mT
     floor = torch.stack([update.floor for update in updates]) * ridge.mean(-1)
-    end_loss, token_loss = (
-        estimate_relative_error(systems, P, floor),
-        per_token_relative_error(A, inverse_factor),
-    )
+    end_loss = estimate_relative_error(systems, P, floor).masked_fill_(failed > 0, torch.inf)
+    token_loss = per_token_relative_error(A, L)
+    token_loss.masked_fill_(token_failed.unsqueeze(-1) > 0, torch.inf)
     if layout.spec.unresolved is None:
-        saved.losses.append(torch.maximum(end_loss, token_loss.amax(-1)))
+        saved.losses.append(end_loss + token_loss.amax(-1))
     else:
         saved.losses.append(end_loss)
         saved.token_losses.append(token_loss)
@@ -314,7 +291,9 @@ def _ridge_updates(
 ) -> list[RidgeUpdate]:
     """Return the changes of ρ after each chunk, from the Gram matrices at chunk ends."""
     spec, end_decays = layout.spec, group.decay[..., -1]
-    floors = smallest_ridge(grams).squeeze(-1) / group.ridge.mean(-1)  # [n, BH]
+    # Float64 defines the smallest ridge. A larger one in float32 would be another problem.
+    scale = torch.finfo(torch.float64).eps / torch.finfo(grams.dtype).eps
+    floors = scale * smallest_ridge(grams).squeeze(-1) / group.ridge.mean(-1)  # [n, BH]
     updates: list[RidgeUpdate] = []
     for i, (minimum, end) in enumerate(zip(floors.unbind(0), end_decays.unbind(0), strict=True)):
         if group.segments is not None:

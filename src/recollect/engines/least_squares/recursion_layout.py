@@ -16,25 +16,14 @@ GROUP = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpec:
-    """Chunks, spans and resets of aligned tokens.
+    """Chunks, spans and resets of aligned tokens."""
 
-    Attributes:
-        chunk: C, tokens of a chunk; the number of tokens is a multiple of it.
-        span_ends: ``[n, B]``, whether a chunk ends a span, which refreshes the ridge; ``None`` for
-            never.
-        resets: ``[B, S, H]``, whether a token resets the memory to D = 0, ρ = λ, W = W₀; ``None``
-            for no resets.
-        has_decay: whether there is any decay; without decay there is nothing to refresh.
-        unresolved: ``[B, H]``, whether the dtype fails to resolve the initial memory. Unresolved
-            outputs and memories then become NaN until the next reset. ``None`` if the caller checks
-            the losses.
-        needs_final_gram: whether the final Gram matrix is needed.
-    """
-
-    chunk: int
-    span_ends: Tensor | None
-    resets: Tensor | None = None
+    chunk: int  # C, divides the number of tokens
+    span_ends: Tensor | None  # [n, B], whether a chunk ends a span and refreshes the ridge
+    resets: Tensor | None = None  # [B, S, H], whether a token resets to D = 0, ρ = λ, W = W₀
     has_decay: bool
+    # [B, H], whether the dtype fails to resolve the initial memory. Unresolved outputs and memories
+    # become NaN until the next reset. None if the caller checks the losses.
     unresolved: Tensor | None = None
     needs_final_gram: bool = True
 
@@ -44,20 +33,13 @@ class ResetSegments:
     """Independent segments of chunks, separated by resets.
 
     The first segment continues from the start of the chunk, the others from λ and W₀.
-
-    Attributes:
-        after_reset: ``[n, BH, C]``, whether a token follows a reset of its chunk.
-        same_segment: ``[n, BH, C, C]``, whether two tokens share a segment.
-        in_last: ``[n, BH, C]``, whether a token belongs to the last segment.
-        has_reset: ``[n, BH]``, whether a chunk contains a reset.
-        start: ``[n, BH, C]``, index of the first token of a token's segment.
     """
 
-    after_reset: Tensor
-    same_segment: Tensor
-    in_last: Tensor
-    has_reset: Tensor
-    start: Tensor
+    after_reset: Tensor  # [n, BH, C], whether a token follows a reset of its chunk
+    same_segment: Tensor  # [n, BH, C, C], whether two tokens share a segment
+    in_last: Tensor  # [n, BH, C], whether a token belongs to the last segment
+    has_reset: Tensor  # [n, BH], whether a chunk contains a reset
+    start: Tensor  # [n, BH, C], index of the first token of a token's segment
 
     @classmethod
     def of(cls, resets: Tensor) -> ResetSegments:  # [n, BH, C]
@@ -75,19 +57,13 @@ class ResetSegments:
 
 @dataclass(frozen=True)
 class RidgeUpdate:
-    """Ridge change after a chunk, ``[BH]``.
+    """Ridge change after a chunk, ``[BH]``."""
 
-    Attributes:
-        chunk: index of the chunk.
-        previous: κ. updated: τ. changed: whether τ replaces κ.
-        floor: smallest ridge that the dtype resolves if κ is below it, else 0.
-    """
-
-    chunk: int
-    previous: Tensor
-    updated: Tensor
-    changed: Tensor
-    floor: Tensor
+    chunk: int  # index
+    previous: Tensor  # κ
+    updated: Tensor  # τ
+    changed: Tensor  # whether τ replaces κ
+    floor: Tensor  # smallest ridge if κ is below it, else 0
 
 
 @dataclass
