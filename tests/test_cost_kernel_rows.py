@@ -69,7 +69,7 @@ def test_several_probe_keys_are_explained() -> None:
     )
     text = str(rc.explain(recipe))
     assert "Σ_j a_j Σ_i κ₁(k_i, w_tj) u_i, divided by its root mean square" in text
-    assert "not kernel: an RMS norm of what is erased is not linear in the rows" in text
+    assert "not kernel: the RMS norm of an erased value is not linear in the rows" in text
     assert "gate probe [B, T, H, J, K]" in text
     assert "param mix [H, J]" in text
 

@@ -209,7 +209,8 @@ def test_a_layers_padding_and_empty_documents_are_no_tokens(name: str) -> None:
         _, expected = layer(x, state, attention_mask=mask)
     assert after is not None and expected is not None
     assert after.position.tolist() == [6, 5]
-    for one, other in zip(after.memory.tensors(), expected.memory.tensors(), strict=True):
+    states = (replace(x.memory, cache={}).tensors() for x in (after, expected))
+    for one, other in zip(*states, strict=True):
         torch.testing.assert_close(one, other)
     _, packed = layer(x[:1], state, cu_seqlens=torch.tensor([0, 1, 1]))
     assert packed is not None

@@ -298,7 +298,7 @@ def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> 
         )
     )
     loop.run(loop.problem)
-    return list(loop.readable_with({}, 0))
+    return list(loop.weights_for_read({}, 0))
 
 
 # -- elastic nets ----------------------------------------------------------------------------------

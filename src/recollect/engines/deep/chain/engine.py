@@ -203,9 +203,10 @@ def _run_batches(
     if not spec.save_for_backward:
         outputs, memory, spare = Tensors(), [*start], None
         for bounds in _spans(spec, inputs, start):
-            y, trace, _ = _run_span(spec, inputs, memory, commits, bounds, spare)
+            y, trace, caches = _run_span(spec, inputs, memory, commits, bounds, spare)
             outputs.append(y)
             memory, spare = trace.final_maps, memory
+            del trace, caches  # the next span reuses their memory
         return torch.cat(outputs), memory
     tensors = _flatten(inputs)
     y, *memory = _ChainFunction.apply(spec, commits, (*tensors,), *tensors.values(), *start)
