@@ -125,6 +125,18 @@ def test_rates_of_any_kind(lr: float | str) -> None:
         assert generate.error(y, expected) < 1e-10
 
 
+def test_decoded_tokens_with_keys_of_other_strides() -> None:
+    """Keys whose memory has the heads before the batch give the outputs of contiguous keys."""
+    recipe = RECIPES["matrix"]
+    x = alike(generate.inputs(recipe, T=6))
+    head_major = x.k.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    cuts = list(range(1, 6))
+    with torch.no_grad():
+        expected, _ = generate.split(recipe, x, cuts, ["auto"])
+        y, _ = generate.split(recipe, dataclasses.replace(x, k=head_major), cuts, ["auto"])
+    assert generate.error(y, expected) < 1e-12
+
+
 def test_memories_over_kernels_in_pieces() -> None:
     """What they keep grows; the open batch stands in the buffer all the same."""
     recipe = RECIPES["matrix"].replace(features=rc.features.Exponential())

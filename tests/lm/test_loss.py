@@ -52,6 +52,23 @@ def test_chunks_change_nothing(chunk: int, dtype: torch.dtype, close: float) -> 
     torch.testing.assert_close(head.weight.grad, of_weight, atol=close, rtol=close)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
+def test_positions_without_a_target_have_no_effect(value: float) -> None:
+    """A position whose hidden state is not finite adds nothing to the loss and to gradients."""
+    x, head, targets = drawn()
+    x = x.detach()
+    x[0, 2] = value
+    finite = x.clone()
+    finite[0, 2] = 0.0
+    results = []
+    for states in (x, finite):
+        states.requires_grad_()
+        loss = next_token_loss(states, head, targets, chunk_size=4)
+        results.append((loss, *torch.autograd.grad(loss, [states, head.weight])))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_without_gradients_and_with_one_of_them() -> None:
     x, head, targets = drawn()
     wanted = plain(x, head.weight, targets)

@@ -67,6 +67,7 @@ def problem_without_inference_flag(problem: Problem) -> Problem:
         rates={name: plain(x) for name, x in problem.rates.items()},
         params={name: plain(x) for name, x in problem.params.items()},
         state=problem.state.map(plain),
+        cache={name: plain(x) for name, x in problem.cache.items()},
         lengths=None if problem.lengths is None else plain(problem.lengths),
     )
 

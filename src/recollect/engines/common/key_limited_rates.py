@@ -60,7 +60,7 @@ def _discount_token(
     The cache is ``[B, H, num_open + 1, K + 1]``: the scaled keys of the open batch, and u.
     """
     name, B, H = f"overlap {n}", keys.shape[0], keys.shape[2]
-    key = _scaled(keys, n).view(B * H, 1, -1)
+    key = _scaled(keys, n).reshape(B * H, 1, -1)  # keys of any strides
     if num_open == 0:
         u = torch.ones_like(key[..., :1])
         new = torch.cat([key, u], dim=-1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 STEP_SECONDS = 4e-4
-"""`Counted.step_seconds` of a block of tokens, or of an iteration of a solver."""
+"""`FlopCount.step_seconds` of a block of tokens, or of an iteration of a solver."""
 
 
 STEPS = 8  # assumed number of conjugate gradient steps

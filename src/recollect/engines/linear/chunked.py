@@ -85,10 +85,11 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
     )
     states = p.A0 if p.S0 is None else torch.cat([p.A0, p.S0], dim=-1)
     y, Z = run_chunks(equations.layout, equations, states.mT.flatten(0, 1), *tokens.values())
-    Z = Z.unflatten(0, (B, H)).mT
+    Z = Z.unflatten(0, (B, H))
     if p.S0 is None:
-        return y, Z, None
-    A, S = Z.chunk(2, dim=-1)
+        return y, Z.mT, None
+    # Tensors of a state have memory of their own.
+    A, S = (z.clone(memory_format=torch.contiguous_format).mT for z in Z.chunk(2, dim=2))
     return y, A, S
 
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 STEP_SECONDS, SOLVE_SECONDS = 1e-5, 2.5e-5
-"""`Counted.step_seconds` of a chunk without and with a triangular solve."""
+"""`FlopCount.step_seconds` of a chunk without and with a triangular solve."""
 SCAN_SECONDS, ENTRY_SECONDS = 4.3e-6, 2e-9
-"""`Counted.step_seconds` of a step of a scan, and of each entry of all memories in it."""
+"""`FlopCount.step_seconds` of a step of a scan, and of each entry of all memories in it."""
 TOKEN_SECONDS = 6e-5
-"""`Counted.step_seconds` of a token of `recollect.engines.linear.recurrent`."""
+"""`FlopCount.step_seconds` of a token of `recollect.engines.linear.recurrent`."""
 
 
 def read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:

@@ -143,8 +143,10 @@ class _ChunkedLoss(torch.autograd.Function):
         with without_autocast(x.device.type):
             U = weight.to(dtype)
             for start in range(0, len(x), chunk_size):
-                part = x[start : start + chunk_size].to(dtype)
                 target = targets[start : start + chunk_size]
+                # Positions without a target may hold values that are not finite.
+                ignored = (target == IGNORE_INDEX).unsqueeze(-1)
+                part = x[start : start + chunk_size].to(dtype).masked_fill(ignored, 0.0)
                 loss, error = _loss_and_error(part @ U.T, target)
                 total += loss
                 if grad_x is not None:
