@@ -90,7 +90,7 @@ def test_an_engine_passes(engine: select.Engine) -> None:
         ],
     }
     others = [recipe for name in recipes for recipe in recipes[name] if name != engine.name]
-    rc.testing.check_engine(engine, recipes=[*recipes[engine.name], *others], least=1)
+    rc.testing.check_engine(engine, recipes=[*recipes[engine.name], *others], min_recipes=1)
 
 
 def test_it_is_loaded_on_first_use_and_needs_torch_alone() -> None:
@@ -570,7 +570,7 @@ def test_an_engine_that_is_not_the_reference(what: str, monkeypatch: pytest.Monk
     wrong = Wrong()
     monkeypatch.setattr(select, "ENGINES", (wrong, *select.ENGINES[1:]))
     with pytest.raises(AssertionError, match=rf"engine linear on Recipe.*{what}") as found:
-        rc.testing.check_engine(wrong, recipes=[rc.Recipe()], least=1)
+        rc.testing.check_engine(wrong, recipes=[rc.Recipe()], min_recipes=1)
     assert "\n" not in str(found.value)
 
 

@@ -46,16 +46,16 @@ def test_gram(
     # A strict product may see a memory that has not decayed for the token yet.
     seen = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1) if strict else total
     assert not fits_float32_range(total), "blind, nothing is known to be mild"
-    made = decayed_gram(x, seen, y, total, strict=strict)
+    result = decayed_gram(x, seen, y, total, strict=strict)
     factor = pairs(seen, total, strict=strict)
     rows_x, rows_y = x.unflatten(1, (C, a)), y.unflatten(1, (C, b))
     expected = torch.einsum("ntak,ntik,nibk->ntaib", rows_x, factor, rows_y)
     expected = expected.flatten(3, 4).flatten(1, 2)
-    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
-    cotangent = torch.randn(made.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn(result.shape, generator=generator, dtype=torch.float64)
     slopes = [
         torch.autograd.grad(out, (x, y, total), cotangent, allow_unused=True, retain_graph=True)
-        for out in (made, expected)
+        for out in (result, expected)
     ]
     for mine, theirs in zip(*slopes, strict=True):
         mine, theirs = (torch.zeros(()) if s is None else s for s in (mine, theirs))
@@ -71,7 +71,7 @@ def test_mix(C: int, strength: float, generator: torch.Generator) -> None:
     causal = torch.ones(C, C, dtype=torch.float64).tril()
     causal = causal.repeat_interleave(g, 0).repeat_interleave(b, 1)
     scores = torch.randn(2, C * g, C * b, generator=generator, dtype=torch.float64) * causal
-    made = decayed_matmul(scores, values, total)
+    result = decayed_matmul(scores, values, total)
     factor = pairs(total, total, strict=False)
     expected = torch.einsum(
         "ntgib,ntiv,nibv->ntgv",
@@ -79,9 +79,9 @@ def test_mix(C: int, strength: float, generator: torch.Generator) -> None:
         factor,
         values.unflatten(1, (C, b)),
     ).flatten(1, 2)
-    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(
-        torch.autograd.grad(made.square().sum(), (values, total), retain_graph=True),
+        torch.autograd.grad(result.square().sum(), (values, total), retain_graph=True),
         torch.autograd.grad(expected.square().sum(), (values, total)),
         strict=True,
     ):
@@ -93,7 +93,7 @@ def test_float32_keeps_its_digits_at_any_depth(generator: torch.Generator) -> No
     C, K = 64, 8
     total = totals(C, K, 30.0, generator)
     x, y = (torch.randn(2, C, K, generator=generator) for _ in range(2))
-    made = decayed_gram(x, total, y, total, strict=False)
+    result = decayed_gram(x, total, y, total, strict=False)
     factor = pairs(total, total, strict=False)
     expected = torch.einsum("ntk,ntik,nik->nti", x.double(), factor, y.double())
-    torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,6 @@ in float32 themselves.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -58,18 +57,7 @@ def without_inference_flag(x: Tensor) -> Tensor:
 
 def problem_without_inference_flag(problem: Problem) -> Problem:
     """Return a problem of `without_inference_flag` tensors."""
-    plain = without_inference_flag
-    return dataclasses.replace(
-        problem,
-        q=plain(problem.q),
-        k=plain(problem.k),
-        v=plain(problem.v),
-        rates={name: plain(x) for name, x in problem.rates.items()},
-        params={name: plain(x) for name, x in problem.params.items()},
-        state=problem.state.map(plain),
-        cache={name: plain(x) for name, x in problem.cache.items()},
-        lengths=None if problem.lengths is None else plain(problem.lengths),
-    )
+    return problem.map(without_inference_flag)
 
 
 @contextmanager

@@ -142,11 +142,8 @@ if not TYPE_CHECKING:  # for type checkers, a module with this function has ever
 
     def __getattr__(name: str) -> Any:
         if name not in _SOURCES:
-            message, module = (
-                f"module {__name__!r} has no attribute {name!r}",
-                sys.modules[__name__],
-            )
-            raise AttributeError(message, name=name, obj=module)
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])
         value = getattr(importlib.import_module(f"{__name__}.{_SOURCES[name]}"), name)
         globals()[name] = value
         return value

@@ -50,7 +50,7 @@ norm-wise rounding, with room for a triangular solve's condition."""
 
 
 def check_engine(
-    engine: Engine, *, recipes: Iterable[Recipe] | None = None, least: int = 5
+    engine: Engine, *, recipes: Iterable[Recipe] | None = None, min_recipes: int = 5
 ) -> None:
     """Hold an engine to the reference on every recipe that it accepts.
 
@@ -62,7 +62,7 @@ def check_engine(
     Args:
         engine: one of `recollect.engines.select.ENGINES`, through which `recall` finds it.
         recipes: what it is held to; drawn from the library's members when omitted.
-        least: how many of them it must accept, so that something is checked.
+        min_recipes: number of them that it must accept, so that something is checked.
 
     Raises:
         AssertionError: what is false, in one sentence that names the engine and the recipe.
@@ -71,7 +71,7 @@ def check_engine(
     Example:
         >>> import recollect as rc
         >>> from recollect.engines.select import ENGINES
-        >>> rc.testing.check_engine(ENGINES[0], recipes=[rc.Recipe()], least=1)
+        >>> rc.testing.check_engine(ENGINES[0], recipes=[rc.Recipe()], min_recipes=1)
     """
     if engine not in select.ENGINES:
         raise RecipeError(
@@ -94,9 +94,9 @@ def check_engine(
                 said = f"{type(problem).__name__}: {said}"
             raise AssertionError(f"engine {engine.name} on {recipe}: {said}") from problem
     require(
-        accepted >= least,
-        f"engine {engine.name} accepts {accepted} of the recipes it is held to, and {least} are "
-        "asked for: hand recipes=[...] of its structure",
+        accepted >= min_recipes,
+        f"engine {engine.name} accepts {accepted} of the recipes and needs {min_recipes}: "
+        "hand recipes=[...] of its structure",
     )
 
 

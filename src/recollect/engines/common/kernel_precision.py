@@ -82,19 +82,6 @@ def _to_float64(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def _problem_in_float64(problem: Problem) -> Problem:
-    """Return the problem in float64."""
-    return dataclasses.replace(
-        problem,
-        q=problem.q.double(),
-        k=problem.k.double(),
-        v=problem.v.double(),
-        rates={name: _to_float64(x) for name, x in problem.rates.items()},
-        params={name: _to_float64(x) for name, x in problem.params.items()},
-        state=problem.state.map(_to_float64),
-    )
-
-
 def run_with_float64_fallback(run: KernelRun, problem: Problem) -> tuple[Tensor, State]:
     """Run the problem in its dtype, or in float64 if the dtype is not precise enough.
 
@@ -112,7 +99,7 @@ def run_with_float64_fallback(run: KernelRun, problem: Problem) -> tuple[Tensor,
             y, state, precision_lost = run(problem, None)
             if not bool(precision_lost) and bool(y.isfinite().all()):
                 return y, state
-        y, state, precision_lost = run(_problem_in_float64(problem), possible_loss(old_rows))
+        y, state, precision_lost = run(problem.map(_to_float64), possible_loss(old_rows))
         assert state.kernel_rows is not None
         weights = tuple(w.to(dtype) for w in state.weights)
         slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.algorithm_state.items()}

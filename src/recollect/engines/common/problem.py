@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -181,6 +181,20 @@ class Problem:
             log_scale=old.log_scale,
             recipe_id=self.bound.recipe_id,
             cache={**self.cache, **(cache or {})},
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """Return the problem with ``change`` applied to the tensors that an engine reads."""
+        return replace(
+            self,
+            q=change(self.q),
+            k=change(self.k),
+            v=change(self.v),
+            rates={name: change(x) for name, x in self.rates.items()},
+            params={name: change(x) for name, x in self.params.items()},
+            state=self.state.map(change),
+            cache={name: change(x) for name, x in self.cache.items()},
+            lengths=None if self.lengths is None else change(self.lengths),
         )
 
     def positions(self) -> Tensor:

@@ -216,10 +216,10 @@ class OutputHead:
             delta = error = self.bias.error(prediction, v, gates)
         else:
             if not create_graph:
-                z, raw = z.detach(), raw.detach()
+                raw = raw.detach()
                 params = {name: x.detach() for name, x in params.items()}
             with torch.enable_grad():
-                z = z if z.requires_grad else z.detach().requires_grad_()
+                z = z if create_graph and z.requires_grad else z.detach().requires_grad_()
                 prediction = self.finish(z, raw, params)
                 at = prediction if create_graph else prediction.detach()
                 error = self.bias.error(at, v, gates)
