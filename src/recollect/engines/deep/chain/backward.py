@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.normalized_steps import EPS
-from recollect.engines.deep.chain.chain import ChainInputs, ChainSpec, Commits, ForwardTrace
+from recollect.choices.memory.norms import NORM_EPS, layer_norm_vjp
+from recollect.engines.deep.chain.chain import (
+    ChainInputs,
+    ChainSpec,
+    Commits,
+    ForwardTrace,
+    OutputHead,
+)
 from recollect.engines.deep.chain.forward import (
     ReadCache,
     apply_transition,
@@ -289,7 +296,7 @@ class _StepScaleGradients:
 
 
 class _HeadBackward:
-    """Backward pass of the output head by autograd, from δ̄_L and π."""
+    """Backward pass of the output head, from δ̄_L and π; by autograd but for a layer norm."""
 
     def __init__(
         self,
@@ -300,15 +307,24 @@ class _HeadBackward:
     ) -> None:
         self.output_head, self.scales, self.z = spec.output_head, scales, trace.z[-1].detach()
         kinds = inputs.head, inputs.gates, inputs.params
+        self.norm: _LayerNormBackward | None = None
         self.inputs, self.gates, self.params = (
             {name: x.detach() for name, x in xs.items()} for xs in kinds
         )
+        if self.output_head.layer_norm:
+            with torch.no_grad():
+                self.norm = _LayerNormBackward(
+                    self.output_head, (self.z, self.inputs, self.gates, self.params), scales
+                )
 
     def grad_z(self, n: int, grad_delta: Tensor) -> Tensor:
         """Return z̄ ``[P, R, V]`` of the last map in batch n from δ̄ ``[P, R, V]``."""
-        z, scales, steps = self.z[n].requires_grad_(), self.scales, None
-        if scales is not None:
-            pi = scales.pi[n].unsqueeze(-1)
+        scales, steps = self.scales, None
+        pi = None if scales is None else scales.pi[n].unsqueeze(-1)
+        if self.norm is not None:
+            return self.norm.grad_z(n, grad_delta, pi)
+        z = self.z[n].requires_grad_()
+        if scales is not None and pi is not None:
             steps = pi * scales.to_alignment[n], pi * scales.to_error[n]
         head_inputs, gates = (
             {name: x[n] for name, x in xs.items()} for xs in (self.inputs, self.gates)
@@ -365,3 +381,53 @@ class _HeadBackward:
             return [torch.zeros_like(x) for x in leaves]
         ys, grads = zip(*pairs, strict=True)
         return torch.autograd.grad(ys, leaves, grads, allow_unused=True, materialize_grads=True)
+
+
+class _LayerNormBackward:
+    """z̄ through a layer norm with an affine error, in few operations per batch.
+
+    With n and r the norm's output and scale, J = ∂n/∂z and a the slope of the error:
+
+        M = k + w ⊙ n + b,    s = w ⊙ g,    δ_L = J s = r (s − mean(s) − n mean(s ⊙ n))
+        M̄ = a (w ⊙ J δ̄ + N̄ e + ḡ) + N̄ g
+        z̄ = J (w ⊙ M̄ − r mean(s ⊙ n) δ̄ − r mean(δ̄ ⊙ n) s) − r mean(δ̄ ⊙ δ_L) n
+    """
+
+    def __init__(
+        self,
+        output_head: OutputHead,
+        values: tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]],
+        scales: _StepScaleGradients | None,
+    ) -> None:
+        z, params = values[0], values[-1]
+        head = output_head.gradients(*values, create_graph=False)
+        self.weight, _ = output_head.norm_params(params, z)
+        assert output_head.bias.affine is not None
+        self.slope = output_head.bias.affine[0]
+        unit, mean, r = torch.native_layer_norm(z, z.shape[-1:], None, None, NORM_EPS)
+        s, V = head.error * self.weight, z.shape[-1]
+        self.stats = [x.unbind(0) for x in (z, mean, r)]
+        # Factors of δ̄, ⟨δ̄, n⟩ and ⟨δ̄, δ_L⟩.
+        factors = -r * (s * unit).mean(-1, keepdim=True), -r / V * s, -r / V * unit
+        self.factors = [x.unbind(0) for x in factors]
+        self.directions = torch.stack([unit, head.delta], dim=-2).unbind(0)
+        # Factors of π in a (N̄ e + ḡ) + N̄ g.
+        self.steps: Sequence[Tensor] | None = None
+        if scales is not None and head.target_error is not None:
+            to_M = head.target_error * scales.to_alignment
+            to_M.addcmul_(scales.to_error, head.error).mul_(self.slope)
+            self.steps = to_M.addcmul_(scales.to_alignment, head.error).unbind(0)
+
+    def grad_z(self, n: int, grad_delta: Tensor, pi: Tensor | None) -> Tensor:
+        """Return z̄ ``[P, R, V]`` in batch n from δ̄ ``[P, R, V]`` and π ``[P, R, 1]``."""
+        stats, grad_delta = [x[n] for x in self.stats], grad_delta.contiguous()
+        to_delta, to_unit, to_projection = (x[n] for x in self.factors)
+        to_M = layer_norm_vjp(grad_delta, *stats).mul_(self.weight)
+        if self.slope != 1:
+            to_M.mul_(self.slope)
+        if self.steps is not None and pi is not None:
+            to_M.addcmul_(self.steps[n], pi)
+        products = (self.directions[n] * grad_delta.unsqueeze(-2)).sum(-1, keepdim=True)
+        with_unit, with_delta = products.unbind(-2)
+        inner = to_M.mul_(self.weight).addcmul_(grad_delta, to_delta).addcmul_(to_unit, with_unit)
+        return layer_norm_vjp(inner, *stats).addcmul_(to_projection, with_delta)

@@ -23,6 +23,7 @@ from torch.nn import functional
 from recollect.choices.algorithm.normalized_steps import nearest_output_value
 from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
+from recollect.choices.memory.norms import NORM_EPS, layer_norm_vjp
 
 if TYPE_CHECKING:
     from recollect.engines.deep.recurrence.runner import RecurrenceRunner
@@ -206,12 +207,35 @@ class OutputHead:
             inputs["nearest_value"] = nearest.reshape(v.shape)
         return inputs
 
+    def norm_params(self, params: Values, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm's weight and bias, ``[P, 1, V]`` for ``like [..., P, R, V]``."""
+        P, V = like.shape[-3], like.shape[-1]
+        weight, bias = (
+            params[name].to(like.dtype).expand(P // self.heads, -1, -1).reshape(P, 1, V)
+            for name in ("norm_weight", "norm_bias")
+        )
+        return weight, bias
+
+    def _layer_norm_gradients(
+        self, z: Tensor, inputs: Values, gates: Values, params: Values
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return M, g and δ_L of a layer norm in few operations."""
+        unit, mean, r = torch.native_layer_norm(z, z.shape[-1:], None, None, NORM_EPS)
+        weight, bias = self.norm_params(params, z)
+        prediction = torch.addcmul(bias, unit, weight)
+        if self.residual:
+            prediction += inputs["raw"]
+        error = self.bias.error(prediction, inputs["v"], gates)
+        return prediction, error, layer_norm_vjp(error * weight, z, mean, r)
+
     def gradients(
         self, z: Tensor, inputs: Values, gates: Values, params: Values, *, create_graph: bool
     ) -> HeadGradients:
         """Return δ_L, g and e for outputs ``z [P, R, V]`` of the last map."""
         raw, v = inputs["raw"], inputs["v"]
-        if not self.memory.has_output_map:
+        if self.layer_norm and not create_graph:
+            prediction, error, delta = self._layer_norm_gradients(z, inputs, gates, params)
+        elif not self.memory.has_output_map:
             prediction = self.memory.output_map(z, raw, params)
             delta = error = self.bias.error(prediction, v, gates)
         else:
