@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 import recollect as rc
 from recollect.engines.least_squares import engine
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
-from recollect.engines.least_squares.recursion_layout import ChunkSpec
+from recollect.engines.least_squares.recursion_layout import Layout
 
 DECAYS = (0.3, 0.37, 0.45, 0.5, 0.61, 0.7, 0.78, 0.85, 0.9, 0.97, 1.0)
 SIZES = (4, 8, 32)
@@ -366,9 +366,9 @@ def test_one_new_start_does_not_run_token_by_token(monkeypatch: pytest.MonkeyPat
     chunks: list[int] = []
     whole = engine.recursion
 
-    def counted(p: RidgeProblem, spans: ChunkSpec) -> tuple[Tensor, RidgeState, Tensor]:
-        chunks.append(p.k.shape[1] // spans.chunk)
-        return whole(p, spans)
+    def counted(p: RidgeProblem, layout: Layout) -> tuple[Tensor, RidgeState, Tensor]:
+        chunks.append(p.k.shape[1] // layout.chunk)
+        return whole(p, layout)
 
     monkeypatch.setattr(engine, "recursion", counted)
     x = draw(512, 8, 0.97)

@@ -42,7 +42,7 @@ from recollect.engines.least_squares.chunking import (
 from recollect.engines.least_squares.conjugate_gradient import approximate, describe_inverse
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState, ridge_problem
 from recollect.engines.least_squares.recursion_backward import recursion
-from recollect.engines.least_squares.recursion_layout import ChunkSpec
+from recollect.engines.least_squares.recursion_layout import Layout
 from recollect.engines.linear.cost import chunk_flops
 from recollect.state.state import State
 
@@ -277,7 +277,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return y, final.M.mT.to(state_dtype), slots
 
 
-def _chunks(problem: Problem, layout: SlotLayout, p: RidgeProblem, resets: Tensor | None) -> Solved:
+def _chunks(problem: Problem, slots: SlotLayout, p: RidgeProblem, resets: Tensor | None) -> Solved:
     """Run the recursion over chunks; the first loss is that of the initial state."""
     has_decay = problem.recipe.context.has_decay
     start = replace(p.state, inverse=p.state.inverse.detach())
@@ -287,21 +287,21 @@ def _chunks(problem: Problem, layout: SlotLayout, p: RidgeProblem, resets: Tenso
         initial_loss = estimate_relative_error(
             G, start.inverse, torch.zeros_like(start.kappa)
         ).detach()
-    spans = ChunkSpec(
-        chunk=layout.chunk,
-        span_ends=layout.span_ends,
-        resets=None if resets is None else scatter_tokens(resets, layout),
+    tokens = replace(p.tokens(lambda x: scatter_tokens(x, slots)), state=start)
+    layout = Layout.of(
+        tokens.q,
+        slots.chunk,
+        span_ends=slots.span_ends,
+        resets=None if resets is None else scatter_tokens(resets, slots),
         has_decay=has_decay,
         unresolved=None
         if initial_loss is None or can_read_values(p.k)
         else ~is_resolved(initial_loss),
         needs_final_gram=problem.uses_final_state,
     )
-    y, final, losses = recursion(
-        replace(p.tokens(lambda x: scatter_tokens(x, layout)), state=start), spans
-    )
+    y, final, losses = recursion(tokens, layout)
     losses = losses if initial_loss is None else torch.cat([initial_loss.unsqueeze(0), losses])
-    return gather_tokens(y, layout, p.k.shape[1]), final, losses
+    return gather_tokens(y, slots, p.k.shape[1]), final, losses
 
 
 def _decode_token(problem: Problem, interval: int, p: RidgeProblem) -> Solved:

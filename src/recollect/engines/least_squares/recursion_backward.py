@@ -46,17 +46,16 @@ from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.engines.common.linalg import add_bmm_, bmm
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
 from recollect.engines.least_squares.recursion_forward import forward
-from recollect.engines.least_squares.recursion_layout import ChunkSpec, Layout, Saved, decay_to_end
+from recollect.engines.least_squares.recursion_layout import Layout, Saved, decay_to_end
 
 __all__ = ["recursion"]
 
 
-def recursion(p: RidgeProblem, spec: ChunkSpec) -> tuple[Tensor, RidgeState, Tensor]:
+def recursion(p: RidgeProblem, layout: Layout) -> tuple[Tensor, RidgeState, Tensor]:
     """Return y ``[B, S, H, G, V]``, the final state, and relative errors ``[n, B, H]``.
 
     n is 0 without decay (`common.precision_checks`).
     """
-    layout = Layout.of(p.q, spec)
     if p.wants_gradient():
         y, *state, losses = _Recursion.apply(layout, *p.tensors())
         return y, RidgeState(*state), losses
@@ -114,7 +113,7 @@ def _backward(
     reset_grad = torch.zeros_like(grad_JG)  # gradients of J = λW₀ and G = λ after resets
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     token_terms = torch.zeros(log_decay.shape, dtype=torch.float64, device=k.device)
-    C = layout.spec.chunk
+    C = layout.chunk
     shape = (layout.B, layout.H)
     chunks = k.shape[1] // C
     # ∂/∂log γ of a token through κ at the next ridge update.
@@ -177,7 +176,7 @@ def _backward(
         keys = layout.split(k[:, start:stop]).contiguous()
         values = layout.split(v[:, start:stop]).contiguous()
         inner = torch.cat([add_bmm_(bmm(T.mT, z), S.mT, m), bmm(S.mT, Y).neg_()], dim=-1)
-        if layout.spec.has_decay:
+        if layout.has_decay:
             inner = bmm(factors.mT, inner)
         else:
             inner = torch.linalg.solve_triangular(factors.mT, inner, upper=True)
@@ -190,14 +189,12 @@ def _backward(
         dv[:, start:stop] = layout.join(inner[..., F:])
         token_term = (inner[..., :F] * keys).sum(-1) + (inner[..., F:] * values).sum(-1)
         token_terms[:, start:stop] = layout.join(token_term.double() / 2)
-    if layout.spec.resets is not None:
+    if layout.resets is not None:
         dlam = (
             dlam + (reset_grad[:, :V] * W0).sum(-2) - reset_grad[:, V:].diagonal(dim1=-2, dim2=-1)
         )
         dW0 = dW0 + reset_grad[:, :V] * lam.unsqueeze(-2)
-    dlog = _log_decay_grad(
-        end_term.view(shape), token_terms, update_terms, ridge_terms, layout.spec
-    )
+    dlog = _log_decay_grad(end_term.view(shape), token_terms, update_terms, ridge_terms, layout)
     M, D, kappa, _ = p.state.map(flat).tensors()
     G = D + torch.diag_embed(kappa[:, None] * lam)
     U, N = grad_JG.split([V, F], dim=-2)
@@ -216,19 +213,19 @@ def _log_decay_grad(
     token_terms: Tensor,
     update_terms: Tensor,
     ridge_terms: Tensor,
-    spec: ChunkSpec,
+    layout: Layout,
 ) -> Tensor:  # [B, S, H]
     """Return ∂/∂log γ: the gradient from the end minus the terms of later tokens."""
-    C, tokens = spec.chunk, token_terms.shape[1]
+    C, tokens = layout.chunk, token_terms.shape[1]
     token_terms = token_terms.clone()
     # A ridge update follows the last token of its chunk.
     token_terms[:, C - 1 :: C] += update_terms.movedim(0, 1)
     sums = token_terms.flip(1).cumsum(1).flip(1)
-    if spec.resets is None:
+    if layout.resets is None:
         return end_term[:, None] - sums + ridge_terms
     # No gradient flows back through a reset.
     positions = torch.arange(tokens, device=token_terms.device)[:, None]
-    reset_index = torch.where(spec.resets, positions, tokens).flip(1).cummin(1).values.flip(1)
+    reset_index = torch.where(layout.resets, positions, tokens).flip(1).cummin(1).values.flip(1)
     next_reset = torch.cat([reset_index[:, 1:], torch.full_like(reset_index[:, :1], tokens)], dim=1)
     segment_end = torch.cat([sums, end_term[:, None]], dim=1).gather(1, next_reset)
     return segment_end - sums + ridge_terms

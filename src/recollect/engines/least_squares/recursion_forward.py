@@ -66,11 +66,11 @@ def forward(
     layout: Layout, p: RidgeProblem, *, save: bool
 ) -> tuple[tuple[Tensor, RidgeState, Tensor], Saved]:
     """Return the results of `recursion_backward.recursion`, and intermediates for its backward."""
-    spec, C = layout.spec, layout.spec.chunk
+    C = layout.chunk
     k, v, F, V = p.k, p.v, p.k.shape[-1], p.v.shape[-1]
     ridge, origin = layout.merge_heads(p.ridge), layout.merge_heads(p.origin)
     M, D, kappa, P = p.state.map(layout.merge_heads).tensors()
-    unresolved = None if spec.unresolved is None else spec.unresolved.flatten()
+    unresolved = None if layout.unresolved is None else layout.unresolved.flatten()
     if unresolved is not None:
         # NaN would spread past resets in products; insert it at the end.
         nonfinite = ~M.isfinite().flatten(1).all(-1)
@@ -85,12 +85,12 @@ def forward(
         segments = layout.segments(start, stop)
         logs = (
             layout.cumulative_log_decay(p.log_decay[:, start:stop], segments)
-            if spec.has_decay
+            if layout.has_decay
             else zero
         )
         group = _Group(
             first=start // C,
-            keys=keys.contiguous() if spec.has_decay else keys,
+            keys=keys.contiguous() if layout.has_decay else keys,
             logs=logs,
             decay=logs.exp().to(v.dtype),
             ridge=ridge,
@@ -103,7 +103,7 @@ def forward(
         group.solved[..., :F] = 0
         group.solved[..., F:] = layout.split(v[:, start:stop])
         group.states[0] = Z
-        if not spec.has_decay:
+        if not layout.has_decay:
             _without_decay(group)
         else:
             D, kappa = _with_decay(layout, group, D, kappa, saved)
@@ -121,7 +121,7 @@ def forward(
             saved.states.append(group.states[:-1])
             saved.solved.append(group.solved)
             saved.factors.append(group.factors)
-    if spec.needs_final_gram and not spec.has_decay:
+    if layout.needs_final_gram and not layout.has_decay:
         flat = k.transpose(1, 2).flatten(0, 1)
         D = torch.baddbmm(D, flat.mT, flat)
     P, M = Z.split([F, V], dim=-1)
@@ -145,7 +145,7 @@ def _unresolved_masks(layout: Layout, saved: Saved, initial: Tensor) -> tuple[Te
         ~is_resolved(torch.cat(saved.losses)),
         ~is_resolved(torch.cat(saved.token_losses)),
     )
-    segments = layout.segments(0, chunk_unresolved.shape[0] * layout.spec.chunk)
+    segments = layout.segments(0, chunk_unresolved.shape[0] * layout.chunk)
     assert segments is not None  # values cannot be read, so resets are always present
     unresolved = (token_unresolved.unsqueeze(-2) & segments.same_segment).any(-1) | (
         chunk_unresolved.unsqueeze(-1) & segments.in_last
@@ -249,7 +249,7 @@ def _with_decay(
     end_loss = estimate_relative_error(systems, P, floor).masked_fill_(failed > 0, torch.inf)
     token_loss = per_token_relative_error(A, L)
     token_loss.masked_fill_(token_failed.unsqueeze(-1) > 0, torch.inf)
-    if layout.spec.unresolved is None:
+    if layout.unresolved is None:
         saved.losses.append(end_loss + token_loss.amax(-1))
     else:
         saved.losses.append(end_loss)
@@ -290,7 +290,7 @@ def _ridge_updates(
     layout: Layout, group: _Group, grams: Tensor, kappa: Tensor
 ) -> list[RidgeUpdate]:
     """Return the changes of ρ after each chunk, from the Gram matrices at chunk ends."""
-    spec, end_decays = layout.spec, group.decay[..., -1]
+    end_decays = group.decay[..., -1]
     # Float64 defines the smallest ridge. A larger one in float32 would be another problem.
     scale = torch.finfo(torch.float64).eps / torch.finfo(grams.dtype).eps
     floors = scale * smallest_ridge(grams).squeeze(-1) / group.ridge.mean(-1)  # [n, BH]
@@ -301,8 +301,8 @@ def _ridge_updates(
         kappa = kappa * end
         changed, target = minimum > kappa, torch.maximum(kappa, minimum)
         floor = torch.where(changed, minimum, 0.0)
-        if spec.span_ends is not None:
-            at_span_end = spec.span_ends[group.first + i].repeat_interleave(layout.H)
+        if layout.span_ends is not None:
+            at_span_end = layout.span_ends[group.first + i].repeat_interleave(layout.H)
             target = torch.where(at_span_end, 1.0, target)
             changed = changed | at_span_end
         updates.append(RidgeUpdate(group.first + i, kappa, target, changed, floor))

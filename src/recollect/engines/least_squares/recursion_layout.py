@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkSpec", "Layout", "ResetSegments", "RidgeUpdate", "Saved", "decay_to_end"]
+__all__ = ["Layout", "ResetSegments", "RidgeUpdate", "Saved", "decay_to_end"]
 
 GROUP = 4096
 """Rows (tokens · heads · batch) of a group on a CPU; intermediates fit the cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkSpec:
-    """Chunks, spans and resets of aligned tokens."""
-
-    chunk: int  # C, divides the number of tokens
-    span_ends: Tensor | None  # [n, B], whether a chunk ends a span and refreshes the ridge
-    resets: Tensor | None = None  # [B, S, H], whether a token resets to D = 0, ρ = λ, W = W₀
-    has_decay: bool
-    # [B, H], whether the dtype fails to resolve the initial memory. Unresolved outputs and memories
-    # become NaN until the next reset. None if the caller checks the losses.
-    unresolved: Tensor | None = None
-    needs_final_gram: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,26 +68,33 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Tokens ``[B, S, H, ...]`` as chunks ``[n, B·H, C, ...]``."""
+    """Tokens ``[B, S, H, ...]`` as chunks ``[n, B·H, C, ...]``, with their spans and resets."""
 
     B: int
     H: int
     G: int
-    spec: ChunkSpec
+    chunk: int  # C, divides the number of tokens
     groups: Sequence[tuple[int, int]]
+    span_ends: Tensor | None  # [n, B], whether a chunk ends a span and refreshes the ridge
+    resets: Tensor | None  # [B, S, H], whether a token resets to D = 0, ρ = λ, W = W₀
+    has_decay: bool
+    # [B, H], whether the dtype fails to resolve the initial memory. Unresolved outputs and memories
+    # become NaN until the next reset. None if the caller checks the losses.
+    unresolved: Tensor | None
+    needs_final_gram: bool
 
     @classmethod
-    def of(cls, q: Tensor, spec: ChunkSpec) -> Layout:
+    def of(cls, q: Tensor, chunk: int, **options: Any) -> Layout:
+        """Group the chunks of queries ``[B, S, H, G, F]``."""
         B, S, H, G, _ = q.shape
-        C = spec.chunk
         # On a GPU launches cost more than memory: use one group.
         rows = GROUP if q.device.type == "cpu" else B * S * H
-        size = max(1, rows // max(1, B * H * C)) * C
+        size = max(1, rows // max(1, B * H * chunk)) * chunk
         groups = [(start, min(start + size, S)) for start in range(0, S, size)]
-        return cls(B=B, H=H, G=G, spec=spec, groups=groups)
+        return cls(B=B, H=H, G=G, chunk=chunk, groups=groups, **options)
 
     def split(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (-1, self.spec.chunk))  # [B, n, C, H, ...]
+        x = x.unflatten(1, (-1, self.chunk))  # [B, n, C, H, ...]
         return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
@@ -113,11 +107,11 @@ class Layout:
         return self.split(x).flatten(2, 3)
 
     def join_queries(self, x: Tensor) -> Tensor:
-        return self.join(x.unflatten(2, (self.spec.chunk, self.G)))
+        return self.join(x.unflatten(2, (self.chunk, self.G)))
 
     def segments(self, start: int, stop: int) -> ResetSegments | None:
         """Return the segments of a group, or ``None`` without resets."""
-        resets = self.spec.resets
+        resets = self.resets
         return None if resets is None else ResetSegments.of(self.split(resets[:, start:stop]))
 
     def causal(self, scores: Tensor, segments: ResetSegments | None) -> Tensor:
@@ -126,7 +120,7 @@ class Layout:
             scores.masked_fill_(~self.per_query(segments.same_segment), 0.0)
         if self.G == 1:
             return scores.tril_()
-        C = self.spec.chunk
+        C = self.chunk
         mask = scores.new_ones(C, C).tril().repeat_interleave(self.G, dim=0)
         return scores.mul_(mask)
 
