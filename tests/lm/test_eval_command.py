@@ -126,7 +126,7 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Tasks of one's own beside the local ones, on a machine that cannot reach the hub."""
     import lm_eval.tasks
 
-    from recollect.lm.evaluation.names import _manager
+    from recollect.lm.evaluation.names import _task_manager
 
     folder = tmp_path / "own"
     folder.mkdir()
@@ -145,11 +145,11 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             paths = [include_path, str(folder)]
             super().__init__(include_path=paths, include_defaults=False, metadata=metadata)
 
-    _manager.cache_clear()
+    _task_manager.cache_clear()
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", WithOwnTasks)
     monkeypatch.setattr("recollect.lm.evaluation.names.hub_answers", lambda: False)
     yield
-    _manager.cache_clear()
+    _task_manager.cache_clear()
 
 
 @pytest.mark.usefixtures("own_tasks")

@@ -18,9 +18,9 @@ pytest.importorskip("lm_eval")
 import recollect as rc
 from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
 from recollect.lm.evaluation import documents, harness
-from recollect.lm.evaluation.evaluate import _groups
+from recollect.lm.evaluation.evaluate import _group_results
 from recollect.lm.evaluation.local_tasks import local_folder, local_tasks, local_version
-from recollect.lm.evaluation.names import Loaded, _manager, index_of, load
+from recollect.lm.evaluation.names import LoadedTasks, _task_manager, find_tasks, load_tasks
 
 END = 256
 LETTERS = "abcdefghijklmnop"
@@ -86,7 +86,7 @@ def test_log_likelihoods_are_those_of_each_text_alone(recipe: str) -> None:
     model = tiny(recipe)
     pairs = [("The memory", " of a"), ("A", " b"), ("", "c d"), ("Where is it? In the", " attic")]
     with harness.quiet():
-        under = harness.HarnessModel(model, byte_tokenizer(), batch=3, context=64)
+        under = harness.RecollectHFLM(model, byte_tokenizer(), batch_size=3, context=64)
         found = under.loglikelihood(asked("loglikelihood", *pairs))
     for (before, after), (value, _) in zip(pairs, found, strict=True):
         # Without a context a text begins after the end of another.
@@ -117,7 +117,7 @@ def test_rolling_is_bits_per_byte_of_windows(vocab: int, text: Path, tmp_path: P
     model = tiny(vocab=vocab)
     model.save_pretrained(tmp_path)
     result = rc.lm.evaluate(tmp_path, ["local_text"], limit=2, context=context, text=text)
-    docs = [one["input"] for one in documents.pieces(text=str(text), limit=2)["test"]]
+    docs = [one["input"] for one in documents.text_chunks(text=str(text), limit=2)["test"]]
     nats = count = 0.0
     for doc in docs:
         # A vocabulary of bytes alone has no end of a document: byte 0 stands for it.
@@ -139,7 +139,7 @@ def test_generation_of_a_batch_is_that_of_each_prompt_alone(model: Any) -> None:
     tokenizer = byte_tokenizer()
     prompts = ["The memory of", "A", "Where is the cup?"]
     with harness.quiet():
-        under = harness.HarnessModel(model, tokenizer, batch=3, context=64)
+        under = harness.RecollectHFLM(model, tokenizer, batch_size=3, context=64)
         how = {"max_gen_toks": 12, "until": ["\n"], "do_sample": False}
         found = under.generate_until(asked("generate_until", *[(x, how) for x in prompts]))
     for prompt, said in zip(prompts, found, strict=True):
@@ -160,7 +160,7 @@ def test_scores_are_of_what_was_written(
             " " + ", ".join(one.doc["outputs"][: (4, 2, 0)[i]]) for i, one in enumerate(requests)
         ]
 
-    monkeypatch.setattr(harness.HarnessModel, "generate_until", writes)
+    monkeypatch.setattr(harness.RecollectHFLM, "generate_until", writes)
     names = ["local_niah_multivalue", "local_niah_multiquery", "fixture_squad"]
     result = rc.lm.evaluate(
         model, names, tokenizer=byte_tokenizer(), limit=3, context=1000, text=text
@@ -213,13 +213,13 @@ def test_groups_are_put_together_by_their_own_rule(model: Any) -> None:
     result = rc.lm.evaluate(
         model, "local_babi_[12]", tokenizer=byte_tokenizer(), limit=6, context=600
     )
-    manager, names = index_of(["local_babi_1", "local_babi_2"], {"context": 600, "limit": 6})
-    tasks = load(manager, names, context=600).tasks
+    manager, names = find_tasks(["local_babi_1", "local_babi_2"], {"context": 600, "limit": 6})
+    tasks = load_tasks(manager, names, context=600).tasks
     group = Group("both", aggregate_metric_list=[AggMetricConfig(metric="acc")])
     for task in tasks.values():
         group.add(task)
-    (both,) = _groups(
-        Loaded(tasks=tasks, groups={"both": group}), {x.task: x for x in result.tasks}, {}
+    (both,) = _group_results(
+        LoadedTasks(tasks=tasks, groups={"both": group}), {x.task: x for x in result.tasks}, {}
     )
     values = [one.metrics["acc"] for one in result.tasks]
     assert both.metrics["acc"] == pytest.approx(sum(values) / 2)
@@ -246,7 +246,7 @@ def test_the_batch_is_halved_until_memory_holds_it(
             )
         return forward(ids, *args, **options)
 
-    monkeypatch.setattr(harness, "LARGEST_BATCH", 16)
+    monkeypatch.setattr(harness, "MAX_BATCH_SIZE", 16)
     how: dict[str, Any] = {"tokenizer": byte_tokenizer(), "limit": 3, "context": 600}
     want = rc.lm.evaluate(model, "local_babi_1", **how)
     monkeypatch.setattr(model, "forward", small)
@@ -262,9 +262,9 @@ def test_the_first_batch_leaves_a_cpu_memory(model: Any, monkeypatch: pytest.Mon
     pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(harness.os, "sysconf", pages.__getitem__)
     # A quarter of 4 MB, in logits of 257 tokens at 100 places, twice in float32.
-    assert harness.first_batch(model, 100) == 1000 * 4096 // 4 // (8 * 100 * 257)
-    assert harness.first_batch(model, 10**6) == 1
-    assert harness.first_batch(model, 1) == 64
+    assert harness.max_batch_size(model, 100) == 1000 * 4096 // 4 // (8 * 100 * 257)
+    assert harness.max_batch_size(model, 10**6) == 1
+    assert harness.max_batch_size(model, 1) == 64
 
 
 def test_what_was_cut_is_said(model: Any) -> None:
@@ -388,9 +388,9 @@ def test_every_local_task_fills_its_context(kind: str, bpe: Path, text: Path) ->
     tokenizer = byte_tokenizer() if kind == "bytes" else AutoTokenizer.from_pretrained(bpe)
     told = {"context": 1500, "limit": 3, "text": str(text)}
     told |= {} if kind == "bytes" else {"tokenizer": str(bpe)}
-    manager, names = index_of(["local"], told)
+    manager, names = find_tasks(["local"], told)
     assert tuple(names) == local_tasks()
-    for name, task in load(manager, names, context=1500).tasks.items():
+    for name, task in load_tasks(manager, names, context=1500).tasks.items():
         docs = list(task.eval_docs)
         assert local_version(name) == str(task.VERSION)
         assert 1 <= len(docs) <= 3, name
@@ -483,7 +483,7 @@ def test_a_task_that_needs_the_hub_does_not_stop_the_others(
             paths = [str(arc)] * include_defaults + [include_path]
             super().__init__(include_path=paths, include_defaults=False, metadata=metadata)
 
-    _manager.cache_clear()
+    _task_manager.cache_clear()
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Arc)
     monkeypatch.setattr("recollect.lm.evaluation.names.hub_answers", lambda: False)
     how: dict[str, Any] = {"tokenizer": byte_tokenizer(), "out": tmp_path, "limit": 1}
@@ -496,7 +496,7 @@ def test_a_task_that_needs_the_hub_does_not_stop_the_others(
     assert list(result.failures) == ["arc_easy"] and result.failures["arc_easy"].startswith(needs)
     with pytest.raises(ValueError, match=r"there is no task 'arc_esy'; did you mean 'arc_easy'\?"):
         rc.lm.evaluate(model, ["arc_esy"], **how)
-    _manager.cache_clear()
+    _task_manager.cache_clear()
 
 
 def test_no_code_of_the_hub_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,7 +504,7 @@ def test_no_code_of_the_hub_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fetched: list[str] = []
     monkeypatch.setattr(evaluate, "load", fetched.append)
-    manager, _ = index_of(["local_text"], {"context": 600, "limit": 1})
+    manager, _ = find_tasks(["local_text"], {"context": 600, "limit": 1})
     for name, extra in (("mine", {"metric": "strange"}), ("yours", {"metric": "bleurt"})):
         spec = {
             "task": name,
@@ -516,7 +516,7 @@ def test_no_code_of_the_hub_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "doc_to_target": "{{answer}}",
             "metric_list": [{**extra, "aggregation": "mean", "higher_is_better": True}],
         }
-        loaded = load(manager, [spec], context=600)  # type: ignore[list-item]
+        loaded = load_tasks(manager, [spec], context=600)  # type: ignore[list-item]
         assert f"takes the metric {extra['metric']} as code of" in loaded.failures[name]
         assert not loaded.tasks
     assert fetched == []
@@ -568,7 +568,7 @@ def test_numbers_of_lm_eval_are_read_by_their_keys() -> None:
         "perplexity,none": 9.0,
     }
     more = {"task": "t", "documents": 4, "version": "1", "settings": {}}
-    one = rc.lm.TaskResult.of(raw, {"perplexity": False, "acc": True}, **more)
+    one = rc.lm.TaskResult.from_harness(raw, {"perplexity": False, "acc": True}, **more)
     want = {"acc": 0.5, "exact_match (flexible-extract)": 0.25, "1024": 0.75, "perplexity": 9.0}
     assert one.metrics == want and one.errors == {"acc": 0.1}
     assert one.lower_is_better == ("perplexity",)

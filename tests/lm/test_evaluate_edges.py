@@ -17,9 +17,9 @@ pytest.importorskip("lm_eval")
 import recollect as rc
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.evaluation import documents, harness
-from recollect.lm.evaluation.evaluate import _saved
-from recollect.lm.evaluation.folder import finished, keep
-from recollect.lm.evaluation.names import index_of, load
+from recollect.lm.evaluation.evaluate import _temporary_tokenizer
+from recollect.lm.evaluation.folder import load_finished_tasks, save_task
+from recollect.lm.evaluation.names import find_tasks, load_tasks
 
 
 def tiny() -> rc.lm.RecollectForCausalLM:
@@ -110,11 +110,11 @@ def test_texts_that_are_cut_are_counted_one_by_one() -> None:
         for i, x in enumerate(texts)
     ]
     with harness.quiet():
-        under = harness.HarnessModel(tiny(), byte_tokenizer(), batch=4, context=64)
+        under = harness.RecollectHFLM(tiny(), byte_tokenizer(), batch_size=4, context=64)
         under.generate_until(asked)
-    assert under.cut == 2, "of one batch, 60 tokens and the 4 to write being the context"
-    under.begin()
-    assert under.cut == 0 and under.notes() == ()
+    assert under.num_truncated == 2, "of one batch, 60 tokens and the 4 to write being the context"
+    under.reset_counters()
+    assert under.num_truncated == 0 and under.notes() == ()
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -140,8 +140,11 @@ def test_another_use_of_one_vocabulary_is_another_tokenizer(
     for tokenizer in (one, same, other):
         tokenizer.bos_token = "a"
     change(other)
-    with _saved(one) as (_, first), _saved(same) as (_, again), _saved(other) as (_, changed):
-        assert first == again != changed
+    digests: list[str] = []
+    for tokenizer in (one, same, other):
+        with _temporary_tokenizer(tokenizer) as (_, digest):
+            digests.append(digest)
+    assert digests[0] == digests[1] != digests[2]
 
 
 def result_of(task: str, version: str, **settings: Any) -> rc.lm.TaskResult:
@@ -152,16 +155,18 @@ def result_of(task: str, version: str, **settings: Any) -> rc.lm.TaskResult:
 
 def test_other_versions_and_settings_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
     asked = {"seed": 1, "text": "abc"}
-    keep(tmp_path / "theirs", result_of("piqa", "1.0", seed=1))
-    assert list(finished(tmp_path / "theirs", asked)) == ["piqa"], "which reads no local text"
+    save_task(tmp_path / "theirs", result_of("piqa", "1.0", seed=1))
+    assert list(load_finished_tasks(tmp_path / "theirs", asked)) == ["piqa"], (
+        "which reads no local text"
+    )
     for name, result, said in (
         ("old", result_of("local_ruler_cwe", "1.0", **asked), "cwe of version 1.0 and this one"),
         ("text", result_of("local_babi_1", "1.0", seed=1), "nothing said of its text"),
         ("seed", result_of("piqa", "1.0", text="abc"), "nothing said of its seed"),
     ):
-        keep(tmp_path / name, result)
+        save_task(tmp_path / name, result)
         with pytest.raises(ValueError, match=said):
-            finished(tmp_path / name, asked)
+            load_finished_tasks(tmp_path / name, asked)
 
 
 def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
@@ -217,7 +222,9 @@ def test_a_context_beyond_learned_positions_is_refused() -> None:
 
 def test_tokens_of_many_bytes_fill_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """A room of 102 tokens of eight bytes, less than 600 as bytes, which a fixture needs."""
-    monkeypatch.setattr(documents, "_tokens", lambda one, text: len(text) // 8)
+    monkeypatch.setattr(
+        documents._TaskOptions, "count_tokens", lambda options, text: len(text) // 8
+    )
     how: dict[str, Any] = {"config": {"form": "swde"}, "reserve": 48, "limit": 3}
     for doc in rows(documents.fixtures(context=150, **how)):
         assert 600 < len(doc["input"]) < 102 * 8
@@ -246,7 +253,7 @@ def test_a_text_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     for word in ("first", "other"):
         path.write_text(paragraphs(f"The {word} sentence is ", "."))
-        (piece,) = rows(documents.pieces(text=str(path), limit=1))
+        (piece,) = rows(documents.text_chunks(text=str(path), limit=1))
         assert word in piece["input"]
         how: dict[str, Any] = {"config": {"task": 1, "facts": 3}, "context": 600, "limit": 1}
         (hidden,) = rows(documents.hidden_stories(text=str(path), **how))
@@ -257,8 +264,8 @@ def test_numbered_answers_are_not_cut(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(paragraphs("The sentence of ", " is here."))
     told = {"context": 1500, "limit": 1, "text": str(text)}
-    manager, names = index_of(["local_ruler"], told)
-    tasks = load(manager, names, context=1500).tasks
+    manager, names = find_tasks(["local_ruler"], told)
+    tasks = load_tasks(manager, names, context=1500).tasks
     assert len(tasks) == 11
     for name, task in tasks.items():
         until = task.config.generation_kwargs["until"]

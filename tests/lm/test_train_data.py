@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,8 +19,15 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer
 
-from recollect.lm.data import Row, Rows, RowStream, collate, pack, read_rows
-from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
+from recollect.lm.data.rows import (
+    PackedDataset,
+    PackedRow,
+    PackedStream,
+    collate,
+    pack,
+    read_rows,
+)
+from recollect.lm.data.sources import BadLinePolicy, FileDocuments, HubDocuments, find_files
 from recollect.lm.data.tokenizers import byte_tokenizer, encode, load_tokenizer, train_bpe
 from recollect.lm.planning.flops import measured_ceiling, model_flops
 
@@ -81,15 +88,15 @@ def test_rows_hold_the_documents_in_order(texts: list[str], context: int) -> Non
         assert row.starts == tuple(sorted(wanted))
 
 
-def row(*tokens: int, starts: tuple[int, ...] = (0,)) -> Row:
-    return Row(tokens=np.array(tokens, dtype=np.int32), starts=starts)
+def row(*tokens: int, starts: tuple[int, ...] = (0,)) -> PackedRow:
+    return PackedRow(tokens=np.array(tokens, dtype=np.int32), starts=starts)
 
 
 def test_the_order_is_a_function_of_the_seed() -> None:
     rows = [row(i, i) for i in range(7)]
 
     def order(seed: int | None, length: int = 21) -> list[int]:
-        found = Rows(rows, length=length, seed=seed)
+        found = PackedDataset(rows, length=length, seed=seed)
         return [int(found[i].tokens[0]) for i in range(len(found))]
 
     first = order(5)
@@ -109,21 +116,80 @@ def test_a_stream_gives_the_same_rows_and_begins_again(kind: str, tmp_path: Path
         path.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS))
     else:
         parquet(path, [*TEXTS])
-    source = Source(files=(path,), column="body")
+    source = FileDocuments(files=(path,), column="body")
     rows = list(pack([text for text in TEXTS if text], BYTES, context=5))
-    stream = RowStream(source, BYTES, context=5, length=2 * len(rows), shuffle=1, seed=0)
+    stream = PackedStream(source, BYTES, context=5, length=2 * len(rows), shuffle=1, seed=0)
     found = list(stream)
     assert len(stream) == len(found)
     for one, two in zip(found, [*rows, *rows], strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
         assert one.starts == two.starts
-    mixed = RowStream(source, BYTES, context=5, length=len(rows), shuffle=3, seed=0)
+    mixed = PackedStream(source, BYTES, context=5, length=len(rows), shuffle=3, seed=0)
     drawn = [r.tokens.tolist() for r in mixed]
     assert sorted(drawn) == sorted(r.tokens.tolist() for r in rows)
     with pytest.raises(ValueError, match="does not fill one row of 99"):
-        next(iter(RowStream(["short"], BYTES, context=99, length=1, shuffle=1, seed=0)))
+        next(iter(PackedStream(["short"], BYTES, context=99, length=1, shuffle=1, seed=0)))
     with pytest.raises(ValueError, match="does not fill one row of 99"):
         read_rows(["short"], BYTES, context=99)
+
+
+# -- long documents are read in chunks -------------------------------------------------------------
+
+PROSE = "The memory writes\n\nthe value,  at the key: 12 34.\nIt reads\r\n  at the query.\n" * 40
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that are encoded, of at most 256 characters."""
+    texts: list[str] = []
+
+    def record(tokenizer: Any, text: str, **options: Any) -> Any:
+        texts.append(text)
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr("recollect.lm.data.sources.CHUNK_CHARS", 256)
+    monkeypatch.setattr("recollect.lm.data.rows.encode", record)
+    return texts
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_long_document_is_tokenized_in_chunks(
+    suffix: str, encoded: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes((PROSE if suffix == "txt" else json.dumps({"text": PROSE})).encode())
+    bpe = train_bpe([PROSE], 300)
+    rows, stats = read_rows(FileDocuments(files=(path,)), bpe, context=7)
+    assert "".join(encoded) == PROSE
+    assert len(encoded) > 10 and max(map(len, encoded)) <= 256
+    tokens = encode(bpe, PROSE)
+    assert np.array_equal(
+        np.concatenate([r.tokens for r in rows]), tokens[: len(tokens) // 7 * 7]
+    ), "the tokens of the whole text, with one end of the document"
+    assert (stats.tokens, stats.bytes) == (len(tokens), len(PROSE))
+    assert {r.starts for r in rows} == {(0,)}, "a chunk starts no document"
+
+
+def test_a_stream_reads_a_text_file_as_far_as_its_rows(encoded: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(PROSE.encode())
+    stream = PackedStream(FileDocuments(files=(path,)), BYTES, 32, length=64, shuffle=4, seed=0)
+    assert len(next(iter(stream)).tokens) == 32
+    assert len("".join(encoded)) <= 256 < len(PROSE)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text("ab \n-", max_size=60), st.sampled_from(["", "-", "\n\n", "\n-\n", "--"]))
+def test_chunks_do_not_change_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, separator: str
+) -> None:
+    monkeypatch.setattr("recollect.lm.data.sources.CHUNK_CHARS", 5)
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    documents = text.split(separator) if separator else [text]
+    source = FileDocuments(files=(path,), separator=separator)
+    assert list(source) == [x for x in documents if x.strip()]
+    assert max((len(chunk.text) for chunk in source.chunks()), default=0) <= 5
 
 
 # -- batches: packed documents are each alone -----------------------------------------------------
@@ -138,7 +204,7 @@ def test_packed_documents_are_each_alone(name: str) -> None:
     )
     model = rc.lm.RecollectForCausalLM(config)
     rows = list(pack(TEXTS * 2, BYTES, context=16))[:2]
-    batch = collate(rows, reset=True)
+    batch = collate(rows, reset_memory=True)
     assert "cu_seqlens" in batch
     packed = model(**batch).loss
     packed.backward()
@@ -160,14 +226,14 @@ def test_packed_documents_are_each_alone(name: str) -> None:
 
 
 def test_batches_without_borders_stay_rows_and_streams_have_none() -> None:
-    plain = collate([row(1, 2, 3), row(4, 5, 6)], reset=True)
+    plain = collate([row(1, 2, 3), row(4, 5, 6)], reset_memory=True)
     assert set(plain) == {"input_ids", "labels"}
     assert plain["input_ids"].shape == (2, 3)
     rows = [row(1, 2, 3, starts=(0, 2)), row(4, 5, 6)]
-    packed = collate(rows, reset=True)
+    packed = collate(rows, reset_memory=True)
     assert packed["cu_seqlens"].tolist() == [0, 2, 3, 6]
     assert packed["labels"].tolist() == [[-100, 2, -100, -100, 5, 6]]
-    assert set(collate(rows, reset=False)) == {"input_ids", "labels"}
+    assert set(collate(rows, reset_memory=False)) == {"input_ids", "labels"}
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -189,7 +255,7 @@ def test_every_kind_of_file_gives_its_documents(tmp_path: Path) -> None:
     shard = parquet(tmp_path / "c.parquet", ["five", "six", "seven"])
     files = find_files([str(tmp_path)], key="train")
     assert files == (plain, lines, shard)
-    source = Source(files=files, column="body", separator="\n---\n")
+    source = FileDocuments(files=files, column="body", separator="\n---\n")
     wanted = ["three", "four", "one", "two", "five", "six", "seven"]
     assert list(source) == wanted
     assert list(source) == wanted  # again, from the beginning
@@ -213,9 +279,9 @@ def test_a_corrupt_line_is_named_with_file_and_line(line: bytes, says: str, tmp_
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n' + line + b'{"text": "two"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl" + says):
-        list(Source(files=(path,)))
-    bad = BadLines(skip=True)
-    assert list(Source(files=(path,), bad=bad)) == ["one", "two"]
+        list(FileDocuments(files=(path,)))
+    bad = BadLinePolicy(skip=True)
+    assert list(FileDocuments(files=(path,), bad_lines=bad)) == ["one", "two"]
     assert bad.count == 1
     assert "a.jsonl:3" in bad.examples[0]
 
@@ -224,19 +290,23 @@ def test_corrupt_text_and_parquet_are_named_too(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_bytes(b"good\nba\xffd\n")
     with pytest.raises(ValueError, match=r"a.txt:2: not UTF-8 at byte 7"):
-        list(Source(files=(text,)))
-    assert list(Source(files=(text,), bad=BadLines(skip=True))) == ["good\nbad\n"]
+        list(FileDocuments(files=(text,)))
+    assert list(FileDocuments(files=(text,), bad_lines=BadLinePolicy(skip=True))) == ["good\nbad\n"]
     hole = parquet(tmp_path / "a.parquet", ["one", None, "two"])
     with pytest.raises(ValueError, match=r"a.parquet: row 2: 'body' is of type NoneType"):
-        list(Source(files=(hole,), column="body"))
-    assert list(Source(files=(hole,), column="body", bad=BadLines(skip=True))) == ["one", "two"]
+        list(FileDocuments(files=(hole,), column="body"))
+    assert list(
+        FileDocuments(files=(hole,), column="body", bad_lines=BadLinePolicy(skip=True))
+    ) == ["one", "two"]
     with pytest.raises(ValueError, match=r"no column 'text'; it has id, body"):
-        list(Source(files=(hole,)))
+        list(FileDocuments(files=(hole,)))
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(hole.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"cut.parquet: not a Parquet file"):
-        list(Source(files=(cut,), column="body"))
-    assert list(Source(files=(cut,), column="body", bad=BadLines(skip=True))) == []
+        list(FileDocuments(files=(cut,), column="body"))
+    assert (
+        list(FileDocuments(files=(cut,), column="body", bad_lines=BadLinePolicy(skip=True))) == []
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of the library and what it imports
@@ -247,9 +317,9 @@ def test_a_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "data").mkdir()
     parquet(tmp_path / "data" / "train-0.parquet", ["one", "two", None])
     parquet(tmp_path / "data" / "test-0.parquet", ["three"])
-    source = HubDocuments(path=str(tmp_path), column="body", bad=BadLines(skip=True))
+    source = HubDocuments(path=str(tmp_path), column="body", bad_lines=BadLinePolicy(skip=True))
     assert list(source) == ["one", "two"]
-    assert source.bad.count == 1
+    assert source.bad_lines.count == 1
     assert list(HubDocuments(path=str(tmp_path), split="test", column="body")) == ["three"]
     with pytest.raises(ValueError, match=r"train, row 3: 'body' is of type NoneType, not text"):
         list(HubDocuments(path=str(tmp_path), column="body"))

@@ -26,7 +26,7 @@ from tests.lm.runs import STEPS, assert_same, plan, weights, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recollect.lm import CheckpointError, RecollectConfig, count_parameters
-from recollect.lm.data.sources import BadLines
+from recollect.lm.data.sources import BadLinePolicy
 from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
 from recollect.lm.training import Header, Progress, train
 from recollect.lm.training.arguments import trainer_arguments
@@ -296,19 +296,19 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     text: Path, tmp_path: Path
 ) -> None:
     """The measurement against a plain sum over rows, one at a time."""
-    from recollect.lm.data import collate, read_rows
-    from recollect.lm.data.sources import Source
+    from recollect.lm.data.rows import collate, read_rows
+    from recollect.lm.data.sources import FileDocuments
     from recollect.lm.data.tokenizers import byte_tokenizer
 
     run = plan(text, tmp_path, data={"heldout_share": 0.2}, optimizer={"steps": 1})
     result = train(run)
-    rows, tally = read_rows(Source(files=(text,)), byte_tokenizer(), context=32)
+    rows, tally = read_rows(FileDocuments(files=(text,)), byte_tokenizer(), context=32)
     held = rows[4::5]
     total, count = 0.0, 0
     model = result.model.eval()
     with torch.no_grad():
         for row in held:
-            batch = collate([row], reset=True)
+            batch = collate([row], reset_memory=True)
             asked = int((batch["labels"][:, 1:] != -100).sum())
             total += float(model(**batch).loss) * asked
             count += asked
@@ -404,7 +404,7 @@ def test_the_loss_of_a_step_is_the_mean_over_what_is_predicted(text: Path, tmp_p
             optimizer={"steps": 1, "accumulate": 2, "lr": 1e-12},
         )
         result = train(run)
-        stock = rows_of(run, byte_tokenizer(), BadLines())
+        stock = rows_of(run, byte_tokenizer(), BadLinePolicy())
         total, count = 0.0, 0
         for index in range(4):
             row = stock.train[index]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -102,7 +103,8 @@ def eval(  # noqa: A001
     published = beside(result)
     report = save_evaluation_page(result, published, out, command=command_line())
     if as_json:
-        print_json(result.to_dict() | {"published": [_row(column) for column in published]})
+        columns = [asdict(column) | {"rows": dict(column.rows)} for column in published]
+        print_json(result.to_dict() | {"published": columns})
     else:
         console = make_console()
         _show(console, result, published)
@@ -136,17 +138,11 @@ class _Progress:
     def end(self, result: TaskResult, *, before: bool) -> None:
         self._finished += 1
         time = "measured before" if before else f"{result.seconds:.1f} s, batch {result.batch}"
-        metrics = ", ".join(f"{name} {result.told(name)}" for name in result.metrics)
+        metrics = ", ".join(f"{name} {result.format(name)}" for name in result.metrics)
         print_line(self._console, f"  {metrics or '; '.join(result.notes)} ({time})")
 
     def fail(self, task: str, reason: str) -> None:
         print_line(self._console, reason)
-
-
-def _row(column: Beside) -> dict[str, Any]:
-    """Return a column of a paper as data."""
-    names = ("task", "metric", "measured", "table", "column", "group", "note")
-    return {name: getattr(column, name) for name in names} | {"rows": dict(column.rows)}
 
 
 def _show(console: Console, result: Evaluation, published: tuple[Beside, ...]) -> None:

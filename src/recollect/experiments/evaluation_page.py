@@ -59,7 +59,7 @@ def _measured(result: Evaluation, papers: Sequence[Beside]) -> Table:
         for metric in one.metrics:
             here = [x for x in papers if (x.task, x.metric) == (one.task, metric)]
             better = "less" if metric in one.lower_is_better else "more"
-            row: list[Cell] = [one.task, metric, one.told(metric), better, one.documents]
+            row: list[Cell] = [one.task, metric, one.format(metric), better, one.documents]
             rows.append([*row, "; ".join(map(str, here))] if papers else row)
     columns = ["task", "metric", "measured", "better", "documents"]
     return Table(

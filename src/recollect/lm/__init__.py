@@ -57,10 +57,9 @@ from recollect.lm.swap import replace_attention
 from recollect.lm.swap_loading import register
 
 if TYPE_CHECKING:
-    from recollect.lm.evaluation.evaluate import evaluate
+    from recollect.lm.evaluation.evaluate import EvaluationWatcher, evaluate
     from recollect.lm.evaluation.local_tasks import local_tasks
     from recollect.lm.evaluation.results import Evaluation, TaskResult
-    from recollect.lm.evaluation.watching import EvaluationWatcher
     from recollect.lm.sharding.processes import ProcessEnded
     from recollect.lm.training.divergence import Diverged
     from recollect.lm.training.plan import TrainPlan, load_plan
@@ -119,7 +118,7 @@ _SOURCES = {
     "Coordinates": "width.coordinates",
     "Diverged": "training.divergence",
     "Evaluation": "evaluation.results",
-    "EvaluationWatcher": "evaluation.watching",
+    "EvaluationWatcher": "evaluation.evaluate",
     "Header": "training.train",
     "ProcessEnded": "sharding.processes",
     "Progress": "training.train",

@@ -110,7 +110,7 @@ def load_saved_tokenizer(checkpoint: str, model: Any) -> Any:
     has = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
     if folder.is_dir() and not has:
         if model.config.vocab_size in _BYTES:
-            return byte_tokenizer(end=model.config.vocab_size > 256)
+            return byte_tokenizer(add_eos=model.config.vocab_size > 256)
         raise ValueError(
             f"{checkpoint} has no tokenizer, and {model.config.vocab_size} tokens are not bytes: "
             "save its tokenizer beside the model (tokenizer.save_pretrained)"

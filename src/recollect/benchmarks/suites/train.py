@@ -20,8 +20,8 @@ from typing import cast
 import torch
 
 from recollect.benchmarks.results import BenchResult, Case, Ceiling, summarise
-from recollect.lm.data.rows import Row, collate, read_rows
-from recollect.lm.data.sources import Source
+from recollect.lm.data.rows import PackedRow, collate, read_rows
+from recollect.lm.data.sources import FileDocuments
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
@@ -43,7 +43,7 @@ class _Bare:
     """Forward, backward, step on rows that lie ready, as AdamW's own page has it."""
 
     model: RecollectForCausalLM
-    rows: list[Row]
+    rows: list[PackedRow]
     batch: int
     reset: bool
     place: int = 0
@@ -55,7 +55,7 @@ class _Bare:
     def __call__(self) -> None:
         rows = [self.rows[(self.place + i) % len(self.rows)] for i in range(self.batch)]
         self.place += self.batch
-        loss = self.model(**collate(rows, reset=self.reset)).loss
+        loss = self.model(**collate(rows, reset_memory=self.reset)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -110,7 +110,7 @@ def measure(
             }
         )
         tokenizer = byte_tokenizer()
-        rows, _ = read_rows(Source(files=(text,)), tokenizer, context=context)
+        rows, _ = read_rows(FileDocuments(files=(text,)), tokenizer, context=context)
         torch.manual_seed(0)
         model = build_model(plan, tokenizer)
         bare = _Bare(copy.deepcopy(model).train(), rows, batch, reset=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.experiments.comparison.results import Sizes
-from recollect.lm.data.sources import Source, find_files
+from recollect.lm.data.sources import FileDocuments, find_files
 from recollect.messages import argument_name, renamed_arguments
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows, split_documents
@@ -123,7 +123,7 @@ def read_corpus(
     names = [str(pattern) for pattern in patterns]
     if not names:
         raise ValueError("read_corpus: text is empty; name a file, a folder or a pattern")
-    source = Source(files=find_files(names, key="text"), column=column)
+    source = FileDocuments(files=find_files(names, key="text"), column=column)
     return split_documents(source, source=", ".join(names))
 
 

@@ -1,9 +1,8 @@
-"""Rows of tokens from documents, and batches whose memory starts anew where a document does.
+"""Fixed-length rows of tokens from documents, and batches of rows.
 
-A row has ``context`` tokens: documents one after the other, the last one cut where the row ends and
-going on in the next row. A batch of rows that hold borders becomes one row of all their tokens with
-``cu_seqlens``; a batch without any is passed on as it is. Both mean the same: every stretch of a
-document alone, from an empty memory.
+A row has ``context`` tokens: documents one after another, with the last one continued in the next
+row. A batch with document boundaries becomes one row with ``cu_seqlens``, and a batch without them
+stays ``[B, T]``. In both, the memory is reset at every document.
 """
 
 from __future__ import annotations
@@ -18,41 +17,32 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 
+from recollect.lm.data.sources import iter_chunks
 from recollect.lm.data.tokenizers import encode
 
-__all__ = ["Row", "RowStream", "Rows", "collate", "pack", "read_rows"]
+__all__ = ["PackedDataset", "PackedRow", "PackedStream", "collate", "pack", "read_rows"]
 
-IGNORE = -100
+IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """``context`` tokens and the places at which a document starts, 0 first.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRow:
+    """Tokens of one row and the positions at which its documents start."""
 
-    Attributes:
-        tokens: int32 ``[context]``. starts: increasing, the first is 0.
-    """
-
-    tokens: np.ndarray
-    starts: tuple[int, ...]
+    tokens: np.ndarray  # int32 [context]
+    starts: tuple[int, ...]  # increasing, the first is 0
 
 
 @dataclass
-class Tally:
-    """What was read so far, for bits per byte.
+class TextStats:
+    """Size of the documents read so far, for bits per byte."""
 
-    Attributes:
-        documents, tokens, bytes: of the documents read.
-    """
-
-    documents: int = 0
     tokens: int = 0
     bytes: int = 0
 
     @property
     def bytes_per_token(self) -> float:
-        """1 where nothing was read."""
-        # The end of a document is a token of no bytes; it is predicted like any other.
+        """Bytes per token, 1 for an empty text; the end of a document is a token of no bytes."""
         return self.bytes / self.tokens if self.tokens else 1.0
 
 
@@ -61,126 +51,109 @@ def pack(
     tokenizer: PreTrainedTokenizerFast,
     *,
     context: int,
-    tally: Tally | None = None,
-) -> Iterator[Row]:
-    """Rows of exactly ``context`` tokens; what does not fill a last row is dropped.
-
-    Args:
-        documents: texts. tokenizer: as in `encode`. context: tokens per row.
-        tally: counts what is read.
-    """
-    pieces: list[np.ndarray] = []
+    stats: TextStats | None = None,  # is updated
+) -> Iterator[PackedRow]:
+    """Yield rows of exactly ``context`` tokens; an incomplete last row is dropped."""
+    parts: list[np.ndarray] = []
     starts: list[int] = []
-    filled = 0
-    for text in documents:
-        tokens = encode(tokenizer, text)
-        if tally is not None:
-            tally.documents += 1
-            tally.tokens += len(tokens)
-            tally.bytes += len(text.encode("utf-8"))
+    filled, starts_document = 0, True
+    for text, is_last in iter_chunks(documents):
+        tokens = encode(tokenizer, text, add_eos=is_last)
+        if stats is not None:
+            stats.tokens += len(tokens)
+            stats.bytes += len(text.encode("utf-8"))
         while len(tokens):
-            taken = tokens[: context - filled]
-            starts.append(filled)
-            pieces.append(taken)
-            filled += len(taken)
-            tokens = tokens[len(taken) :]
+            part = tokens[: context - filled]
+            if starts_document or not filled:
+                starts.append(filled)
+            starts_document = False
+            parts.append(part)
+            filled += len(part)
+            tokens = tokens[len(part) :]
             if filled == context:
-                yield Row(tokens=np.concatenate(pieces), starts=tuple(starts))
-                pieces, starts, filled = [], [], 0
+                yield PackedRow(tokens=np.concatenate(parts), starts=tuple(starts))
+                parts, starts, filled = [], [], 0
+        starts_document = starts_document or is_last
 
 
-class Rows(Dataset[Row]):
-    """Rows in memory, in an order drawn from a seed: as many as a run takes, epoch after epoch.
+@dataclass(eq=False)
+class PackedDataset(Dataset[PackedRow]):
+    """Rows in memory, repeated epoch after epoch in an order that is a function of the seed alone.
 
-    The order is a function of the seed alone, so a run that goes on meets the rows it would have.
-
-    Args:
-        rows: all rows. length: how many to give. seed: of the order; ``None`` keeps it.
+    A resumed run therefore reads the rows that an uninterrupted run reads.
     """
 
-    def __init__(self, rows: Sequence[Row], *, length: int, seed: int | None) -> None:
-        self.rows, self.length, self.seed = rows, length, seed
-        self._epoch: tuple[int, np.ndarray] | None = None
+    rows: Sequence[PackedRow]
+    length: int  # number of rows of the whole run
+    seed: int | None  # None keeps the order of the rows
+
+    def __post_init__(self) -> None:
+        self._permutation: tuple[int, np.ndarray] | None = None  # epoch, order
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> PackedRow:
         if not 0 <= index < self.length:
             raise IndexError(index)
-        epoch, place = divmod(index, len(self.rows))
+        epoch, position = divmod(index, len(self.rows))
         if self.seed is None:
-            return self.rows[place]
-        if self._epoch is None or self._epoch[0] != epoch:
-            draw = np.random.default_rng((self.seed, epoch))
-            self._epoch = epoch, draw.permutation(len(self.rows))
-        return self.rows[self._epoch[1][place]]
+            return self.rows[position]
+        if self._permutation is None or self._permutation[0] != epoch:
+            generator = np.random.default_rng((self.seed, epoch))
+            self._permutation = epoch, generator.permutation(len(self.rows))
+        return self.rows[self._permutation[1][position]]
 
 
-class RowStream(IterableDataset[Row]):
-    """Rows made while they are asked for, from the beginning again when the documents end.
+@dataclass(eq=False)
+class PackedStream(IterableDataset[PackedRow]):
+    """Rows that are read during training; after the last document the first one follows again.
 
-    As many as a run takes, as in `Rows`: a run that is over asks for none when it is resumed.
-
-    Args:
-        documents: can be iterated again. tokenizer, context: as in `pack`.
-        length: how many to give.
-        shuffle: how many rows the buffer holds, of which one is drawn; 1 keeps the order.
-        seed: of the draws.
-        what: names the documents in a message.
-
-    Raises:
-        ValueError: documents that fill no row, when the first is asked for.
+    Iteration raises a ValueError if the documents do not fill one row.
     """
 
-    def __init__(
-        self,
-        documents: Iterable[str],
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        context: int,
-        length: int,
-        shuffle: int,
-        seed: int,
-        what: str = "the text",
-    ) -> None:
-        self.documents, self.tokenizer, self.context = documents, tokenizer, context
-        self.what = what
-        self.length, self.shuffle, self.seed = length, shuffle, seed
-        self.tally = Tally()
+    documents: Iterable[str]  # can be iterated again
+    tokenizer: PreTrainedTokenizerFast
+    context: int
+    length: int  # number of rows of the whole run
+    shuffle: int  # rows in the buffer from which one is drawn; 1 keeps the order
+    seed: int
+    source_name: str = "the text"  # in messages
 
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self) -> Iterator[Row]:
-        return islice(self._endless(), self.length)
+    def __iter__(self) -> Iterator[PackedRow]:
+        return islice(self._iter_forever(), self.length)
 
-    def _endless(self) -> Iterator[Row]:
-        draw = np.random.default_rng(self.seed)
-        buffer: list[Row] = []
+    def _iter_forever(self) -> Iterator[PackedRow]:
+        generator = np.random.default_rng(self.seed)
+        buffer: list[PackedRow] = []
         while True:
-            made = 0
-            for row in pack(self.documents, self.tokenizer, context=self.context, tally=self.tally):
-                made += 1
+            is_empty = True
+            for row in pack(self.documents, self.tokenizer, context=self.context):
+                is_empty = False
                 buffer.append(row)
                 if len(buffer) >= self.shuffle:
-                    yield _drawn(buffer, draw)
-            if not made:
-                raise ValueError(_TOO_SHORT.format(what=self.what, context=self.context))
+                    yield _pop_random(buffer, generator)
+            if is_empty:
+                raise _too_short(self.source_name, self.context)
             while buffer:
-                yield _drawn(buffer, draw)
+                yield _pop_random(buffer, generator)
 
 
-def _drawn(buffer: list[Row], draw: np.random.Generator) -> Row:
-    """One of the rows in the buffer, whose place the last one takes."""
-    place = int(draw.integers(len(buffer)))
-    buffer[place], buffer[-1] = buffer[-1], buffer[place]
+def _pop_random(buffer: list[PackedRow], generator: np.random.Generator) -> PackedRow:
+    """Remove a random row of the buffer; the last row takes its place."""
+    index = int(generator.integers(len(buffer)))
+    buffer[index], buffer[-1] = buffer[-1], buffer[index]
     return buffer.pop()
 
 
-_TOO_SHORT = (
-    "{what} does not fill one row of {context} tokens: shorten context in [data], or give more"
-)
+def _too_short(source_name: str, context: int) -> ValueError:
+    return ValueError(
+        f"{source_name} does not fill one row of {context} tokens: shorten context in [data], or "
+        "give more"
+    )
 
 
 def read_rows(
@@ -188,40 +161,36 @@ def read_rows(
     tokenizer: PreTrainedTokenizerFast,
     *,
     context: int,
-    what: str = "the text",
-) -> tuple[list[Row], Tally]:
-    """All rows of some documents, and what was read.
-
-    Args:
-        documents, tokenizer, context: as in `pack`.
-        what: names the documents in a message.
+    source_name: str = "the text",  # in messages
+) -> tuple[list[PackedRow], TextStats]:
+    """Return all rows of documents and the size of the text.
 
     Raises:
-        ValueError: documents that fill no row.
+        ValueError: the documents do not fill one row.
     """
-    tally = Tally()
-    rows = list(pack(documents, tokenizer, context=context, tally=tally))
+    stats = TextStats()
+    rows = list(pack(documents, tokenizer, context=context, stats=stats))
     if not rows:
-        raise ValueError(_TOO_SHORT.format(what=what, context=context))
-    return rows, tally
+        raise _too_short(source_name, context)
+    return rows, stats
 
 
-def collate(rows: Sequence[Row], *, reset: bool, flat: bool = True) -> dict[str, Tensor]:
-    """A batch: ``input_ids``, ``labels`` of that shape, and ``cu_seqlens`` where there are borders.
-
-    Args:
-        rows: of one length. reset: whether the memory starts anew at every document; otherwise a
-            row is one sequence. flat: whether rows that hold borders become one.
-    """
+def collate(
+    rows: Sequence[PackedRow],
+    *,
+    reset_memory: bool,  # at every document; otherwise a row is one sequence
+    flatten: bool = True,  # whether rows with document boundaries become one row
+) -> dict[str, Tensor]:
+    """Return ``input_ids``, ``labels`` and, with document boundaries, ``cu_seqlens`` of rows."""
     tokens = torch.from_numpy(np.stack([row.tokens for row in rows])).long()  # [B, T]
-    if not reset or all(len(row.starts) == 1 for row in rows):
+    if not reset_memory or all(len(row.starts) == 1 for row in rows):
         return {"input_ids": tokens, "labels": tokens.clone()}
     T = tokens.shape[1]
     starts = [i * T + start for i, row in enumerate(rows) for start in row.starts]
     labels = tokens.view(1, -1).clone()
-    labels[0, starts] = IGNORE  # nothing precedes a document's first token
+    labels[0, starts] = IGNORE_INDEX  # no token precedes the first one of a document
     return {
-        "input_ids": tokens.view(1, -1) if flat else tokens,
-        "labels": labels if flat else labels.view_as(tokens),
+        "input_ids": tokens.view(1, -1) if flatten else tokens,
+        "labels": labels if flatten else labels.view_as(tokens),
         "cu_seqlens": torch.tensor([*starts, tokens.numel()]),
     }

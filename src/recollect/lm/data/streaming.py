@@ -1,50 +1,34 @@
-"""Text of a hub dataset, streamed: only as much as a comparison needs is fetched."""
+"""Text of a hub dataset, streamed: only as much as a comparison needs is downloaded."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
-from recollect.tasks.text import TextCorpus, load_text
+from recollect.lm.data.sources import HubDocuments
+from recollect.messages import renamed_arguments
+from recollect.tasks.text import TextCorpus, split_documents
 
 __all__ = ["stream_text"]
 
 
+@renamed_arguments({"column": "--column", "bad_lines": ""})
 def stream_text(name: str, *, limit: int = 8_000_000, column: str = "text") -> TextCorpus:
-    """The first ``limit`` bytes of a dataset's training split, divided like any other text.
-
-    Args:
-        name: of the dataset, as `datasets.load_dataset` takes it (a hub name or a local folder).
-        limit: bytes to take.
-        column: which column holds the text.
+    """Split the first ``limit`` bytes of a dataset's training split as `load_text` splits a file.
 
     Raises:
-        ValueError: the dataset cannot be loaded, or has no such column.
+        ValueError: the dataset cannot be loaded, or a row has no text in the column.
         ImportError: datasets is not installed.
     """
-    from datasets import load_dataset
+    num_bytes = 0
 
-    try:
-        rows = load_dataset(name, split="train", streaming=True)
-        with tempfile.TemporaryDirectory() as folder:
-            path, taken = Path(folder) / "text.txt", 0
-            with path.open("w", encoding="utf-8") as file:
-                for row in rows:
-                    if column not in row:
-                        raise ValueError(
-                            f"dataset {name!r} has no column {column!r}; it has {', '.join(row)}"
-                        )
-                    text = str(row[column]) + "\n\n"
-                    file.write(text)
-                    taken += len(text.encode())
-                    if taken >= limit:
-                        break
-            corpus = load_text(path)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"dataset {name!r} cannot be streamed: {error}") from error
-    return TextCorpus(
-        train=corpus.train,
-        heldout=corpus.heldout,
-        sha256=corpus.sha256,
-        source=f"dataset {name}, first {taken:,} bytes",
-    )
+    def documents() -> Iterator[str]:
+        nonlocal num_bytes
+        for text in HubDocuments(path=name, column=column):
+            num_bytes += len(text.encode()) + len("\n\n")
+            yield text
+            if num_bytes >= limit:
+                break
+
+    corpus = split_documents(documents(), source=f"dataset {name}")
+    return replace(corpus, source=f"{corpus.source}, first {num_bytes:,} bytes")

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes by default, a BPE trained on one's own text, or any of Hugging Face's."""
+"""Tokenizers: bytes by default, a byte-level BPE trained on your text, or any of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,39 +14,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from recollect.lm.hub import hub_options
 from recollect.lm.model.checkpoint import check_regular_files
 
-__all__ = ["END", "byte_tokenizer", "encode", "load_tokenizer", "read_tokenizer", "train_bpe"]
+__all__ = ["byte_tokenizer", "encode", "load_tokenizer", "read_tokenizer", "train_bpe"]
 
-END = "<|end|>"
-"""Stands at the end of every document; where generation stops."""
-
+EOS_TOKEN = "<|end|>"
+"""Token at the end of every document, at which generation stops."""
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
-"""One of them is in every folder that holds a tokenizer."""
+"""Files of which every folder with a tokenizer has one."""
 
 
-def byte_tokenizer(*, end: bool = True) -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8, its number that of the byte, and 256 for the end of a document.
+def byte_tokenizer(*, add_eos: bool = True) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of UTF-8 bytes, in which token 256 ends a document.
 
-    It saves and loads as any tokenizer of Hugging Face does, without code of ours, and pads on the
-    left, as `generate` needs it of a batch.
-
-    Args:
-        end: whether there is a token 256; without, for a vocabulary of 256, the byte 0 ends a
-            document, because no text holds it.
+    Transformers alone saves and loads it, and it pads on the left, as `generate` needs. Without
+    ``add_eos`` there are 256 tokens, and byte 0, which texts do not contain, ends a document.
     """
-    alphabet = _byte_letters()
+    alphabet = _byte_alphabet()
     model = models.BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[])
-    return _wrapped(Tokenizer(model), END if end else alphabet[0])
+    return _wrap(Tokenizer(model), EOS_TOKEN if add_eos else alphabet[0])
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``vocab`` tokens trained on texts; every text has an encoding.
-
-    Args:
-        texts: read once. vocab: at least 257, the bytes and the end of a document.
+    """Train a byte-level BPE of ``vocab`` tokens, in which every text has an encoding.
 
     Raises:
-        ValueError: fewer than 257.
+        ValueError: fewer than 257 tokens, the bytes and the end of a document.
     """
     if vocab < 257:
         raise ValueError(f"a byte-level BPE needs at least 257 tokens, not {vocab}")
@@ -54,30 +46,27 @@ def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab - 1,  # and the end of a document
-        initial_alphabet=_byte_letters(),
+        initial_alphabet=_byte_alphabet(),
         show_progress=False,
         special_tokens=[],
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _wrapped(tokenizer)
+    return _wrap(tokenizer)
 
 
 def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a folder or of the hub; no code that comes with it is run.
+    """Load the tokenizer of a folder or of the hub without running code that comes with it.
 
-    It pads on the left, as `generate` needs it, and still does after it was saved and loaded. A
-    tokenizer without a token to pad with takes the end of a document.
-
-    Args:
-        name: of the folder, or on the hub. key: of the plan, which messages name.
+    It pads on the left, also after it is saved and loaded. A tokenizer without a padding token pads
+    with the end of a document. ``key`` is the setting that messages name.
 
     Raises:
-        ValueError: none can be loaded, or it has no token that ends a document.
+        ValueError: the tokenizer cannot be loaded, or has no token that ends a document.
     """
     if name[:1] in ("/", ".", "~") and not Path(name).is_dir():
         raise ValueError(f"{key} {name!r}: there is no such folder")
     try:
-        # Only options of its construction are saved with a tokenizer.
+        # Options of the constructor are saved with the tokenizer.
         tokenizer = read_tokenizer(name, padding_side="left")
     except ValueError as error:
         if not Path(name).is_dir():
@@ -102,14 +91,10 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
 
 
 def read_tokenizer(name: str, **options: Any) -> Any:
-    """Return the tokenizer that transformers loads, whatever it is; no code of it is run.
-
-    Args:
-        name: of the folder, or on the hub.
-        options: of the tokenizer.
+    """Load any tokenizer of transformers without running code that comes with it.
 
     Raises:
-        ValueError: it cannot be loaded, with the reason alone.
+        ValueError: the tokenizer cannot be loaded; the message is the reason alone.
     """
     if Path(name).is_dir():
         check_regular_files(Path(name))
@@ -123,50 +108,51 @@ def read_tokenizer(name: str, **options: Any) -> Any:
         raise ValueError("a file of it is nested too deep") from None
     except Exception as error:  # transformers and tokenizers check little in their files
         reason = " ".join(str(error).split()).partition(". ")[0][:200]
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{kind}{reason}") from None
+        prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{prefix}{reason}") from None
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
-    """The tokens of a document with its end, int32 ``[n]``."""
-    end = cast(int, tokenizer.eos_token_id)
-    if is_bytes(tokenizer):
-        raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
-        return np.append(raw, np.int32(end))
-    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    return np.array([*ids, end], dtype=np.int32)
+def encode(
+    tokenizer: PreTrainedTokenizerFast, text: str, *, add_eos: bool = True
+) -> np.ndarray:  # int32 [n]
+    """Return the tokens of a document, or of its beginning without ``add_eos``."""
+    if is_byte_tokenizer(tokenizer):
+        ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+    else:
+        backend = tokenizer.backend_tokenizer
+        # The batch method is the faster one, because it computes no offsets.
+        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    end = [cast(int, tokenizer.eos_token_id)] if add_eos else []
+    return np.concatenate([ids, end], dtype=np.int32, casting="unsafe")
 
 
-def is_bytes(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether tokens are bytes, so that nothing need be looked up."""
-    known = getattr(tokenizer, "_recollect_bytes", None)
-    if known is None:
+def is_byte_tokenizer(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether the tokens are the bytes of UTF-8; the answer is stored on the tokenizer."""
+    result = getattr(tokenizer, "_recollect_bytes", None)
+    if result is None:
         vocab = tokenizer.get_vocab()
-        known = len(vocab) == 257 and all(
-            vocab.get(letter) == byte for byte, letter in enumerate(_byte_letters())
+        result = len(vocab) == 257 and all(
+            vocab.get(letter) == byte for byte, letter in enumerate(_byte_alphabet())
         )
-        tokenizer._recollect_bytes = known  # type: ignore[attr-defined]
-    return known
+        tokenizer._recollect_bytes = result  # type: ignore[attr-defined]
+    return result
 
 
-def _wrapped(tokenizer: Tokenizer, end: str = END) -> PreTrainedTokenizerFast:
+def _wrap(tokenizer: Tokenizer, eos_token: str = EOS_TOKEN) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([end])
+    tokenizer.add_special_tokens([eos_token])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=end,
-        pad_token=end,
+        eos_token=eos_token,
+        pad_token=eos_token,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
 
 
-def _byte_letters() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte, in the bytes' order.
-
-    Printable bytes of Latin-1 stand for themselves, the others are numbered from 256 on.
-    """
+def _byte_alphabet() -> list[str]:
+    """Return the letter of each byte in byte-level tokenizers (GPT-2's ``bytes_to_unicode``)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     rest = iter(range(256, 512))
     return [chr(byte if byte in printable else next(rest)) for byte in range(256)]

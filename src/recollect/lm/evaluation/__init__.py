@@ -1,6 +1,6 @@
-"""Evaluation of language models with lm-eval: its tasks, and tasks of ours that need no network.
+"""Evaluation of language models with lm-eval: its tasks, and local tasks that need no network.
 
-`evaluate` is the face; `harness` runs a model under lm-eval, `names` finds and loads tasks,
-`documents` makes the documents of the tasks in ``local/``, `results` and `folder` keep what was
-measured.
+`evaluate` is the interface. `harness` runs a model under lm-eval, `names` finds and loads tasks,
+`documents` generates the documents of the tasks in ``local/``, `results` and `folder` store
+results.
 """

@@ -1,4 +1,4 @@
-"""`evaluate`: a language model on tasks of lm-eval and on local ones."""
+"""`evaluate`: a language model on tasks of lm-eval and on local tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformers
 
 from recollect.fields import int_check, validate
 from recollect.lm.evaluation.documents import CONTEXT
-from recollect.lm.evaluation.folder import earlier_groups, finished, keep
+from recollect.lm.evaluation.folder import load_finished_groups, load_finished_tasks, save_task
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
-from recollect.lm.evaluation.watching import EvaluationWatcher, Nobody
 from recollect.lm.loading import load_saved
 from recollect.lm.prompt import fingerprint
 from recollect.messages import argument_name, short_repr
@@ -31,22 +30,50 @@ from recollect.report.ownership import owned_folder
 from recollect.tasks.text import default_source
 
 if TYPE_CHECKING:
-    from recollect.lm.evaluation.harness import HarnessModel
-    from recollect.lm.evaluation.names import Loaded
+    from recollect.lm.evaluation.harness import RecollectHFLM
+    from recollect.lm.evaluation.names import LoadedTasks
 
-__all__ = ["evaluate"]
+__all__ = ["EvaluationWatcher", "evaluate"]
 
 
-_TOKENIZER = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "all_special_ids",
-    "add_bos_token",
-    "add_eos_token",
-    "clean_up_tokenization_spaces",
-)
-"""What a tokenizer does with texts that its file does not say."""
+class EvaluationWatcher(Protocol):
+    """Callbacks of `evaluate`.
+
+    Examples:
+        >>> class Printer(rc.lm.EvaluationWatcher):  # rc.lm.evaluate(..., watcher=Printer())
+        ...     def begin(self, task, index, count):
+        ...         print(f"{task}, {index} of {count}")
+        >>> Printer().begin("piqa", 1, 2)
+        piqa, 1 of 2
+    """
+
+    def begin(self, task: str, index: int, count: int) -> None:
+        """Called before a task is measured.
+
+        Args:
+            task: name of the task.
+            index: position of the task, from 1.
+            count: number of tasks, without those that an earlier run measured.
+        """
+        ...
+
+    def end(self, result: TaskResult, *, before: bool) -> None:
+        """Called after a task is measured.
+
+        Args:
+            result: result of the task.
+            before: whether an earlier run measured the task.
+        """
+        ...
+
+    def fail(self, task: str, reason: str) -> None:
+        """Called if a task cannot be run or raises an error; the other tasks are measured.
+
+        Args:
+            task: name of the task.
+            reason: a sentence.
+        """
+        ...
 
 
 def evaluate(
@@ -64,25 +91,24 @@ def evaluate(
 ) -> Evaluation:
     """Measure a causal language model on tasks of lm-eval, and on local ones that need no network.
 
-    Log-likelihoods are sums over tokens of log p(token | tokens before it), in nats; a text without
-    a context begins after the tokenizer's first token, or its end of a document where it has none.
+    Log-likelihoods are sums over tokens of log p(token | tokens before it), in nats. A text without
+    a context begins after the tokenizer's first token, or after its end of a document.
 
     Args:
-        model: a folder that ``save_pretrained`` wrote, or that of a run; a name on the hub; or a
-            model of transformers, which may be ours. No code that comes with it is run.
+        model: folder that ``save_pretrained`` wrote, folder of a run, name on the hub, or a model
+            of transformers. Code that comes with a model is not run.
         tasks: names of tasks, groups or tags, or patterns such as ``"local_niah_*"``.
-        tokenizer: of a model that is no folder.
-        out: folder, in which each finished task stands in a file of its own. A run that was
-            interrupted loses the task at which it was; with equal settings it goes on after those
-            that are there.
-        batch: texts at once, or ``"auto"``: halved from the largest until memory holds them.
-        limit: documents of a task at most.
-        context: tokens that the model sees at once, longer texts losing their beginning, and the
-            length of the local tasks that fill a context. By default what its configuration says,
-            at most 2,048; and 2,048 where it says nothing, as for recurrent models.
-        text: file in place of the text from which local tasks take what they hide things in.
-        device: where to run; where the model is when omitted, or the CPU.
-        watcher: is called as tasks begin, end and fail.
+        tokenizer: tokenizer of a model that is not a folder.
+        out: folder for the results, with a file per finished task. With equal settings a later run
+            continues after the finished tasks.
+        batch: batch size, or ``"auto"``: halved from the largest until it fits into memory.
+        limit: largest number of documents of a task.
+        context: length in tokens of the model's input, and of the local tasks that fill a context.
+            Longer texts are truncated at the beginning. By default the length in the configuration,
+            at most 2,048; and 2,048 without one, as for recurrent models.
+        text: file in place of the text in which local tasks hide their answers.
+        device: device to run on; by default the model's, or the CPU.
+        watcher: is called when tasks begin, end and fail.
 
     Returns:
         The results. A task that cannot be run is in `Evaluation.failures`, and the others are
@@ -106,17 +132,17 @@ def evaluate(
         >>> list(result["local_babi_1"].metrics), result["local_babi_1"].documents
         (['acc'], 3)
     """
-    from recollect.lm.evaluation import harness  # which needs the extra
-    from recollect.lm.evaluation.names import index_of, load
+    from recollect.lm.evaluation import harness  # needs lm-eval
+    from recollect.lm.evaluation.names import find_tasks, load_tasks
 
     if limit is not None:
         validate(argument_name("limit"), int_check(1), limit)
     if context is not None:
         validate(argument_name("context"), int_check(2), context)
-    size = _batch(batch)
-    names = [tasks] if isinstance(tasks, str) else list(tasks)
-    manager, found = index_of(names, {})  # refused before a model is read
-    called = str(model) if isinstance(model, str | PathLike) else type(model).__name__
+    batch_size = _parse_batch(batch)
+    # Unknown tasks raise before the model is loaded.
+    manager, names = find_tasks([tasks] if isinstance(tasks, str) else tasks, {})
+    model_name = str(model) if isinstance(model, str | PathLike) else type(model).__name__
     if isinstance(model, str | PathLike):
         if tokenizer is not None:
             raise ValueError("tokenizer: a folder has its own; give one with a model alone")
@@ -125,65 +151,73 @@ def evaluate(
     if device is not None:
         model = model.to(device)
     _check_positions(model, context)
-    context = context or _context(model)
-    path = None if text is None else str(text)
-    watcher = watcher or Nobody()
-    with _saved(tokenizer) as (place, digest), _evaluating(model), _owned(out) as folder:
+    context = context or min(_num_positions(model) or CONTEXT, CONTEXT)
+    text = None if text is None else str(text)
+    with contextlib.ExitStack() as stack:
+        tokenizer_folder, tokenizer_digest = stack.enter_context(_temporary_tokenizer(tokenizer))
+        stack.enter_context(_eval_mode(model))
+        if out is not None:
+            stack.enter_context(owned_folder(out))
+        folder = None if out is None else Path(out)
+        digests = fingerprint(model)
         settings = {
-            "model": _digest(fingerprint(model)),
-            "tokenizer": digest,
+            "model": _sha256("".join(digests[name] for name in sorted(digests)).encode()),
+            "tokenizer": tokenizer_digest,
             "context": context,
             "limit": limit,
             "seed": harness.SEED,
             "lm_eval": harness.harness_version(),
         }
-        local = {**settings, "text": _text(path)}  # tasks of lm-eval do not read it
+        local_settings = {**settings, "text": _text_digest(text)}
         manager.metadata.update(
-            tokenizer=place,
-            pretrained=place,
+            tokenizer=tokenizer_folder,
+            pretrained=tokenizer_folder,
             max_seq_lengths=[context],
             context=context,
             limit=limit,
-            text=path,
+            text=text,
         )
-        before = {} if folder is None else finished(folder, local)
-        # Asked before minutes are spent: it refuses a folder that holds another command's results.
-        earlier = () if folder is None else earlier_groups(folder, settings, before)
-        loaded = load(manager, found, context=context, done=list(before))
-        asked = [*(name for name in found if name in before), *loaded.tasks]
-        for name in asked:
-            if name in before:
-                watcher.end(before[name], before=True)
+        results: dict[str, TaskResult] = {}
+        groups: dict[str, TaskResult] = {}
+        if folder is not None:  # a folder of another command raises before anything is measured
+            results = load_finished_tasks(folder, local_settings)
+            saved_groups = load_finished_groups(folder, settings, results)
+            groups = {group.task: group for group in saved_groups}
+        loaded = load_tasks(manager, names, context=context, finished=list(results))
+        remaining = [name for name in loaded.tasks if name not in results]
+        requested = [*(name for name in names if name in results), *loaded.tasks]
         failures = dict(loaded.failures)
-        if not loaded.tasks and not before:
+        if not loaded.tasks and not results:
             raise ValueError("; ".join(failures.values()))
-        for name, reason in failures.items():
-            watcher.fail(name, reason)
-        todo = [name for name in loaded.tasks if name not in before]
+        if watcher is not None:
+            for name in requested:
+                if name in results:
+                    watcher.end(results[name], before=True)
+            for name, reason in failures.items():
+                watcher.fail(name, reason)
         with harness.quiet():
-            here = harness.HarnessModel(model, tokenizer, batch=size, context=context)
-        results = dict(before)
-        for index, name in enumerate(todo, 1):
-            watcher.begin(name, index, len(todo))
-            terms = local if name in local_tasks() else settings
+            lm = harness.RecollectHFLM(model, tokenizer, batch_size=batch_size, context=context)
+        for index, name in enumerate(remaining, 1):
+            if watcher is not None:
+                watcher.begin(name, index, len(remaining))
+            task_settings = local_settings if name in local_tasks() else settings
             try:
-                results[name] = _measure(here, name, loaded.tasks[name], terms)
+                results[name] = _measure(lm, name, loaded.tasks[name], task_settings)
             except Exception as error:  # of the task's own code, or of the model on its documents
-                failures[name] = _reason(name, error)
-                if index == len(todo) and not results:
+                failures[name] = _failure_reason(name, error)
+                if index == len(remaining) and not results:
                     raise ValueError("; ".join(failures.values())) from error
-                watcher.fail(name, failures[name])
+                if watcher is not None:
+                    watcher.fail(name, failures[name])
                 continue
             if folder is not None and results[name].finite:
-                keep(folder, results[name])  # what is no number is measured anew
-            watcher.end(results[name], before=False)
-        groups = {one.task: one for one in _groups(loaded, results, settings)}
-        groups = {one.task: one for one in earlier} | groups
+                save_task(folder, results[name])  # other tasks are measured again
+            if watcher is not None:
+                watcher.end(results[name], before=False)
+        groups |= {group.task: group for group in _group_results(loaded, results, settings)}
         evaluation = Evaluation(
-            model=called,
-            tasks=tuple(
-                results[name] for name in dict.fromkeys([*asked, *results]) if name in results
-            ),
+            model=model_name,
+            tasks=tuple(results[x] for x in dict.fromkeys([*requested, *results]) if x in results),
             groups=tuple(groups.values()),
             failures=failures,
             environment={
@@ -196,74 +230,76 @@ def evaluate(
     return evaluation
 
 
-def _measure(model: HarnessModel, name: str, task: Any, settings: Mapping[str, Any]) -> TaskResult:
-    """Measure one task; a note gives the reason if metrics are missing or not finite."""
+def _measure(lm: RecollectHFLM, name: str, task: Any, settings: Mapping[str, Any]) -> TaskResult:
+    """Measure one task; a note has the reason if metrics are missing or not finite."""
     from recollect.lm.evaluation import harness
 
-    found: dict[str, Any] = {}
-    start, failed = time.perf_counter(), list[str]()
-    model.begin()
+    raw: dict[str, Any] = {
+        "results": {name: {}},
+        "higher_is_better": {},
+        "n-samples": {name: {"effective": 0}},
+        "versions": {name: task.VERSION},
+    }
+    notes: list[str] = []
+    start = time.perf_counter()
+    lm.reset_counters()
     try:
-        with harness.quiet(), harness.seeded():
-            found = harness.run_task(model, task, settings["limit"])
-    except ArithmeticError as error:  # of its aggregation; other tasks may have numbers
-        failed.append(f"its numbers cannot be computed ({error})")
-    result = TaskResult.of(
-        found["results"][name] if found else {},
-        (found["higher_is_better"].get(name) or {}) if found else {},
+        with harness.quiet(), harness.fixed_seed():
+            raw = harness.run_task(lm, task, settings["limit"])
+    except ArithmeticError as error:  # of the aggregation of its metrics
+        notes.append(f"its numbers cannot be computed ({error})")
+    result = TaskResult.from_harness(
+        raw["results"][name],
+        raw["higher_is_better"].get(name) or {},
         task=name,
-        documents=found["n-samples"][name]["effective"] if found else 0,
-        version=str(found["versions"].get(name) if found else task.VERSION),
+        documents=raw["n-samples"][name]["effective"],
+        version=str(raw["versions"].get(name)),
         settings=settings,
-        batch=model.batch_size_per_gpu,
+        batch=lm.batch_size_per_gpu,
         seconds=time.perf_counter() - start,
-        notes=(*failed, *model.notes()),
+        notes=(*notes, *lm.notes()),
     )
-    if model.finite:
-        strange = [metric for metric, value in result.metrics.items() if not math.isfinite(value)]
-        notes = (*(f"{metric} is not finite" for metric in strange), *result.notes)
-        return dataclasses.replace(result, notes=notes)
-    # Scores that logits of no value happen to give, such as an accuracy, are no measurements.
-    return dataclasses.replace(result, metrics=dict.fromkeys(result.metrics, math.nan), errors={})
+    if not lm.all_finite:  # values from such logits, such as an accuracy, mean nothing
+        metrics = dict.fromkeys(result.metrics, math.nan)
+        return dataclasses.replace(result, metrics=metrics, errors={})
+    infinite = [metric for metric, value in result.metrics.items() if not math.isfinite(value)]
+    notes = [*(f"{metric} is not finite" for metric in infinite), *result.notes]
+    return dataclasses.replace(result, notes=tuple(notes))
 
 
-def _reason(name: str, error: Exception) -> str:
+def _failure_reason(name: str, error: Exception) -> str:
     """Return a sentence on why a task was not measured."""
-    from recollect.lm.evaluation.names import described
+    from recollect.lm.evaluation.names import describe_error
 
     if isinstance(error, AssertionError):  # lm-eval's, for requests that a model does not take
         return f"task {name} cannot be run on this model: {str(error).strip() or 'no reason given'}"
-    return f"task {name} failed: {described(error)}"
+    return f"task {name} failed: {describe_error(error)}"
 
 
-def _groups(
-    loaded: Loaded, results: Mapping[str, TaskResult], settings: Mapping[str, Any]
-) -> tuple[TaskResult, ...]:
-    """Return the groups that lm-eval aggregates and all of whose members have numbers."""
-    raw: dict[str, Any] = {name: one.to_harness() for name, one in results.items()}
-    found: list[TaskResult] = []
+def _group_results(
+    loaded: LoadedTasks, results: Mapping[str, TaskResult], settings: Mapping[str, Any]
+) -> Iterator[TaskResult]:
+    """Yield the groups that lm-eval aggregates and all of whose members have finite metrics."""
+    raw: dict[str, Any] = {name: result.to_harness() for name, result in results.items()}
     for name, group in loaded.groups.items():
         members = tuple(task.task_name for task in group.get_all_tasks())
-        complete = all(one in results and results[one].finite for one in members)
-        if not group.has_aggregation or not complete:
+        is_complete = all(member in results and results[member].finite for member in members)
+        if not group.has_aggregation or not is_complete:
             continue
-        lower = {x for one in members for x in results[one].lower_is_better}
-        found.append(
-            TaskResult.of(
-                group.aggregate(raw),
-                dict.fromkeys(lower, False),
-                task=name,
-                documents=sum(results[one].documents for one in members),
-                version=str(group.version),
-                settings=settings,
-                members=members,
-            )
+        lower = {metric for member in members for metric in results[member].lower_is_better}
+        yield TaskResult.from_harness(
+            group.aggregate(raw),
+            dict.fromkeys(lower, False),
+            task=name,
+            documents=sum(results[member].documents for member in members),
+            version=str(group.version),
+            settings=settings,
+            members=members,
         )
-    return tuple(found)
 
 
-def _batch(batch: int | str) -> int | None:
-    """The number of a batch; ``None`` for one that is found by trying."""
+def _parse_batch(batch: int | str) -> int | None:
+    """Return a batch size, or ``None`` for ``"auto"``."""
     if batch == "auto":
         return None
     name = argument_name("batch")
@@ -276,11 +312,7 @@ def _batch(batch: int | str) -> int | None:
 
 
 def _check_model(model: Any, tokenizer: Any) -> None:
-    """That a model writes texts and has a tokenizer.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise a ValueError unless a model can generate and has a tokenizer that fits."""
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
         raise ValueError(
             f"evaluate takes a causal language model, and {type(model).__name__} cannot generate: "
@@ -304,91 +336,82 @@ def _check_model(model: Any, tokenizer: Any) -> None:
         )
 
 
-def _positions(model: Any) -> int | None:
-    """What a configuration says that a model sees at once, where it says so."""
+def _num_positions(model: Any) -> int | None:
+    """Return the number of positions in a configuration, if there is one."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        said = getattr(config, name, None)
-        if isinstance(said, int) and said > 0:
-            return said
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
     return None
 
 
-def _context(model: Any) -> int:
-    return min(_positions(model) or CONTEXT, CONTEXT)
-
-
 def _check_positions(model: Any, context: int | None) -> None:
-    """That a model which learned a vector per position has one for each.
+    """Raise a ValueError if a model has learned fewer position vectors than the context has tokens.
 
-    Raises:
-        ValueError: it has fewer; rotations and recurrences go on, if badly, and are let through.
+    Rotary positions and recurrences continue beyond their training length.
     """
-    said = _positions(model)
-    if context is None or said is None or context <= said:
+    num_positions = _num_positions(model)
+    if context is None or num_positions is None or context <= num_positions:
         return
     for name, module in model.named_modules():
-        own = name.rpartition(".")[2]
-        table = isinstance(module, torch.nn.Embedding) and module.num_embeddings >= said
-        if table and ("wpe" in own or "pos" in own):
+        is_table = isinstance(module, torch.nn.Embedding) and module.num_embeddings >= num_positions
+        if is_table and any(part in name.rpartition(".")[2] for part in ("wpe", "pos")):
             raise ValueError(
-                f"{argument_name('context')} {context:,} is more than the {said:,} positions that "
-                f"{type(model).__name__} has learned: give {said:,} at most"
+                f"{argument_name('context')} {context:,} is more than the {num_positions:,} "
+                f"positions that {type(model).__name__} has learned: give {num_positions:,} at most"
             )
 
 
-@contextlib.contextmanager
-def _saved(tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """The tokenizer in a folder of its own, from which tasks load it, and a digest of it.
+_TOKENIZER_ATTRIBUTES = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "all_special_ids",
+    "add_bos_token",
+    "add_eos_token",
+    "clean_up_tokenization_spaces",
+)
+"""Attributes that change texts and are not in ``tokenizer.json``."""
 
-    A folder of the model's could hold code, which lm-eval's RULER tasks would run.
+
+@contextlib.contextmanager
+def _temporary_tokenizer(tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Context manager that saves a tokenizer for the tasks; yields the folder and a digest.
+
+    The model's folder could have code, which lm-eval's RULER tasks would run.
     """
-    with tempfile.TemporaryDirectory(prefix="recollect-") as place:
-        tokenizer.save_pretrained(place)
-        whole = Path(place, "tokenizer.json")  # the others say where it was loaded from
-        files = [whole] if whole.exists() else sorted(Path(place).iterdir())
-        digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
-        # Where texts begin, end and are cleaned, tokenizer.json does not say.
-        rest = {name: getattr(tokenizer, name, None) for name in _TOKENIZER}
-        digest.update(json.dumps(rest, sort_keys=True, default=str).encode())
-        yield place, digest.hexdigest()
+    with tempfile.TemporaryDirectory(prefix="recollect-") as folder:
+        tokenizer.save_pretrained(folder)
+        main = Path(folder, "tokenizer.json")  # the other files name where it was loaded from
+        files = [main] if main.exists() else sorted(Path(folder).iterdir())
+        attributes = {name: getattr(tokenizer, name, None) for name in _TOKENIZER_ATTRIBUTES}
+        data = [path.read_bytes() for path in files]
+        data.append(json.dumps(attributes, sort_keys=True, default=str).encode())
+        yield folder, _sha256(b"".join(data))
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards each of its modules as it was."""
-    before = [(module, module.training) for module in model.modules()]
+def _eval_mode(model: Any) -> Iterator[None]:
+    """Context manager for evaluation mode, which restores the mode of each module."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in before:
+        for module, training in modes:
             module.training = training
 
 
-@contextlib.contextmanager
-def _owned(out: str | PathLike[str] | None) -> Iterator[Path | None]:
-    """The folder, which no other run may write to for the while."""
-    if out is None:
-        yield None
-        return
-    with owned_folder(out):
-        yield Path(out)
-
-
-def _text(path: str | None) -> str:
-    """What tells a local text from another.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+def _text_digest(path: str | None) -> str:
+    """Return the digest of a local text, or raise a ValueError if it cannot be read."""
     if path is None:
         return default_source()
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        return _sha256(Path(path).read_bytes())
     except OSError as error:
         raise ValueError(f"{argument_name('text')} {path}: {error.strerror}") from None
 
 
-def _digest(parts: Mapping[str, str]) -> str:
-    return hashlib.sha256("".join(parts[name] for name in sorted(parts)).encode()).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""An evaluation's folder: a file per finished task, which a later run of equal settings takes."""
+"""Results folder of an evaluation: a file per finished task, which a later run does not repeat."""
 
 from __future__ import annotations
 
@@ -13,111 +13,92 @@ from recollect.lm.evaluation.results import SCHEMA, TaskResult
 from recollect.report.files import read_regular, write_atomic
 from recollect.serialization import read_json
 
-__all__ = ["earlier_groups", "finished", "keep"]
+__all__ = ["load_finished_groups", "load_finished_tasks", "save_task"]
+
+_NOT_A_RESULT = (AttributeError, KeyError, TypeError, ValueError)
 
 
-def keep(folder: Path, result: TaskResult) -> Path:
-    """Write a finished task, whole or not at all.
-
-    Args:
-        folder: of the evaluation.
-        result: of the task.
-    """
+def save_task(folder: Path, result: TaskResult) -> Path:
+    """Write the result of a finished task atomically."""
+    path = folder / "tasks" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', result.task)}.json"
     data = {"schema": SCHEMA, **result.to_dict()}
-    return write_atomic(_path(folder, result.task), json.dumps(data, indent=2, allow_nan=False))
+    return write_atomic(path, json.dumps(data, indent=2, allow_nan=False))
 
 
-def finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, TaskResult]:
-    """The tasks that were finished there, by name.
-
-    Args:
-        folder: of the evaluation.
-        settings: under which tasks are about to be measured.
+def load_finished_tasks(folder: Path, settings: Mapping[str, Any]) -> dict[str, TaskResult]:
+    """Return the finished tasks of a folder by name.
 
     Raises:
-        ValueError: it holds an evaluation under other settings, or what is no result.
+        ValueError: the folder has results of other settings, or a file that is not a result.
     """
-    found: dict[str, TaskResult] = {}
-    local = local_tasks()
+    results: dict[str, TaskResult] = {}
     for path in sorted((folder / "tasks").glob("*.json")):
-        result = _read(path)
+        try:
+            result = TaskResult.from_dict(_read(path))
+        except _NOT_A_RESULT as error:
+            raise ValueError(
+                f"{path} is no result of a task ({error}): delete it to measure that task anew"
+            ) from None
+        is_local = result.task in local_tasks()
         for name in settings:
-            if name == "text" and result.task not in local:
-                continue  # tasks of lm-eval do not read it
-            if _differ(settings, result.settings, name):
+            # Tasks of lm-eval do not read the local text.
+            if (is_local or name != "text") and _differs(settings, result.settings, name):
                 raise ValueError(
-                    f"{folder} holds an evaluation with {_told(name, result.settings)} and this "
-                    f"one has {_told(name, settings)}: give another --out, or delete that folder"
+                    f"{folder} holds an evaluation with {_describe_setting(name, result.settings)} "
+                    f"and this one has {_describe_setting(name, settings)}: give another --out, or "
+                    "delete that folder"
                 )
-        if result.task in local and result.version != local_version(result.task):
+        if is_local and result.version != local_version(result.task):
             raise ValueError(
                 f"{folder} holds {result.task} of version {result.version} and this one has "
                 f"version {local_version(result.task)}: give another --out, or delete {path}"
             )
-        found[result.task] = result
-    return found
+        results[result.task] = result
+    return results
 
 
-def earlier_groups(
+def load_finished_groups(
     folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, TaskResult]
 ) -> tuple[TaskResult, ...]:
-    """Groups of ``results.json`` whose members are all among the finished tasks.
-
-    Args:
-        folder: of the evaluation.
-        settings: under which groups are about to be measured; others are left out.
-        tasks: what `finished` found.
+    """Return the groups in ``results.json`` of equal settings whose members are finished tasks.
 
     Raises:
-        ValueError: the file is no evaluation.
+        ValueError: the file is not an evaluation.
     """
     path = folder / "results.json"
     if not path.exists():
         return ()
     try:
-        groups = [TaskResult.from_dict(one) for one in _data(path)["groups"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        groups = [TaskResult.from_dict(data) for data in _read(path)["groups"]]
+    except _NOT_A_RESULT as error:
         raise ValueError(
             f"{path} is no evaluation ({error}): give another --out, or, if the file is of no use, "
             "delete it; finished tasks have files of their own"
         ) from None
     return tuple(
-        one
-        for one in groups
-        if not any(_differ(settings, one.settings, name) for name in settings)
-        and all(member in tasks for member in one.members)
+        group
+        for group in groups
+        if not any(_differs(settings, group.settings, name) for name in settings)
+        and all(member in tasks for member in group.members)
     )
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    """Whether a setting has another value there, or none."""
-    return name not in other or one[name] != other[name]
+def _differs(settings: Mapping[str, Any], saved: Mapping[str, Any], name: str) -> bool:
+    """Return whether a saved setting is missing or has another value."""
+    return name not in saved or settings[name] != saved[name]
 
 
-def _told(name: str, settings: Mapping[str, Any]) -> str:
+def _describe_setting(name: str, settings: Mapping[str, Any]) -> str:
     if name not in settings:
         return f"nothing said of its {name}"
     value = settings[name]
-    if name in ("model", "tokenizer", "text"):  # digests say nothing to a reader
+    if name in ("model", "tokenizer", "text"):  # a digest
         return f"the {name} {str(value)[:8]}"
     return f"no {name}" if value is None else f"{name} {value}"
 
 
-def _path(folder: Path, task: str) -> Path:
-    return folder / "tasks" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', task)}.json"
-
-
-def _data(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     data = read_json(read_regular(path))
     if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
         raise ValueError("it has another schema")
     return data
-
-
-def _read(path: Path) -> TaskResult:
-    try:
-        return TaskResult.from_dict(_data(path))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no result of a task ({error}): delete it to measure that task anew"
-        ) from None

@@ -1,6 +1,6 @@
-"""A model under lm-eval: batches halved where memory ends, cut texts counted, no code of the hub.
+"""Models under lm-eval: smaller batches if memory ends, counts of truncated texts, fixed seeds.
 
-This module and `names` are the only ones that import lm-eval.
+Only this module and `names` import lm-eval.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import random
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from accelerate.utils import find_executable_batch_size
 from transformers import LogitsProcessorList
 
 _EXTRA = (
@@ -30,232 +30,191 @@ try:
         warnings.simplefilter("ignore")  # of the many packages that it imports
         import lm_eval
         from lm_eval.evaluator import evaluate as run_tasks
-        from lm_eval.models.huggingface import HFLM as Harness
+        from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
     raise ImportError(_EXTRA) from error
 
 __all__ = [
     "SEED",
-    "HarnessModel",
-    "first_batch",
+    "RecollectHFLM",
+    "fixed_seed",
     "harness_version",
+    "max_batch_size",
     "quiet",
     "run_task",
-    "seeded",
 ]
 
 SEED = 1234
-"""Of everything that a task draws, as lm-eval has it."""
+"""Seed of all random numbers of a task, as in lm-eval."""
 
 BOOTSTRAPS = 100
-"""Resamples behind the standard error of a measure that has no formula for it."""
+"""Number of resamples for the standard error of a metric without a formula for it."""
 
-LARGEST_BATCH = 64
-_BYTES = 8  # of a logit: itself and its log-softmax, in float32
-_ALONE = "DISABLE_MULTIPROC"  # of the environment, read by lm-eval
-_SHARE = 4  # of the free memory, what logits may take on a CPU, is one such part
-_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+MAX_BATCH_SIZE = 64
+_LOGIT_BYTES = 8  # a logit and its log-softmax, in float32
+_MEMORY_FRACTION = 1 / 4  # of the free memory of a CPU, for logits
+_NO_MULTIPROC_ENV = "DISABLE_MULTIPROC"  # read by lm-eval
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
-
-_Harness: Any = Harness  # its type does not come through lm-eval's registry
+_HFLM: Any = HFLM  # lm-eval's registry hides its type
 
 
-class HarnessModel(_Harness):
-    """A causal language model of transformers as lm-eval asks it; ours honour its padding.
+class RecollectHFLM(_HFLM):
+    """Causal language model of transformers as an lm-eval model.
 
-    Log-likelihoods are of a softmax in float32 whatever the model's type. Texts are read from the
-    longest to the shortest; where memory ends, the batch is halved and the requests begin again,
-    which costs little, because that happens with the longest.
-
-    Args:
-        model: with ``generate``.
-        tokenizer: of it, with an end of the text.
-        batch: texts at once; tried from `first_batch` down when ``None``.
-        context: tokens that it sees at once.
-
-    Attributes:
-        cut: requests since `begin` whose text was longer than the context.
-        finite: whether all logits since `begin`, of which numbers were made, were below infinity.
+    Log-likelihoods are computed in float32. lm-eval runs the longest texts first, so batches that
+    do not fit are found at the beginning; with ``batch_size=None`` the requests then start again
+    with smaller batches, from `max_batch_size` down.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, batch: int | None, context: int) -> None:
-        fixed = first_batch(model, context) if batch is None else batch
+    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int | None, context: int) -> None:
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
             backend="causal",
-            batch_size=fixed,
+            batch_size=batch_size or max_batch_size(model, context),
             max_length=context,
             softmax_dtype=torch.float32,
         )
-        self._halves = batch is None
-        self.begin()
+        self._auto_batch = batch_size is None
+        self.reset_counters()
 
-    def begin(self) -> None:
-        """Count anew, for another task."""
-        self.cut, self.finite = 0, True
+    def reset_counters(self) -> None:
+        """Reset the number of truncated requests and whether all logits were finite."""
+        self.num_truncated, self.all_finite = 0, True
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the numbers since `begin` must know."""
-        found: list[str] = []
-        if not self.finite:
-            found.append("the model's logits are not finite, so these are no measurements")
-        if self.cut:
-            times = "once" if self.cut == 1 else f"{self.cut:,} times"
-            found.append(
+        """Return restrictions on the meaning of the values since `reset_counters`."""
+        notes: list[str] = []
+        if not self.all_finite:
+            notes.append("the model's logits are not finite, so these are no measurements")
+        if self.num_truncated:
+            times = "once" if self.num_truncated == 1 else f"{self.num_truncated:,} times"
+            notes.append(
                 f"texts longer than the context of {self.max_length:,} tokens lost their "
                 f"beginning {times}"
             )
-        return tuple(found)
+        return tuple(notes)
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        # The last token is not read, only predicted.
-        self.cut += sum(len(a) + len(b) > self.max_length + 1 for _, a, b in requests)
-        bar = disable_tqdm or not _shows()
-        found = self._fitting(
-            lambda: super(HarnessModel, self)._loglikelihood_tokens(requests, disable_tqdm=bar)
+        # The model predicts the last token but does not read it.
+        self.num_truncated += sum(len(a) + len(b) > self.max_length + 1 for _, a, b in requests)
+        results = self._with_smaller_batches(
+            super()._loglikelihood_tokens, requests, disable_tqdm or not _is_interactive()
         )
-        self.finite = self.finite and all(value < math.inf for value, _ in found)
-        return found
+        self.all_finite = self.all_finite and all(value < math.inf for value, _ in results)
+        return results
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        for one in requests:
-            text, how = one.args
-            new = normalize_gen_kwargs(how, self.max_gen_toks).get("max_gen_toks", 0)
-            self.cut += self.tok_batch_encode([text])[0].shape[1] > self.max_length - new
-        bar = disable_tqdm or not _shows()
-        return self._fitting(
-            lambda: super(HarnessModel, self).generate_until(requests, disable_tqdm=bar)
+        for request in requests:
+            text, options = request.args
+            new = normalize_gen_kwargs(options, self.max_gen_toks).get("max_gen_toks", 0)
+            num_tokens = self.tok_batch_encode([text])[0].shape[1]
+            self.num_truncated += num_tokens > self.max_length - new
+        return self._with_smaller_batches(
+            super().generate_until, requests, disable_tqdm or not _is_interactive()
         )
 
-    def _model_generate(self, *given: Any, **options: Any) -> torch.Tensor:
-        watch = LogitsProcessorList([self._watch])
-        return super()._model_generate(*given, logits_processor=watch, **options)
+    def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        check = LogitsProcessorList([self._check_logits])
+        return super()._model_generate(*args, logits_processor=check, **kwargs)
 
-    def _watch(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of the next tokens as they are; −∞ forbids a token and is none's fault."""
-        self.finite = self.finite and bool((logits < math.inf).all())
+    def _check_logits(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Record whether logits are finite or −∞, which forbids a token, and return them."""
+        self.all_finite = self.all_finite and bool((logits < math.inf).all())
         return logits
 
-    def _fitting(self, run: Callable[[], Made]) -> Made:
-        """What a run gives, with the largest batch that memory holds."""
-        while True:
-            try:
-                return run()
-            except (RuntimeError, MemoryError) as error:
-                if not self._halves or self.batch_size_per_gpu == 1 or not _no_memory(error):
-                    raise
-            # Outside of the except clause, whose error holds the tensors of the call that failed.
-            self.batch_size_per_gpu = max(1, self.batch_size_per_gpu // 2)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    def _with_smaller_batches(self, run: Callable[..., T], *args: Any) -> T:
+        """Return ``run(*args)`` with the largest batch that fits, halved after each failure."""
+        if not self._auto_batch:
+            return run(*args)
+
+        def halve() -> int:
+            return self.batch_size_per_gpu // 2
+
+        def attempt(batch_size: int) -> T:
+            self.batch_size_per_gpu = batch_size
+            return run(*args)
+
+        size = self.batch_size_per_gpu
+        search: Any = find_executable_batch_size(attempt, size, reduce_batch_size_fn=halve)
+        return search()
 
 
-def _no_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(
-        _MEMORY.search(str(error))
-    )
+def max_batch_size(model: Any, context: int) -> int:
+    """Return the largest batch size to try.
 
-
-def first_batch(model: Any, context: int) -> int:
-    """The batch that trying begins with.
-
-    A GPU says when memory is out. A CPU's system ends the process instead, so there it begins with
-    what the logits of the longest texts leave of the memory that is free.
-
-    Args:
-        model: whose vocabulary and device count.
-        context: tokens of a text at most.
+    A GPU raises an error if its memory is full. The operating system of a CPU ends the process
+    instead, so the logits of a batch may take a part of the free memory there.
     """
     if model.device.type == "cuda":
-        return LARGEST_BATCH
+        return MAX_BATCH_SIZE
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # a system that does not say
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
         return 1
-    fits = free // _SHARE // (_BYTES * context * model.config.get_text_config().vocab_size)
-    return max(1, min(LARGEST_BATCH, int(fits)))
+    text_bytes = _LOGIT_BYTES * context * model.config.get_text_config().vocab_size
+    return max(1, min(MAX_BATCH_SIZE, int(free * _MEMORY_FRACTION) // text_bytes))
 
 
-def run_task(model: HarnessModel, task: Any, limit: int | None) -> dict[str, Any]:
-    """What lm-eval measures of one loaded task: ``results``, ``n-samples`` and more, by task.
-
-    Args:
-        model: to be measured.
-        task: which it loaded.
-        limit: documents at most.
-    """
+def run_task(model: RecollectHFLM, task: Any, limit: int | None) -> dict[str, Any]:
+    """Return lm-eval's ``results``, ``n-samples`` and more of a loaded task, by task."""
     tasks: Any = {"tasks": {task.task_name: task}}
-    with _one_process():
-        found: Any = run_tasks(
+    saved = os.environ.get(_NO_MULTIPROC_ENV)
+    os.environ[_NO_MULTIPROC_ENV] = "1"  # resample in this process
+    try:
+        results: Any = run_tasks(
             model, tasks, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
         )
-    return found
+    finally:
+        del os.environ[_NO_MULTIPROC_ENV]
+        if saved is not None:
+            os.environ[_NO_MULTIPROC_ENV] = saved
+    return results
 
 
 def harness_version() -> str:
-    """Version of lm-eval."""
+    """Return the version of lm-eval."""
     return str(lm_eval.__version__)
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Let lm-eval bootstrap in this process."""
-    before = os.environ.get(_ALONE)
-    os.environ[_ALONE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ALONE]
-        else:
-            os.environ[_ALONE] = before
-
-
-@contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep from the outputs what lm-eval and its tasks print; bars stay on a terminal."""
+    """Context manager that hides the output of lm-eval and its tasks, but no bar on a terminal."""
     logger, handler = logging.getLogger("lm_eval"), logging.NullHandler()
-    propagated, logger.propagate = logger.propagate, False
+    propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            if not _shows():
+            if not _is_interactive():
                 stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             yield
     finally:
         logger.removeHandler(handler)
-        logger.propagate = propagated
+        logger.propagate = propagate
 
 
-def _shows() -> bool:
-    """Whether somebody looks at a terminal."""
+def _is_interactive() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
-def seeded(seed: int = SEED) -> Iterator[None]:
-    """Draw from one seed, whatever ran before; generators of the process are as before afterwards.
-
-    Args:
-        seed: of Python's, numpy's and torch's generators, which tasks of lm-eval read.
-    """
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+def fixed_seed(seed: int = SEED) -> Iterator[None]:
+    """Context manager that seeds Python, NumPy and torch, and restores their states on exit."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         torch.manual_seed(seed)
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numbers)  # noqa: NPY002
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""The local tasks that are shipped: YAML files which lm-eval reads, and their names."""
+"""Names and versions of the local tasks, which are YAML files of lm-eval."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["local_folder", "local_tasks", "local_version"]
 
 
 def local_folder() -> Path:
-    """Where the local tasks are; lm-eval takes it as ``--include_path``."""
+    """Return the folder of the local tasks, which lm-eval takes as ``--include_path``."""
     return Path(str(importlib.resources.files("recollect.lm.evaluation").joinpath("local")))
 
 
 def local_tasks() -> tuple[str, ...]:
-    """Names of the tasks that need no network, in alphabetical order.
+    """Return the names of the tasks that need no network, in alphabetical order.
 
     Examples:
         >>> rc.lm.local_tasks()[:2]
@@ -25,15 +25,9 @@ def local_tasks() -> tuple[str, ...]:
 
 
 def local_version(name: str) -> str:
-    """The version of a local task, as its file has it or the one that it includes.
-
-    Args:
-        name: of the task.
-    """
+    """Return the version of a local task, which its file or the file that it includes states."""
     text = (local_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    own = re.search(r"^  version: (\S+)$", text, re.MULTILINE)
-    if own is None:
-        (base,) = re.findall(r"^include: (\S+)$", text, re.MULTILINE)
-        text = (local_folder() / base).read_text(encoding="utf-8")
-        (own,) = re.finditer(r"^  version: (\S+)$", text, re.MULTILINE)
-    return own[1]
+    if (base := re.search(r"^include: (\S+)$", text, re.MULTILINE)) is not None:
+        text += (local_folder() / base[1]).read_text(encoding="utf-8")
+    (version, *_) = re.findall(r"^  version: (\S+)$", text, re.MULTILINE)
+    return version

@@ -1,4 +1,4 @@
-"""Names of tasks: found in lm-eval's index and among the local ones, checked, loaded."""
+"""Tasks by name: found in lm-eval's index and among the local ones, loaded and checked."""
 
 from __future__ import annotations
 
@@ -15,56 +15,49 @@ from recollect.lm.evaluation.local_tasks import local_folder, local_tasks
 from recollect.lm.hub import hub_answers, offline, replaced
 from recollect.messages import suggestion
 
-__all__ = ["Loaded", "described", "index_of", "load"]
+__all__ = ["LoadedTasks", "describe_error", "find_tasks", "load_tasks"]
 
-LONGEST_ANSWER = 256
-"""Tokens that lm-eval lets a model write where a task does not say."""
+DEFAULT_ANSWER_TOKENS = 256
+"""Tokens that lm-eval lets a model write if a task does not state a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """Tasks that can be run, and groups of them.
+class LoadedTasks:
+    """Tasks and groups of lm-eval that can be run, by name."""
 
-    Attributes:
-        tasks: lm-eval's, by name, in the requested order.
-        groups: lm-eval's, by name.
-        failures: why the others cannot be run: a sentence by the name of a task or group.
-    """
-
-    tasks: Mapping[str, Any]
+    tasks: Mapping[str, Any]  # in the requested order
     groups: Mapping[str, Any]
-    failures: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)  # reasons of the other tasks
 
 
-def index_of(tasks: Sequence[str], metadata: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """lm-eval's manager of tasks, which knows all names, and the names without patterns and tags.
+def find_tasks(tasks: Sequence[str], metadata: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return lm-eval's task manager and the names of tasks, without patterns and tags.
 
-    Its own index takes ten seconds to read. It is left alone where all names are local, and read
-    once by a process.
+    lm-eval's own index takes ten seconds to read. It is read once, and only if a name is not local.
 
     Args:
         tasks: names of tasks, groups or tags, or patterns such as ``local_niah_*``.
-        metadata: what tasks that make their own documents are told, in place of what they were told
-            before; ``manager.metadata`` may be updated until they are loaded.
+        metadata: arguments of tasks that generate documents; ``manager.metadata`` may be updated
+            until they are loaded.
 
     Raises:
-        ValueError: no name, or one that does not exist, with the nearest.
+        ValueError: there is no name, or one that does not exist.
     """
-    asked = list(dict.fromkeys(name.strip() for name in tasks if name.strip()))
-    if not asked:
+    requested = list(dict.fromkeys(name.strip() for name in tasks if name.strip()))
+    if not requested:
         raise ValueError("tasks: name at least one, such as local_text (recollect eval --list)")
     for everything in (False, True):
-        manager = _manager(everything)
-        found = {name: _matching(name, manager) for name in asked}
-        unknown = next((name for name, names in found.items() if not names), None)
+        manager = _task_manager(everything)
+        matches = {name: _expand_name(name, manager) for name in requested}
+        unknown = next((name for name, names in matches.items() if not names), None)
         if unknown is None:
             manager.metadata.clear()
             manager.metadata.update(metadata)
-            return manager, list(dict.fromkeys(x for names in found.values() for x in names))
+            return manager, list(dict.fromkeys(x for names in matches.values() for x in names))
         if unknown.startswith(("local_", "fixture_")):
             break
-    near = suggestion(unknown, manager.all_tasks)
-    hint = f"; {near}" if near.startswith("did you mean") else ""
+    nearest = suggestion(unknown, manager.all_tasks)
+    hint = f"; {nearest}" if nearest.startswith("did you mean") else ""
     raise ValueError(
         f"there is no task {unknown!r}{hint} (`recollect eval --list` names the local ones, "
         "`lm-eval ls tasks` the others)"
@@ -72,22 +65,19 @@ def index_of(tasks: Sequence[str], metadata: Mapping[str, Any]) -> tuple[Any, li
 
 
 @functools.cache
-def _manager(everything: bool) -> Any:
-    """lm-eval's manager of the local tasks, or of all.
-
-    It hands its metadata, this very mapping, to each task that it loads.
-    """
+def _task_manager(everything: bool) -> Any:
+    """Return lm-eval's manager of the local tasks, or of all; its tasks share its metadata."""
     from lm_eval import tasks
 
+    metadata: dict[str, Any] = {"context": 0}  # the manager replaces an empty mapping
     with harness.quiet():
-        told: dict[str, Any] = {"context": 0}  # an empty mapping it would replace
         return tasks.TaskManager(
-            include_path=str(local_folder()), include_defaults=everything, metadata=told
+            include_path=str(local_folder()), include_defaults=everything, metadata=metadata
         )
 
 
-def _matching(name: str, manager: Any) -> list[str]:
-    """The names that one stands for: a pattern's, a tag's tasks, itself."""
+def _expand_name(name: str, manager: Any) -> list[str]:
+    """Return the tasks of a pattern or tag, or the name itself if it exists."""
     if glob.has_magic(name):
         return [x for x in manager.match_tasks([name]) if x not in manager.all_tags]
     if name in manager.all_tags:
@@ -95,30 +85,22 @@ def _matching(name: str, manager: Any) -> list[str]:
     return [name] if name in manager.all_tasks else []
 
 
-def load(manager: Any, names: Sequence[str], *, context: int, done: Sequence[str] = ()) -> Loaded:
-    """Load tasks with their documents, which do not depend on the other tasks.
+def load_tasks(
+    manager: Any, names: Sequence[str], *, context: int, finished: Sequence[str] = ()
+) -> LoadedTasks:
+    """Load tasks with their documents, except those that are finished.
 
-    `Loaded.failures` names a task whose data the hub has and that the hub does not answer for, that
-    raises an error of its own, that runs code, that has pictures, or whose answers are too long for
-    the context.
-
-    Args:
-        manager: of `index_of`.
-        names: of tasks, groups or tags.
-        context: tokens that the model sees at once.
-        done: names that need not be loaded.
+    `LoadedTasks.failures` has the tasks whose data cannot be downloaded, that raise an error, run
+    code, have pictures, or allow answers too long for the context.
     """
     tasks: dict[str, Any] = {}
     failures: dict[str, str] = {}
     groups: dict[str, Any] = {}
-    hub: bool | None = None  # asked once, and only where a task may need it
+    names = [name for name in names if name not in finished]
+    is_online = all(name in local_tasks() for name in names) or hub_answers()
     for name in names:
-        if name in done:
-            continue
-        if hub is None and name not in local_tasks():
-            hub = hub_answers()
         try:
-            loaded = _load(manager, name, hub=hub is not False)
+            loaded = _load(manager, name, is_online=is_online)
         except ValueError as error:
             failures[name] = str(error)
             continue
@@ -126,7 +108,7 @@ def load(manager: Any, names: Sequence[str], *, context: int, done: Sequence[str
         groups |= loaded.get("groups") or {}
     for name, task in list(tasks.items()):
         try:
-            _check(name, task, context)
+            _check_task(name, task, context)
         except ValueError as error:
             failures[name] = str(error)
             del tasks[name]
@@ -134,75 +116,66 @@ def load(manager: Any, names: Sequence[str], *, context: int, done: Sequence[str
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=harness.SEED)
-    return Loaded(tasks=tasks, groups=groups, failures=failures)
+    return LoadedTasks(tasks=tasks, groups=groups, failures=failures)
 
 
-def _load(manager: Any, name: str, *, hub: bool) -> dict[str, Any]:
-    """Return the tasks and groups of one name.
-
-    Raises:
-        ValueError: they cannot be loaded.
-    """
+def _load(manager: Any, name: str, *, is_online: bool) -> dict[str, Any]:
+    """Return the tasks and groups of one name, or raise a ValueError with the reason."""
     try:
-        quietly = contextlib.nullcontext() if hub else offline()
-        with quietly, _no_code(), harness.quiet(), harness.seeded():
+        network = contextlib.nullcontext() if is_online else offline()
+        with network, _forbid_hub_metrics(), harness.quiet(), harness.fixed_seed():
             return manager.load([name])
     except ImportError as error:
         raise ValueError(
             f"task {name} needs {error.name or 'packages'}, which is not installed "
-            f'({_first(error)}): pip install -e ".[lm,eval]" in its checkout'
+            f'({_first_line(error)}): pip install -e ".[lm,eval]" in its checkout'
         ) from None
-    except Exception as error:  # of datasets, of the hub's client, and of the task's own code
+    except Exception as error:  # of datasets, of the client of the hub, and of the task's own code
         if name in local_tasks() and isinstance(error, ValueError):
             raise ValueError(f"{name}: {error}") from None
-        if not hub and _is_of_hub(error):
+        if not is_online and _is_download_error(error):
             raise ValueError(
                 f"task {name} needs data of the hub, which does not answer: connect and run it "
                 "once (what was fetched is found again), or take a local task "
                 "(recollect eval --list)"
             ) from None
-        raise ValueError(f"task {name} cannot be loaded: {described(error)}") from None
+        raise ValueError(f"task {name} cannot be loaded: {describe_error(error)}") from None
 
 
-def _is_of_hub(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, is of a connection or of data not in the cache."""
+def _is_download_error(error: BaseException | None) -> bool:
+    """Return whether an error, or its cause, is of a connection or of data not in the cache."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    kinds = (ConnectionError, TimeoutError, socket.gaierror, LocalEntryNotFoundError)
-    while error is not None:
-        if isinstance(error, kinds):
-            return True
+    types = (ConnectionError, TimeoutError, socket.gaierror, LocalEntryNotFoundError)
+    while error is not None and not isinstance(error, types):
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None
 
 
-def _check(name: str, task: Any, context: int) -> None:
-    """That a task can be run here.
-
-    Raises:
-        ValueError: it runs code, asks for pictures or sound, or for longer answers than fit.
-    """
+def _check_task(name: str, task: Any, context: int) -> None:
+    """Raise a ValueError if a task runs code, is not of text, or has too long answers."""
     if getattr(task, "UNSAFE_CODE", False):
         raise ValueError(f"task {name} runs code that the model writes, which evaluate does not do")
     if getattr(task, "MULTIMODAL", False):
         raise ValueError(f"task {name} asks about pictures or sound: take one of text")
-    measures = getattr(task, "_metric_fn_list", {})
-    if task.get_config("process_results") is None and None in measures.values():
-        which = next(metric for metric, function in measures.items() if function is None)
-        raise ValueError(f"task {name} takes the metric {which} as code of the hub: none is run")
+    functions = getattr(task, "_metric_fn_list", {})
+    if task.get_config("process_results") is None and None in functions.values():
+        metric = next(metric for metric, function in functions.items() if function is None)
+        raise ValueError(f"task {name} takes the metric {metric} as code of the hub: none is run")
     if task.OUTPUT_TYPE == "generate_until":
-        said = task.get_config("generation_kwargs") or {}
-        longest = said.get("max_gen_toks") or said.get("max_new_tokens") or LONGEST_ANSWER
-        if longest >= context:
+        options = task.get_config("generation_kwargs") or {}
+        length = options.get("max_gen_toks") or options.get("max_new_tokens")
+        length = length or DEFAULT_ANSWER_TOKENS
+        if length >= context:
             raise ValueError(
-                f"task {name} lets a model write {longest} tokens, and a context of {context} "
+                f"task {name} lets a model write {length} tokens, and a context of {context} "
                 "leaves none to read: give a longer context"
             )
 
 
 @contextlib.contextmanager
-def _no_code() -> Iterator[None]:
-    """Metrics that are code on the hub are not fetched; lm-eval then has none of that name."""
+def _forbid_hub_metrics() -> Iterator[None]:
+    """Context manager that keeps lm-eval from downloading metrics, which are code."""
     import evaluate as hub_metrics
 
     def refuse(*args: Any, **options: Any) -> Any:
@@ -212,16 +185,12 @@ def _no_code() -> Iterator[None]:
         yield
 
 
-def described(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message that has a letter or digit.
-
-    Args:
-        error: of a task or of a package that it uses.
-    """
-    message = _first(error)
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message with a letter or digit."""
+    message = _first_line(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _first(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = map(str.strip, str(error).splitlines())
     return next((line for line in lines if any(map(str.isalnum, line))), "")

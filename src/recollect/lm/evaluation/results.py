@@ -1,11 +1,11 @@
-"""What an evaluation measured: per task, and all together, to print and to save."""
+"""Results of an evaluation, per task and together, to print and to save."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,26 @@ from recollect.report.files import write_atomic
 __all__ = ["SCHEMA", "Evaluation", "TaskResult"]
 
 SCHEMA = 1
-"""Of the JSON files."""
+"""Version of the JSON files."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TaskResult:
-    """One task, or one group of tasks.
+    """Result of one task, or of one group of tasks.
 
     Attributes:
-        task: its name.
-        metrics: numbers by metric, such as ``{"acc": 0.31}``; ``acc (FILTER)`` where lm-eval reads
-            what was written in more than one way.
-        errors: standard errors of those metrics that have one.
-        lower_is_better: the metrics of which less is better.
-        documents: how many were asked.
-        version: of the task.
-        settings: under which it was measured; equal settings give equal numbers.
-        batch: texts at once, as found by trying where nobody said.
-        seconds: that it took.
-        notes: what a reader of the numbers must know.
-        members: tasks of which a group's numbers are the mean.
+        task: name of the task or group.
+        metrics: values by metric, such as ``{"acc": 0.31}``; the name is ``acc (FILTER)`` if
+            lm-eval extracts answers in more than one manner.
+        errors: standard errors of the metrics that have one.
+        lower_is_better: the metrics of which a smaller value is better.
+        documents: number of documents.
+        version: version of the task.
+        settings: settings of the measurement; equal settings give equal values.
+        batch: batch size; with ``"auto"`` the one that was found.
+        seconds: duration of the measurement.
+        notes: restrictions on the meaning of the metrics.
+        members: tasks over which the metrics of a group are averaged.
 
     Examples:
         >>> result = rc.lm.TaskResult(
@@ -58,82 +58,81 @@ class TaskResult:
     members: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any], better: Mapping[str, Any], **more: Any) -> TaskResult:
-        """From lm-eval's numbers, whose keys are ``metric,filter`` and ``metric_stderr,filter``.
+    def from_harness(
+        cls, raw: Mapping[str, Any], higher_is_better: Mapping[str, Any], **attributes: Any
+    ) -> TaskResult:
+        """Return the result with lm-eval's values of one task or group.
 
         Args:
-            raw: of one task or group.
-            better: whether higher is better, by metric.
-            more: the other attributes.
+            raw: values by ``metric,filter`` and ``metric_stderr,filter``.
+            higher_is_better: whether higher is better, by metric.
+            attributes: the other attributes.
         """
-        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         errors: dict[str, float] = {}
         for key, value in raw.items():
-            metric, comma, way = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if not comma or not isinstance(value, int | float):
                 continue
             if metric.isdecimal() and value == -1:  # RULER's mark of a length without documents
                 continue
-            into = errors if metric.endswith("_stderr") else numbers
-            metric = metric.removesuffix("_stderr")
-            if into is errors and not math.isfinite(value):  # as of a single document
+            is_error, metric = metric.endswith("_stderr"), metric.removesuffix("_stderr")
+            if is_error and not math.isfinite(value):  # as of a single document
                 continue
-            into[metric if way == "none" else f"{metric} ({way})"] = float(value)
-        lower = tuple(x for x in numbers if better.get(x.partition(" (")[0]) is False)
-        return cls(metrics=numbers, errors=errors, lower_is_better=lower, **more)
+            name = metric if filter_name == "none" else f"{metric} ({filter_name})"
+            (errors if is_error else metrics)[name] = float(value)
+        lower = tuple(x for x in metrics if higher_is_better.get(x.partition(" (")[0]) is False)
+        return cls(metrics=metrics, errors=errors, lower_is_better=lower, **attributes)
 
     @property
     def finite(self) -> bool:
-        """Whether there are metrics, and all of them are numbers that JSON knows."""
+        """Whether there are metrics and all of them are finite."""
         return bool(self.metrics) and all(map(math.isfinite, self.metrics.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; a metric that is not finite is ``None``."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name in ("metrics", "errors", "settings"):
-            data[name] = dict(data[name])
-        data["metrics"] = {x: y if math.isfinite(y) else None for x, y in self.metrics.items()}
-        return data | {name: list(data[name]) for name in ("lower_is_better", "notes", "members")}
+        """Return the result for JSON; a metric that is not finite is ``None``."""
+        metrics = {x: y if math.isfinite(y) else None for x, y in self.metrics.items()}
+        return asdict(self) | {"metrics": metrics}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TaskResult:
-        """What `to_dict` wrote.
+        """Return the result that `to_dict` described.
 
         Raises:
-            TypeError: fields that are missing or unknown.
+            TypeError: fields are missing or unknown.
         """
-        lists = {name: tuple(data[name]) for name in ("lower_is_better", "notes", "members")}
+        tuples = {name: tuple(data[name]) for name in ("lower_is_better", "notes", "members")}
         metrics = {x: math.nan if y is None else y for x, y in data["metrics"].items()}
-        return cls(**{**data, **lists, "metrics": metrics})
+        return cls(**{**data, **tuples, "metrics": metrics})
 
     def to_harness(self) -> dict[str, Any]:
-        """The numbers under lm-eval's keys, as its groups read them."""
+        """Return the values under lm-eval's keys, from which groups compute theirs."""
         raw: dict[str, Any] = {"sample_len": self.documents}
-        for end, numbers in (("", self.metrics), ("_stderr", self.errors)):
-            for name, value in numbers.items():
-                metric, _, way = name.removesuffix(")").partition(" (")
-                raw[f"{metric}{end},{way or 'none'}"] = value
+        for suffix, values in (("", self.metrics), ("_stderr", self.errors)):
+            for name, value in values.items():
+                metric, _, filter_name = name.removesuffix(")").partition(" (")
+                raw[f"{metric}{suffix},{filter_name or 'none'}"] = value
         return raw
 
-    def told(self, metric: str) -> str:
-        """A metric as it is read: its value, and the standard error where there is one."""
+    def format(self, metric: str) -> str:
+        """Return the value of a metric as text, with its standard error if it has one."""
         error = self.errors.get(metric)
         return f"{self.metrics[metric]:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name} {self.told(name)}" for name in self.metrics)
-        return f"TaskResult({self.task}: {said}; {self.documents} documents)"
+        metrics = ", ".join(f"{name} {self.format(name)}" for name in self.metrics)
+        return f"TaskResult({self.task}: {metrics}; {self.documents} documents)"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Evaluation:
-    """A model's results: ``print`` shows them as a table, `save` writes them as JSON.
+    """Results of a model: ``print`` shows them as a table, `save` writes them as JSON.
 
     Attributes:
-        model: what it is called: its folder, or its class.
-        tasks: results, in the order in which they were asked for.
-        groups: of groups of tasks, such as ``mmlu``: means over their members.
-        failures: why a task was not measured: a sentence by its name.
+        model: folder of the model, or its class.
+        tasks: results, in the order of the request.
+        groups: results of groups of tasks, such as ``mmlu``: means over their members.
+        failures: reasons why tasks were not measured, by task.
         environment: device, versions, commit and date, as a mapping.
 
     Examples:
@@ -155,45 +154,39 @@ class Evaluation:
     environment: Mapping[str, Any]
 
     def __getitem__(self, task: str) -> TaskResult:
-        """The result of a task or group by its name.
+        """Return the result of a task or group.
 
         Raises:
-            KeyError: none was measured under that name.
+            KeyError: no task or group of that name was measured.
         """
-        for one in (*self.tasks, *self.groups):
-            if one.task == task:
-                return one
-        raise KeyError(f"no task {task!r} was measured: {[one.task for one in self.tasks]}")
+        for result in (*self.tasks, *self.groups):
+            if result.task == task:
+                return result
+        raise KeyError(f"no task {task!r} was measured: {[x.task for x in self.tasks]}")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Task, metric, what was measured, documents: a row per metric."""
+        """Return task, metric, value and number of documents of each metric."""
         return [
-            (one.task, name, one.told(name), f"{one.documents:,}")
-            for one in (*self.tasks, *self.groups)
-            for name in one.metrics
+            (result.task, name, result.format(name), f"{result.documents:,}")
+            for result in (*self.tasks, *self.groups)
+            for name in result.metrics
         ]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the numbers must know, by task."""
-        return tuple(f"{one.task}: {note}" for one in self.tasks for note in one.notes)
+        """Restrictions on the meaning of the metrics, by task."""
+        return tuple(f"{result.task}: {note}" for result in self.tasks for note in result.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "environment": dict(self.environment),
-            "tasks": [one.to_dict() for one in self.tasks],
-            "groups": [one.to_dict() for one in self.groups],
-            "failures": dict(self.failures),
-        }
+        """Return the results for JSON."""
+        results = {name: [x.to_dict() for x in getattr(self, name)] for name in ("tasks", "groups")}
+        return {"schema": SCHEMA} | vars(self) | results
 
     def save(self, folder: str | PathLike[str]) -> Path:
-        """Write ``results.json`` into a folder, whole or not at all.
+        """Write ``results.json`` into a folder atomically.
 
         Args:
-            folder: it is made where it is missing.
+            folder: is created if it is missing.
 
         Raises:
             OSError: the folder cannot be written.
@@ -202,21 +195,14 @@ class Evaluation:
         return write_atomic(Path(folder) / "results.json", data)
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self.rows()), *self.notes, *self.failures.values()])
+        rows = [("task", "metric", "measured", "documents"), *self.rows()]
+        *widths, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+        table = [
+            "  ".join([*map(str.ljust, cells, widths), documents.rjust(last)])
+            for *cells, documents in rows
+        ]
+        return "\n".join([*table, *self.notes, *self.failures.values()])
 
     def __repr__(self) -> str:
-        said = [f"{task} {metric} {value}" for task, metric, value, _ in self.rows()]
-        return f"Evaluation({self.model}: {'; '.join(said)})"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as text, numbers to the right."""
-    rows = [("task", "metric", "measured", "documents"), *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i == 3 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        metrics = [f"{task} {metric} {value}" for task, metric, value, _ in self.rows()]
+        return f"Evaluation({self.model}: {'; '.join(metrics)})"

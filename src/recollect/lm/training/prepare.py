@@ -17,8 +17,14 @@ from transformers import PreTrainedTokenizerFast
 from recollect.blocks.compositions import KINDS, LIST_FIELDS, read_mixer
 from recollect.blocks.mixers import Mixer, as_mixer
 from recollect.layer.options import LayerOptions
-from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
-from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
+from recollect.lm.data.rows import PackedDataset, PackedRow, PackedStream, TextStats, read_rows
+from recollect.lm.data.sources import (
+    BadLinePolicy,
+    FileDocuments,
+    HubDocuments,
+    find_files,
+    iter_chunks,
+)
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from recollect.lm.model.config import Named, RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
@@ -277,12 +283,12 @@ class Stock:
         train, heldout: the rows. bytes_per_token: of the held-out text, for bits per byte.
     """
 
-    train: Rows | RowStream
-    heldout: list[Row] = field(default_factory=list)
+    train: PackedDataset | PackedStream
+    heldout: list[PackedRow] = field(default_factory=list)
     bytes_per_token: float = 1.0
 
 
-def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) -> Stock:
+def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLinePolicy) -> Stock:
     """The rows of a plan's texts.
 
     Raises:
@@ -293,20 +299,20 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
     heldout, tally = [], None
     if data.heldout or data.heldout_split is not None:
-        what = _named_text(plan, heldout=True)
-        heldout, tally = read(_documents(plan, bad, heldout=True), what=what)
+        name = _named_text(plan, heldout=True)
+        heldout, tally = read(_documents(plan, bad, heldout=True), source_name=name)
     if data.streams:
-        stream = RowStream(
+        stream = PackedStream(
             _documents(plan, bad),
             tokenizer,
             context=data.context,
             length=length,
             shuffle=data.shuffle,
             seed=run.seed,
-            what=_named_text(plan),
+            source_name=_named_text(plan),
         )
         return Stock(stream, _spread(heldout, run.heldout_rows), _ratio(tally))
-    rows, read_all = read(_documents(plan, bad), what=_named_text(plan))
+    rows, read_all = read(_documents(plan, bad), source_name=_named_text(plan))
     if data.heldout_share:
         every = round(1 / data.heldout_share)
         heldout, tally = rows[every - 1 :: every], read_all
@@ -316,7 +322,7 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
                 f"[data] heldout_share = {data.heldout_share:g} of {len(rows) + len(heldout)} rows "
                 "leaves nothing on one side: give more text, or shorten context"
             )
-    order = Rows(rows, length=length, seed=run.seed)
+    order = PackedDataset(rows, length=length, seed=run.seed)
     return Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
 
 
@@ -343,26 +349,26 @@ def measured_on_trained(plan: TrainPlan, texts: Mapping[str, Any]) -> str | None
     )
 
 
-def _ratio(tally: Tally | None) -> float:
+def _ratio(tally: TextStats | None) -> float:
     return 1.0 if tally is None else tally.bytes_per_token
 
 
-def _spread(rows: list[Row], most: int) -> list[Row]:
+def _spread(rows: list[PackedRow], most: int) -> list[PackedRow]:
     """At most so many rows, evenly spread."""
     keep = min(most, len(rows))
     return [rows[i * len(rows) // keep] for i in range(keep)]
 
 
-def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iterable[str]:
+def _documents(plan: TrainPlan, bad: BadLinePolicy, *, heldout: bool = False) -> Iterable[str]:
     data = plan.data
     if data.dataset is not None and not (heldout and data.heldout):
         split = data.heldout_split if heldout else data.split
         return HubDocuments(
-            path=data.dataset, name=data.name, split=split or "", column=data.column, bad=bad
+            path=data.dataset, name=data.name, split=split or "", column=data.column, bad_lines=bad
         )
     key = "heldout" if heldout else "train"
     files = find_files(data.heldout if heldout else data.train, key=key)
-    return Source(files=files, column=data.column, separator=data.separator, bad=bad)
+    return FileDocuments(files=files, column=data.column, separator=data.separator, bad_lines=bad)
 
 
 def _named_text(plan: TrainPlan, *, heldout: bool = False) -> str:
@@ -375,7 +381,7 @@ def _named_text(plan: TrainPlan, *, heldout: bool = False) -> str:
 
 
 def tokenizer_of(
-    plan: TrainPlan, out: Path, bad: BadLines, checkpoint: Path | None
+    plan: TrainPlan, out: Path, bad: BadLinePolicy, checkpoint: Path | None
 ) -> PreTrainedTokenizerFast:
     """The plan's tokenizer; one that is trained is kept with the run.
 
@@ -395,8 +401,9 @@ def tokenizer_of(
     if plan.data.tokenizer != "bpe":
         return load_tokenizer(plan.data.tokenizer)
     # Lines are noted when rows are made, once.
-    quiet = BadLines(skip=bad.skip)
-    trained = train_bpe(_documents(plan, quiet), plan.data.vocab)
+    quiet = BadLinePolicy(skip=bad.skip)
+    texts = (chunk.text for chunk in iter_chunks(_documents(plan, quiet)))
+    trained = train_bpe(texts, plan.data.vocab)
     if not is_first():  # each process trains the same one, and one of them writes it down
         with tempfile.TemporaryDirectory() as aside:
             trained.save_pretrained(aside)

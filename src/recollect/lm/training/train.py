@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import PrinterCallback
 
-from recollect.lm.data.rows import IGNORE, Row, Rows, collate
-from recollect.lm.data.sources import BadLines
+from recollect.lm.data.rows import IGNORE_INDEX, PackedDataset, PackedRow, collate
+from recollect.lm.data.sources import BadLinePolicy
 from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.planning.flops import measured_ceiling, model_flops
@@ -188,7 +188,7 @@ def _trained(
 ) -> Trained:
     """`train`, in a folder that is this run's own."""
     here, notes = device or join().device or torch.device("cpu"), list[str]()
-    bad = BadLines(skip=plan.data.bad_lines == "skip")
+    bad = BadLinePolicy(skip=plan.data.bad_lines == "skip")
     with together():
         begun = begin(plan, out, resume=resume)
         checkpoint = begun.checkpoint
@@ -225,7 +225,9 @@ def _trained(
             train_dataset=stock.train,
             eval_dataset=cast(Any, stock.heldout or None),
             data_collator=partial(
-                collate, reset=plan.data.packing == "documents", flat=plan.data.segments == 1
+                collate,
+                reset_memory=plan.data.packing == "documents",
+                flatten=plan.data.segments == 1,
             ),
             processing_class=tokenizer,
             spread=lies,
@@ -362,7 +364,7 @@ class RecollectTrainer(SegmentedTrainer, ShardedTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return SequentialSampler(dataset) if isinstance(dataset, Rows) else None
+        return SequentialSampler(dataset) if isinstance(dataset, PackedDataset) else None
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -371,7 +373,7 @@ class RecollectTrainer(SegmentedTrainer, ShardedTrainer):
         Raises:
             Diverged: a loss that is not finite.
         """
-        rows: Sequence[Row] = self.eval_dataset  # type: ignore[assignment]
+        rows: Sequence[PackedRow] = self.eval_dataset  # type: ignore[assignment]
         model = self.model
         assert model is not None
         training = model.training
@@ -384,7 +386,7 @@ class RecollectTrainer(SegmentedTrainer, ShardedTrainer):
             with self.guard.reading(batch, measured=True), context[0], context[1]:
                 loss = self.measured_loss(batch)
                 self.guard.check_loss(loss)
-            count = int((batch["labels"][:, 1:] != IGNORE).sum())
+            count = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
             total, tokens = total + float(loss) * count, tokens + count
         model.train(training)
         reshard(model)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recollect.lm.data.rows import Rows, collate
-from recollect.lm.data.sources import BadLines
+from recollect.lm.data.rows import PackedDataset, collate
+from recollect.lm.data.sources import BadLinePolicy
 from recollect.lm.model.config import MLP, RecollectConfig
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import model_config, rows_of, tokenizer_of
@@ -61,19 +61,19 @@ def check_plan(
     data = replace(plan.data, context=plan.data.piece, segments=1, segment_gradient="cut")
     optimizer = replace(plan.optimizer, steps=steps, tokens=None, accumulate=1)
     short = replace(plan, data=data, optimizer=optimizer)
-    bad = BadLines(skip=data.bad_lines == "skip")
+    bad = BadLinePolicy(skip=data.bad_lines == "skip")
     with tempfile.TemporaryDirectory() as aside:
         tokenizer = tokenizer_of(short, Path(aside), bad, None)
     config = model_config(plan.model, tokenizer)
     config.num_hidden_layers = depth or min(config.num_hidden_layers, max(2, _pattern(config)))
     rows = rows_of(short, tokenizer, bad).train
     # Rows that are all read know an index alone.
-    each = (rows[i] for i in range(len(rows))) if isinstance(rows, Rows) else iter(rows)
+    each = (rows[i] for i in range(len(rows))) if isinstance(rows, PackedDataset) else iter(rows)
     device = find_device(plan.run.device, said="[run] device")
     batches: list[dict[str, Tensor]] = []
     for _ in range(steps):
         own = list(itertools.islice(each, optimizer.batch))
-        batch = collate(own, reset=data.packing == "documents")
+        batch = collate(own, reset_memory=data.packing == "documents")
         batches.append({name: x.to(device) for name, x in batch.items()})
     return check_coordinates(
         config,
