@@ -63,4 +63,4 @@ for name, made in (("greedy", greedy), ("sampled", sampled), ("beams", beams)):
 
 with torch.no_grad():
     cache = rc.lm.cache_of(model(batch["input_ids"], attention_mask=batch["attention_mask"]))
-print(cache, "growing with the text" if model.cache_grows else "however long the text")
+print(cache, "growing with the text" if model.has_growing_cache else "however long the text")

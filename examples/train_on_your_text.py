@@ -42,16 +42,17 @@ with tempfile.TemporaryDirectory() as scratch:
         }
     )
 
-    def show(progress: rc.lm.Progress) -> None:
-        if progress.step % 10 == 0 and progress.loss is not None:
-            print(
-                f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  "
-                f"{progress.tokens_per_second:,.0f} tokens/s"
-            )
+    class PrintProgress(rc.lm.TrainObserver):
+        def on_progress(self, progress: rc.lm.Progress) -> None:
+            if progress.step % 10 == 0 and progress.loss is not None:
+                print(
+                    f"step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  "
+                    f"{progress.tokens_per_second:,.0f} tokens/s"
+                )
 
     # A run that was stopped goes on where it was: the same command again.
     begun = Path(plan.run.out, "plan.json").exists()
-    result = rc.lm.train(plan, resume=begun, watch=show)
+    result = rc.lm.train(plan, resume=begun, observer=PrintProgress())
     print(f"held-out bits per byte: {result.heldout:.3f}; model: {result.folder}")
 
     prompt = torch.tensor([list(Path(__file__).read_bytes()[:20])])

@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
     The product of a run takes a tenth of a second in float32, and seconds in bfloat16 on some CPUs.
     """
     if (flops := sys.modules.get("recollect.lm.planning.flops")) is not None:
-        flops.__dict__["_SIDE"] = 256
+        flops.__dict__["_MATRIX_SIZE"] = 256
 
 
 @pytest.fixture(autouse=True)

@@ -139,11 +139,11 @@ def toml(value: Any) -> str:
 
 def test_the_keys_of_a_run_stand_with_their_defaults() -> None:
     pytest.importorskip("transformers")
-    from recollect.lm.training.plan import _TABLES
+    from recollect.lm.training.plan import _SECTIONS
 
     text = page("run-file.md")
-    assert re.findall(r"^## \[(\w+)\]$", text, re.MULTILINE) == list(_TABLES)
-    for name, kind in _TABLES.items():
+    assert re.findall(r"^## \[(\w+)\]$", text, re.MULTILINE) == list(_SECTIONS)
+    for name, kind in _SECTIONS.items():
         defaults = {
             field.name: toml(
                 field.default
@@ -171,11 +171,13 @@ def test_options_of_layers_stand_with_their_defaults(heading: str, kind: type) -
 
 def test_the_fields_of_a_configuration_stand_with_their_defaults() -> None:
     pytest.importorskip("transformers")
-    signature = inspect.signature(rc.lm.RecollectConfig)
+    from transformers import PretrainedConfig
+
+    inherited = PretrainedConfig.__dataclass_fields__
     defaults = {
-        name: f"`{one.default!r}`".replace("'", '"')
-        for name, one in signature.parameters.items()
-        if one.kind is not inspect.Parameter.VAR_KEYWORD
+        field.name: f"`{field.default!r}`".replace("'", '"')
+        for field in dataclasses.fields(rc.lm.RecollectConfig)
+        if field.name not in inherited
     }
     assert table(page("language-models.md"), "## Configuration") == defaults
 

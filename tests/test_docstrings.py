@@ -177,7 +177,6 @@ SLOW = {
     "recollect.experiments.comparison.table.add_rows",
     "recollect.experiments.comparison.table.write_rows_table",
     "recollect.experiments.framework.run.Run",
-    "recollect.lm.training.progress.Trained",
 }
 """Examples that train, beside those of the functions that do: `compare`, `train`, `reproduce`."""
 

@@ -30,7 +30,7 @@ from recollect.cli import build
 from recollect.cli.progress import CompareDisplay, ReproduceDisplay
 from recollect.experiments.reproduce import reproduce
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.progress import Progress
+from recollect.lm.training.progress import Progress, TrainObserver
 from recollect.report import files
 
 SIZES = ("--width", "16", "--depth", "1", "--heads", "2")
@@ -87,7 +87,7 @@ def test_a_run_that_is_told_to_end_saves_a_checkpoint(
     assert run.returncode == 128 + number
     assert "Traceback" not in said
     (checkpoint,) = out.glob("checkpoint-*")
-    assert f"interrupted: {checkpoint} is whole, and --resume" in said
+    assert f"interrupted: {checkpoint} is complete, and --resume" in said
     assert 0 < int(checkpoint.name.removeprefix("checkpoint-")) < STEPS
     on = CliRunner().invoke(build(), ["train", str(config), "--resume"])
     assert on.exit_code == 0, on.output
@@ -338,9 +338,10 @@ def test_an_experiment_whose_folder_vanishes_is_written_anew(
 def test_a_run_whose_folder_vanishes_goes_on(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def watch(progress: Progress) -> None:
-        if progress.step == 3 and out.exists():
-            shutil.rmtree(out)
+    class Vanishing(TrainObserver):
+        def on_progress(self, progress: Progress) -> None:
+            if progress.step == 3 and out.exists():
+                shutil.rmtree(out)
 
     tables = {
         "model": {"width": 16, "depth": 1, "heads": 2},
@@ -348,7 +349,7 @@ def test_a_run_whose_folder_vanishes_goes_on(text: Path, tmp_path: Path) -> None
         "optimizer": {"steps": 6, "batch": 2},
         "run": {"out": str(out), "save_every": 2},
     }
-    result = rc.lm.train(TrainPlan.from_dict(tables), watch=watch)
+    result = rc.lm.train(TrainPlan.from_dict(tables), observer=Vanishing())
     assert result.steps == 6 and (result.folder / "model.safetensors").exists()
     assert {path.name for path in out.glob("checkpoint-*")} <= {"checkpoint-4", "checkpoint-6"}
     again = rc.lm.train(TrainPlan.from_dict(tables), resume=True)

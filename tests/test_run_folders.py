@@ -80,7 +80,7 @@ def test_the_model_of_another_plan_is_not_trained_over(text: Path, tmp_path: Pat
     config.write_text(config.read_text().replace("width = 16", "width = 24"))
     other = RUN.invoke(build(), ["train", str(config)])
     assert other.exit_code == 2
-    assert "already holds the model of another run" in other.stderr
+    assert "already contains the model of another run" in other.stderr
     assert contents(out) == before
     config.write_text(config.read_text().replace("width = 24", "width = 16"))
     again = RUN.invoke(build(), ["train", str(config), "--json"])

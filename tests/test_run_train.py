@@ -62,7 +62,7 @@ def test_a_run_from_a_file_and_on(tmp_path: Path) -> None:
     again = RUN.invoke(build(), ["train", str(config)])
     assert again.exit_code == 2
     assert "recollect train: " in again.output
-    assert "already holds checkpoint-2: give --resume" in again.output
+    assert "already contains checkpoint-2: use --resume" in again.output
 
     on = RUN.invoke(build(), ["train", str(config), "--resume", "--json"])
     assert on.exit_code == 0, on.output
@@ -116,11 +116,11 @@ def test_a_loss_is_said_once_beside_the_step_it_was_measured_after() -> None:
         news = Progress(step=0, steps=20)
         for step in range(1, 21):
             news = replace(news, step=step)
-            display.update(news)  # the step is over, and its loss not logged yet
+            display.on_progress(news)  # the step is over, and its loss not logged yet
             if step == 1 or step % 4 == 0:
                 news = replace(news, loss=100.0 + step, loss_step=step)
-                display.update(news)
-        display.update(replace(news, loss=7.0))  # the mean of the last steps
+                display.on_progress(news)
+        display.on_progress(replace(news, loss=7.0))  # the mean of the last steps
     said = re.findall(r"step (\d+)/20  loss ([\d.]+) nats/token", page.getvalue())
     assert said == [(str(n), f"{100 + n}.000") for n in (1, 4, 8, 12, 16, 20)]
 
@@ -131,11 +131,11 @@ def test_the_lines_of_a_long_run_are_some_twenty_and_none_is_stale() -> None:
         news = Progress(step=0, steps=1000)
         for step in range(1, 1001):
             news = replace(news, step=step)
-            display.update(news)
+            display.on_progress(news)
             if step == 1 or step % 30 == 0:  # no divisor of the lines' own 50
                 news = replace(news, loss=float(step), loss_step=step)
-                display.update(news)
-        display.update(replace(news, loss=1000.0, loss_step=1000))
+                display.on_progress(news)
+        display.on_progress(replace(news, loss=1000.0, loss_step=1000))
     said = re.findall(r"step ([\d,]+)/1,000  loss ([\d.]+)", page.getvalue())
     assert 15 <= len(said) <= 25
     assert all(float(step.replace(",", "")) == float(loss) for step, loss in said)
@@ -168,7 +168,7 @@ def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
     page = StringIO()
     console = Console(file=page, width=columns, force_terminal=True, color_system=None)
     with TrainDisplay(console, steps=2000) as display:
-        display.update(
+        display.on_progress(
             Progress(
                 step=120,
                 steps=2000,
@@ -181,7 +181,7 @@ def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
         )
         page.truncate(0)
         page.seek(0)
-        display.live.refresh()
+        display.live_display.refresh()
     said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue())
     assert "…" not in said
     assert max(len(line.rstrip()) for line in said.splitlines()) <= columns

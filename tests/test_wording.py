@@ -122,11 +122,11 @@ CONFIGS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: rc.lm.RecollectConfig(hidden_size=0),
-        "RecollectConfig(hidden_size=...) must be a whole number from 1 to 2,147,483,647, not 0",
+        "RecollectConfig(hidden_size=...) must be a whole number from 1 to 2147483647, not 0",
     ),
     (
         lambda: rc.lm.RecollectConfig.from_recipes("gla", num_hidden_layers=10**6),
-        "RecollectConfig(num_hidden_layers=...) must be a whole number from 1 to 10,000, not "
+        "RecollectConfig(num_hidden_layers=...) must be a whole number from 1 to 10000, not "
         "1000000",
     ),
 ]
@@ -167,14 +167,14 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
             "LayerOptions(rope_theta=...) rotates pairs of channels and needs an even [model] "
             "key_dim, not 3",
         ),
-        ({"depth": 10**6}, "[model] depth must be a whole number from 1 to 10,000, not 1000000"),
+        ({"depth": 10**6}, "[model] depth must be a whole number from 1 to 10000, not 1000000"),
         (
             {"width": 2**31, "heads": 1},
-            "[model] width must be a whole number from 1 to 2,147,483,647, not 2147483648",
+            "[model] width must be a whole number from 1 to 2147483647, not 2147483648",
         ),
         (
             {"mlp": 2**31},
-            "[model] mlp must be a whole number from 1 to 2,147,483,647, not 2147483648",
+            "[model] mlp must be a whole number from 1 to 2147483647, not 2147483648",
         ),
         (
             {"recipe": "gla", "width": 12, "heads": 2, "parameters": 1},
@@ -229,7 +229,7 @@ COMPARISONS = [
         {"models": "softmax_attention", "heads": 4},
         "needs an even {0}width / {0}heads, not 3",
     ),
-    ({"depth": 10**6}, "{0}depth must be a whole number from 1 to 10,000, not 1000000"),
+    ({"depth": 10**6}, "{0}depth must be a whole number from 1 to 10000, not 1000000"),
     ({"jobs": 0}, "jobs must be a whole number >= 1, not 0"),
 ]
 

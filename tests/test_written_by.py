@@ -209,8 +209,9 @@ def test_a_saved_prompt_of_another_recipe_is_refused(tmp_path: Path) -> None:
     memory = dataclasses.replace(layer.state.memory, recipe_id=OTHERS["bias"].normal_form)
     layer.state = dataclasses.replace(layer.state, memory=memory)
     prompt.save(tmp_path / "p.safetensors", model)
+    loaded = rc.lm.CachedPrompt.load(tmp_path / "p.safetensors", model)
     refuses(
-        lambda: rc.lm.CachedPrompt.load(tmp_path / "p.safetensors", model),
-        "written by another recipe",
-        error=ValueError,
+        lambda: model.generate(**loaded.generate_kwargs(), max_new_tokens=1),
+        "belongs to another recipe",
+        error=rc.RecipeError,
     )

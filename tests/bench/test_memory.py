@@ -15,14 +15,14 @@ from recollect.benchmarks.suites.memory import measured
 def test_live_tensors_are_counted_while_they_live() -> None:
     weight = torch.zeros(100, requires_grad=True)
     with LiveMemory([weight]) as memory:
-        assert memory.now == 400
+        assert memory.current == 400
         x = weight * 2
         y = x.view(10, 10)  # of the same storage
-        assert memory.now == 800
+        assert memory.current == 800
         (y.square().sum()).backward()
         assert memory.peak >= 1200  # a gradient beside them
         del x, y
-    assert memory.now == 800  # the weight and its gradient
+    assert memory.current == 800  # the weight and its gradient
     memory.reset_peak()
     assert memory.peak == 800
 

@@ -78,7 +78,7 @@ def test_sizes_knows_the_papers_sizes_of_hybrids() -> None:
     data = json.loads(run("sizes", "--models", "titans_mac,samba", "--json"))
     assert [size["name"] for size in data] == ["170M", "340M", "760M", "1.3B"]
     config = rc.lm.paper_config("170M", "samba")
-    assert config.pattern[:2] == ["mamba", "sliding_window_attention"]
+    assert config.layer_names[:2] == ["mamba", "sliding_window_attention"]
     assert data[0]["parameters"]["samba"]["total"] == rc.lm.parameter_count(config)
 
 
@@ -343,10 +343,10 @@ def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
     sizes = "[model]\nwidth = 16\ndepth = 2\nheads = 2\n"
     table = tomllib.loads(sizes + model)["model"]
     config = model_config(ModelPlan(**table), byte_tokenizer())
-    assert config.pattern == pattern
+    assert config.layer_names == pattern
     if "a" in pattern:
         assert config.mixer("a") == MemoryAsContext("titans", "softmax_attention", segment=8)
-        assert config.followed == [False, True]
+        assert config.has_mlp == [False, True]
 
 
 def test_a_run_file_with_a_composition_that_cannot_be_says_so() -> None:

@@ -42,7 +42,7 @@ OTHERS = {
 REFUSED = {
     "llama": "no layer that recollect computes: none of its layers is recurrent",
     "rwkv": "RwkvSelfAttention is unchanged (RWKV-4",
-    "t5": "holds a model of type 't5', which is no decoder",
+    "t5": "holds a model of type 't5', which is not a decoder",
 }
 
 

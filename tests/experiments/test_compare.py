@@ -399,14 +399,14 @@ def compared_side_by_side(**options: Any) -> tuple[CompareDisplay, str]:
         for model in ("a", "b"):
             display.begin("text", model, 10, 5)
         display.step("text", "b", 1, 2.0, History(tokens=1234, seconds=1.0, curve=[(9, 0.25)]))
-        display.live.refresh()
+        display.live_display.refresh()
         display.fail("text", "a", "no room")
         display.fail("text", "c", "never began")
         display.end(
             ModelRun(task="text", model="b", parameters=10, state_bytes=1, grows=False, value=1.5)
         )
         display.step("text", "b", 2, 2.0, History())  # told late
-        display.live.refresh()
+        display.live_display.refresh()
     return display, said.getvalue()
 
 

@@ -20,7 +20,7 @@ from recollect.experiments.comparison.training import History, train
 from recollect.experiments.framework.fitting import training_steps
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.training.divergence import Diverged
-from recollect.lm.training.weight_decay import decayed_names
+from recollect.lm.training.weight_decay import decay_parameter_names
 from recollect.tasks import IGNORE, MqarConfig, mqar
 
 
@@ -50,7 +50,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 class ByGroups(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return decayed_names(model)
+        return decay_parameter_names(model)
 
 
 def entropy(outputs: object, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
@@ -138,9 +138,11 @@ def test_a_model_that_diverges_names_the_step_the_rate_and_the_layer(backward: b
     error = caught.value
     assert (error.step, error.checkpoint) == (3, None)
     assert error.lr == pytest.approx(0.02 * 2 / 3)  # the third of a warm-up of three, from 0
-    assert error.origin is not None
-    assert "layer 0, in model.blocks.0.mlp.down" in error.origin
-    assert ("gradient" in error.origin) == backward
-    assert str(error).startswith("training diverged at step 3 (learning rate 0.0133): the ")
+    cause = "the output of layer 0, in model.blocks.0.mlp.down, is not finite"
+    assert error.origin == (None if backward else cause)
+    assert str(error).startswith(
+        "training diverged at step 3 (learning rate 0.0133): "
+        + ("a loss or a gradient is not finite" if backward else cause)
+    )
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
     assert history.tokens == 2 * 4 * 16 and not history.finished

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recollect.lm.training.arguments import GATHERS
+from recollect.lm.training.arguments import MIN_TORCH_FOR_2D
 from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.progress import Progress, TrainObserver
 
 STEPS = 6
 
 gathers = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < GATHERS,
+    tuple(map(int, torch.__version__.split(".")[:2])) < MIN_TORCH_FOR_2D,
     reason="a run refuses what this torch gathers wrongly",
 )
 
@@ -53,6 +55,27 @@ def assert_same(first: Path, second: Path) -> None:
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0, msg=name)
+
+
+class Recorder(TrainObserver):
+    """Keeps the events of a run, and may interrupt it after a step."""
+
+    def __init__(self, *, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.summaries: list[Mapping[str, str]] = []
+        self.progress: list[Progress] = []
+        self.messages: list[str] = []
+
+    def on_start(self, summary: Mapping[str, str]) -> None:
+        self.summaries.append(summary)
+
+    def on_message(self, message: str) -> None:
+        self.messages.append(message)
+
+    def on_progress(self, progress: Progress) -> None:
+        self.progress.append(progress)
+        if progress.step == self.stop_after:
+            raise KeyboardInterrupt
 
 
 class _Infinite(torch.autograd.Function):

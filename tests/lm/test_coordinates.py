@@ -103,6 +103,16 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["lm_head, learned"].change_slope or 0) < -0.5
 
 
+def test_generators_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed_all(seed: int) -> None:
+        raise AssertionError("the generators of all accelerators were seeded")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
+    state = torch.get_rng_state()
+    check("gated_delta_net", None, widths=(32, 64))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_slope_is_that_of_a_power() -> None:
     assert _slope({n: 3 * n**0.5 for n in (16, 64, 128)}) == pytest.approx(0.5)
     assert _slope({16: 0.0, 32: 0.0}) is None

@@ -147,7 +147,7 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
     _task_manager.cache_clear()
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", WithOwnTasks)
-    monkeypatch.setattr("recollect.lm.evaluation.names.hub_answers", lambda: False)
+    monkeypatch.setattr("recollect.lm.evaluation.names.is_hub_reachable", lambda: False)
     yield
     _task_manager.cache_clear()
 

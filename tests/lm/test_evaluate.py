@@ -485,7 +485,7 @@ def test_a_task_that_needs_the_hub_does_not_stop_the_others(
 
     _task_manager.cache_clear()
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Arc)
-    monkeypatch.setattr("recollect.lm.evaluation.names.hub_answers", lambda: False)
+    monkeypatch.setattr("recollect.lm.evaluation.names.is_hub_reachable", lambda: False)
     how: dict[str, Any] = {"tokenizer": byte_tokenizer(), "out": tmp_path, "limit": 1}
     needs = "task arc_easy needs data of the hub, which does not"
     with pytest.raises(ValueError, match=needs):
@@ -535,7 +535,7 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
     rc.lm.evaluate(folder, ["local_babi_1"], limit=1, context=600)
     config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="type 'mine', which transformers does not know; code"):
+    with pytest.raises(ValueError, match="type 'mine', which transformers does not have; code"):
         rc.lm.evaluate(folder, ["local_babi_1"], limit=1)
     assert not mark.exists()
 

@@ -26,8 +26,8 @@ from recollect.cli import build
 from recollect.cli import generate as command
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
-from recollect.lm.hub import hub_options
-from recollect.lm.loading import load_saved
+from recollect.lm.hub import _responds, offline_kwargs
+from recollect.lm.loading import load_model_and_tokenizer
 
 TOKENS = ["--tokens", "6"]
 
@@ -95,7 +95,7 @@ def test_refusals_are_one_sentence(saved: Path, tmp_path: Path) -> None:
         ([tmp_path], "has no config.json"),
         ([saved, "--device", "tpu"], "--device 'tpu' is not here"),
         ([saved, "--from-state", tmp_path / "no"], "there is no file"),
-        ([saved, "--from-state", saved / "model.safetensors"], "is no saved prompt"),
+        ([saved, "--from-state", saved / "model.safetensors"], "is not a saved prompt"),
     ):
         _, said = run(*arguments, code=2)
         assert says in said
@@ -122,7 +122,7 @@ def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:
     assert piped(b"hello", "--prompt", "")["prompt"] == ""
     result = CliRunner().invoke(build(), ["generate", str(saved)], input=b"\xff\xfe")
     assert result.exit_code == 2
-    assert "standard input is no UTF-8 text" in result.stderr
+    assert "standard input is not UTF-8 text" in result.stderr
 
 
 def test_a_terminal_is_not_read_and_a_silent_pipe_is_told_of(
@@ -292,13 +292,15 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
     line = Line(answers=False)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
+    _responds.cache_clear()
     _, why = run("some-org/nope", "--prompt", "a", code=2)
     assert "there is no folder 'some-org/nope', and no model of that name can be fetched" in why
     assert why.count("\n") == 1
     assert line.asked == 1
     with pytest.raises(ValueError, match="there is no such folder, and the hub gives no tokenizer"):
         load_tokenizer("some-org/nope")
-    assert line.asked == 2
+    assert line.asked == 1  # the process remembers the result
+    _responds.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -335,7 +337,7 @@ def test_a_decoder_of_others_is_checked_before_it_is_loaded(tmp_path: Path) -> N
     path = tmp_path / "model.safetensors"
     path.write_bytes(named_twice(path.read_bytes()))
     with pytest.raises(ValueError, match="occurs twice"):
-        load_saved(str(tmp_path), others=True)
+        load_model_and_tokenizer(str(tmp_path), any_decoder=True)
 
 
 def test_a_folder_needs_no_hub_and_a_hub_that_answers_is_asked(
@@ -344,7 +346,9 @@ def test_a_folder_needs_no_hub_and_a_hub_that_answers_is_asked(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     line = Line(answers=True)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
-    assert hub_options(str(saved)) == {} and line.asked == 0
-    assert hub_options("some-org/some") == {} and line.asked == 1
+    _responds.cache_clear()
+    assert offline_kwargs(str(saved)) == {} and line.asked == 0
+    assert offline_kwargs("some-org/some") == {} and line.asked == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert hub_options("some-org/some") == {"local_files_only": True} and line.asked == 1
+    assert offline_kwargs("some-org/some") == {"local_files_only": True} and line.asked == 1
+    _responds.cache_clear()

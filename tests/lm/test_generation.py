@@ -69,6 +69,19 @@ def test_sampling_is_reproducible_from_a_generator(name: str) -> None:
     assert any(not torch.equal(draw(seed), first) for seed in (4, 5, 6))
 
 
+def test_generators_of_other_devices_keep_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` seeds all devices of the machine, and the model is on the CPU."""
+
+    def fail(seed: int) -> None:
+        raise AssertionError("the generators of another device were seeded")
+
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "manual_seed_all", fail)
+    monkeypatch.setattr(torch.mps, "manual_seed", fail)
+    generator = torch.Generator().manual_seed(0)
+    model("gated_delta_net").generate(text(), generator=generator, **{**HOW, "do_sample": True})
+
+
 def test_a_generator_moves_on_and_must_be_one() -> None:
     net, ids, generator = model("gated_delta_net"), text(), torch.Generator().manual_seed(0)
     how = {**HOW, "do_sample": True, "max_new_tokens": 8}
@@ -86,7 +99,7 @@ def test_the_cache_grows_only_where_a_recipe_keeps_everything(name: str) -> None
         rc.cost(preset.recipe, K=16, V=16).state_bytes_per_token > 0
         and not preset.options.persistent
     )
-    assert net.cache_grows == priced
+    assert net.has_growing_cache == priced
     lengths = (5, 70) if priced else (3, 5, 21)  # 70 is beyond an inner batch of 64
     with torch.no_grad():
         sizes = {T: cache_of(net(text(1, T))).nbytes_per_sequence for T in lengths}
@@ -104,7 +117,7 @@ def test_a_returned_cache_is_continued(name: str) -> None:
     cache = cache_of(out)
     assert isinstance(cache, RecollectCache)
     assert isinstance(cache, Cache)
-    assert cache.seen == out.sequences.shape[1] - 1  # the last token was not read yet
+    assert cache.past_length == out.sequences.shape[1] - 1  # the last token was not read yet
     longer = torch.cat([mask, torch.ones(2, 3).long()], 1)
     rest = {"attention_mask": longer, "cache": cache, "max_new_tokens": 5, **how}
     for _ in range(2):  # twice from one cache
@@ -148,7 +161,7 @@ def test_a_cache_is_taken_by_its_name_and_by_its_earlier_one() -> None:
 def test_what_cannot_be_continued_is_one_sentence() -> None:
     net, ids = model("gated_delta_net"), text()
     cache = cache_of(net(ids))
-    with pytest.raises(ValueError, match="seen 9 columns and 9 were given, which leaves none"):
+    with pytest.raises(ValueError, match="cache has 9 tokens and input_ids has 9, so none is new"):
         net.generate(ids, cache=cache, **HOW)
     with pytest.raises(ValueError, match=r"must be the RecollectCache .* of 2 layers"):
         net(ids, cache=DynamicCache())
@@ -159,12 +172,12 @@ def test_what_cannot_be_continued_is_one_sentence() -> None:
 def test_a_cache_says_what_it_holds() -> None:
     cache = cache_of(model("gated_delta_net")(text(2, 5)))
     assert repr(cache) == (
-        f"RecollectCache(2 layers, 2 rows, 5 columns, {cache.nbytes // 2} bytes per sequence)"
+        f"RecollectCache(2 layers, 2 sequences, 5 tokens, {cache.nbytes // 2} bytes per sequence)"
     )
     assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (2, False, False)
     cache.batch_repeat_interleave(2)
-    assert cache.rows == 4
+    assert cache.batch_size == 4
     cache.batch_select_indices(torch.tensor([0, 3]))
-    assert cache.rows == 2
+    assert cache.batch_size == 2
     cache.reset()
     assert (len(cache), cache.get_seq_length()) == (0, 0)

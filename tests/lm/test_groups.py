@@ -10,7 +10,7 @@ import recollect as rc
 
 pytest.importorskip("transformers")
 
-from recollect.lm.training.weight_decay import decayed_names
+from recollect.lm.training.weight_decay import decay_parameter_names
 
 SIZES = {
     "vocab_size": 24,
@@ -34,7 +34,7 @@ def build(name: str, **sizes: object) -> nn.Module:
 @pytest.mark.parametrize("name", NAMES)
 def test_only_maps_embeddings_and_feed_forward_pairs_decay(name: str) -> None:
     model = build(name)
-    decayed = set(decayed_names(model))
+    decayed = set(decay_parameter_names(model))
     for path, _ in model.named_parameters():
         in_gates = ".gates." in path or ".params." in path
         is_map = path.endswith(MAPS) and not in_gates
@@ -62,7 +62,7 @@ def test_decay_moves_what_it_should_and_nothing_else() -> None:
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     torch.optim.AdamW(rc.lm.parameter_groups(model, weight_decay=0.5), lr=0.1).step()
-    decayed = set(decayed_names(model))
+    decayed = set(decay_parameter_names(model))
     for name, p in model.named_parameters():
         expected = before[name] * (1 - 0.1 * 0.5) if name in decayed else before[name]
         torch.testing.assert_close(p.detach(), expected)
@@ -71,7 +71,7 @@ def test_decay_moves_what_it_should_and_nothing_else() -> None:
 def test_models_of_others_are_taken_too() -> None:
     """What is not recollect's own decays from two axes on; a group without members is left out."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    assert decayed_names(model) == ["0.weight"]
+    assert decay_parameter_names(model) == ["0.weight"]
     assert len(rc.lm.parameter_groups(nn.LayerNorm(4))) == 1
     model[0].weight.requires_grad_(False)
-    assert decayed_names(model) == []
+    assert decay_parameter_names(model) == []

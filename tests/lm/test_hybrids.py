@@ -62,7 +62,7 @@ def test_a_hybrid_is_saved_and_loaded_whole(name: str, tmp_path: Path) -> None:
     net.save_pretrained(tmp_path)
     again = RecollectForCausalLM.from_pretrained(tmp_path)
     assert again.config == net.config
-    assert again.config.pattern == net.config.pattern
+    assert again.config.layer_names == net.config.layer_names
     assert torch.equal(net(text()).logits, again(text()).logits)
 
 
@@ -118,7 +118,7 @@ def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
     for length in (2, 3, 4, 5):
         prompt = CachedPrompt.prefill(net, text(1, length))
         path = prompt.save(tmp_path / f"{length}.safetensors", net)
-        assert CachedPrompt.load(path, net).cache.seen == prompt.cache.seen
+        assert CachedPrompt.load(path, net).cache.past_length == prompt.cache.past_length
 
 
 @EVERY
@@ -143,8 +143,8 @@ def test_a_pattern_brings_its_mixers_and_says_where_mlps_stand() -> None:
     config = small("gated_delta_net_h2", num_hidden_layers=5)
     names = ["mamba2", "gated_delta_net", "sliding_window_attention"]
     assert config.layers == names
-    assert config.pattern == [*names, *names[:2]]
-    assert config.followed == [True] * 5
+    assert config.layer_names == [*names, *names[:2]]
+    assert config.has_mlp == [True] * 5
     own = small(
         {
             "memory": MemoryAsGate("gla", "sliding_window_attention"),
@@ -153,10 +153,10 @@ def test_a_pattern_brings_its_mixers_and_says_where_mlps_stand() -> None:
         layers=["memory", "swa", "mlp"],
         num_hidden_layers=4,
     )
-    assert own.pattern == ["memory", "swa", "memory", "swa"]
-    assert own.followed == [False, True, False, True]
+    assert own.layer_names == ["memory", "swa", "memory", "swa"]
+    assert own.has_mlp == [False, True, False, True]
     net = RecollectForCausalLM(own)
-    assert [block.mlp is not None for block in net.model.blocks] == own.followed
+    assert [block.mlp is not None for block in net.model.blocks] == own.has_mlp
     weights = sum(p.numel() for p in net.parameters())
     assert sum(count_parameters(own).values()) == weights
     (matched,) = rc.lm.match_parameters([own], weights + 2000)
@@ -195,20 +195,20 @@ def test_names_and_entries_that_mean_nothing_are_refused() -> None:
     with pytest.raises(rc.RecipeError, match="samba is a pattern of layers"):
         small({"a": "samba"})
     config = small("titans_mac")
-    with pytest.raises(rc.RecipeError, match="composes memory, attention, and one recipe"):
+    with pytest.raises(rc.RecipeError, match="composes memory, attention: give one"):
         config.recipe("titans_mac")
     written = config.to_dict()
     written["recipes"]["titans_mac"]["segment"] = 0
     with pytest.raises(rc.RecipeError, match="must be a whole number >= 1, not 0"):
         RecollectConfig.from_dict(written)
     with pytest.raises(rc.RecipeError, match="one recipe is asked for here"):
-        rc.lm.model.config.resolved("titans_mac")
+        rc.lm.model.config.resolve_recipe("titans_mac")
 
 
 def test_whether_a_cache_grows_is_known() -> None:
-    assert not model("titans_mac").cache_grows
-    assert model(Sequential("gla", "softmax_attention")).cache_grows
-    assert not model("samba").cache_grows
+    assert not model("titans_mac").has_growing_cache
+    assert model(Sequential("gla", "softmax_attention")).has_growing_cache
+    assert not model("samba").has_growing_cache
 
 
 def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
@@ -284,5 +284,5 @@ def test_numbers_of_the_new_compositions_are_counted(mixer: object) -> None:
 
 
 def test_a_share_of_the_balance_loss_is_a_number() -> None:
-    with pytest.raises(rc.RecipeError, match=r"router_aux_loss_coef.* must be a number from 0"):
+    with pytest.raises(rc.RecipeError, match=r"router_aux_loss_coef.* number in \[0, 1000\)"):
         small("gla", router_aux_loss_coef=-1.0)

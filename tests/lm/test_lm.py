@@ -156,11 +156,11 @@ def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
     back = AutoConfig.from_pretrained(tmp_path)
     assert back == made
     assert back != config(["gla", "softmax_attention"], num_hidden_layers=4)
-    assert back.pattern == ["gla", "softmax_attention", "gla"]
+    assert back.layer_names == ["gla", "softmax_attention", "gla"]
     preset = rc.zoo.get("gla")
     assert back.recipe("gla") == (preset.recipe, preset.options)
     assert config(preset).recipe("gla") == back.recipe("gla")
-    assert config(preset.recipe).pattern == ["memory"] * 2
+    assert config(preset.recipe).layer_names == ["memory"] * 2
 
 
 def test_loading_never_runs_code(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_parameters_are_counted_and_matched() -> None:
     ("make", "says"),
     [
         (lambda: config("glaa"), "gla"),
-        (lambda: config("gla", hiden_size=3), "no argument 'hiden_size'"),
+        (lambda: config("gla", hiden_size=3), "no field 'hiden_size'"),
         (lambda: config({"a": "gla"}, layers=["b"]), "not among: a"),
         (lambda: config({"a": 3}), "zoo name"),
         (lambda: config("gla", engine="kernel"), "cannot run"),

@@ -58,7 +58,7 @@ def test_tokens_set_the_steps_and_a_size_sets_the_rate() -> None:
         ({"model": {"width": 0}}, r"\[model\] width must be a whole number >= 1, not 0"),
         ({"model": {"size": "350M"}}, "did you mean '340M'"),
         ({"model": {"mlp": 8, "parameters": 10}}, "mlp and parameters exclude each other"),
-        ({"model": {"start": "x", "width": 3}}, r"start takes the saved model.*leave out width"),
+        ({"model": {"start": "x", "width": 3}}, r"start uses the saved model.*leave out width"),
         ({"data": {"dataset": "x/y"}}, "either train.*or dataset"),
         ({"data": {"packing": "tight"}}, "must be one of 'documents', 'stream', not 'tight'"),
         ({"data": {"train": [1]}}, r"train must be a list of strings, not \[1\]"),
@@ -80,7 +80,7 @@ def test_tokens_set_the_steps_and_a_size_sets_the_rate() -> None:
         ({"model": {"recipe": 3}}, "recipe must be a string or a table, not 3"),
         ({"model": {"options": "none"}}, "options must be a table, not 'none'"),
         ({"run": {"out": 3}}, r"\[run\] out must be a string, not 3"),
-        ({"run": {"eval_every": 5}}, "eval_every measures held-out text.*names none"),
+        ({"run": {"eval_every": 5}}, "eval_every needs held-out text.*names none"),
         (
             {"run": {"seed": 2**32}},
             "seed must be .* from 0 to 4294967295, not 4294967296",

@@ -1,4 +1,4 @@
-"""Runs on paper: counts against steps that are taken, shares of ranks, and what is refused."""
+"""Estimates of runs: memory against steps that are taken, shares of ranks, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ from recollect.choices import member
 from recollect.cli import plan as plan_command
 from recollect.cli.app import build
 from recollect.lm import RecollectConfig, parameter_count
+from recollect.lm.model.counts import meta_model
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.estimate import Rank, Way, config_of, estimate, rank_of
-from recollect.lm.planning.footprint import Counts, count, footprint
+from recollect.lm.planning.estimate import RankEstimator, RankMemory, build_config, estimate
+from recollect.lm.planning.flops import memory_costs
+from recollect.lm.planning.footprint import MemoryModel, fit_memory_model
 from recollect.lm.planning.live_memory import LiveMemory
+from recollect.lm.sharding.layout import ParallelDims
 from recollect.lm.training.arguments import share
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.units import readable
@@ -66,19 +69,23 @@ def plan(**changes: dict[str, Any]) -> TrainPlan:
     return TrainPlan.from_dict(tables)
 
 
+def rank_of(run: TrainPlan, config: RecollectConfig, dims: ParallelDims) -> RankMemory:
+    return RankEstimator(run, config).rank(dims)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def counted_once() -> Iterator[None]:
-    """The same model is counted once for all tests of this file: seconds each."""
-    known: dict[Any, Counts] = {}
+    """Measure a model once for all tests of this file, because it takes seconds."""
+    known: dict[Any, MemoryModel] = {}
 
-    def remembered(config: RecollectConfig, **sizes: Any) -> Counts:
+    def remembered(config: RecollectConfig, **sizes: Any) -> MemoryModel:
         key = (config.to_json_string(use_diff=False), *sorted(sizes.items()))
         if key not in known:
-            known[key] = count(config, **sizes)
+            known[key] = fit_memory_model(config, **sizes)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recollect.lm.planning.estimate.count", remembered)
+        patch.setattr("recollect.lm.planning.estimate.fit_memory_model", remembered)
         yield
 
 
@@ -92,27 +99,27 @@ def counted_once() -> Iterator[None]:
     ],
 )
 def test_what_a_step_keeps_is_what_is_counted(model: dict[str, Any], bf16: bool) -> None:
-    config = config_of(plan(model=model))
-    found = footprint(config, rows=2, tokens=128, bf16=bf16)
+    config = build_config(plan(model=model))
+    memory_model = fit_memory_model(config, tokens=128, bf16=bf16)
     net = RecollectForCausalLM(config).train()
-    assert found.weights == 4 * parameter_count(config)
+    assert memory_model.weights == 4 * parameter_count(config)
     ids = torch.randint(0, 200, (2, 128))
     with LiveMemory(net.parameters()) as memory:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = net(ids, labels=ids).loss
         loss.backward()
-    most, _ = found.most()
-    assert most + found.weights == pytest.approx(memory.peak, rel=0.15)
+    peak, _ = memory_model.peak(2, 128)
+    assert peak + memory_model.weights == pytest.approx(memory.peak, rel=0.15)
 
 
 def test_rows_and_tokens_beyond_what_is_run_are_counted() -> None:
-    config = config_of(plan(model={"recipe": "rls"}))
+    config = build_config(plan(model={"recipe": "rls"}))
     net = RecollectForCausalLM(config).train()
     ids = torch.randint(0, 200, (3, 1536))
     with LiveMemory(net.parameters()) as memory:
         net(ids, labels=ids).loss.backward()
-    most, _ = footprint(config, rows=3, tokens=1536).most()
-    assert most == pytest.approx(memory.peak, rel=0.15)
+    peak, _ = fit_memory_model(config, tokens=1536).peak(3, 1536)
+    assert peak == pytest.approx(memory.peak, rel=0.15)
 
 
 @pytest.mark.slow
@@ -138,8 +145,8 @@ def test_ranks_of_a_row_hold_what_they_gather() -> None:
     """Beside what a rank with so many tokens of its own rows holds."""
 
     def kept(recipe: str, ranks: int) -> float:
-        config = config_of(plan(model={"recipe": recipe, "depth": 1}))
-        return count(config, tokens=64, context=ranks).at(2, 64).blocks[0].kept
+        config = build_config(plan(model={"recipe": recipe, "depth": 1}))
+        return fit_memory_model(config, tokens=64, context=ranks).blocks[0].predict(2, 64).saved
 
     H, K = SMALL["heads"], SMALL["width"] // SMALL["heads"]
     associations = 4 * 2 * 64 * H * (K + K)  # float32, of 2 rows of 64 tokens: keys and values
@@ -152,25 +159,35 @@ def test_ranks_of_a_row_hold_what_they_gather() -> None:
     assert 2 * transitions <= more <= 8 * transitions
 
 
+def test_a_feed_forward_memory_has_neither_state_nor_heads() -> None:
+    run = plan(model={"recipe": "ffn_relu"})
+    config = build_config(run)
+    assert memory_costs(meta_model(config), tokens=64) == (0, 0)
+    assert "is a FeedForward, which has none" in str(rank_of(run, config, ParallelDims(tp=2)).error)
+
+
 @gathers
 def test_ranks_hold_their_share() -> None:
     run = plan()
-    config = config_of(run)
-    one = rank_of(run, config, Way())
+    config = build_config(run)
+    one = rank_of(run, config, ParallelDims())
     weights = 4 * parameter_count(config)
     assert one.parts["parameters"] == weights and one.parts["optimizer"] == 2 * weights
-    ddp, fsdp = (rank_of(run, config, Way(data=4, shards=shards)) for shards in (False, True))
+    ddp, fsdp = (
+        rank_of(run, config, dims)
+        for dims in (ParallelDims(dp_replicate=4), ParallelDims(dp_shard=4))
+    )
     assert ddp.parts["parameters"] == ddp.parts["communicated"] == weights
     assert fsdp.parts["parameters"] == weights // 4
     assert fsdp.parts["optimizer"] == 2 * (weights // 4)
     assert ddp.rows == fsdp.rows == 2
     assert one.parts["activations"] > 3 * ddp.parts["activations"]
-    both = rank_of(run, config, Way(data=2, tensor=2, shards=True))
+    both = rank_of(run, config, ParallelDims(dp_shard=2, tp=2))
     # What is divided by heads is nearly half; norms and the stream stay whole.
     assert 0.25 * weights <= both.parts["parameters"] < 0.3 * weights
-    heads = rank_of(run, config, Way(tensor=2, shards=True))
+    heads = rank_of(run, config, ParallelDims(tp=2))
     assert 0.5 < heads.parts["activations"] / one.parts["activations"] < 0.9
-    context = rank_of(run, config, Way(context=2, shards=True))
+    context = rank_of(run, config, ParallelDims(cp=2))
     # Half of the tokens, with K more channels beside the V of each memory, for its transition.
     assert 0.5 < context.parts["activations"] / one.parts["activations"] < 0.7
 
@@ -178,7 +195,7 @@ def test_ranks_hold_their_share() -> None:
 def test_options_that_save_memory_save_it() -> None:
     def parts(**changes: dict[str, Any]) -> dict[str, int]:
         run = plan(**{"data": {"context": 256}, "model": {"recipe": "rls"}, **changes})
-        return dict(rank_of(run, config_of(run), Way()).parts)
+        return dict(rank_of(run, build_config(run), ParallelDims()).parts)
 
     whole = parts()["activations"]
     assert parts(run={"checkpointing": True})["activations"] < 0.8 * whole
@@ -189,63 +206,68 @@ def test_options_that_save_memory_save_it() -> None:
 
 def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
     run = plan(optimizer={"batch": 12})
-    config = config_of(run)
-    three = rank_of(run, config, Way(data=3)).total
-    found = estimate(run, config, devices=4, memory=int(three / 0.9) + 1, peak=1e12, share=0.5)
-    assert found.smallest is not None and found.smallest.way == Way(data=3)
-    assert found.largest is not None and found.largest.way == Way(data=4)
-    fewer = (Way(data=1), Way(data=2), Way(data=2, shards=True), Way(tensor=2, shards=True))
-    assert not any(rank_of(run, config, way).fits(found.memory) for way in fewer)
-    assert found.tokens == 10 * 12 * 128
-    assert found.seconds == pytest.approx(found.tokens * found.flops / (4 * 0.5e12))
+    config = build_config(run)
+    three = rank_of(run, config, ParallelDims(dp_replicate=3)).total
+    result = estimate(run, config, devices=4, memory=int(three / 0.9) + 1, peak_flops=1e12, mfu=0.5)
+    assert result.smallest is not None and result.smallest.dims == ParallelDims(dp_replicate=3)
+    assert result.largest is not None and result.largest.dims == ParallelDims(dp_replicate=4)
+    fewer = (
+        ParallelDims(dp_replicate=1),
+        ParallelDims(dp_replicate=2),
+        ParallelDims(dp_shard=2),
+        ParallelDims(tp=2),
+    )
+    assert not any(rank_of(run, config, dims).fits_in(result.memory) for dims in fewer)
+    assert result.tokens == 10 * 12 * 128
+    assert result.seconds == pytest.approx(result.tokens * result.flops / (4 * 0.5e12))
     none = estimate(run, config, devices=4, memory=1000)
     assert none.smallest is none.largest is none.launch is None
     alone = estimate(run, config, devices=1, memory=2**40)
     assert alone.launch == ("", "recollect train run.toml")
-    five = rank_of(run, config, Way(data=5))
-    assert five.refused == "batch = 12 is not a multiple of the 5 groups that read it"
-    assert "heads = 2 is not a multiple" in str(rank_of(run, config, Way(tensor=4)).refused)
+    five = rank_of(run, config, ParallelDims(dp_replicate=5))
+    assert "5 groups of them cannot share it equally" in str(five.error)
+    assert "tensor = 4 does not divide [model] num_heads = 2" in str(
+        rank_of(run, config, ParallelDims(tp=4)).error
+    )
 
 
 @gathers
 @pytest.mark.parametrize("batch", [3, 6])
 def test_a_way_that_fits_is_among_the_meshes_that_are_tried(batch: int) -> None:
     run = plan(optimizer={"batch": batch})
-    config = config_of(run)
-    both = rank_of(run, config, Way(data=3, tensor=2, shards=True))
-    found = estimate(run, config, devices=6, memory=int(both.total / 0.9) + 1)
-    assert both in found.ranks and both.fits(found.memory)
-    assert found.smallest is not None and found.smallest.way.devices == 6
+    config = build_config(run)
+    both = rank_of(run, config, ParallelDims(dp_shard=3, tp=2))
+    result = estimate(run, config, devices=6, memory=int(both.total / 0.9) + 1)
+    assert both in result.ranks and both.fits_in(result.memory)
+    assert result.smallest is not None and result.smallest.dims.world_size == 6
 
 
 @gathers
 def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
-    """What is printed is what `train` reads; what it refuses is no way to share a run."""
+    """`train` reads the printed line, and candidates that it refuses are not proposed."""
     run = plan(model={"heads": 1}, optimizer={"batch": 1}, run={"checkpointing": True})
-    config = config_of(run)
-    along = rank_of(run, config, Way(context=4, shards=True))
-    found = estimate(run, config, devices=4, memory=int(along.total / 0.9) + 1)
-    assert found.smallest is not None and found.launch is not None
-    assert found.smallest.way == Way(context=4, shards=True)
-    line, command = found.launch
+    config = build_config(run)
+    along = rank_of(run, config, ParallelDims(cp=4))
+    result = estimate(run, config, devices=4, memory=int(along.total / 0.9) + 1)
+    assert result.smallest is not None and result.launch is not None
+    assert result.smallest.dims == ParallelDims(cp=4)
+    line, command = result.launch
     assert line == "parallel = {context = 4}" and "--nproc-per-node 4" in command
-    for way in (*(rank.way for rank in found.ranks), Way(data=2, context=4, shards=True)):
-        if way.devices == 1:
+    for dims in (*(rank.dims for rank in result.ranks), ParallelDims(dp_shard=2, cp=4)):
+        if dims.world_size == 1:
             continue
         tables = run.to_dict()
-        tables["run"] |= tomllib.loads(f"parallel = {way.parallel}")
-        tables["optimizer"]["batch"] = way.data
-        layout = share(TrainPlan.from_dict(tables), way.devices)
-        assert (layout.data, layout.context, layout.tensor) == (way.data, way.context, way.tensor)
-        assert layout.shards == way.shards
+        tables["run"] |= tomllib.loads(f"parallel = {dims.setting}")
+        tables["optimizer"]["batch"] = dims.dp
+        assert share(TrainPlan.from_dict(tables), dims.world_size) == dims
     short = plan(data={"context": 16, "segments": 8, "packing": "stream"})
-    refused = rank_of(short, config_of(short), Way(context=4, shards=True)).refused
+    refused = rank_of(short, build_config(short), ParallelDims(cp=4)).error
     assert refused is not None and "the 2 tokens of the shortest of 8 segments" in refused
     kept = plan(data={"segments": 4, "segment_gradient": "kept"})
-    assert '"cut"' in str(rank_of(kept, config_of(kept), Way(data=2)).refused)
+    assert '"cut"' in str(rank_of(kept, build_config(kept), ParallelDims(dp_replicate=2)).error)
     routed = plan(model={"recipe": "mixture_of_memories"})
-    said = rank_of(routed, config_of(routed), Way(context=2, shards=True)).refused
-    assert said is not None and "routed to memories" in said
+    message = rank_of(routed, build_config(routed), ParallelDims(cp=2)).error
+    assert message is not None and "routes tokens to memories" in message
 
 
 @pytest.mark.parametrize(
@@ -263,14 +285,17 @@ def test_the_launch_starts_as_many_processes_as_the_mesh_has(
     devices: int, per_node: int, nodes: int, each: int
 ) -> None:
     run = plan(optimizer={"batch": devices})
-    config = config_of(run)
-    most = min(rank_of(run, config, Way(data=devices, shards=s)).total for s in (False, True))
-    options: dict[str, int] = {"devices": devices, "memory": int(most / 0.9) + 1}
-    found = estimate(run, config, per_node=per_node, **options)
-    assert found.smallest is not None and found.launch is not None
-    assert found.smallest.way.devices == devices
+    config = build_config(run)
+    smallest = min(
+        rank_of(run, config, ParallelDims(**{name: devices})).total
+        for name in ("dp_replicate", "dp_shard")
+    )
+    options: dict[str, Any] = {"devices": devices, "memory": int(smallest / 0.9) + 1}
+    result = estimate(run, config, per_node=per_node, **options)
+    assert result.smallest is not None and result.launch is not None
+    assert result.smallest.dims.world_size == devices
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
-    assert f"torchrun {where} --nproc-per-node {each} " in found.launch[1]
+    assert f"torchrun {where} --nproc-per-node {each} " in result.launch[1]
 
 
 def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
@@ -303,15 +328,15 @@ def test_the_launch_is_of_all_devices_also_where_one_holds_the_run(
     # Rows of two tokens and one head leave few meshes to count.
     run = plan(model={"heads": 1}, data={"context": 2}, optimizer={"batch": 48})
     options: dict[str, Any] = {"devices": devices, "per_node": per_node, "file": str(file)}
-    estimated = estimate(run, config_of(run), memory=2**40, **options)
-    assert estimated.smallest is not None and estimated.smallest.way.devices == 1
+    estimated = estimate(run, build_config(run), memory=2**40, **options)
+    assert estimated.smallest is not None and estimated.smallest.dims.world_size == 1
     assert estimated.launch is not None
     line, command = estimated.launch
     assert parsed(command)[:2] == (nodes, processes)
     assert parsed(command)[2]["config"] == file
     tables = run.to_dict()
     tables["run"] |= tomllib.loads(line)
-    assert share(TrainPlan.from_dict(tables), nodes * processes).processes == devices
+    assert share(TrainPlan.from_dict(tables), nodes * processes).world_size == devices
 
 
 def test_a_launch_of_fewer_devices_is_explained(tmp_path: Path) -> None:
@@ -353,18 +378,18 @@ def test_a_mesh_whose_weights_an_old_torch_gathers_wrongly_is_refused(
     """Found by the tests of four processes under torch 2.9.0: off by 6 where 1e-5 was allowed."""
     both, tensor = ({"parallel": {"tensor": 2, **more}} for more in ({"data": 2}, {}))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    assert share(plan(run=both), 4).tensor == 2
+    assert share(plan(run=both), 4).tp == 2
     monkeypatch.setattr(torch, "__version__", "2.9.0+cpu")
     with pytest.raises(ValueError, match=r"torch 2\.9\.0\+cpu gathers weights wrongly"):
         share(plan(run=both), 4)
-    assert share(plan(run=tensor), 2).tensor == 2
+    assert share(plan(run=tensor), 2).tp == 2
 
 
 @pytest.mark.parametrize("number", [math.inf, math.nan])
 def test_a_peak_that_is_no_number_is_refused(number: float) -> None:
     run = plan()
-    with pytest.raises(ValueError, match="peak must be at least 1, and finite, not"):
-        estimate(run, config_of(run), peak=number)
+    with pytest.raises(ValueError, match="peak_flops must be at least 1, and finite, not"):
+        estimate(run, build_config(run), peak_flops=number)
 
 
 # A condition on a number, and a shape that follows from numbers.
@@ -384,7 +409,7 @@ def test_a_member_that_looks_at_numbers_is_refused(
     file.write_text("\n".join([*lines, "context = 8", "[optimizer]", "steps = 5", "batch = 16"]))
     refused = CliRunner().invoke(build(), ["plan", str(file)])
     assert refused.exit_code == 2, refused.output
-    assert "cannot be counted on paper: a member of it looks at numbers" in refused.output
+    assert "cannot be estimated: a member of it reads values" in refused.output
     assert "recipe 'mine'" in refused.output
 
 
@@ -406,12 +431,12 @@ def test_a_case_whose_process_dies_is_said_so(
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_number_or_name_of_the_table_is_cut(width: int) -> None:
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "communicated")
-    ways = [Way(data=64, shards=shards) for shards in (False, True)]
-    ways += [Way(data=64 // n, tensor=n, shards=True) for n in (2, 4, 8)]
-    ways += [Way(data=64 // n, context=n, shards=True) for n in (2, 4, 8)]
+    candidates = [ParallelDims(dp_replicate=64), ParallelDims(dp_shard=64)]
+    candidates += [ParallelDims(dp_shard=64 // n, tp=n) for n in (2, 4, 8)]
+    candidates += [ParallelDims(dp_shard=64 // n, cp=n) for n in (2, 4, 8)]
     ranks = [
-        Rank(way=way, rows=i, parts=dict.fromkeys(names, 1023 * 2**30 + 7 * i))
-        for i, way in enumerate(ways)
+        RankMemory(dims=dims, rows=i, parts=dict.fromkeys(names, 1023 * 2**30 + 7 * i))
+        for i, dims in enumerate(candidates)
     ]
     page = Console(width=width, file=io.StringIO())
     for table in plan_command._tables(ranks, 80 * 10**9, width):
@@ -424,7 +449,7 @@ def test_no_number_or_name_of_the_table_is_cut(width: int) -> None:
     ]
     assert totals == [readable(rank.total, "B") for rank in ranks]
     assert text.count("1023 GiB") == len(names) * len(ranks)
-    for word in (word for way in ways for word in str(way).split(" × ")):
+    for word in (word for dims in candidates for word in dims.degrees.split(" × ")):
         assert word in text
     assert all(name in text for name in names)
 
@@ -437,12 +462,12 @@ def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
     file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 16"]))
-    said = CliRunner().invoke(build(), ["plan", str(file), "--devices", "16", "--memory", "1GB"])
-    assert said.exit_code == 0, said.output
+    result = CliRunner().invoke(build(), ["plan", str(file), "--devices", "16", "--memory", "1GB"])
+    assert result.exit_code == 0, result.output
     for word in ("parameters", "FLOP per token", "each of 16 devices", "smallest", "launch"):
-        assert word in said.output
+        assert word in result.output
     for word in ("an H100's in dense bfloat16 (--peak for another", "multiplies in float32"):
-        assert word in said.output
+        assert word in result.output
     other = CliRunner().invoke(build(), ["plan", str(file), "--peak", "60"]).output
     assert "60 TFLOP/s (--peak)" in other and "H100" not in other
     given = ["plan", str(file), "--devices", "16", "--memory", "2MiB", "--json"]

@@ -19,16 +19,16 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from tests.lm.runs import assert_same, plan, write_text
+from tests.lm.runs import Recorder, assert_same, plan, write_text
 from tests.misuse.sentences import digests, refuses
 from transformers.trainer_pt_utils import safe_globals
 
 from recollect.lm import CheckpointError
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.model.manifest import write_manifest
-from recollect.lm.training import Progress, train
+from recollect.lm.training import train
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.resume import fingerprint
+from recollect.lm.training.resume import file_fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -129,8 +129,10 @@ def test_a_state_of_others_with_its_checksum_is_refused(
     stored = digests(path.parent)
     refuses(
         lambda: train(plan(text, run, optimizer={"steps": 4}), resume=True),
-        "checkpoint-2 holds the optimizer" if kind == "other state" else f"{name} holds no state",
-        "go on from the checkpoint before it",
+        "checkpoint-2 contains the optimizer"
+        if kind == "other state"
+        else f"{name} does not contain the state of a run",
+        "resume from the checkpoint before it",
         error=CheckpointError,
     )
     assert not trace.exists() and digests(path.parent) == stored
@@ -154,7 +156,7 @@ def test_a_state_of_another_shape_is_refused(
     write_manifest(path.parent)
     refuses(
         lambda: train(plan(text, run, optimizer={"steps": 4}), resume=True),
-        "checkpoint-2 holds the optimizer",
+        "checkpoint-2 contains the optimizer",
         "exp_avg of a weight of shape" if name == "optimizer.pt" else "RNG state",
         error=CheckpointError,
     )
@@ -236,7 +238,7 @@ def test_a_checkpoint_of_another_name_is_refused(
     run = tmp_path / "run"
     shutil.copytree(two_steps, run)
     (run / "checkpoint-2").rename(run / "checkpoint-1")
-    with pytest.raises(CheckpointError, match="holds step 2, which its name denies"):
+    with pytest.raises(CheckpointError, match="contains step 2, which does not match its name"):
         train(plan(text, run, optimizer={"steps": 2}), resume=True)
 
 
@@ -248,13 +250,13 @@ def test_a_plan_that_was_deleted_is_still_known(
     (run / "plan.json").unlink()
     (run / "texts.json").write_text("junk")
     other = plan(text, run, optimizer={"steps": 2, "lr": 0.02})
-    with pytest.raises(ValueError, match=r"begun with \[optimizer\] lr = 0.01, not 0.02"):
+    with pytest.raises(ValueError, match=r"started with \[optimizer\] lr = 0.01, not 0.02"):
         train(other, resume=True)
-    said: list[str] = []
+    events = Recorder()
     same = plan(text, run, optimizer={"steps": 2}, run={"out": str(run)})
-    assert train(same, resume=True, say=said.append).steps == 0
+    assert train(same, resume=True, observer=events).steps == 0
     count = len(list((run / "checkpoint-2").iterdir())) - 2  # the manifest and the model card
-    assert said == [
+    assert events.messages == [
         f"the run is finished, and more steps in its plan extend it; {run / 'checkpoint-2'}: its "
         f"{count} files are as they were written, plan and texts those that the run was begun with"
     ]
@@ -264,7 +266,7 @@ def test_a_plan_that_was_deleted_is_still_known(
 def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: Path) -> None:
     """A mistyped folder is refused and not made; a run without a checkpoint begins again."""
     run = plan(text, tmp_path / "run", optimizer={"steps": 1}, run={"save_every": 0})
-    sentence = f"{tmp_path / 'run'} holds no run to go on with: leave out --resume to begin one"
+    sentence = f"{tmp_path / 'run'} contains no run to resume: leave out --resume to start one"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         train(run, resume=True)
     assert not (tmp_path / "run").exists()
@@ -275,9 +277,9 @@ def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: 
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.md"]
     train(run)
     shutil.rmtree(tmp_path / "run" / "model")
-    said: list[str] = []
-    train(run, resume=True, say=said.append)
-    assert said == [
+    events = Recorder()
+    train(run, resume=True, observer=events)
+    assert events.messages == [
         f"{tmp_path / 'run'} holds no checkpoint of this run yet, so it begins at its first step"
     ]
 
@@ -288,11 +290,11 @@ def test_the_plan_of_before_an_extension_is_told_of_it(
     short = plan(text, tmp_path / "run", optimizer={"steps": 2})
     shutil.copytree(two_steps, tmp_path / "run")
     train(plan(text, tmp_path / "run", optimizer={"steps": 4}), resume=True)
-    with pytest.raises(ValueError, match=r"holds a run of 4 steps by now") as refused:
+    with pytest.raises(
+        ValueError, match=r"contains a run of 4 steps, and this plan ends after 2"
+    ) as refused:
         train(short, resume=True)
-    said = str(refused.value)
-    assert "begun or last extended, and this plan ends after 2: resume it with" in said
-    assert "steps = 4 or more" in said and "begun with" not in said
+    assert "steps = 4 or more" in str(refused.value)
     assert (tmp_path / "run" / "checkpoint-4").exists()
 
 
@@ -315,7 +317,7 @@ def test_a_recipe_file_that_changed_is_not_resumed_with(text: Path, tmp_path: Pa
     train(run)
     assert train(run, resume=True).steps == 0
     file.write_text('[retention]\nmember = "Decay"\nwhen = "before"\n')  # of the same shapes
-    with pytest.raises(ValueError, match=r"with another recipe than 'mine' is now"):
+    with pytest.raises(ValueError, match=r"the recipe 'mine' has changed since"):
         train(run, resume=True)
 
 
@@ -328,7 +330,7 @@ def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
     run = plan(folder, tmp_path / "run", optimizer={"steps": 2})
     train(run)
     (folder / "b.txt").write_text(kept["b.txt"].replace("says", "sags", 1))  # of the same size
-    with pytest.raises(ValueError, match=r"b.txt has changed since .*run was begun"):
+    with pytest.raises(ValueError, match=r"b.txt has changed since the start of the run"):
         train(run, resume=True)
     (folder / "b.txt").write_text(kept["b.txt"])
     (folder / "c.txt").write_text("another")
@@ -352,11 +354,11 @@ def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None
             if place is not None:
                 file.seek(place)
                 file.write(b"x")
-        seen.append(fingerprint(path)["sha256"])
+        seen.append(file_fingerprint(path)["sha256"])
     plain, first, last, middle = seen
     assert len({plain, first, last}) == 3
     assert middle == plain  # as its docstring says
-    assert fingerprint(path)["bytes"] == size
+    assert file_fingerprint(path)["bytes"] == size
 
 
 def rates(folder: Path) -> dict[int, float]:
@@ -368,17 +370,17 @@ def rates(folder: Path) -> dict[int, float]:
 def test_more_steps_extend_a_run_along_the_longer_schedule(text: Path, tmp_path: Path) -> None:
     """A warm-up of one step and a cosine, written out, of four steps and then of eight."""
     train(plan(text, tmp_path, optimizer={"steps": 4}))
-    said: list[str] = []
+    events = Recorder()
     longer = plan(text, tmp_path, optimizer={"steps": 8})
-    assert train(longer, resume=True, say=said.append).steps == 4
+    assert train(longer, resume=True, observer=events).steps == 4
     taken = rates(tmp_path / "checkpoint-8")
     for step in range(1, 9):
         last = 3 if step <= 4 else 7
         share = 0.5 * (1 + math.cos(math.pi * (step - 2) / last)) if step > 1 else 0.0
         assert taken[step] == pytest.approx(0.01 * share, abs=1e-9), step
-    assert said[1] == (
-        "extended from 4 to 8 steps: the learning rate goes on as in a run of 8, at "
-        f"{taken[5]:.3g} in place of 0"
+    assert events.messages[1] == (
+        f"extended from 4 to 8 steps: the learning rate is {taken[5]:.3g}, as in a run of 8, "
+        "instead of 0"
     )
     assert json.loads((tmp_path / "plan.json").read_text())["optimizer"]["steps"] == 8
 
@@ -391,12 +393,8 @@ def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
     one, two = (plan(text, tmp_path / out, optimizer={"steps": 6}) for out in ("one", "two"))
     train(one, resume=True)
 
-    def stop(progress: Progress) -> None:
-        if progress.step == 4:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(two, resume=True, watch=stop)
+        train(two, resume=True, observer=Recorder(stop_after=4))
     train(two, resume=True)
     files = [tmp_path / out / "model" / "model.safetensors" for out in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -421,8 +419,11 @@ def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"steps": 1}, r"a run of 2 steps by now, .* ends after 1: resume it with .* = 2 or more"),
-        ({"steps": 4, "lr": 0.02}, r"lr = 0.01, not 0.02: resume it as it was, or give"),
+        ({"steps": 1}, r"a run of 2 steps, .* ends after 1: resume it with .* = 2 or more"),
+        (
+            {"steps": 4, "lr": 0.02},
+            r"lr = 0.01, not 0.02: resume it with the plan of its start, or name",
+        ),
         ({"steps": 4, "warmup": 0.5}, r"warmup = 0.05, not 0.5"),
     ],
 )
@@ -439,9 +440,10 @@ def test_a_finished_run_without_a_checkpoint_is_not_extended(text: Path, tmp_pat
     tables: dict[str, Any] = {"run": {"save_every": 0}}
     train(plan(text, tmp_path, optimizer={"steps": 1}, **tables))
     longer = plan(text, tmp_path, optimizer={"steps": 2}, **tables)
-    with pytest.raises(ValueError, match=r"holds a finished run and no checkpoint that more steps"):
+    sentence = r"contains a finished run without checkpoints, which cannot be resumed"
+    with pytest.raises(ValueError, match=sentence):
         train(longer, resume=True)
     before = digests(tmp_path)
-    with pytest.raises(ValueError, match=r"holds the finished run of this plan, and no checkpoint"):
+    with pytest.raises(ValueError, match=sentence):
         train(plan(text, tmp_path, optimizer={"steps": 1}, **tables), resume=True)
     assert digests(tmp_path) == before

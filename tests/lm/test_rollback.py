@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from recollect.lm import RecollectCache, cache_of, replace_attention
-from recollect.lm.model.cache import CACHE, StateLayer
+from recollect.lm.model.cache import CACHE_KEY, StateLayer
 
 HYBRIDS = ["titans_mac", "samba", "mixture_of_memories", "residual_delta_net"]
 NAMES = ["gated_delta_net", "mamba2", "titans", "rls", "softmax_attention", *HYBRIDS]
@@ -126,7 +126,9 @@ def test_an_assistant_of_another_kind() -> None:
 def check_equal(cropped: RecollectCache, expected: RecollectCache) -> None:
     """Both caches have equal tensors and counts."""
     assert cropped.get_seq_length() == expected.get_seq_length()
-    assert [layer.seen for layer in cropped.layers] == [layer.seen for layer in expected.layers]
+    assert [layer.past_length for layer in cropped.layers] == [
+        layer.past_length for layer in expected.layers
+    ]
     for state, other in zip(cropped.states, expected.states, strict=True):
         assert state.host_position == other.host_position
         (names, tensors), (other_names, other_tensors) = state.flatten(), other.flatten()
@@ -185,7 +187,7 @@ def test_a_cache_is_cropped_across_calls(name: str) -> None:
             cache = cache_of(net(piece, cache=cache))
         shortened = cache.copy()
         shortened.crop(0)
-        with pytest.raises(ValueError, match="the 1 column that was recorded"):
+        with pytest.raises(ValueError, match="the 1 token that was recorded"):
             shortened.crop(-2)
         for removed, remaining in ((5, 11), (1, 10)):
             cache.crop(-removed)
@@ -194,7 +196,7 @@ def test_a_cache_is_cropped_across_calls(name: str) -> None:
         check_equal(cache, cache_of(net(ids[:, 9:10], cache=first)))
         cache.crop(-1)
         check_equal(cache, first)
-        with pytest.raises(ValueError, match="the 0 columns that were recorded"):
+        with pytest.raises(ValueError, match="the 0 tokens that were recorded"):
             cache.crop(-1)
         continued = cache_of(net(ids[:, 9:], cache=cache))
         check_equal(continued, cache_of(net(ids[:, 9:], cache=first)))
@@ -205,7 +207,7 @@ def test_all_tokens_can_be_cropped(name: str) -> None:
     net, ids = model(name), text()
     cache = cache_of(net(ids, cache=recording()))
     cache.crop(-torch.tensor(ids.shape[1]))  # transformers 5.17 passes a tensor
-    assert (len(cache), cache.get_seq_length(), cache.rows) == (0, 0, 0)
+    assert (len(cache), cache.get_seq_length(), cache.batch_size) == (0, 0, 0)
     assert cache.is_croppable
     assert torch.equal(net(ids, cache=cache).logits, net(ids).logits)
 
@@ -257,11 +259,11 @@ def test_refusals_of_crop_are_one_sentence() -> None:
     cache = cache_of(net(ids[:, :4], cache=recording(cache)))
     with pytest.raises(ValueError, match=r"crop takes minus the number of tokens.*not 3"):
         cache.crop(3)
-    with pytest.raises(ValueError, match=r"-5\) .* the 4 columns that were recorded"):
+    with pytest.raises(ValueError, match=r"-5\) .* the 4 tokens that were recorded"):
         cache.crop(-5)
     assert cache.get_seq_length() == 13
     cache.batch_select_indices(torch.tensor([1]))
-    with pytest.raises(ValueError, match="the 0 columns that were recorded"):
+    with pytest.raises(ValueError, match="the 0 tokens that were recorded"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="this cache has none"):
         recording().crop(-1)
@@ -323,9 +325,9 @@ def test_the_cache_of_a_decoder_with_replaced_layers(layers: list[int] | None) -
     with torch.no_grad():
         for stop in (12, 9):
             cache = DynamicCache(config=net.config)
-            net(ids[:, :6], attention_mask=mask[:, :6], **{CACHE: cache})
+            net(ids[:, :6], attention_mask=mask[:, :6], **{CACHE_KEY: cache})
             cache.activate_past_recording()
-            net(ids[:, 6:stop], attention_mask=mask[:, :stop], **{CACHE: cache})
+            net(ids[:, 6:stop], attention_mask=mask[:, :stop], **{CACHE_KEY: cache})
             cache.crop(9 - stop)
             caches.append(cache)
         cropped, expected = caches
@@ -334,7 +336,9 @@ def test_the_cache_of_a_decoder_with_replaced_layers(layers: list[int] | None) -
             if isinstance(layer, StateLayer):
                 for x, y in zip(*(c.state.flatten()[1] for c in (layer, other)), strict=True):
                     torch.testing.assert_close(x, y, **TOL)
-        a, b = (net(ids[:, 9:], attention_mask=mask, **{CACHE: cache}).logits for cache in caches)
+        a, b = (
+            net(ids[:, 9:], attention_mask=mask, **{CACHE_KEY: cache}).logits for cache in caches
+        )
     torch.testing.assert_close(a, b, **TOL)
 
 

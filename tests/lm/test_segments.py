@@ -13,14 +13,16 @@ from torch.nn import functional
 
 pytest.importorskip("transformers")
 
-from tests.lm.runs import assert_same, plan, write_text
+from tests.lm.runs import Recorder, assert_same, make_ill, plan, write_text
 from transformers import TrainingArguments
 
 import recollect as rc
 from recollect.lm import RecollectForCausalLM, cache_of
 from recollect.lm.model.loss import IGNORE_INDEX
-from recollect.lm.training.segments import pieces, predicted
-from recollect.lm.training.train import RecollectTrainer, train
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.segments import count_targets, split_into_segments
+from recollect.lm.training.train import train
+from recollect.lm.training.trainer import RecollectTrainer
 
 W, B, T = 13, 2, 11
 
@@ -59,7 +61,7 @@ def alone(net: RecollectForCausalLM, given: dict[str, Tensor]) -> Tensor:
         ids = flat[begin:end][None]
         logits = net(ids, use_cache=False).logits[0, :-1]
         losses.append(functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-    return torch.stack(losses).sum() / int(predicted(given))
+    return torch.stack(losses).sum() / int(count_targets(given))
 
 
 def stepped(
@@ -69,8 +71,8 @@ def stepped(
     arguments = TrainingArguments(
         output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **how
     )
-    trainer = RecollectTrainer(model=net, args=arguments)
-    trainer.segments, trainer.kept = segments, True
+    data = {"segments": segments, "segment_gradient": "kept"}
+    trainer = RecollectTrainer(plan(out, out, data=data), net, arguments)
     trainer.current_gradient_accumulation_steps = arguments.gradient_accumulation_steps
     return trainer.training_step(net, given, None)
 
@@ -134,8 +136,8 @@ def test_the_gradient_that_is_cut_is_a_written_out_loop() -> None:
         cache = cache_of(out).detach()
     wanted = gradients(net)
     states = None
-    for piece in pieces(given, 3):
-        out = net(**piece.after(net, states), num_items_in_batch=predicted(given))
+    for segment in split_into_segments(given, 3):
+        out = net(**segment.forward_kwargs(net, states), num_items_in_batch=count_targets(given))
         out.loss.backward()
         states = cache_of(out).detach()
     found = gradients(net)
@@ -165,29 +167,33 @@ def test_a_run_in_segments_is_the_run(text: Path, tmp_path: Path) -> None:
 def test_a_run_that_cuts_has_the_row_s_loss_and_another_gradient(
     text: Path, tmp_path: Path
 ) -> None:
-    seen: list[str] = []
+    events = Recorder()
     share, once = {"heldout_share": 0.1}, {"steps": 1, "warmup": 0.0}
     cut = train(
         plan(text, tmp_path / "cut", data={**share, "segments": 4}, optimizer=once),
-        begins=lambda header: seen.extend(dict(header.lines()).values()),
+        observer=events,
     )
-    assert any("each row in 4 segments" in line for line in seen)
+    assert "each row in 4 segments" in events.summaries[0]["step"]
     whole = train(plan(text, tmp_path / "whole", data=share, optimizer=once))
     assert cut.loss == pytest.approx(cast(float, whole.loss), abs=1e-6)
     assert cut.heldout == pytest.approx(whole.heldout, abs=0.05)
     assert cut.heldout != whole.heldout
 
 
+class Ill(RecollectTrainer):
+    """The output of a module is infinite from the sixth segment on, the second of step 2."""
+
+    def __init__(
+        self, plan: TrainPlan, model: RecollectForCausalLM, *args: Any, **more: Any
+    ) -> None:
+        make_ill(model.get_submodule("model.blocks.0.mlp.down"), 5, backward=False)
+        super().__init__(plan, model, *args, **more)
+
+
 def test_divergence_is_found_in_segments(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(rc.lm.Diverged, match="layer 0"):
-        train(
-            plan(
-                text,
-                tmp_path / "run",
-                data={"segments": 4},
-                optimizer={"lr": 100.0, "steps": 40, "warmup": 0.0, "clip": 0.0, "betas": [0.0, 0]},
-            )
-        )
+    run = plan(text, tmp_path / "run", data={"segments": 4})
+    with pytest.raises(rc.lm.Diverged, match=r"step 2 .*layer 0, in model\.blocks\.0\.mlp\.down"):
+        train(run, trainer_class=Ill)
 
 
 def test_what_cannot_be_read_in_segments_is_refused(text: Path, tmp_path: Path) -> None:

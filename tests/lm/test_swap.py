@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from recollect.lm import CheckpointError, cache_of, replace_attention
-from recollect.lm.model.cache import CACHE
+from recollect.lm.model import masks
+from recollect.lm.model.cache import CACHE_KEY
 from recollect.lm.swap import SwappedAttention
 
 BASE = 10000.0
@@ -99,7 +101,7 @@ def test_softmax_attention_in_place_of_itself_changes_nothing(name: str) -> None
     done = replace_attention(net, softmax(name))
     assert [layer.index for layer in done.layers] == [0, 1, 2]
     for layer in done.layers:
-        assert layer.kept == ("q", "k", "v", "o")
+        assert layer.copied == ("q", "k", "v", "o")
         assert (layer.new, layer.dropped) == ({}, ())
     assert sum(isinstance(m, SwappedAttention) for m in net.modules()) == 3
     torch.testing.assert_close(logits(net, ids, mask), want, atol=1e-4, rtol=1e-4)
@@ -127,7 +129,7 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
         out = net(ids[1:, :4], use_cache=True)
         steps = [out.logits]
         for t in range(4, 9):
-            out = net(ids[1:, t : t + 1], **{CACHE: cache_of(out)})
+            out = net(ids[1:, t : t + 1], **{CACHE_KEY: cache_of(out)})
             steps.append(out.logits)
         assert cache_of(out).get_seq_length() == 9
     torch.testing.assert_close(torch.cat(steps, 1)[0], alone[1], atol=1e-4, rtol=1e-4)
@@ -159,11 +161,11 @@ def test_what_is_kept_and_what_is_new_is_said() -> None:
         "layer 0 (model.layers.0.self_attn): kept q, k, v, o; new conv.weight"
     )
     fewer = replace_attention(decoder("llama"), "mamba").layers[0]  # keys of 16 channels
-    assert fewer.kept == ("v", "o")
+    assert fewer.copied == ("v", "o")
     assert fewer.new["qkv.weight (q)"] == 4 * 16 * 32
     assert fewer.dropped == ("q projection", "k projection")
     more = replace_attention(decoder("gpt2"), "delta_product").layers[0]  # several pairs a token
-    assert more.kept == ("q", "o")
+    assert more.copied == ("q", "o")
 
 
 def test_packed_documents_are_kept_apart() -> None:
@@ -181,6 +183,27 @@ def test_packed_documents_are_kept_apart() -> None:
     torch.testing.assert_close(told, both, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="pass use_cache=False"):
         net(ids[1:], attention_mask=mask, use_cache=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_is_parsed_once_per_forward_pass(
+    mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is changed in place between two forward passes is parsed again."""
+    net, (ids, mask) = decoder("llama"), batch()
+    replace_attention(net, "gated_delta_net")
+    parse, calls = masks._parse, []
+    monkeypatch.setattr(masks, "_parse", lambda *args: calls.append(args) or parse(*args))
+    with mode():
+        expected = net(ids, attention_mask=mask, use_cache=False).logits[mask != 0]
+        assert len(calls) == 1
+        causal = (mask[:, None, None].bool() & mask[:, None, :, None].bool()).tril()
+        other = causal.new_ones(causal.shape).tril()
+        net(ids, attention_mask=other, use_cache=False)
+        other.copy_(causal)
+        logits = net(ids, attention_mask=other, use_cache=False).logits[mask != 0]
+    assert len(calls) == 3
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_eager_masks_bfloat16_and_a_saved_swap(tmp_path: object) -> None:
@@ -326,10 +349,10 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
     used = cache_of(net(ids, use_cache=True))
     replace_attention(net, "gla", layers=[1])
     with pytest.raises(ValueError, match="filled by the attention that was replaced"):
-        net(ids[:, :1], **{CACHE: used})
+        net(ids[:, :1], **{CACHE_KEY: used})
     static = StaticCache(config=net.config, max_cache_len=20)
     with pytest.raises(ValueError, match="leave cache_implementation out"):
-        net(ids, **{CACHE: static})
+        net(ids, **{CACHE_KEY: static})
     whole = torch.ones(2, 1, 9, 9, dtype=torch.bool)
     with pytest.raises(ValueError, match="give a causal mask"):
         net(ids, attention_mask=whole)

@@ -29,7 +29,7 @@ from recollect.lm.data.rows import (
 )
 from recollect.lm.data.sources import BadLinePolicy, FileDocuments, HubDocuments, find_files
 from recollect.lm.data.tokenizers import byte_tokenizer, encode, load_tokenizer, train_bpe
-from recollect.lm.planning.flops import measured_ceiling, model_flops
+from recollect.lm.planning.flops import measure_peak_flops, model_flops
 
 BYTES = byte_tokenizer()
 TEXTS = ["abc", "de", "f" * 11, "ghijk", "", "lm"]
@@ -353,4 +353,4 @@ def test_model_flops_against_torchs_own_count(name: str) -> None:
 
 
 def test_the_ceiling_is_a_rate() -> None:
-    assert 1e8 < measured_ceiling("cpu", torch.float32) < 1e15
+    assert 1e8 < measure_peak_flops("cpu", torch.float32) < 1e15

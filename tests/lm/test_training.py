@@ -8,10 +8,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,19 +21,20 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from tests.lm.runs import STEPS, assert_same, plan, weights, write_text
+from tests.lm.runs import STEPS, Recorder, assert_same, plan, weights, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations import integration_utils
 
 from recollect.lm import CheckpointError, RecollectConfig, count_parameters
+from recollect.lm.data.rows import collate
 from recollect.lm.data.sources import BadLinePolicy
 from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
-from recollect.lm.training import Header, Progress, train
-from recollect.lm.training.arguments import trainer_arguments
+from recollect.lm.training import arguments, train
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.prepare import rows_of
-from recollect.lm.training.progress import Keeper
-from recollect.lm.training.train import RecollectTrainer
+from recollect.lm.training.prepare import load_text_data
+from recollect.lm.training.progress import ThroughputCallback
+from recollect.lm.training.trainer import RecollectTrainer
 from recollect.report.devices import find_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
@@ -55,7 +55,8 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 KILLED = """
 import json, os, signal, sys
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.train import RecollectTrainer, train
+from recollect.lm.training.train import train
+from recollect.lm.training.trainer import RecollectTrainer
 
 where = sys.argv[2]
 
@@ -97,14 +98,6 @@ def test_killed_and_resumed_ends_where_the_whole_run_does(
     assert not (tmp_path / ".saving").exists()
 
 
-def stopped(after: int) -> Callable[[Progress], None]:
-    def watch(progress: Progress) -> None:
-        if progress.step == after:
-            raise KeyboardInterrupt
-
-    return watch
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -119,7 +112,7 @@ def test_interrupted_and_resumed_in_other_ways(
     first = train(plan(text, tmp_path / "whole", data=data))
     run = plan(text, tmp_path / "cut", data=data)
     with pytest.raises(KeyboardInterrupt):
-        train(run, watch=stopped(after=5))
+        train(run, observer=Recorder(stop_after=5))
     second = train(run, resume=True)
     assert second.steps == 2
     assert_same(first.folder, second.folder)
@@ -147,14 +140,16 @@ class FullAtState(Full):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
 @pytest.mark.parametrize("kind", [Full, FullAtScheduler, FullAtState], ids=lambda kind: kind.file)
 def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(
-    kind: type[Full], text: Path, tmp_path: Path, whole: Path
+    kind: type[Full], text: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = plan(text, tmp_path)
+    usage = SimpleNamespace(total=2**40, used=2**40, free=2**20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError) as caught:
         train(run, trainer_class=kind)
     message = str(caught.value)
     assert "\n" not in message
-    for part in ("checkpoint-4 could not be written", "disk is full", "checkpoint-2 is whole"):
+    for part in ("checkpoint-4 could not be written", "disk is full", "checkpoint-2 is complete"):
         assert part in message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "plan.json", "texts.json"]
     if kind is Full:
@@ -260,7 +255,7 @@ def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: P
 
 def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:
     run = plan(text, whole.parent)
-    with pytest.raises(ValueError, match=r"already holds checkpoint-6.*--resume"):
+    with pytest.raises(ValueError, match=r"already contains checkpoint-6.*--resume"):
         train(run)
     other = replace(run, optimizer=replace(run.optimizer, lr=0.5))
     with pytest.raises(ValueError, match=r"\[optimizer\] lr = 0.01, not 0.5"):
@@ -273,7 +268,7 @@ def test_a_folder_that_cannot_be_written_is_named(text: Path) -> None:
 
 
 def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    events = Recorder()
     run = plan(
         text,
         tmp_path,
@@ -281,14 +276,16 @@ def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:
         optimizer={"steps": 25, "batch": 4},
         run={"eval_every": 5, "save_every": 0, "log_every": 5},
     )
-    result = train(run, watch=seen.append)
+    result = train(run, observer=events)
     assert result.heldout is not None
     assert result.loss is not None
-    measured = [p.heldout for p in seen if p.heldout is not None]
+    measured = [p.heldout for p in events.progress if p.heldout is not None]
     assert measured[-1] < measured[0] - 0.5
     assert 0 < result.heldout < 8
     assert result.tokens == 25 * 4 * 32
-    assert all(p.tokens_per_second > 0 and 0 < p.ceiling_share < 2 for p in seen if p.step > 0)
+    assert all(
+        p.tokens_per_second > 0 and 0 < p.ceiling_share < 2 for p in events.progress if p.step > 0
+    )
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
@@ -329,19 +326,6 @@ def test_variants_take_the_same_steps(text: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compiled_mlps_take_the_same_steps(text: Path, tmp_path: Path) -> None:
-    base = {"steps": 2, "batch": 2}
-    plain = train(plan(text, tmp_path / "a", optimizer=base))
-    fused = train(plan(text, tmp_path / "b", optimizer=base, run={"compile": True}))
-    assert any("MLPs" in note for note in fused.notes)
-    one, two = weights(plain.folder), weights(fused.folder)
-    assert one.keys() == two.keys()
-    for name in one:  # fused sums in another order, through AdamW's quotients
-        torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
-
-
 def test_bfloat16_keeps_float32_weights(text: Path, tmp_path: Path) -> None:
     result = train(plan(text, tmp_path, optimizer={"steps": 2}, run={"bf16": True}))
     assert {w.dtype for w in weights(result.folder).values()} == {torch.float32}
@@ -369,17 +353,55 @@ def test_a_bpe_of_ones_own_is_trained_kept_and_used(text: Path, tmp_path: Path) 
     assert result.model.config.vocab_size == 304
 
 
-def test_tensorboard_is_asked_for_by_name(
+def test_tensorboard_has_to_be_installed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n, *a: None if "tensorboard" in n else find(n, *a)
-    )
+    monkeypatch.setattr(arguments, "is_tensorboard_available", lambda: False)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         train(plan(text, tmp_path, run={"tensorboard": True}))
+
+
+def test_each_run_of_a_process_has_its_own_tensorboard_folder(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a writer in place of tensorboard's."""
+    folders: list[str] = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str) -> None:
+            folders.append(log_dir)
+
+        def ignore(self, *args: Any) -> None: ...
+
+        add_text = add_scalar = flush = close = ignore
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.__dict__["SummaryWriter"] = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(arguments, "is_tensorboard_available", lambda: True)
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    for name in ("one", "two"):
+        run = {"tensorboard": True, "save_every": 0}
+        train(plan(text, tmp_path / name, optimizer={"steps": 1}, run=run))
+    assert folders == [str(tmp_path / name / "logs") for name in ("one", "two")]
+
+
+def test_evaluate_takes_other_rows_and_a_prefix(text: Path, tmp_path: Path) -> None:
+    """The rows of training, against the run's held-out rows."""
+    run = plan(text, tmp_path, data={"heldout_share": 0.2}, optimizer={"steps": 1})
+    data = load_text_data(run, byte_tokenizer(), BadLinePolicy())
+    model = train(run).model
+    trainer = RecollectTrainer(run, model, arguments.trainer_arguments(run), data=data)
+    rows = [data.train[index] for index in range(2)]
+    measured = trainer.evaluate(eval_dataset=rows, metric_key_prefix="train")
+    heldout = trainer.evaluate()
+    assert "train_bits_per_byte" in measured and "eval_bits_per_byte" not in measured
+    batch = collate(rows, reset_memory=True)
+    with torch.no_grad():
+        expected = float(model.eval()(**batch).loss)
+    assert measured["train_loss"] == pytest.approx(expected, rel=1e-5)
+    assert measured["train_loss"] != pytest.approx(heldout["eval_loss"], rel=1e-4)
 
 
 def test_a_finished_run_is_resumed_without_another_step(text: Path, tmp_path: Path) -> None:
@@ -404,7 +426,7 @@ def test_the_loss_of_a_step_is_the_mean_over_what_is_predicted(text: Path, tmp_p
             optimizer={"steps": 1, "accumulate": 2, "lr": 1e-12},
         )
         result = train(run)
-        stock = rows_of(run, byte_tokenizer(), BadLinePolicy())
+        stock = load_text_data(run, byte_tokenizer(), BadLinePolicy())
         total, count = 0.0, 0
         for index in range(4):
             row = stock.train[index]
@@ -428,7 +450,9 @@ def test_a_run_that_begins_trains_its_own_bpe(text: Path, tmp_path: Path) -> Non
 def test_speed_counts_the_time_that_steps_wait_for_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = Keeper(plan(text, tmp_path), 1.0, 1.0)
+    callback = ThroughputCallback(
+        plan(text, tmp_path), flops_per_token=1.0, peak_flops=1.0, observer=Recorder()
+    )
     clock = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: clock)
     state = SimpleNamespace(global_step=1)
@@ -436,16 +460,16 @@ def test_speed_counts_the_time_that_steps_wait_for_rows(
     def step(begins: float, ends: float) -> float:
         nonlocal clock
         clock = begins
-        keeper.on_step_begin(None, state, None)
+        callback.on_step_begin(None, state, None)
         clock = ends
-        keeper.on_step_end(None, state, None)
-        return keeper.progress.tokens_per_second
+        callback.on_step_end(None, state, None)
+        return callback.progress.tokens_per_second
 
     assert step(10, 11) == pytest.approx(64 / 1)
     assert step(14, 15) == pytest.approx(2 * 64 / 5)  # three seconds of waiting are of the run
-    keeper.on_save(None, state, None)
+    callback.on_save(None, state, None)
     assert step(90, 91) == pytest.approx(3 * 64 / 6)  # those of a checkpoint are not
-    keeper.on_evaluate(None, state, None)
+    callback.on_evaluate(None, state, None)
     assert step(190, 192) == pytest.approx(4 * 64 / 8)
 
 
@@ -462,11 +486,11 @@ def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Pa
     broken.write_text("\n".join([*lines[:5], '{"text": "half', *lines[5:]]))
     with pytest.raises(ValueError, match=r"broken.jsonl:6: not JSON.*bad_lines"):
         train(plan(broken, tmp_path / "a"))
-    said: list[str] = []
+    events = Recorder()
     run = plan(broken, tmp_path / "b", data={"bad_lines": "skip"}, optimizer={"steps": 1})
-    result = train(run, say=said.append)
+    result = train(run, observer=events)
     assert result.skipped == 1
-    assert any("broken.jsonl:6" in sentence for sentence in said)
+    assert any("broken.jsonl:6" in sentence for sentence in events.messages)
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -476,13 +500,13 @@ def test_the_loss_of_a_run_is_that_of_its_last_steps(
     optimizer = {"steps": 12, "batch": 2, "accumulate": accumulate}
     found = {}
     for every in (1, 5, 100):
-        heard: list[Progress] = []
+        events = Recorder()
         run = {"log_every": every, "save_every": 0, "out": str(tmp_path / str(every))}
-        result = train(plan(text, tmp_path, optimizer=optimizer, run=run), watch=heard.append)
-        assert heard[-1].loss == result.loss
+        result = train(plan(text, tmp_path, optimizer=optimizer, run=run), observer=events)
+        assert events.progress[-1].loss == result.loss
         found[every] = result.loss
         if every == 1:
-            lines = {p.step: p.loss for p in heard[:-1] if p.loss is not None}
+            lines = {p.step: p.loss for p in events.progress[:-1] if p.loss is not None}
             assert sorted(lines) == list(range(1, 13))
             last = [lines[step] for step in range(3, 13)]
             assert result.loss == pytest.approx(sum(last) / 10, rel=1e-4)
@@ -492,39 +516,45 @@ def test_the_loss_of_a_run_is_that_of_its_last_steps(
 
 def test_a_run_begins_by_saying_what_it_is(text: Path, tmp_path: Path) -> None:
     """Parameters by part against the closed form; tokens by hand."""
-    heads: list[Header] = []
+    events = Recorder()
     run = plan(
         text,
         tmp_path,
         model={"recipes": {"gla": "gla", "retnet": "retnet"}, "depth": 3},
         optimizer={"accumulate": 3},
     )
-    model = train(run, begins=heads.append).model
-    (head,) = heads
+    model = train(run, observer=events).model
+    (summary,) = events.summaries
     counted = count_parameters(cast(RecollectConfig, model.config))
     per_layer = sum(n for part, n in counted.items() if part not in ("embedding", "norms", "mlp"))
-    assert head.parameters["memory layers"] == per_layer
-    assert head.parameters["embedding"] == head.parameters["head"] == counted["embedding"] // 2
-    assert head.parameters["MLPs"] == counted["mlp"]
-    assert head.parameters["norms"] == counted["norms"]
-    assert sum(head.parameters.values()) == sum(p.numel() for p in model.parameters())
-    assert head.recipes == {"gla": 2, "retnet": 1}
-    assert (head.tokens_per_step, head.tokens, head.first) == (2 * 3 * 32, 6 * 2 * 3 * 32, 1)
-    assert (head.device, head.dtype, head.out) == ("cpu", "float32", tmp_path)
-    train(run, resume=True, begins=heads.append)
-    assert heads[1].first == 7  # the run is over
+    half = counted["embedding"] // 2
+    assert summary == {
+        "model": "layers: 2 × gla, 1 × retnet; width 16",
+        "parameters": (
+            f"{sum(p.numel() for p in model.parameters()):,}: embedding {half:,}, memory layers "
+            f"{per_layer:,}, MLPs {counted['mlp']:,}, head {half:,}, norms {counted['norms']:,}"
+        ),
+        "step": "6 × 32 = 192 tokens",
+        "run": "6 steps, 1,152 tokens",
+        "device": "cpu, float32",
+        "out": f"{tmp_path}: a checkpoint every 2 steps (the last 2 stay), and at the end "
+        f"{tmp_path / 'model'}",
+    }
+    train(run, resume=True, observer=events)
+    assert events.summaries[1]["run"] == "6 steps, 1,152 tokens, from step 7 on"
 
 
 def test_a_tied_head_has_no_parameters_of_its_own(text: Path, tmp_path: Path) -> None:
-    heads: list[Header] = []
+    events = Recorder()
     run = plan(text, tmp_path, model={"tie": True}, optimizer={"steps": 1}, run={"bf16": True})
-    model = train(run, begins=heads.append).model
-    assert "head" not in heads[0].parameters
-    assert sum(heads[0].parameters.values()) == sum(p.numel() for p in model.parameters())
-    assert heads[0].dtype == "float32, matrix products in bfloat16"
+    model = train(run, observer=events).model
+    (summary,) = events.summaries
+    assert "head" not in summary["parameters"]
+    assert summary["parameters"].startswith(f"{sum(p.numel() for p in model.parameters()):,}: ")
+    assert summary["device"] == "cpu, float32, matrix products in bfloat16"
 
 
-@pytest.mark.parametrize("name", ["cuda:99", "gpu", "cuda:-1", "meta", ""])
+@pytest.mark.parametrize("name", ["cuda:99", "gpu", "cuda:-1", "meta"])
 def test_a_device_that_is_not_here_is_one_sentence(name: str, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(ValueError, match=r"^\[run\] device '.*' is not here: torch sees cpu"):
@@ -541,8 +571,8 @@ def test_the_cpu_is_used_where_it_is_asked_for(
         patch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
         assert find_device(None, said="") == gpu
         assert find_device("cpu", said="").type == "cpu"
-    arguments = trainer_arguments(plan(text, tmp_path), tmp_path, torch.device("cpu"))
-    assert arguments.device.type == "cpu" and arguments.use_cpu
+    args = arguments.trainer_arguments(plan(text, tmp_path), torch.device("cpu"))
+    assert args.device.type == "cpu" and args.use_cpu
     assert train(plan(text, tmp_path / "run", run={"device": "cpu"})).steps == STEPS
 
 

@@ -80,6 +80,10 @@ SAME: dict[str, dict[str, Any]] = {
     "one kind of token": {"token_type_ids": torch.zeros(2, T, dtype=torch.long)},
     "nothing": {"position_ids": None, "output_attentions": None, "seq_idx": None},
     "each row a document": {"cu_seq_lens_q": torch.tensor([0, T, 2 * T]), "max_length_q": T},
+    "the first of several boundaries": {
+        "cu_seq_lens_q": torch.tensor([0, T, 2 * T]),
+        "cu_seq_lens_k": torch.tensor([0, 3, T, 2 * T]),
+    },
     "an output object": {"return_dict": True},
 }
 
@@ -97,30 +101,26 @@ def test_what_says_the_same_changes_nothing(given: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "attentions": ({"output_attentions": True}, "no attention weights to give"),
-    "router": ({"output_router_logits": True}, "logits of routers are not handed out"),
-    "both ways": ({"is_causal": False}, "knows only the past"),
+    "attentions": ({"output_attentions": True}, "no attention weights to return"),
+    "router": ({"output_router_logits": True}, "logits of routers are not returned"),
+    "both ways": ({"is_causal": False}, "depends on earlier tokens only"),
     "kinds": ({"token_type_ids": torch.ones(2, T)}, "token_type_ids must be zeros"),
-    "late positions": ({"position_ids": 4 + torch.arange(T)[None]}, "position_ids may count"),
-    "backwards": ({"position_ids": torch.arange(T).flip(0)[None]}, "position_ids may count"),
-    "strides": ({"position_ids": 2 * torch.arange(T)[None]}, "position_ids may count"),
+    "late positions": ({"position_ids": 4 + torch.arange(T)[None]}, "position_ids must count"),
+    "backwards": ({"position_ids": torch.arange(T).flip(0)[None]}, "position_ids must count"),
+    "strides": ({"position_ids": 2 * torch.arange(T)[None]}, "position_ids must count"),
     "too few": ({"position_ids": torch.arange(3)[None]}, "position_ids must have shape [1, 7]"),
     "three axes": ({"position_ids": torch.zeros(3, 2, T)}, "position_ids must have shape"),
-    "late columns": ({"cache_position": 1 + torch.arange(T)}, "columns from 0 to 6"),
-    "two borders": (
-        {
-            "cu_seq_lens_q": torch.tensor([0, T, 2 * T]),
-            "cu_seq_lens_k": torch.tensor([0, 3, T, 2 * T]),
-        },
-        "cu_seq_lens_q and cu_seq_lens_k name different borders",
+    "late columns": ({"cache_position": 1 + torch.arange(T)}, "count from 0 to 6"),
+    "into the next row": (
+        {"cu_seq_lens_q": torch.tensor([0, 9, 14])},
+        "boundary at the end of every row",
     ),
-    "into the next row": ({"cu_seq_lens_q": torch.tensor([0, 9, 14])}, "border at every row's end"),
     "padding too": (
         {
             "cu_seq_lens_q": torch.tensor([0, T, 2 * T]),
             "attention_mask": torch.tensor([[0] + [1] * 6, [1] * 7]),
         },
-        "attention_mask has padding and cu_seq_lens_q has borders",
+        "attention_mask has padding and cu_seqlens has boundaries",
     ),
     "a state of them": (
         {"cu_seq_lens_q": torch.tensor([0, T, 2 * T]), "use_cache": True},

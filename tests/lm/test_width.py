@@ -15,13 +15,13 @@ import recollect as rc
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from tests.lm.runs import assert_same, plan, weights, write_text
+from tests.lm.runs import Recorder, assert_same, plan, weights, write_text
 
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.lm.training import Progress, train
-from recollect.lm.training.prepare import build_model, tokenizer_of
+from recollect.lm.training import train
+from recollect.lm.training.prepare import build_model, build_tokenizer
 from recollect.lm.width.of_plan import default_widths
-from recollect.lm.width.roles import at_width
+from recollect.lm.width.roles import config_at_width
 from recollect.messages import RecipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
@@ -129,13 +129,13 @@ def test_a_step_moves_every_weight_by_its_own_rate(text: Path, tmp_path: Path) -
         | {"parametrization": "mup", "base_width": 16},
     )
     torch.manual_seed(run.run.seed)
-    begun = build_model(run, tokenizer_of(run, tmp_path, None, None))  # type: ignore[arg-type]
+    initial = build_model(run, build_tokenizer(run, tmp_path, None, None))  # type: ignore[arg-type]
     after = weights(train(run).folder)
     rate = {"qkv": 0.25, "lr": 0.25, "gate_up": 0.25, "lm_head": 0.25, "conv": 1.0}
     rate |= {"embed_tokens": 1.0, "norm": 1.0, "log_decay": 0.25}
     decays = ("qkv.weight", "gate_up.weight", "lm_head.weight", "embed_tokens.weight")
     seen = set[str]()
-    for name, weight in begun.named_parameters():
+    for name, weight in initial.named_parameters():
         parts = name.split(".")
         if name.endswith(".bias"):
             factor = 1.0
@@ -157,15 +157,11 @@ def test_a_run_that_was_stopped_goes_on_with_its_rates(text: Path, tmp_path: Pat
     whole = train(plan(text, tmp_path / "whole", optimizer=rules)).folder
     run = plan(text, tmp_path / "parts", optimizer=rules)
 
-    def stop(progress: Progress) -> None:
-        if progress.step == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(run, watch=stop)
+        train(run, observer=Recorder(stop_after=3))
     assert_same(train(run, resume=True).folder, whole)
     other = plan(text, tmp_path / "parts", optimizer={**rules, "base_width": 16})
-    with pytest.raises(ValueError, match=r"begun with \[optimizer\] base_width = 8, not 16"):
+    with pytest.raises(ValueError, match=r"started with \[optimizer\] base_width = 8, not 16"):
         train(other, resume=True)
 
 
@@ -195,7 +191,7 @@ def test_a_tied_output_divides_its_logits_and_says_so_where_it_is_saved(
     start = {"recipe": "gated_delta_net", "width": None, "depth": None, "heads": None, "mlp": None}
     saved = {**start, "tie": False, "start": str(train(run).folder)}
     rules = {"parametrization": "mup", "base_width": 8}
-    with pytest.raises(ValueError, match=r"asks for logit_scale = 0.5 .* and this one has 1: "):
+    with pytest.raises(ValueError, match=r"needs logit_scale = 0.5 .* and this model has 1: "):
         train(plan(text, tmp_path / "on", model=saved, optimizer=rules))
 
 
@@ -212,7 +208,7 @@ def test_a_loop_of_ones_own_has_the_same_rates() -> None:
         assert rate == 1e-2 * rule.rate
         assert rate * decay in (0.0, pytest.approx(1e-3))  # type: ignore[comparison-overlap]
     assert not stated
-    with pytest.raises(ValueError, match="give lr too"):
+    with pytest.raises(ValueError, match="pass lr, too"):
         rc.lm.parameter_groups(model, base_width=BASE)
 
 
@@ -250,14 +246,16 @@ def test_a_module_that_declares_nothing_is_refused(monkeypatch: pytest.MonkeyPat
         self.own = Own()
 
     monkeypatch.setattr(MemoryLayer, "__init__", with_own)
-    with pytest.raises(RecipeError, match=r"own\.scale grows with width: Own says nothing"):
+    with pytest.raises(RecipeError, match=r"own\.scale: Own declares no axes"):
         rc.lm.width_rules(config("gla"), BASE)
 
 
 def test_keys_of_the_plan(text: Path, tmp_path: Path) -> None:
-    assert plan(text, tmp_path, optimizer={"parametrization": "mup"}).optimizer.rules_from == 256
-    assert plan(text, tmp_path).optimizer.rules_from is None
-    with pytest.raises(ValueError, match=r'base_width is of parametrization = "mup"'):
+    assert (
+        plan(text, tmp_path, optimizer={"parametrization": "mup"}).optimizer.mup_base_width == 256
+    )
+    assert plan(text, tmp_path).optimizer.mup_base_width is None
+    with pytest.raises(ValueError, match=r'base_width needs parametrization = "mup"'):
         plan(text, tmp_path, optimizer={"base_width": 64})
     with pytest.raises(ValueError, match="parametrization"):
         plan(text, tmp_path, optimizer={"parametrization": "ntk"})
@@ -265,11 +263,11 @@ def test_keys_of_the_plan(text: Path, tmp_path: Path) -> None:
 
 def test_another_width_has_heads_of_the_same_size() -> None:
     made = config("gla", 128, num_key_value_heads=4, intermediate_size=100)
-    wide = at_width(made, 256)
+    wide = config_at_width(made, 256)
     assert (wide.num_attention_heads, wide.num_key_value_heads) == (16, 8)
     assert wide.intermediate_size == 200
     assert math.isclose(wide.initializer_range, 1 / 16)
-    assert at_width(config("gla", initializer_range=0.02), BASE).initializer_range == 0.02
+    assert config_at_width(config("gla", initializer_range=0.02), BASE).initializer_range == 0.02
     assert default_widths(made) == [64, 128, 256]
     assert default_widths(config("gla", 80, num_attention_heads=1)) == [80, 160, 320]
 
@@ -284,6 +282,6 @@ def test_what_is_no_bare_language_model_is_refused_whole() -> None:
     model = rc.lm.RecollectForCausalLM(config("gated_delta_net", 32))
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for other in (model.model, torch.nn.Sequential(model), torch.nn.Linear(2, 2)):
-        with pytest.raises(rc.RecipeError, match="give that model itself"):
+        with pytest.raises(rc.RecipeError, match="pass the model itself"):
             rc.lm.scale_for_width(other, base_width=16)
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())

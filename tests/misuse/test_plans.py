@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lm.runs import Recorder
 from tests.misuse.sentences import digests, is_one_sentence, refuses
 
 import recollect as rc
@@ -45,7 +46,7 @@ WORDS = {
     "data": ("dataset", "name", "split", "heldout_split", "column", "tokenizer"),
     "run": ("out", "device"),
 }
-FLAGS = {"model": ("tie",), "data": ("stream",), "run": ("bf16", "checkpointing", "compile")}
+FLAGS = {"model": ("tie",), "data": ("stream",), "run": ("bf16", "checkpointing")}
 
 CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
     **{
@@ -75,6 +76,7 @@ CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
     "lr = 1e30": ({"optimizer": {"lr": 1e30}}, ("[optimizer] lr", "(0, 100]")),
     "out = ''": ({"run": {"out": ""}}, ("[run] out must be a name",)),
     "out = ' '": ({"run": {"out": " "}}, ("[run] out must be a name",)),
+    "device = ''": ({"run": {"device": ""}}, ("[run] device must be a name",)),
     "train = ''": ({"data": {"train": ""}}, ("[data] train must be a name",)),
     "train = []": ({"data": {"train": []}}, ("[data] needs either train",)),
     "train = {}": ({"data": {"train": {}}}, ("[data] train must be a list of strings",)),
@@ -92,10 +94,10 @@ CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
         ("[data] vocab", "'mine'"),
     ),
     "a small vocab": ({"data": {"vocab": 5, "tokenizer": "bpe"}}, ("[data] vocab", ">= 257")),
-    "recipe and recipes": ({"model": {"recipes": {"a": "gla"}}}, ("recipes stands in place",)),
+    "recipe and recipes": ({"model": {"recipes": {"a": "gla"}}}, ("recipes replaces recipe",)),
     "options and recipes": (
         {"model": {"recipe": "gated_delta_net", "recipes": {"a": "gla"}, "options": {}}},
-        ("recipes stands in place",),
+        ("recipes replaces recipe",),
     ),
     "mlp and parameters": ({"model": {"mlp": 8, "parameters": 9}}, ("exclude each other",)),
     "steps and tokens": ({"optimizer": {"tokens": 100}}, ("steps and tokens exclude",)),
@@ -111,13 +113,13 @@ CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
     "a table that is none": ({"model": 3}, ("model must be a table, [model]", "3")),
     "a list of tables": ({"model": [{}]}, ("model must be a table",)),
     "an unknown table": ({"modle": {}}, ("no table [modle]", "did you mean 'model'")),
-    "a table nothing is like": ({"quux": {}}, ("no table [quux]", "there are model")),
-    "a key outside of its table": ({"steps": 3}, ("no table [steps]", "stands in [optimizer]")),
+    "a table nothing is like": ({"quux": {}}, ("no table [quux]", "it has model")),
+    "a key outside of its table": ({"steps": 3}, ("no table [steps]", "is a key of [optimizer]")),
     "import of a number": ({"import": 3}, ("import must be a list",)),
-    "a key nothing is like": ({"data": {"zzzz": 1}}, ("no key 'zzzz'", "there are train")),
+    "a key nothing is like": ({"data": {"zzzz": 1}}, ("no key 'zzzz'", "it has train")),
     "a long key": ({"data": {"z" * 5000: 1}}, ("[data] has no key",)),
     "nearly a key": ({"optimizer": {"step": 1}}, ("did you mean 'steps'",)),
-    "a key of another table": ({"run": {"steps": 1}}, ("steps stands in [optimizer]",)),
+    "a key of another table": ({"run": {"steps": 1}}, ("steps is a key of [optimizer]",)),
     **{
         f"{table}.{key}": ({table: {key: 1}}, (f"[{table}] has no key '{key}'", says))
         for table, key, says in (
@@ -126,12 +128,12 @@ CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
             ("optimizer", "batch_size", "did you mean 'batch'"),
             ("optimizer", "gradient_accumulation_steps", "did you mean 'accumulate'"),
             ("optimizer", "max_grad_norm", "did you mean 'clip'"),
-            ("optimizer", "seq_len", "context stands in [data]"),
+            ("optimizer", "seq_len", "context is a key of [data]"),
             ("model", "hidden_size", "did you mean 'width'"),
             ("model", "num_hidden_layers", "did you mean 'depth'"),
             ("model", "num_attention_heads", "did you mean 'heads'"),
-            ("model", "vocab_size", "vocab stands in [data]"),
-            ("model", "learning_rate", "lr stands in [optimizer]"),
+            ("model", "vocab_size", "vocab is a key of [data]"),
+            ("model", "learning_rate", "lr is a key of [optimizer]"),
             ("data", "sequence_length", "did you mean 'context'"),
             ("run", "output_dir", "did you mean 'out'"),
             ("run", "save_steps", "did you mean 'save_every'"),
@@ -296,13 +298,13 @@ def test_held_out_text_that_is_trained_on_is_said(place: Path) -> None:
     is_one_sentence(note)
     assert "text.txt is held out and trained on" in note
     (place / "copy.txt").write_bytes((place / "text.txt").read_bytes())
-    told: list[str] = []
+    events = Recorder()
     copied = plan_of({"data": {"heldout": ["copy.txt"]}, "run": {"out": "copied"}})
-    trained = rc.lm.train(copied, say=told.append, begins=lambda header: told.append("begins"))
+    trained = rc.lm.train(copied, observer=events)
     (note,) = trained.notes
     is_one_sentence(note)
-    assert "copy.txt (it is text.txt, word for word) is held out and trained on" in note
-    assert told == [note, "begins"]
+    assert "copy.txt (a copy of text.txt) is held out and trained on" in note
+    assert events.messages == [note]
     apart = place / "other.txt"
     apart.write_text("other words for other ends. " * 20)
     plan = plan_of({"data": {"heldout": ["other.txt"]}, "run": {"out": "apart"}})

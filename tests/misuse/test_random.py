@@ -27,7 +27,7 @@ pytest.importorskip("accelerate")
 from tests.lm.runs import plan as plan_of
 from tests.lm.runs import write_text
 
-from recollect.lm.training.resume import begin
+from recollect.lm.training.resume import resolve_start
 
 Case = Callable[[random.Random, Path], str | None]
 """Makes one change and loads it; says what is wrong, or nothing."""
@@ -233,7 +233,7 @@ def checkpoint(run: Path) -> Case:
         (copy / name).write_bytes(new)
         before = digests(copy)
         mine = plan_of(run / "t.jsonl", out, optimizer={"steps": 2})
-        loaded, wrong = refused(lambda: begin(mine, out, resume=True))
+        loaded, wrong = refused(lambda: resolve_start(mine, out, resume=True))
         if digests(copy) != before:
             return f"{name} was changed by looking at it"
         if wrong or loaded is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.lm.runs import Recorder
 from tests.parallel import saving
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,24 +20,25 @@ from torch.nn.parallel import DistributedDataParallel
 from recollect.blocks import MemoryAsContext, MemoryAsGate, Sequential
 from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_groups
 from recollect.lm.planning import flops
-from recollect.lm.sharding.checkpoints import whole_weights
-from recollect.lm.sharding.layout import Layout
-from recollect.lm.sharding.processes import ProcessEnded, join
-from recollect.lm.sharding.trainer import Spread, spread
+from recollect.lm.sharding.checkpoints import gather_weights
+from recollect.lm.sharding.layout import ParallelDims
+from recollect.lm.sharding.processes import ProcessEnded, init_distributed
+from recollect.lm.sharding.trainer import Sharding, parallelize
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.train import RecollectTrainer, train
+from recollect.lm.training.train import train
+from recollect.lm.training.trainer import RecollectTrainer
 
 ROWS, STEPS, VOCAB, CLIP = 4, 3, 32, 0.5
-flops._SIDE = 256  # a small product as the matmul ceiling of runs, as in `tests/conftest.py`
+flops._MATRIX_SIZE = 256  # a small product as the matmul ceiling of runs, as in `tests/conftest.py`
 LAYOUTS = {
-    "ddp": Layout(data=2),
-    "fsdp": Layout(data=2, shards=True),
-    "tensor": Layout(tensor=2, shards=True),
-    "both": Layout(data=2, tensor=2, shards=True),
-    "context": Layout(context=2, shards=True),
-    "data context": Layout(data=2, context=2, shards=True),
-    "context tensor": Layout(context=2, tensor=2, shards=True),
-    "all": Layout(data=2, context=2, tensor=2, shards=True),
+    "ddp": ParallelDims(dp_replicate=2),
+    "fsdp": ParallelDims(dp_shard=2),
+    "tensor": ParallelDims(tp=2),
+    "both": ParallelDims(dp_shard=2, tp=2),
+    "context": ParallelDims(cp=2),
+    "data context": ParallelDims(dp_shard=2, cp=2),
+    "context tensor": ParallelDims(cp=2, tp=2),
+    "all": ParallelDims(dp_shard=2, cp=2, tp=2),
 }
 NAMES = [
     *("gated_delta_net", "mamba2", "titans", "atlas"),
@@ -110,7 +112,7 @@ def equality(
     names: list[str], layouts: list[str], types: Sequence[str] = ("float32", "float64")
 ) -> dict[str, Any]:
     """How far losses and weights of a layout are from those of one process, and what a rank has."""
-    state = join()
+    state = init_distributed()
     found: dict[str, Any] = {}
     for name in names:
         for dtype in (getattr(torch, kind) for kind in types):
@@ -119,21 +121,23 @@ def equality(
             weights = dict(alone.named_parameters())
             for which in layouts:
                 layout, net, losses = LAYOUTS[which], model(name).to(dtype), list[float]()
-                lies, run = _spread(net, layout, state.process_index)
+                sharding, run = _spread(net, layout, state.process_index)
                 norms = list[float]()
                 optimizer = steps(
-                    run, lies.index, layout.data, losses, eps=eps_of(name), norms=norms
+                    run, sharding.index, layout.dp, losses, eps=eps_of(name), norms=norms
                 )
                 mean = torch.tensor(losses, dtype=torch.float64)
                 dist.all_reduce(mean)
                 mean /= state.num_processes
-                whole = whole_weights(net, lies.cuts, tensor=layout.tensor, first=True)
-                far = max(float((whole[n] - weights[n]).detach().abs().max()) for n in whole)
+                gathered = gather_weights(net, sharding.cuts, tp_size=layout.tp, keep=True)
+                weight_error = max(
+                    float((gathered[n] - weights[n]).detach().abs().max()) for n in gathered
+                )
                 far_loss = float((mean - torch.tensor(expected, dtype=torch.float64)).abs().max())
                 found[f"{name} {which} {str(dtype)[6:]}"] = {
                     "loss": far_loss,
                     "norm": max(abs(a / b - 1) for a, b in zip(norms, sizes, strict=True)),
-                    "weights": far if whole.keys() == weights.keys() else float("inf"),
+                    "weights": weight_error if gathered.keys() == weights.keys() else float("inf"),
                     "held": _held(net, optimizer),
                     "whole": sum(w.numel() for w in weights.values()),
                     "alike": _alike(net),
@@ -143,14 +147,14 @@ def equality(
 
 def uneven() -> list[float]:
     """One rank reads documents that are too short for a gate's gradient, the other a long one."""
-    state = join()
+    state = init_distributed()
     rows = torch.randint(0, VOCAB, (2, 128), generator=torch.Generator().manual_seed(2))
     borders = [torch.arange(0, 129, 8), torch.tensor([0, 128])]
     alone = model("atlas").double()
     for row, documents in zip(rows, borders, strict=True):
         (alone(row[None], labels=row[None], cu_seqlens=documents).loss / 2).backward()
     net = model("atlas").double()
-    index = spread(net, LAYOUTS["fsdp"], "cpu").index
+    index = parallelize(net, LAYOUTS["fsdp"], "cpu").index
     net(rows[index][None], labels=rows[index][None], cu_seqlens=borders[index]).loss.backward()
     gates, far = 0, 0.0
     for (name, one), weight in zip(alone.named_parameters(), net.parameters(), strict=True):
@@ -161,11 +165,13 @@ def uneven() -> list[float]:
     return [far, gates]
 
 
-def _spread(net: RecollectForCausalLM, layout: Layout, rank: int) -> tuple[Spread, nn.Module]:
-    lies = spread(net, layout, "cpu")
-    if layout.divides:
-        return lies, net
-    return Spread(layout=layout, index=rank, cuts=lies.cuts), DistributedDataParallel(
+def _spread(
+    net: RecollectForCausalLM, layout: ParallelDims, rank: int
+) -> tuple[Sharding, nn.Module]:
+    sharding = parallelize(net, layout, "cpu")
+    if layout.is_sharded:
+        return sharding, net
+    return Sharding(layout=layout, index=rank, cuts=sharding.cuts), DistributedDataParallel(
         net, find_unused_parameters=True
     )
 
@@ -204,7 +210,7 @@ class Dying(RecollectTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.global_step == 5 and self.args.process_index == 1:
             if not self.writing:
-                self.finish_saving()
+                self.wait_for_save()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(*args, **kwargs)
 
@@ -212,7 +218,7 @@ class Dying(RecollectTrainer):
 def killed(tables: dict[str, Any], *, writing: bool = False) -> str:
     """What the process that survives says."""
     Dying.writing = writing
-    if writing and join().process_index == 1:
+    if writing and init_distributed().process_index == 1:
         saving.before_writing(4, threading.Event().wait)
     try:
         train(TrainPlan.from_dict(tables), trainer_class=Dying)
@@ -233,16 +239,19 @@ def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, An
 
     DistributedDataParallel.no_sync = counted  # type: ignore[method-assign]
     for name, tables in plans.items():
-        said: list[str] = []
+        events = Recorder()
         withheld.clear()
         made = train(
             TrainPlan.from_dict(copy.deepcopy(tables)),
             resume=resume,
-            say=said.append,
-            begins=lambda header, said=said: said.append(header.device),
+            observer=events,
         )
         held = sum(_local(w.detach()).numel() for w in made.model.parameters())
-        found[name] = {"said": said, "loss": made.loss, "held": held}
+        found[name] = {
+            "said": [*events.messages, *(summary["device"] for summary in events.summaries)],
+            "loss": made.loss,
+            "held": held,
+        }
         found[name] |= {"heldout": made.heldout_loss, "tokens": made.tokens}
         replaced = [n for n, module in made.model.named_modules() if "forward" in vars(module)]
         found[name] |= {"withheld": len(withheld), "forwards": replaced}

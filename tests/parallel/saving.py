@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.training import atomic_checkpoints
-from recollect.lm.training.interrupts import Interrupted
+from recollect.lm.training.interrupts import TrainingInterrupted
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.train import RecollectTrainer, train
+from recollect.lm.training.train import train
+from recollect.lm.training.trainer import RecollectTrainer
 
 SECONDS = 60
 _write = HuggingFaceStorageWriter.write_data
-_place = atomic_checkpoints.place_folder
+_place = atomic_checkpoints.commit_folder
 
 
 def before_writing(step: int, do: Callable[[], Any]) -> None:
@@ -41,7 +42,7 @@ def before_writing(step: int, do: Callable[[], Any]) -> None:
 
 def held(trainer: RecollectTrainer) -> dict[str, Tensor]:
     """Copies of what this process has of weights and moments, by their names in a checkpoint."""
-    model, optimizer = trainer.model, trainer._plain_optimizer()
+    model, optimizer = trainer.model, trainer._unwrap_optimizer()
     assert model is not None
     found: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
@@ -110,7 +111,7 @@ class Failing(RecollectTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         Failing.taken = self.state.global_step + 1
         last = time.monotonic() + SECONDS
-        while self.state.global_step == 5 and not self.saving_failed and time.monotonic() < last:
+        while self.state.global_step == 5 and not self.save_failed and time.monotonic() < last:
             time.sleep(0.01)
         return super().training_step(*args, **kwargs)
 
@@ -138,7 +139,7 @@ def full(plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
             fill(4 if where == "manifest" and name.name == "checkpoint-4" else 0)
             _place(made, name)
 
-        atomic_checkpoints.place_folder = place
+        atomic_checkpoints.commit_folder = place
         try:
             train(TrainPlan.from_dict(tables), trainer_class=Failing)
             said = "it was written"
@@ -167,7 +168,7 @@ def interrupted(tables: dict[str, Any]) -> list[Any]:
     before_writing(4, lambda: time.sleep(0.3))
     try:
         train(TrainPlan.from_dict(tables), trainer_class=Interrupting)
-    except Interrupted as error:
+    except TrainingInterrupted as error:
         return [error.checkpoint.name, error.checkpoint.is_dir()]
     return ["it went on"]
 

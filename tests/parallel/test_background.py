@@ -51,7 +51,7 @@ def test_a_full_disk_ends_all_processes_with_one_sentence(tmp_path: Path) -> Non
         for where, run in found.items():
             said = (
                 f"checkpoint-4 could not be written to {tmp_path / where}: the disk is full ; "
-                "checkpoint-2 is whole, and --resume goes on from it"
+                "checkpoint-2 is complete, and --resume continues from it"
             )
             assert run["said"] == said, where
             assert run["left"] == ["checkpoint-2"], where

@@ -303,7 +303,7 @@ def _check_use(rank: int) -> None:
     cache = rc.lm.cache_of(part)
     assert [state.position.tolist() for state in cache.states] == [[11, 11]] * 2
     logits = model(ids[:, :1], cache=rc.lm.cache_of(whole)).logits
-    cache.seen = 11
+    cache.past_length = 11
     assert (model(ids[:, :1], cache=cache).logits - logits).abs().max() < 1e-5
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
         model.zero_grad()

@@ -17,9 +17,9 @@ from tests.parallel.test_data import apart, tables
 
 import recollect as rc
 from recollect.lm.sharding.export import export_model
-from recollect.lm.sharding.layout import Layout
-from recollect.lm.sharding.trainer import check_fits
-from recollect.lm.training.arguments import share
+from recollect.lm.sharding.layout import ParallelDims
+from recollect.lm.sharding.trainer import check_divisible
+from recollect.lm.training.arguments import make_layout
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train
 
@@ -69,7 +69,7 @@ def test_rows_along_processes_and_in_segments_are_those_of_one(tmp_path: Path) -
         if name != "replicas":
             whole = sum(weight.numel() for weight in one.model.parameters())
             assert all(rank[name]["held"] < 0.52 * whole for rank in ranks), name
-    assert "FSDP2, context 2" in ranks[0]["along"]["said"][0]
+    assert "2 processes: context 2" in ranks[0]["along"]["said"][0]
     # A step of two batches in four pieces each averages gradients once, after the eighth.
     withheld = {name: ranks[0][name]["withheld"] for name in RUNS}
     assert withheld["replicas"] == 8 * (1 + 3 + 3) and withheld["shards"] == 0
@@ -127,11 +127,11 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs(tmp_path: Path, 
     assert isinstance(parallel, dict)
     processes = torch.tensor([*parallel.values()]).prod()
     with pytest.raises(ValueError, match=said):
-        share(plan, int(processes))
+        make_layout(plan, int(processes))
 
 
 def test_what_cannot_lie_along_processes_is_refused_by_all_alike() -> None:
-    along = Layout(context=2, shards=True)
-    check_fits(model("titans"), along)
+    along = ParallelDims(cp=2)
+    check_divisible(model("titans"), along)
     with pytest.raises(ValueError, match=r"context = 2: this model routes tokens to memories"):
-        check_fits(model("mixture_of_memories"), along)
+        check_divisible(model("mixture_of_memories"), along)

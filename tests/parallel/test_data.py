@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.lm.runs import gathers, weights, write_text
+from tests.lm.runs import Recorder, gathers, weights, write_text
 from tests.parallel.jobs import NAMES, ROWS, VOCAB, model, steps
 from tests.parallel.spawned import job, survivors
 from torch import Tensor, nn
 
-from recollect.lm.sharding.processes import PATIENCE, join
-from recollect.lm.training.interrupts import finish_step
+from recollect.lm.sharding.processes import TIMEOUT_ENV, init_distributed
+from recollect.lm.training.interrupts import stop_after_step
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train
 
@@ -250,10 +250,10 @@ def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     assert (tmp_path / f"broken/checkpoint-{last}/shards").is_dir()
     assert (tmp_path / "broken/checkpoint-4").exists() == at_four
     shutil.copytree(tmp_path / "broken", tmp_path / "more")
-    told: list[str] = []
+    events = Recorder()
     broken["run"]["parallel"] = "ddp"
-    train(TrainPlan.from_dict(broken), resume=True, say=told.append)
-    assert "going on from" in told[0] and f"checkpoint-{last}" in told[0]
+    train(TrainPlan.from_dict(broken), resume=True, observer=events)
+    assert "going on from" in events.messages[0] and f"checkpoint-{last}" in events.messages[0]
     assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
     if not at_four:
         return
@@ -267,9 +267,10 @@ def test_the_copy_of_an_interrupt_is_no_second_one() -> None:
     state = SimpleNamespace(global_step=3, max_steps=3)
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=2), state=state)
     trainer.add_callback = lambda callback: None
+    trainer.request_stop = lambda: None
 
     def interrupted_twice() -> None:
-        with finish_step(cast(Any, trainer)):
+        with stop_after_step(cast(Any, trainer)):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -285,8 +286,8 @@ def test_a_launcher_that_shares_models_itself_is_refused(
 ) -> None:
     monkeypatch.setenv(name, "true")
     with pytest.raises(ValueError, match=rf"{name}.*\[run\] parallel"):
-        join()
+        init_distributed()
     monkeypatch.delenv(name)
-    monkeypatch.setenv(PATIENCE, "soon")
+    monkeypatch.setenv(TIMEOUT_ENV, "soon")
     with pytest.raises(ValueError, match="must be a number of seconds, not 'soon'"):
-        join()
+        init_distributed()

@@ -18,7 +18,7 @@ from tests.parallel.test_data import COMPOSED, NAMES, same, tables
 from tests.processes import paragraphs
 
 import recollect as rc
-from recollect.lm.sharding.heads import Cut, cuts, keep_part
+from recollect.lm.sharding.heads import ShardSpec, keep_local_heads, shard_specs
 
 OTHERS = ["rwkv7", "gla", "retnet", "mesa_net", "moneta"]  # shifts, ties, schedules, other biases
 
@@ -72,11 +72,11 @@ def test_parts_of_a_layer_add_up(kv_heads: int) -> None:
     for index in range(2):
         part = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
         for name, weight in undivided.named_parameters():
-            cut = cuts(undivided).get(name)
+            spec = shard_specs(undivided).get(name)
             owner, _, own = name.rpartition(".")
-            value = weight if cut is None else cut.part(weight, index, 2)
+            value = weight if spec is None else spec.local_shard(weight, index, 2)
             setattr(part.get_submodule(owner), own, torch.nn.Parameter(value.detach()))
-        keep_part(part, index, 2)
+        keep_local_heads(part, index, 2)
         assert part.qkv.weight.shape[0] == undivided.qkv.weight.shape[0] // 2
         total += part(x)[0]
     torch.testing.assert_close(total, undivided(x)[0], atol=1e-12, rtol=0)
@@ -87,18 +87,18 @@ def test_fixed_numbers_of_a_part_are_those_of_its_heads() -> None:
     part = rc.zoo.get("retnet").build(16, 4)
     number = next(x for x in layer.params.values() if x.source == "constant")
     place = next(n for n, x in layer.params.items() if x is number)
-    keep_part(part, 1, 2)
+    keep_local_heads(part, 1, 2)
     own = part.params[place](torch.zeros(1, 1, 16))
     assert torch.equal(own, number(torch.zeros(1, 1, 16))[2:])
     assert len(set(own.flatten().tolist())) > 1
 
 
 def test_the_order_of_ranks_is_that_of_their_parts() -> None:
-    cut, weight = Cut(axis=0, widths=(4, 2, 8)), torch.arange(14.0)
-    held = torch.cat([cut.part(weight, index, 2) for index in range(2)])
-    assert torch.equal(weight.index_select(0, cut.order(2)), held)
+    spec, weight = ShardSpec(axis=0, section_sizes=(4, 2, 8)), torch.arange(14.0)
+    held = torch.cat([spec.local_shard(weight, index, 2) for index in range(2)])
+    assert torch.equal(weight.index_select(0, spec.permutation(2)), held)
     assert held[:7].tolist() == [0, 1, 4, 6, 7, 8, 9]
-    assert torch.equal(cut.order(1), torch.arange(14))
+    assert torch.equal(spec.permutation(1), torch.arange(14))
 
 
 PLAN = """
@@ -140,8 +140,8 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
         "config": "process 1 has [optimizer] lr = 0.02, and process 0 0.01",
         "text": "process 1 has text text.txt",
         "missing": "process 1 of 2: there is no file missing.toml",
-        "good": "FSDP2, data 2",
-        "along": "FSDP2, context 2",
+        "good": "2 processes: fsdp 2",
+        "along": "2 processes: context 2",
     }
     for rank in range(2):
         place = tmp_path / str(rank)
@@ -181,8 +181,8 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
 def test_a_process_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     code = (
         "import os, time, recollect_command\n"
-        "from recollect.lm.sharding.processes import join\n"
-        "join()\n"
+        "from recollect.lm.sharding.processes import init_distributed\n"
+        "init_distributed()\n"
         "if os.environ['RANK'] == '1': time.sleep(300)\n"
         "recollect_command.main()"
     )
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_several_processes_is_exported(tmp_path: Path) -> None:
     assert cards[0] == cards[1] and "| parameters |" in cards[0]
     assert rc.lm.RecollectForCausalLM.from_pretrained(made).config.num_attention_heads == 2
     again = CliRunner().invoke(build(), ["export", str(last), str(made)])
-    assert again.exit_code == 2 and "is there already" in again.output
+    assert again.exit_code == 2 and "exists: name a new folder" in again.output
     shards = sorted((last / "shards").iterdir())
     data = bytearray(shards[0].read_bytes())
     data[-1] ^= 1

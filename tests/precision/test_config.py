@@ -10,7 +10,7 @@ import torch
 
 import recollect as rc
 from recollect.lm.training.plan import ModelPlan
-from recollect.lm.training.plan_keys import to_precision
+from recollect.lm.training.plan_keys import parse_precision
 
 SIZES: dict[str, Any] = {
     "vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -83,7 +83,7 @@ def test_the_file_of_a_run() -> None:
     assert ModelPlan(precision={"titans": "tf32"}).precision == {"titans": "tf32"}
     for value in ("fp16", 16, {"titans": "double"}, "bf16"):
         with pytest.raises(ValueError, match="must be 'float32' or 'tf32', or a table"):
-            to_precision(value)
+            parse_precision(value)
     with pytest.raises(ValueError, match=r"precision must .* use autocast or a bfloat16 model"):
         ModelPlan(precision="bf16")
     with pytest.raises(ValueError, match="leave out precision"):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.fields import integer, number, option, validated_field
 from recollect.layer.options import LayerOptions
 from recollect.messages import RecipeError, short_repr
+from recollect.recipe.files import read_data
 from recollect.recipe.recipe import Recipe
 from recollect.serialization import limited_nesting, read_fields
 
@@ -26,6 +28,7 @@ __all__ = [
     "MixtureOfMemories",
     "ResidualMemory",
     "Sequential",
+    "load_recipe_mixer",
     "read_mixer",
 ]
 
@@ -476,6 +479,16 @@ def read_mixer(data: Any) -> Mixer:
         elif value is not None:
             fields[name] = read_mixer(value)
     return cls.from_fields(fields)
+
+
+def load_recipe_mixer(path: Path) -> RecipeMixer:
+    """Return the recipe in a JSON or TOML file, with layer options if the file contains both."""
+    data = read_data(path)
+    has_options = isinstance(data, Mapping) and set(data) == {"recipe", "options"}
+    try:
+        return cast(RecipeMixer, read_mixer(data if has_options else {"recipe": data}))
+    except RecipeError as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _input_text(persistent: int) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "has_data",
     "intermediate_budget",
     "is_cacheable",
+    "seeded_generators",
     "tracing_mode",
     "version_tag",
     "without_autocast",
@@ -116,6 +117,21 @@ def _flag_set(name: str) -> Generator[None]:
         yield
     finally:
         setattr(_flags, name, previous)
+
+
+@contextlib.contextmanager
+def seeded_generators(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
+    """Context manager that seeds the generators of the CPU and of devices, and restores them.
+
+    `torch.manual_seed` also seeds the generators of all other devices, which nothing restores.
+    """
+    others = [device for device in set(devices) if device.type not in ("cpu", "meta")]
+    with torch.random.fork_rng(others, device_type=others[0].type if others else "cpu"):
+        torch.default_generator.manual_seed(seed)
+        for device in others:
+            state = torch.Generator(device).manual_seed(seed).get_state()
+            torch.get_device_module(device).set_rng_state(state, device)
+        yield
 
 
 def intermediate_budget(x: Tensor) -> int:

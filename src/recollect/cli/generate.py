@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["generate", "prompt_tokens", "special_tokens"]
+__all__ = ["generate", "generate_tokens", "prompt_tokens"]
 
 STDIN_HINT_SECONDS = 1.0
 """Seconds without input after which a message explains that the standard input is read."""
@@ -69,16 +69,15 @@ def generate(
     """Continue a prompt with a saved model, and print the size of its cache."""
     check_device(device)
     import torch
-    from transformers import TextStreamer
     from transformers.utils import logging
 
-    from recollect.lm.loading import load_saved
+    from recollect.lm.loading import load_model_and_tokenizer
     from recollect.lm.model.cache import cache_of
     from recollect.lm.model.model import RecollectForCausalLM
 
     logging.disable_progress_bar()
     prompt = _read_prompt(prompt)
-    loaded, tokenizer = load_saved(model)
+    loaded, tokenizer = load_model_and_tokenizer(model)
     loaded.to(device)  # type: ignore[arg-type]
     inputs = _inputs(loaded, tokenizer, prompt, from_state, save_state)
     if isinstance(loaded, RecollectForCausalLM):
@@ -89,20 +88,11 @@ def generate(
     if temperature > 0 and beams == 1:
         kwargs |= {"do_sample": True, "temperature": temperature}
         kwargs |= {"top_p": 1.0 if top_p is None else top_p, "top_k": top_k or 0}
-    kwargs |= special_tokens(loaded, tokenizer)
-    streamer = None
-    if not as_json and beams == 1:
-        if prompt:
-            typer.echo(prompt, nl=False)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+    stream = not as_json and beams == 1
+    if stream and prompt:
+        typer.echo(prompt, nl=False)
     start = time.perf_counter()
-    try:
-        output = loaded.generate(
-            **inputs, **kwargs, streamer=streamer, return_dict_in_generate=True
-        )
-    except KeyboardInterrupt:
-        typer.echo("")
-        exit_interrupted()
+    output = generate_tokens(loaded, tokenizer, stream=stream, **inputs, **kwargs)
     seconds = time.perf_counter() - start
     new_tokens = output.sequences[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(new_tokens, skip_special_tokens=True)
@@ -112,7 +102,7 @@ def generate(
         result = {"prompt": prompt, "text": text, "tokens": len(new_tokens)}
         print_json({**result, "tokens_per_second": speed, **cache, "seed": seed})
         return
-    if streamer is None:
+    if not stream:
         typer.echo(prompt + text)
     typer.echo(_describe_cache(cache), err=True)
     typer.echo(f"{len(new_tokens)} tokens, {speed:.1f} per second", err=True)
@@ -129,7 +119,7 @@ def _read_prompt(prompt: str | None) -> str:
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError:
-        raise ValueError("the prompt on the standard input is no UTF-8 text: convert it") from None
+        raise ValueError("the prompt on the standard input is not UTF-8 text: convert it") from None
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -165,7 +155,21 @@ def _inputs(
     return cached.generate_kwargs()
 
 
-def special_tokens(model: Any, tokenizer: Any) -> dict[str, int | None]:
+def generate_tokens(model: Any, tokenizer: Any, *, stream: bool, **kwargs: Any) -> Any:
+    """Return the output of ``model.generate``, and optionally print the text token by token."""
+    from transformers import TextStreamer
+
+    kwargs |= _special_tokens(model, tokenizer)
+    if stream:
+        kwargs["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    try:
+        return model.generate(**kwargs, return_dict_in_generate=True)
+    except KeyboardInterrupt:
+        typer.echo("")
+        exit_interrupted()
+
+
+def _special_tokens(model: Any, tokenizer: Any) -> dict[str, int | None]:
     """Return the tokens that end and pad a text, as arguments of generation."""
     ids: dict[str, int | None] = {}
     for name in ("eos_token_id", "pad_token_id"):
@@ -182,7 +186,7 @@ def prompt_tokens(
     import torch
 
     if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
-        raise ValueError("--prompt is no UTF-8 text: give it in the terminal's encoding")
+        raise ValueError("--prompt is not UTF-8 text: give it in the terminal's encoding")
     ids = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
     if add_special_tokens and not ids:
         # In training, a text begins after the end of another text.
@@ -196,24 +200,20 @@ def prompt_tokens(
 
 def _cache_facts(model: Any, cache: Any) -> dict[str, Any]:
     """Return bytes per sequence and length of a cache, and whether it grows with the text."""
-    from recollect.lm.model.cache import RecollectCache, StateLayer, grows
+    from recollect.lm.model.cache import StateLayer, has_growing_state
     from recollect.lm.swap import SwappedAttention
 
-    if isinstance(cache, RecollectCache):
-        size, length, growing = cache.nbytes_per_sequence, cache.seen, model.cache_grows
-    else:
-        size = batch_size = 0
-        for layer in cache.layers:
-            if isinstance(layer, StateLayer):
-                size += 0 if layer.state is None else layer.state.nbytes
-                batch_size = max(batch_size, layer.batch_size)
-            else:
-                size += layer.keys.nbytes + layer.values.nbytes
-                batch_size = max(batch_size, layer.keys.shape[0])
-        size, length = size // max(batch_size, 1), cache.get_seq_length()
+    size = 0
+    for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            size += 0 if layer.state is None else layer.state.nbytes // layer.batch_size
+        else:
+            size += (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[0]
+    if (growing := getattr(model, "has_growing_cache", None)) is None:
         swapped = [x.layer for x in model.modules() if isinstance(x, SwappedAttention)]
-        growing = len(swapped) < len(cache.layers) or any(map(grows, swapped))
-    return {"cache_bytes_per_sequence": size, "cache_grows": growing, "cache_columns": length}
+        growing = len(swapped) < len(cache.layers) or any(map(has_growing_state, swapped))
+    columns = cache.get_seq_length()
+    return {"cache_bytes_per_sequence": size, "cache_grows": growing, "cache_columns": columns}
 
 
 def _describe_cache(facts: dict[str, Any]) -> str:

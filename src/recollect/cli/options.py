@@ -106,27 +106,18 @@ def check_models(names: Iterable[str]) -> None:
             raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
 
 
-def load_model_spec(name: str) -> str | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
-    """Return a name of the zoo, or label and recipe of a .json or .toml file.
+def load_model_spec(name: str) -> str | tuple[str, Recipe, LayerOptions]:
+    """Return a name of the zoo, or label, recipe and options of a .json or .toml file.
 
     The file contains a recipe, or ``recipe`` and the ``options`` of its layer.
     """
     check_models([name])
     if not _is_recipe_file(name):
         return name
-    from recollect.layer.options import LayerOptions
-    from recollect.recipe.files import load_recipe, read_data
-    from recollect.recipe.recipe import Recipe
+    from recollect.blocks.compositions import load_recipe_mixer
 
-    path = Path(name)
-    data = read_data(path)
-    if not isinstance(data, dict) or set(data) != {"recipe", "options"}:
-        return path.stem, load_recipe(path)
-    try:
-        options = LayerOptions.from_dict(data["options"])
-        return path.stem, Recipe.from_dict(data["recipe"]), options
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None
+    mixer = load_recipe_mixer(Path(name))
+    return Path(name).stem, mixer.recipe, mixer.options
 
 
 def load_config(config: Path) -> TrainPlan:
@@ -136,7 +127,7 @@ def load_config(config: Path) -> TrainPlan:
     from recollect.plugins import import_modules
 
     plan = load_plan(config)
-    import_modules(plan.imports, folder=plan.beside, option="import")
+    import_modules(plan.imports, folder=plan.import_dir, option="import")
     return plan
 
 

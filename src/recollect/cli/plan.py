@@ -12,7 +12,7 @@ from recollect.cli.console import make_console, print_json, print_line
 from recollect.cli.options import ConfigArgument, JsonOption, load_config, positive
 
 if TYPE_CHECKING:
-    from recollect.lm.planning.estimate import Estimate, Rank
+    from recollect.lm.planning.estimate import Estimate, RankMemory
     from recollect.lm.training.plan import TrainPlan
     from recollect.report.terminal import TerminalTable
 
@@ -45,15 +45,15 @@ def plan(
     """Estimate the memory per device, the time and the launch of a run before you rent devices."""
     size = _parse_bytes(memory)
     run = load_config(config)
-    from recollect.lm.planning.estimate import SHARE, config_of, estimate
+    from recollect.lm.planning.estimate import DEFAULT_MFU, build_config, estimate
 
     result = estimate(
         run,
-        config_of(run),
+        build_config(run),
         devices=devices,
         memory=size,
-        peak=peak * 1e12,
-        share=SHARE if share is None else share,
+        peak_flops=peak * 1e12,
+        mfu=DEFAULT_MFU if share is None else share,
         file=str(config),
         per_node=per_node,
     )
@@ -63,24 +63,12 @@ def plan(
         _print(result, run)
 
 
-_PREFIXES = {
-    "": 1,
-    "K": 1000,
-    "M": 1000**2,
-    "G": 1000**3,
-    "T": 1000**4,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-    "Ti": 2**40,
-}
-
-
 def _parse_bytes(text: str) -> int:
     """Return the bytes of a size with a unit; a number alone is refused as ambiguous."""
-    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)\s*", text)
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)\s*", text)
     if size is not None and float(size[1]) > 0:
-        return int(float(size[1]) * _PREFIXES[size[2] or ""])
+        base = 1024 if "i" in size[2] else 1000
+        return int(float(size[1]) * base ** "BKMGT".index(size[2][0]))
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*", text)
     example = number[1] if number and float(number[1]) else "80"
     raise ValueError(
@@ -90,7 +78,7 @@ def _parse_bytes(text: str) -> int:
 
 def _print(result: Estimate, run: TrainPlan) -> None:
     """Print the numbers of the run, a table of the meshes, and the launch."""
-    from recollect.lm.planning.estimate import MARGIN
+    from recollect.lm.planning.estimate import USABLE_FRACTION
     from recollect.report.units import readable
 
     console = make_console()
@@ -106,9 +94,9 @@ def _print(result: Estimate, run: TrainPlan) -> None:
         line(f"{'' if index else 'time':<11} {text}")
     line(
         f"memory      {readable(result.memory, 'B')} each (--memory), "
-        f"of which {MARGIN:.0%} may be filled\n"
+        f"of which {USABLE_FRACTION:.0%} may be filled\n"
     )
-    possible = [rank for rank in result.ranks if rank.refused is None]
+    possible = [rank for rank in result.ranks if rank.error is None]
     if possible:
         each = f"each of {devices}" if result.devices > 1 else devices
         line(f"{each}, at the fullest moment of a step")
@@ -118,8 +106,8 @@ def _print(result: Estimate, run: TrainPlan) -> None:
         if any(rank.parts["gradients"] < rank.parts["parameters"] for rank in possible):
             line("gradients come as activations go: a step never holds all of both\n")
     for rank in result.ranks:
-        if rank.refused is not None:
-            line(f"{rank.way}: {rank.refused}")
+        if rank.error is not None:
+            line(f"{_label(rank)}: {rank.error}")
     if result.smallest is None or result.largest is None or result.launch is None:
         reason = "one device does not hold it"
         if result.devices > 1:
@@ -129,10 +117,10 @@ def _print(result: Estimate, run: TrainPlan) -> None:
             "checkpointing = true in [run], lower batch, or raise segments of [data] or --devices"
         )
         return
-    line(f"smallest    {result.smallest.way}: {readable(result.smallest.total, 'B')} each")
+    line(f"smallest    {_label(result.smallest)}: {readable(result.smallest.total, 'B')} each")
     if result.largest != result.smallest:
-        line(f"largest     {result.largest.way}: {readable(result.largest.total, 'B')} each")
-    if result.largest.way.devices < result.devices:
+        line(f"largest     {_label(result.largest)}: {readable(result.largest.total, 'B')} each")
+    if result.largest.dims.world_size < result.devices:
         line(f"            no more of the {devices} can share this run, and the others remain idle")
     setting, command = result.launch
     line(f"launch      {command}" + (f"  (with {setting} in [run])" if setting else ""))
@@ -150,31 +138,31 @@ def _format_time(seconds: float) -> str:
 
 def _duration(result: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
     """Yield the time of the run with its assumptions, a line each."""
-    from recollect.lm.planning.estimate import SHARE
+    from recollect.lm.planning.estimate import DEFAULT_MFU
     from recollect.report.units import readable
 
     if result.seconds is None:
         yield "no estimate, because [run] device is a CPU"
         return
     yield f"{_format_time(result.seconds)} for {result.tokens:,} tokens on {devices}, assuming that"
-    is_h100 = result.peak == _H100 * 1e12
+    is_h100 = result.peak_flops == _H100 * 1e12
     source = ", an H100's in dense bfloat16 (--peak for another device)" if is_h100 else " (--peak)"
-    yield f"each states {readable(result.peak, 'FLOP/s')}{source}"
-    unconfirmed = ", an assumption that no run has confirmed" if result.share == SHARE else ""
-    yield f"and reaches {result.share:.3g} of it (--share){unconfirmed}"
+    yield f"each states {readable(result.peak_flops, 'FLOP/s')}{source}"
+    unconfirmed = ", an assumption that no run has confirmed" if result.mfu == DEFAULT_MFU else ""
+    yield f"and reaches {result.mfu:.3g} of it (--share){unconfirmed}"
     if is_h100 and not run.run.bf16:
         yield "though this run multiplies in float32, which is slower: bf16 = true in [run]"
 
 
-def _tables(ranks: list[Rank], memory: int, width: int) -> Iterator[TerminalTable]:
+def _tables(ranks: list[RankMemory], memory: int, width: int) -> Iterator[TerminalTable]:
     """Yield tables with a row per part and a column per mesh, as many meshes as fit the width."""
     from recollect.report.terminal import Column, TerminalTable
 
     parts = list(dict.fromkeys(part for rank in ranks for part in rank.parts))
     labels = ["rows at once", *parts, "in all", "fits"]
 
-    def table(ranks: list[Rank]) -> TerminalTable:
-        meshes = [str(rank.way).replace(" × ", " ×\n") for rank in ranks]
+    def table(ranks: list[RankMemory]) -> TerminalTable:
+        meshes = [_label(rank).replace(" × ", " ×\n") for rank in ranks]
         cells = [_cells(rank, parts, memory) for rank in ranks]
         return TerminalTable(
             columns=[Column(name="bytes of"), *(Column(name=x, right=True) for x in meshes)],
@@ -189,7 +177,11 @@ def _tables(ranks: list[Rank], memory: int, width: int) -> Iterator[TerminalTabl
         ranks = ranks[n:]
 
 
-def _cells(rank: Rank, parts: list[str], memory: int) -> list[str]:
+def _label(rank: RankMemory) -> str:
+    return rank.dims.degrees or "one device"
+
+
+def _cells(rank: RankMemory, parts: list[str], memory: int) -> list[str]:
     """Return a column of the table."""
     from recollect.report.units import readable
 
@@ -199,5 +191,5 @@ def _cells(rank: Rank, parts: list[str], memory: int) -> list[str]:
             return "none yet"
         return "–" if count is None else readable(count, "B")
 
-    fits = "yes" if rank.fits(memory) else "no"
+    fits = "yes" if rank.fits_in(memory) else "no"
     return [str(rank.rows), *map(size, parts), readable(rank.total, "B"), fits]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.training import History
     from recollect.experiments.framework.experiment import Experiment
     from recollect.experiments.framework.records import Record
-    from recollect.lm.training.train import Header
-    from recollect.lm.training.train import Progress as TrainProgress
+    from recollect.lm.training.progress import Progress as TrainProgress
 
 __all__ = ["CompareDisplay", "CountDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
 
@@ -60,7 +59,7 @@ class Display:
     ) -> None:
         self.console = console
         self.bars = Progress(*_columns(console), console=console)
-        self.live = Live(
+        self.live_display = Live(
             console=console,
             refresh_per_second=10,
             transient=transient,
@@ -69,7 +68,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self.live.start(refresh=True)
+            self.live_display.start(refresh=True)
         return self
 
     def __exit__(
@@ -78,7 +77,7 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.live.stop()
+        self.live_display.stop()
 
     def print_if_not_live(self, text: str) -> None:
         """Print a line if there are no live bars."""
@@ -99,11 +98,15 @@ class CountDisplay(Display):
 
 
 class TrainDisplay(Display):
-    """A bar over the steps of a run."""
+    """A bar over the steps of a run; a `TrainObserver`."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(
+        self, console: Console, steps: int, *, summary_console: Console | None = None
+    ) -> None:
         self.status = ""
         super().__init__(console, transient=False, render=self._render)
+        self.summary_console = summary_console or console
+        self.summary: Mapping[str, str] = {}
         self.steps, self.print_every = steps, max(1, steps // 20)
         self.last_printed = -1
         self.task = self.bars.add_task("training", total=steps)
@@ -112,17 +115,22 @@ class TrainDisplay(Display):
         """Return the bar with the status below it."""
         return Group(self.bars, Text(self.status, overflow="fold"))
 
-    def show_summary(self, header: Header, console: Console) -> None:
+    def on_start(self, summary: Mapping[str, str]) -> None:
         """Print the summary of the run before its first step."""
-        self.live.transient = True  # removes the bar, which has not moved yet
-        self.live.stop()  # the live display would overwrite the summary
-        self.live.transient = False
-        for name, text in header.lines():
-            print_line(console, f"{name:<12}{text}")
+        self.summary = summary
+        self.live_display.transient = True  # removes the bar, which has not moved yet
+        self.live_display.stop()  # the live display would overwrite the summary
+        self.live_display.transient = False
+        for name, text in summary.items():
+            print_line(self.summary_console, f"{name:<12}{text}")
         if self.console.is_terminal:
-            self.live.start(refresh=True)
+            self.live_display.start(refresh=True)
 
-    def update(self, progress: TrainProgress) -> None:
+    def on_message(self, message: str) -> None:
+        """Print a message above the bar."""
+        print_line(self.console, message)
+
+    def on_progress(self, progress: TrainProgress) -> None:
         """Show the state after a step."""
         losses = {"loss": progress.loss, "held-out": progress.heldout_loss}
         words = [f"{name} {loss:.3f}  " for name, loss in losses.items() if loss is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,6 @@ from recollect.cli.console import (
     exit_interrupted,
     make_console,
     print_json,
-    print_line,
     print_stderr,
 )
 from recollect.cli.options import ConfigArgument, JsonOption, check_exists
@@ -24,7 +24,7 @@ from recollect.report.ranks import is_first, world_size
 
 if TYPE_CHECKING:
     from recollect.lm.training.plan import TrainPlan
-    from recollect.lm.training.progress import Header, Trained
+    from recollect.lm.training.progress import Trained
 
 __all__ = ["train"]
 
@@ -51,46 +51,34 @@ def train(
     """
     if world_size() == 1:  # several processes refuse a plan together
         check_exists(config)
-    from recollect.lm.sharding.processes import join, together
-    from recollect.lm.training.interrupts import Interrupted
+    from recollect.lm.sharding.processes import fail_together, init_distributed
+    from recollect.lm.training.interrupts import TrainingInterrupted
     from recollect.lm.training.train import train as run
 
-    join()
+    init_distributed()
     option_names = {} if device is None else {"[run] device": "--device"}
-    with together():
+    with fail_together():
         plan = _override(config, out=out, steps=steps, device=device)
     console, summary_console = make_console(stderr=True), make_console(stderr=as_json)
-
-    messages: list[str] = []
-    headers: list[Header] = []
-
-    def on_start(header: Header) -> None:
-        headers.append(header)
-        display.show_summary(header, summary_console)
-
-    def log(message: str) -> None:
-        messages.append(message)
-        print_line(console, message)
-
+    display = TrainDisplay(console, plan.steps, summary_console=summary_console)
     try:
-        with TrainDisplay(console, plan.steps) as display, renamed_arguments(option_names):
-            result = run(plan, resume=resume, watch=display.update, say=log, begins=on_start)
-    except Interrupted as error:
-        log(str(error))
+        with display, renamed_arguments(option_names):
+            result = run(plan, resume=resume, observer=display)
+    except TrainingInterrupted as error:
+        display.on_message(str(error))
         exit_interrupted()
     except KeyboardInterrupt:
         if is_first():
-            log("interrupted; --resume goes on from the last checkpoint, if there is one")
+            display.on_message(
+                "interrupted; --resume goes on from the last checkpoint, if there is one"
+            )
         exit_interrupted()
     if not is_first():
         return
-    report = _save_report(result, plan, headers[-1] if headers else None)
+    report = _save_report(result, plan, display.summary)
     if as_json:
         print_json(_to_dict(result))
         return
-    for note in result.notes:
-        if note not in messages:
-            log(note)
     skipped = f"; {result.skipped:,} lines were left out" if result.skipped else ""
     typer.echo(
         f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s{skipped}"
@@ -120,12 +108,12 @@ def _to_dict(result: Trained) -> dict[str, Any]:
     }
 
 
-def _save_report(result: Trained, plan: TrainPlan, header: Header | None) -> Path | None:
+def _save_report(result: Trained, plan: TrainPlan, summary: Mapping[str, str]) -> Path | None:
     """Save the report of a run; a full disk is a message only, because the model is saved."""
     from recollect.experiments.training_page import save_run_page
 
     try:
-        return save_run_page(result, plan, header=header, command=command_line())
+        return save_run_page(result, plan, summary=summary, command=command_line())
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
         print_stderr(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.progress import Header, Trained
+from recollect.lm.training.progress import Trained
 from recollect.report.environment import describe_environment
 from recollect.report.figures import Series
 from recollect.report.html import Figure, Note, Report, Table
@@ -27,21 +27,25 @@ _CURVES = (
 
 
 def save_run_page(
-    trained: Trained, plan: TrainPlan, *, header: Header | None = None, command: str = ""
+    trained: Trained,
+    plan: TrainPlan,
+    *,
+    summary: Mapping[str, str] | None = None,
+    command: str = "",
 ) -> Path:
     """Write ``report.html`` into the folder of a run that came to its end.
 
     Args:
         trained: what the run ended with.
         plan: that it followed.
-        header: what it began with, for its sizes and its device.
+        summary: lines of the summary, by name.
         command: the command line to print on the page.
 
     Raises:
         OSError: the folder cannot be written.
     """
     found = {name: _points(trained.history, name, plan) for name, _ in _CURVES}
-    facts = dict(header.lines()) if header is not None else {}
+    facts = dict(summary or {})
     about = describe_environment(trained.model.device).facts()
     device = facts.pop("device", "")
     facts |= {**about, "device": f"{about['device']}; {device}" if device else about["device"]}

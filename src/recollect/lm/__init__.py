@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from recollect.lm.sharding.processes import ProcessEnded
     from recollect.lm.training.divergence import Diverged
     from recollect.lm.training.plan import TrainPlan, load_plan
-    from recollect.lm.training.train import Header, Progress, Trained, train
+    from recollect.lm.training.progress import Progress, Trained, TrainObserver
+    from recollect.lm.training.train import train
     from recollect.lm.training.weight_decay import parameter_groups
     from recollect.lm.width.coordinates import Coordinate, Coordinates, check_coordinates
     from recollect.lm.width.rules import Rule, scale_for_width, width_rules
@@ -80,7 +81,6 @@ __all__ = [
     "Evaluation",
     "EvaluationWatcher",
     "Family",
-    "Header",
     "MemoryArguments",
     "PaperSize",
     "ProcessEnded",
@@ -92,6 +92,7 @@ __all__ = [
     "RecollectModel",
     "Rule",
     "TaskResult",
+    "TrainObserver",
     "TrainPlan",
     "Trained",
     "adopt",
@@ -119,13 +120,13 @@ _SOURCES = {
     "Diverged": "training.divergence",
     "Evaluation": "evaluation.results",
     "EvaluationWatcher": "evaluation.evaluate",
-    "Header": "training.train",
     "ProcessEnded": "sharding.processes",
-    "Progress": "training.train",
+    "Progress": "training.progress",
     "Rule": "width.rules",
     "TaskResult": "evaluation.results",
+    "TrainObserver": "training.progress",
     "TrainPlan": "training.plan",
-    "Trained": "training.train",
+    "Trained": "training.progress",
     "check_coordinates": "width.coordinates",
     "evaluate": "evaluation.evaluate",
     "load_plan": "training.plan",

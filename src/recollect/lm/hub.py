@@ -6,30 +6,35 @@ The client of the hub retries every file for half a minute and more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PATIENCE", "hub_answers", "hub_options", "offline", "replaced"]
+import huggingface_hub
+from huggingface_hub import constants
 
-PATIENCE = 5.0
-"""Timeout of the request to the hub in seconds."""
+__all__ = ["is_hub_reachable", "offline", "offline_kwargs", "patched_attribute"]
+
+HUB_TIMEOUT_SECONDS = 5.0
 
 
-def hub_options(name: str) -> dict[str, bool]:
+def offline_kwargs(name: str) -> dict[str, bool]:
     """Return ``local_files_only=True`` for ``from_pretrained`` if the hub cannot be reached."""
-    return {} if Path(name).exists() or hub_answers() else {"local_files_only": True}
+    return {} if Path(name).exists() or is_hub_reachable() else {"local_files_only": True}
 
 
-def hub_answers() -> bool:
-    """Return whether the hub answers one request; False in the offline mode of its client."""
-    from huggingface_hub import constants, get_session
+def is_hub_reachable() -> bool:
+    """Return whether the hub is reachable; False in the offline mode of its client."""
+    return not constants.HF_HUB_OFFLINE and _responds(constants.ENDPOINT)
 
-    if constants.HF_HUB_OFFLINE:
-        return False
+
+@functools.cache
+def _responds(url: str) -> bool:
+    """Return whether a server responds. The process remembers the result."""
     try:
-        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+        huggingface_hub.get_session().head(url, timeout=HUB_TIMEOUT_SECONDS)
     except Exception:  # the type depends on the HTTP client of huggingface_hub
         return False
     return True
@@ -38,21 +43,20 @@ def hub_answers() -> bool:
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """Context manager that keeps the hub offline, also for adapters and data sets."""
-    from huggingface_hub import constants
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
+        stack.enter_context(patched_attribute(constants, "HF_HUB_OFFLINE", True))
         if "datasets" in sys.modules:  # it copies the flag when it is imported
-            stack.enter_context(replaced(sys.modules["datasets"].config, "HF_HUB_OFFLINE", True))
+            config = sys.modules["datasets"].config
+            stack.enter_context(patched_attribute(config, "HF_HUB_OFFLINE", True))
         yield
 
 
 @contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
     """Context manager that replaces an attribute of a module."""
-    before = getattr(module, name)
+    original = getattr(module, name)
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(module, name, original)

@@ -1,4 +1,4 @@
-"""A saved model and its tokenizer, for commands: from a folder, a run's folder, or the hub."""
+"""Load a saved model and its tokenizer from its folder, the folder of a run, or the hub."""
 
 from __future__ import annotations
 
@@ -10,148 +10,117 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from recollect.lm.data.tokenizers import byte_tokenizer, read_tokenizer
-from recollect.lm.hub import hub_options, offline
-from recollect.lm.model.checkpoint import check_config, check_regular_files, check_safetensors
+from recollect.lm.hub import offline, offline_kwargs
+from recollect.lm.model.checkpoint import check_config, check_model_folder
+from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.swap_config import SWAPPED
+from recollect.lm.swap_config import MODEL_TYPE as SWAPPED_TYPE
 
-__all__ = ["load_saved", "load_saved_model", "load_saved_tokenizer"]
+__all__ = ["load_model_and_tokenizer", "load_saved_model", "load_saved_tokenizer"]
 
-_BYTES = (256, 257)  # vocabularies of bytes, without and with an end of the document
+_BYTE_VOCAB_SIZES = (256, 257)  # without and with a token for the end of a document
 
 
-def load_saved(checkpoint: str, *, others: bool = False) -> tuple[Any, Any]:
-    """Model, in evaluation mode, and tokenizer; no code that comes with them is run.
+def load_model_and_tokenizer(name: str, *, any_decoder: bool = False) -> tuple[Any, Any]:
+    """Return a model as `load_saved_model` does, and its tokenizer."""
+    model = load_saved_model(name, any_decoder=any_decoder)
+    return model, load_saved_tokenizer(name, model)
 
-    Args:
-        checkpoint: folder of a saved model, or of the run that trained it, or a name on the hub.
-        others: whether any decoder of transformers will do; only its safetensors are read. Else one
-            that recollect has trained, or a decoder whose layers were replaced.
 
-    Raises:
-        ValueError: none can be loaded, or it is another model, or it has no tokenizer; a
-            `CheckpointError` for files that are not as they were written.
+def load_saved_model(name: str, *, any_decoder: bool = False) -> Any:
+    """Return a model in evaluation mode. No code of its folder is run.
+
+    The model is one that recollect trained, a decoder whose layers were replaced, or, with
+    ``any_decoder``, a decoder of transformers in safetensors. It is in a folder, in the folder of
+    the run that trained it, or on the hub.
     """
-    model = load_saved_model(checkpoint, others=others)
-    return model, load_saved_tokenizer(_of_a_run(checkpoint), model)
-
-
-def load_saved_model(checkpoint: str, *, others: bool = False) -> Any:
-    """Return the model of `load_saved`, which needs no tokenizer.
-
-    Raises:
-        ValueError: as `load_saved`.
-    """
-    folder = Path(checkpoint)
-    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
-        raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
-    checkpoint = _of_a_run(checkpoint)
-    folder = Path(checkpoint)
-    kind = _model_class(folder, others=others)
-    how: dict[str, Any] = {}
-    if kind is not RecollectForCausalLM:
-        how = {"trust_remote_code": False, "use_safetensors": True, **hub_options(checkpoint)}
-    quietly = offline() if "local_files_only" in how else contextlib.nullcontext()
+    folder = Path(name)
+    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or name[:1] == "."):
+        raise ValueError(f"there is no folder {name!r}: name that of a saved model")
+    name = _resolve_model_folder(name)
+    folder = Path(name)
+    model_class = _model_class(folder, any_decoder=any_decoder)
+    kwargs: dict[str, Any] = {}
+    if model_class is not RecollectForCausalLM:
+        kwargs = {"trust_remote_code": False, "use_safetensors": True, **offline_kwargs(name)}
     try:
-        with quietly:
-            return kind.from_pretrained(checkpoint, **how).eval()
-    except OSError as error:
-        if not folder.is_dir():
-            raise ValueError(
-                f"there is no folder {checkpoint!r}, and no model of that name can be fetched from "
-                "the hub: name the folder of a saved model, such as runs/train/model"
-            ) from None
-        raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
-    except ValueError as error:
-        if folder.is_dir():
+        with offline() if "local_files_only" in kwargs else contextlib.nullcontext():
+            return model_class.from_pretrained(name, **kwargs).eval()
+    except (OSError, ValueError) as error:
+        if folder.is_dir() and isinstance(error, ValueError):
             raise
-        raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
+        if isinstance(error, OSError) and not folder.is_dir():
+            raise ValueError(
+                f"there is no folder {name!r}, and no model of that name can be fetched from the "
+                "hub: name the folder of a saved model, such as runs/train/model"
+            ) from None
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{name} cannot be loaded: {reason}") from None
 
 
-def _of_a_run(checkpoint: str) -> str:
-    """The folder of a model; of the folder of a run, the one in it that holds its model.
-
-    Raises:
-        ValueError: a run that has not saved its model yet, or an adapter without its model.
-    """
-    folder = Path(checkpoint)
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+def load_saved_tokenizer(name: str, model: Any) -> Any:
+    """Return the tokenizer of a saved model, or that of bytes for a vocabulary of bytes."""
+    name = _resolve_model_folder(name)
+    folder, vocab_size = Path(name), model.config.vocab_size
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if folder.is_dir() and not any((folder / file).exists() for file in files):
+        if vocab_size in _BYTE_VOCAB_SIZES:
+            return byte_tokenizer(add_eos=vocab_size > 256)
         raise ValueError(
-            f"{checkpoint} holds an adapter of PEFT and no model: merge it into its own, by "
-            f"PeftModel.from_pretrained(model, {checkpoint!r}).merge_and_unload(), save that with "
-            "save_pretrained, its tokenizer beside it, and name that folder"
+            f"{name} has no tokenizer, and {vocab_size} tokens are not bytes: save its tokenizer "
+            "there (tokenizer.save_pretrained)"
         )
+    try:
+        return read_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer of {name} cannot be loaded: {error}") from None
+
+
+def _resolve_model_folder(name: str) -> str:
+    """Return the folder of a model, which may be in the folder of a run."""
+    folder = Path(name)
     if (folder / "config.json").exists():
-        return checkpoint
+        return name
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name} holds an adapter of PEFT without its model: merge it, by "
+            f"PeftModel.from_pretrained(model, {name!r}).merge_and_unload(), save the result with "
+            "save_pretrained and its tokenizer, and name that folder"
+        )
     if (folder / "model" / "config.json").exists():
         return str(folder / "model")
     if not (folder / "plan.json").exists():
-        return checkpoint
+        return name
     from recollect.lm.training.atomic_checkpoints import last_checkpoint  # loads the Trainer
 
     last = last_checkpoint(folder)
     raise ValueError(
-        f"{checkpoint} is a run that has not come to its end"
+        f"{name} is a run that has not come to its end"
         + (f": name its last checkpoint, {last}" if last else ", and has no checkpoint yet")
     )
 
 
-def load_saved_tokenizer(checkpoint: str, model: Any) -> Any:
-    """The tokenizer beside a saved model; where none is, a vocabulary of bytes means bytes.
-
-    Args:
-        checkpoint: folder of the model, or its name on the hub.
-        model: which was loaded from there.
-
-    Raises:
-        ValueError: none is there, or it cannot be loaded.
-    """
-    folder = Path(checkpoint)
-    has = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-    if folder.is_dir() and not has:
-        if model.config.vocab_size in _BYTES:
-            return byte_tokenizer(add_eos=model.config.vocab_size > 256)
+def _model_class(folder: Path, *, any_decoder: bool) -> Any:
+    """Return the class that loads the model of a folder."""
+    if not (folder / "config.json").exists():  # on the hub, or the class raises the error
+        use_auto = any_decoder and not folder.is_dir()
+        return AutoModelForCausalLM if use_auto else RecollectForCausalLM
+    model_type = check_config(folder / "config.json").get("model_type")
+    if model_type == RecollectConfig.model_type:
+        return RecollectForCausalLM
+    if model_type == SWAPPED_TYPE:
+        return AutoModelForCausalLM
+    message = f"{folder} holds a model of type {model_type!r}"
+    if not any_decoder:
         raise ValueError(
-            f"{checkpoint} has no tokenizer, and {model.config.vocab_size} tokens are not bytes: "
-            "save its tokenizer beside the model (tokenizer.save_pretrained)"
+            f"{message}: generate takes one that recollect has trained, or a decoder whose layers "
+            "rc.lm.replace_attention replaced"
         )
-    try:
-        return read_tokenizer(checkpoint)
-    except ValueError as error:
-        raise ValueError(f"the tokenizer of {checkpoint} cannot be loaded: {error}") from None
-
-
-def _model_class(folder: Path, *, others: bool) -> Any:
-    """What loads a folder's model: ours, or a decoder whose layers were replaced, or any.
-
-    Raises:
-        ValueError: it holds another model.
-    """
-    if not (folder / "config.json").exists():  # on the hub, or the class says what is missing
-        return AutoModelForCausalLM if others and not folder.is_dir() else RecollectForCausalLM
-    check_regular_files(folder)
-    kind = check_config(folder / "config.json").get("model_type")
-    own = RecollectForCausalLM.config_class.model_type
-    if kind not in (SWAPPED, own) and not others:
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"{message}, which transformers does not have; code of a model is not run")
+    if CONFIG_MAPPING[str(model_type)] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"{folder} holds a model of type {kind!r}: generate takes one that recollect has "
-            "trained, or a decoder whose layers rc.lm.replace_attention replaced"
+            f"{message}, which is not a decoder: give a model that AutoModelForCausalLM loads"
         )
-    for path in folder.glob("*.safetensors"):  # which transformers reads with fewer checks
-        check_safetensors(path)
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{folder} holds a model of type {kind!r}, which transformers does not know; code that "
-            "comes with a model is not run"
-        )
-    is_decoder = kind == SWAPPED or CONFIG_MAPPING[str(kind)] in MODEL_FOR_CAUSAL_LM_MAPPING
-    if not is_decoder:
-        raise ValueError(
-            f"{folder} holds a model of type {kind!r}, which is no decoder: give a model that "
-            "AutoModelForCausalLM loads"
-        )
-    return RecollectForCausalLM if kind == own else AutoModelForCausalLM
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    check_model_folder(folder)
+    return AutoModelForCausalLM

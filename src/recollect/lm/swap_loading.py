@@ -1,14 +1,13 @@
-"""Loading a decoder whose layers were replaced: built anew from its configuration, then filled.
+"""Classes that load a decoder whose layers were replaced.
 
-`transformers.AutoModelForCausalLM.from_pretrained` does it once `recollect.lm` is imported. No code
-comes with the weights, and a checkpoint is loaded whole or not at all.
+`transformers.AutoModelForCausalLM.from_pretrained` finds them after an import of `recollect.lm`.
+The model is built from its configuration, its layers are replaced, and its weights are loaded.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import (
     AutoConfig,
@@ -17,101 +16,85 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
-    PreTrainedModel,
 )
 
 from recollect.layer.options import LayerOptions
-from recollect.lm.model.checkpoint import CheckpointError
-from recollect.lm.model.pretrained import StrictLoading
+from recollect.lm.adoption.subclass import original_class, specialize
+from recollect.lm.model.pretrained import StrictLoadingMixin
 from recollect.lm.publishing.remote_code import RemoteConfig
-from recollect.lm.swap import SwappedAttention, place_layers
-from recollect.lm.swap_config import SWAPPED, decoder_config
+from recollect.lm.swap import SwappedAttention, replace_layers
+from recollect.lm.swap_config import MODEL_TYPE, Swapped, parse_decoder_config
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["SwappedConfig", "register"]
 
-_HEADS: dict[Any, tuple[str, ...]] = {
-    AutoModel: (),
-    AutoModelForCausalLM: ("lm_head.",),
-    AutoModelForSequenceClassification: ("score.", "classifier."),
-    AutoModelForTokenClassification: ("score.", "classifier."),
+_LM_HEAD, _CLASSIFIER = ("lm_head.",), ("score.", "classifier.")
+_HEAD_WEIGHTS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    AutoModel: ((), (*_LM_HEAD, *_CLASSIFIER)),
+    AutoModelForCausalLM: ((), ()),
+    AutoModelForSequenceClassification: (_CLASSIFIER, _LM_HEAD),
+    AutoModelForTokenClassification: (_CLASSIFIER, _LM_HEAD),
 }
-"""What begins the names of a head's weights, by transformers' class that finds the model."""
+"""Prefixes of weights that may be missing, and that may be unexpected, by automatic class."""
 
 
 class SwappedConfig(RemoteConfig, PretrainedConfig):
-    """What transformers finds under our model type; it reads as the decoder's own configuration."""
+    """The class of our model type, which loads a configuration of the decoder's own class."""
 
-    model_type = SWAPPED
+    model_type = MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:  # type: ignore[override]
-        """The decoder's configuration, with what replaced its layers.
+        """Return the decoder's configuration with its replacements."""
+        base, arguments = parse_decoder_config(config_dict)
+        result: Any = base.from_dict(arguments, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result  # with unused arguments
+        specialize(config, Swapped)
+        _register_models(type(config), original_class(config))
+        return result
 
-        Raises:
-            CheckpointError: as `decoder_config`.
-        """
-        kind, _ = decoder_config(config_dict)
-        _register_models(kind)
-        return kind.from_dict(config_dict, **kwargs)
+
+class SwappedModel(StrictLoadingMixin):
+    """A mixin before a decoder's class, which replaces the layers that its configuration lists."""
+
+    _auto_class_name: ClassVar[str]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        model: Any = self
+        if any(isinstance(module, SwappedAttention) for module in model.modules()):
+            return  # AutoModel built the decoder below the head from this configuration
+        for swap in config.swaps:
+            recipe, options = Recipe.from_dict(swap["recipe"]), swap["options"]
+            options = LayerOptions.from_dict(options)
+            replace_layers(model, recipe, options, swap["layers"], engine=swap["engine"])
+
+    @classmethod
+    def _load_lines(cls) -> tuple[str, str]:
+        load = f'model = transformers.{cls._auto_class_name}.from_pretrained(".")'
+        return "import recollect.lm, transformers", load
 
 
 @functools.cache
-def _register_models(kind: type[PretrainedConfig]) -> None:
-    """Have transformers' automatic classes build decoders of this configuration."""
-    _, base = kind.__bases__
-    every = {name for own in _HEADS.values() for name in own}
-    for auto, own in _HEADS.items():
-        if base in auto._model_mapping:
-            model_class = _swapped_model(auto, auto._model_mapping[base], kind)
-            model_class._unread = tuple(sorted(every - {*own})) if "lm_head." not in own else ()
-            model_class._optional_weights = own if "lm_head." not in own else ()
-            auto.register(kind, model_class, exist_ok=True)
-
-
-def _swapped_model(
-    auto: Any, base: type[PreTrainedModel], kind: type[PretrainedConfig]
-) -> type[Any]:
-    """A decoder's class, whose instances have the layers that their configuration names."""
-
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, config, *args, **kwargs)
-        if any(isinstance(module, SwappedAttention) for module in self.modules()):
-            return  # a head over a decoder that transformers found by this configuration
-        for swap in config.swaps:
-            recipe, options = Recipe.from_dict(swap["recipe"]), swap["options"]
-            named = recipe, LayerOptions.from_dict(options)
-            place_layers(self, named, swap["layers"], engine=swap["engine"])
-
-    def _configured(folder: Path, written: dict[str, Any]) -> Any:
-        if written.get("model_type") != SWAPPED:
-            raise CheckpointError(
-                f"{folder} holds a model of type {written.get('model_type')!r}, and none of its "
-                "layers were replaced: load it with AutoModelForCausalLM"
-            )
-        found = SwappedConfig.from_dict(written)
-        if type(found) is not kind:
-            raise CheckpointError(
-                f"{folder} holds another decoder than {base.__name__}: load it with "
-                "AutoModelForCausalLM"
-            )
-        return found
-
-    def _loads(cls: Any) -> tuple[str, str]:
-        load = f'model = transformers.{auto.__name__}.from_pretrained(".")'
-        return "import recollect.lm, transformers", load
-
-    body = {
-        "__init__": __init__,
-        "__module__": __name__,
-        "__doc__": f"{base.__name__} with replaced layers.",
-        "config_class": kind,
-        "_configured": staticmethod(_configured),
-        "_loads": classmethod(_loads),
-    }
-    return type(f"Swapped{base.__name__}", (StrictLoading, base), body)
+def _register_models(config_class: type[Any], base_config: type[PretrainedConfig]) -> None:
+    """Register classes of decoders with this configuration at the automatic classes."""
+    for auto, (ignore_missing, ignore_unexpected) in _HEAD_WEIGHTS.items():
+        if base_config not in auto._model_mapping:
+            continue
+        base = auto._model_mapping[base_config]
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"{base.__name__} with replaced layers.",
+            "config_class": config_class,
+            "_auto_class_name": auto.__name__,
+            "_saved_type": (MODEL_TYPE, base_config.model_type),
+            "_ignore_missing": ignore_missing,
+            "_ignore_unexpected": ignore_unexpected,
+        }
+        model_class = type(f"Swapped{base.__name__}", (SwappedModel, base), namespace)
+        auto.register(config_class, model_class, exist_ok=True)
 
 
 def register() -> None:
-    """Have transformers know our model type."""
-    AutoConfig.register(SWAPPED, SwappedConfig, exist_ok=True)
+    """Register our model type at `transformers.AutoConfig`."""
+    AutoConfig.register(MODEL_TYPE, SwappedConfig, exist_ok=True)

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.parallel.functions import no_double_backward
-from recollect.parallel.layer import ContextRanks, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.layer import ContextRanks, forward_over_ranks
 from recollect.parallel.link import Group, Link, rank_group
 from recollect.parallel.models import (
     bind_arguments,
@@ -85,10 +84,7 @@ class ContextParallel:
         for name, layer in sequence_layers(model, ""):
             if isinstance(layer, MemoryLayer):
                 self.strategies[name] = context_ranks.strategy_for(layer)
-                run: Any = run_memory_layer
-            else:
-                run = run_feed_forward if isinstance(layer, FeedForward) else run_layer
-            self._put(layer, partial(run, context_ranks, layer))
+            self._put(layer, forward_over_ranks(layer, context_ranks))
         if not self._changed:
             raise ValueError(
                 f"{type(model).__name__} has no sequence layer of recollect: pass a MemoryLayer, "

@@ -7,7 +7,9 @@ for the state of the previous rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from recollect.parallel.segment_recall import consensus_values, num_microbatches
 from recollect.parallel.strategies import Strategy, strategy_for
 from recollect.state.state import State
 
-__all__ = ["ContextRanks", "run_feed_forward", "run_layer", "run_memory_layer"]
+__all__ = ["ContextRanks", "forward_over_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,3 +246,11 @@ def run_layer(
         final_state = exchange.broadcast_state(state_after if link.last else None, link.ranks - 1)
     (y,) = exchange.attach_to_outputs(y)
     return y, final_state
+
+
+def forward_over_ranks(layer: nn.Module, context_ranks: ContextRanks) -> Callable[..., Any]:
+    """Return the forward method of a sequence layer whose tokens are one rank's segment."""
+    if isinstance(layer, MemoryLayer):
+        return partial(run_memory_layer, context_ranks, layer)
+    run: Any = run_feed_forward if isinstance(layer, FeedForward) else run_layer
+    return partial(run, context_ranks, layer)

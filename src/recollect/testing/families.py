@@ -154,12 +154,12 @@ def _continue(
         mask: attention mask of all columns, if there is padding.
         start: number of columns before, without a mask.
     """
-    from recollect.lm.model.cache import CACHE, cache_of
+    from recollect.lm.model.cache import CACHE_KEY, cache_of
 
     T = ids.shape[1]
     options = {} if mask is None else {"attention_mask": mask}
     options |= _positions(model, ids.new_ones(len(ids), start + T) if mask is None else mask, T)
-    out = model(ids, use_cache=True, **{_cache_name(model, CACHE): cache}, **options)
+    out = model(ids, use_cache=True, **{_cache_name(model, CACHE_KEY): cache}, **options)
     return out.logits, cache_of(out)
 
 

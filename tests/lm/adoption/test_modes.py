@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 import recollect as rc
 import recollect.lm
-from recollect.lm.model.cache import CACHE
+from recollect.lm.model.cache import CACHE_KEY
 
 
 def adopted(name: str) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def test_compiled_model_makes_a_cache() -> None:
     with torch.no_grad():
         out = torch.compile(model, backend="eager")(ids[:, :20], use_cache=True)
         torch._dynamo.reset()
-        y = model(ids[:, 20:], use_cache=True, **{CACHE: rc.lm.cache_of(out)}).logits
+        y = model(ids[:, 20:], use_cache=True, **{CACHE_KEY: rc.lm.cache_of(out)}).logits
         assert error(y, model(ids, use_cache=False).logits[:, 20:]) < 1e-5
 
 
@@ -258,11 +258,11 @@ def test_a_saved_prompt_is_cut_back_to_each_token() -> None:
         prompt = DynamicCache(config=model.config)
         prompt.activate_past_recording()
         for piece in ids.split((5, 1, 6), 1):
-            model(piece, use_cache=True, **{CACHE: prompt})
+            model(piece, use_cache=True, **{CACHE_KEY: prompt})
         for n in (11, 6, 5, 3, 1):
             cache = copy.deepcopy(prompt)
             cache.crop(n - 12)
-            y = model(ids[:, n:], use_cache=True, **{CACHE: cache}).logits
+            y = model(ids[:, n:], use_cache=True, **{CACHE_KEY: cache}).logits
             assert error(y, model(ids).logits[:, n:]) < 1e-5
 
 
@@ -315,9 +315,9 @@ def test_calls_before_those_of_the_original_are_not_cropped(mode: Any) -> None:
     with mode():
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
-        model(ids[:, :4], use_cache=True, **{CACHE: cache})
-        original(ids[:, 4:6], use_cache=True, **{CACHE: cache})
-        model(ids[:, 6:], use_cache=True, **{CACHE: cache})
+        model(ids[:, :4], use_cache=True, **{CACHE_KEY: cache})
+        original(ids[:, 4:6], use_cache=True, **{CACHE_KEY: cache})
+        model(ids[:, 6:], use_cache=True, **{CACHE_KEY: cache})
         with pytest.raises(ValueError, match="of which 6 are recorded"):
             cache.crop(-8)
 
@@ -328,8 +328,8 @@ def test_a_short_recorded_cache_of_the_original_is_continued() -> None:
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
-        original(ids[:, :2], use_cache=True, **{CACHE: cache})
-        y = model(ids[:, 2:], use_cache=True, **{CACHE: cache}).logits
+        original(ids[:, :2], use_cache=True, **{CACHE_KEY: cache})
+        y = model(ids[:, 2:], use_cache=True, **{CACHE_KEY: cache}).logits
         assert error(y, model(ids, use_cache=False).logits[:, 2:]) < 1e-5
 
 

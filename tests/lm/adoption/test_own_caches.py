@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recollect as rc
 import recollect.lm
-from recollect.lm.model.cache import CACHE, cache_of
+from recollect.lm.model.cache import CACHE_KEY, cache_of
 
 FAMILIES = {"recurrent_gemma": "rg-lru", "minimax": "lightning attention", "xlstm": "mlstm"}
 IDS = torch.randint(8, 64, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,9 @@ def error(y: Tensor, expected: Tensor) -> float:
 
 def call(model: Any, ids: Tensor, cache: Any = None, **options: Any) -> Any:
     """Return the output of a model that reads and writes a cache."""
-    name = CACHE if model.config.model_type != "xlstm" or CACHE == "cache" else "cache_params"
+    name = (
+        CACHE_KEY if model.config.model_type != "xlstm" or CACHE_KEY == "cache" else "cache_params"
+    )
     return model(ids, use_cache=True, **{name: cache}, **options)
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from recollect.benchmarks.results import Case
 from recollect.decoder import StaticDecoder
 from recollect.layer.block import mlp_width
-from recollect.lm.model.cache import CACHE, cache_of
+from recollect.lm.model.cache import CACHE_KEY, cache_of
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 
@@ -67,7 +67,7 @@ def _decode(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], o
         # Llama's cache is one object that grows; copying it takes a hundredth of a token's time.
         cache = copy.deepcopy(begin) if isinstance(model, LlamaForCausalLM) else begin
         for token in ids[:, PROMPT:].split(1, dim=1):
-            cache = cache_of(model(token, use_cache=True, **{CACHE: cache}))
+            cache = cache_of(model(token, use_cache=True, **{CACHE_KEY: cache}))
         return cache
 
     return call

@@ -231,6 +231,7 @@ def measured(
         place: a folder for the run, the same of all its processes; one of its own when omitted.
     """
     from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.progress import TrainObserver
     from recollect.lm.training.train import train
 
     alone = ranks_of(tables) == 1
@@ -247,18 +248,19 @@ def measured(
         if vocab is not None:
             _tokenizer(vocab).save_pretrained(f"{scratch}/tokenizer")
             given["data"]["tokenizer"] = f"{scratch}/tokenizer"
-        before = 0
+        initial_rss = 0
 
-        def begins(_: object) -> None:
-            nonlocal before
-            gc.collect()
-            memory.reset_peak()
-            before = _resident("VmRSS")
-            _reset_resident()
+        class ResetPeaks(TrainObserver):
+            def on_start(self, summary: Mapping[str, str]) -> None:
+                nonlocal initial_rss
+                gc.collect()
+                memory.reset_peak()
+                initial_rss = _resident("VmRSS")
+                _reset_resident()
 
         began = time.perf_counter()
-        train(TrainPlan.from_dict(given), begins=begins)
-        grown = _resident("VmHWM") - before if before else None
+        train(TrainPlan.from_dict(given), observer=ResetPeaks())
+        grown = _resident("VmHWM") - initial_rss if initial_rss else None
         return Peak(live=memory.peak, resident=grown, seconds=time.perf_counter() - began)
 
 
@@ -268,15 +270,16 @@ def planned(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None
     Args:
         tables: as in `measured`. vocab: as there.
     """
-    from recollect.lm.planning.estimate import Way, rank_of
+    from recollect.lm.planning.estimate import RankEstimator
+    from recollect.lm.sharding.layout import parse_parallel
     from recollect.lm.training.plan import TrainPlan
     from recollect.lm.training.prepare import model_config
 
     given = {**tables, "data": {**tables["data"], "train": ["text.txt"]}}
     plan = TrainPlan.from_dict(given)
-    sizes = tables["run"].get("parallel", {})
-    way = Way(**sizes, shards=bool(sizes))
-    return rank_of(plan, model_config(plan.model, _tokenizer(vocab)), way).total
+    dims = parse_parallel(tables["run"].get("parallel", {}), ranks_of(tables))
+    config = model_config(plan.model, _tokenizer(vocab))
+    return RankEstimator(plan, config).rank(dims).total
 
 
 def _tokenizer(vocab: int | None) -> PreTrainedTokenizerFast:

@@ -25,10 +25,11 @@ from recollect.lm.data.sources import FileDocuments
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.flops import measured_ceiling, model_flops
+from recollect.lm.planning.flops import measure_peak_flops, model_flops
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import build_model
-from recollect.lm.training.train import Progress, train
+from recollect.lm.training.progress import Progress, TrainObserver
+from recollect.lm.training.train import train
 from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.environment import describe_environment
 
@@ -117,25 +118,28 @@ def measure(
         seconds: dict[str, list[float]] = {BARE: [], RUN: []}
         clock = {"step": 0, "since": 0.0}
 
-        def watch(news: Progress) -> None:
-            if news.step == clock["step"]:
-                return  # a log line of the same step; its cost is on the run's clock
-            now = time.perf_counter()
-            taken, clock["step"] = now - clock["since"], news.step
-            began = time.perf_counter()
-            bare()
-            bare_taken = time.perf_counter() - began
-            if news.step > _WARM:
-                seconds[RUN].append(taken)
-                seconds[BARE].append(bare_taken)
-                if progress is not None:
-                    progress(news.step - _WARM, rounds)
-            clock["since"] = time.perf_counter()
+        report_round = progress
 
-        train(plan, watch=watch)
+        class TimeSteps(TrainObserver):
+            def on_progress(self, progress: Progress) -> None:
+                if progress.step == clock["step"]:
+                    return  # a log line of the same step; its cost is on the run's clock
+                now = time.perf_counter()
+                taken, clock["step"] = now - clock["since"], progress.step
+                began = time.perf_counter()
+                bare()
+                bare_taken = time.perf_counter() - began
+                if progress.step > _WARM:
+                    seconds[RUN].append(taken)
+                    seconds[BARE].append(bare_taken)
+                    if report_round is not None:
+                        report_round(progress.step - _WARM, rounds)
+                clock["since"] = time.perf_counter()
+
+        train(plan, observer=TimeSteps())
         config = cast(RecollectConfig, model.config)
         flops = model_flops(config, context=context) * batch * context
-    ceiling = measured_ceiling("cpu", torch.float32)
+    ceiling = measure_peak_flops("cpu", torch.float32)
     cases = [Case(name=name, make=lambda: bare, flops=flops) for name in (BARE, RUN)]
     return summarise(
         cases,

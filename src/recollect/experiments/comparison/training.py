@@ -21,7 +21,12 @@ from recollect.experiments.framework.fitting import (
     training_steps,
 )
 from recollect.fields import Validated, integer, number
-from recollect.lm.training.divergence import OWN_STEPS, REFUSALS, Diverged, find_origin
+from recollect.lm.training.divergence import (
+    INNER_STEPS_HINT,
+    NUMERICAL_ERRORS,
+    Diverged,
+    find_origin,
+)
 from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.devices import find_device
 
@@ -174,7 +179,7 @@ def measured(model: nn.Module, evaluate: Callable[[nn.Module], T], step: int) ->
     """
     try:
         return evaluate(model)
-    except REFUSALS as error:
+    except NUMERICAL_ERRORS as error:
 
         def again() -> list[Tensor]:
             evaluate(model)
@@ -183,7 +188,7 @@ def measured(model: nn.Module, evaluate: Callable[[nn.Module], T], step: int) ->
         if (origin := find_origin(model, again)) is None:
             raise
         raise Diverged(
-            step=step, lr=None, origin=f"when it is measured, {origin}", advice=OWN_STEPS
+            step=step, lr=None, origin=f"when it is measured, {origin}", advice=INNER_STEPS_HINT
         ) from error
 
 
@@ -216,7 +221,7 @@ def _finite(
         number += 1
         try:
             step = next(steps, None)
-        except REFUSALS as error:
+        except NUMERICAL_ERRORS as error:
             if (found := diverged(number, sure=False)) is None:
                 raise
             raise found from error

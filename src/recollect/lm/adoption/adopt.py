@@ -149,14 +149,14 @@ def adopt(model: nn.Module, *, engine: str = "auto") -> AdoptionReport:
         raise ValueError("layers of this model are adopted already: call undo() of their report")
     context, reports, adoptions = CallContext(), [], []
     for name, module, index in _recurrent_layers(model):
-        report_of_layer, adoption = _examine_layer(name, module, index, context, engine)
-        reports.append(report_of_layer)
-        if adoption is not None:
-            adoptions.append((module, adoption))
+        layer_report, adoption = _examine_layer(name, module, index, context, engine)
+        reports.append(layer_report)
+        adoptions.append((module, adoption))
     for module, adoption in adoptions:  # after all were examined: an error changes no layer
-        module.adoption = adoption  # type: ignore[assignment]
-        specialize(module, AdoptedLayer)
-        _update_hooked_forward(module)
+        if adoption is not None:
+            module.adoption = adoption  # type: ignore[assignment]
+            specialize(module, AdoptedLayer)
+            _update_hooked_forward(module)
     report = AdoptionReport(model=model, layers=tuple(reports))
     if report.adopted:
         report._hooks += [hook for m in _models(model) for hook in watch_calls(m, context)]
@@ -218,34 +218,33 @@ def _examine_layer(
 ) -> tuple[AdoptedLayerReport, Adoption | None]:
     """Return the report of a recurrent layer, and how to compute it, or ``None``."""
     layer_class, family = type(module).__name__, family_of(module)
-    reason = next((text for part, text in REASONS if part in layer_class), UNKNOWN)
-    sample = None
-    if family is not None and "forward" in vars(module) and "_old_forward" not in vars(module):
+    if family is None:
+        reason = next((text for part, text in REASONS if part in layer_class), UNKNOWN)
+    elif "forward" in vars(module) and "_old_forward" not in vars(module):
         reason = "its forward method was replaced on the object: adopt the model before that"
-    elif family is not None:
+    else:
+        adoption = Adoption(
+            family=family,
+            context=context,
+            engine=engine,
+            argument_names=argument_names(module),
+            layer_index=index,
+        )
         try:
             sample = family.sample(module)
-        except Exception as problem:
-            kind = type(problem).__name__
-            reason = f"the family {family.name!r} does not fit it ({kind}: {problem})"
-    if family is None or sample is None:
-        return AdoptedLayerReport(name=name, layer_class=layer_class, reason=reason), None
-    adoption = Adoption(
-        family=family,
-        context=context,
-        engine=engine,
-        argument_names=argument_names(module),
-        layer_index=index,
-    )
-    bound = adoption.bind(sample)
-    report = AdoptedLayerReport(
-        name=name,
-        layer_class=layer_class,
-        family=family.name,
-        recipe=family.recipe,
-        engine=bound.engine.name,
-    )
-    return report, adoption
+        except Exception as error:
+            kind = type(error).__name__
+            reason = f"the family {family.name!r} does not fit it ({kind}: {error})"
+        else:
+            report = AdoptedLayerReport(
+                name=name,
+                layer_class=layer_class,
+                family=family.name,
+                recipe=family.recipe,
+                engine=adoption.bind(sample).engine.name,
+            )
+            return report, adoption
+    return AdoptedLayerReport(name=name, layer_class=layer_class, reason=reason), None
 
 
 def _update_hooked_forward(module: Any) -> None:

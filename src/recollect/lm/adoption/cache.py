@@ -16,8 +16,8 @@ from recollect.lm.adoption.subclass import specialize
 __all__ = ["CountingCache", "LayerMemory", "memory_of"]
 
 
-def _unchanged(name: str) -> Callable[..., None]:
-    """Return a method of cache layers that moves tensors and keeps their values."""
+def _moving_method(name: str) -> Callable[..., None]:
+    """Return a method of cache layers that moves tensors without a change of their values."""
 
     def method(self: Any, *args: Any) -> None:
         is_own = self._is_own()
@@ -28,7 +28,7 @@ def _unchanged(name: str) -> Callable[..., None]:
     return method
 
 
-_reorder = _unchanged("reorder_cache")
+_reorder = _moving_method("reorder_cache")
 
 
 def _last_inputs(layer: Any, num_kept: int) -> Tensor | None:
@@ -51,11 +51,7 @@ def _write(layer: Any, name: str, x: Tensor) -> None:
 
 
 class MemoryInGraph:
-    """A layer of a cache that a compiled graph makes, in which no class can be changed.
-
-    Args:
-        layer: layer of transformers.
-    """
+    """A layer of a cache of transformers in a compiled graph, in which no class can be changed."""
 
     record_past = False
 
@@ -69,11 +65,7 @@ class MemoryInGraph:
         return _last_inputs(self.layer, num_kept), (self.layer.recurrent_states[0],)
 
     def refuse_documents(self) -> None:
-        """Refuse packed documents.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse packed documents."""
         raise ValueError("packed documents have no cache in a compiled model: pass use_cache=False")
 
     def store(
@@ -111,11 +103,7 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         return _last_inputs(self, num_kept), self._read_memory()
 
     def refuse_documents(self: Any) -> None:
-        """Keep nothing of a call with packed documents, and refuse any call before or after it.
-
-        Raises:
-            ValueError: the cache has tokens of another call.
-        """
+        """Store nothing of a call with packed documents, and refuse any call before or after it."""
         if self.has_previous_state[0] or self._has_documents:
             raise ValueError(
                 "a cache has one state per sequence, so calls with packed documents can neither "
@@ -175,14 +163,7 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         self._version = self._current_version() if self._version else -1
 
     def crop(self: Any, tokens_to_remove: int) -> None:
-        """Restore the state before the last tokens.
-
-        Args:
-            tokens_to_remove: number of tokens, as transformers passes it: 0 or negative.
-
-        Raises:
-            ValueError: the tokens are not part of recorded calls.
-        """
+        """Restore the state before the last tokens, whose number transformers passes negated."""
         n = abs(int(tokens_to_remove))
         if n:
             self._crop_memory(n)
@@ -215,8 +196,8 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         _reorder(self, beam_idx)
         self._calls = []
 
-    offload = _unchanged("offload")
-    prefetch = _unchanged("prefetch")
+    offload = _moving_method("offload")
+    prefetch = _moving_method("prefetch")
 
     def reset(self: Any) -> None:
         """Forget all tokens."""
@@ -257,11 +238,7 @@ class CountingCache:
 
 
 def memory_of(cache: Any, index: int) -> Any:
-    """Return the cache layer of a recurrent layer.
-
-    Raises:
-        ValueError: the cache has no recurrent layer with this index.
-    """
+    """Return the cache layer of the recurrent layer with an index."""
     if index >= len(cache.layers) or not hasattr(cache.layers[index], "recurrent_states"):
         raise ValueError(
             f"layer {index} of the cache cannot hold a memory: create the cache with "

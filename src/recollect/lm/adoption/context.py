@@ -6,6 +6,7 @@ them only for some calls. A hook on the model reads them once per call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from recollect.choices.runtime import has_data
 from recollect.functional.packing import CompactedBatch, compact
+from recollect.lm.model.arguments import cu_seqlens_from_starts
 
 __all__ = [
     "CallContext",
@@ -41,32 +43,21 @@ def cache_name(module: nn.Module) -> str | None:
 
 
 def boundaries_of(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Return boundaries of documents that the caller passed, ``[N + 1]``, or ``None``.
+    """Return boundaries of documents ``[N + 1]`` of ``cu_seq_lens_q`` or ``seq_idx``, or ``None``.
 
-    They are ``cu_seq_lens_q``, or follow from ``seq_idx``, as transformers' collator for packed
-    documents makes them.
+    Transformers' collator for packed documents makes these arguments.
     """
-    if arguments.get("cu_seq_lens_q") is not None:
-        boundaries: Tensor = arguments["cu_seq_lens_q"]
-        return boundaries
+    boundaries: Tensor | None = arguments.get("cu_seq_lens_q")
     index: Tensor | None = arguments.get("seq_idx")
-    return None if index is None else _boundaries(index[:, 1:] != index[:, :-1])
+    if boundaries is None and index is not None:
+        boundaries = cu_seqlens_from_starts(index[:, 1:] != index[:, :-1])
+    return boundaries
 
 
 def passed_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache that the caller passed, or ``None``."""
     caches = (arguments.get(name) for name in CACHE_NAMES)
     return next((cache for cache in caches if cache is not None), None)
-
-
-def _boundaries(changes: Tensor) -> Tensor:
-    """Return boundaries in the flattened batch; every sequence starts a document.
-
-    Args:
-        changes: whether a token after the first starts a document, ``[B, T − 1]``.
-    """
-    starts = nn.functional.pad(changes, (1, 0), value=True).flatten()
-    return nn.functional.pad(starts.nonzero().squeeze(1), (0, 1), value=starts.numel())
 
 
 class CallContext:
@@ -111,8 +102,10 @@ class CallContext:
         """Whether the model is in a call; a layer may also be called alone."""
         return self._depth > 0
 
-    def enter(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Read the arguments of the outermost call."""
+    def enter(
+        self, names: tuple[str, ...], model: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Read the arguments of the outermost call; the hook before a call of the model."""
         if model is self._model:  # a KeyboardInterrupt ended its last call, without `leave`
             self._depth = 0
             self._clear()
@@ -120,6 +113,7 @@ class CallContext:
         if self._depth > 1:
             return
         self._model = model
+        arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         mask = arguments.get("attention_mask")
         if isinstance(mask, Mapping):  # one mask per type of layer
             mask = mask.get("linear_attention")
@@ -132,8 +126,12 @@ class CallContext:
         if self.boundaries is None and self.attention_mask is None:
             self.boundaries = _boundaries_from_positions(arguments.get("position_ids"))
 
-    def leave(self) -> None:
-        """Forget the call."""
+    def leave(
+        self, cache_name: str | None, model: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        """Forget the call; the hook after a call of the model."""
+        if self.cache is not None and cache_name and isinstance(output, ModelOutput):
+            vars(output).setdefault(cache_name, self.cache)  # assisted generation reads it there
         self._depth -= 1
         if not self._depth:
             self._clear()
@@ -145,11 +143,7 @@ class CallContext:
         return self._batches[T]
 
     def check_num_columns(self, T: int) -> None:
-        """Check that a layer with T tokens can locate padding and documents.
-
-        Raises:
-            ValueError: the model passes its tokens to the layers in pieces.
-        """
+        """Check that a layer with T tokens can locate padding and documents."""
         n = self.num_columns
         if n is None or n == T:
             return
@@ -182,35 +176,14 @@ def _boundaries_from_positions(positions: Any) -> Tensor | None:
     if torch.compiler.is_compiling() or not has_data(positions):
         return None
     changes = positions.diff(dim=1) != 1
-    return _boundaries(changes) if bool(changes.any()) else None
-
-
-class _Enter:
-    """Hook before a model's call."""
-
-    def __init__(self, context: CallContext, names: tuple[str, ...]) -> None:
-        self.context, self.names = context, names
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.context.enter(module, dict(zip(self.names, args, strict=False)) | kwargs)
-
-
-class _Leave:
-    """Hook after a model's call."""
-
-    def __init__(self, context: CallContext, cache_name: str | None) -> None:
-        self.context, self.cache_name = context, cache_name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        cache, name = self.context.cache, self.cache_name
-        if cache is not None and name is not None and isinstance(output, ModelOutput):
-            vars(output).setdefault(name, cache)  # assisted generation reads it there
-        self.context.leave()
+    return cu_seqlens_from_starts(changes) if bool(changes.any()) else None
 
 
 def watch_calls(module: nn.Module, context: CallContext) -> list[Any]:
     """Read the arguments of each call of a module; return the handles that end this."""
+    enter: Any = functools.partial(context.enter, argument_names(module))
+    leave: Any = functools.partial(context.leave, cache_name(module))
     return [
-        module.register_forward_pre_hook(_Enter(context, argument_names(module)), with_kwargs=True),
-        module.register_forward_hook(_Leave(context, cache_name(module)), always_call=True),
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
     ]

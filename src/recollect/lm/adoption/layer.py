@@ -28,23 +28,14 @@ __all__ = ["AdoptedLayer", "Adoption"]
 
 @dataclass(kw_only=True)
 class Adoption:
-    """How an adopted layer is computed.
-
-    Attributes:
-        family: its family.
-        context: the current call of the model.
-        engine: engine, as in `recollect.recall`.
-        argument_names: positional arguments of the original forward method.
-        layer_index: index of the layer in caches.
-        bound: the recipe at the layer's sizes, after the first call.
-    """
+    """The computation of an adopted layer."""
 
     family: Family
     context: CallContext
     engine: str
-    argument_names: tuple[str, ...]
-    layer_index: int
-    bound: BoundRecipe | None = None
+    argument_names: tuple[str, ...]  # of the original forward method
+    layer_index: int  # in caches
+    bound: BoundRecipe | None = None  # the recipe at the layer's sizes, after the first call
 
     def bind(self, arguments: MemoryArguments) -> BoundRecipe:
         """Return the recipe at the sizes of the arguments."""
@@ -238,20 +229,14 @@ class AdoptedLayer:
         self: Any,
         u: Tensor,
         arguments: MemoryArguments,
-        conv: Tensor | None,
-        memory: tuple[Tensor, ...] | None,
+        conv: Tensor | None,  # inputs of the convolution before the call
+        memory: tuple[Tensor, ...] | None,  # before the call
         n: int,
-        mask: Tensor | None,
+        mask: Tensor | None,  # [B, n], which of the columns are real; None if all are
     ) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
         """Return the inputs of the convolution and the memory after the first n columns of a call.
 
-        Args:
-            u: inputs of the convolution ``[B, T, C]``, real tokens first.
-            arguments: arguments of the memory at these tokens.
-            conv: inputs of the convolution before the call, or ``None``.
-            memory: tensors of the memory before the call, ``None`` for the first call.
-            n: number of columns.
-            mask: which of them are real ``[B, n]``, ``None`` if all are.
+        ``u [B, T, C]`` and ``arguments`` are the inputs of the call, real tokens first.
         """
         batch, u = None if mask is None else compact(mask), u[:, :n]
         module, last = self.adoption.family.convolution(self), None
@@ -275,14 +260,12 @@ def _state_of(bound: BoundRecipe, fields: Mapping[str, Any]) -> State:
     )
 
 
-def _starts(x: Tensor, boundaries: Tensor | None, is_first: Tensor | None) -> Tensor:
-    """Return which tokens are the first of their document, ``[B, T]``.
-
-    Args:
-        x: tokens ``[B, T, d]``, real ones first.
-        boundaries: boundaries of packed documents, or ``None``.
-        is_first: ``[B]``, whether a sequence has no token before these; ``None`` if none has.
-    """
+def _starts(
+    x: Tensor,  # [B, T, d], real tokens first
+    boundaries: Tensor | None,
+    is_first: Tensor | None,  # [B], sequences without a token before these; None if all are
+) -> Tensor:
+    """Return which tokens are the first of their document, ``[B, T]``."""
     starts = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
     if boundaries is None:
         starts[:, :1] = True if is_first is None else is_first[:, None]

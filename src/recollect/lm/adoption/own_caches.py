@@ -107,13 +107,7 @@ class RecurrentGemma(Family):
 
 
 class OwnLayer(LayerMemory, LinearAttentionLayer):
-    """The memory of an adopted layer in a cache of another format.
-
-    Args:
-        cache: the cache.
-        index: index of the layer in the cache.
-        num_columns: number of tokens in the cache.
-    """
+    """The memory of an adopted layer in a cache of another format, which has some columns."""
 
     def __init__(self, cache: Any, index: int, num_columns: int) -> None:
         super().__init__()

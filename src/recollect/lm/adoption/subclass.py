@@ -11,7 +11,7 @@ __all__ = ["original_class", "specialize"]
 @functools.cache
 def _subclass(mixin: type, base: type) -> type:
     namespace = {
-        "__module__": base.__module__,
+        "__module__": mixin.__module__,
         "__reduce_ex__": _reduce,
         "_mixin": mixin,
         "_original": base,

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recollect.lm.hub import hub_options
+from recollect.lm.hub import offline_kwargs
 from recollect.lm.model.checkpoint import check_regular_files
 
 __all__ = ["byte_tokenizer", "encode", "load_tokenizer", "read_tokenizer", "train_bpe"]
@@ -100,7 +100,7 @@ def read_tokenizer(name: str, **options: Any) -> Any:
         check_regular_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, **options, **hub_options(name)
+            name, trust_remote_code=False, **options, **offline_kwargs(name)
         )
     except ImportError:
         raise

@@ -22,8 +22,8 @@ from recollect.lm.evaluation.documents import CONTEXT
 from recollect.lm.evaluation.folder import load_finished_groups, load_finished_tasks, save_task
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
-from recollect.lm.loading import load_saved
-from recollect.lm.prompt import fingerprint
+from recollect.lm.loading import load_model_and_tokenizer
+from recollect.lm.prompt import model_fingerprint
 from recollect.messages import argument_name, short_repr
 from recollect.report.environment import describe_environment
 from recollect.report.ownership import owned_folder
@@ -146,7 +146,7 @@ def evaluate(
     if isinstance(model, str | PathLike):
         if tokenizer is not None:
             raise ValueError("tokenizer: a folder has its own; give one with a model alone")
-        model, tokenizer = load_saved(str(model), others=True)
+        model, tokenizer = load_model_and_tokenizer(str(model), any_decoder=True)
     _check_model(model, tokenizer)
     if device is not None:
         model = model.to(device)
@@ -159,7 +159,7 @@ def evaluate(
         if out is not None:
             stack.enter_context(owned_folder(out))
         folder = None if out is None else Path(out)
-        digests = fingerprint(model)
+        digests = model_fingerprint(model)
         settings = {
             "model": _sha256("".join(digests[name] for name in sorted(digests)).encode()),
             "tokenizer": tokenizer_digest,

@@ -21,6 +21,8 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from transformers import LogitsProcessorList
 
+from recollect.choices.runtime import seeded_generators
+
 _EXTRA = (
     'evaluation needs lm-eval, which is not installed: pip install -e ".[lm,eval]" in its checkout'
 )
@@ -209,10 +211,10 @@ def _is_interactive() -> bool:
 def fixed_seed(seed: int = SEED) -> Iterator[None]:
     """Context manager that seeds Python, NumPy and torch, and restores their states on exit."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    with seeded_generators(seed, [device]):
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
-        torch.manual_seed(seed)
         try:
             yield
         finally:

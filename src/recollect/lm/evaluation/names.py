@@ -12,7 +12,7 @@ from typing import Any
 
 from recollect.lm.evaluation import harness
 from recollect.lm.evaluation.local_tasks import local_folder, local_tasks
-from recollect.lm.hub import hub_answers, offline, replaced
+from recollect.lm.hub import is_hub_reachable, offline, patched_attribute
 from recollect.messages import suggestion
 
 __all__ = ["LoadedTasks", "describe_error", "find_tasks", "load_tasks"]
@@ -97,7 +97,7 @@ def load_tasks(
     failures: dict[str, str] = {}
     groups: dict[str, Any] = {}
     names = [name for name in names if name not in finished]
-    is_online = all(name in local_tasks() for name in names) or hub_answers()
+    is_online = all(name in local_tasks() for name in names) or is_hub_reachable()
     for name in names:
         try:
             loaded = _load(manager, name, is_online=is_online)
@@ -181,7 +181,7 @@ def _forbid_hub_metrics() -> Iterator[None]:
     def refuse(*args: Any, **options: Any) -> Any:
         raise ValueError("a metric of it is code of the hub, and none is run")
 
-    with replaced(hub_metrics, "load", refuse):
+    with patched_attribute(hub_metrics, "load", refuse):
         yield
 
 

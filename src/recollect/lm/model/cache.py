@@ -1,9 +1,8 @@
-"""The cache: one state per layer, behind the interface that transformers generates with.
+"""The cache of transformers with one state per layer.
 
-Whatever a layer remembers (a memory and its momentum, the associations of a window, all keys and
-values, the tail of a convolution, an angle, a last token) is one `LayerState`, so there is one kind
-of cache layer. It serves `RecollectForCausalLM`, and layers swapped into other decoders, whose
-caches mix it with layers of keys and values.
+A `LayerState` holds all that a layer stores (a memory and its momentum, the associations of a
+window, the last inputs of a convolution), so there is one class of cache layers. Caches of decoders
+with replaced layers mix it with layers of keys and values.
 """
 
 from __future__ import annotations
@@ -20,40 +19,41 @@ from recollect.blocks.state import AnyState
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recorded_call import RecordedCall, roll_back
 
-__all__ = ["CACHE", "RecollectCache", "StateLayer", "cache_of", "grows", "one_cache"]
+__all__ = [
+    "CACHE_KEY",
+    "RecollectCache",
+    "StateLayer",
+    "cache_of",
+    "has_growing_state",
+    "resolve_cache",
+]
 
 _FIELDS = BaseModelOutputWithPast.__dataclass_fields__
-CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
-"""What outputs and arguments of transformers call a cache: ``cache`` since 5.24."""
+CACHE_KEY = "cache" if "cache" in _FIELDS else "past_key_values"
+"""Name of the cache in outputs and arguments of transformers: ``cache`` since 5.24."""
 
 
 def cache_of(outputs: Any) -> Any:
     """Return the cache in the outputs of a model or of ``generate``.
 
-    Transformers calls it ``outputs.cache`` from 5.24 on; before, ``outputs.past_key_values``, or
+    It is ``outputs.cache`` since transformers 5.24. Before, it is ``outputs.past_key_values``, or
     ``outputs.cache_params`` of Mamba.
 
     Args:
-        outputs: outputs of any causal language model, with ``use_cache=True``.
+        outputs: outputs of a causal language model with ``use_cache=True``.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> model = rc.lm.RecollectForCausalLM(config).eval()
         >>> rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]))).get_seq_length()
         3
     """
-    names = (CACHE, "cache_params")
-    return getattr(outputs, next((name for name in names if hasattr(outputs, name)), CACHE))
+    names = (CACHE_KEY, "cache_params")
+    return getattr(outputs, next((name for name in names if hasattr(outputs, name)), CACHE_KEY))
 
 
-def one_cache(cache: Any, past_key_values: Any) -> Any:
-    """The cache that was given, by its name or by the one it had before transformers 5.24.
-
-    Raises:
-        ValueError: two of them.
-    """
+def resolve_cache(cache: Any, past_key_values: Any) -> Any:
+    """Return the cache under its name or the one before transformers 5.24, ``past_key_values``."""
     if cache is None:
         return past_key_values
     if past_key_values is not None and past_key_values is not cache:
@@ -61,17 +61,17 @@ def one_cache(cache: Any, past_key_values: Any) -> Any:
     return cache
 
 
-def grows(layer: MemoryLayer) -> bool:
+def has_growing_state(layer: MemoryLayer) -> bool:
     """Whether a layer's state grows with the text: all associations, or a row per key."""
     return layer.recipe.buffer_size is None or layer.recipe.uses_kernel_rows
 
 
 class StateLayer(CacheLayerMixin):
-    """One layer's state in a cache of transformers.
+    """State of one layer in a cache of transformers.
 
     Args:
-        state: after the columns so far; ``None`` before the first.
-        seen: columns of the batch so far, padding included.
+        state: state after the tokens so far; ``None`` before the first.
+        past_length: number of tokens so far, padding included.
 
     Attributes:
         record_past: whether calls are recorded, so that `crop` can remove their tokens.
@@ -82,25 +82,25 @@ class StateLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: AnyState | None = None, seen: int = 0) -> None:
+    def __init__(self, state: AnyState | None = None, past_length: int = 0) -> None:
         super().__init__()
-        self.state, self.seen = state, seen
+        self.state, self.past_length = state, past_length
         self.is_initialized = state is not None
         self.record_past = False
         self.calls: tuple[RecordedCall, ...] = ()
 
     def __repr__(self) -> str:
         size = 0 if self.state is None else self.state.nbytes
-        return f"{type(self).__name__}({self.seen} columns, {size} bytes)"
+        return f"{type(self).__name__}({self.past_length} tokens, {size} bytes)"
 
     @property
     def batch_size(self) -> int:
-        """Rows; −1 before the first column."""
+        """Number of sequences; −1 before the first token."""
         return -1 if self.state is None else self.state.rows
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether `crop` can remove the tokens of the next call: whether it is recorded."""
+        """Whether the next call is recorded, so that `crop` can remove its tokens."""
         return self.record_past
 
     def activate_past_recording(self) -> None:
@@ -108,61 +108,59 @@ class StateLayer(CacheLayerMixin):
         self.record_past = True
 
     def advance(
-        self, state: AnyState | None, columns: int, calls: Sequence[RecordedCall] = ()
+        self, state: AnyState | None, num_tokens: int, calls: Sequence[RecordedCall] = ()
     ) -> None:
-        """Take the state after ``columns`` more, and the calls that computed it, if recorded."""
-        self.state, self.seen, self.is_initialized = state, self.seen + columns, True
+        """Store the state after ``num_tokens`` more tokens, and the recorded calls."""
+        self.state, self.is_initialized = state, True
+        self.past_length += num_tokens
         self.calls = (*self.calls, *calls)
 
     def get_seq_length(self) -> int:
-        """Columns of the batch so far, padding included."""
-        return self.seen
+        """Return the number of tokens so far, padding included."""
+        return self.past_length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Columns that a mask spans, and the first of them."""
+        """Return the length of a mask over past and new tokens, and its offset 0."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.seen + new, 0
+        return self.past_length + new, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return −1: there is no maximum."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its earlier name
+    get_max_cache_shape = get_max_length  # name before transformers 5.24
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows, in this order: the survivors of a beam."""
-        self._change(lambda state: state.select(beam_idx))
+        """Select the sequences of the best beams."""
+        self._map_state(lambda state: state.select(beam_idx))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times in a row."""
-        self._change(lambda state: state.repeat(repeats))
+        """Repeat each sequence."""
+        self._map_state(lambda state: state.repeat(repeats))
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.state, self.seen, self.is_initialized = None, 0, False
+        """Remove all tokens."""
+        self.state, self.past_length, self.is_initialized = None, 0, False
         self.calls = ()
 
     def offload(self) -> None:
-        """Stay: a state is small."""
+        """Do nothing, because a state is small."""
 
-    def prefetch(self) -> None:
-        """Nothing to fetch."""
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last columns of recorded calls, as if they had never been read.
+        """Remove the last tokens, as if the model had never read them.
 
-        The memory runs again over the columns of the last call that remain. Earlier calls are
-        dropped, so ``crop(0)`` frees their memory.
+        The memory runs again over the remaining tokens of the last call. Earlier calls are dropped,
+        so ``crop(0)`` frees their memory.
 
         Args:
-            tokens_to_remove: number of columns, as a negative number or 0.
+            tokens_to_remove: number of tokens, as a negative number or 0.
 
         Raises:
-            ValueError: a positive number, or more columns than were recorded.
+            ValueError: a positive number, or more tokens than were recorded.
         """
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:
@@ -177,34 +175,26 @@ class StateLayer(CacheLayerMixin):
             )
         recorded = sum(call.num_tokens for call in self.calls)
         if count > recorded:
-            columns = "1 column that was" if recorded == 1 else f"{recorded} columns that were"
+            tokens = "1 token that was" if recorded == 1 else f"{recorded} tokens that were"
             raise ValueError(
-                f"crop({-count}) removes more than the {columns} recorded since the last "
-                "crop: read the text again, up to the token to go back to"
+                f"crop({-count}) removes more than the {tokens} recorded since the last crop: read "
+                "the text again, up to the last token to keep"
             )
         calls, state = roll_back(self.calls, count) if count else ([*self.calls], self.state)
         self.advance(state, -count)
         self.calls, self.is_initialized = (*calls[-1:],), state is not None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        calls = tuple(call for call in state["calls"] if call is not None)  # those of a pickle are
-        vars(self).update(state | {"calls": calls})
+        calls = (call for call in state["calls"] if call is not None)  # recorded calls pickle as it
+        vars(self).update(state | {"calls": tuple(calls)})
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
-        """There are no keys and values to hold.
-
-        Raises:
-            TypeError: always.
-        """
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise TypeError: there are no keys and values."""
         raise TypeError("this cache layer holds a memory's state, not keys and values")
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> NoReturn:
-        """As `lazy_initialization`."""
-        self.lazy_initialization(key_states, value_states)
+    update = lazy_initialization
 
-    def _change(self, f: Callable[[AnyState], AnyState]) -> None:
+    def _map_state(self, f: Callable[[AnyState], AnyState]) -> None:
         if self.state is not None:
             self.state, self.calls = f(self.state), ()
 
@@ -212,19 +202,16 @@ class StateLayer(CacheLayerMixin):
 class RecollectCache(Cache):
     """States of all layers after some tokens.
 
-    A forward pass makes a new one and leaves the one it was given as it is, so a prompt can be
-    continued several times. After `activate_past_recording`, the caches of following passes can be
-    cropped, which changes them in place.
+    A forward pass returns a new cache and does not change its argument, so a prompt can be
+    continued several times. After `activate_past_recording`, the caches of later passes can be
+    cropped in place.
 
     Args:
         states: one per layer; none before the first token.
-        seen: columns of the batch so far, padding included.
+        past_length: number of tokens so far, padding included.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2,
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> model = rc.lm.RecollectForCausalLM(config).eval()
         >>> cache = rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]), use_cache=True))
         >>> cache.get_seq_length()
@@ -239,15 +226,15 @@ class RecollectCache(Cache):
         4
     """
 
-    def __init__(self, states: Iterable[AnyState] = (), seen: int = 0) -> None:
-        super().__init__(layers=[StateLayer(state, seen) for state in states])
-        self.seen = seen
+    def __init__(self, states: Iterable[AnyState] = (), past_length: int = 0) -> None:
+        super().__init__(layers=[StateLayer(state, past_length) for state in states])
+        self.past_length = past_length
         self._record_first_call = False
 
     def __repr__(self) -> str:
         return (
-            f"RecollectCache({len(self)} layers, {self.rows} rows, {self.seen} columns, "
-            f"{self.nbytes_per_sequence} bytes per sequence)"
+            f"RecollectCache({len(self)} layers, {self.batch_size} sequences, {self.past_length} "
+            f"tokens, {self.nbytes_per_sequence} bytes per sequence)"
         )
 
     def __iter__(self) -> Iterator[AnyState]:
@@ -259,17 +246,17 @@ class RecollectCache(Cache):
         return tuple(layer.state for layer in self.layers)
 
     @property
-    def rows(self) -> int:
-        """B; 0 before the first token."""
+    def batch_size(self) -> int:
+        """Number of sequences; 0 before the first token."""
         return self.states[0].rows if self.states else 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch so far, padding included."""
-        return self.seen
+        """Return the number of tokens so far, padding included."""
+        return self.past_length
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can remove the tokens of the next call: whether it is recorded."""
+        """Whether the next call is recorded, so that `crop` can remove its tokens."""
         return super().is_croppable if self.layers else self._record_first_call
 
     def activate_past_recording(self) -> None:
@@ -278,13 +265,10 @@ class RecollectCache(Cache):
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last columns of recorded calls, see `StateLayer.crop`.
-
-        Args:
-            tokens_to_remove: number of columns, as a negative number or 0.
+        """Remove the last tokens of recorded calls, see `StateLayer.crop`.
 
         Raises:
-            ValueError: a positive number, or more columns than were recorded.
+            ValueError: a positive number, or more tokens than were recorded.
         """
         if tokens_to_remove and not self.layers:
             raise ValueError(
@@ -292,21 +276,21 @@ class RecollectCache(Cache):
                 "to the model with the tokens first"
             )
         super().crop(tokens_to_remove)
-        self.seen = self.layers[0].get_seq_length() if self.layers else 0
-        if not self.seen:
+        self.past_length = self.layers[0].get_seq_length() if self.layers else 0
+        if not self.past_length:
             self.layers = []
 
     def continued(
-        self, states: Sequence[AnyState], columns: int, calls: Sequence[RecordedCall] = ()
+        self, states: Sequence[AnyState], num_tokens: int, calls: Sequence[RecordedCall] = ()
     ) -> RecollectCache:
-        """Return the cache after more columns.
+        """Return the cache after more tokens.
 
         Args:
             states: one per layer.
-            columns: number of columns that were read.
+            num_tokens: number of new tokens.
             calls: one per layer, if they were recorded.
         """
-        cache = RecollectCache(states, self.get_seq_length() + columns)
+        cache = RecollectCache(states, self.past_length + num_tokens)
         if calls:
             cache.activate_past_recording()
             earlier = [layer.calls for layer in self.layers] or [()] * len(calls)
@@ -321,8 +305,8 @@ class RecollectCache(Cache):
         return cache
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.layers, self.seen = [], 0
+        """Remove all tokens."""
+        self.layers, self.past_length = [], 0
 
     @property
     def nbytes(self) -> int:
@@ -331,13 +315,13 @@ class RecollectCache(Cache):
 
     @property
     def nbytes_per_sequence(self) -> int:
-        """Bytes of all tensors, per row."""
-        return self.nbytes // max(1, self.rows)
+        """Bytes of all tensors, per sequence."""
+        return self.nbytes // max(1, self.batch_size)
 
     def map(self, f: Callable[[AnyState], AnyState]) -> RecollectCache:
-        """Apply ``f`` to every layer's state."""
-        return RecollectCache((f(state) for state in self.states), self.seen)
+        """Return a cache of ``f`` of every layer's state."""
+        return RecollectCache((f(state) for state in self.states), self.past_length)
 
     def detach(self) -> RecollectCache:
-        """Cut the graph (truncated backpropagation)."""
+        """Return a cache without a graph, for truncated backpropagation."""
         return self.map(lambda state: state.detach())

@@ -1,4 +1,4 @@
-"""A head that sorts texts: one score per label, read at the last token that is no padding."""
+"""A head that classifies texts: one score per label, at the last token that is not padding."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ class RecollectForSequenceClassification(
 ):
     """`RecollectModel` with a head of ``config.num_labels`` scores per text.
 
-    A batch of several texts needs ``config.pad_token_id``: the scores are read at the last token
-    that is another. From the folder of a language model the head begins anew.
+    A batch of several texts needs ``config.pad_token_id``: the scores are those of the last other
+    token. The head is initialized if a folder of a language model is loaded.
 
     Raises:
-        RecipeError: sizes that do not fit a recipe.
+        RecipeError: sizes do not fit a recipe.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2,
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> config.num_labels = 3
         >>> rc.lm.RecollectForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3])
     """
 
-    _unread = ("lm_head.",)
-    _optional_weights = ("score.",)
+    _ignore_unexpected = ("lm_head.",)
+    _ignore_missing = ("score.",)

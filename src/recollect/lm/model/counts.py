@@ -17,13 +17,13 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.messages import argument_name
 
-__all__ = ["count_parameters", "match_parameters", "parameter_count"]
+__all__ = ["count_parameters", "match_parameters", "meta_model", "parameter_count"]
 
 MLP_WIDTH_MULTIPLE = 8
 
 
 def count_parameters(config: RecollectConfig) -> dict[str, int]:
-    """Return the number of trained parameters of a model by part; nothing is allocated.
+    """Return the number of trainable parameters of a model by part; nothing is allocated.
 
     With vocabulary W, width D, L layers, MLP width M, H query heads, N memories, n associations per
     token, and key and value sizes K and V:
@@ -43,15 +43,12 @@ def count_parameters(config: RecollectConfig) -> dict[str, int]:
     or m / block further keys of D.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2,
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> parts = rc.lm.count_parameters(config)
-        >>> parts["embedding"], parts["norms"]
-        (1024, 48)
+        >>> parts["embedding"], parts["norms"]  # 32 · 16 twice, 16 (12 + 1) and 16 · 12
+        (1024, 400)
     """
-    model = _meta_model(config)
+    model = meta_model(config)
     modules = dict(model.named_modules())
     total: Counter[str] = Counter()
     for name, weight in model.named_parameters():
@@ -81,7 +78,8 @@ def _part(name: str, modules: Mapping[str, nn.Module]) -> str:
     return "norms" if is_norm else "other"
 
 
-def _meta_model(config: RecollectConfig) -> RecollectForCausalLM:
+def meta_model(config: RecollectConfig) -> RecollectForCausalLM:
+    """Return a model on the meta device, which allocates nothing."""
     try:
         with torch.device("meta"):
             return RecollectForCausalLM(config)
@@ -96,21 +94,18 @@ def _meta_model(config: RecollectConfig) -> RecollectForCausalLM:
 
 
 def parameter_count(config: RecollectConfig) -> int:
-    """Return the number of trained parameters, tied ones once; nothing is allocated.
+    """Return the number of trainable parameters, tied ones once; nothing is allocated.
 
     Raises:
         ValueError: if a matrix would have more bytes than 64 bits can count.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2,
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> model = rc.lm.RecollectForCausalLM(config)
         >>> rc.lm.parameter_count(config) == sum(p.numel() for p in model.parameters())
         True
     """
-    weights = _meta_model(config).parameters()
+    weights = meta_model(config).parameters()
     return sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
@@ -121,7 +116,7 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
 
     Args:
         configs: one per model; they are not changed.
-        target: number of trained parameters.
+        target: number of trainable parameters.
 
     Raises:
         ValueError: if a model has more parameters than ``target`` even with the narrowest MLP.
@@ -137,14 +132,14 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
     for config in configs:
         config = copy.deepcopy(config)
         config.intermediate_size = MLP_WIDTH_MULTIPLE
-        least = parameter_count(config)
-        step = 3 * MLP_WIDTH_MULTIPLE * config.hidden_size * max(1, sum(config.followed))
-        if target < least - step // 2:
+        minimum = parameter_count(config)
+        step = 3 * MLP_WIDTH_MULTIPLE * config.hidden_size * max(1, sum(config.has_mlp))
+        if target < minimum - step // 2:
             raise ValueError(
-                f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
-                f"than the {target:,} asked for; raise {argument_name('target')} or lower "
+                f"{', '.join(config.layers)}: {minimum:,} parameters with the narrowest MLP are "
+                f"more than the {target:,} asked for; raise {argument_name('target')} or lower "
                 f"{argument_name('hidden_size')}"
             )
-        config.intermediate_size = MLP_WIDTH_MULTIPLE * (1 + round((target - least) / step))
+        config.intermediate_size = MLP_WIDTH_MULTIPLE * (1 + round((target - minimum) / step))
         matched.append(config)
     return matched

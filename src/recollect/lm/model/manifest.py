@@ -1,7 +1,6 @@
-"""A manifest beside saved files: the size and SHA-256 of each, so that a change is seen.
+"""A manifest with the size and SHA-256 of each file in a folder.
 
-Formats notice what was cut short; weights that were zeroed or flipped, or a number that was edited,
-they do not.
+File formats detect truncation but not changed values; checksums detect both.
 """
 
 from __future__ import annotations
@@ -10,87 +9,68 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
 from recollect.lm.publishing.card import CARD
 from recollect.report.files import check_regular
 
-__all__ = ["MANIFEST", "check_manifest", "of_model", "write_manifest"]
+__all__ = ["MANIFEST", "check_manifest", "is_model_file", "write_manifest"]
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
 
 
-def of_model(name: str) -> bool:
+def is_model_file(name: str) -> bool:
     """Whether a file holds a model's weights or configuration."""
     return name in ("config.json", "generation_config.json") or (
         name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
     )
 
 
-def write_manifest(folder: Path, which: Callable[[str], bool] = lambda name: True) -> None:
-    """Write ``manifest.json`` for files of a folder and those below it.
-
-    Args:
-        folder: of the files.
-        which: asked by a file's name, with its folder below this one.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest not be written.
-    """
+def write_manifest(folder: Path, include: Callable[[str], bool] = lambda name: True) -> None:
+    """Write ``manifest.json`` for the files below a folder whose relative path is included."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+        name: _size_and_checksum(folder / name)
         for name in names
-        if name not in (MANIFEST, CARD) and which(name)  # a card is for people, and edited
+        if name not in (MANIFEST, CARD) and include(name)  # users edit the card
     }
     text = json.dumps({"schema": SCHEMA, "files": files}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def check_manifest(
-    folder: Path, which: Callable[[str], bool] = lambda name: True, *, advice: str
+    folder: Path, include: Callable[[str], bool] = lambda name: True, *, advice: str
 ) -> int:
-    """That files are as they were when their manifest was written.
+    """Check that included files have the size and checksum in the manifest; return their number.
 
-    Args:
-        folder: with a ``manifest.json``.
-        which: the files to look at, as in `write_manifest`.
-        advice: what to do about one that is not.
-
-    Returns:
-        How many files there are.
-
-    Raises:
-        CheckpointError: a file that is gone, was cut short or altered, or cannot be read; no
-            manifest, or one that says nothing.
+    ``advice`` ends the message of a `CheckpointError`.
     """
-    written = check_json(folder / MANIFEST)
-    files = written.get("files")
-    if written.get("schema") != SCHEMA or not isinstance(files, dict) or not files:
+    manifest = check_json(folder / MANIFEST)
+    files = manifest.get("files")
+    if manifest.get("schema") != SCHEMA or not isinstance(files, dict) or not files:
         raise CheckpointError(f"{folder / MANIFEST} lists no files that can be read: {advice}")
-    names = [name for name in files if which(name)]
+    names = [name for name in files if include(name)]
     for name in names:
-        path, entry = folder / name, files[name]
+        path = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is outside: {advice}")
         try:
-            size = path.stat().st_size
-            known = isinstance(entry, dict) and entry.get("bytes") == size
-            same = known and entry["sha256"] == _digest(path)
+            is_same = files[name] == _size_and_checksum(path)
         except FileNotFoundError:
-            said = f"{folder} lacks {name}, which it was saved with: {advice}"
-            raise CheckpointError(said) from None
+            raise CheckpointError(
+                f"{folder} lacks {name}, which it was saved with: {advice}"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        except KeyError:
-            same = False
-        if not same:
+        if not is_same:
             raise CheckpointError(f"{path} was cut short or altered since it was saved: {advice}")
     return len(names)
 
 
-def _digest(path: Path) -> str:
+def _size_and_checksum(path: Path) -> dict[str, Any]:
     check_regular(path)
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": checksum}

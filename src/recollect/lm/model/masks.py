@@ -1,49 +1,62 @@
-"""Attention masks of a decoder: which new columns are real, and where documents begin.
+"""Attention masks of a decoder: which new tokens are valid, and where documents start.
 
-A causal mask with padding lets each real token see itself, and no padded one, so its diagonal is
-the padding; where it does not let a real token see the real one before, a document begins.
+In a causal mask each valid token attends to itself and padding to nothing, so the diagonal is the
+padding mask. A document starts at a valid token that does not attend to a valid token just before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Columns", "columns"]
+from recollect.lm.model.arguments import cu_seqlens_from_starts
+
+__all__ = ["ParsedMask", "parse_attention_mask"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The new columns of a batch.
+class ParsedMask(NamedTuple):
+    """The new tokens of a batch.
 
     Attributes:
-        mask: ``[B, T]``, True at real tokens; ``None`` where all are.
-        borders: of documents, in all rows one after the other; ``None`` where rows are documents.
+        token_mask: ``[B, T]``, true at valid tokens; ``None`` if all are.
+        cu_seqlens: boundaries of documents in the flattened batch; ``None`` if each row is one.
     """
 
-    mask: Tensor | None = None
-    borders: Tensor | None = None
+    token_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
-def columns(mask: Tensor | None, x: Tensor, borders: Tensor | None = None) -> Columns:
-    """What a mask says.
+# A decoder passes one mask to all its layers: its meaning, and the layers that have read it.
+_parsed_masks = WeakTensorKeyDictionary()
 
-    Args:
-        mask: ``None``, ``[B, S]`` of all columns, or ``[B or 1, heads, T, S]``: of booleans, or of
-            numbers to add to scores, 0 where a token is seen.
-        x: ``[B, T, ...]``.
-        borders: of packed documents, given beside the mask (B = 1).
 
-    Raises:
-        ValueError: a mask of another shape, or one that no memory can follow.
+def parse_attention_mask(
+    mask: Tensor | None,  # [B, S], or [B or 1, heads, T, S] of booleans or numbers added to scores
+    x: Tensor,  # [B, T, ...]
+    cu_seqlens: Tensor | None = None,  # of packed documents; the mask is ignored then
+    *,
+    layer_idx: int,
+) -> ParsedMask:
+    """Return the valid tokens and documents of a mask, parsed once per forward pass.
+
+    Raises ValueError for a mask of another shape, or a mask that a memory cannot follow.
     """
-    B, T = x.shape[:2]
-    if borders is not None:
-        return Columns(borders=borders)
-    if mask is None:
-        return Columns()
+    if mask is None or cu_seqlens is not None:
+        return ParsedMask(cu_seqlens=cu_seqlens)
+    if not isinstance(mask, Tensor) or torch.compiler.is_compiling():
+        return _parse(mask, *x.shape[:2])
+    entry = _parsed_masks.get(mask)
+    if entry is None or layer_idx in entry[1]:  # the mask may have changed since the last pass
+        entry = _parsed_masks[mask] = _parse(mask, *x.shape[:2]), set()
+    parsed, readers = entry
+    readers.add(layer_idx)
+    return parsed  # type: ignore[no-any-return]
+
+
+def _parse(mask: Tensor, B: int, T: int) -> ParsedMask:
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[-1] < T:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
@@ -51,31 +64,29 @@ def columns(mask: Tensor | None, x: Tensor, borders: Tensor | None = None) -> Co
             "with attn_implementation='sdpa' or 'eager'"
         )
     if mask.dim() == 2:
-        return _real(mask[:, -T:] != 0)
+        valid = mask[:, -T:] != 0
+        return ParsedMask(None if bool(valid.all()) else valid)
     if mask.shape[2] != T:
         raise ValueError(f"attention_mask must have shape [B, 1, {T}, S], not {list(mask.shape)}")
-    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > -1
-    seen = seen.expand(B, T, mask.shape[-1])
-    past = mask.shape[-1] - T
-    if bool(seen.triu(past + 1).any()):
+    attends = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > -1
+    attends = attends.expand(B, T, mask.shape[-1])
+    past_length = mask.shape[-1] - T
+    valid = attends.diagonal(past_length, dim1=1, dim2=2).clone()  # a view would keep the mask
+    previous = attends.diagonal(past_length - 1, dim1=1, dim2=2)[:, -(T - 1) :]
+    starts = valid[:, 1:] & valid[:, :-1] & ~previous if T > 1 else valid[:, :0]
+    is_future = attends.triu(past_length + 1).any()
+    flags = torch.stack([is_future, starts.any(), valid.all()])  # one synchronisation
+    sees_future, has_starts, is_full = flags.tolist()
+    if sees_future:
         raise ValueError(
-            "attention_mask lets tokens see later ones, and a memory knows only the past: give a "
-            "causal mask"
+            "attention_mask lets tokens attend to later ones, and a memory depends on earlier "
+            "tokens only: give a causal mask"
         )
-    real = seen.diagonal(past, dim1=1, dim2=2)
-    before = seen.diagonal(past - 1, dim1=1, dim2=2)[:, -(T - 1) :] if T > 1 else real[:, :0]
-    begins = real[:, 1:] & real[:, :-1] & ~before
-    if not bool(begins.any()):
-        return _real(real)
-    if not bool(real.all()):
+    if has_starts and not is_full:
         raise ValueError(
-            "attention_mask has padding and borders of packed documents, and a batch has one or "
+            "attention_mask has padding and boundaries of packed documents, and a batch has one or "
             "the other: pack rows that are full"
         )
-    starts = torch.cat([torch.ones_like(begins[:, :1]), begins], 1).flatten().nonzero()[:, 0]
-    return Columns(borders=torch.cat([starts, starts.new_tensor([B * T])]))
-
-
-def _real(real: Tensor) -> Columns:
-    # Without padding the rows need no compaction; asking costs less than doing it for nothing.
-    return Columns() if bool(real.all()) else Columns(mask=real)
+    return ParsedMask(
+        None if is_full else valid, cu_seqlens_from_starts(starts) if has_starts else None
+    )

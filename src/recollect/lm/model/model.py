@@ -18,17 +18,17 @@ from transformers.utils.generic import can_return_tuple
 
 from recollect.blocks.builder import build
 from recollect.blocks.mixers import Mixer
-from recollect.blocks.routed import Router, Routing, record_routing
+from recollect.blocks.routed import Router, record_routing
+from recollect.choices.runtime import seeded_generators
 from recollect.layer.block import Block
 from recollect.layer.recorded_call import RecordedCall
 from recollect.lm.model.arguments import (
-    ForwardArguments,
-    HeadlessArguments,
+    ForwardKwargs,
     check_token_ids,
-    document_borders,
-    embedded,
+    embed_tokens,
+    resolve_cu_seqlens,
 )
-from recollect.lm.model.cache import CACHE, RecollectCache, cache_of, one_cache
+from recollect.lm.model.cache import CACHE_KEY, RecollectCache, cache_of, resolve_cache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.loss import IGNORE_INDEX, next_token_loss, next_token_targets
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
@@ -41,19 +41,16 @@ class RecollectModel(RecollectPreTrainedModel):
     """Embedding, blocks and a last norm.
 
     Raises:
-        RecipeError: sizes that do not fit a recipe.
+        RecipeError: sizes do not fit a recipe.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2,
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> model = rc.lm.RecollectModel(config)
         >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
         torch.Size([1, 3, 16])
     """
 
-    _unread = ("lm_head.", "score.")
+    _ignore_unexpected = ("lm_head.", "score.")
 
     def __init__(self, config: RecollectConfig) -> None:
         super().__init__(config)
@@ -62,11 +59,11 @@ class RecollectModel(RecollectPreTrainedModel):
         )
         self.blocks = nn.ModuleList(
             Block(
-                _layer(config, mixer, index),
-                config.intermediate_size if follows else None,
+                _build_layer(config, mixer, index),
+                config.intermediate_size if has_mlp else None,
                 eps=config.rms_norm_eps,
             )
-            for index, (mixer, follows) in enumerate(config.mixed)
+            for index, (mixer, has_mlp) in enumerate(config.layer_specs)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -83,60 +80,62 @@ class RecollectModel(RecollectPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         past_key_values: RecollectCache | None = None,
-        **others: Unpack[HeadlessArguments],
+        **kwargs: Unpack[ForwardKwargs],
     ) -> BaseModelOutputWithPast:
-        """Hidden states after the last norm.
+        """Return the hidden states after the last norm.
 
         Args:
-            input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
-            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
-                at real tokens, padded on either side. Padding changes nothing.
-            cache: of an earlier call, to continue from.
-            inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
-            use_cache: whether states come back; by default the configuration's word, and not while
-                training.
-            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row, or in all rows one
-                after the other; then there are no states.
-            output_hidden_states: whether the inputs of all blocks come back too.
-            past_key_values: ``cache``, by its name before transformers 5.24.
-            others: what transformers hands on, by its names: `HeadlessArguments`.
+            input_ids: tokens ``[B, T]``, int64; either these or ``inputs_embeds``.
+            attention_mask: ``[B, T]``, or ``[B, past + T]`` with the tokens of the cache. It is
+                nonzero at valid tokens, which padding on either side does not affect.
+            cache: cache of an earlier call, to continue from.
+            inputs_embeds: vectors ``[B, T, hidden_size]`` in place of ``input_ids``.
+            use_cache: whether to return a cache; by default that of the configuration outside of
+                training, and not during training.
+            cu_seqlens: boundaries ``[N + 1]`` of N documents packed in one row or in the flattened
+                batch, which returns no cache.
+            output_hidden_states: whether to return the inputs of all blocks.
+            past_key_values: name of ``cache`` before transformers 5.24.
+            kwargs: other arguments of transformers, see `ForwardKwargs`.
 
         Raises:
-            ValueError: inputs that contradict each other, or ask for what a memory cannot do.
-            TypeError: an argument that nobody knows.
+            ValueError: inputs contradict each other, or a memory does not support them.
+            TypeError: an unknown argument.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         if inputs_embeds is None:
             assert input_ids is not None
-            x = embedded(self.embed_tokens, input_ids, self.config.vocab_size)
+            x = embed_tokens(self.embed_tokens, input_ids)
         else:
             x = inputs_embeds
-        cache = one_cache(cache, past_key_values)
+        B, T = x.shape[:2]
+        cache = resolve_cache(cache, past_key_values)
         _check_cache(cache, len(self.blocks))
-        before = cache.states if cache else (None,) * len(self.blocks)
-        seen = 0 if cache is None else cache.get_seq_length()
-        rows, columns = x.shape[:2]
-        cu_seqlens = document_borders(
-            others, (rows, columns), seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
+        states = cache.states if cache else (None,) * len(self.blocks)
+        past_length = _past_length(cache)
+        cu_seqlens = resolve_cu_seqlens(
+            *(kwargs, (B, T)), past_length=past_length, mask=attention_mask, cu_seqlens=cu_seqlens
         )
-        mask = _mask(attention_mask, x, seen)
-        many = cu_seqlens is not None and rows > 1
-        if many and (use_cache or seen):
-            raise ValueError(
-                "documents packed in several rows leave no state to go on from: pass "
-                "use_cache=False and no cache, or one row"
-            )
+        mask = _new_token_mask(attention_mask, x, past_length)
+        is_packed_batch = cu_seqlens is not None and B > 1
+        if is_packed_batch:
+            assert cu_seqlens is not None
+            _check_packed_batch(cu_seqlens, mask, B, T)
+            if use_cache or past_length:
+                raise ValueError(
+                    "documents packed in several rows have no cache to continue from: pass "
+                    "use_cache=False and no cache, or one row"
+                )
+            x = x.reshape(1, B * T, -1)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not many
-        if many:  # all rows in one: documents know nothing of each other anyway
-            x = x.reshape(1, rows * columns, -1)
+            use_cache = self.config.use_cache and not self.training and not is_packed_batch
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        hidden, states = [], []
-        records = use_cache and cache is not None and cache.is_croppable and cu_seqlens is None
-        calls: list[RecordedCall] | None = [] if records else None
-        for block, state in zip(self.blocks, before, strict=True):
+        hidden, new_states = [], []
+        is_recorded = use_cache and cache is not None and cache.is_croppable and cu_seqlens is None
+        calls: list[RecordedCall] | None = [] if is_recorded else None
+        for block, state in zip(self.blocks, states, strict=True):
             hidden.append(x)
             if self.gradient_checkpointing and self.training:
                 x, new_state = self._gradient_checkpointing_func(
@@ -148,19 +147,19 @@ class RecollectModel(RecollectPreTrainedModel):
                 x, new_state = block(
                     x, state, mask, cu_seqlens, output_final_state=use_cache, calls=calls
                 )
-            states.append(new_state)
+            new_states.append(new_state)
         x = self.norm(x)
-        if many:
-            x, hidden = x.view(rows, columns, -1), [y.view(rows, columns, -1) for y in hidden]
-        new_state = None
+        if is_packed_batch:
+            x, hidden = x.view(B, T, -1), [y.view(B, T, -1) for y in hidden]
+        new_cache = None
         if use_cache:
-            new_state = (RecollectCache() if cache is None else cache).continued(
-                states, columns, calls or ()
+            new_cache = (RecollectCache() if cache is None else cache).continued(
+                new_states, T, calls or ()
             )
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden, x) if output_hidden_states else None,
-            **_kept(new_state),
+            **_cache_output(new_cache),
         )
 
 
@@ -168,13 +167,10 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     """`RecollectModel` with a head that predicts the next token.
 
     Raises:
-        RecipeError: sizes that do not fit a recipe.
+        RecipeError: sizes do not fit a recipe.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2,
-        ... )
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
         >>> model = rc.lm.RecollectForCausalLM(config).eval()
         >>> ids = torch.tensor([[1, 2, 3]])
         >>> bool(model(ids, labels=ids).loss > 0)
@@ -209,58 +205,47 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         output_logits: bool | None = None,
         past_key_values: RecollectCache | None = None,
-        **others: Unpack[ForwardArguments],
+        **kwargs: Unpack[ForwardKwargs],
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-        """Logits, and the loss when there are labels.
+        """Return logits, and the loss if there are labels.
 
-        A training loss takes the output layer ``loss_chunk_size`` tokens at a time and gives no
-        logits, unless they are asked for.
-
-        Where tokens are routed to memories, ``aux_loss`` is the mean load-balancing loss of the
-        routers; in training, and only then, the loss contains ``router_aux_loss_coef`` times it.
+        A training loss computes the logits of ``loss_chunk_size`` tokens at a time and returns none
+        by default. If tokens are routed to memories, ``aux_loss`` is the mean load-balancing loss
+        of the routers; the loss contains ``router_aux_loss_coef`` times it during training only.
 
         Args:
-            input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
-            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
-                at real tokens, padded on either side. Padding changes nothing.
-            cache: of an earlier call, to continue from.
-            inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
-            labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing,
-                and neither does a token that nothing precedes (after padding, or the first of a
-                packed document).
-            use_cache: whether states come back; by default the configuration's word, and not while
-                training.
-            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row, or in all rows one
-                after the other; then there are no states.
-            output_hidden_states: whether the inputs of all blocks come back too.
-            logits_to_keep: only the last so many positions, or those of an index; 0 is all.
-            num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
-                more than this batch.
-            shift_labels: ``[B, T]``, what each column predicts, in place of ``labels``: where a
-                text goes on after the last column, it knows the next token.
-            output_logits: whether logits come back beside a loss; by default not while training,
-                where the configuration has a ``loss_chunk_size``.
-            past_key_values: ``cache``, by its name before transformers 5.24.
-            others: what transformers hands on, by its names: `ForwardArguments`.
+            input_ids, attention_mask, cache, inputs_embeds: as in `RecollectModel.forward`.
+            labels: the tokens of the input ``[B, T]``, which are shifted here. Positions labelled
+                −100 are ignored, and so is the first token of each text or document.
+            use_cache, cu_seqlens, output_hidden_states: as in `RecollectModel.forward`.
+            logits_to_keep: number of last positions with logits, or their indices; 0: all.
+            num_items_in_batch: divisor of the summed loss, if an optimizer step has several
+                batches.
+            shift_labels: the next token of every position ``[B, T]``, in place of ``labels``; also
+                for the last position, if a text continues after it.
+            output_logits: whether to return logits with a loss; by default not during training with
+                a ``loss_chunk_size``.
+            past_key_values: name of ``cache`` before transformers 5.24.
+            kwargs: other arguments of transformers, see `ForwardKwargs`.
 
         Raises:
-            ValueError: inputs that contradict each other, or ask for what a memory cannot do.
-            TypeError: an argument that nobody knows.
+            ValueError: inputs contradict each other, or a memory does not support them.
+            TypeError: an unknown argument.
         """
-        cache = one_cache(cache, past_key_values)
-        if input_ids is not None:
-            check_token_ids(input_ids)
-        if others:
-            text = inputs_embeds if input_ids is None else input_ids
-            if text is not None:
-                seen = 0 if cache is None else cache.get_seq_length()
-                shape = text.shape[0], text.shape[1]
-                cu_seqlens = document_borders(
-                    others, shape, seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
-                )
-        asked = labels is not None or shift_labels is not None
-        routed = asked and self.routed
-        with record_routing(self.model) if routed else nullcontext([]) as routings:
+        cache = resolve_cache(cache, past_key_values)
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if kwargs and tokens is not None:
+            if input_ids is not None:
+                check_token_ids(input_ids)
+            cu_seqlens = resolve_cu_seqlens(
+                *(kwargs, (tokens.shape[0], tokens.shape[1])),
+                past_length=_past_length(cache),
+                mask=attention_mask,
+                cu_seqlens=cu_seqlens,
+            )
+        has_labels = labels is not None or shift_labels is not None
+        has_aux_loss = has_labels and self.has_routers
+        with record_routing(self.model) if has_aux_loss else nullcontext([]) as routings:
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -274,69 +259,50 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
         if output_logits is None:
-            output_logits = not (asked and self.training and self.config.loss_chunk_size)
-        all_columns = isinstance(logits_to_keep, int) and logits_to_keep == 0
+            output_logits = not (has_labels and self.training and self.config.loss_chunk_size)
         logits = None
-        if output_logits or not asked or not all_columns:
-            columns = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if output_logits or not has_labels or not keeps_all:
+            is_count = isinstance(logits_to_keep, int)
+            logits = self.lm_head(
+                x[:, slice(-logits_to_keep, None) if is_count else logits_to_keep]
             )
-            logits = self.lm_head(x[:, columns])
-        loss = None
-        if asked:
-            found = x if logits is None else logits
-            targets = _targets(labels, shift_labels, attention_mask, cu_seqlens, found.shape[:2])
-            loss = next_token_loss(
-                x,
-                self.lm_head,
-                targets,
-                num_items=num_items_in_batch,
-                chunk_size=self.config.loss_chunk_size,
-                logits=logits,
-            )
-            if routed:
-                return self._balanced(outputs, logits, loss, routings, targets, num_items_in_batch)
-        return CausalLMOutputWithPast(
-            loss=loss,
+        fields = {
+            "logits": logits,
+            "hidden_states": outputs.hidden_states,
+            **_cache_output(cache_of(outputs)),
+        }
+        if not has_labels:
+            return CausalLMOutputWithPast(**fields)
+        shape = (x if logits is None else logits).shape[:2]
+        targets = _targets(labels, shift_labels, attention_mask, cu_seqlens, shape)
+        loss = next_token_loss(
+            x,
+            self.lm_head,
+            targets,
+            num_items=num_items_in_batch,
+            chunk_size=self.config.loss_chunk_size,
             logits=logits,
-            hidden_states=outputs.hidden_states,
-            **_kept(cache_of(outputs)),
         )
+        if not has_aux_loss:
+            return CausalLMOutputWithPast(loss=loss, **fields)
+        aux_loss = torch.stack([routing.balance_loss.to(loss) for routing in routings]).mean()
+        if self.training and self.config.router_aux_loss_coef:
+            share: Any = 1.0  # of this batch in the tokens of the optimizer step
+            if num_items_in_batch is not None:
+                share = (targets != IGNORE_INDEX).sum().to(loss) / num_items_in_batch
+            loss = loss + self.config.router_aux_loss_coef * share * aux_loss
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, **fields)
 
     @property
-    def routed(self) -> bool:
-        """Whether tokens are routed to memories somewhere."""
+    def has_routers(self) -> bool:
+        """Whether a layer routes tokens to memories."""
         return any(isinstance(module, Router) for module in self.model.modules())
 
-    def _balanced(
-        self,
-        outputs: BaseModelOutputWithPast,
-        logits: Tensor | None,
-        loss: Tensor,
-        routings: Sequence[Routing],
-        targets: Tensor,
-        items: int | Tensor | None,
-    ) -> MoeCausalLMOutputWithPast:
-        """The outputs with the routers' mean balance loss, which a training loss adds a share of.
-
-        A batch counts by its tokens where a step takes several.
-        """
-        aux = torch.stack([routing.balance_loss.to(loss) for routing in routings]).mean()
-        if self.training and self.config.router_aux_loss_coef:
-            part = 1.0 if items is None else (targets != IGNORE_INDEX).sum().to(loss) / items
-            loss = loss + self.config.router_aux_loss_coef * part * aux
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            aux_loss=aux,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            **_kept(cache_of(outputs)),
-        )
-
     @property
-    def cache_grows(self) -> bool:
-        """Whether a layer's state grows with the text: all associations, or a row per key."""
-        return any(mixer.grows for mixer, _ in self.config.mixed)
+    def has_growing_cache(self) -> bool:
+        """Whether the state of a layer grows with the text: all associations, or a row per key."""
+        return any(mixer.grows for mixer, _ in self.config.layer_specs)
 
     def prepare_inputs_for_generation(
         self,
@@ -349,89 +315,84 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What one step of `generate` feeds: the columns that no state has seen.
+        """Return the inputs of one step of `generate`: the tokens after the cache.
 
-        With a cache, ``input_ids`` is the whole text so far, or the new columns beside an
-        ``attention_mask`` of all of them. A cache of B rows continues n · B sequences (beams).
+        With a cache, ``input_ids`` is the text so far, or only the new tokens together with an
+        ``attention_mask`` of all tokens. A cache of B rows continues n · B sequences (beams).
 
         Args:
-            input_ids: ``[B, T]``, the whole text so far or the new columns.
-            next_sequence_length: new columns; counted from the mask when omitted.
-            cache: of the columns that were read.
-            attention_mask: over all columns, read and new.
-            inputs_embeds: ``[B, T, hidden_size]``, in place of the first columns' tokens.
-            is_first_iteration: whether this is the prompt, though a cache is given.
-            past_key_values: ``cache``, by its name before transformers 5.24.
-            **kwargs: ``use_cache`` and ``logits_to_keep``, as `forward` takes them; others are
-                ignored.
+            input_ids: the text so far or the new tokens, ``[B, T]``.
+            next_sequence_length: number of new tokens; by default that of the mask.
+            cache: cache of the earlier tokens.
+            attention_mask: mask of earlier and new tokens.
+            inputs_embeds: vectors ``[B, T, hidden_size]`` in place of the first tokens.
+            is_first_iteration: whether these are the tokens of the prompt.
+            past_key_values: name of ``cache`` before transformers 5.24.
+            **kwargs: ``use_cache`` and ``logits_to_keep`` of `forward`; others are ignored.
 
         Raises:
-            ValueError: no column that the cache has not seen.
+            ValueError: there is no token after the cache.
         """
-        cache = one_cache(cache, past_key_values)
-        seen = 0 if cache is None else cache.get_seq_length()
-        new = next_sequence_length
-        if new is None:
-            new = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1] - seen
-        if inputs_embeds is not None and (seen == 0 or is_first_iteration):
-            fresh: dict[str, Any] = {"inputs_embeds": inputs_embeds[:, seen:]}
+        cache = resolve_cache(cache, past_key_values)
+        past_length, length = _past_length(cache), next_sequence_length
+        if length is None and attention_mask is not None:
+            length = attention_mask.shape[1] - past_length
+        elif length is None:
+            length = input_ids.shape[1]
+        if inputs_embeds is not None and (past_length == 0 or is_first_iteration):
+            inputs: dict[str, Any] = {"inputs_embeds": inputs_embeds[:, past_length:]}
+        elif 1 <= length <= input_ids.shape[1]:
+            inputs = {"input_ids": input_ids[:, -length:]}
         else:
-            if not 1 <= new <= input_ids.shape[1]:
-                raise ValueError(
-                    f"the cache has seen {seen} columns and {input_ids.shape[1]} were given, which "
-                    "leaves none to read: give the whole text so far and at least one token more, "
-                    "or only the new tokens with an attention_mask over all columns"
-                )
-            fresh = {"input_ids": input_ids[:, -new:]}
-        rows = next(iter(fresh.values())).shape[0]
-        if cache and cache.rows < rows and not rows % cache.rows:
-            repeats = rows // cache.rows
+            raise ValueError(
+                f"the cache has {past_length} tokens and input_ids has {input_ids.shape[1]}, so "
+                "none is new: give the text so far and at least one token more, or only the new "
+                "tokens with an attention_mask of all tokens"
+            )
+        B = next(iter(inputs.values())).shape[0]
+        if cache and cache.batch_size < B and not B % cache.batch_size:
+            repeats = B // cache.batch_size
             cache = cache.map(lambda state: state.repeat(repeats))
-        to_keep = kwargs.get("logits_to_keep")
-        return {
-            **fresh,
-            "attention_mask": attention_mask,
-            CACHE: cache,
-            "use_cache": kwargs.get("use_cache", True),
-            **({} if to_keep is None else {"logits_to_keep": to_keep}),
-        }
+        inputs |= {"attention_mask": attention_mask, "use_cache": kwargs.get("use_cache", True)}
+        if kwargs.get("logits_to_keep") is not None:
+            inputs["logits_to_keep"] = kwargs["logits_to_keep"]
+        return {**inputs, CACHE_KEY: cache}
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Begin with an empty cache, or with a copy of the given one, which stays as it is.
+        """Create a cache, or copy the given one, which is not changed.
 
-        Drafts are verified with a cache that records, so there must be one before the prompt.
+        Assisted generation verifies drafts with a cache that records calls from the prompt on.
         """
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, *args, **kwargs
         )
-        cache = model_kwargs.get(CACHE)
+        cache = model_kwargs.get(CACHE_KEY)
         if generation_config.use_cache is False or not isinstance(cache, RecollectCache | None):
             return
         cache = RecollectCache() if cache is None else cache.copy()
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs[CACHE] = cache
+        model_kwargs[CACHE_KEY] = cache
 
     def generate(  # type: ignore[override]
         self, *args: Any, generator: torch.Generator | None = None, **kwargs: Any
     ) -> Any:
-        """`transformers.GenerationMixin.generate`, with its randomness as an argument.
+        """Generate as `transformers.GenerationMixin.generate`, optionally from a generator.
 
         Args:
             *args: as in transformers.
-            generator: draws the seed of this call, and the global generators stay as they were;
-                without one, sampling reads those.
+            generator: generator of the seed of this call; the global generators are not changed.
+                Without one, sampling uses the global generators.
             **kwargs: as in transformers.
 
         Raises:
-            ValueError: a generator that is none of torch's; a prompt that is no table of token
-                ids, or is empty.
+            ValueError: not a torch.Generator, or a prompt that is not token ids ``[B, T]``, T > 0.
         """
-        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        cache = resolve_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if cache is not None:
-            kwargs[CACHE] = cache
+            kwargs[CACHE_KEY] = cache
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if prompt is not None:
             check_token_ids(prompt)
@@ -446,9 +407,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         if not isinstance(generator, torch.Generator):
             raise ValueError(f"generator must be a torch.Generator, not {generator!r}")
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        own = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=own):
-            torch.manual_seed(seed)
+        with seeded_generators(seed, {weight.device for weight in self.parameters()}):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -459,7 +418,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         "num_kv_heads": "num_key_value_heads",
     }
 )
-def _layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
+def _build_layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
     return build(
         mixer,
         config.hidden_size,
@@ -468,7 +427,7 @@ def _layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
         head_dim=config.head_dim,
         value_dim=config.value_dim,
         engine=config.engine,
-        precision=config.precision_of(config.pattern[index]),
+        precision=config.precision_of(config.layer_names[index]),
         depth=(index, config.num_hidden_layers),
     )
 
@@ -477,56 +436,74 @@ def _targets(
     labels: Tensor | None,
     shift_labels: Tensor | None,
     mask: Tensor | None,
-    borders: Tensor | None,
-    shape: Sequence[int],
+    cu_seqlens: Tensor | None,
+    shape: Sequence[int],  # B, T of the logits
 ) -> Tensor:
-    """What each column predicts."""
+    """Return the target of every position, ``[B, T]``."""
     if labels is not None and shift_labels is not None:
         raise ValueError(
-            "labels and shift_labels exclude each other: the first are shifted here, the second "
+            "labels and shift_labels exclude each other: labels are shifted here, and shift_labels "
             "already are"
         )
-    given, name = (labels, "labels") if shift_labels is None else (shift_labels, "shift_labels")
-    assert given is not None
-    if given.shape != shape:
+    name, values = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    assert values is not None
+    if values.shape != shape:
         raise ValueError(
-            f"{name} must have shape {list(shape)} [B, T], one per logit, not {list(given.shape)}"
+            f"{name} must have shape {list(shape)} [B, T], one per logit, not {list(values.shape)}"
         )
-    if given.dtype != torch.int64:
+    if values.dtype != torch.int64:
         raise ValueError(
-            f"{name} must be token ids in int64, not {given.dtype}: convert by .long()"
+            f"{name} must be token ids in int64, not {values.dtype}: convert by .long()"
         )
-    return next_token_targets(given, mask, borders) if shift_labels is None else given
+    return values if labels is None else next_token_targets(values, mask, cu_seqlens)
 
 
-def _kept(cache: RecollectCache | None) -> dict[str, Any]:
-    """The cache, as outputs of this version of transformers name it."""
-    return {CACHE: cache}
+def _cache_output(cache: RecollectCache | None) -> dict[str, Any]:
+    """Return a cache under the name that outputs of this version of transformers have for it."""
+    return {CACHE_KEY: cache}
 
 
-def _check_cache(cache: object, layers: int) -> None:
-    if cache is None or (isinstance(cache, RecollectCache) and len(cache) in (0, layers)):
-        return
-    what = f"one of {len(cache)} layers" if isinstance(cache, RecollectCache) else repr(type(cache))
-    raise ValueError(
-        f"cache must be the RecollectCache that this model of {layers} layers returned "
-        f"earlier, not {what}"
-    )
+def _past_length(cache: RecollectCache | None) -> int:
+    return 0 if cache is None else cache.get_seq_length()
 
 
-def _mask(mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
-    """The mask of the new columns, or ``None`` where all are real."""
+def _check_cache(cache: object, num_layers: int) -> None:
+    is_cache = isinstance(cache, RecollectCache)
+    if cache is not None and not (is_cache and len(cache) in (0, num_layers)):
+        actual = f"one of {len(cache)} layers" if is_cache else repr(type(cache))
+        raise ValueError(
+            f"cache must be the RecollectCache that this model of {num_layers} layers returned "
+            f"earlier, not {actual}"
+        )
+
+
+def _new_token_mask(mask: Tensor | None, x: Tensor, past_length: int) -> Tensor | None:
+    """Return the mask of the new tokens ``[B, T]``, or ``None`` if all are valid."""
     B, T = x.shape[:2]
     if mask is None:
         return None
-    if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] not in (T, seen + T):
+    if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] not in (T, past_length + T):
         raise ValueError(
             f"attention_mask must have shape {[B, T]}"
-            + (f" or {[B, seen + T]}" if seen else "")
+            + (f" or {[B, past_length + T]}" if past_length else "")
             + f", not {list(mask.shape)}"
         )
     mask = mask[:, mask.shape[1] - T :]
-    # Without padding the rows need no compaction; asking costs less than doing it for nothing.
+    # Layers compact rows with a mask, which costs more than this synchronisation.
     if not torch.compiler.is_compiling() and bool((mask != 0).all()):
         return None
     return mask
+
+
+def _check_packed_batch(cu_seqlens: Tensor, mask: Tensor | None, B: int, T: int) -> None:
+    """Check that documents of several rows end with their row, and that there is no padding."""
+    if not set(range(0, (B + 1) * T, T)) <= set(cu_seqlens.tolist()):
+        raise ValueError(
+            f"cu_seqlens must have a boundary at the end of every row, at {T}, {2 * T} and so on, "
+            "because documents do not continue in the next row"
+        )
+    if mask is not None and not bool((mask != 0).all()):
+        raise ValueError(
+            "attention_mask has padding and cu_seqlens has boundaries of packed documents, and a "
+            "batch has one or the other: pack rows that are full"
+        )

@@ -1,26 +1,28 @@
-"""The sizes that the papers train."""
+"""Sizes of the models in the papers."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from recollect.lm.model.config import Named, RecollectConfig
+from recollect.lm.model.config import RecipeLike, RecollectConfig
+from recollect.messages import suggestion
 
 __all__ = ["PAPER_SIZES", "PaperSize", "paper_config", "paper_size"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSize:
-    """A size of MIRAS table 5 and ATLAS table 7, trained with AdamW and a cosine.
+    """A size of MIRAS table 5 and ATLAS table 7, trained with AdamW and a cosine schedule.
 
     Attributes:
-        name: the papers' own, which counts parameters loosely.
-        depth, width, heads: of the backbone.
+        name: name in the papers, a rough number of parameters.
+        depth, width, heads: sizes of the backbone.
         lr: peak learning rate.
-        tokens: that the papers train on.
-        vocab: of their tokenizer. context: tokens of a row. batch_tokens: of a step.
+        tokens: number of training tokens.
+        vocab: vocabulary size.
+        context: tokens per sequence.
+        batch_tokens: tokens per optimizer step.
 
     Examples:
         >>> size = rc.lm.PAPER_SIZES["340M"]
@@ -57,27 +59,20 @@ Examples:
 
 
 def paper_size(name: str) -> PaperSize:
-    """A size of the papers by name.
-
-    Raises:
-        ValueError: an unknown name, with the nearest.
-    """
+    """Return a size by its name in the papers."""
     if name not in PAPER_SIZES:
-        near = difflib.get_close_matches(str(name), PAPER_SIZES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"the papers have no size {name!r}; did you mean {near!r}? There are "
-            f"{', '.join(PAPER_SIZES)}"
-        )
+        hint = suggestion(str(name), [*PAPER_SIZES])
+        raise ValueError(f"the papers have no size {name!r}: {hint} (of {', '.join(PAPER_SIZES)})")
     return PAPER_SIZES[name]
 
 
-def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
-    """The configuration of a model of a size of the papers.
+def paper_config(size: str, recipes: RecipeLike, **overrides: Any) -> RecollectConfig:
+    """Return the configuration of a model of a size in the papers.
 
     Args:
         size: ``"170M"``, ``"340M"``, ``"760M"`` or ``"1.3B"``.
         recipes: as in `RecollectConfig.from_recipes`.
-        **sizes: fields of `RecollectConfig`, in place of the size's own.
+        **overrides: fields of `RecollectConfig`, in place of those of the size.
 
     Raises:
         ValueError: an unknown size.
@@ -88,10 +83,10 @@ def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
         (768, 12, 1000)
     """
     paper = paper_size(size)
-    own = {
+    sizes = {
         "vocab_size": paper.vocab,
         "hidden_size": paper.width,
         "num_hidden_layers": paper.depth,
         "num_attention_heads": paper.heads,
     }
-    return RecollectConfig.from_recipes(recipes, **{**own, **sizes})
+    return RecollectConfig.from_recipes(recipes, **{**sizes, **overrides})

@@ -1,4 +1,4 @@
-"""Base classes of models: loading that is strict; initialisation and supported features of ours."""
+"""Base classes of models: strict loading, model cards, and initialization."""
 
 from __future__ import annotations
 
@@ -15,91 +15,108 @@ from recollect.blocks.layers import PersistentTokens
 from recollect.layer.gates import GateProjection
 from recollect.layer.recipe_module import InitialMemory
 from recollect.layer.short_conv import ShortConvolution
-from recollect.lm.hub import hub_options
+from recollect.lm.hub import offline_kwargs
 from recollect.lm.model.checkpoint import (
-    AGAIN,
-    INDEX,
-    SINGLE,
+    FLOAT_DTYPES,
+    INDEX_FILE,
+    RECOPY_HINT,
+    WEIGHTS_FILE,
     CheckpointError,
-    check_config,
     check_finite,
-    check_folder,
+    check_model_folder,
     check_names,
-    check_regular_files,
 )
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.manifest import MANIFEST, check_manifest, of_model, write_manifest
+from recollect.lm.model.manifest import MANIFEST, check_manifest, is_model_file, write_manifest
 from recollect.lm.publishing.card import write_card
-from recollect.lm.publishing.remote_code import registered_outside, set_remote_code
+from recollect.lm.publishing.remote_code import is_external_class, set_remote_code
 
-_MEANT = f"{AGAIN}; if the change is meant, delete {MANIFEST}"
+__all__ = ["RecollectPreTrainedModel", "StrictLoadingMixin"]
 
-__all__ = ["RecollectPreTrainedModel", "StrictLoading"]
+_MANIFEST_HINT = f"{RECOPY_HINT}; if the change is meant, delete {MANIFEST}"
 
 
-class StrictLoading:
-    """A `PreTrainedModel` whose checkpoints are loaded whole and sane, or not at all.
+class StrictLoadingMixin:
+    """A mixin before a class of transformers that loads saved models completely or not at all.
 
-    It stands before the model's own class.
+    Attributes:
+        _saved_type: values of ``model_type`` and ``decoder_type`` in ``config.json``.
+        _ignore_unexpected: prefixes of weights of other heads.
+        _ignore_missing: prefixes of weights of the head, which a model with another head lacks.
     """
 
-    base_model_prefix: ClassVar[str]
-    config_class: ClassVar[Any]
-    # Beginnings of names: of weights of another head, which may stay unread, and of a head's own,
-    # which begin anew in a folder that was saved with another head.
-    _unread: ClassVar[tuple[str, ...]] = ()
-    _optional_weights: ClassVar[tuple[str, ...]] = ()
+    _saved_type: ClassVar[tuple[str, str | None]]
+    _ignore_unexpected: ClassVar[tuple[str, ...]] = ()
+    _ignore_missing: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in transformers, and strict: a checkpoint is loaded whole and sane, or not at all.
+        """Load a model as transformers does, but only if all its weights are complete and finite.
 
         Args:
             pretrained_model_name_or_path: folder of a saved model, or a name on the hub.
             args, kwargs: as in transformers; ``ignore_mismatched_sizes`` lets shapes differ.
 
         Raises:
-            CheckpointError: files that are missing, cut short or altered (by their manifest, where
-                there is one); weights that are missing,
-                too many, of other shapes, or not finite.
-            RecipeError: a configuration that means nothing, or names an unregistered member.
+            CheckpointError: files that are missing, cut short or altered since the manifest was
+                written; weights that are missing, unexpected, not finite or of other shapes.
+            RecipeError: an invalid configuration, or an unregistered member in it.
         """
-        where, report = str(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
-        unusual = {"state_dict", "variant", "gguf_file", "subfolder", "quantization_config"}
-        if not kwargs.setdefault("use_safetensors", True):  # never a pickle
+        path = str(pretrained_model_name_or_path)
+        folder, return_info = Path(path), kwargs.pop("output_loading_info", False)
+        unchecked = {"state_dict", "variant", "gguf_file", "subfolder", "quantization_config"}
+        if not kwargs.setdefault("use_safetensors", True):
             raise CheckpointError(
-                f"{where}: use_safetensors=False would read a pickle, which can run code: leave it "
-                "out, and save weights that are one with save_pretrained first"
+                f"{path}: use_safetensors=False would read a pickle, which can run code: leave it "
+                "out, and save such weights with save_pretrained first"
             )
-        if Path(where).is_file() or (where[:1] in ("/", ".", "~") and not Path(where).exists()):
-            raise CheckpointError(f"there is no folder {where}: name that of a saved model")
-        plain = Path(where).is_dir() and not unusual & set(kwargs)
-        if plain:
-            cls._check_folder(Path(where), **kwargs)
+        if folder.is_file() or (path[:1] in ("/", ".", "~") and not folder.exists()):
+            raise CheckpointError(f"there is no folder {path}: name that of a saved model")
+        is_local = folder.is_dir() and not unchecked & set(kwargs)
+        if is_local:
+            cls._check_folder(folder)
         if "local_files_only" not in kwargs:
-            kwargs |= hub_options(where)
+            kwargs |= offline_kwargs(path)
+        any_shapes = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
-            model, info = super().from_pretrained(  # type: ignore[misc]
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise CheckpointError(f"the weights of {where} cannot be read: {error}") from None
+            model, info = super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
+        except (SafetensorError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"the model in {path} cannot be loaded: {reason}") from None
+        classes = {kind.__name__ for kind in cls.__mro__}
+        has_head = not classes.isdisjoint(model.config.architectures or ())
+        ignored = () if has_head else cls._ignore_missing
         check_names(
-            where,
-            missing=[n for n in info["missing_keys"] if not n.startswith(cls._optional_weights)],
-            unexpected=[n for n in info["unexpected_keys"] if not n.startswith(cls._unread)],
+            path,
+            missing=[n for n in info["missing_keys"] if not n.startswith(ignored)],
+            unexpected=[
+                n for n in info["unexpected_keys"] if not n.startswith(cls._ignore_unexpected)
+            ],
+            mismatched=() if any_shapes else info["mismatched_keys"],
         )
-        check_finite(where, model.state_dict(keep_vars=True).items())
-        if plain and (Path(where) / MANIFEST).exists():
-            check_manifest(Path(where), of_model, advice=_MEANT)
-        return (model, info) if report else model
+        check_finite(path, model.state_dict(keep_vars=True).items())
+        if is_local and (folder / MANIFEST).exists():
+            check_manifest(folder, is_model_file, advice=_MANIFEST_HINT)
+        return (model, info) if return_info else model
+
+    @classmethod
+    def _check_folder(cls, folder: Path) -> None:
+        """Check a saved model as far as possible without reading its weights."""
+        config = check_model_folder(folder, FLOAT_DTYPES)
+        saved_type = config.get("model_type"), config.get("decoder_type")
+        if saved_type != cls._saved_type:
+            raise CheckpointError(
+                f"{folder} holds a model of type {_join(saved_type)!r}, and this class loads "
+                f"{_join(cls._saved_type)!r}: use AutoModelForCausalLM"
+            )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Register a class as transformers does, unless it is of recollect, which is installed."""
-        if registered_outside(cls):
+        """Register a class as transformers does, unless it is part of recollect."""
+        if is_external_class(cls):
             super().register_for_auto_class(auto_class)  # type: ignore[misc]
 
     def save_pretrained(
@@ -107,11 +124,11 @@ class StrictLoading:
     ) -> None:
         """Save as transformers does, with checksums of the files and a model card.
 
-        The card is ``README.md``, which shows how to load the model. One that you wrote or edited
-        stays.
+        The card is ``README.md``, which shows how to load the model. A card that you wrote or
+        edited is kept.
 
         Args:
-            save_directory: the folder.
+            save_directory: folder of the model.
             remote_code: whether to add ``modeling_recollect.py``, which imports recollect, so that
                 transformers loads the folder by ``trust_remote_code=True`` without an import of
                 recollect. When omitted, it is added if the model was loaded with it.
@@ -121,65 +138,35 @@ class StrictLoading:
         if remote_code is not None:
             set_remote_code(model.config, remote_code)
         folder = Path(save_directory)
-        single = folder / SINGLE
-        before = single.stat().st_mtime_ns if single.exists() else None
+        weights = folder / WEIGHTS_FILE
+        old_time = weights.stat().st_mtime_ns if weights.exists() else None
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if not kwargs.get("is_main_process", True) or not folder.is_dir():
             return
-        if before is not None and (folder / INDEX).exists() and single.stat().st_mtime_ns == before:
-            single.unlink()  # of an earlier save, and it would be read in place of the parts
-        write_manifest(folder, of_model)
+        is_old = old_time is not None and weights.stat().st_mtime_ns == old_time
+        if is_old and (folder / INDEX_FILE).exists():
+            weights.unlink()  # of an earlier save; it would be read instead of the shards
+        write_manifest(folder, is_model_file)
         if (folder / "config.json").exists():  # an adapter alone has none
-            write_card(folder, model, loads=self._loads(), recipes=model.config.all_recipes())
+            write_card(
+                folder, model, load_lines=self._load_lines(), recipes=model.config.all_recipes()
+            )
 
     @classmethod
     @abstractmethod
-    def _loads(cls) -> tuple[str, str]:
-        """Two lines of Python that load a model from the folder they run in."""
-
-    @staticmethod
-    @abstractmethod
-    def _configured(folder: Path, written: dict[str, Any]) -> Any:
-        """The configuration that a folder's config.json holds."""
-
-    @classmethod
-    def _check_folder(cls, folder: Path, **kwargs: Any) -> None:
-        """Check a checkpoint as far as possible without reading its numbers."""
-        check_regular_files(folder)
-        data = check_config(folder / "config.json")
-        if (folder / "generation_config.json").exists():
-            check_config(folder / "generation_config.json")
-        if "quantization_config" in data:
-            return  # its weights have names and types of their own
-        config = kwargs.get("config")
-        if not isinstance(config, cls.config_class):
-            config = cls._configured(folder, data)
-        try:
-            kind: Any = cls
-            with torch.device("meta"):
-                model = kind(config)
-        except RuntimeError as error:  # sizes whose product is no size
-            raise CheckpointError(
-                f"{folder}: config.json asks for the impossible: {error}"
-            ) from None
-        partial = bool(kwargs.get("ignore_mismatched_sizes"))
-        classes = {kind.__name__ for kind in cls.__mro__}
-        check_folder(
-            folder,
-            model,
-            head=f"{cls.base_model_prefix}.",
-            partial=partial,
-            unread=cls._unread,
-            drawn=()
-            if classes & {*map(str, data.get("architectures") or [])}
-            else cls._optional_weights,
-        )
+    def _load_lines(cls) -> tuple[str, str]:
+        """Return two lines of Python that load a model from the current folder."""
 
 
-class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
-    """What both models share: how they start, and what the library may do with them."""
+def _join(saved_type: tuple[Any, Any]) -> str:
+    return " of ".join(str(name) for name in saved_type if name is not None)
+
+
+class RecollectPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
+    """Base class of models whose layers are recipes."""
 
     config_class = RecollectConfig
+    _saved_type = (RecollectConfig.model_type, None)
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
@@ -190,18 +177,9 @@ class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
         return False
 
     @classmethod
-    def _loads(cls) -> tuple[str, str]:
-        base = next(kind for kind in cls.__mro__ if not registered_outside(kind))
+    def _load_lines(cls) -> tuple[str, str]:
+        base = next(kind for kind in cls.__mro__ if not is_external_class(kind))
         return "import recollect as rc", f'model = rc.lm.{base.__name__}.from_pretrained(".")'
-
-    @staticmethod
-    def _configured(folder: Path, written: dict[str, Any]) -> RecollectConfig:
-        if written.get("model_type") != RecollectConfig.model_type:
-            raise CheckpointError(
-                f"{folder} holds a model of type {written.get('model_type')!r}, and this class "
-                f"reads {RecollectConfig.model_type!r}: use AutoModelForCausalLM"
-            )
-        return RecollectConfig.from_dict(written)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -213,12 +191,11 @@ class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
         elif isinstance(
             module, GateProjection | ShortConvolution | InitialMemory | PersistentTokens
         ):
-            # These know their own start; what came from a checkpoint stays.
             loaded = [
                 (weight, weight.clone())
                 for weight in module.parameters()
                 if getattr(weight, "_is_hf_initialized", False)
             ]
-            module.reset_parameters()
+            module.reset_parameters()  # which also changes loaded weights
             for weight, value in loaded:
                 weight.copy_(value)

@@ -1,38 +1,29 @@
-"""A layer as one rank of several runs it, with nobody at the other ends.
+"""Run a context-parallel layer on a fake group of ranks, to measure its memory.
 
-The code of `recollect.parallel` runs, so what it gathers and keeps is what is counted. Among
-tensors without numbers an exchange has only to give back the right shapes.
+The code of `recollect.parallel` runs, so gathered and saved tensors are counted. Received tensors
+have the right shapes and no values.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.parallel.layer import ContextRanks, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.layer import ContextRanks, forward_over_ranks
 from recollect.parallel.link import Link
 from recollect.parallel.models import sequence_layers
 from recollect.parallel.strategies import strategy_for
 
-__all__ = ["PaperRanks", "lay_along"]
+__all__ = ["FakeRankGroup", "simulate_context_parallel"]
 
 
-class PaperRanks(Link):
-    """One rank of a sequence without processes: the others have as many tokens.
-
-    Received tensors have the right shapes and no values. One message is in transit at a time.
-
-    Args:
-        rank: this one.
-        ranks: R.
-    """
+class FakeRankGroup(Link):
+    """One rank of a group without processes. All ranks have equally many tokens."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks, lambda: None)
@@ -51,7 +42,7 @@ class PaperRanks(Link):
         pass  # about a kilobyte, which is not counted
 
     def isend(self, x: Tensor, to: int) -> None:
-        self.pending = deque([(None, x)])
+        self.pending = deque([(None, x)])  # one message is in transit at a time
 
     def recv(self, x: Tensor, of: int) -> Tensor:
         return x
@@ -60,20 +51,15 @@ class PaperRanks(Link):
         self.pending.clear()
 
 
-def lay_along(block: nn.Module, ranks: int) -> None:
-    """Let a block's layers run as on the rank that holds most, in place.
+def simulate_context_parallel(block: nn.Module, ranks: int) -> None:
+    """Make a block's layers run, in place, as on the rank of R ≥ 2 that needs most memory.
 
-    Of what is gathered the last rank uses all; in a hand-over the first one computes as much as any
-    other, and sends.
-
-    Args:
-        block: of a model. ranks: R ≥ 2.
+    The last rank reads all gathered tensors. With the sequential strategy the first rank computes
+    as much as the others, and sends.
     """
     for _, layer in sequence_layers(block, ""):
-        run, rank = run_layer, 0
-        if isinstance(layer, MemoryLayer):
-            run = run_memory_layer
-            rank = 0 if strategy_for(layer.recipe).name == "sequential" else ranks - 1
-        elif isinstance(layer, FeedForward):
-            run = run_feed_forward
-        layer.forward = partial(run, ContextRanks(link=PaperRanks(rank, ranks)), layer)
+        is_parallel = (
+            isinstance(layer, MemoryLayer) and strategy_for(layer.recipe).name != "sequential"
+        )
+        group = FakeRankGroup(ranks - 1 if is_parallel else 0, ranks)
+        layer.forward = forward_over_ranks(layer, ContextRanks(link=group))

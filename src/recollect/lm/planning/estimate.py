@@ -1,7 +1,7 @@
-"""A run on devices that nobody has rented yet: memory per rank, operations, time, and the launch.
+"""Estimate of a run before it starts: memory per rank, FLOPs, time, and the launch command.
 
-With P weights, of which the embedding, the head and the last norm are the root's P₀ and a block has
-P_b, a rank of R = data × tensor holds, in float32 (4 bytes) but for what is gathered:
+With P weights, of which embedding, head and last norm have P₀ and a block P_b, a rank of
+R = data × tensor holds, in float32 (4 bytes) except for gathered weights:
 
 =============  ===================================  =============================================
                ddp                                  fsdp, data × tensor
@@ -9,16 +9,16 @@ P_b, a rank of R = data × tensor holds, in float32 (4 bytes) but for what is ga
 parameters     P                                    P / R
 gradients      P                                    P / R
 optimizer      2 P (AdamW's two moments)            2 P / R
-communicated   P, the buckets that are all-reduced  P₀ twice and three of the largest P_b, of
+communicated   P, the buckets of the all-reduce     P₀ twice and three of the largest P_b, of
                                                     their 1 / tensor: gathered weights (one block
-                                                    ahead) and gradients that are not shared yet
-activations    of its rows, as `footprint` counts   the same, of 1 / tensor of the heads
+                                                    ahead) and gradients before they are reduced
+activations    of its rows, by `footprint`          of its rows, with 1 / tensor of the heads
 =============  ===================================  =============================================
 
-Under tensor parallelism a rank has 1 / tensor of the heads, of the MLP's channels and of the
-vocabulary, and the stream between layers whole: its activations are those of a model of so many
-heads. ``context`` divides the tokens of a row: each rank then holds what ``fsdp`` does, and among
-activations what its layers gather or hand over (`along`). A batch is what all processes read.
+Under tensor parallelism a rank has 1 / tensor of the heads, MLP channels and vocabulary. Its
+activations are those of a model with so many heads and the full residual stream. ``context``
+divides the tokens of a row. Weights are sharded as by ``fsdp``, and activations include the tensors
+that layers gather or send (`along`). A batch is shared by all processes.
 """
 
 from __future__ import annotations
@@ -28,107 +28,85 @@ import itertools
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from recollect.blocks.compositions import MixtureOfMemories
-from recollect.blocks.cost import cost
-from recollect.blocks.mixers import Mixer, RecipeMixer
+from recollect.blocks.layers import layer_spec, memory_layers
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.counts import parameter_count
-from recollect.lm.planning.flops import model_flops
-from recollect.lm.planning.footprint import SHORT, Counts, count
-from recollect.lm.sharding.layout import Layout
-from recollect.lm.training.arguments import check_layout, device_of
+from recollect.lm.model.counts import meta_model, parameter_count
+from recollect.lm.planning.flops import memory_costs, model_flops
+from recollect.lm.planning.footprint import MemoryModel, fit_memory_model
+from recollect.lm.sharding.layout import ParallelDims
+from recollect.lm.sharding.tensor import check_heads
+from recollect.lm.training.arguments import check_layout, resolve_device
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import model_config
+from recollect.parallel.models import check_model
 
-__all__ = ["MARGIN", "SHARE", "Estimate", "Rank", "Way", "config_of", "estimate", "rank_of"]
+__all__ = [
+    "DEFAULT_MFU",
+    "USABLE_FRACTION",
+    "Estimate",
+    "RankEstimator",
+    "RankMemory",
+    "build_config",
+    "estimate",
+]
 
-MARGIN = 0.9
-"""Share of a device's memory that may be filled: the rest is its driver's, and its allocator's."""
+USABLE_FRACTION = 0.9
+"""Fraction of a device's memory that a run may fill. Driver and allocator need the rest."""
 
-SHARE = 0.4
-"""Assumed share of a device's stated FLOP/s that a run reaches; no run has confirmed it."""
+DEFAULT_MFU = 0.4
+"""Assumed fraction of a device's stated FLOP/s that a run reaches. No run has confirmed it."""
 
-_PER_NODE = 8
-_PARTS = (2, 4, 8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How ranks share a run.
-
-    Attributes:
-        data: groups that read other rows. tensor: ranks that divide the heads of a group.
-        context: ranks that divide the tokens of a row. shards: whether groups share the weights.
-    """
-
-    data: int = 1
-    tensor: int = 1
-    context: int = 1
-    shards: bool = False
-
-    @property
-    def devices(self) -> int:
-        """All of them."""
-        return self.data * self.tensor * self.context
-
-    @property
-    def parallel(self) -> str:
-        """What ``[run] parallel`` says."""
-        if self.tensor == self.context == 1:
-            return '"fsdp"' if self.shards else '"ddp"'
-        sizes = {"data": self.data, "tensor": self.tensor, "context": self.context}
-        said = ", ".join(f"{name} = {n}" for name, n in sizes.items() if n > 1)
-        return f"{{{said}}}"
-
-    def __str__(self) -> str:
-        if self.devices == 1:
-            return "one device"
-        names = {"fsdp" if self.shards else "ddp": self.data, "tensor": self.tensor}
-        names["context"] = self.context
-        return " × ".join(f"{name} {n}" for name, n in names.items() if n > 1)
+_DEGREES = (2, 4, 8)  # of tensor and context parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
-    """Bytes that one rank holds at its fullest moment.
+class RankMemory:
+    """Bytes of one rank at the peak of a step.
 
     Attributes:
-        way: how ranks share the run. rows: that it reads at once. parts: bytes by what they are.
-        refused: why the run cannot be shared so; there are no parts then.
+        dims: degrees of parallelism of the run.
+        rows: number of sequences that the rank reads at once.
+        parts: bytes by purpose; empty if the run cannot be shared with these degrees.
+        error: reason why the run cannot be shared with these degrees.
     """
 
-    way: Way
+    dims: ParallelDims
     rows: int = 0
     parts: Mapping[str, int] = field(default_factory=dict)
-    refused: str | None = None
+    error: str | None = None
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
-    def fits(self, memory: int) -> bool:
-        """Whether a device of so many bytes holds them."""
-        return self.refused is None and self.total <= MARGIN * memory
+    def fits_in(self, memory: int) -> bool:
+        """Return whether a device with ``memory`` bytes holds the rank."""
+        return self.error is None and self.total <= USABLE_FRACTION * memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A run on paper.
+    """Estimate of a run.
 
     Attributes:
-        parameters: trained numbers. state: bytes of all layers' states, of one row.
-        flops: of training on one token. tokens: of the whole run; seconds: that it takes on
-            ``devices``, at ``share`` of ``peak``; ``None`` for a run on a CPU.
-        devices, memory, peak, share: what it is planned for: how many, bytes of each, FLOP/s of
-            each, and the share of them that is reached.
-        ranks: the ways to share it. smallest: the fewest devices that hold it, if any do.
-        largest: the most devices, up to ``devices``, that can share it. launch: a line of
-            ``run.toml`` and the command that starts as many processes as ``largest`` has devices.
+        parameters: number of trained parameters.
+        state: bytes of the states of all layers, for one sequence.
+        flops: FLOPs of training on one token.
+        tokens: number of tokens of the run.
+        seconds: duration of the run on ``devices`` devices, or ``None`` on a CPU.
+        devices: number of devices.
+        memory: bytes per device.
+        peak_flops: FLOP/s per device.
+        mfu: fraction of ``peak_flops`` that the run reaches.
+        ranks: memory per rank for each candidate of the degrees of parallelism.
+        smallest: candidate with the fewest devices that fits, or ``None``.
+        largest: candidate with the most devices that fits, or ``None``.
+        launch: line of ``run.toml`` and command that start the run on the devices of ``largest``.
     """
 
     parameters: int
@@ -138,47 +116,36 @@ class Estimate:
     seconds: float | None
     devices: int
     memory: int
-    peak: float
-    share: float
-    ranks: tuple[Rank, ...]
-    smallest: Rank | None
-    largest: Rank | None
+    peak_flops: float
+    mfu: float
+    ranks: tuple[RankMemory, ...]
+    smallest: RankMemory | None
+    largest: RankMemory | None
     launch: tuple[str, str] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
 
-        def plain(rank: Rank) -> dict[str, Any]:
-            way = rank.way
-            return {
-                "way": str(way),
-                "mesh": {"data": way.data, "tensor": way.tensor, "context": way.context},
-                "shards": way.shards,
-                "rows": rank.rows,
-                "bytes": dict(rank.parts),
-                "total": rank.total,
-                "fits": rank.fits(self.memory),
-                "refused": rank.refused,
-            }
+        def plain(rank: RankMemory | None) -> dict[str, Any] | None:
+            if rank is None:
+                return None
+            return asdict(rank) | {"total": rank.total, "fits": rank.fits_in(self.memory)}
 
-        numbers = ("parameters", "state", "flops", "tokens", "seconds", "devices", "memory")
-        return {
-            **{name: getattr(self, name) for name in (*numbers, "peak", "share")},
+        return asdict(self) | {
             "ranks": [plain(rank) for rank in self.ranks],
-            "smallest": None if self.smallest is None else plain(self.smallest),
-            "largest": None if self.largest is None else plain(self.largest),
-            "launch": None if self.launch is None else list(self.launch),
+            "smallest": plain(self.smallest),
+            "largest": plain(self.largest),
         }
 
 
-def config_of(plan: TrainPlan) -> RecollectConfig:
-    """The configuration of a run's model; of its texts nothing is read.
+def build_config(plan: TrainPlan) -> RecollectConfig:
+    """Return the configuration of a run's model, without reading its texts.
 
     Args:
-        plan: of the run. A tokenizer that is to be trained counts with the tokens it may have.
+        plan: the run. A tokenizer that has yet to be trained counts with its largest vocabulary.
 
     Raises:
-        ValueError: a recipe, sizes or a tokenizer that cannot be.
+        ValueError: an invalid recipe, size or tokenizer.
     """
     if plan.model.start is not None:
         return RecollectConfig.from_pretrained(plan.model.start)
@@ -197,224 +164,162 @@ def estimate(
     *,
     devices: int = 1,
     memory: int = 80 * 2**30,
-    peak: float = 989e12,
-    share: float = SHARE,
+    peak_flops: float = 989e12,
+    mfu: float = DEFAULT_MFU,
     file: str = "run.toml",
-    per_node: int = _PER_NODE,
+    per_node: int = 8,
 ) -> Estimate:
-    """Return the memory, operations, time and launch of a run; nothing is allocated or started.
+    """Estimate memory, FLOPs, time and launch of a run. Nothing is allocated or started.
 
     Args:
-        plan: of the run. config: of its model.
-        devices: how many there are, ≥ 1. memory: bytes of each.
-        peak: FLOP/s of each; 989e12 is what an H100 states for dense bfloat16.
-        share: of ``peak`` that a run reaches, in (0, 1]; the default is an assumption.
-        file: the plan's file, for the launch. per_node: devices of a machine.
+        plan: the run.
+        config: configuration of its model.
+        devices: number of devices, ≥ 1.
+        memory: bytes per device.
+        peak_flops: FLOP/s per device; 989e12 is an H100's for dense bfloat16, by its data sheet.
+        mfu: fraction of ``peak_flops`` that the run reaches, in (0, 1]; an assumption by default.
+        file: file of the plan, for the launch command.
+        per_node: number of devices per node.
 
     Raises:
-        ValueError: a number out of range; a recipe that cannot be counted.
+        ValueError: a number out of range, or a recipe whose memory cannot be measured.
     """
-    given = {"devices": devices, "memory": memory, "peak": peak, "per_node": per_node}
-    for name, number in given.items():
+    numbers = {"devices": devices, "memory": memory, "peak_flops": peak_flops, "per_node": per_node}
+    for name, number in numbers.items():
         if not 1 <= number < math.inf:
             raise ValueError(f"{name} must be at least 1, and finite, not {number}")
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, not {share}")
-    counted: dict[Any, Counts] = {}
-    ranks = [rank_of(plan, config, way, counted=counted) for way in _ways(devices)]
+    if not 0 < mfu <= 1:
+        raise ValueError(f"mfu must be above 0 and at most 1, not {mfu}")
+    estimator = RankEstimator(plan, config)
 
-    def first(sizes: Iterable[int]) -> Rank | None:
-        layouts = itertools.chain.from_iterable(map(_ways, sizes))
-        estimates = (rank_of(plan, config, layout, counted=counted) for layout in layouts)
-        return next((rank for rank in estimates if rank.fits(memory)), None)
+    def first_fit(sizes: Iterable[int]) -> RankMemory | None:
+        ranks = map(estimator.rank, itertools.chain.from_iterable(map(_candidate_dims, sizes)))
+        return next((rank for rank in ranks if rank.fits_in(memory)), None)
 
-    sizes = _sizes(plan.optimizer.batch, devices)
-    smallest, largest = first(sizes), first(reversed(sizes))
+    sizes = _candidate_sizes(plan.optimizer.batch, devices)
+    smallest, largest = first_fit(sizes), first_fit(reversed(sizes))
     flops = model_flops(config, context=plan.data.context)
     tokens = plan.steps * plan.tokens_per_step
+    on_cpu = plan.run.device is not None and plan.run.device.partition(":")[0] == "cpu"
     return Estimate(
         parameters=parameter_count(config),
-        state=_state(config, plan.data.context, rows=1),
+        state=memory_costs(estimator.model, tokens=plan.data.context)[1],
         flops=flops,
         tokens=tokens,
-        seconds=None if _on_cpu(plan) else tokens * flops / (devices * peak * share),
+        seconds=None if on_cpu else tokens * flops / (devices * peak_flops * mfu),
         devices=devices,
         memory=memory,
-        peak=peak,
-        share=share,
-        ranks=tuple(ranks),
+        peak_flops=peak_flops,
+        mfu=mfu,
+        ranks=tuple(map(estimator.rank, _candidate_dims(devices))),
         smallest=smallest,
         largest=largest,
-        launch=None if largest is None else _launch(largest.way, file, per_node),
+        launch=None if largest is None else _launch_command(largest.dims, file, per_node),
     )
 
 
-def _on_cpu(plan: TrainPlan) -> bool:
-    """Whether a plan names a CPU as its device."""
-    return plan.run.device is not None and plan.run.device.partition(":")[0] == "cpu"
-
-
-def _ways(devices: int) -> Iterator[Way]:
-    """One of each kind, over all devices, the plainest first."""
-    yield Way(data=devices)
+def _candidate_dims(devices: int) -> Iterator[ParallelDims]:
+    """Yield degrees of parallelism for all devices, the simplest first."""
+    yield ParallelDims(dp_replicate=devices)
     if devices > 1:
-        yield Way(data=devices, shards=True)
-        for parts in _PARTS:
-            if devices % parts == 0:
-                yield Way(data=devices // parts, tensor=parts, shards=True)
-        for parts in _PARTS:
-            if devices % parts == 0:
-                yield Way(data=devices // parts, context=parts, shards=True)
+        yield ParallelDims(dp_shard=devices)
+        for name in ("tp", "cp"):
+            for degree in _DEGREES:
+                if devices % degree == 0:
+                    yield ParallelDims(dp_shard=devices // degree, **{name: degree})
 
 
-def _sizes(batch: int, devices: int) -> list[int]:
-    """Every number of devices, in order, whose groups can share a batch in some way."""
-    groups = [n for n in range(1, min(batch, devices) + 1) if batch % n == 0]
-    return sorted({n * parts for n in groups for parts in (1, *_PARTS) if n * parts <= devices})
+def _candidate_sizes(batch_size: int, devices: int) -> list[int]:
+    """Return every number of devices, in order, whose groups can share a batch equally."""
+    groups = [n for n in range(1, min(batch_size, devices) + 1) if batch_size % n == 0]
+    sizes = {n * degree for n in groups for degree in (1, *_DEGREES)}
+    return sorted(size for size in sizes if size <= devices)
 
 
-def rank_of(
-    plan: TrainPlan,
-    config: RecollectConfig,
-    way: Way,
-    *,
-    counted: dict[Any, Counts] | None = None,
-) -> Rank:
-    """What one rank holds at its fullest moment.
+class RankEstimator:
+    """Memory per rank of a run."""
 
-    Args:
-        plan: of the run. config: of its model. way: how ranks share it.
-        counted: what was counted before, which is added to.
+    def __init__(self, plan: TrainPlan, config: RecollectConfig) -> None:
+        self.plan, self.config, self.model = plan, config, meta_model(config)
+        self._memory_models: dict[tuple[int, int], MemoryModel] = {}
 
-    Raises:
-        ValueError: a recipe that cannot be counted.
-    """
-    batch, tokens = plan.optimizer.batch, -(-plan.data.piece // way.context)
-    if batch % way.data:
-        reason = f"batch = {batch} is not a multiple of the {way.data} groups that read it"
-        return Rank(way=way, refused=reason)
-    rows = batch // way.data
-    try:
-        _check(plan, config, way)
-        part = _divided(config, way.tensor)
-    except ValueError as error:
-        return Rank(way=way, refused=str(error))
-    counted = {} if counted is None else counted
-    short = min(tokens, SHORT)
-    key = (way.tensor, way.context, short, tokens if plan.run.loss_chunk == 0 else 0)
-    if key not in counted:
-        bf16, chunk = plan.run.bf16, plan.run.loss_chunk
-        counted[key] = count(part, tokens=tokens, bf16=bf16, loss_chunk=chunk, context=way.context)
-    found = counted[key].at(rows, tokens)
-    most, within = found.most(checkpointing=plan.run.checkpointing)
-    shared = way.data * way.context if way.shards else 1
-    weights = found.weights // shared
-    chunk = min(plan.run.loss_chunk or rows * tokens, rows * tokens)
-    logits = 3 * 4 * chunk * -(-config.vocab_size // way.tensor)
-    logits = min(logits, most)
-    gradients = found.weights if plan.optimizer.accumulate > 1 else within
-    parts = {
-        "parameters": weights,
-        "gradients": gradients // shared,
-        "optimizer": 2 * weights,
-        "activations": max(0, most - within - logits),
-        "logits": logits,
-    }
-    if way.devices > 1:
-        item = 2 if plan.run.bf16 else 4
-        largest = max(found.block_weights)
-        gathered = (2 * found.root_weights + 3 * largest) * item // 4
-        parts["communicated"] = gathered if way.shards and shared > 1 else found.weights
-    if plan.data.segments > 1:
-        kept = plan.data.segments if plan.data.segment_gradient == "kept" else 2
-        parts["states"] = kept * _state(part, plan.data.piece, rows=rows)
-    return Rank(way=way, rows=rows, parts=parts)
+    def rank(self, dims: ParallelDims) -> RankMemory:
+        """Return the memory at the peak of a step. Raise ValueError if it cannot be measured."""
+        plan, run = self.plan, self.plan.run
+        try:
+            rows = self._check(dims)
+            config = self._rank_config(dims.tp)
+        except ValueError as error:
+            return RankMemory(dims=dims, error=str(error))
+        tokens = -(-plan.data.segment_length // dims.cp)
+        if (dims.tp, dims.cp) not in self._memory_models:
+            self._memory_models[dims.tp, dims.cp] = fit_memory_model(
+                config, tokens=tokens, bf16=run.bf16, loss_chunk=run.loss_chunk, context=dims.cp
+            )
+        model = self._memory_models[dims.tp, dims.cp]
+        peak, gradients = model.peak(rows, tokens, checkpointing=run.checkpointing)
+        chunk = min(run.loss_chunk or rows * tokens, rows * tokens)
+        logits = min(3 * 4 * chunk * config.vocab_size, peak)
+        activations, weights = max(0, peak - gradients - logits), model.weights // dims.fsdp
+        if plan.optimizer.accumulate > 1:
+            gradients = model.weights
+        parts = {
+            "parameters": weights,
+            "gradients": gradients // dims.fsdp,
+            "optimizer": 2 * weights,
+            "activations": activations,
+            "logits": logits,
+        }
+        if dims.world_size > 1:
+            gathered = 2 * model.root_weights + 3 * max(model.block_weights)
+            gathered = gathered // 2 if run.bf16 else gathered
+            parts["communicated"] = gathered if dims.fsdp > 1 else model.weights
+        if plan.data.segments > 1:
+            count = plan.data.segments if plan.data.segment_gradient == "kept" else 2
+            state = memory_costs(meta_model(config), tokens=plan.data.segment_length, rows=rows)[1]
+            parts["states"] = count * state
+        return RankMemory(dims=dims, rows=rows, parts=parts)
 
+    def _check(self, dims: ParallelDims) -> int:
+        """Return the rows per rank. Raise ValueError if `recollect train` refuses the degrees."""
+        if dims.world_size > 1:
+            resolve_device(self.plan, dims.world_size)
+        rows = dims.local_batch_size(self.plan.optimizer.batch)
+        check_layout(self.plan, dims)
+        if dims.tp > 1:
+            check_heads(self.model, dims.tp)
+        if dims.cp > 1:
+            check_model(self.model)
+        return rows
 
-def _check(plan: TrainPlan, config: RecollectConfig, way: Way) -> None:
-    """That `recollect train` runs a plan so.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if way.devices > 1:
-        device_of(plan, way.devices)
-    shards = way.shards or way.context > 1
-    check_layout(plan, Layout(data=way.data, context=way.context, tensor=way.tensor, shards=shards))
-    every = [mixer for outermost, _ in config.mixed for mixer in _within(outermost)]
-    if way.context > 1 and any(isinstance(mixer, MixtureOfMemories) for mixer in every):
-        raise ValueError(
-            "tokens that are routed to memories are balanced over whole rows, which context divides"
-        )
-    if way.tensor > 1 and any(
-        isinstance(mixer, RecipeMixer) and mixer.options.persistent for mixer in every
-    ):
-        raise ValueError("a feed-forward memory has no heads that tensor could divide")
-
-
-def _within(mixer: Mixer) -> Iterator[Mixer]:
-    """A mixer and all that it is composed of."""
-    yield mixer
-    for child in mixer.children.values():
-        yield from _within(child)
-
-
-def _divided(config: RecollectConfig, tensor: int) -> RecollectConfig:
-    """The model of one rank among those that divide the heads.
-
-    Raises:
-        ValueError: heads or channels that cannot be divided so.
-    """
-    if tensor == 1:
+    def _rank_config(self, tp: int) -> RecollectConfig:
+        """Return the model of one tensor-parallel rank."""
+        if tp == 1:
+            return self.config
+        layers = memory_layers(self.model, "estimate").values()
+        head_sizes = {(layer_spec(x).head_dim, layer_spec(x).value_dim) for x in layers}
+        if len(head_sizes) > 1:
+            raise ValueError("layers with different head sizes are not estimated under tensor")
+        config = copy.deepcopy(self.config)
+        ((config.head_dim, config.value_dim),) = head_sizes
+        config.num_attention_heads //= tp
+        config.num_key_value_heads //= tp
+        config.intermediate_size //= tp
+        config.vocab_size = -(-config.vocab_size // tp)
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
         return config
-    sizes = {
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "mlp": config.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % tensor:
-            raise ValueError(f"{name} = {size} is not a multiple of tensor = {tensor}")
-    own = {leaf.options.key_dim for mixer, _ in config.mixed for leaf in mixer.leaves.values()}
-    if config.head_dim is None and len(own) > 1:
-        raise ValueError("recipes of several key sizes are not counted under tensor parallelism")
-    part = copy.deepcopy(config)
-    each = config.hidden_size // config.num_attention_heads
-    part.value_dim = config.value_dim or config.head_dim or each
-    part.head_dim = config.head_dim or own.pop() or each
-    part.num_attention_heads //= tensor
-    part.num_key_value_heads //= tensor
-    part.intermediate_size //= tensor
-    part.vocab_size = -(-config.vocab_size // tensor)
-    part.pad_token_id = part.bos_token_id = part.eos_token_id = None
-    return part
 
 
-def _state(config: RecollectConfig, tokens: int, *, rows: int) -> int:
-    """Bytes of the states of all layers."""
-    heads, memories = config.num_attention_heads, config.num_key_value_heads
-    each = config.hidden_size // heads
-    total = 0
-    for mixer, _ in config.mixed:
-        key = next(iter(mixer.leaves.values())).options.key_dim
-        sizes: dict[str, Any] = {"K": config.head_dim or key or each, "H": memories}
-        sizes["V"] = config.value_dim or config.head_dim or each
-        sizes |= {"G": max(1, heads // memories), "engine": config.engine}
-        total += cost(mixer, T=tokens, B=rows, **sizes).state_bytes
-    return total
-
-
-def _launch(way: Way, file: str, per_node: int) -> tuple[str, str]:
-    """Return a line of ``[run]`` and the command; every machine starts equally many processes."""
+def _launch_command(dims: ParallelDims, file: str, per_node: int) -> tuple[str, str]:
+    """Return a line of ``[run]`` and the command. Every node starts equally many processes."""
     train = f"train {shlex.quote(file)}"
-    if way.devices == 1:
+    if dims.world_size == 1:
         return "", f"recollect {train}"
-    most = min(way.devices, per_node)
-    each = next(n for n in range(most, 0, -1) if way.devices % n == 0)
-    nodes = way.devices // each
-    where = f"--nproc-per-node {each}"
+    limit = min(dims.world_size, per_node)
+    processes = next(n for n in range(limit, 0, -1) if dims.world_size % n == 0)
+    nodes = dims.world_size // processes
+    options = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
+    options += f" --nproc-per-node {processes}"
     if nodes > 1:
-        where = f"--nnodes {nodes} {where} --rdzv-backend c10d --rdzv-endpoint $HOST:29500"
-    else:
-        where = f"--standalone {where}"
-    return f"parallel = {way.parallel}", f"torchrun {where} --module recollect.cli {train}"
+        options += " --rdzv-backend c10d --rdzv-endpoint $HOST:29500"
+    return f"parallel = {dims.setting}", f"torchrun {options} --module recollect.cli {train}"

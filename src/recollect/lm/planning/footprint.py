@@ -1,13 +1,12 @@
-"""What a training step keeps and takes, counted on tensors that have shapes and no numbers.
+"""Memory of a training step, measured on fake tensors, which have shapes and no values.
 
-A block is built and run forward and back among torch's fake tensors: they go through the very
-operations of a step, in the types of autocast, and allocate nothing. `LiveMemory` counts what lives
-after the forward pass (what the backward pass needs) and the most that lives in each pass. One
-block of each kind is run three times on a few tokens: with B rows of T tokens a count is
-c + B (a + b T), because rows are independent and engines keep what is linear in T.
+A block runs forward and backward on torch's fake tensors, with the operations and autocast types of
+a real step and without its allocations. `LiveMemory` measures what is saved for the backward pass,
+and the peak of each pass. One block of each kind runs three times on few tokens. Sequences are
+independent and engines save memory linear in T, so B sequences of T tokens take c + B (a + b T).
 
-Without numbers engines take the way that holds for all of them, as on a GPU. On a CPU they look at
-decays and errors, and often find a cheaper one.
+With fake tensors, engines cannot branch on values and take the general path, as on a GPU. On a CPU
+they inspect decays and errors, and often take a path with less memory.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,243 +28,203 @@ from torch._subclasses.fake_tensor import (
 from recollect.lm.model.config import MLP, RecollectConfig
 from recollect.lm.model.loss import next_token_loss
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.along import lay_along
+from recollect.lm.planning.along import simulate_context_parallel
 from recollect.lm.planning.live_memory import LiveMemory
 
-__all__ = ["SHORT", "Counts", "Footprint", "Passes", "count", "footprint"]
+__all__ = ["PROBE_TOKENS", "BlockMemory", "LinearFit", "MemoryModel", "fit_memory_model"]
 
-SHORT = 512
-"""Tokens of a row that is run, where a row has as many; the longer one has twice as many."""
+PROBE_TOKENS = 512
+"""Length of the measured sequences, unless the run's are shorter; one has twice as many tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
+class BlockMemory(NamedTuple):
     """Bytes of a part of the model beyond its weights and its input.
 
     Attributes:
-        kept: after the forward pass, the output included.
-        forward: the most during it.
-        backward: the most during the backward pass beyond ``kept``, gradients of weights included.
+        saved: after the forward pass, including the output.
+        forward: peak of the forward pass.
+        backward: peak of the backward pass beyond ``saved``, including gradients of weights.
     """
 
-    kept: float
+    saved: float
     forward: float
     backward: float
 
-    def _with(self, other: Passes, f: Callable[[float, float], float]) -> Passes:
-        return Passes(
-            kept=f(self.kept, other.kept),
-            forward=f(self.forward, other.forward),
-            backward=f(self.backward, other.backward),
-        )
+
+class LinearFit(NamedTuple):
+    """c + B (a + b T), through the measurements at (B, T) = (1, T₀), (1, 2 T₀) and (2, T₀)."""
+
+    tokens: int  # T₀
+    first: BlockMemory
+    longer: BlockMemory
+    wider: BlockMemory
+
+    def predict(self, rows: int, tokens: int) -> BlockMemory:
+        """Return the bytes for ``rows`` sequences of ``tokens`` tokens."""
+
+        def at(first: float, longer: float, wider: float) -> float:
+            per_row = wider - first  # a + b T₀
+            per_token = (longer - first) / self.tokens
+            fixed = max(0.0, first - per_row)
+            return fixed + rows * (per_row + per_token * (tokens - self.tokens))
+
+        return BlockMemory(*map(at, self.first, self.longer, self.wider))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Bytes of a training step on one device.
+class MemoryModel:
+    """Bytes of a model's training step on one device, as a function of the batch.
 
     Attributes:
-        weights: all of them. block_weights: of every block.
-        blocks: of every block, in order. head: the last norm, the output layer and the loss.
-        stream: the input of one block.
-    """
-
-    weights: int
-    block_weights: tuple[int, ...]
-    blocks: tuple[Passes, ...]
-    head: Passes
-    stream: int
-
-    @property
-    def root_weights(self) -> int:
-        """Those of no block: embedding, head, last norm."""
-        return self.weights - sum(self.block_weights)
-
-    def most(self, *, checkpointing: bool = False) -> tuple[int, int]:
-        """The most that lives at once beside weights and optimizer, and the gradients within it.
-
-        Args:
-            checkpointing: whether only the inputs of blocks are kept, and each is run again.
-        """
-        kept = [float(self.stream) if checkpointing else block.kept for block in self.blocks]
-        below = self.stream + sum(kept)
-        moments = [
-            (below + self.head.forward, 0.0),
-            (below + self.head.kept + self.head.backward, 0.0),
-        ]
-        gradients = float(self.root_weights)
-        for index in reversed(range(len(self.blocks))):
-            block = self.blocks[index]
-            under = self.stream + sum(kept[: index + 1]) + gradients
-            most = block.backward
-            if checkpointing:  # it is run again first
-                most = max(block.forward, block.kept + block.backward)
-            moments.append((under + most, gradients))
-            gradients += self.block_weights[index]
-        moments.append((gradients, gradients))
-        whole, within = max(moments)
-        return round(whole), round(within)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """c + B (a + b T), through (1, T₀), (1, 2 T₀) and (2, T₀)."""
-
-    short: int
-    one: Passes
-    longer: Passes
-    wider: Passes
-
-    def at(self, rows: int, tokens: int) -> Passes:
-        per_token = self.longer._with(self.one, lambda x, y: (x - y) / self.short)
-        per_row = self.wider._with(self.one, lambda x, y: x - y)  # a + b T₀
-        fixed = self.one._with(per_row, lambda x, y: max(0.0, x - y))
-        row = per_row._with(per_token, lambda a, b: a + b * (tokens - self.short))
-        return fixed._with(row, lambda c, x: c + rows * x)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """What was counted of a model on a few tokens.
-
-    Attributes:
-        width: of the stream. weights, block_weights: as in `Footprint`.
+        width: channels of the residual stream.
+        weights: bytes of all weights.
+        block_weights: bytes of the weights of each block.
+        blocks: memory of each block, in order.
+        head: memory of the last norm, the output layer and the loss.
     """
 
     width: int
     weights: int
     block_weights: tuple[int, ...]
-    _blocks: tuple[_Fit, ...]
-    _head: _Fit
+    blocks: tuple[LinearFit, ...]
+    head: LinearFit
 
-    def at(self, rows: int, tokens: int) -> Footprint:
-        """The bytes of a step.
+    @property
+    def root_weights(self) -> int:
+        """Bytes of the weights outside the blocks: embedding, head, last norm."""
+        return self.weights - sum(self.block_weights)
+
+    def peak(self, rows: int, tokens: int, *, checkpointing: bool = False) -> tuple[int, int]:
+        """Return the peak beyond weights and optimizer state, and the gradients included in it.
 
         Args:
-            rows: of a batch that is read at once. tokens: of each.
+            rows: number of sequences.
+            tokens: length of each.
+            checkpointing: whether only the inputs of blocks are saved, and blocks are recomputed.
         """
-        return Footprint(
-            weights=self.weights,
-            block_weights=self.block_weights,
-            blocks=tuple(fit.at(rows, tokens) for fit in self._blocks),
-            head=self._head.at(rows, tokens),
-            stream=4 * rows * tokens * self.width,
-        )
+        residual = 4 * rows * tokens * self.width  # input of a block
+        blocks = [fit.predict(rows, tokens) for fit in self.blocks]
+        head = self.head.predict(rows, tokens)
+        saved = [residual if checkpointing else block.saved for block in blocks]
+        before_head, gradients = residual + sum(saved), self.root_weights
+        candidates = [
+            (before_head + head.forward, 0),
+            (before_head + head.saved + head.backward, 0),
+        ]
+        for index, block in reversed([*enumerate(blocks)]):
+            peak = block.backward
+            if checkpointing:  # the forward pass is repeated first
+                peak = max(block.forward, block.saved + block.backward)
+            earlier = residual + sum(saved[: index + 1])
+            candidates.append((earlier + gradients + peak, gradients))
+            gradients += self.block_weights[index]
+        total, included = max(*candidates, (gradients, gradients))
+        return round(total), included
 
 
-def count(
+def fit_memory_model(
     config: RecollectConfig,
     *,
     tokens: int,
     bf16: bool = False,
     loss_chunk: int = 1024,
     context: int = 1,
-) -> Counts:
-    """Count the bytes of a model's step; nothing is allocated.
+) -> MemoryModel:
+    """Measure the memory of a model's training step. Nothing is allocated.
 
     Args:
-        config: of the model. tokens: of a row; rows of `SHORT` tokens stand for longer ones.
-        bf16: whether products are in bfloat16. loss_chunk: as ``[run] loss_chunk``.
-        context: ranks that hold as many tokens each of a row.
+        config: configuration of the model.
+        tokens: length of the sequences; at most `PROBE_TOKENS` are run.
+        bf16: whether matrix products are in bfloat16.
+        loss_chunk: as ``[run] loss_chunk``.
+        context: number of context-parallel ranks, with ``tokens`` tokens each.
 
     Raises:
-        ValueError: a recipe with a member that looks at numbers.
-    """
-    kinds = list(zip(config.pattern, config.followed, strict=True))
-    made: dict[tuple[str, bool], tuple[int, _Fit]] = {}
-    short, width = min(SHORT, tokens), config.hidden_size
-    with FakeTensorMode():
-        for name, followed in dict.fromkeys(kinds):
-            try:
-                block = _alone(config, name, followed=followed).model.blocks[0]
-                if context > 1:
-                    lay_along(block, context)
-
-                def through(x: Tensor, block: nn.Module = block) -> Tensor:
-                    return block(x, output_final_state=False)[0]
-
-                made[name, followed] = _bytes(block), _fit(through, block, width, short, bf16)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise ValueError(
-                    f"recipe {name!r} cannot be counted on paper: a member of it looks at numbers "
-                    f"({error.func}), and the tensors of a plan have only shapes"
-                ) from error
-        model = _alone(config, *kinds[0])
-        norm, head = model.model.norm, model.lm_head
-
-        def loss(x: Tensor) -> Tensor:
-            asked = torch.zeros(x.shape[:2], dtype=torch.long)
-            return next_token_loss(norm(x), head, asked, chunk_size=loss_chunk)
-
-        # From as many tokens on as a chunk has, what is held is linear.
-        enough = tokens if loss_chunk == 0 else max(short, min(tokens, loss_chunk))
-        last = _fit(loss, nn.ModuleList([norm, head]), width, enough, bf16)
-        root = _bytes(model) - _bytes(model.model.blocks[0])
-    return Counts(
-        width=width,
-        weights=root + sum(made[kind][0] for kind in kinds),
-        block_weights=tuple(made[kind][0] for kind in kinds),
-        _blocks=tuple(made[kind][1] for kind in kinds),
-        _head=last,
-    )
-
-
-def footprint(
-    config: RecollectConfig, *, rows: int, tokens: int, bf16: bool = False, loss_chunk: int = 1024
-) -> Footprint:
-    """The bytes of a step of a model; nothing is allocated.
-
-    Args:
-        config: of the model. rows, tokens: of a batch that is run at once.
-        bf16: whether products are in bfloat16. loss_chunk: as ``[run] loss_chunk``.
+        ValueError: a recipe with a member that reads values.
 
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
         ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=2,
         ...     num_attention_heads=2,
         ... )
-        >>> from recollect.lm.planning.footprint import footprint
-        >>> found = footprint(config, rows=1, tokens=64)
-        >>> found.weights == 4 * rc.lm.parameter_count(config), len(found.blocks)
+        >>> from recollect.lm.planning.footprint import fit_memory_model
+        >>> memory = fit_memory_model(config, tokens=64)
+        >>> memory.weights == 4 * rc.lm.parameter_count(config), len(memory.blocks)
         (True, 2)
     """
-    return count(config, tokens=tokens, bf16=bf16, loss_chunk=loss_chunk).at(rows, tokens)
+    kinds = list(zip(config.layer_names, config.has_mlp, strict=True))
+    measured: dict[tuple[str, bool], tuple[int, LinearFit]] = {}
+    probe, width = min(PROBE_TOKENS, tokens), config.hidden_size
+    with FakeTensorMode():
+        for name, has_mlp in dict.fromkeys(kinds):
+            block = _single_block_model(config, name, has_mlp).model.blocks[0]
+            if context > 1:
+                simulate_context_parallel(block, context)
+
+            def forward(x: Tensor, block: nn.Module = block) -> Tensor:
+                return block(x, output_final_state=False)[0]
+
+            try:
+                fit = _fit(forward, block, width, probe, bf16)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"the memory of recipe {name!r} cannot be estimated: a member of it reads "
+                    f"values ({error.func}), and the tensors of an estimate have only shapes"
+                ) from error
+            measured[name, has_mlp] = _weight_bytes(block), fit
+        model = _single_block_model(config, *kinds[0])
+        norm, head = model.model.norm, model.lm_head
+
+        def loss(x: Tensor) -> Tensor:
+            labels = torch.zeros(x.shape[:2], dtype=torch.long)
+            return next_token_loss(norm(x), head, labels, chunk_size=loss_chunk)
+
+        # The memory of the loss is linear only beyond the first chunk.
+        loss_probe = tokens if loss_chunk == 0 else max(probe, min(tokens, loss_chunk))
+        head_fit = _fit(loss, nn.ModuleList([norm, head]), width, loss_probe, bf16)
+        root = _weight_bytes(model) - _weight_bytes(model.model.blocks[0])
+    weights, fits = zip(*(measured[kind] for kind in kinds), strict=True)
+    return MemoryModel(
+        width=width,
+        weights=root + sum(weights),
+        block_weights=weights,
+        blocks=fits,
+        head=head_fit,
+    )
 
 
-def _alone(config: RecollectConfig, name: str, followed: bool) -> RecollectForCausalLM:
-    """A model of one block."""
-    one = copy.deepcopy(config)
-    one.num_hidden_layers = 1
-    one.layers = [name] if followed else [name, name, MLP]
-    return RecollectForCausalLM(one).train()
+def _single_block_model(config: RecollectConfig, name: str, has_mlp: bool) -> RecollectForCausalLM:
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    config.layers = [name] if has_mlp else [name, name, MLP]
+    return RecollectForCausalLM(config).train()
 
 
 def _fit(
-    f: Callable[[Tensor], Tensor], module: nn.Module, width: int, short: int, bf16: bool
-) -> _Fit:
-    sizes = ((1, short), (1, 2 * short), (2, short))
-    one, longer, wider = (_run(f, module, width, B, T, bf16) for B, T in sizes)
-    return _Fit(short=short, one=one, longer=longer, wider=wider)
+    f: Callable[[Tensor], Tensor], module: nn.Module, width: int, tokens: int, bf16: bool
+) -> LinearFit:
+    sizes = ((1, tokens), (1, 2 * tokens), (2, tokens))
+    return LinearFit(tokens, *(_measure(f, module, (B, T, width), bf16) for B, T in sizes))
 
 
-def _run(
-    f: Callable[[Tensor], Tensor], module: nn.Module, width: int, rows: int, tokens: int, bf16: bool
-) -> Passes:
-    """One forward and one backward pass among fake tensors."""
+def _measure(
+    f: Callable[[Tensor], Tensor], module: nn.Module, shape: tuple[int, int, int], bf16: bool
+) -> BlockMemory:
+    """Run one forward and one backward pass on fake tensors."""
     module.zero_grad()
-    x = torch.zeros(rows, tokens, width, requires_grad=True)
+    x = torch.zeros(shape, requires_grad=True)
     with LiveMemory([*module.parameters(), x]) as memory:
-        before = memory.now
+        start = memory.current
         with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
             y = f(x)
-        kept, forward = memory.now - before, memory.peak - before
-        gradient = torch.ones_like(y)
+        saved, forward = memory.current - start, memory.peak - start
+        grad_output = torch.ones_like(y)
         memory.reset_peak()
-        y.backward(gradient)
-        backward = memory.peak - before - kept
+        y.backward(grad_output)
+        backward = memory.peak - start - saved
     module.zero_grad()
-    return Passes(kept=kept, forward=forward, backward=backward)
+    return BlockMemory(saved=saved, forward=forward, backward=backward)
 
 
-def _bytes(module: nn.Module) -> int:
+def _weight_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())

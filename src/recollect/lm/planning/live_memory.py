@@ -1,9 +1,8 @@
-"""Bytes of tensors that live at once, counted: on any device, the same in every run.
+"""Number of bytes of the live tensors, on any device and equal in every run.
 
-The resident size of a process also has code, threads and what the allocator keeps, and the peak of
-a small model drowns in it. Here every storage that an operation makes is counted until it is freed,
-so the number is that of the tensors alone. What an operation allocates and frees inside itself is
-not seen.
+The resident size of a process also has code, threads and the allocator's reserve, which hide the
+peak of a small model. Here every storage that an operation creates is counted until it is freed.
+Temporary allocations inside an operation are not counted.
 """
 
 from __future__ import annotations
@@ -21,57 +20,56 @@ __all__ = ["LiveMemory"]
 
 
 class LiveMemory(TorchDispatchMode):
-    """Inside, the storages of tensors are counted while they live.
+    """Context manager that counts the storages of live tensors.
 
     Args:
-        held: tensors from before, such as weights, to be counted from the beginning.
+        preexisting: earlier tensors, such as weights, that are counted from the start.
 
     Attributes:
-        now, peak: bytes, and the most that there were.
+        current: number of bytes.
+        peak: largest number of bytes so far.
 
     Examples:
         >>> from recollect.lm.planning.live_memory import LiveMemory
         >>> with LiveMemory() as memory:
         ...     x = torch.zeros(1000)
         ...     del x
-        >>> memory.peak, memory.now
+        >>> memory.peak, memory.current
         (4000, 0)
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, preexisting: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.finalize[Any, Any]] = {}
-        self._count(list(held))
+        self.current = self.peak = 0
+        self._storages: dict[int, weakref.finalize[Any, Any]] = {}
+        self._count(list(preexisting))
 
     def reset_peak(self) -> None:
-        """Let the peak begin again at what there is."""
-        self.peak = self.now
+        """Set the peak to the current number of bytes."""
+        self.peak = self.current
 
-    def _count(self, made: Any) -> None:
-        for x in pytree.tree_leaves(made):
+    def _count(self, outputs: Any) -> None:
+        for x in pytree.tree_leaves(outputs):
             if not isinstance(x, Tensor):
                 continue
             storage = x.untyped_storage()
-            key = storage._cdata
-            if key in self._known:
-                continue
-            size = storage.nbytes()
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            self._known[key] = weakref.finalize(storage, self._freed, key, size)
-            self._known[key].atexit = False
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._storages:
+                self.current += size
+                self.peak = max(self.peak, self.current)
+                self._storages[key] = weakref.finalize(storage, self._free, key, size)
+                self._storages[key].atexit = False
 
-    def _freed(self, key: int, size: int) -> None:
-        self._known.pop(key, None)
-        self.now -= size
+    def _free(self, key: int, size: int) -> None:
+        self._storages.pop(key, None)
+        self.current -= size
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._count(out)
-        return out
+        outputs = func(*args, **(kwargs or {}))
+        self._count(outputs)
+        return outputs
 
     def __exit__(
         self,
@@ -80,5 +78,5 @@ class LiveMemory(TorchDispatchMode):
         exc_tb: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
-        for one in self._known.values():
-            one.detach()
+        for finalizer in self._storages.values():
+            finalizer.detach()

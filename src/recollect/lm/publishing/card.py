@@ -1,4 +1,4 @@
-"""The model card: ``README.md`` of a saved model, with the lines that load it and its recipes."""
+"""The model card, ``README.md`` of a saved model: how to load it, its sizes and its recipes."""
 
 from __future__ import annotations
 
@@ -23,46 +23,37 @@ _INSTALL = 'pip install "recollect-layers[lm]"'
 
 
 def write_card(
-    folder: Path, model: Any, *, loads: Sequence[str], recipes: Mapping[str, Recipe]
+    folder: Path, model: Any, *, load_lines: Sequence[str], recipes: Mapping[str, Recipe]
 ) -> None:
     """Write the card of a saved model, unless the folder has a ``README.md`` of its user.
 
-    Args:
-        folder: of the model.
-        model: which was saved there.
-        loads: the lines that load it.
-        recipes: its recipes, by the names of its layers.
+    ``load_lines`` are lines of Python that load the model; ``recipes`` are by names of layers.
     """
     if not (folder / CARD).exists() or _generated(folder / CARD):
-        write_atomic(folder / CARD, _signed(_text(model, loads, recipes)))
+        write_atomic(folder / CARD, _signed(_text(model, load_lines, recipes)))
 
 
 def carry_over(replaced: Path, folder: Path) -> None:
-    """Keep the ``README.md`` of a user when one folder of a model replaces another.
-
-    Args:
-        replaced: the old folder, which may be absent.
-        folder: the folder that takes its place.
-    """
+    """Copy the ``README.md`` of a user from an old folder of a model to the new folder."""
     if (replaced / CARD).is_file() and not _generated(replaced / CARD):
         shutil.copy2(replaced / CARD, folder / CARD)
 
 
-def _text(model: Any, loads: Sequence[str], recipes: Mapping[str, Recipe]) -> str:
+def _text(model: Any, load_lines: Sequence[str], recipes: Mapping[str, Recipe]) -> str:
     config = model.config
-    generates = model.can_generate()
+    can_generate = model.can_generate()
     data = ModelCardData(
         library_name="recollect",
-        pipeline_tag="text-generation" if generates else None,
+        pipeline_tag="text-generation" if can_generate else None,
         tags=["recollect"],
     )
     lines = [
         *("---", data.to_yaml(), "---", "", f"# {type(model).__name__}", ""),
-        f"A {'language ' if generates else ''}model of recollect, whose sequence layers are "
+        f"A {'language ' if can_generate else ''}model of recollect, whose sequence layers are "
         "associative memories.",
         *("", "## Loading", ""),
         'In this folder, or with its path or its name on the hub in place of `"."`:',
-        *("", "```python", *loads, "```", "", f"recollect is installed by `{_INSTALL}`."),
+        *("", "```python", *load_lines, "```", "", f"recollect is installed by `{_INSTALL}`."),
     ]
     if getattr(config, "auto_map", None):
         lines += [
@@ -90,12 +81,12 @@ def _text(model: Any, loads: Sequence[str], recipes: Mapping[str, Recipe]) -> st
 
 
 def _signed(text: str) -> str:
-    """The text, with a checksum that shows a later edit."""
+    """Return the text with a checksum, which detects a later edit."""
     return f"{text}{_MARK}{hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
 def _generated(path: Path) -> bool:
-    """Whether a card is as `write_card` left it."""
+    """Whether a card was not edited after `write_card`."""
     try:
         text = read_regular(path)
     except (OSError, UnicodeDecodeError):

@@ -10,18 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["RemoteConfig", "registered_outside", "set_remote_code"]
+__all__ = ["RemoteConfig", "is_external_class", "set_remote_code"]
 
 _MODULE = "modeling_recollect"
 
 
 def set_remote_code(config: Any, remote_code: bool) -> None:
-    """Add the classes of the remote code to a configuration, or remove them.
-
-    Args:
-        config: the configuration of a model.
-        remote_code: whether `RemoteConfig.save_pretrained` writes the file.
-    """
+    """Add the classes of the remote code to a configuration, or remove them."""
     if remote_code:
         config.auto_map = {
             auto: f"{_MODULE}.{name}" for auto, name in config.remote_classes.items()
@@ -31,7 +26,7 @@ def set_remote_code(config: Any, remote_code: bool) -> None:
 
 
 class RemoteConfig:
-    """A configuration that writes the remote code wherever it writes an ``auto_map`` to it.
+    """A mixin for a configuration, which saves the remote code with each ``auto_map`` to it.
 
     Attributes:
         remote_classes: names of classes in the file, by the automatic class that loads them.
@@ -41,8 +36,8 @@ class RemoteConfig:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register a class as transformers does, unless it is of recollect, which is installed."""
-        if registered_outside(cls):
+        """Register a class as transformers does, unless it is part of recollect."""
+        if is_external_class(cls):
             super().register_for_auto_class(auto_class)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -63,10 +58,6 @@ class RemoteConfig:
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
-def registered_outside(kind: type) -> bool:
-    """Whether transformers may save the code of a class: recollect's own is imported instead.
-
-    Args:
-        kind: class of a configuration or a model.
-    """
+def is_external_class(kind: type) -> bool:
+    """Whether transformers may save the code of a class, which is not part of recollect."""
     return not kind.__module__.startswith("recollect.")

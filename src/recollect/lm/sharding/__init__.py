@@ -1,5 +1,5 @@
-"""One model on several processes: replicas, shards of weights, layers divided by heads.
+"""One model on several processes: replicas, sharded weights, layers divided by heads.
 
-torch does it (`fully_shard`, `parallelize_module`, `DeviceMesh`, `torch.distributed.checkpoint`);
-here is what it has to be told of our layers and of our checkpoints.
+PyTorch does the work (`fully_shard`, `parallelize_module`, `DeviceMesh` and
+`torch.distributed.checkpoint`). This package adapts it to memory layers and to checkpoints.
 """

@@ -1,8 +1,8 @@
-"""A checkpoint that is written while steps go on, by all processes together.
+"""Checkpoints that all processes write together while training goes on.
 
-Every process copies what it holds to the CPU and goes on; a thread writes the copies
-(`torch.distributed.checkpoint.async_save`). What these threads tell each other goes through a group
-of their own, because the collectives of a group have to come in one order, and steps have theirs.
+Every process copies its tensors to the CPU and goes on, and a thread writes the copies
+(`torch.distributed.checkpoint.async_save`). The threads communicate through a group of their own,
+because the collectives of one group must have the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -18,118 +18,97 @@ import torch.distributed as dist
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.report.ranks import of_all
 
-__all__ = ["Background"]
+__all__ = ["AsyncSave"]
 
 
-class Background:
-    """The one checkpoint that is under way, if any.
+class AsyncSave:
+    """The save in progress, at most one. All processes call `start` and then `finalize`."""
 
-    All processes call `begin` and then `complete`, in this order; each then waits for itself.
-
-    Args:
-        patience: how long a thread waits for the others.
-    """
-
-    def __init__(self, patience: timedelta) -> None:
-        self.patience = patience
+    def __init__(self, timeout: timedelta) -> None:  # of a thread that waits for the others
+        self.timeout = timeout
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._group: dist.ProcessGroup | None = None
         self._shards: Future[Any] | None = None
-        self._done: Future[None] | None = None
+        self._result: Future[None] | None = None
 
     @property
-    def begun(self) -> bool:
-        """Whether shards are under way that nobody has completed."""
+    def in_progress(self) -> bool:
+        """Whether a save was started and not finalized."""
         return self._shards is not None
 
     @property
     def failed(self) -> bool:
-        """Whether a checkpoint is over that could not be written."""
-        return self._done is not None and self._done.done() and bool(self._done.exception())
+        """Whether a finalized save has failed."""
+        result = self._result
+        return result is not None and result.done() and result.exception() is not None
 
-    def begin(self, write: Callable[[dist.ProcessGroup], Future[Any]]) -> None:
-        """Copy what this process holds, and let a thread write it.
-
-        Args:
-            write: is given the group of these threads.
-        """
-        assert self._done is None, "one checkpoint is written at a time"
+    def start(self, write: Callable[[dist.ProcessGroup], Future[Any]]) -> None:
+        """Copy this process's tensors, and write the copies in a thread of the given group."""
+        assert self._result is None, "one checkpoint is written at a time"
         if self._group is None:
-            made = dist.new_group(backend="gloo", timeout=self.patience)
-            self._group = cast(dist.ProcessGroup, made)
+            group = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._group = cast(dist.ProcessGroup, group)
         self._shards = write(self._group)
 
-    def complete(
+    def finalize(
         self,
-        place: Callable[[], None],
-        drop: Callable[[], None],
-        explained: Callable[[], AbstractContextManager[None]],
-        failed: Exception | None = None,
+        commit: Callable[[], None],  # gives the checkpoint its name
+        discard: Callable[[], None],  # frees the space of a failed checkpoint
+        error_context: Callable[[], AbstractContextManager[None]],  # translates errors of writing
+        error: Exception | None = None,  # of this process, from the files next to the shards
     ) -> None:
-        """Once every process has written all of its part, let the first one do the rest.
-
-        Args:
-            place: what the first process does then.
-            drop: what it does if one has failed: gives the space back, when nobody writes any more.
-            explained: turns what goes wrong while writing into one sentence.
-            failed: why this process could not write what stands beside the shards.
-        """
+        """Let the first process commit or discard the checkpoint once all have written."""
         assert self._shards is not None and self._group is not None
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        given = (self._shards, self._group, place, drop, explained, failed)
-        self._shards, self._done = None, thread.submit(_completed, *given)
-        thread.shutdown(wait=False)
+        args = (self._shards, self._group, commit, discard, error_context, error)
+        self._shards, self._result = None, self._threads.submit(_finalize, *args)
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is under way.
-
-        Raises:
-            CheckpointError: it could not be written, at all processes alike.
-        """
-        if self._done is None:
+    def wait(self) -> None:
+        """Wait for the save in progress. Raise CheckpointError on all processes if it failed."""
+        if self._result is None:
             return
-        self._done.exception()  # an interrupt while it waits leaves all as it is
-        done, self._done = self._done, None
-        done.result()
+        self._result.exception()  # an interrupt during this line changes nothing
+        result, self._result = self._result, None
+        result.result()
 
-    def settle(self) -> None:
-        """Wait, whatever comes of it: the run has ended otherwise."""
+    def drain(self) -> None:
+        """Wait for the save in progress and ignore its errors."""
         with suppress(Exception):
-            self.finish()
+            self.wait()
         if self._shards is not None:
             self._shards.exception()
             self._shards = None
 
 
-def _completed(
+def _finalize(
     shards: Future[Any],
     group: dist.ProcessGroup,
-    place: Callable[[], None],
-    drop: Callable[[], None],
-    explained: Callable[[], AbstractContextManager[None]],
-    failed: Exception | None,
+    commit: Callable[[], None],
+    discard: Callable[[], None],
+    error_context: Callable[[], AbstractContextManager[None]],
+    error: Exception | None,
 ) -> None:
     try:
-        with explained():
+        with error_context():
             shards.result()
-    except Exception as error:
-        failed = failed or error
-    said = _told(group, failed)
+    except Exception as failure:
+        error = error or failure
+    message = _first_error(group, error)
     if dist.get_rank(group) == 0:
-        try:
-            with explained():
-                if said is None:
-                    place()
-        except Exception as error:
-            failed = error
-        if said is not None or failed is not None:
-            drop()
-    said = _told(group, failed) or said
-    if said is not None:
-        raise of_all(CheckpointError(said)) from failed
+        if message is None:
+            try:
+                with error_context():
+                    commit()
+            except Exception as failure:
+                error = failure
+        if message is not None or error is not None:
+            discard()
+    message = _first_error(group, error) or message
+    if message is not None:
+        raise of_all(CheckpointError(message)) from error
 
 
-def _told(group: dist.ProcessGroup, failed: Exception | None) -> str | None:
-    """What the first process that has failed has to say; ``None`` where none has."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if failed is None else str(failed), group=group)
-    return next((reason for reason in told if reason is not None), None)
+def _first_error(group: dist.ProcessGroup, error: Exception | None) -> str | None:
+    """Return the message of the first process with an error."""
+    messages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, None if error is None else str(error), group=group)
+    return next((message for message in messages if message is not None), None)

@@ -1,8 +1,8 @@
-"""Checkpoints of a model whose weights are shared: every process writes what it holds.
+"""Checkpoints of a model with sharded weights: every process writes its shards.
 
-``torch.distributed.checkpoint`` writes them as safetensors, which hold numbers and run nothing, and
-reads them into any other layout. What it cannot know is the order of weights that are divided by
-heads (`Cut.order`): it is that of the layout that wrote them, which stands beside them.
+`torch.distributed.checkpoint` writes them as safetensors, which hold tensors and run no code, and
+reads them into any other layout. The rows of weights that are divided by heads have the order of
+the layout that wrote them (`ShardSpec.permutation`), which is stored next to the shards.
 """
 
 from __future__ import annotations
@@ -28,71 +28,52 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
-from recollect.lm.sharding.heads import Cut
+from recollect.lm.sharding.heads import ShardSpec
 
 __all__ = [
-    "SHARDS",
+    "SHARDS_DIR",
+    "gather_weights",
     "load_optimizer",
     "load_weights",
+    "reraise_first_failure",
     "save_shards",
-    "unwrapped",
-    "whole_weights",
     "write_layout",
 ]
 
-SHARDS = "shards"
-"""Folder of a checkpoint that holds what each process had."""
+SHARDS_DIR = "shards"
+"""Folder of a checkpoint with the tensors of each process."""
 
-LAYOUT = "layout.json"
-"""Beside the shards: of how many tensor-parallel ranks they are."""
+LAYOUT_FILE = "layout.json"
+"""File next to the shards with the number of tensor-parallel ranks that wrote them."""
 
-WEIGHT, MOMENT = "model.", "optimizer."
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
 
 
 def save_shards(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> Future[Any]:
-    """Copy weights and the optimizer's moments, and write the copies while others go on.
+    """Copy weights and moments to the CPU, and write the copies in a thread.
 
-    All processes call this. On the CPU the copies are as large as what a process holds; from a
-    device they have to come there anyway.
-
-    Args:
-        folder: of the checkpoint.
-        model: whose weights are shared.
-        optimizer: of these weights.
-        group: of all processes, over gloo, in which nobody else talks meanwhile.
-
-    Returns:
-        What is done once all processes have written their shards, and fails at all of them if one
-        has failed (`unwrapped`).
+    All processes call this, with a gloo group of their own. If one fails to write, the result fails
+    on all (`reraise_first_failure`).
     """
-    state = {WEIGHT + name: weight.detach() for name, weight in model.named_parameters()}
+    state = {MODEL_PREFIX + name: weight.detach() for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
-            state[f"{MOMENT}{name}.{key}"] = value.reshape(1) if value.dim() == 0 else value
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\..*")
-        writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
+            state[f"{OPTIMIZER_PREFIX}{name}.{key}"] = value if value.dim() else value.reshape(1)
+    with _ignored_warnings():
+        writer = HuggingFaceStorageWriter(str(folder / SHARDS_DIR), save_distributed=True)
         return cast("Future[Any]", async_save(state, storage_writer=writer, process_group=group))
 
 
-def write_layout(folder: Path, tensor: int) -> None:
-    """Write beside shards how they are divided.
-
-    Args:
-        folder: of the checkpoint. tensor: ranks that layers are divided among.
-    """
-    (folder / LAYOUT).write_text(json.dumps({"tensor": tensor}) + "\n", encoding="utf-8")
+def write_layout(folder: Path, tp_size: int) -> None:
+    """Write next to the shards how many tensor-parallel ranks divide the weights."""
+    (folder / LAYOUT_FILE).write_text(json.dumps({"tensor": tp_size}) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def unwrapped() -> Iterator[None]:
-    """Inside, what DCP gathered of failures is raised as the first of them.
-
-    Raises:
-        OSError: or RuntimeError, of the process that could not write.
-    """
+def reraise_first_failure() -> Iterator[None]:
+    """Context manager that raises the first failure of a collective save or load."""
     try:
         yield
     except CheckpointException as error:
@@ -101,159 +82,134 @@ def unwrapped() -> Iterator[None]:
 
 
 def load_weights(
-    checkpoint: Path, model: nn.Module, cuts: Mapping[str, Cut], *, tensor: int
+    checkpoint: Path, model: nn.Module, specs: Mapping[str, ShardSpec], *, tp_size: int
 ) -> None:
-    """Read a checkpoint's weights into a model, whatever layout wrote them.
+    """Read the weights of a checkpoint with any layout into a model. All processes call this.
 
-    Args:
-        checkpoint: its folder, with shards or with whole weights.
-        model: whole or shared among processes, all of which call this.
-        cuts: weights that are divided by heads, by name.
-        tensor: ranks that this model's layers are divided among.
-
-    Raises:
-        CheckpointError: a weight that is missing.
+    Raise CheckpointError if one is missing. ``specs`` has the model's weights that are divided by
+    heads, before they were divided over its ``tp_size`` tensor-parallel ranks.
     """
-    shards = (checkpoint / SHARDS).is_dir()
-    head, wrote = (WEIGHT, _tensor(checkpoint)) if shards else ("", 1)
-    names = dict(model.named_parameters())
-    _read(checkpoint / SHARDS if shards else checkpoint, {head + n: w for n, w in names.items()})
-    for name, weight in names.items():
-        if name in cuts and wrote != tensor:
-            _reorder(weight, cuts[name], wrote, tensor)
+    is_sharded = (checkpoint / SHARDS_DIR).is_dir()
+    prefix, saved_tp_size = (MODEL_PREFIX, _read_tp_size(checkpoint)) if is_sharded else ("", 1)
+    weights = dict(model.named_parameters())
+    folder = checkpoint / SHARDS_DIR if is_sharded else checkpoint
+    _read(folder, {prefix + name: weight for name, weight in weights.items()})
+    for name, weight in weights.items():
+        _permute_heads_(weight, specs.get(name), saved_tp_size, tp_size)
 
 
 def load_optimizer(
     checkpoint: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    cuts: Mapping[str, Cut],
+    specs: Mapping[str, ShardSpec],
     *,
-    tensor: int,
+    tp_size: int,
 ) -> None:
-    """Read the optimizer's moments into one that has taken no step, whatever layout wrote them.
-
-    Args:
-        checkpoint, model, cuts, tensor: as in `load_weights`.
-        optimizer: of the model's weights.
-    """
-    if (checkpoint / SHARDS).is_dir():
-        wrote, found = _tensor(checkpoint), _moments(checkpoint / SHARDS)
-        names = dict(model.named_parameters())
-        state: dict[str, Tensor] = {}
-        for key in found:
-            weight = names[key.removeprefix(MOMENT).rpartition(".")[0]]
-            alone = key.endswith(".step")
-            state[key] = torch.zeros(1, device=weight.device) if alone else _zeros(weight)
-        _read(checkpoint / SHARDS, state)
-        for key, value in state.items():
-            name, _, moment = key.removeprefix(MOMENT).rpartition(".")
-            if name in cuts and value.dim() and moment != "step" and wrote != tensor:
-                _reorder(value, cuts[name], wrote, tensor)
-            value = value.reshape(()) if moment == "step" else value
-            optimizer.state[names[name]][moment] = value
+    """Read the moments of a checkpoint into an optimizer that has taken no step."""
+    weights = dict(model.named_parameters())
+    if (checkpoint / SHARDS_DIR).is_dir():
+        folder, saved_tp_size = checkpoint / SHARDS_DIR, _read_tp_size(checkpoint)
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        places = {
+            key: tuple(key.removeprefix(OPTIMIZER_PREFIX).rsplit(".", 1))
+            for key in metadata
+            if key.startswith(OPTIMIZER_PREFIX)
+        }
+        for name, moment in places.values():
+            x = weights[name].detach()
+            zeros = torch.zeros(1, device=x.device) if moment == "step" else torch.zeros_like(x)
+            optimizer.state[weights[name]][moment] = zeros
+        _read(folder, {k: optimizer.state[weights[name]][m] for k, (name, m) in places.items()})
+        for name, moment in places.values():
+            state = optimizer.state[weights[name]]
+            if moment == "step":
+                state[moment] = state[moment].reshape(())
+            else:
+                _permute_heads_(state[moment], specs.get(name), saved_tp_size, tp_size)
         return
-    for name, moments in _of_one(checkpoint, optimizer, model).items():
-        weight = dict(model.named_parameters())[name]
+    for name, moments in _unsharded_moments(checkpoint, optimizer, model).items():
         for moment, value in moments.items():
-            if value.dim():
-                value = _ordered(value, cuts.get(name), 1, tensor)
-                value = _like(value, weight)
-            optimizer.state[weight][moment] = value.to(weight.device).clone()
+            if moment == "step":
+                x = value.to(weights[name].device).clone()
+            else:
+                x = torch.zeros_like(weights[name].detach())
+                _copy_full(x, _permute_heads(value, specs.get(name), 1, tp_size))
+            optimizer.state[weights[name]][moment] = x
 
 
-def whole_weights(
-    model: nn.Module, cuts: Mapping[str, Cut], *, tensor: int, first: bool
+def gather_weights(
+    model: nn.Module, specs: Mapping[str, ShardSpec], *, tp_size: int, keep: bool
 ) -> dict[str, Tensor]:
-    """All weights of a model, whole and in order, on the CPU of the first process.
-
-    They are gathered one after the other; all processes call this.
-
-    Args:
-        model, cuts, tensor: as in `load_weights`.
-        first: whether this process keeps them.
-    """
-    kept: dict[str, Tensor] = {}
+    """Gather all weights on the CPU of the processes with ``keep``. All processes call this."""
+    weights: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
-        value = weight.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if first:
-            kept[name] = _ordered(whole, cuts.get(name), tensor, 1).cpu()
-    return kept
+        full = _full(weight)
+        if keep:
+            weights[name] = _permute_heads(full, specs.get(name), tp_size, 1).cpu()
+    return weights
 
 
-def _tensor(checkpoint: Path) -> int:
-    wrote = check_json(checkpoint / LAYOUT).get("tensor")
-    if not isinstance(wrote, int) or wrote < 1:
-        raise CheckpointError(f"{checkpoint / LAYOUT} does not say how its weights are divided")
-    return wrote
+def _read_tp_size(checkpoint: Path) -> int:
+    tp_size = check_json(checkpoint / LAYOUT_FILE).get("tensor")
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise CheckpointError(f"{checkpoint / LAYOUT_FILE} has no number of tensor-parallel ranks")
+    return tp_size
 
 
-def _read(folder: Path, state: dict[str, Tensor]) -> None:
-    """Read tensors by name into those that are there."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\..*")
+def _read(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Read tensors by name, in place."""
+    tensors = {name: x.detach() for name, x in state.items()}
+    with _ignored_warnings():
         try:
-            load(
-                {name: x.detach() for name, x in state.items()},
-                storage_reader=HuggingFaceStorageReader(str(folder)),
-            )
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{folder} cannot be read: {reason}") from error
 
 
-def _moments(folder: Path) -> Iterator[str]:
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-    return (name for name in metadata.state_dict_metadata if name.startswith(MOMENT))
+@contextmanager
+def _ignored_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\..*")
+        yield
 
 
-def _of_one(
+def _unsharded_moments(
     checkpoint: Path, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> dict[str, dict[str, Tensor]]:
-    """The moments that one process wrote, by the name of their weight."""
+    """Return the moments that a single process wrote, by the name of their weight."""
     saved: Any = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
     names = {id(weight): name for name, weight in model.named_parameters()}
-    ours = [names[id(w)] for group in optimizer.param_groups for w in group["params"]]
-    theirs = [index for group in saved["param_groups"] for index in group["params"]]
-    pairs = zip(ours, theirs, strict=True)
+    current = [names[id(w)] for group in optimizer.param_groups for w in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    pairs = zip(current, indices, strict=True)
     return {name: saved["state"][index] for name, index in pairs if index in saved["state"]}
 
 
-def _zeros(weight: Tensor) -> Tensor:
-    return torch.zeros_like(weight.detach(), memory_format=torch.preserve_format)
+def _full(x: Tensor) -> Tensor:
+    x = x.detach()
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _like(whole: Tensor, weight: Tensor) -> Tensor:
-    """A whole tensor laid out as a weight is."""
-    made = _zeros(weight)
-    _fill(made, whole)
-    return made
+def _copy_full(x: Tensor, full: Tensor) -> None:
+    """Copy a full tensor, which is equal on all processes, into one that may be sharded."""
+    x, full = x.detach(), full.to(x.device)
+    if isinstance(x, DTensor):
+        replicated = [Replicate()] * x.device_mesh.ndim
+        full = DTensor.from_local(full, x.device_mesh, replicated, run_check=False)
+    x.copy_(full)
 
 
-def _fill(x: Tensor, whole: Tensor) -> None:
-    """Write a whole tensor, the same on all processes, into one that may be shared."""
-    value = x.detach()
-    if isinstance(value, DTensor):
-        mesh = value.device_mesh
-        every = [Replicate()] * mesh.ndim
-        value.copy_(DTensor.from_local(whole.to(value.device), mesh, every, run_check=False))
-    else:
-        value.copy_(whole)
+def _permute_heads(full: Tensor, spec: ShardSpec | None, saved: int, current: int) -> Tensor:
+    """Change the order of a full weight from ``saved`` to ``current`` tensor-parallel ranks."""
+    if spec is None or saved == current or len(spec.section_sizes) == 1:
+        return full
+    order = spec.permutation(saved).argsort()[spec.permutation(current)]
+    return full.index_select(spec.axis, order.to(full.device))
 
 
-def _ordered(whole: Tensor, cut: Cut | None, before: int, after: int) -> Tensor:
-    """A whole weight in the order of so many ranks, from that of so many others."""
-    if cut is None or before == after or len(cut.widths) == 1:
-        return whole
-    back = torch.empty(sum(cut.widths), dtype=torch.long)
-    back[cut.order(before)] = torch.arange(sum(cut.widths))
-    return whole.index_select(cut.axis, back[cut.order(after)].to(whole.device))
-
-
-def _reorder(x: Tensor, cut: Cut, before: int, after: int) -> None:
-    if len(cut.widths) == 1:
-        return
-    value = x.detach()
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    _fill(x, _ordered(whole, cut, before, after))
+def _permute_heads_(x: Tensor, spec: ShardSpec | None, saved: int, current: int) -> None:
+    """Permute in place a tensor that may be sharded."""
+    if spec is not None and saved != current and len(spec.section_sizes) > 1:
+        _copy_full(x, _permute_heads(_full(x), spec, saved, current))

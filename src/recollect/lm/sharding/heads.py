@@ -1,4 +1,4 @@
-"""Which axis of a layer's weights runs over its heads, and a layer that holds a part of them."""
+"""Axes of a layer's weights that run over its heads, and layers that hold a part of the heads."""
 
 from __future__ import annotations
 
@@ -16,119 +16,98 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory, RecipeModule
 from recollect.messages import RecipeError
 
-__all__ = ["Cut", "check_divisible", "cuts", "keep_part", "model_cuts"]
+__all__ = ["ShardSpec", "check_divisible", "keep_local_heads", "model_shard_specs", "shard_specs"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a weight is divided among ranks.
+class ShardSpec:
+    """Division of a weight over tensor-parallel ranks.
 
-    A fused weight is several beside each other, each of which is divided: a rank holds its part of
-    the first, then its part of the second, and so on. Of all ranks one after the other that is
-    another order of rows than the whole weight's, which `order` gives.
-
-    Attributes:
-        axis: that is divided.
-        widths: of the weights that lie beside each other along it.
+    A fused weight (q, k, v) is split section by section, so concatenating the ranks' shards
+    permutes its rows; `permutation` maps them back.
     """
 
-    axis: int
-    widths: tuple[int, ...]
+    axis: int  # that is divided
+    section_sizes: tuple[int, ...]  # of the fused weights, along the axis
 
-    def part(self, weight: Tensor, index: int, parts: int) -> Tensor:
-        """What one rank of several holds of a whole weight."""
-        pieces = weight.split(self.widths, self.axis)
-        return torch.cat([piece.chunk(parts, self.axis)[index] for piece in pieces], self.axis)
+    def local_shard(self, weight: Tensor, rank: int, tp_size: int) -> Tensor:
+        """Return the part of an undivided weight that belongs to a rank."""
+        sections = weight.split(self.section_sizes, self.axis)
+        return torch.cat(
+            [section.chunk(tp_size, self.axis)[rank] for section in sections], self.axis
+        )
 
-    def order(self, parts: int) -> Tensor:
-        """Where the entries that ranks hold, one rank after the other, stand in the whole weight.
+    def permutation(self, tp_size: int) -> Tensor:
+        """Return the indices in the undivided weight of the ranks' entries, one rank after another.
 
-        ``whole.index_select(axis, order)`` is what the ranks hold; for one rank it is the whole.
+        ``weight.index_select(axis, permutation)`` is the concatenation of the shards.
         """
-        places = torch.arange(sum(self.widths)).split(self.widths)
-        return torch.cat([p.chunk(parts)[i] for i in range(parts) for p in places])
+        sections = torch.arange(sum(self.section_sizes)).split(self.section_sizes)
+        return torch.cat([x.chunk(tp_size)[rank] for rank in range(tp_size) for x in sections])
 
 
-def cuts(module: nn.Module) -> dict[str, Cut]:
-    """The weights of a layer or an MLP that are divided, by name; all others are whole everywhere.
-
-    Args:
-        module: a `MemoryLayer`, the second memory of one, or the MLP of a block, whole.
-    """
+def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
+    """Return the divided weights of an undivided layer, second memory or MLP, by name."""
     if isinstance(module, SwiGLU):
         width = module.width
         return {
-            "gate_up.weight": Cut(axis=0, widths=(width, width)),
-            "down.weight": Cut(axis=1, widths=(width,)),
+            "gate_up.weight": ShardSpec(axis=0, section_sizes=(width, width)),
+            "down.weight": ShardSpec(axis=1, section_sizes=(width,)),
         }
     assert isinstance(module, RecipeModule)
-    found: dict[str, Cut] = {}
+    specs: dict[str, ShardSpec] = {}
     per_head: list[Tensor | None] = [*module.ties.parameters()]
     if isinstance(module, MemoryLayer):
         fused = tuple(size for size in module.qkv_sizes if size)
         width = module.num_heads * module.value_dim
-        found = {
-            "qkv.weight": Cut(axis=0, widths=fused),
-            "qkv.bias": Cut(axis=0, widths=fused),
-            "conv.weight": Cut(axis=1, widths=fused),
-            "output_gate.weight": Cut(axis=0, widths=(width,)),
-            "out.weight": Cut(axis=1, widths=(width,)),
+        specs = {
+            "qkv.weight": ShardSpec(axis=0, section_sizes=fused),
+            "qkv.bias": ShardSpec(axis=0, section_sizes=fused),
+            "conv.weight": ShardSpec(axis=1, section_sizes=fused),
+            "output_gate.weight": ShardSpec(axis=0, section_sizes=(width,)),
+            "out.weight": ShardSpec(axis=1, section_sizes=(width,)),
         }
         per_head.append(module.skip)
         if module.phase is not None:
             per_head += module.phase.parameters()
     if module.memory is not None:
         per_head += module.memory.parameters()
-    for number in (*module.gates.values(), *module.params.values()):
-        assert isinstance(number, GateProjection)
-        per_head += [number.weight, number.bias]  # the first map of a low rank serves all heads
-    known = {id(weight) for weight in per_head if weight is not None}
-    for name, weight in module.named_parameters():
-        if id(weight) in known:
-            found[name] = Cut(axis=0, widths=(weight.shape[0],))
-    there = {name for name, _ in module.named_parameters()}
-    return {name: cut for name, cut in found.items() if name in there}
+    for projection in (*module.gates.values(), *module.params.values()):
+        assert isinstance(projection, GateProjection)
+        per_head += [projection.weight, projection.bias]  # a low rank's first map serves all heads
+    ids = {id(weight) for weight in per_head if weight is not None}
+    weights = dict(module.named_parameters())
+    for name, weight in weights.items():
+        if id(weight) in ids:
+            specs[name] = ShardSpec(axis=0, section_sizes=(weight.shape[0],))
+    return {name: spec for name, spec in specs.items() if name in weights}
 
 
-def model_cuts(model: nn.Module) -> dict[str, Cut]:
-    """The same of all layers and MLPs of a language model, or of a layer's parts, by whole name.
-
-    Args:
-        model: whole.
-    """
+def model_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """Return the divided weights of an undivided model, by full name."""
     return {
-        f"{prefix}.{name}" if prefix else name: cut
+        f"{prefix}.{name}" if prefix else name: spec
         for prefix, module in model.named_modules()
         if isinstance(module, SwiGLU | MemoryLayer | SecondMemory)
-        for name, cut in cuts(module).items()
+        for name, spec in shard_specs(module).items()
     }
 
 
-def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
-    """That a layer or an MLP can be divided into so many parts.
-
-    Args:
-        module: a block's sequence layer, or its MLP.
-        parts: how many.
-        where: the layer in words, for the message.
-
-    Raises:
-        RecipeError: heads, memories or channels that the parts do not divide, or a layer that
-            does not consist of heads, or begins anew from an initial memory within.
-    """
+def check_divisible(module: nn.Module, tp_size: int, *, name: str = "") -> None:
+    """Raise RecipeError unless a layer or an MLP can be divided over ``tp_size`` ranks."""
     if isinstance(module, MixerLayer):
         if isinstance(module, MemoryAsContextLayer) and any(
-            isinstance(own, InitialMemory | InitialKernelRows)
-            for own in module.parts["attention"].modules()
+            isinstance(part, InitialMemory | InitialKernelRows)
+            for part in module.parts["attention"].modules()
         ):
             raise RecipeError(
-                f"[run] parallel: tensor = {parts} divides initial memories by heads, and the "
-                f"attention of {where} begins anew from its own with every segment: take an "
+                f"[run] parallel: tensor = {tp_size} divides initial memories by heads, and the "
+                f"attention of {name} is reset to its own at every segment: take an "
                 "attention without a learned initial memory, or leave tensor out"
             )
-        for name, part in module.parts.items():
+        for part_name, part in module.parts.items():
             if not isinstance(part, SecondMemory):  # it has the heads of the first
-                check_divisible(part, parts, where=f"{where}, {name}")
+                check_divisible(part, tp_size, name=f"{name}, {part_name}")
         return
     sizes = {"mlp": module.width} if isinstance(module, SwiGLU) else {}
     if isinstance(module, MemoryLayer):
@@ -137,45 +116,37 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
             del sizes["num_kv_heads"]
     elif not sizes:
         raise RecipeError(
-            f"[run] parallel: tensor = {parts} divides layers by heads, and {where} is a "
+            f"[run] parallel: tensor = {tp_size} divides layers by heads, and {name} is a "
             f"{type(module).__name__}, which has none: leave tensor out, and give data all "
             "processes"
         )
-    for name, size in sizes.items():
-        if size % parts:
+    for key, size in sizes.items():
+        if size % tp_size:
             raise RecipeError(
-                f"[run] parallel: tensor = {parts} does not divide [model] {name} = {size} of "
-                f"{where}: take a tensor that divides it, or another {name}"
+                f"[run] parallel: tensor = {tp_size} does not divide [model] {key} = {size} of "
+                f"{name}: take a tensor that divides it, or another {key}"
             )
 
 
-def keep_part(module: nn.Module, index: int, parts: int) -> None:
-    """Make a layer compute with one part of its heads; its weights are cut by whoever asks.
+def keep_local_heads(module: nn.Module, rank: int, tp_size: int) -> None:
+    """Make a layer or composition compute with one rank's heads. The caller divides its weights.
 
-    Sizes per head stay. What an MLP computes follows from its weights. Of a composition every part
-    does.
-
-    Args:
-        module: as in `cuts`.
-        index: of the part, from 0.
-        parts: equal ones.
+    Sizes per head do not change. The channels of an MLP follow from its weights.
     """
     if isinstance(module, ResidualMemoryLayer):
-        keep_part(module.first, index, parts)
-        keep_part(module.second, index, parts)
+        keep_local_heads(module.first, rank, tp_size)
+        keep_local_heads(module.second, rank, tp_size)
     if not isinstance(module, MemoryLayer | SecondMemory):
         return
-    module.num_kv_heads //= parts
+    module.num_kv_heads //= tp_size
     if isinstance(module, MemoryLayer):
-        module.num_heads //= parts
-        module.qkv_sizes = [size // parts for size in module.qkv_sizes]
-        module.qk_heads = [count // parts for count in module.qk_heads]
+        module.num_heads //= tp_size
+        module.qkv_sizes = [size // tp_size for size in module.qkv_sizes]
+        module.qk_heads = [count // tp_size for count in module.qk_heads]
         if module.conv_state_shape is not None:
-            module.conv_state_shape = (
-                module.conv_state_shape[0],
-                module.conv_state_shape[1] // parts,
-            )
-    for number in (*module.gates.values(), *module.params.values()):
-        assert isinstance(number, GateProjection)
-        number.shard_heads(index, parts)
+            width, channels = module.conv_state_shape
+            module.conv_state_shape = (width, channels // tp_size)
+    for projection in (*module.gates.values(), *module.params.values()):
+        assert isinstance(projection, GateProjection)
+        projection.shard_heads(rank, tp_size)
     module.engine = module.engine  # bound to the number of memories

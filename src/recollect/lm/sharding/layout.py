@@ -1,4 +1,4 @@
-"""How processes share a model and its rows: so many groups, columns of a row, parts of a layer."""
+"""Degrees of parallelism of a run, and the meshes of its processes."""
 
 from __future__ import annotations
 
@@ -7,108 +7,100 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["ParallelDims", "parse_parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Processes in a grid: data × context × tensor.
+class ParallelDims:
+    """Degrees of parallelism, named as in torchtitan."""
 
-    Attributes:
-        data: groups that read different rows of a step.
-        context: processes of a group, each of which reads a segment of these rows.
-        tensor: processes that read the same tokens, and divide layers by heads.
-        shards: whether all that read other tokens share the weights too (FSDP2), or each holds them
-            (DDP).
-    """
-
-    data: int = 1
-    context: int = 1
-    tensor: int = 1
-    shards: bool = False
+    dp_replicate: int = 1  # ranks with all weights, which read different rows (DDP)
+    dp_shard: int = 1  # groups that shard the weights and read different rows (FSDP2)
+    cp: int = 1  # ranks of a group: they read segments of the same rows, and shard weights, too
+    tp: int = 1  # ranks that read the same tokens and divide layers by heads
 
     def __post_init__(self) -> None:
-        assert self.shards or self.context == 1, "segments of a row are read with shared weights"
+        assert self.dp_replicate == 1 or not self.is_sharded, "replicas have all weights"
 
     @property
-    def processes(self) -> int:
-        """All of them."""
-        return self.readers * self.tensor
+    def dp(self) -> int:
+        """Number of groups that read different rows."""
+        return self.dp_replicate * self.dp_shard
 
     @property
-    def readers(self) -> int:
-        """Those that read different tokens."""
-        return self.data * self.context
+    def fsdp(self) -> int:
+        """Number of ranks that FSDP2 shards the weights over."""
+        return self.dp_shard * self.cp
 
     @property
-    def divides(self) -> bool:
-        """Whether a process holds a part of the weights only."""
-        return self.tensor > 1 or (self.shards and self.readers > 1)
+    def dp_cp_size(self) -> int:
+        """Number of ranks that read different tokens."""
+        return self.dp * self.cp
 
     @property
-    def holders(self) -> int:
-        """Processes that the weights are shared among."""
-        return self.tensor * (self.readers if self.shards else 1)
+    def weight_shards(self) -> int:
+        """Number of ranks that the weights are divided among."""
+        return self.fsdp * self.tp
 
-    def rows(self, batch: int) -> int:
-        """Rows of a batch that one process reads.
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has only a part of the weights."""
+        return self.weight_shards > 1
 
-        Raises:
-            ValueError: the batch cannot be shared equally.
-        """
-        if batch % self.data:
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp_cp_size * self.tp
+
+    def local_batch_size(self, batch_size: int) -> int:
+        """Return the rows per rank. Raise ValueError if the groups cannot share them equally."""
+        if batch_size % self.dp:
             raise ValueError(
-                f"[optimizer] batch = {batch} is what all processes read together, and {self.data} "
-                f"groups of them cannot share it equally: take a multiple of {self.data}"
+                f"[optimizer] batch = {batch_size} is what all processes read together, and "
+                f"{self.dp} groups of them cannot share it equally: take a multiple of {self.dp}"
             )
-        return batch // self.data
+        return batch_size // self.dp
 
-    def mesh(self, device_type: str) -> DeviceMesh:
-        """The grid of tokens, with the dimensions ``"data"``, ``"context"`` and ``"tensor"``.
+    def token_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the ranks by the tokens that they read, with the axes ``dp``, ``cp``, ``tp``."""
+        sizes = (self.dp, self.cp, self.tp)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp", "tp"))
 
-        Args:
-            device_type: ``"cpu"`` or ``"cuda"``.
-        """
-        sizes = (self.data, self.context, self.tensor)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("data", "context", "tensor"))
+    def weight_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the ranks by the weights that they have, with the axes ``fsdp`` and ``tp``."""
+        return init_device_mesh(device_type, (self.fsdp, self.tp), mesh_dim_names=("fsdp", "tp"))
 
-    def weights(self, device_type: str) -> DeviceMesh:
-        """The same processes as they share weights: the dimensions ``"readers"`` and ``"tensor"``.
+    @property
+    def setting(self) -> str:
+        """Value of ``[run] parallel`` in TOML."""
+        if self.cp == self.tp == 1:
+            return '"fsdp"' if self.dp_shard > 1 else '"ddp"'
+        sizes = {"data": self.dp_shard, "tensor": self.tp, "context": self.cp}
+        return f"{{{', '.join(f'{name} = {size}' for name, size in sizes.items() if size > 1)}}}"
 
-        Args:
-            device_type: ``"cpu"`` or ``"cuda"``.
-        """
-        sizes = (self.readers, self.tensor)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("readers", "tensor"))
+    @property
+    def degrees(self) -> str:
+        """Degrees above 1, such as ``"fsdp 4 × tensor 2"``."""
+        sizes = {"ddp": self.dp_replicate, "fsdp": self.dp_shard, "tensor": self.tp}
+        sizes["context"] = self.cp
+        return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
     def __str__(self) -> str:
-        """In words, as a run says it."""
-        if self.processes == 1:
-            return "1 process"
-        sizes = {"data": self.data, "context": self.context, "tensor": self.tensor}
-        parts = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        how = "" if self.readers == 1 else "FSDP2, " if self.shards else "DDP, "
-        return f"{self.processes} processes: {how}{parts}"
+        count = self.world_size
+        return "1 process" if count == 1 else f"{count} processes: {self.degrees}"
 
 
-def layout_of(parallel: str | Mapping[str, int], processes: int) -> Layout:
-    """The layout that ``[run] parallel`` asks for, of processes that are there.
-
-    Args:
-        parallel: ``"ddp"``, ``"fsdp"``, or the sizes of a mesh.
-        processes: that a launcher started.
-
-    Raises:
-        ValueError: sizes that do not multiply up to them.
-    """
+def parse_parallel(parallel: str | Mapping[str, int], world_size: int) -> ParallelDims:
+    """Return the degrees that ``[run] parallel`` requests: ``"ddp"``, ``"fsdp"`` or sizes."""
     if isinstance(parallel, str):
-        return Layout(data=processes, shards=parallel == "fsdp")
-    found = Layout(**parallel, shards=True)
-    if found.processes != processes:
+        return ParallelDims(**{"dp_shard" if parallel == "fsdp" else "dp_replicate": world_size})
+    names = {"data": "dp_shard", "context": "cp", "tensor": "tp"}
+    dims = ParallelDims(**{names[name]: size for name, size in parallel.items()})
+    if dims.world_size != world_size:
         sizes = " × ".join(f"{name} {size}" for name, size in parallel.items())
         raise ValueError(
-            f"[run] parallel asks for {sizes} = {found.processes} processes, and {processes} "
-            f"{'was' if processes == 1 else 'were'} started: start {found.processes} (torchrun "
-            f"--nproc-per-node {found.processes}), or change the sizes"
+            f"[run] parallel requests {sizes} = {dims.world_size} processes, and {world_size} "
+            f"{'was' if world_size == 1 else 'were'} started: start {dims.world_size} (torchrun "
+            f"--nproc-per-node {dims.world_size}), or change the sizes"
         )
-    return found
+    return dims

@@ -1,4 +1,4 @@
-"""Processes of one run: they meet, fail together, and notice that another has ended."""
+"""Processes of one run: initialize, fail together, and detect a process that has ended."""
 
 from __future__ import annotations
 
@@ -10,174 +10,146 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from recollect.messages import short_repr
 from recollect.report.ranks import of_all
 
-__all__ = ["PATIENCE", "ProcessEnded", "agree", "alive", "join", "patience", "together"]
+__all__ = [
+    "TIMEOUT_ENV",
+    "ProcessEnded",
+    "check_agreement",
+    "detect_lost_peers",
+    "fail_together",
+    "init_distributed",
+    "process_timeout",
+]
 
-PATIENCE = "RECOLLECT_TIMEOUT"
-"""Environment variable: seconds that a process waits for the others, 1,800 without it."""
-
-# How the backends say that a peer is gone or silent; they have no error of their own for it.
-_LOST = ("gloo/transport", "gloo/", "nccl", "processgroup", "connection closed by peer", "tcpstore")
-
-
-_ENDED = (
-    "another process of this run has ended or does not answer (its own words stand beside these, "
-    "unless it was killed)"
-)
+TIMEOUT_ENV = "RECOLLECT_TIMEOUT"
+"""Environment variable with the seconds that a process waits for the others; 1,800 by default."""
 
 
 class ProcessEnded(ValueError):
-    """Another process of the run has ended, or does not answer; what was saved stands.
+    """Another process of the run has ended or does not answer. Saved checkpoints are intact.
 
     Examples:
-        >>> str(rc.lm.ProcessEnded("process 1 has ended; runs/a/step-100 stands"))
-        'process 1 has ended; runs/a/step-100 stands'
+        >>> str(rc.lm.ProcessEnded("process 1 has ended; runs/a/step-100 is whole"))
+        'process 1 has ended; runs/a/step-100 is whole'
     """
 
 
-def join() -> PartialState:
-    """Meet the other processes, if a launcher started several.
-
-    Raises:
-        ValueError: a patience that is no number of seconds; others who do not come; a launcher
-            that is told to share models in a way of its own.
-    """
+def init_distributed() -> PartialState:
+    """Initialize the process group if a launcher started several processes."""
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         if os.environ.get(name, "").lower() in ("true", "1"):
             raise of_all(
                 ValueError(
-                    f"the launcher sets {name}, and here [run] parallel says how processes share a "
+                    f"the launcher sets {name}, but [run] parallel decides how processes share a "
                     "model: configure accelerate without it (accelerate launch --multi_gpu)"
                 )
             )
-    wait = patience()
+    timeout = process_timeout()
     try:
-        # Where there is no accelerator it meets nobody unless it is told so.
-        alone = not torch.accelerator.is_available()
-        return PartialState(cpu=alone, timeout=wait)
+        # Without an accelerator, PartialState initializes no group unless cpu=True.
+        return PartialState(cpu=not torch.accelerator.is_available(), timeout=timeout)
     except (RuntimeError, ValueError) as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         reason = str(error).splitlines()[0]
-        said = f"the processes of this run could not meet: {reason}"
-        raise of_all(ValueError(said), speakers=2) from error
+        raise of_all(
+            ValueError(f"the processes of this run could not connect: {reason}"), speakers=2
+        ) from error
 
 
-def patience() -> timedelta:
-    """How long a process waits for the others.
-
-    Raises:
-        ValueError: the environment says what is no number of seconds.
-    """
-    written = os.environ.get(PATIENCE, "1800")
-    if not written.isdecimal() or not int(written):
-        message = f"{PATIENCE} must be a number of seconds, not {short_repr(written)}"
+def process_timeout() -> timedelta:
+    """Return the time that a process waits for the others, from the environment."""
+    seconds = os.environ.get(TIMEOUT_ENV, "1800")
+    if not seconds.isdecimal() or not int(seconds):
+        message = f"{TIMEOUT_ENV} must be a number of seconds, not {short_repr(seconds)}"
         raise of_all(ValueError(message))
-    return timedelta(seconds=int(written))
+    return timedelta(seconds=int(seconds))
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Inside, what one process refuses ends all of them, and the first says it.
+def fail_together() -> Iterator[None]:
+    """Context manager in which an error of one process raises on all; the first one reports it.
 
-    Nothing inside may wait for the other processes.
-
-    Raises:
-        ValueError: another process refused; else what this one raised.
+    The block must not wait for other processes.
     """
-    state = PartialState()
-    failed: Exception | None = None
+    error: Exception | None = None
     try:
         yield
-    except Exception as error:
-        if state.num_processes == 1:
+    except Exception as failure:
+        if PartialState().num_processes == 1:
             raise
-        failed = error
-    if state.num_processes == 1:
+        error = failure
+    if PartialState().num_processes == 1:
         return
-    told = _gathered(None if failed is None else str(failed))
-    places = [place for place, reason in enumerate(told) if reason is not None]
-    if not places:
-        return
-    if failed is None:
-        failed = ValueError(f"process {places[0]} of {len(told)}: {told[places[0]]}")
-    raise of_all(failed)
+    messages = _gather(None if error is None else str(error))
+    rank = next((rank for rank, message in enumerate(messages) if message is not None), None)
+    if rank is not None:
+        raise of_all(error or ValueError(f"process {rank} of {len(messages)}: {messages[rank]}"))
 
 
-def agree(facts: Mapping[str, Any], instead: Mapping[str, str]) -> None:
-    """That all processes were given the same.
+def check_agreement(values: Mapping[str, Any], advice: Mapping[str, str]) -> None:
+    """Raise ValueError if the named values of processes differ, compared by their ``repr``.
 
-    Args:
-        facts: what each has, by name; compared by its text.
-        instead: by the beginning of a name, what to do where it differs.
-
-    Raises:
-        ValueError: naming the first that differs and the process.
+    ``advice`` has the end of the message by the beginning of the name.
     """
-    every = _gathered({name: repr(value) for name, value in facts.items()})
-    for place, other in enumerate(every):
-        for name in {**every[0], **other}:
-            mine, theirs = every[0].get(name, "nothing"), other.get(name, "nothing")
-            if mine != theirs:
-                advice = next(x for head, x in instead.items() if name.startswith(head))
+    ranks = _gather({name: repr(value) for name, value in values.items()})
+    for rank, other in enumerate(ranks):
+        for name in {**ranks[0], **other}:
+            expected, actual = ranks[0].get(name, "nothing"), other.get(name, "nothing")
+            if actual != expected:
+                hint = next(text for prefix, text in advice.items() if name.startswith(prefix))
                 raise of_all(
                     ValueError(
-                        f"process {place} has {name} = {_short(theirs)}, and process 0 "
-                        f"{_short(mine)}: {advice}"
+                        f"process {rank} has {name} = {_truncate(actual)}, and process 0 "
+                        f"{_truncate(expected)}: {hint}"
                     )
                 )
 
 
 @contextmanager
-def alive(saved: Callable[[], Path | None]) -> Iterator[None]:
-    """Inside, the end of another process is told as what it is.
+def detect_lost_peers(last_checkpoint: Callable[[], Path | None]) -> Iterator[None]:
+    """Context manager that raises `ProcessEnded` for a backend error due to a lost process."""
 
-    Args:
-        saved: gives the run's last checkpoint, ``None`` before the first.
+    def outcome() -> str:
+        checkpoint = None
+        with suppress(ValueError):
+            checkpoint = last_checkpoint()
+        if checkpoint is None:
+            return "no checkpoint was written yet, so the run has to restart"
+        return f"{checkpoint} is whole: continue with --resume, on any number of processes"
 
-    Raises:
-        ProcessEnded: in place of the backend's words.
-    """
+    with _translated_errors(outcome):
+        yield
+
+
+@contextmanager
+def _translated_errors(outcome: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _lost(error):
+        # NCCL and the store have an error class. Gloo raises a RuntimeError with its file's name.
+        is_lost = isinstance(error, dist.DistError) or "gloo/" in str(error)
+        if not is_lost or PartialState().num_processes == 1:
             raise
-        checkpoint = None
-        with suppress(ValueError):
-            checkpoint = saved()
-        stands = "no checkpoint was written yet, so the run begins anew"
-        if checkpoint is not None:
-            stands = f"{checkpoint} is whole, and --resume goes on from it with any number of them"
-        raise of_all(
-            ProcessEnded(f"{_ENDED}; {stands}"),
-            speakers=2,  # the first may be the one
-        ) from error
+        message = (
+            "another process of this run has ended or does not answer (its own error is printed "
+            f"too, unless it was killed); {outcome()}"
+        )
+        # Process 0 may be the lost one, so the first two report.
+        raise of_all(ProcessEnded(message), speakers=2) from error
 
 
-def _gathered(mine: Any) -> list[Any]:
-    """What every process has, in their order.
-
-    Raises:
-        ProcessEnded: one of them does not come.
-    """
-    try:
-        return cast(list[Any], gather_object([mine]))
-    except RuntimeError as error:
-        if not _lost(error):
-            raise
-        raise of_all(ProcessEnded(f"{_ENDED}; the run has not begun"), speakers=2) from error
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all processes, in their order."""
+    with _translated_errors(lambda: "the run has not started"):
+        return cast(list[Any], gather_object([value]))
 
 
-def _lost(error: RuntimeError) -> bool:
-    said = str(error).lower()
-    return PartialState().num_processes > 1 and any(word in said for word in _LOST)
-
-
-def _short(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) < 60 else text[:57] + "..."

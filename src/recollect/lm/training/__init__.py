@@ -1,10 +1,6 @@
-"""`train`: a language model from a plan, on `transformers.Trainer` and Accelerate.
+"""Training of language models from a plan."""
 
-The Trainer does what it does well: the loop, AdamW and its schedule, clipping, bf16, gradient
-accumulation, many devices, logs, and going on from a checkpoint. Ours are only the rows, the
-weights that decay, checkpoints that are whole, and a measurement weighted by tokens.
-"""
+from recollect.lm.training.progress import Progress, Trained, TrainObserver
+from recollect.lm.training.train import train
 
-from recollect.lm.training.train import Header, Progress, Trained, Watch, train
-
-__all__ = ["Header", "Progress", "Trained", "Watch", "train"]
+__all__ = ["Progress", "TrainObserver", "Trained", "train"]

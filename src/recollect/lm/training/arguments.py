@@ -1,91 +1,79 @@
-"""What transformers' Trainer is told of a plan, and how its own log lines are held down."""
+"""ParallelDims, device and `TrainingArguments` of a plan."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import TrainingArguments as Arguments
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    TensorBoardCallback,
+    is_tensorboard_available,
+)
 from transformers.utils import logging as transformers_logging
 
-from recollect.lm.sharding.layout import Layout, layout_of
+from recollect.lm.sharding.layout import ParallelDims, parse_parallel
 from recollect.lm.training.plan import TrainPlan
 from recollect.messages import argument_name
 from recollect.report.devices import find_device
 
-__all__ = ["check_layout", "device_of", "quiet", "share", "trainer_arguments"]
+__all__ = [
+    "MIN_TORCH_FOR_2D",
+    "check_layout",
+    "make_layout",
+    "resolve_device",
+    "suppress_library_logs",
+    "tensorboard_callback",
+    "trainer_arguments",
+]
 
-GATHERS = (2, 13)
-"""The oldest torch with which weights of data × tensor were seen to be those of one process.
-
-With 2.9 they are not, and between the two nobody has looked.
-"""
+MIN_TORCH_FOR_2D = (2, 13)
+"""Oldest torch whose gathered weights of data × tensor were right. Those of 2.9 are wrong."""
 
 
-def _torch() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def share(plan: TrainPlan, processes: int) -> Layout:
-    """How processes share a plan's run.
-
-    Args:
-        plan: of the run.
-        processes: that a launcher started.
-
-    Raises:
-        ValueError: a mesh, a batch or a way of running that they do not fit.
-    """
-    layout = layout_of(plan.run.parallel, processes)
-    layout.rows(plan.optimizer.batch)
+def make_layout(plan: TrainPlan, processes: int) -> ParallelDims:
+    """Return the layout of a plan on a number of processes, after its checks."""
+    layout = parse_parallel(plan.run.parallel, processes)
+    layout.local_batch_size(plan.optimizer.batch)
     check_layout(plan, layout)
     return layout
 
 
-def check_layout(plan: TrainPlan, layout: Layout) -> None:
-    """That a run can be shared as a layout says.
-
-    Args:
-        plan: of the run. layout: of its processes.
-
-    Raises:
-        ValueError: rows, or segments of them, that are shorter than the processes they lie along;
-            what rows in segments cannot do where several processes share a run; compiled MLPs
-            that are divided; weights that an old torch gathers wrongly.
-    """
-    if layout.tensor > 1 and layout.processes > layout.tensor and _torch() < GATHERS:
+def check_layout(plan: TrainPlan, layout: ParallelDims) -> None:
+    """Raise `ValueError` if a plan cannot run on a layout."""
+    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if layout.world_size > layout.tp > 1 and torch_version < MIN_TORCH_FOR_2D:
         raise ValueError(
             f"[run] parallel: torch {torch.__version__} gathers weights wrongly that tensor = "
-            f"{layout.tensor} divides and other processes share: take torch "
-            f"{'.'.join(map(str, GATHERS))} or newer, or tensor alone"
+            f"{layout.tp} divides and other processes share: take torch "
+            f"{'.'.join(map(str, MIN_TORCH_FOR_2D))} or newer, or tensor alone"
         )
-    if plan.run.compile and layout.tensor > 1:
-        raise ValueError(
-            f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
-            "out one of them"
-        )
-    data, along = plan.data, layout.context
-    shortest = data.context - (-(-data.context // data.piece) - 1) * data.piece
-    if along > shortest:
-        said = f"the {data.context} tokens of a row"
+    data, context_size = plan.data, layout.cp
+    shortest_segment = (
+        data.context - (-(-data.context // data.segment_length) - 1) * data.segment_length
+    )
+    if context_size > shortest_segment:
+        tokens = f"the {data.context} tokens of a row"
         if data.segments > 1:
-            said = f"the {shortest} tokens of the shortest of {data.segments} segments of a row"
+            tokens = (
+                f"the {shortest_segment} tokens of the shortest of {data.segments} segments of a "
+                "row"
+            )
         raise ValueError(
-            f"[run] parallel: context = {along} divides {said} among as many processes, and each "
-            "needs one token at least: take a smaller context there, or longer rows"
+            f"[run] parallel: context = {context_size} divides {tokens} among as many processes, "
+            "and each needs one token at least: take a smaller context there, or longer rows"
         )
-    if data.segments == 1 or layout.processes == 1:
+    if data.segments == 1 or layout.world_size == 1:
         return
     if data.segment_gradient == "kept":
         raise ValueError(
             '[data] segment_gradient = "kept" runs back into states, which processes that share a '
             'run do not see: take "cut", or one process'
         )
-    if data.packing == "documents" and layout.divides:
+    if data.packing == "documents" and layout.is_sharded:
         raise ValueError(
             f"[data] segments = {data.segments} begins documents with a layer's own initial "
             'memory, of which each process holds a part: take packing = "stream", or '
@@ -93,16 +81,8 @@ def check_layout(plan: TrainPlan, layout: Layout) -> None:
         )
 
 
-def device_of(plan: TrainPlan, processes: int) -> torch.device | None:
-    """Where a plan runs; ``None`` of several processes, each of which takes its own.
-
-    Args:
-        plan: of the run.
-        processes: that share it.
-
-    Raises:
-        ValueError: it is not here, or several processes would share it.
-    """
+def resolve_device(plan: TrainPlan, processes: int) -> torch.device | None:
+    """Return the device of a plan; ``None`` if several processes choose one each."""
     label = argument_name("[run] device")
     if processes == 1:
         return find_device(plan.run.device, said=label)
@@ -115,31 +95,24 @@ def device_of(plan: TrainPlan, processes: int) -> torch.device | None:
 
 
 def trainer_arguments(
-    plan: TrainPlan, out: Path, device: torch.device | None = None, *, batch: int | None = None
-) -> Arguments:
-    """The Trainer's arguments.
-
-    Args:
-        plan: of the run.
-        out: its folder.
-        device: of the one process that there is; of several, each takes its own.
-        batch: rows that this process reads at once; the plan's, of one process.
-
-    Raises:
-        ValueError: tensorboard is asked for and not installed.
-    """
+    plan: TrainPlan,
+    device: torch.device | None = None,  # of the only process
+    *,
+    batch_size: int | None = None,  # of this process; by default that of the plan
+) -> TrainingArguments:
+    """Return the Trainer's arguments."""
     optimizer, run = plan.optimizer, plan.run
-    batch = batch or optimizer.batch
-    floor = {"min_lr_rate": optimizer.floor} if optimizer.floor else {}
-    arguments = Arguments(
-        output_dir=str(out),
+    batch_size = batch_size or optimizer.batch
+    is_cpu = not torch.accelerator.is_available() if device is None else device.type == "cpu"
+    arguments = TrainingArguments(
+        output_dir=run.out,
         max_steps=plan.steps,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
         gradient_accumulation_steps=optimizer.accumulate,
         learning_rate=plan.lr,
-        lr_scheduler_type="cosine_with_min_lr" if floor else "cosine",
-        lr_scheduler_kwargs=floor or None,
+        lr_scheduler_type="cosine_with_min_lr" if optimizer.floor else "cosine",
+        lr_scheduler_kwargs={"min_lr_rate": optimizer.floor} if optimizer.floor else None,
         warmup_steps=max(1, round(optimizer.warmup * plan.steps)) if optimizer.warmup else 0,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.betas[0],
@@ -154,8 +127,8 @@ def trainer_arguments(
         eval_strategy="steps" if run.eval_every else "no",
         eval_steps=run.eval_every or None,
         bf16=run.bf16,
-        use_cpu=_is_cpu(device),  # or it refuses bf16
-        report_to=_reports(plan, out),
+        use_cpu=is_cpu,  # otherwise bf16 is refused
+        report_to=[],
         disable_tqdm=True,
         log_level="error",
         log_level_replica="error",
@@ -163,60 +136,55 @@ def trainer_arguments(
         data_seed=run.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
-        # A batch may be one packed row, which nobody can divide: each process makes its own.
-        # A gate that a tie replaces, or a last state that nobody reads, has no gradient.
+        # A tied gate, or the last state of a layer, may have no gradient.
         ddp_find_unused_parameters=True,
+        # A packed batch is one row and cannot be split, so each process collates its own.
         accelerator_config={"dispatch_batches": False, "split_batches": False},
     )
     if device is not None:
-        _place(arguments, device)
+        _pin_device(arguments, device)
     return arguments
 
 
-def _is_cpu(device: torch.device | None) -> bool:
-    return not torch.accelerator.is_available() if device is None else device.type == "cpu"
+def _pin_device(arguments: TrainingArguments, device: torch.device) -> None:
+    """Let the Trainer use one device.
 
-
-def _place(arguments: Arguments, device: torch.device) -> None:
-    """Let the Trainer use one device and no other, which its arguments cannot say.
-
-    They name the first of its kind and divide batches among all of them, and a packed row is none
-    that can be divided.
+    It would use the first of its type, and split batches over all of that type.
     """
     assert arguments.distributed_state is not None
     arguments.distributed_state.device = device
-    arguments.__dict__["_setup_devices"] = device  # what `device` gives
+    arguments.__dict__["_setup_devices"] = device  # the cached value of `arguments.device`
     arguments._n_gpu = int(device.type != "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _reports(plan: TrainPlan, out: Path) -> list[str]:
-    if not plan.run.tensorboard:
-        return []
-    if not any(importlib.util.find_spec(name) for name in ("tensorboard", "tensorboardX")):
+def tensorboard_callback(folder: Path) -> TensorBoardCallback:
+    """Return a callback that writes TensorBoard logs to ``folder``."""
+    if not is_tensorboard_available():
         raise ValueError(
             "[run] tensorboard = true needs tensorboard, which is not installed: "
             "pip install tensorboard"
         )
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "logs"))
-    return ["tensorboard"]
+    callback = TensorBoardCallback()
+    if callback.logging_dir is None:  # unless TENSORBOARD_LOGGING_DIR is set
+        callback.logging_dir = str(folder)
+    return callback
 
 
-class quiet:
-    """The libraries' own log lines, held down to warnings of weight."""
-
+@contextmanager
+def suppress_library_logs() -> Iterator[None]:
+    """Context manager that hides progress bars and warnings of transformers and accelerate."""
     names = ("transformers", "accelerate", "torch.distributed.tensor")
-
-    def __enter__(self) -> None:
-        self.bars = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()
-        self.before = {name: logging.getLogger(name).level for name in self.names}
-        for name in self.names:
-            logging.getLogger(name).setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for name, level in self.before.items():
+    levels = {name: logging.getLogger(name).level for name in names}
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-        if self.bars:
+        if has_bars:
             transformers_logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Interrupts of a run: the step is finished, a checkpoint is written, and only then it ends."""
+"""Interrupts of a run: the step is finished and a checkpoint is written before the run ends."""
 
 from __future__ import annotations
 
@@ -10,82 +10,73 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
-from recollect.lm.training.atomic_checkpoints import AtomicTrainer
+from recollect.lm.training.trainer import RecollectTrainer
 from recollect.report.signals import ENDINGS, Ended, answered
 
-__all__ = ["Interrupted", "finish_step"]
+__all__ = ["TrainingInterrupted", "stop_after_step"]
+
+_DUPLICATE_SIGNAL_SECONDS = 5.0
+"""Time in which a launcher repeats an interrupt that the terminal sent to all processes."""
 
 
-_COPIED = 5.0
-"""Seconds within which a launcher hands on the interrupt that a terminal gave to all."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A run was asked to end, and has written a checkpoint to go on from.
+class TrainingInterrupted(KeyboardInterrupt):
+    """A run has been interrupted, and has written a checkpoint.
 
     Attributes:
-        checkpoint: its folder.
+        checkpoint: folder of the checkpoint.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(
-            f"interrupted: {checkpoint} is whole, and --resume (resume=True) goes on from it"
+            f"interrupted: {checkpoint} is complete, and --resume (resume=True) continues from it"
         )
         self.checkpoint = checkpoint
 
 
-class _Stopper(TrainerCallback):
-    """Ends training after the step in which somebody asked, with a checkpoint."""
+class _StopCallback(TrainerCallback):
+    """Saves a checkpoint and ends training after the step in which a stop is requested."""
 
-    def __init__(self, trainer: AtomicTrainer) -> None:
-        self.trainer, self.asked, self.since = trainer, False, 0.0
+    def __init__(self, trainer: RecollectTrainer) -> None:
+        self.trainer, self.stop_requested, self.requested_at = trainer, False, 0.0
 
-    def ask(self) -> None:
-        """Somebody wants the run to end."""
-        if not self.asked:
-            self.asked, self.since = True, time.monotonic()
+    def request_stop(self) -> None:
+        """Request the end of the run after this step."""
+        if not self.stop_requested:
+            self.stop_requested, self.requested_at = True, time.monotonic()
+            self.trainer.request_stop()
 
-    def repeated(self) -> bool:
-        """Whether a signal is a second wish, and not the first one's copy from a launcher."""
-        several = self.trainer.args.world_size > 1
-        return self.asked and not (several and time.monotonic() - self.since < _COPIED)
+    def is_second_request(self) -> bool:
+        """Whether a signal is a second request, and not a copy of the first from a launcher."""
+        is_recent = time.monotonic() - self.requested_at < _DUPLICATE_SIGNAL_SECONDS
+        return self.stop_requested and not (self.trainer.args.world_size > 1 and is_recent)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        asked = self.asked
-        if args.world_size > 1:  # all processes end after the same step
-            own = [float(asked), float(self.trainer.saving_failed)]
-            accelerator: Any = self.trainer.accelerator
-            told = accelerator.reduce(torch.tensor(own, device=args.device)).tolist()
-            asked = bool(told[0])
-            if told[1]:  # in a moment all of them know why
-                self.trainer.finish_saving()
-        if asked and state.global_step < state.max_steps:
+        if self.trainer.should_stop and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
-            self.ask()
+            self.request_stop()
 
 
 @contextmanager
-def finish_step(trainer: AtomicTrainer) -> Iterator[None]:
-    """Inside, a first interrupt (or SIGTERM, SIGHUP) waits for the step, and a second does not.
+def stop_after_step(trainer: RecollectTrainer) -> Iterator[None]:
+    """Finish the step after a first interrupt, SIGTERM or SIGHUP; end at once after a second one.
 
     Raises:
-        Interrupted: at the end, when the run was cut short so.
+        TrainingInterrupted: the run has ended before its last step, with a checkpoint.
         KeyboardInterrupt: at the second interrupt.
     """
-    stopper = _Stopper(trainer)
-    trainer.add_callback(stopper)
+    callback = _StopCallback(trainer)
+    trainer.add_callback(callback)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if stopper.repeated():
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        if callback.is_second_request():
             raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
-        stopper.ask()
+        callback.request_stop()
 
-    with answered((signal.SIGINT,), note), answered(ENDINGS, note, default=True):
+    with answered((signal.SIGINT,), handle_signal), answered(ENDINGS, handle_signal, default=True):
         yield
     state = trainer.state
-    if stopper.asked and state.global_step < state.max_steps:
+    if callback.stop_requested and state.global_step < state.max_steps:
         folder = Path(str(trainer.args.output_dir))
-        raise Interrupted(folder / f"checkpoint-{state.global_step}")
+        raise TrainingInterrupted(folder / f"checkpoint-{state.global_step}")

@@ -1,92 +1,79 @@
-"""What keys of a plan may hold, and what is said of keys that there are not."""
+"""Parsers of a plan's values, and hints for unknown keys and tables."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from recollect.choices.matmul_precision import PRECISIONS, precision_error
 from recollect.fields import Range, float_check
-from recollect.messages import short_repr
+from recollect.messages import short_repr, suggestion
 
 __all__ = [
-    "hint_of_key",
-    "hint_of_table",
-    "to_betas",
-    "to_mapping",
-    "to_name",
-    "to_parallel",
-    "to_precision",
-    "to_recipe",
-    "to_separator",
-    "to_string",
-    "to_strings",
+    "hint",
+    "parse_betas",
+    "parse_name",
+    "parse_names",
+    "parse_parallel",
+    "parse_precision",
+    "parse_recipe",
+    "parse_table",
+    "parse_text",
 ]
 
 
-def to_string(value: Any) -> str:
-    """Text of one line."""
-    if not isinstance(value, str):
-        raise ValueError(f"must be a string, not {short_repr(value)}")
-    if not value.isprintable():
+def _type_check(expected: str, *types: type) -> Callable[[Any], Any]:
+    """Return a check for values of some types, which also copies mappings."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, types):
+            raise ValueError(f"must be {expected}, not {short_repr(value)}")
+        return dict(value) if isinstance(value, Mapping) else value
+
+    return check
+
+
+parse_text = _type_check("a string", str)
+parse_table = _type_check("a table", Mapping)
+parse_recipe = _type_check("a string or a table", str, Mapping)
+_parse_list = _type_check("a list of strings", list, tuple)
+_parse_betas = _type_check("two numbers in [0, 1)", list, tuple)
+
+
+def parse_name(value: Any) -> str:
+    """Return a string of one line that is not blank."""
+    if not parse_text(value).isprintable():
         raise ValueError(f"must be a string without control characters, not {short_repr(value)}")
-    return value
-
-
-def to_name(value: Any) -> str:
-    """Text of one line that is not empty."""
-    if not to_string(value).strip():
+    if not value.strip():
         raise ValueError(f"must be a name, not {value!r}")
-    return str(value)
-
-
-def to_separator(value: Any) -> str:
-    """Any text."""
-    if not isinstance(value, str):
-        raise ValueError(f"must be a string, not {short_repr(value)}")
     return value
 
 
-def to_strings(value: Any) -> tuple[str, ...]:
-    """One stands for a list of one."""
-    items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(x, str) for x in items):
+def parse_names(value: Any) -> tuple[str, ...]:
+    """Return a tuple of names; a string is a tuple of one."""
+    names = _parse_list((value,) if isinstance(value, str) else value)
+    if not all(isinstance(name, str) for name in names):
         raise ValueError(f"must be a list of strings, not {short_repr(value)}")
-    return tuple(to_name(item) for item in items)
+    return tuple(map(parse_name, names))
 
 
-def to_mapping(value: Any) -> dict[str, Any]:
-    """A table."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"must be a table, not {short_repr(value)}")
-    return dict(value)
-
-
-def to_recipe(value: Any) -> str | dict[str, Any]:
-    """A name, a file or a table."""
-    if not isinstance(value, str | Mapping):
-        raise ValueError(f"must be a string or a table, not {short_repr(value)}")
-    return value if isinstance(value, str) else dict(value)
-
-
-def to_betas(value: Any) -> tuple[float, float]:
-    """AdamW's two."""
-    if not isinstance(value, list | tuple) or len(value) != 2:
+def parse_betas(value: Any) -> tuple[float, float]:
+    """Return the two coefficients of AdamW."""
+    if len(_parse_betas(value)) != 2:
         raise ValueError(f"must be two numbers in [0, 1), not {short_repr(value)}")
     beta = float_check(Range.of(at_least=0, below=1))
     return beta(value[0]), beta(value[1])
 
 
-def to_parallel(value: Any) -> str | dict[str, int]:
-    """``"ddp"``, ``"fsdp"``, or the sizes of a mesh by name."""
+def parse_parallel(value: Any) -> str | dict[str, int]:
+    """Return ``"ddp"``, ``"fsdp"``, or the sizes of a mesh by name."""
     if isinstance(value, str):
         if value not in ("ddp", "fsdp"):
             raise ValueError(
                 f"must be 'ddp', 'fsdp' or a mesh as {{data = 4, tensor = 2}}, not {value!r}"
             )
         return value
-    sizes = to_mapping(value)
+    sizes: dict[str, int] = parse_table(value)
     for name, size in sizes.items():
         if name not in ("data", "tensor", "context"):
             raise ValueError(f"has the sizes data, tensor and context, and no {short_repr(name)}")
@@ -95,77 +82,44 @@ def to_parallel(value: Any) -> str | dict[str, int]:
     return sizes
 
 
-def to_precision(value: Any) -> str | dict[str, str]:
-    """A precision of products, or one by name of a recipe."""
-    for one in value.values() if isinstance(value, Mapping) else [value]:
-        if one not in PRECISIONS:
+def parse_precision(value: Any) -> str | dict[str, str]:
+    """Return a precision of matrix products, or precisions by the name of the recipe."""
+    for precision in value.values() if isinstance(value, Mapping) else [value]:
+        if precision not in PRECISIONS:
             expected = "'float32' or 'tf32', or a table of these by recipe"
-            raise ValueError(precision_error(one, expected))
+            raise ValueError(precision_error(precision, expected))
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
-_ALSO_CALLED = {
-    **dict.fromkeys(("learning_rate", "peak_lr", "max_lr"), "lr"),
-    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "steps"),
-    **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "batch"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad"), "clip"),
-    **dict.fromkeys(("mup", "parameterization", "use_mup"), "parametrization"),
-    **dict.fromkeys(("mup_base_width", "mup_base_dim", "base_hidden_size"), "base_width"),
-    **dict.fromkeys(("warmup_ratio", "warmup_steps"), "warmup"),
-    **dict.fromkeys(("hidden_size", "d_model", "dim"), "width"),
-    **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layers"), "depth"),
-    **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), "heads"),
-    **dict.fromkeys(("intermediate_size", "ffn_dim"), "mlp"),
-    **dict.fromkeys(("seq_len", "sequence_length", "max_length", "block_size"), "context"),
-    "vocab_size": "vocab",
-    **dict.fromkeys(("matmul_precision", "float32_matmul_precision"), "precision"),
-    **dict.fromkeys(("tbptt", "num_segments", "context_segments"), "segments"),
-    **dict.fromkeys(("output_dir", "out_dir"), "out"),
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "logging_steps": "log_every",
-    "gradient_checkpointing": "checkpointing",
-    "loss_chunk_size": "loss_chunk",
-    **dict.fromkeys(("strategy", "fsdp", "mesh", "distributed"), "parallel"),
+_KEY_ALIASES = {
+    "lr": "learning_rate peak_lr max_lr",
+    "steps": "max_steps num_steps iterations",
+    "batch": "batch_size micro_batch_size per_device_train_batch_size",
+    "accumulate": "gradient_accumulation_steps grad_accum",
+    "clip": "max_grad_norm grad_clip clip_grad",
+    "warmup": "warmup_ratio warmup_steps",
+    "width": "hidden_size d_model dim",
+    "depth": "num_layers num_hidden_layers n_layers",
+    "heads": "num_heads num_attention_heads n_heads",
+    "mlp": "intermediate_size ffn_dim",
+    "context": "seq_len sequence_length max_length block_size",
+    "vocab": "vocab_size",
+    "out": "output_dir out_dir",
+    "save_every": "save_steps",
+    "eval_every": "eval_steps",
+    "log_every": "logging_steps",
+    "checkpointing": "gradient_checkpointing",
+    "parallel": "strategy fsdp mesh distributed",
 }
-"""What other libraries call our keys."""
+"""Names of a plan's keys in other libraries."""
 
 
-def hint_of_key(name: str, table: str, known: Mapping[str, list[str]]) -> str:
-    """What to say after a key that a table has not: where it stands, or the nearest that there is.
-
-    Args:
-        name: the key, perhaps as another library calls it.
-        table: in which it was given.
-        known: the keys of every table.
-    """
-    meant = _ALSO_CALLED.get(name, name)
-    return _elsewhere(meant, table, known) or _instead(meant, known[table])
-
-
-def hint_of_table(name: str, known: Mapping[str, list[str]]) -> str:
-    """What to say after a table that there is not.
-
-    Args:
-        name: the table, or a key that stands outside of its own.
-        known: the keys of every table.
-    """
-    return _elsewhere(_ALSO_CALLED.get(name, name), "", known) or _instead(name, list(known))
-
-
-def _elsewhere(meant: str, table: str, known: Mapping[str, list[str]]) -> str:
-    """Where a key stands, if that is another table only."""
-    if meant in known.get(table, ()):
-        return ""
-    places = [other for other, keys in known.items() if meant in keys]
-    return f"; {meant} stands in [{places[0]}]" if places else ""
-
-
-def _instead(name: str, known: list[str]) -> str:
-    if name in known:
-        near = [name]
-    else:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    return f"; {hint} are {', '.join(known)}"
+def hint(name: str, known: Mapping[str, list[str]], table: str | None = None) -> str:
+    """Return advice for an unknown key of a table, or for an unknown table."""
+    key = next((key for key, aliases in _KEY_ALIASES.items() if name in aliases.split()), name)
+    if table is not None and key in known[table]:
+        return f"did you mean {key!r}?"
+    owner = next((owner for owner, keys in known.items() if key in keys), None)
+    if owner is not None:
+        return f"{key} is a key of [{owner}]"
+    return suggestion(name, list(known) if table is None else known[table])

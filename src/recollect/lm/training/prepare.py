@@ -1,4 +1,4 @@
-"""Preparation of a run: tokenizer, training and held-out rows, and the initial model."""
+"""Setup of a run: tokenizer, training and held-out rows, and the initial model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from transformers import PreTrainedTokenizerFast
 
-from recollect.blocks.compositions import KINDS, LIST_FIELDS, read_mixer
-from recollect.blocks.mixers import Mixer, as_mixer
+from recollect.blocks.compositions import KINDS, LIST_FIELDS, load_recipe_mixer, read_mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.layer.options import LayerOptions
-from recollect.lm.data.rows import PackedDataset, PackedRow, PackedStream, TextStats, read_rows
+from recollect.lm.data.rows import PackedDataset, PackedRow, PackedStream, read_rows
 from recollect.lm.data.sources import (
     BadLinePolicy,
     FileDocuments,
@@ -26,91 +27,31 @@ from recollect.lm.data.sources import (
     iter_chunks,
 )
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
-from recollect.lm.model.config import Named, RecollectConfig
+from recollect.lm.model.config import RecipeLike, RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.model.paper_sizes import PAPER_SIZES
-from recollect.lm.sharding.layout import Layout
+from recollect.lm.sharding.layout import ParallelDims
 from recollect.lm.training.plan import ModelPlan, TrainPlan
-from recollect.lm.width.rules import check_tied, scale_for_width
+from recollect.lm.width.rules import check_logit_scale, scale_for_width
 from recollect.messages import renamed_arguments, short_repr
-from recollect.recipe.files import load_recipe
-from recollect.recipe.recipe import Recipe
 from recollect.report.ranks import is_first
 from recollect.report.units import readable
-from recollect.zoo.preset import get
 
 __all__ = [
-    "Stock",
+    "TextData",
     "build_model",
+    "build_tokenizer",
     "check_memory",
-    "compile_blocks",
-    "enough_memory",
-    "least_memory",
-    "measured_on_trained",
+    "explain_out_of_memory",
+    "heldout_overlap_warning",
+    "load_text_data",
     "model_config",
-    "rows_of",
-    "tokenizer_of",
 ]
 
-
-def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectForCausalLM:
-    """The model that a plan starts from: new, or a saved one.
-
-    Raises:
-        ValueError: a recipe or sizes that cannot be.
-    """
-    if plan.model.start is not None:
-        model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
-        if plan.optimizer.rules_from is not None:
-            check_tied(model.config, plan.optimizer.rules_from)
-    else:
-        with renamed_arguments(_WORDS):
-            model = RecollectForCausalLM(model_config(plan.model, tokenizer))
-        if plan.optimizer.rules_from is not None:
-            scale_for_width(model, plan.optimizer.rules_from)
-    model.config.loss_chunk_size = plan.run.loss_chunk
-    return model
-
-
-def compile_blocks(model: RecollectForCausalLM) -> str:
-    """Compile what one graph can hold, in place, and say what that is.
-
-    Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
-    a graph through most memories breaks many times and gains nothing. MLPs are the same products
-    for every batch.
-    """
-    for block in model.model.blocks:
-        if block.mlp is not None:
-            block.mlp.compile()  # type: ignore[union-attr]
-    return (
-        "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
-        "choose by what they see"
-    )
-
-
-@contextlib.contextmanager
-def enough_memory(plan: TrainPlan) -> Iterator[None]:
-    """Say what to change when a batch does not fit.
-
-    Raises:
-        ValueError: it does not.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not full and "can't allocate memory" not in str(error):  # torch on a CPU
-            raise
-        rows = plan.optimizer.batch
-        raise ValueError(
-            f"[optimizer] batch = {rows}, of rows of {plan.data.context} tokens, does not fit into "
-            "memory: take fewer rows and set accumulate in their place, set checkpointing = true "
-            "in [run], or read rows in more segments of [data]"
-        ) from error
-
-
-_WORDS = {
+SINGLE_PROCESS = ParallelDims()
+_BYTES_PER_PARAMETER = 16  # a float32 weight, its gradient, and the two moments of AdamW
+_CONFIG_KEY_NAMES = {
     "hidden_size": "[model] width",
     "num_hidden_layers": "[model] depth",
     "num_attention_heads": "[model] heads",
@@ -120,64 +61,74 @@ _WORDS = {
     "intermediate_size": "[model] mlp",
     "target": "[model] parameters",
 }
-"""How a plan calls the arguments of a configuration."""
-
-ALONE = Layout()
-_PER_PARAMETER = 16
-"""Bytes: a float32 weight, its gradient, and AdamW's two moments."""
+"""Keys of a plan by the name of the configuration's argument."""
 
 
-def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
-    """Bytes that no run of these sizes can do without: for its weights, and for one batch.
+def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectForCausalLM:
+    """Return the initial model of a plan: new or saved; a ValueError explains invalid sizes."""
+    base_width = plan.optimizer.mup_base_width
+    if plan.model.start is not None:
+        model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
+        if base_width is not None:
+            check_logit_scale(model.config, base_width)
+    else:
+        with renamed_arguments(_CONFIG_KEY_NAMES):
+            model = RecollectForCausalLM(model_config(plan.model, tokenizer))
+        if base_width is not None:
+            scale_for_width(model, base_width)
+    model.config.loss_chunk_size = plan.run.loss_chunk
+    return model
 
-    Of a batch only the input of every block is counted, which even ``checkpointing`` keeps, so a
-    run may well take several times as much.
 
-    Args:
-        plan: says how many tokens a batch has.
-        config: of the model.
-    """
-    tokens = plan.optimizer.batch * plan.data.piece
-    each = 2 if plan.run.bf16 else 4
-    batch = tokens * config.hidden_size * config.num_hidden_layers * each
-    return parameter_count(config) * _PER_PARAMETER, batch
-
-
-@renamed_arguments(_WORDS)
-def check_memory(
-    plan: TrainPlan, config: RecollectConfig, *, device: torch.device, layout: Layout = ALONE
-) -> None:
-    """Refuse what cannot fit, by the least that it takes.
-
-    Args:
-        plan: of the run.
-        config: of its model.
-        device: that it runs on.
-        layout: of the processes that share weights and rows.
-
-    Raises:
-        ValueError: the device has less memory than that, naming what takes it.
-    """
-    weights, batch = least_memory(plan, config)
-    weights, batch = weights // layout.holders, batch // layout.readers
-    has = _memory(device)
-    if has is None or weights + batch <= has:
-        return
-    where = f"of the {readable(has, 'B')} that {device.type} has"
-    if weights > has:
+@contextlib.contextmanager
+def explain_out_of_memory(plan: TrainPlan) -> Iterator[None]:
+    """Turn errors of memory that is too small for a batch into a ValueError with advice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_full and not should_reduce_batch_size(error):
+            raise
         raise ValueError(
-            f"[model] has {parameter_count(config):,} parameters, whose training takes at least "
-            f"{readable(weights, 'B')} {where}: take a smaller width, depth, mlp or parameters"
-        )
+            f"[optimizer] batch = {plan.optimizer.batch}, of rows of {plan.data.context} tokens, "
+            f"does not fit into memory: {_SMALLER_BATCH}, or set checkpointing = true in [run]"
+        ) from error
+
+
+_SMALLER_BATCH = (
+    "use fewer rows and set accumulate instead, a shorter context, or more segments in [data]"
+)
+
+
+@renamed_arguments(_CONFIG_KEY_NAMES)
+def check_memory(
+    plan: TrainPlan,
+    config: RecollectConfig,
+    *,
+    device: torch.device,
+    layout: ParallelDims = SINGLE_PROCESS,
+) -> None:
+    """Refuse a run that needs more than the device's memory for weights and block inputs alone."""
+    weights = parameter_count(config) * _BYTES_PER_PARAMETER // layout.weight_shards
+    tokens = plan.optimizer.batch * plan.data.segment_length // layout.dp_cp_size
+    inputs = tokens * config.hidden_size * config.num_hidden_layers * (2 if plan.run.bf16 else 4)
+    memory = _device_memory(device)
+    if memory is None or weights + inputs <= memory:
+        return
+    if weights > memory:
+        cause = f"[model] has {parameter_count(config):,} parameters and"
+        needed, advice = weights, "use a smaller width, depth, mlp or parameters"
+    else:
+        cause = f"[optimizer] batch = {plan.optimizer.batch:,} of {plan.data.context:,} tokens"
+        needed, advice = inputs, _SMALLER_BATCH
     raise ValueError(
-        f"[optimizer] batch = {plan.optimizer.batch:,}, of rows of {plan.data.context:,} tokens, "
-        f"takes at least {readable(batch, 'B')} {where}: take fewer rows and set accumulate in "
-        "their place, a shorter context, or more segments of it"
+        f"{cause} needs at least {readable(needed, 'B')} for training, and {device.type} has "
+        f"{readable(memory, 'B')}: {advice}"
     )
 
 
-def _memory(device: torch.device) -> int | None:
-    """Bytes that a device has in all, where it says so."""
+def _device_memory(device: torch.device) -> int | None:
+    """Return a device's memory in bytes; ``None`` if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu":
@@ -188,27 +139,24 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-@renamed_arguments(_WORDS)
+@renamed_arguments(_CONFIG_KEY_NAMES)
 def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectConfig:
-    """The configuration that ``[model]`` describes, for a tokenizer.
-
-    Raises:
-        ValueError: a recipe or sizes that cannot be.
-    """
+    """Return the configuration of ``[model]``; a ValueError explains invalid recipes and sizes."""
     size = None if plan.size is None else PAPER_SIZES[plan.size]
     width, depth, heads = (256, 4, 4) if size is None else (size.width, size.depth, size.heads)
-    named: Named | dict[str, Named]
+    recipes: RecipeLike | dict[str, RecipeLike]
     if plan.recipes:
-        named = {name: _recipe(value, None) for name, value in plan.recipes.items()}
+        recipes = {name: _mixer(value, None) for name, value in plan.recipes.items()}
+    elif isinstance(plan.recipe, str) and plan.options is None and not _is_file(plan.recipe):
+        recipes = plan.recipe
     else:
-        recipe = _recipe(plan.recipe, plan.options)
-        named = recipe if isinstance(recipe, str) else {_name(plan.recipe): recipe}
-        if isinstance(recipe, Mixer):
-            named = {recipe.kind: recipe}
+        mixer = _mixer(plan.recipe, plan.options)
+        name = Path(plan.recipe).stem if isinstance(plan.recipe, str) else "memory"
+        recipes = {name if isinstance(mixer, RecipeMixer) else mixer.kind: mixer}
     config = RecollectConfig.from_recipes(
-        named,
+        recipes,
         layers=plan.layers or None,
-        vocab_size=-(-len(tokenizer) // 8) * 8,  # a multiple of 8 makes faster products
+        vocab_size=-(-len(tokenizer) // 8) * 8,  # products are faster at multiples of 8
         hidden_size=plan.width or width,
         num_hidden_layers=plan.depth or depth,
         num_attention_heads=plan.heads or heads,
@@ -227,170 +175,156 @@ def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> Recolle
     return config
 
 
-def _recipe(value: Any, options: dict[str, Any] | None) -> Named:
-    """A recipe by name, file or table, with options of its own where they are given."""
-    if isinstance(value, str) and not value.endswith((".json", ".toml")):
-        if options is None:
-            return value
-        return get(value).recipe, LayerOptions.from_dict(options)
+def _mixer(value: Any, options: dict[str, Any] | None) -> Mixer:
+    """Return the mixer of a name, a file or a table, whose parts may be names and files, too."""
     if isinstance(value, str):
-        recipe = load_recipe(Path(value))
+        mixer = load_recipe_mixer(Path(value)) if _is_file(value) else as_mixer(value)
+    elif "mixer" in value:
+        mixer = read_mixer(_with_parts(value))
     else:
-        if isinstance(value, dict) and "mixer" in value:
-            return _composition(value, options)
-        if isinstance(value, dict) and set(value) == {"recipe", "options"}:
-            value, options = value["recipe"], value["options"]
-        recipe = Recipe.from_dict(value)
-    return recipe, LayerOptions() if options is None else LayerOptions.from_dict(options)
-
-
-def _composition(value: dict[str, Any], options: dict[str, Any] | None) -> Mixer:
-    """A composition as a table; in the place of a part a name of the zoo or a file may stand."""
-    if options is not None:
+        mixer = read_mixer(value if set(value) == {"recipe", "options"} else {"recipe": value})
+    if options is None:
+        return mixer
+    if not isinstance(mixer, RecipeMixer):
         raise ValueError(
-            "[model] options are those of one recipe: give each part of a composition its own, "
-            "{recipe = ..., options = ...}"
+            "[model] options are those of one recipe: set the options of each part of a "
+            "composition in the part, {recipe = ..., options = ...}"
         )
+    return replace(mixer, options=LayerOptions.from_dict(options))
 
-    def part(stated: Any) -> Any:
-        if not isinstance(stated, str | dict):
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".json", ".toml"))
+
+
+def _with_parts(table: dict[str, Any]) -> dict[str, Any]:
+    """Replace names, files and recipes among the parts of a composition by tables of mixers."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, str | dict):
             raise ValueError(
                 "[model] a part of a composition is a name, a file or a table, not "
-                f"{short_repr(stated)}"
+                f"{short_repr(value)}"
             )
-        return as_mixer(_recipe(stated, None)).to_dict()
+        return _mixer(value, None).to_dict()
 
-    written = dict(value)
-    kind = written.get("mixer")
+    result, kind = dict(table), table.get("mixer")
     for name in KINDS[kind].mixer_fields if isinstance(kind, str) and kind in KINDS else ():
-        several = written.get(name)
-        if isinstance(several, list):
-            written[name] = [part(one) for one in several]
-        elif name in written and name not in LIST_FIELDS:
-            written[name] = part(several)
-    return read_mixer(written)
-
-
-def _name(value: Any) -> str:
-    return Path(value).stem if isinstance(value, str) else "memory"
+        value = result.get(name)
+        if isinstance(value, list):
+            result[name] = [part(item) for item in value]
+        elif name in result and name not in LIST_FIELDS:
+            result[name] = part(value)
+    return result
 
 
 @dataclass
-class Stock:
-    """Rows to train on and to measure on.
-
-    Attributes:
-        train, heldout: the rows. bytes_per_token: of the held-out text, for bits per byte.
-    """
+class TextData:
+    """Rows of a run, with the bytes per token of the held-out text (else of the training text)."""
 
     train: PackedDataset | PackedStream
     heldout: list[PackedRow] = field(default_factory=list)
     bytes_per_token: float = 1.0
 
 
-def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLinePolicy) -> Stock:
-    """The rows of a plan's texts.
-
-    Raises:
-        ValueError: texts that cannot be read or fill no row.
-    """
+def load_text_data(
+    plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad_lines: BadLinePolicy
+) -> TextData:
+    """Return the rows of a plan's texts; a ValueError names texts that are unreadable or short."""
     data, run = plan.data, plan.run
     length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
-    heldout, tally = [], None
+    heldout, stats = [], None
     if data.heldout or data.heldout_split is not None:
-        name = _named_text(plan, heldout=True)
-        heldout, tally = read(_documents(plan, bad, heldout=True), source_name=name)
-    if data.streams:
-        stream = PackedStream(
-            _documents(plan, bad),
+        documents = _open_documents(plan, bad_lines, heldout=True)
+        heldout, stats = read(documents, source_name=_describe_source(plan, heldout=True))
+    if data.is_streaming:
+        train = PackedStream(
+            _open_documents(plan, bad_lines),
             tokenizer,
             context=data.context,
             length=length,
             shuffle=data.shuffle,
             seed=run.seed,
-            source_name=_named_text(plan),
+            source_name=_describe_source(plan),
         )
-        return Stock(stream, _spread(heldout, run.heldout_rows), _ratio(tally))
-    rows, read_all = read(_documents(plan, bad), source_name=_named_text(plan))
-    if data.heldout_share:
-        every = round(1 / data.heldout_share)
-        heldout, tally = rows[every - 1 :: every], read_all
-        rows = [row for i, row in enumerate(rows) if i % every != every - 1]
-        if not heldout or not rows:
-            raise ValueError(
-                f"[data] heldout_share = {data.heldout_share:g} of {len(rows) + len(heldout)} rows "
-                "leaves nothing on one side: give more text, or shorten context"
-            )
-    order = PackedDataset(rows, length=length, seed=run.seed)
-    return Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
-
-
-def measured_on_trained(plan: TrainPlan, texts: Mapping[str, Any]) -> str | None:
-    """A sentence where files are held out that are trained on, too: the same, or the same text.
-
-    Args:
-        plan: of the run.
-        texts: a fingerprint of every file that it names.
-    """
-    if not plan.data.heldout or not plan.data.train:
-        return None
-    trained = {repr(texts[str(p)]): p for p in find_files(plan.data.train, key="train")}
-    held = find_files(plan.data.heldout, key="heldout")
-    both = [(p, trained[repr(texts[str(p)])]) for p in held if repr(texts[str(p)]) in trained]
-    if not both:
-        return None
-    more = f" and {len(both) - 1} more" if len(both) > 1 else ""
-    path, same = both[0]
-    copied = "" if path.resolve() == same.resolve() else f" (it is {same}, word for word)"
-    return (
-        f"{path}{copied}{more} is held out and trained on, so what is measured says nothing of new "
-        "text: take it out of [data] train or heldout, or set heldout_share in their place"
+    else:
+        rows, train_stats = read(
+            _open_documents(plan, bad_lines), source_name=_describe_source(plan)
+        )
+        stats = stats or train_stats
+        if data.heldout_share:
+            period = round(1 / data.heldout_share)
+            heldout = rows[period - 1 :: period]
+            rows = [row for i, row in enumerate(rows) if i % period != period - 1]
+            if not heldout or not rows:
+                raise ValueError(
+                    f"[data] heldout_share = {data.heldout_share:g} of {len(rows) + len(heldout)} "
+                    "rows leaves no row for one of both parts: use more text, or a shorter context"
+                )
+        train = PackedDataset(rows, length=length, seed=run.seed)
+    count = min(run.heldout_rows, len(heldout))
+    return TextData(
+        train,
+        [heldout[i * len(heldout) // count] for i in range(count)],  # evenly spaced
+        1.0 if stats is None else stats.bytes_per_token,
     )
 
 
-def _ratio(tally: TextStats | None) -> float:
-    return 1.0 if tally is None else tally.bytes_per_token
+def heldout_overlap_warning(plan: TrainPlan, texts: Mapping[str, Any]) -> str | None:
+    """Return a warning if a held-out file is also a training file; texts are fingerprints."""
+    if not plan.data.heldout or not plan.data.train:
+        return None
+    trained = {repr(texts[str(p)]): p for p in find_files(plan.data.train, key="train")}
+    heldout = find_files(plan.data.heldout, key="heldout")
+    both = [(p, trained[repr(texts[str(p)])]) for p in heldout if repr(texts[str(p)]) in trained]
+    if not both:
+        return None
+    more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+    path, original = both[0]
+    copied = "" if path.resolve() == original.resolve() else f" (a copy of {original})"
+    return (
+        f"{path}{copied}{more} is held out and trained on, so the evaluation does not measure new "
+        "text: remove it from [data] train or heldout, or set heldout_share instead"
+    )
 
 
-def _spread(rows: list[PackedRow], most: int) -> list[PackedRow]:
-    """At most so many rows, evenly spread."""
-    keep = min(most, len(rows))
-    return [rows[i * len(rows) // keep] for i in range(keep)]
-
-
-def _documents(plan: TrainPlan, bad: BadLinePolicy, *, heldout: bool = False) -> Iterable[str]:
+def _open_documents(
+    plan: TrainPlan, bad_lines: BadLinePolicy, *, heldout: bool = False
+) -> Iterable[str]:
     data = plan.data
     if data.dataset is not None and not (heldout and data.heldout):
         split = data.heldout_split if heldout else data.split
         return HubDocuments(
-            path=data.dataset, name=data.name, split=split or "", column=data.column, bad_lines=bad
+            path=data.dataset,
+            name=data.name,
+            split=split or "",
+            column=data.column,
+            bad_lines=bad_lines,
         )
     key = "heldout" if heldout else "train"
     files = find_files(data.heldout if heldout else data.train, key=key)
-    return FileDocuments(files=files, column=data.column, separator=data.separator, bad_lines=bad)
+    return FileDocuments(
+        files=files, column=data.column, separator=data.separator, bad_lines=bad_lines
+    )
 
 
-def _named_text(plan: TrainPlan, *, heldout: bool = False) -> str:
-    """What a message calls a plan's text: by its files, as the plan has them, or its dataset."""
-    data, what = plan.data, "held-out text" if heldout else "text"
+def _describe_source(plan: TrainPlan, *, heldout: bool = False) -> str:
+    """Return the name of a text in messages: its files as in the plan, or its dataset."""
+    data, text = plan.data, "held-out text" if heldout else "text"
     if data.dataset is not None and not (heldout and data.heldout):
-        return f"the {what} of dataset {data.dataset!r}"
+        return f"the {text} of dataset {data.dataset!r}"
     first, *more = data.heldout if heldout else data.train
-    return f"the {what} in {first}" + (f" and {len(more)} more" if more else "")
+    return f"the {text} in {first}" + (f" and {len(more)} more" if more else "")
 
 
-def tokenizer_of(
-    plan: TrainPlan, out: Path, bad: BadLinePolicy, checkpoint: Path | None
+def build_tokenizer(
+    plan: TrainPlan, out: Path, bad_lines: BadLinePolicy, checkpoint: Path | None
 ) -> PreTrainedTokenizerFast:
-    """The plan's tokenizer; one that is trained is kept with the run.
+    """Return the tokenizer of a checkpoint, of a saved model or by name, or train a BPE.
 
-    Args:
-        checkpoint: that the run goes on from, whose tokenizer is taken. A run that begins trains
-            its own: what lies in its folder may be of another plan, or half of one.
-
-    Raises:
-        ValueError: a tokenizer that cannot be loaded.
+    A trained BPE is saved in the run's folder. A new run trains its own: the files in its folder
+    may be incomplete, or of another plan.
     """
     if plan.data.tokenizer == "bytes" and plan.model.start is None:
         return byte_tokenizer()
@@ -400,14 +334,9 @@ def tokenizer_of(
         return load_tokenizer(plan.model.start, key="[model] start")
     if plan.data.tokenizer != "bpe":
         return load_tokenizer(plan.data.tokenizer)
-    # Lines are noted when rows are made, once.
-    quiet = BadLinePolicy(skip=bad.skip)
-    texts = (chunk.text for chunk in iter_chunks(_documents(plan, quiet)))
-    trained = train_bpe(texts, plan.data.vocab)
-    if not is_first():  # each process trains the same one, and one of them writes it down
-        with tempfile.TemporaryDirectory() as aside:
-            trained.save_pretrained(aside)
-            return load_tokenizer(aside)
-    folder = out / "tokenizer"
-    trained.save_pretrained(str(folder))
-    return load_tokenizer(str(folder))
+    documents = _open_documents(plan, BadLinePolicy(skip=bad_lines.skip))  # counted later, once
+    trained = train_bpe((chunk.text for chunk in iter_chunks(documents)), plan.data.vocab)
+    with tempfile.TemporaryDirectory() as tmpdir:
+        folder = str(out / "tokenizer") if is_first() else tmpdir  # every process trains the same
+        trained.save_pretrained(folder)
+        return load_tokenizer(folder)

@@ -1,101 +1,32 @@
-"""What a run is, where it stands, what it ends with, and the callback that measures it."""
+"""Events, summary and result of a training run, and the callback that measures throughput."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 from transformers import TrainerCallback
 
-from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.sharding.layout import Layout
+from recollect.lm.sharding.layout import ParallelDims
 from recollect.lm.training.plan import TrainPlan
 
-__all__ = ["LAST", "Header", "Keeper", "Progress", "Trained", "Watch", "header_of"]
-
-ALONE = Layout()
-LAST = 10
-"""Steps whose mean is the loss of a run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """What a run is about to do.
-
-    Attributes:
-        recipes: how many layers each has. width: of the backbone.
-        parameters: trained numbers by part: embedding, memory layers, MLPs, norms, and the head
-            unless it reads the embedding.
-        context: tokens of a row. segments: pieces that it is read in.
-        rows: of an optimizer step, over all processes.
-        first, steps: the step that comes first, from 1, and the last one.
-        device: of this process, and how several share the run.
-        dtype: of weights, and of matrix products.
-        out: folder of the run. save_every, keep: of its checkpoints.
-
-    Examples:
-        >>> from pathlib import Path
-        >>> header = rc.lm.Header(
-        ...     recipes={"gla": 2}, width=64, parameters={"embedding": 8192}, context=128,
-        ...     segments=1, rows=8, first=1, steps=100, device="cpu", dtype="float32",
-        ...     out=Path("runs/gla"), save_every=50, keep=2,
-        ... )
-        >>> header.tokens, header.lines()[0]
-        (102400, ('model', 'layers: 2 × gla; width 64'))
-    """
-
-    recipes: Mapping[str, int]
-    width: int
-    parameters: Mapping[str, int]
-    context: int
-    segments: int
-    rows: int
-    first: int
-    steps: int
-    device: str
-    dtype: str
-    out: Path
-    save_every: int
-    keep: int
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step, over all processes."""
-        return self.rows * self.context
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.steps * self.tokens_per_step
-
-    def lines(self) -> list[tuple[str, str]]:
-        """The same in words: (what, how), one a line."""
-        layers = ", ".join(f"{count} × {name}" for name, count in self.recipes.items())
-        parts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
-        left = "" if self.first == 1 else f", from step {self.first:,} on"
-        read = f", each row in {self.segments:,} segments" if self.segments > 1 else ""
-        checkpoints = "a checkpoint when interrupted"
-        if self.save_every:
-            checkpoints = (
-                f"a checkpoint every {self.save_every:,} steps (the last {self.keep} stay)"
-            )
-        return [
-            ("model", f"layers: {layers}; width {self.width:,}"),
-            ("parameters", f"{sum(self.parameters.values()):,}: {parts}"),
-            ("step", f"{self.rows:,} × {self.context:,} = {self.tokens_per_step:,} tokens{read}"),
-            ("run", f"{self.steps:,} steps, {self.tokens:,} tokens{left}"),
-            ("device", f"{self.device}, {self.dtype}"),
-            ("out", f"{self.out}: {checkpoints}, and at the end {self.out / 'model'}"),
-        ]
+__all__ = [
+    "Progress",
+    "SilentObserver",
+    "ThroughputCallback",
+    "TrainObserver",
+    "Trained",
+    "summarize_run",
+]
 
 
-_PARTS = (
+_PARAMETER_GROUPS = (
     ("embed_tokens.", "embedding"),
     (".layer.", "memory layers"),
     (".mlp.", "MLPs"),
@@ -104,57 +35,57 @@ _PARTS = (
 )
 
 
-def header_of(
+def summarize_run(
     plan: TrainPlan,
     model: RecollectForCausalLM,
     *,
     device: torch.device,
-    first: int,
-    layout: Layout = ALONE,
-) -> Header:
-    """What a run of a plan is about to do with a model.
-
-    Args:
-        plan: of the run.
-        model: that is trained.
-        device: of this process.
-        first: step that comes first, from 1.
-        layout: of the processes that share the run.
-    """
-    config = cast(RecollectConfig, model.config)
-    parts = dict.fromkeys((part for _, part in _PARTS), 0)
+    layout: ParallelDims,
+    first_step: int,  # from 1
+) -> dict[str, str]:
+    """Return the lines of the summary that is printed before the first step, by name."""
+    counts = dict.fromkeys((group for _, group in _PARAMETER_GROUPS), 0)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            parts[next(part for mark, part in _PARTS if mark in name)] += weight.numel()
-    return Header(
-        recipes=Counter(config.pattern),
-        width=config.hidden_size,
-        parameters={part: count for part, count in parts.items() if count},
-        context=plan.data.context,
-        segments=plan.data.segments,
-        rows=plan.optimizer.batch * plan.optimizer.accumulate,
-        first=first,
-        steps=plan.steps,
-        device=str(device) if layout.processes == 1 else f"{device.type}, {layout}",
-        dtype="float32, matrix products in bfloat16" if plan.run.bf16 else "float32",
-        out=Path(plan.run.out),
-        save_every=plan.run.save_every,
-        keep=plan.run.keep,
-    )
+            counts[next(g for part, g in _PARAMETER_GROUPS if part in name)] += weight.numel()
+    layers = [f"{count} × {name}" for name, count in Counter(model.config.layer_names).items()]
+    groups = [f"{name} {count:,}" for name, count in counts.items() if count]
+    rows, tokens = plan.optimizer.batch * plan.optimizer.accumulate, plan.tokens_per_step
+    step = f"{rows:,} × {plan.data.context:,} = {tokens:,} tokens"
+    if plan.data.segments > 1:
+        step += f", each row in {plan.data.segments:,} segments"
+    run = f"{plan.steps:,} steps, {plan.steps * tokens:,} tokens"
+    if first_step > 1:
+        run += f", from step {first_step:,} on"
+    devices = str(device) if layout.world_size == 1 else f"{device.type}, {layout}"
+    dtype = "float32, matrix products in bfloat16" if plan.run.bf16 else "float32"
+    out, save_every = Path(plan.run.out), plan.run.save_every
+    checkpoints = "a checkpoint when interrupted"
+    if save_every:
+        checkpoints = f"a checkpoint every {save_every:,} steps (the last {plan.run.keep} stay)"
+    return {
+        "model": f"layers: {', '.join(layers)}; width {model.config.hidden_size:,}",
+        "parameters": f"{sum(counts.values()):,}: {', '.join(groups)}",
+        "step": step,
+        "run": run,
+        "device": f"{devices}, {dtype}",
+        "out": f"{out}: {checkpoints}, and at the end {out / 'model'}",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands.
+    """State of a run after a step.
 
     Attributes:
-        step, steps: taken, and of the whole run.
-        loss: of the last log line, nats per token; at the end, of the last steps.
-        loss_step: the step after which that was said.
-        tokens_per_second: since the last log line; of the whole run's steps before the first.
-        ceiling_share: the model's operations per second against one large matrix product's.
-        heldout: bits per byte of the last measurement.
-        heldout_loss: the same in nats per token, to stand beside ``loss``.
+        step: Number of steps taken.
+        steps: Number of steps of the whole run.
+        loss: Last logged loss in nats per token. At the end of the run, the mean of its last steps.
+        loss_step: Step of that log line.
+        tokens_per_second: Throughput since the last log line, without saving and evaluation.
+        ceiling_share: Model FLOP/s as a fraction of the FLOP/s of one large matrix product.
+        heldout: Last held-out loss in bits per byte.
+        heldout_loss: Last held-out loss in nats per token.
 
     Examples:
         >>> progress = rc.lm.Progress(step=50, steps=100, loss=2.31, loss_step=50)
@@ -172,39 +103,55 @@ class Progress:
     heldout_loss: float | None = None
 
 
-Watch = Callable[[Progress], None]
+class TrainObserver(Protocol):
+    """Receives the events of a run in the first process; subclasses override what they need.
+
+    Examples:
+        >>> class PrintLoss(rc.lm.TrainObserver):  # rc.lm.train(..., observer=PrintLoss())
+        ...     def on_progress(self, progress):
+        ...         print(f"step {progress.step}: {progress.loss}")
+        >>> PrintLoss().on_progress(rc.lm.Progress(step=3, steps=9, loss=2.5))
+        step 3: 2.5
+    """
+
+    def on_start(self, summary: Mapping[str, str]) -> None:
+        """Receive the lines of the run's summary, by name, before its first step."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """Receive the state after every step, log line and evaluation."""
+
+    def on_message(self, message: str) -> None:
+        """Receive a message to the user."""
+
+
+class SilentObserver(TrainObserver):
+    """Ignores all events."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A finished run.
+    """Result of a run.
 
     Attributes:
-        model: trained. folder: where it is saved, with its tokenizer.
-        steps, tokens, seconds: taken in this call.
-        loss: mean of the last `LAST` steps of this call (of all, if it took fewer), nats per token;
-            ``None`` if it took none.
-        heldout: bits per byte of the held-out rows, ``None`` without any.
-        heldout_loss: the same in nats per token, as ``loss``.
-        skipped: lines left out, and the first few of them.
-        notes: what a reader should know, such as what of the model was compiled.
-        history: lines of the log, of the whole run where it was resumed: ``step`` and, of steps,
-            ``loss``, ``tokens_per_second`` and more, of measurements ``eval_bits_per_byte``.
+        model: The trained model.
+        folder: Folder of the saved model and its tokenizer.
+        steps: Number of steps that this call took.
+        tokens: Number of tokens that this call read.
+        seconds: Duration of the training loop of this call.
+        loss: Mean loss of the last ten steps of this call in nats per token; ``None`` without a
+            step.
+        heldout: Held-out loss in bits per byte; ``None`` without held-out rows.
+        heldout_loss: Held-out loss in nats per token.
+        skipped: Number of skipped lines.
+        skipped_lines: The first skipped lines.
+        notes: Warnings about the run.
+        history: Log lines of the whole run, with ``step`` and either ``loss`` and
+            ``tokens_per_second`` or ``eval_bits_per_byte``.
 
     Examples:
-        >>> from pathlib import Path
-        >>> _ = Path("text.txt").write_text("a memory is a map from keys to values. " * 20)
-        >>> plan = rc.lm.TrainPlan.from_dict(
-        ...     {
-        ...         "model": {"recipe": "gla", "width": 8, "depth": 1, "heads": 1},
-        ...         "data": {"train": "text.txt", "context": 8},
-        ...         "optimizer": {"steps": 1, "batch": 1},
-        ...         "run": {"out": "runs/gla", "save_every": 0},
-        ...     }
-        ... )
-        >>> trained = rc.lm.train(plan)
-        >>> trained.steps, trained.tokens, trained.folder.as_posix()
-        (1, 8, 'runs/gla/model')
+        >>> from dataclasses import fields  # of rc.lm.train(plan)
+        >>> [field.name for field in fields(rc.lm.Trained)][:3]
+        ['model', 'folder', 'steps']
     """
 
     model: RecollectForCausalLM
@@ -221,17 +168,33 @@ class Trained:
     history: tuple[Mapping[str, float], ...] = ()
 
 
-class Keeper(TrainerCallback):
-    """Times steps, with the rows that they wait for, and tells whoever watches."""
+class ThroughputCallback(TrainerCallback):
+    """Measures tokens per second, with the time that steps wait for rows."""
 
-    def __init__(self, plan: TrainPlan, flops: float, ceiling: float) -> None:
+    def __init__(
+        self,
+        plan: TrainPlan,
+        *,
+        flops_per_token: float,
+        peak_flops: float,  # FLOP/s of one large matrix product on all devices
+        observer: TrainObserver,
+    ) -> None:
         self.tokens_per_step = plan.tokens_per_step
-        self.flops, self.ceiling = flops, ceiling
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.observer = observer
         self.progress = Progress(step=0, steps=plan.steps)
-        self.watch: Watch | None = None
-        self.taken = 0
-        self._clock: float | None = None
-        self._since, self._seconds = 0, 0.0
+        self.steps_taken = 0
+        self._clock: float | None = None  # None while no step is being timed
+        self._steps_since_log, self._seconds_since_log = 0, 0.0
+
+    @property
+    def log_entries(self) -> dict[str, float]:
+        """Entries of a log line."""
+        progress = self.progress
+        return {
+            "tokens_per_second": progress.tokens_per_second,
+            "ceiling_share": progress.ceiling_share,
+        }
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._clock is None:
@@ -239,19 +202,20 @@ class Keeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self.taken += 1
-        self._since += 1
-        self._seconds += now - (now if self._clock is None else self._clock)
+        self._seconds_since_log += now - (now if self._clock is None else self._clock)
         self._clock = now
-        speed = self._since * self.tokens_per_step / self._seconds if self._seconds else 0.0
-        self._tell(
+        self._steps_since_log += 1
+        self.steps_taken += 1
+        tokens, seconds = self._steps_since_log * self.tokens_per_step, self._seconds_since_log
+        throughput = tokens / seconds if seconds else 0.0
+        self.update(
             step=state.global_step,
-            tokens_per_second=speed,
-            ceiling_share=speed * self.flops / self.ceiling,
+            tokens_per_second=throughput,
+            ceiling_share=throughput * self.flops_per_token / self.peak_flops,
         )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock = None  # what came since is no training
+        self._clock = None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._clock = None
@@ -265,24 +229,14 @@ class Keeper(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs and "loss" in logs:
-            self._since, self._seconds = 0, 0.0
-            self._tell(loss=float(logs["loss"]), loss_step=state.global_step)
+            self._steps_since_log, self._seconds_since_log = 0, 0.0
+            self.update(loss=float(logs["loss"]), loss_step=state.global_step)
         if logs and "eval_bits_per_byte" in logs:
-            self._tell(
+            self.update(
                 heldout=float(logs["eval_bits_per_byte"]), heldout_loss=float(logs["eval_loss"])
             )
 
-    def end(self, loss: float | None) -> None:
-        """The run is over; its last steps had this loss."""
-        if loss is not None:
-            self._tell(loss=loss, loss_step=self.progress.step)
-
-    def speed(self) -> dict[str, float]:
-        """What a log line says beside the loss."""
-        news = self.progress
-        return {"tokens_per_second": news.tokens_per_second, "ceiling_share": news.ceiling_share}
-
-    def _tell(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
+        """Replace fields of the progress and pass it to the observer."""
         self.progress = replace(self.progress, **changes)
-        if self.watch is not None:
-            self.watch(self.progress)
+        self.observer.on_progress(self.progress)

@@ -1,7 +1,7 @@
-"""Resuming a training run: from nothing, or from a checkpoint of the same plan and texts.
+"""Resuming a training run: from its first step, or from a checkpoint of the same plan and texts.
 
-A plan may have more steps than the run was begun with; everything else that makes another result is
-refused.
+The current plan may have more steps than the saved one. All other changes that affect the result
+are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,45 +17,49 @@ from typing import Any
 from transformers import TrainerCallback
 
 from recollect.lm.data.sources import find_files
-from recollect.lm.model.checkpoint import CheckpointError, check_json
+from recollect.lm.model.checkpoint import check_json
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.training.atomic_checkpoints import (
-    RECORD,
+    RUN_RECORD_FILE,
     check_resumable,
-    clear_aside,
     last_checkpoint,
+    remove_staging,
 )
-from recollect.lm.training.plan import TrainPlan, default_of
+from recollect.lm.training.plan import TrainPlan
 from recollect.report.files import write_atomic
 
 __all__ = [
-    "OTHERWISE",
-    "Begun",
-    "LongerSchedule",
-    "begin",
+    "MISMATCH_ADVICE",
+    "ExtendSchedule",
+    "RunStart",
+    "check_same_recipes",
     "check_writable",
-    "fingerprint",
-    "given",
-    "note_begun",
-    "nothing_to_resume",
-    "same_model",
+    "facts_to_compare",
+    "file_fingerprint",
+    "no_run_message",
+    "resolve_start",
+    "write_run_record",
 ]
 
-# Without another result, or with one that differs as devices do.
-_MAY_CHANGE = (
+# Keys that do not affect the result, or only as another device would. `TrainPlan.steps` is compared
+# instead of the last two.
+_IGNORED_KEYS = (
     *("save_every", "keep", "log_every", "tensorboard", "out", "device"),
-    *("parallel", "loss_chunk"),
+    *("parallel", "loss_chunk", "steps", "tokens"),
 )
-_LENGTH = ("[optimizer] steps", "[optimizer] tokens")
-_WHOLE, _END = 64 * 2**20, 2**20
+_FULL_HASH_LIMIT, _EDGE_BYTES = 64 * 2**20, 2**20
+_OTHER_FOLDER = "or name another folder as out in [run]"
+
+MISMATCH_ADVICE = {
+    "[": "start all processes with one file and the same options",
+    "text": "all processes must read the same texts",
+    "checkpoint": "all processes must see one folder",
+}
+"""Advice for values that differ between processes, by the beginning of the name."""
 
 
 def check_writable(out: Path) -> None:
-    """That a run's folder can be written to; it is made where it is missing.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Create a run's folder if it does not exist; a ValueError refuses one that is not writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -66,126 +70,161 @@ def check_writable(out: Path) -> None:
         ) from None
 
 
-def nothing_to_resume(out: Path) -> str:
-    """What to say of a folder that nobody has begun a run in."""
+def no_run_message(out: Path) -> str:
+    """Return the message for ``--resume`` with a folder without a run."""
     return (
-        f"{out} holds no run to go on with: leave out --resume to begin one there, or name the "
+        f"{out} contains no run to resume: leave out --resume to start one there, or name the "
         "folder of the run as out in [run]"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
-    """How a run begins.
+class RunStart:
+    """Start of a run.
 
     Attributes:
-        checkpoint: to go on from, ``None`` at the beginning.
-        files: of it, that are as they were written.
-        record: plan and texts, which every checkpoint keeps.
-        extends: the steps that the checkpoint's run was to take, if the plan has more.
+        checkpoint: checkpoint to resume from; ``None`` at the first step.
+        files: number of its files, all verified.
+        record: plan and fingerprints of the texts, which every checkpoint contains.
+        previous_steps: number of steps in the plan of the checkpoint, if the current plan has more.
     """
 
-    checkpoint: Path | None
-    files: int
-    extends: int | None
+    checkpoint: Path | None = None
+    files: int = 0
+    previous_steps: int | None = None
     record: dict[str, Any]
 
 
-def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
-    """Where a run begins: at the beginning, or at a checkpoint of the same plan and texts.
+def resolve_start(plan: TrainPlan, out: Path, *, resume: bool) -> RunStart:
+    """Return the start of a run: its first step, or the last checkpoint in its folder.
 
-    Every checkpoint keeps the plan and the `fingerprint` of every file of text that it names; for
-    whoever looks, ``plan.json`` and ``texts.json`` have them too (`note_begun`). Whether a dataset
-    changed is not seen.
+    Changes of a dataset on the hub are not detected.
 
     Raises:
-        ValueError: the folder holds a run, and nobody asked to go on with it, or none, and somebody
-            did; or it is another plan's, or of other texts.
-        CheckpointError: the checkpoint lacks a file, or one was cut short or altered.
+        ValueError: the folder contains a run and ``resume`` is false, or no run and it is true; or
+            the checkpoint has another plan or other texts.
+        CheckpointError: a file of the checkpoint is missing or has changed.
     """
-    clear_aside(out)
-    checkpoint = last_checkpoint(out)
-    if checkpoint is not None and not resume:
-        raise ValueError(
-            f"{out} already holds {checkpoint.name}: give --resume to go on with that run, or "
-            "another folder as out in [run]"
-        )
-    mine = json.loads(json.dumps(plan.to_dict()))
+    remove_staging(out)
+    checkpoint, model = last_checkpoint(out), out / "model"
     if resume and checkpoint is None and not (out / "plan.json").exists():
-        raise ValueError(nothing_to_resume(out))
-    if checkpoint is None and (out / "model").exists() and not _same(out, mine):
-        if resume and _same(out, mine, but=_LENGTH):
-            raise ValueError(
-                f"{out} holds a finished run and no checkpoint that more steps could go on from: "
-                f"give another folder as out in [run], with {str(out / 'model')!r} as [model] start"
-            )
+        raise ValueError(no_run_message(out))
+    if resume and checkpoint is None and model.exists():
         raise ValueError(
-            f"{out} already holds the model of another run: give another folder as out in [run], "
-            f"or delete {out / 'model'} to train this one in its place"
+            f"{out} contains a finished run without checkpoints, which cannot be resumed: leave "
+            f"out --resume to train it again, {_OTHER_FOLDER}, with {str(model)!r} as [model] start"
         )
-    if resume and checkpoint is None and (out / "model").exists():
+    if not resume and checkpoint is not None:
         raise ValueError(
-            f"{out} holds the finished run of this plan, and no checkpoint: there is nothing to go "
-            "on with; leave out --resume to train it anew"
+            f"{out} already contains {checkpoint.name}: use --resume to continue that run, "
+            f"{_OTHER_FOLDER}"
         )
-    files = 0 if checkpoint is None else check_resumable(checkpoint)
-    before: dict[str, Any] = {} if checkpoint is None else check_json(checkpoint / RECORD)
-    extends = None
-    if checkpoint is not None:
-        extends = _extended(before["plan"], plan)
-        _same_plan(out, before["plan"], mine, longer=extends is not None)
-    texts = _texts(plan)
-    if checkpoint is not None:
-        _same_texts(out, before["texts"], texts)
-    record = {"plan": mine, "texts": texts}
-    return Begun(checkpoint=checkpoint, files=files, record=record, extends=extends)
+    if not resume and model.exists() and not _is_same_plan(out, plan):
+        raise ValueError(
+            f"{out} already contains the model of another run: delete {model} to train this one "
+            f"instead, {_OTHER_FOLDER}"
+        )
+    record = {
+        "plan": json.loads(json.dumps(plan.to_dict())),
+        "texts": {
+            str(path): file_fingerprint(path)
+            for key, names in (("train", plan.data.train), ("heldout", plan.data.heldout))
+            for path in find_files(names, key=key)
+        },
+    }
+    if checkpoint is None:
+        return RunStart(record=record)
+    files = check_resumable(checkpoint)
+    saved = check_json(checkpoint / RUN_RECORD_FILE)
+    previous_steps = _check_plan(out, _read_plan(saved["plan"], plan), plan)
+    for name, (old, new) in _diff(saved["texts"], record["texts"]).items():
+        change = "is new" if old is None else "is gone" if new is None else "has changed"
+        raise ValueError(
+            f"{name} {change} since the start of the run in {out}, so its rows would be others: "
+            f"restore the text, {_OTHER_FOLDER}"
+        )
+    return RunStart(
+        checkpoint=checkpoint, files=files, previous_steps=previous_steps, record=record
+    )
 
 
-def note_begun(out: Path, record: dict[str, Any]) -> None:
-    """Write plan and texts for whoever looks, once nothing is left that could refuse the run.
+def _check_plan(out: Path, saved: TrainPlan, current: TrainPlan) -> int | None:
+    """Refuse changes of the result; return the saved number of steps if the current is larger."""
+    for key, (old, new) in _plan_changes(saved, current).items():
+        raise ValueError(
+            f"{out} was started with {key} = {old!r}, not {new!r}: resume it with the plan of its "
+            f"start, {_OTHER_FOLDER}"
+        )
+    if current.steps < saved.steps:
+        raise ValueError(
+            f"{out} contains a run of {saved.steps:,} steps, and this plan ends after "
+            f"{current.steps:,}: resume it with [optimizer] steps = {saved.steps} or more, "
+            f"{_OTHER_FOLDER}"
+        )
+    return saved.steps if current.steps > saved.steps else None
 
-    Args:
-        out: folder of the run.
-        record: of `Begun`.
-    """
+
+def _is_same_plan(out: Path, plan: TrainPlan) -> bool:
+    """Whether the run in a folder had an equal plan."""
+    try:
+        saved = _read_plan(check_json(out / "plan.json"), plan)
+    except ValueError:
+        return False
+    return saved.steps == plan.steps and not _plan_changes(saved, plan)
+
+
+def _read_plan(data: Mapping[str, Any], current: TrainPlan) -> TrainPlan:
+    """Return a saved plan, with default values and without the keys of other versions."""
+    known = current.to_dict()
+    tables = {name: x for name, x in data.items() if name in known and isinstance(x, dict)}
+    return TrainPlan.from_dict(
+        {name: {k: x for k, x in t.items() if k in known[name]} for name, t in tables.items()}
+    )
+
+
+def _plan_changes(saved: TrainPlan, current: TrainPlan) -> dict[str, tuple[Any, Any]]:
+    """Return the keys that change the result, except the number of steps, with both values."""
+    changes = _diff(_flatten(saved.to_dict()), _flatten(current.to_dict()))
+    return {key: x for key, x in changes.items() if key.split()[-1] not in _IGNORED_KEYS}
+
+
+def _flatten(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's values by ``[table] key``."""
+    tables = {name: table for name, table in plan.items() if isinstance(table, dict)}
+    return {f"[{name}] {key}": x for name, table in tables.items() for key, x in table.items()}
+
+
+def _diff(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ, with both values."""
+    pairs = {key: (saved.get(key), current.get(key)) for key in {**saved, **current}}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def write_run_record(out: Path, record: Mapping[str, Any]) -> None:
+    """Write ``plan.json`` and ``texts.json`` to a run's folder, after all checks have passed."""
     for name in ("plan", "texts"):
         write_atomic(out / f"{name}.json", json.dumps(record[name], indent=2) + "\n")
 
 
-OTHERWISE = {
-    "[": "start all processes with one file and the same options",
-    "text": "all processes must read the same texts",
-    "checkpoint": "all processes must see one folder",
-}
-"""What to do where processes of one run were given something else each."""
+def facts_to_compare(record: Mapping[str, Any], checkpoint: Path | None) -> dict[str, Any]:
+    """Return the values that must be equal in all processes of a run, by name."""
+    texts = {f"text {name}": file["sha256"] for name, file in record["texts"].items()}
+    return _flatten(record["plan"]) | texts | {"checkpoint": checkpoint and checkpoint.name}
 
 
-def given(record: dict[str, Any], checkpoint: Path | None) -> dict[str, Any]:
-    """What all processes of a run must have alike, by name.
+class ExtendSchedule(TrainerCallback):
+    """Sets the learning rate of the longer schedule when a run is extended.
 
-    Args:
-        record: plan and texts of `Begun`.
-        checkpoint: that the run goes on from.
-    """
-    tables = ((t, v) for t, v in record["plan"].items() if isinstance(v, dict))
-    keys = {f"[{table}] {key}": v for table, values in tables for key, v in values.items()}
-    texts = {f"text {name}": known["sha256"] for name, known in record["texts"].items()}
-    return keys | texts | {"checkpoint": checkpoint and checkpoint.name}
-
-
-class LongerSchedule(TrainerCallback):
-    """Lets a run that is extended go on at the learning rate of its longer schedule.
-
-    A checkpoint holds the rate of the step after it, by the schedule that it was written under:
-    0 at the end of a run.
+    A checkpoint contains the learning rate of the next step under the schedule that it was written
+    with: 0 at the end of a run.
 
     Args:
-        steps: that the run was to take.
-        say: told the two rates.
+        steps: previous number of steps.
+        log: receives a message with both learning rates.
     """
 
-    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
-        self.steps, self.say = steps, say
+    def __init__(self, steps: int, log: Callable[[str], None]) -> None:
+        self.steps, self.log = steps, log
 
     def on_train_begin(
         self,
@@ -196,119 +235,43 @@ class LongerSchedule(TrainerCallback):
         lr_scheduler: Any = None,
         **kwargs: Any,
     ) -> None:
-        was = optimizer.param_groups[0]["lr"]
-        places = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
-        rates = [peak * share(lr_scheduler.last_epoch) for peak, share in places]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        lr_scheduler._last_lr = rates
-        self.say(
-            f"extended from {self.steps:,} to {state.max_steps:,} steps: the learning rate goes on "
-            f"as in a run of {state.max_steps:,}, at {rates[0]:.3g} in place of {was:.3g}"
+        previous_lr = optimizer.param_groups[0]["lr"]
+        schedules = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
+        lrs = [peak * factor(lr_scheduler.last_epoch) for peak, factor in schedules]
+        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+        lr_scheduler._last_lr = lrs
+        self.log(
+            f"extended from {self.steps:,} to {state.max_steps:,} steps: the learning rate is "
+            f"{lrs[0]:.3g}, as in a run of {state.max_steps:,}, instead of {previous_lr:.3g}"
         )
 
 
-def same_model(checkpoint: Path, config: RecollectConfig) -> None:
-    """That a checkpoint's layers are those that the plan builds: its recipe may be a file.
-
-    Sizes need no look here: weights of other shapes are refused.
-
-    Raises:
-        ValueError: naming the recipe that differs.
-    """
+def check_same_recipes(checkpoint: Path, config: RecollectConfig) -> None:
+    """Refuse a checkpoint with other recipes, such as those of a recipe file that has changed."""
     if not (checkpoint / "config.json").exists():
-        return  # a checkpoint that many devices share has none
-    before = RecollectConfig.from_pretrained(checkpoint)
-    for now, saved in zip(config.pattern, before.pattern, strict=False):
-        if config.mixer(now) != before.mixer(saved):
+        return
+    saved = RecollectConfig.from_pretrained(checkpoint)
+    for name, saved_name in zip(config.layer_names, saved.layer_names, strict=False):
+        if config.mixer(name) != saved.mixer(saved_name):
             raise ValueError(
-                f"{checkpoint} was trained with another recipe than {now!r} is now: put it back "
-                "as it was, or give another folder as out in [run]"
+                f"the recipe {name!r} has changed since {checkpoint} was written: restore it, "
+                f"{_OTHER_FOLDER}"
             )
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file: of all of it, or of both ends of a large one.
+def file_fingerprint(path: Path) -> dict[str, Any]:
+    """Return size in bytes and SHA-256 of a file, above 64 MiB of its first and last MiB only.
 
-    Beyond 64 MiB only the first and the last MiB are read, so that a run on many large shards
-    begins soon; an edit in between that keeps the size is not seen.
+    A run on many large files thus starts soon. Changes in the middle of a large file that keep its
+    size are not detected.
     """
     size = path.stat().st_size
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest.update(file.read(_WHOLE if size <= _WHOLE else _END))
-        if size > _WHOLE:
-            file.seek(-_END, 2)
+        if size <= _FULL_HASH_LIMIT:
+            digest = hashlib.file_digest(file, "sha256")
+        else:
+            digest = hashlib.sha256(file.read(_EDGE_BYTES))
+            file.seek(-_EDGE_BYTES, 2)
             digest.update(file.read())
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _texts(plan: TrainPlan) -> dict[str, dict[str, Any]]:
-    files = find_files(plan.data.train, key="train") + find_files(plan.data.heldout, key="heldout")
-    return {str(path): fingerprint(path) for path in files}
-
-
-def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What of a plan is another and makes another result: the key, how it was, how it is."""
-    for table, values in mine.items():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            old = before.get(table, {}).get(name, default_of(table, name))
-            if old != value and name not in _MAY_CHANGE:
-                yield f"[{table}] {name}", old, value
-
-
-def _same(out: Path, mine: dict[str, Any], *, but: tuple[str, ...] = ()) -> bool:
-    """Whether a run that left no checkpoint was of this plan, as far as it says."""
-    try:
-        before = check_json(out / "plan.json")
-    except CheckpointError:
-        return False
-    return all(key in but for key, _, _ in _differences(before, mine))
-
-
-def _extended(before: dict[str, Any], plan: TrainPlan) -> int | None:
-    """The steps of the plan of a checkpoint, if this one has more."""
-    steps = _steps(before)
-    return steps if steps is not None and plan.steps > steps else None
-
-
-def _steps(plan: dict[str, Any]) -> int | None:
-    """Steps of a plan as it was written; ``None`` of one that another version wrote."""
-    try:
-        return TrainPlan.from_dict(plan).steps
-    except ValueError:
-        return None
-
-
-def _same_plan(out: Path, before: dict[str, Any], mine: dict[str, Any], *, longer: bool) -> None:
-    was, now = _steps(before), _steps(mine)
-    for key, old, value in _differences(before, mine):
-        if longer and key in _LENGTH:
-            continue
-        if key in _LENGTH and was is not None and now is not None and was > now:
-            raise ValueError(
-                f"{out} holds a run of {was:,} steps by now, as it was begun or last extended, and "
-                f"this plan ends after {now:,}: resume it with [optimizer] steps = {was} or more, "
-                "or give another folder as out in [run]"
-            )
-        more = " or with more steps" if key in _LENGTH else ""
-        raise ValueError(
-            f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was{more}, or "
-            "give another folder as out in [run]"
-        )
-
-
-def _same_texts(out: Path, before: dict[str, Any], texts: dict[str, Any]) -> None:
-    for name in {**before, **texts}:
-        if name not in before:
-            what = "is new"
-        elif name not in texts:
-            what = "is gone"
-        elif before[name] != texts[name]:
-            what = "has changed"
-        else:
-            continue
-        raise ValueError(
-            f"{name} {what} since {out} was begun, so its rows would not be those of the run: put "
-            "the text back as it was, or give another folder as out in [run]"
-        )

@@ -1,69 +1,64 @@
-"""The coordinate check: how large activations are, and how far training moves them, by width.
+"""Coordinate check: sizes of activations and of their changes in training, at several widths.
 
-Rules for width are right when neither depends on the width (Yang and Hu et al. 2022, appendix D.1).
-So the same few steps are taken at several widths, and of the output of every module, its
-*coordinates*,
+Under correct rules for width neither depends on the width (Yang and Hu et al. 2022, appendix D.1).
+The check takes a few steps at several widths. On one batch it measures the outputs x of every
+module, the *coordinates*, before the first step and after s steps:
 
-    size_n = rms(x_0),      change_n = rms(x_s − x_0),
+    size_n = rms(x_0),      change_n = rms(x_s − x_0).
 
-are measured on one batch, before the first step and after s of them. A line through log change_n
-over log n has the slope 0 where a width may be as large as one likes, 1 where twice the width moves
-twice as far.
+The slope of log change_n over log n is 0 if the change does not depend on the width n, and 1 if it
+doubles with the width.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 
 from recollect.layer.gates import GateProjection
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.training.weight_decay import parameter_groups
-from recollect.lm.width.roles import at_width
-from recollect.lm.width.rules import scale_for_width, width_rules
+from recollect.lm.width.roles import config_at_width
+from recollect.lm.width.rules import lr_scales, scale_for_width, split_groups_by_lr, width_rules
 
 __all__ = ["TOLERANCE", "Coordinate", "Coordinates", "check_coordinates"]
 
 TOLERANCE = 0.25
-"""Largest slope that counts as flat: a quarter of what a matrix's update has without rules, 1."""
+"""Largest slope that counts as flat; without rules the update of a matrix has slope 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """One kind of activation, over all layers that have it.
+    """Size and change of one kind of activation, over all layers that have it.
 
     Attributes:
-        name: of the module, after the name of the layer's recipe.
-        sizes: rms before the first step, by width.
-        changes: rms of how far it moved, by width.
-        size_slope, change_slope: of a line through their logarithms over that of the width;
-            ``None`` of what is 0 at every width.
-        shrinks: whether it is made of outputs of a fixed number, whose initial weights give
-            n^(−1/2), and what they learn gives 1: slopes from −1/2 on are as they should be. Of a
-            linear map what was learned stands beside it alone.
-        flat: whether the slopes are as rules for width have them.
+        name: name of the module, after the name of the layer's recipe.
+        sizes: root mean square before the first step, by width.
+        changes: root mean square of the change, by width.
+        size_slope, change_slope: slopes of their logarithms over the logarithm of the width;
+            ``None`` if the value is 0 at every width.
+        shrinks: whether the activation is computed from outputs of a fixed number. Initial weights
+            give them the slope −1/2 and learned ones the slope 0, so −1/2 counts as flat. The
+            learned part of a linear layer is a separate coordinate.
+        flat: whether both slopes are within the tolerance.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        >>> coordinate = rc.lm.Coordinate(
+        ...     name="lm_head", sizes={64: 1.0, 256: 0.5}, changes={64: 0.1, 256: 0.1},
+        ...     size_slope=-0.5, change_slope=0.0, shrinks=True, flat=True,
         ... )
-        >>> ids = torch.randint(32, (4, 16))
-        >>> batches = [{"input_ids": ids, "labels": ids}]
-        >>> found = rc.lm.check_coordinates(config, batches, widths=[16, 32], lr=0.01, seeds=1)
-        >>> "embed_tokens" in {one.name for one in found.coordinates}
-        True
+        >>> coordinate.sizes[256]
+        0.5
     """
 
     name: str
@@ -77,23 +72,21 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """The whole check.
+    """Result of `check_coordinates`.
 
     Attributes:
         parametrization: ``"standard"`` or ``"mup"``.
-        base_width: of the rules; ``None`` without any.
-        widths, lr, steps, seeds: as they were given.
+        base_width: base width of the rules; ``None`` without rules.
+        widths, lr, steps, seeds: arguments of the check.
         tolerance: largest slope that counts as flat.
         coordinates: in the order of the forward pass.
 
     Examples:
-        >>> config = rc.lm.RecollectConfig.from_recipes(
-        ...     "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        >>> result = rc.lm.Coordinates(
+        ...     parametrization="mup", base_width=64, widths=(64, 256), lr=0.01, steps=4, seeds=2,
+        ...     tolerance=0.25, coordinates=(),
         ... )
-        >>> ids = torch.randint(32, (4, 16))
-        >>> batches = [{"input_ids": ids, "labels": ids}]
-        >>> found = rc.lm.check_coordinates(config, batches, widths=[16, 32], lr=0.01, seeds=1)
-        >>> found.flat == all(one.flat for one in found.coordinates)
+        >>> result.flat
         True
     """
 
@@ -108,16 +101,16 @@ class Coordinates:
 
     @property
     def flat(self) -> bool:
-        """Whether all coordinates are."""
-        return all(one.flat for one in self.coordinates)
+        """Whether all coordinates are flat."""
+        return all(coordinate.flat for coordinate in self.coordinates)
 
     @property
     def steepest(self) -> Coordinate:
-        """The coordinate whose change grows or shrinks most."""
-        return max(self.coordinates, key=lambda one: abs(one.change_slope or 0.0))
+        """The coordinate with the largest slope of the change, by absolute value."""
+        return max(self.coordinates, key=lambda coordinate: abs(coordinate.change_slope or 0.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; numbers that are not finite are ``None``."""
+        """Return plain data; numbers that are not finite are ``None``."""
         return {**_finite(asdict(self)), "flat": self.flat}
 
 
@@ -140,21 +133,22 @@ def check_coordinates(
     betas: tuple[float, float] = (0.9, 0.95),
     tolerance: float = TOLERANCE,
 ) -> Coordinates:
-    """Take one step of Adam on each batch at several widths, and measure the coordinates.
+    """Take one step of Adam per batch at several widths, and measure the coordinates.
 
     Args:
-        config: of the model; its width is replaced, by heads of one size.
-        batches: what the model's forward takes, with labels. Activations are those of the first.
+        config: configuration of the model. Its width is replaced, with heads of the same size.
+        batches: arguments of the model's forward pass, with labels. The coordinates are measured on
+            the first batch.
         widths: at least two, ascending.
         lr: learning rate, constant, without weight decay and clipping.
-        base_width: of the rules for width (muP); ``None`` is the standard parametrization.
-        seeds: initial weights that are averaged over.
-        betas: Adam's.
+        base_width: base width of the rules (muP); ``None`` for the standard parametrization.
+        seeds: number of seeds of the initial weights to average over.
+        betas: Adam's coefficients.
         tolerance: largest slope that counts as flat.
 
     Raises:
-        RecipeError: a width that heads of this size do not fill, or a model that the rules do not
-            cover.
+        RecipeError: a width is not a multiple of the size of the heads, or the rules do not cover
+            the model.
         ValueError: fewer than two widths, or no batch.
 
     Examples:
@@ -163,29 +157,49 @@ def check_coordinates(
         ...     num_attention_heads=2,
         ... )
         >>> ids = torch.randint(32, (4, 16))
-        >>> found = rc.lm.check_coordinates(
+        >>> result = rc.lm.check_coordinates(
         ...     config, [{"input_ids": ids, "labels": ids}], widths=[16, 32], lr=0.01, seeds=1,
         ... )
-        >>> found.parametrization, found.coordinates[0].name, sorted(found.coordinates[0].sizes)
+        >>> result.parametrization, result.coordinates[0].name, sorted(result.coordinates[0].sizes)
         ('standard', 'embed_tokens', [16, 32])
     """
     if len(set(widths)) < 2 or list(widths) != sorted(set(widths)):
         raise ValueError(f"a slope needs two widths or more, ascending, not {list(widths)}")
     if not batches:
-        raise ValueError("a coordinate check needs a batch for every step, and there is none")
-    configs = {width: at_width(config, width) for width in widths}
-    if base_width is not None:
-        for one in configs.values():  # refused before anything is trained
-            width_rules(one, base_width)
-    logs: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for width, one in configs.items():
-        logs[width] = defaultdict(list)
-        for seed in range(seeds):
-            found = _measured(one, batches, lr=lr, base_width=base_width, seed=seed, betas=betas)
-            for name, pair in found.items():
-                logs[width][name].append(pair)
-    shrinking = _shrinking(configs[widths[0]], base_width)
-    names = [name for name in logs[widths[0]] if all(name in logs[width] for width in widths)]
+        raise ValueError("a coordinate check needs at least one batch: one per step")
+    configs = [config_at_width(config, width) for width in widths]
+    # The rules of all widths are checked before the first model is trained.
+    output_names, *_ = [_output_names(width_config, base_width) for width_config in configs]
+    measure = partial(
+        _measure_width,
+        batches=batches,
+        output_names=output_names,
+        lr=lr,
+        base_width=base_width,
+        seeds=seeds,
+        betas=betas,
+    )
+    measured = [measure(width_config) for width_config in configs]
+    coordinates: list[Coordinate] = []
+    for name in measured[0]:
+        if not all(name in by_name for by_name in measured):
+            continue
+        sizes, changes = (
+            {width: by_name[name][i] for width, by_name in zip(widths, measured, strict=True)}
+            for i in (0, 1)
+        )
+        shrinks = any(f"{name}.".startswith(f"{output}.") for output in output_names)
+        slopes, minimum = (_slope(sizes), _slope(changes)), -tolerance - 0.5 * shrinks
+        coordinate = Coordinate(
+            name=name,
+            sizes=sizes,
+            changes=changes,
+            size_slope=slopes[0],
+            change_slope=slopes[1],
+            shrinks=shrinks,
+            flat=all(slope is None or minimum <= slope <= tolerance for slope in slopes),
+        )
+        coordinates.append(coordinate)
     return Coordinates(
         parametrization="standard" if base_width is None else "mup",
         base_width=base_width,
@@ -194,177 +208,141 @@ def check_coordinates(
         steps=len(batches),
         seeds=seeds,
         tolerance=tolerance,
-        coordinates=tuple(
-            _coordinate(
-                name,
-                {width: logs[width][name] for width in widths},
-                shrinks=any(f"{name}.".startswith(f"{one}.") for one in shrinking),
-                tolerance=tolerance,
-            )
-            for name in names
-        ),
+        coordinates=tuple(coordinates),
     )
-
-
-def _coordinate(
-    name: str,
-    pairs: Mapping[int, list[tuple[float, float]]],
-    *,
-    shrinks: bool,
-    tolerance: float,
-) -> Coordinate:
-    sizes = {width: _mean([size for size, _ in found]) for width, found in pairs.items()}
-    changes = {width: _mean([change for _, change in found]) for width, found in pairs.items()}
-    size, change = _slope(sizes), _slope(changes)
-    least = -tolerance - 0.5 * shrinks
-    flat = all(x is None or least <= x <= tolerance for x in (size, change))
-    return Coordinate(
-        name=name,
-        sizes=sizes,
-        changes=changes,
-        size_slope=size,
-        change_slope=change,
-        shrinks=shrinks,
-        flat=flat,
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.sqrt(sum(x * x for x in values) / len(values))
 
 
 def _slope(by_width: Mapping[int, float]) -> float | None:
-    """Of the line of least squares through log₂ of both."""
-    values = list(by_width.values())
-    if not all(x > 0 and math.isfinite(x) for x in values):
-        return None if all(x == 0 for x in values) else math.inf
-    return float(np.polyfit(np.log2(list(by_width)), np.log2(values), 1)[0])
+    """Return the slope of log₂ value over log₂ width by least squares."""
+    values = np.array([*by_width.values()])
+    if not (np.isfinite(values) & (values > 0)).all():
+        return math.inf if values.any() else None
+    return float(np.polyfit(np.log2([*by_width]), np.log2(values), 1)[0])
 
 
-def _measured(
+def _measure_width(
     config: RecollectConfig,
-    batches: Sequence[Mapping[str, Tensor]],
     *,
+    batches: Sequence[Mapping[str, Tensor]],
+    output_names: set[str],
     lr: float,
     base_width: int | None,
-    seed: int,
+    seeds: int,
     betas: tuple[float, float],
 ) -> dict[str, tuple[float, float]]:
-    """Size and change of every coordinate at one width."""
-    device = next(iter(batches[0].values())).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        model = RecollectForCausalLM(config)
+    """Train models of one width; return the mean size and change of every coordinate."""
+    squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for seed in range(seeds):
+        # Weights are drawn on the CPU. `torch.manual_seed` would seed the accelerators, too.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            model = RecollectForCausalLM(config)
         if base_width is not None:
             scale_for_width(model, base_width)
-        cast(nn.Module, model).to(device)
-        begun = _begun(model, _shrinking(config, base_width))
-        before = _activations(model, batches[0], begun)
-        groups = parameter_groups(model, weight_decay=0.0, lr=lr, base_width=base_width)
+        cast(nn.Module, model).to(next(iter(batches[0].values())).device)
+        recorder = CoordinateRecorder(model, output_names)
+        initial = recorder.record(batches[0])
+        groups = [{"params": [*model.parameters()], "lr": lr, "weight_decay": 0.0}]
+        if base_width is not None:
+            groups = split_groups_by_lr(groups, lr_scales(model, base_width))
         optimizer = torch.optim.AdamW(groups, betas=betas)
         model.train()
         for batch in batches:
             optimizer.zero_grad()
             model(**batch).loss.backward()
             optimizer.step()
-        after = _activations(model, batches[0], begun)
-    found: dict[str, tuple[float, float]] = {}
-    for name, values in before.items():
-        moved = [b - a for a, b in zip(values, after[name], strict=True)]
-        found[name] = _rms(values), _rms(moved)
-    return found
+        for name, x in recorder.record(batches[0]).items():
+            squares[name].append((_mean_square(initial[name]), _mean_square(x - initial[name])))
+    means = {name: np.sqrt(np.mean(pairs, axis=0)) for name, pairs in squares.items()}
+    return {name: (float(size), float(change)) for name, (size, change) in means.items()}
 
 
-def _rms(tensors: Sequence[Tensor]) -> float:
-    count = sum(x.numel() for x in tensors)
-    total = sum(float(x.double().square().sum()) for x in tensors)
-    return math.sqrt(total / max(count, 1))
+def _mean_square(x: Tensor) -> float:
+    return float(x.double().square().sum()) / max(x.numel(), 1)
 
 
-@torch.no_grad()
-def _activations(
-    model: RecollectForCausalLM, batch: Mapping[str, Tensor], begun: Mapping[nn.Module, Tensor]
-) -> dict[str, list[Tensor]]:
-    """What every module gives, by coordinate; of some maps what they learned, too."""
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    given = {name: x for name, x in batch.items() if name != "labels"}
-    model.eval()
-    with _watched(model, found, begun):
-        model(**given, use_cache=False)
-    return dict(found)
+class CoordinateRecorder:
+    """Records the outputs of all modules of a model, by coordinate.
 
+    Of the linear layers in ``output_names`` it also records the learned part, (U_s − U_0) x.
+    """
 
-@contextlib.contextmanager
-def _watched(
-    model: RecollectForCausalLM,
-    found: dict[str, list[Tensor]],
-    begun: Mapping[nn.Module, Tensor],
-) -> Iterator[None]:
-    handles: list[RemovableHandle] = []
-    for path, module in model.named_modules():
-        name = _named(path, cast(RecollectConfig, model.config))
-        if name is None or isinstance(module, nn.ParameterList | nn.ParameterDict):
-            continue
+    def __init__(self, model: RecollectForCausalLM, output_names: set[str]) -> None:
+        self.model = model
+        self.names = {
+            module: name
+            for path, module in model.named_modules()
+            if not isinstance(module, nn.ParameterList | nn.ParameterDict)
+            and (name := _coordinate_name(path, cast(RecollectConfig, model.config))) is not None
+        }
+        self.initial_weights: dict[nn.Module, Tensor] = {
+            module: module.weight.detach().clone()
+            for module, name in self.names.items()
+            if isinstance(module, nn.Linear) and name in output_names
+        }
+        self.tensors: dict[str, list[Tensor]] = {}
 
-        def note(module: nn.Module, given: Any, output: Any, name: str = name) -> None:
-            found[name] += [x.detach().clone() for x in _outputs(module, given, output)]
-            if module in begun:
-                learned = cast(Tensor, module.weight) - begun[module]
-                found[f"{name}, learned"].append(functional.linear(given[0], learned))
+    @torch.no_grad()
+    def record(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the model on a batch; return all outputs of each coordinate as one vector."""
+        self.tensors = defaultdict(list)
+        handles = [
+            module.register_forward_hook(partial(self._add_output, name))
+            for module, name in self.names.items()
+        ]
+        self.model.eval()
+        try:
+            self.model(**{n: x for n, x in batch.items() if n != "labels"}, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {
+            name: torch.cat([torch.zeros(0), *(x.float().flatten().cpu() for x in tensors)])
+            for name, tensors in self.tensors.items()
+        }
 
-        handles.append(module.register_forward_hook(note))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _begun(model: RecollectForCausalLM, names: set[str]) -> dict[nn.Module, Tensor]:
-    """The initial weights of linear maps, of coordinates by name."""
-    config = cast(RecollectConfig, model.config)
-    return {
-        module: module.weight.detach().clone()
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _named(path, config) in names
-    }
+    def _add_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.tensors[name] += [x.detach().clone() for x in _output_tensors(module, args, output)]
+        if (initial := self.initial_weights.get(module)) is not None:
+            learned = cast(Tensor, module.weight) - initial
+            self.tensors[f"{name}, learned"].append(functional.linear(args[0], learned))
 
 
 _BLOCK = re.compile(r"blocks\.(\d+)(?:\.(.*))?$")
 
 
-def _named(path: str, config: RecollectConfig) -> str | None:
-    """The coordinate that a module's output is; ``None`` of the whole model."""
+def _coordinate_name(path: str, config: RecollectConfig) -> str | None:
+    """Return the name of a module's output; ``None`` for the model and the list of blocks."""
     path = path.removeprefix("model.")
     if path in ("", "model", "blocks"):
         return None
     block = _BLOCK.match(path)
     if block is None:
         return path
-    inside = block[2]
-    if inside is None:
+    inner = block[2]
+    if inner is None:
         return "residual stream"
-    if not inside.startswith("layer"):
-        return inside
-    return config.pattern[int(block[1])] + inside.removeprefix("layer")
+    if not inner.startswith("layer"):
+        return inner
+    return config.layer_names[int(block[1])] + inner.removeprefix("layer")
 
 
-def _outputs(module: nn.Module, given: Any, output: Any) -> list[Tensor]:
-    """The tensors that a module gives; of a gate, what it squashes, which has no bounds."""
+def _output_tensors(module: nn.Module, args: Any, output: Any) -> list[Tensor]:
+    """Return a module's output tensors; of a gate its pre-activation, which has no bounds."""
     if isinstance(module, GateProjection):
-        return [] if module.source == "constant" else [_unsquashed(module, given[0])]
+        return [] if module.source == "constant" else [_pre_activation(module, args[0])]
     if isinstance(output, Mapping):
         return [x for x in output.values() if isinstance(x, Tensor)]
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        own = {id(weight) for weight in module.parameters()}
-        # An initial memory gives all of its maps; others what they make, and then a state.
-        return [x for x in output if id(x) in own] or [output[0]]
+        # An initial memory returns its parameters; other modules an output, and then a state.
+        parameters = {id(weight) for weight in module.parameters()}
+        return [x for x in output if id(x) in parameters] or [output[0]]
     return []
 
 
-def _unsquashed(gate: GateProjection, x: Tensor) -> Tensor:
+def _pre_activation(gate: GateProjection, x: Tensor) -> Tensor:
     z = x.new_zeros(()) if gate.bias is None else gate.bias
     if gate.weight is not None:
         h = x if gate.down is None else functional.linear(x, gate.down)
@@ -372,12 +350,11 @@ def _unsquashed(gate: GateProjection, x: Tensor) -> Tensor:
     return z
 
 
-def _shrinking(config: RecollectConfig, base_width: int | None) -> set[str]:
-    """Coordinates that parameters of the role ``"output"`` make; without rules only the logits."""
-    found = {"lm_head"}
-    if base_width is None:
-        return found
-    for name, rule in width_rules(config, base_width).items():
-        if rule.role == "output":
-            found.add(_named(name.rpartition(".")[0], config) or name)
-    return found
+def _output_names(config: RecollectConfig, base_width: int | None) -> set[str]:
+    """Return the coordinates of parameters with the role ``"output"``; the logits without rules."""
+    names = {"lm_head"}
+    if base_width is not None:
+        for path, rule in width_rules(config, base_width).items():
+            if rule.role == "output":
+                names.add(_coordinate_name(path.rpartition(".")[0], config) or path)
+    return names

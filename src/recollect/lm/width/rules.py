@@ -1,4 +1,4 @@
-"""muP: what the role of a parameter makes of its learning rate and of its initial scale.
+"""Rules for width (muP): learning rate and initial scale of every parameter, by its role.
 
 With m = width / base width, σ₀ the initial deviation at the base width, and Adam or AdamW (Yang and
 Hu et al. 2022, Tensor Programs V, table 3):
@@ -11,44 +11,53 @@ hidden     η / m              σ₀ / √m                 λ m
 output     η / m              σ₀ / m                  λ m
 =========  =================  ======================  ============================
 
-so that what a step takes away, ηλ, is the same everywhere. At the base width, and only there, it is
-the standard parametrization. An output that reads the embedding is an input by what it stores, so
-the rule for outputs stands in the forward pass: ``config.logit_scale`` = 1 / m. See
-docs/design/width.md.
+The decay per step, ηλ, does not depend on the width. At the base width the rules change nothing. A
+tied embedding is an input, so the rule of the output is applied in the forward pass:
+``config.logit_scale`` = 1 / m. See docs/design/width.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.width.roles import Role, built, follows_width, roles
+from recollect.lm.width.roles import Role, meta_model, roles, uses_default_init
 from recollect.messages import RecipeError
 
-__all__ = ["BASE_WIDTH", "Rule", "check_tied", "rules_of", "scale_for_width", "width_rules"]
+__all__ = [
+    "BASE_WIDTH",
+    "Rule",
+    "check_logit_scale",
+    "lr_scales",
+    "scale_for_width",
+    "split_groups_by_lr",
+    "width_rules",
+    "width_rules_for",
+]
 
 BASE_WIDTH = 256
-"""Of the base model, where none is stated: the width of a plan that states none."""
+"""Default base width: the default width of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a parameter's width asks for.
+    """Factors of a parameter's learning rate and initial weights.
 
     Attributes:
         role: ``"input"``, ``"hidden"`` or ``"output"``, see `recollect.lm.width.roles`.
-        rate: factor of the learning rate, > 0; its inverse is that of the weight decay.
-        start: factor of the initial weights, as the model draws them at its own width, > 0.
+        rate: factor of the learning rate, > 0; the factor of the weight decay is its inverse.
+        start: factor of the initial weights that the model draws at its own width, > 0.
 
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
         ...     "gla", vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
         ... )
-        >>> rules = rc.lm.width_rules(config, base_width=64)  # the width itself: nothing changes
+        >>> rules = rc.lm.width_rules(config, base_width=64)  # no change at the base width
         >>> {(rule.rate, rule.start) for rule in rules.values()}
         {(1.0, 1.0)}
     """
@@ -59,14 +68,14 @@ class Rule:
 
 
 def width_rules(config: RecollectConfig, base_width: int = BASE_WIDTH) -> dict[str, Rule]:
-    """The rule of every parameter of a model, by name.
+    """Return the rule of every parameter of a model, by name.
 
     Args:
-        config: of the model.
-        base_width: the width at which learning rates are what is stated, ≥ 1.
+        config: configuration of the model.
+        base_width: width at which all factors of the learning rate are 1, ≥ 1.
 
     Raises:
-        RecipeError: a model that the rules do not cover, see `recollect.lm.width.roles.roles`.
+        RecipeError: the rules do not cover the model, see `recollect.lm.width.roles.roles`.
 
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
@@ -81,11 +90,14 @@ def width_rules(config: RecollectConfig, base_width: int = BASE_WIDTH) -> dict[s
         >>> rules["lm_head.weight"]
         Rule(role='output', rate=0.25, start=0.5)
     """
-    found, m = roles(config, base_width), config.hidden_size / base_width
-    backbone = _of_backbone(config)
-    # σ₀ / σ, of what is drawn with one deviation; all else is drawn with in^(−1/2).
-    ratio = m**0.5 if follows_width(config) else 1.0
-    starts = {
+    parameter_roles, m = roles(config, base_width), config.hidden_size / base_width
+    default_init = {  # drawn with deviation `initializer_range`; all others with in^(−1/2)
+        f"{path}.weight"
+        for path, module in meta_model(config).named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    ratio = m**0.5 if uses_default_init(config) else 1.0  # σ₀ over the model's own deviation
+    init_scales = {
         True: {"input": ratio, "hidden": ratio * m**-0.5, "output": ratio / m},
         False: {"input": 1.0, "hidden": 1.0, "output": m**-0.5},
     }
@@ -93,46 +105,37 @@ def width_rules(config: RecollectConfig, base_width: int = BASE_WIDTH) -> dict[s
         name: Rule(
             role=role,
             rate=1.0 if role == "input" else 1 / m,
-            start=starts[name in backbone][role],
+            start=init_scales[name in default_init][role],
         )
-        for name, role in found.items()
+        for name, role in parameter_roles.items()
     }
 
 
-def rules_of(model: nn.Module, base_width: int) -> dict[str, Rule]:
-    """The rule of every parameter that a model has.
-
-    Args:
-        model: with fresh or trained weights.
-        base_width: of the base model, ≥ 1.
-
-    Raises:
-        RecipeError: a model that is no bare `RecollectForCausalLM`, or that the rules do not cover.
-    """
+def width_rules_for(model: nn.Module, base_width: int) -> dict[str, Rule]:
+    """Return the rule of every parameter of a `RecollectForCausalLM`; others raise RecipeError."""
     config = getattr(model, "config", None)
     rules = width_rules(config, base_width) if isinstance(config, RecollectConfig) else {}
-    other = next((name for name, _ in model.named_parameters() if name not in rules), None)
-    if other is not None:
+    unknown = next((name for name, _ in model.named_parameters() if name not in rules), None)
+    if unknown is not None:
         raise RecipeError(
-            f"the rules for width know the parameters of a RecollectForCausalLM, and "
-            f"{type(model).__name__} has {other}: give that model itself, before it is wrapped"
+            "the rules for width cover the parameters of a RecollectForCausalLM, and "
+            f"{type(model).__name__} has {unknown}: pass the model itself, before it is wrapped"
         )
     return rules
 
 
 @torch.no_grad()
 def scale_for_width(model: nn.Module, base_width: int = BASE_WIDTH) -> None:
-    """Give a new model the initial scales of its width, in place, before its first step.
+    """Apply the initial scales of a model's width in place, once, before its first step.
 
-    Call it once. Of a model whose output reads the embedding it also sets ``config.logit_scale``,
-    which is saved with the model.
+    With tied embeddings it also sets ``config.logit_scale``, which is saved with the model.
 
     Args:
         model: a `RecollectForCausalLM` with fresh weights.
-        base_width: of the base model, ≥ 1.
+        base_width: width of the base model, ≥ 1.
 
     Raises:
-        RecipeError: a model that the rules do not cover.
+        RecipeError: the rules do not cover the model.
 
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
@@ -145,7 +148,7 @@ def scale_for_width(model: nn.Module, base_width: int = BASE_WIDTH) -> None:
         >>> sorted({group["lr"] for group in groups})
         [0.00075, 0.003]
     """
-    rules = rules_of(model, base_width)
+    rules = width_rules_for(model, base_width)
     config = cast(RecollectConfig, model.config)
     for name, weight in model.named_parameters():
         weight.mul_(rules[name].start)
@@ -153,30 +156,38 @@ def scale_for_width(model: nn.Module, base_width: int = BASE_WIDTH) -> None:
         config.logit_scale = base_width / config.hidden_size
 
 
-def check_tied(config: RecollectConfig, base_width: int) -> None:
-    """That a model's output, where it reads the embedding, was begun under the rules.
-
-    Args:
-        config: of a saved model.
-        base_width: of the base model.
-
-    Raises:
-        RecipeError: it was not, and no learning rate of the embedding is right for both uses.
-    """
-    wanted = base_width / config.hidden_size
-    if config.tie_word_embeddings and abs(config.logit_scale / wanted - 1) > 1e-6:
+def check_logit_scale(config: RecollectConfig, base_width: int) -> None:
+    """Refuse a saved model with tied embeddings that was initialised with another base width."""
+    expected = base_width / config.hidden_size
+    if config.tie_word_embeddings and abs(config.logit_scale / expected - 1) > 1e-6:
         raise RecipeError(
-            f'[optimizer] parametrization = "mup" with base_width = {base_width} asks for '
-            f"logit_scale = {wanted:g} of a model whose output reads its embedding, and this one "
-            f"has {config.logit_scale:g}: take the base_width that it was begun with, or "
-            'parametrization = "standard"'
+            f'[optimizer] parametrization = "mup" with base_width = {base_width} needs '
+            f"logit_scale = {expected:g} in a model with tied embeddings, and this model has "
+            f"{config.logit_scale:g}: use the base_width of its first run, or parametrization = "
+            '"standard"'
         )
 
 
-def _of_backbone(config: RecollectConfig) -> set[str]:
-    """Weights that begin with deviation ``initializer_range``."""
-    return {
-        f"{path}.weight"
-        for path, module in built(config).named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
+def lr_scales(model: nn.Module, base_width: int) -> dict[nn.Parameter, float]:
+    """Return the factor of the learning rate of every parameter, also of sharded ones."""
+    rules = width_rules_for(model, base_width)
+    return {weight: rules[name].rate for name, weight in model.named_parameters()}
+
+
+def split_groups_by_lr(
+    groups: Iterable[Mapping[str, Any]], scales: Mapping[nn.Parameter, float]
+) -> list[dict[str, Any]]:
+    """Split an optimizer's groups by the factors of the learning rate; the factor 1 is first.
+
+    The decay per step, learning rate × weight decay, does not change.
+    """
+    return [
+        {
+            **group,
+            "params": [p for p in group["params"] if scales[p] == scale],
+            "lr": group["lr"] * scale,
+            "weight_decay": group["weight_decay"] / scale,
+        }
+        for group in groups
+        for scale in sorted({scales[p] for p in group["params"]}, key=lambda s: (s != 1, -s))
+    ]
