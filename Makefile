@@ -23,8 +23,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.recollect
 
-# One thread per worker, or the workers would fight over the cores.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread per worker, or the workers would fight over the cores. Bytecode is stored, or every
+# process that a test starts would compile the package again.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # A file's tests share fixtures, caches and compiled graphs, so one worker runs all of them.
 PARALLEL = -n $(WORKERS) --dist loadfile
 
@@ -41,7 +42,8 @@ demo: $(STAMP)-demo  ## train and compare six architectures on text and on recal
 	$(BIN)/recollect $(DEMO) $(DEMO_FLAGS)
 	$(BIN)/recollect $(DEMO_FIGURE)
 
-test: lint types  ## everything that continuous integration runs
+test: $(STAMP)-dev  ## everything that continuous integration runs
+	@$(MAKE) --no-print-directory --jobs 2 lint types
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu' $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)-dev  ## the tests that take more than a few seconds
@@ -64,8 +66,9 @@ lint: $(STAMP)-dev  ## style, formatting, plain words, and the direction of impo
 types: export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 types: $(STAMP)-dev  ## static types: strict for choices, recipe and engines, standard elsewhere
 	@if $(BIN)/pyright --version >/dev/null 2>&1; then \
-		set -x; $(BIN)/pyright --pythonpath $(BIN)/python \
-		&& $(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python; \
+		set -x; $(BIN)/pyright --pythonpath $(BIN)/python & \
+		$(BIN)/pyright --project pyright-strict.json --pythonpath $(BIN)/python; \
+		strict=$$?; wait $$! && exit $$strict; \
 	elif [ '$(CHECK_TYPES)' = must ]; then \
 		echo 'types: pyright could not fetch its Node package; connect once and run again' >&2; \
 		exit 1; \

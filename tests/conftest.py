@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -41,12 +42,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let training runs measure the matmul ceiling of their progress lines on a small product.
+    """Keep what was collected out of garbage collections, and measure the matmul ceiling quickly.
 
-    The product of a run takes a tenth of a second in float32, and seconds in bfloat16 on some CPUs.
+    A collection of all tests and their modules takes a second, and some tests collect many times.
+    The product of a training run's ceiling takes a tenth of a second in float32, and seconds in
+    bfloat16 on some CPUs.
     """
+    gc.collect()
+    gc.freeze()
     if (flops := sys.modules.get("recollect.lm.planning.flops")) is not None:
         flops.__dict__["_MATRIX_SIZE"] = 256
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter end as it does otherwise: it frees what it can collect."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

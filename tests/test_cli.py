@@ -31,6 +31,15 @@ def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+ROW_OF = functools.cache(describe._preset_row)
+
+
+@pytest.fixture(autouse=True)
+def _described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of `recollect zoo` is made once for all tests: all lines take two seconds."""
+    monkeypatch.setattr(describe, "_preset_row", ROW_OF)
+
+
 RECIPE = rc.Recipe(bias=rc.bias.Huber(threshold=0.5), retention=rc.retention.Decay(per="value"))
 
 
@@ -192,7 +201,6 @@ def test_a_table_fits_every_terminal(
 ) -> None:
     if asked[0] == "sizes":
         pytest.importorskip("transformers")
-    monkeypatch.setattr(describe, "_preset_row", functools.cache(describe._preset_row))
     whole = json.loads(call(*asked, "--json").stdout)
     for width in (20, 40, 60, 80, 120) if asked[0] != "sizes" else (40, 80):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -468,36 +476,54 @@ for line in sys.stdin:
 """
 
 
-def without_transformers(*calls: tuple[str, ...]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each call in a process that cannot import transformers."""
+EXPERIMENT_CALLS = (
+    ("reproduce", "--list", "--json"),
+    ("reproduce", "--list"),
+    ("reproduce", "am-state-exchange", "--scale", "smoke", "--out", "runs"),
+)
+
+
+@pytest.fixture(scope="module")
+def results_without_transformers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]]:
+    """A folder, and exit code, output and errors of calls in it that cannot import transformers."""
+    folder = tmp_path_factory.mktemp("without_transformers")
+    (folder / "run.toml").touch()
+    calls = (*EXPERIMENT_CALLS, *NEEDS_TRANSFORMERS)
     found = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRANSFORMERS],
         input="\n".join(map(json.dumps, calls)),
         capture_output=True,
         text=True,
         check=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(rc.__file__).parents[1])},
     )
-    return [json.loads(line) for line in found.stdout.splitlines()]
+    return folder, dict(zip(calls, map(json.loads, found.stdout.splitlines()), strict=True))
 
 
-def test_the_list_of_experiments_needed_transformers(tmp_path: Path) -> None:
+def test_the_list_of_experiments_needed_transformers(
+    results_without_transformers: tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]],
+) -> None:
     """And so did those that train no language model."""
-    one = ("reproduce", "am-state-exchange", "--scale", "smoke", "--out", str(tmp_path))
-    data, shown, run = without_transformers(
-        ("reproduce", "--list", "--json"), ("reproduce", "--list"), one
-    )
+    folder, results = results_without_transformers
+    data, shown, run = (results[call] for call in EXPERIMENT_CALLS)
     assert data[0] == shown[0] == run[0] == 0, (data, shown, run)
     names = [row["name"] for row in json.loads(data[1])]
     assert names == [*EXPERIMENTS, *(row.name for row in PLANNED)]
     assert all(name in shown[1] for name in names)
-    assert list(tmp_path.glob("*/report.html"))
+    assert list((folder / "runs").glob("*/report.html"))
 
 
-def test_a_missing_extra_was_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run.toml").touch()
-    monkeypatch.chdir(tmp_path)
-    found = without_transformers(*NEEDS_TRANSFORMERS)
-    for (command, *_), (code, _, said) in zip(NEEDS_TRANSFORMERS, found, strict=True):
+def test_a_missing_extra_was_a_traceback(
+    results_without_transformers: tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, results = results_without_transformers
+    for call_arguments in NEEDS_TRANSFORMERS:
+        command, (code, _, said) = call_arguments[0], results[call_arguments]
         assert code == 2
         (sentence,) = said.strip().split("\n")
         assert sentence.startswith(f"recollect {command}: ")

@@ -400,7 +400,7 @@ def test_state_bytes_under_half_precision(recipe: rc.Recipe) -> None:
     assert priced(recipe, x, dtype_bytes=2).state_bytes == state.nbytes
 
 
-@pytest.mark.parametrize("name", rc.zoo.names())
+@pytest.mark.parametrize("name", generate.presets())
 def test_state_of_presets(name: str) -> None:
     recipe = rc.zoo.get(name).recipe
     sizes = []

@@ -78,7 +78,9 @@ def test_the_layers_own_tokens(name: str) -> None:
     follows(rc.zoo.get(name).build(d_model=D, num_heads=2))
 
 
-@pytest.mark.parametrize("name", ["titans", "yaad", "omega_net"])
+@pytest.mark.parametrize(
+    "name", ["titans", *(pytest.param(x, marks=pytest.mark.slow) for x in ("yaad", "omega_net"))]
+)
 @pytest.mark.usefixtures("traced")
 def test_inner_batches(name: str) -> None:
     """Chains, the replay of an open batch, and windows that reach into the last batch."""
@@ -88,8 +90,9 @@ def test_inner_batches(name: str) -> None:
     follows(rc.MemoryLayer(D, 2, replace(preset.recipe, algorithm=algorithm), preset.options))
 
 
+@pytest.mark.slow  # `test_decoder` decodes compositions without a compiler
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("segment", [4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("segment", [4, 6])
 def test_compositions(segment: int) -> None:
     torch.manual_seed(0)
     mixed = rc.blocks.Sequential("gated_delta_net", SHORT)
@@ -106,17 +109,24 @@ def autocast() -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+MODES = [
+    (nullcontext, torch.float64, None),
+    (nullcontext, torch.bfloat16, None),
+    (nullcontext, torch.float32, "tf32"),
+    (inference, torch.float32, None),
+    (autocast, torch.float32, None),
+]
+
+
+# Fast are all modes of the linear engine, and of the deep one the mode that changes most dtypes.
 @pytest.mark.parametrize(
-    ("mode", "dtype", "precision"),
+    ("recipe", "mode", "dtype", "precision"),
     [
-        (nullcontext, torch.float64, None),
-        (nullcontext, torch.bfloat16, None),
-        (nullcontext, torch.float32, "tf32"),
-        (inference, torch.float32, None),
-        (autocast, torch.float32, None),
+        *((rc.zoo.get("gated_delta_net").recipe, *mode) for mode in MODES),
+        *(pytest.param(SHORT, *mode, marks=pytest.mark.slow) for mode in MODES[:-1]),
+        (SHORT, *MODES[-1]),
     ],
 )
-@pytest.mark.parametrize("recipe", [rc.zoo.get("gated_delta_net").recipe, SHORT])
 @pytest.mark.usefixtures("traced")
 def test_modes(
     mode: Callable[[], AbstractContextManager[object]],

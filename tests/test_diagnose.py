@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.contracts.generate import presets
 from torch import Tensor, nn
 
 import recollect as rc
@@ -99,7 +100,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
     assert found.step[20:].isnan().all()
 
 
-@pytest.mark.parametrize("name", rc.zoo.names())
+@pytest.mark.parametrize("name", presets())
 def test_every_architecture(name: str) -> None:
     layer = build(name)
     if not isinstance(layer, rc.MemoryLayer):

@@ -53,6 +53,14 @@ SLOW_PAGES = (
     "docs/tutorials/scale-out.md",
     "docs/tutorials/train.md",
 )
+# At smoke size too, but seconds each.
+SLOW_AT_SMOKE_SIZE = (
+    "docs/compare.md",
+    "docs/eval.md",
+    "docs/tutorials/compare.md",
+    "docs/tutorials/own-memory.md",
+    "docs/tutorials/own-retention-and-algorithm.md",
+)
 TUTORIALS = "docs/tutorials/"
 ROUGH = 0.02  # of a tutorial's numbers with a decimal point: other processors round otherwise
 NUMBER = re.compile(r"\d+\.\d+")
@@ -252,11 +260,19 @@ def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
         test()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in SLOW_PAGES])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW_AT_SMOKE_SIZE))
+        for page in PAGES
+        if page not in SLOW_PAGES
+    ],
+)
 def test_a_page_runs_as_it_is_printed(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _page(page, monkeypatch, slow=False)
 
 
+@pytest.mark.slow
 def test_the_first_lines_on_language_models_register_them() -> None:
     """In a process of its own, where nothing else has imported `recollect.lm`."""
     page = "docs/language-models.md"

@@ -261,6 +261,7 @@ def _uses(code: str) -> Iterator[tuple[str, bool]]:
                     yield f"{node.name}({ast.unparse(target)}={value})", True
 
 
+@pytest.mark.slow
 def test_members_in_examples_pass_pyright_where_they_are_used(tmp_path: Path) -> None:
     """The README's own ``LogCosh(scale=2.0)`` did not: a field needs an annotation."""
     pyright = [sys.executable, "-m", "pyright"]

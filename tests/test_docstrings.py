@@ -178,7 +178,8 @@ SLOW = {
     "recollect.experiments.comparison.table.write_rows_table",
     "recollect.experiments.framework.run.Run",
 }
-"""Examples that train, beside those of the functions that do: `compare`, `train`, `reproduce`."""
+"""Examples that train or run a step, beside those of the functions that do: `compare`, `train`,
+`reproduce`."""
 
 
 def shown() -> Iterator[tuple[str, str, Any]]:

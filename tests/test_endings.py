@@ -67,14 +67,10 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tor
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=SLOW),
-        pytest.param(signal.SIGHUP, marks=SLOW),
-    ],
-)
+# Fast are an interrupt within a process, which `tests/lm/test_training.py` resumes, and signals to
+# a command that imports (`tests/misuse/test_processes.py`).
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_run_that_is_told_to_end_saves_a_checkpoint(
     number: signal.Signals, text: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
@@ -117,6 +113,7 @@ def test_a_comparison_that_is_told_to_end_keeps_what_it_has(
     assert (out / "report.html").exists() and not (out / ".run.lock").exists()
 
 
+@pytest.mark.slow
 def test_an_experiment_that_is_told_to_end_keeps_what_it_has(tmp_path: Path) -> None:
     asked = ("reproduce", "ttr-fig2", "--scale", "small", "--out", str(tmp_path))
     with begun(*asked) as run:

@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = ("continue_training", "pipeline", "swap_attention", "train_on_your_text")
+"""Examples that take longest."""
 
 # Importing torch and transformers takes longer than most examples, so it is done once, and every
 # example runs in a copy of that process: nothing that one registers or changes reaches another.
@@ -35,11 +37,15 @@ for path in map(Path, sys.argv[1:]):
 """
 
 
-def test_every_example(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "is_slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_every_example(is_slow: bool, tmp_path: Path) -> None:
+    examples = [path for path in EXAMPLES if (path.stem in SLOW) == is_slow]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(ROOT / "src")
     run = subprocess.run(
-        [sys.executable, "-c", RUN_EACH, *map(str, EXAMPLES)],
+        [sys.executable, "-c", RUN_EACH, *map(str, examples)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -49,4 +55,4 @@ def test_every_example(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     ran = [line.removeprefix("ran ") for line in run.stdout.splitlines() if line.startswith("ran ")]
-    assert ran == [path.name for path in EXAMPLES]
+    assert ran == [path.name for path in examples]

@@ -618,7 +618,7 @@ def on_page() -> list[set[str]]:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("fox", "lru", "titans") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("lru", "titans") else pytest.param(name, marks=pytest.mark.slow)
         for name in rc.zoo.names()
     ],
 )

@@ -89,7 +89,11 @@ SOFTMAX = (Q @ KEYS.T / math.sqrt(K)).exp()
     ("name", "make"),
     [
         ("performer", lambda m: features.PositiveRandom(features=m)),
-        ("independent", lambda m: features.PositiveRandom(features=m, orthogonal=False)),
+        pytest.param(
+            "independent",
+            lambda m: features.PositiveRandom(features=m, orthogonal=False),
+            marks=pytest.mark.slow,
+        ),
         ("rfa", lambda m: features.RandomFourier(frequencies=m)),
     ],
 )

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.contracts.generate import presets
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,7 +48,7 @@ OWN = {
         algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     ),
 }
-EVERY = [*rc.zoo.names(), *OWN]
+EVERY = [*presets(), *OWN]
 
 
 def build(name: str, **overrides: object) -> MemoryLayer:
@@ -138,7 +139,13 @@ def test_forward_backward_and_bf16_autocast(name: str) -> None:
     assert (whole_half.float() - exact).norm() < 0.08 * exact.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if not name.startswith("ffn")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(one for one in presets() if not one.values[0].startswith("ffn")),
+        *OWN,
+    ],
+)
 def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
     """Say the token before the last one: needs the past, and any layer can."""
     layer = build(name).float()

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+TRAIN = ("compare_honestly",)
+"""Notebooks that train models; slow."""
 
 
 def run(source: str, names: dict[str, Any]) -> object:
@@ -76,7 +78,13 @@ def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) == 3
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in TRAIN))
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")

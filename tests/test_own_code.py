@@ -199,7 +199,7 @@ def test_arguments_that_nothing_takes(make: Callable[[], object], says: str) -> 
 
 def test_the_nearest_argument_of_a_configuration_and_of_data() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(rc.RecipeError, match="'hiden_size'; did you mean 'hidden_size'"):
+    with pytest.raises(rc.RecipeError, match="'hiden_size': did you mean 'hidden_size'"):
         rc.lm.RecollectConfig.from_recipes("gla", hiden_size=32)
     data = rc.Recipe(memory=rc.memory.MLP()).to_dict()
     data["memory"]["dpeth"] = data["memory"].pop("depth")

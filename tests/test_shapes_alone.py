@@ -10,19 +10,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import recollect as rc
 
 # Constants of rotations, monomials, sketches and activations; solvers that look at numbers.
-NAMES = (
-    "softmax_attention",
-    "gated_delta_net",
+# One of each engine is fast.
+FAST = ("softmax_attention", "gated_delta_net", "titans", "rls")
+OTHERS = (
     "based",
     "dijiang",
-    "titans",
     "atlas",
-    "rls",
     "geometric_rls",
     "mesa_net",
     "kernel_regression_attention",
     "delta_former",
 )
+NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 def _built(name: str) -> torch.nn.Module:

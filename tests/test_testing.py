@@ -48,7 +48,17 @@ def test_every_choice_has_a_member_outside_of_the_package() -> None:
     assert {cls.choice for cls in OUTSIDE} == set(CHOICES)
 
 
-@pytest.mark.parametrize("cls", OUTSIDE, ids=lambda cls: cls.__name__)
+# One member of each choice is fast; `tests/contracts/test_outside.py` runs all of them too.
+FIRST = {cls.choice: cls for cls in reversed(OUTSIDE)}.values()
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        pytest.param(cls, id=cls.__name__, marks=[pytest.mark.slow] * (cls not in FIRST))
+        for cls in OUTSIDE
+    ],
+)
 def test_a_member_written_outside_of_the_package_passes(cls: type[Member]) -> None:
     report = rc.testing.check_member(cls, count=3)
     assert report.member == f"{cls.choice}.{cls.__name__}"

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 import os, signal, time
 import pytest
@@ -31,6 +33,7 @@ def test_hears_nothing():
 LIMITS = ("-o", "timeout=0.5", "-o", "faulthandler_timeout=2")
 
 
+@pytest.mark.slow
 def test_a_test_could_hang_and_did_where_interrupts_are_ignored(tmp_path: Path) -> None:
     """With this project's settings and shorter limits, in a process that ignores interrupts."""
     here = Path(__file__).parent

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import recollect as rc
 from recollect.messages import argument_name, renamed_arguments
@@ -197,13 +198,15 @@ def test_a_saved_model_that_a_plan_names_says_what_its_own_fields_are_called(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import TrainPlan
     from recollect.lm.training.prepare import build_model
 
     config = rc.lm.RecollectConfig.from_recipes("gla", hidden_size=12, num_attention_heads=5)
     config.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").touch()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     tables = {"model": {"start": str(tmp_path)}, "data": {"train": "a"}, "optimizer": {"steps": 1}}
     plan = TrainPlan.from_dict(tables)
     found = refusal(lambda: build_model(plan, byte_tokenizer()))

@@ -164,6 +164,7 @@ def test_every_engine_writes_it() -> None:
         assert state is not None and state.recipe_id == DELTA.normal_form
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_compiled_calls_write_it_and_refuse_others() -> None:
     layer, other = rc.MemoryLayer(8, 2, DELTA), rc.MemoryLayer(8, 2, OTHERS["bias"])

@@ -56,7 +56,14 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("step", RESULTS)
+# Each of the slow ones compiles, trains or times many cases.
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * (x in ("linear", "deep", "training")))
+        for x in RESULTS
+    ],
+)
 def test_a_step_at_tiny_sizes(step: str, context: Callable[..., Any]) -> None:
     if step == "deep":
         pytest.importorskip("titans_pytorch")
@@ -127,6 +134,7 @@ def test_few_configurations_of_a_kernel_are_tried(monkeypatch: pytest.MonkeyPatc
 # -- the run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_writes_versions_and_prints_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_no_result_that_is_kept_is_above_the_ceiling() -> None:
             assert (timing["share"] or 0) <= 1, f"{path.name}: {timing['name']}"
 
 
+@pytest.mark.slow
 def test_the_trade_off(tmp_path: Path) -> None:
     points = {p.name: p for p in bench.trade_off(T=64, K=8)}
     steps = [points[f"{j} CG steps"] for j in (1, 2, 3, 4, 6)]

@@ -65,7 +65,7 @@ MIXERS: dict[str, Any] = {
         persistent=1,
     ),
 }
-LONG = ("context around a gate",)
+LONG = ("context around a gate", "context of a deep memory")
 EVERY = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MIXERS],

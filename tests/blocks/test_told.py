@@ -260,7 +260,7 @@ def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
     net = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, **sizes))
     before = {name: weight.clone() for name, weight in net.state_dict().items()}
     for name, sentence in (
-        ("titans_mac", "MemoryAsContext composes 2"),
+        ("titans_mac", "MemoryAsContext composes memory, attention"),
         ("samba", "samba is a pattern"),
     ):
         with pytest.raises(rc.RecipeError, match=sentence):
@@ -268,6 +268,7 @@ def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None:
     path, draw = tmp_path / "text.txt", random.Random(0)
     words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]

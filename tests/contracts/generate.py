@@ -6,8 +6,12 @@ flags, numbers, quantities, slots) say what may be drawn. Draws depend only on t
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from tests.contracts import outside
 
+import recollect as rc
 from recollect.choices.member import all_members
 from recollect.testing.compare import error, gradients, loss, parts, random_cuts, run, split, worst
 from recollect.testing.draws import FACTORY, Pool, parts_of
@@ -15,12 +19,15 @@ from recollect.testing.inputs import Inputs, ill_posed, inputs, sizes, small_inp
 
 __all__ = [
     "FACTORY",
+    "FIRST",
     "POOL",
+    "VARIANTS",
     "Inputs",
     "draw",
     "draw_member",
     "drawn",
     "error",
+    "first_presets",
     "gradients",
     "ill_posed",
     "inputs",
@@ -28,6 +35,7 @@ __all__ = [
     "members",
     "parts",
     "parts_of",
+    "presets",
     "random_cuts",
     "run",
     "sizes",
@@ -43,3 +51,24 @@ POOL = Pool(also=tuple(c for c in all_members() if c.__module__ == outside.__nam
 
 draw, draw_member, drawn = POOL.recipe, POOL.member, POOL.holds
 members, valid = POOL.members, POOL.valid
+
+VARIANTS = (
+    *("atlas_per_token", "atlas_plus_plus", "f_divergence", "local_quadratic_attention"),
+    *("memora_per_token", "moneta_exact", "omega_net_with_base", "titans_minus"),
+    "titans_with_base",
+)
+"""Presets that take long, each near one that does not; slow in tests of all presets."""
+
+
+FIRST = {rc.zoo.get(name).family: name for name in reversed(rc.zoo.names())}.values()
+"""The first preset of every family."""
+
+
+def presets() -> list[Any]:
+    """Names of all presets, as parameters of a test."""
+    return [pytest.param(x, marks=[pytest.mark.slow] * (x in VARIANTS)) for x in rc.zoo.names()]
+
+
+def first_presets() -> list[Any]:
+    """Names of all presets, as parameters of a test that is fast for the first of each family."""
+    return [pytest.param(x, marks=[pytest.mark.slow] * (x not in FIRST)) for x in rc.zoo.names()]

@@ -6,7 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,9 @@ from recollect.testing.inputs import inputs
 # The compiler warns of its own doings, and the first graph of a process takes seconds.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUICK = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention")
+# One of each engine. A compiled graph of a deep memory takes seconds: fast tests of masks, shapes
+# and of training compile the linear engine, those of states and gradients the deep one.
+QUICK = ("gated_delta_net", "titans", "softmax_attention")
 B, T, D = 2, 20, 32
 
 
@@ -32,9 +34,12 @@ def _anew() -> None:
     torch._dynamo.reset()
 
 
-def every(*quick: str) -> list[Any]:
-    slow = [name for name in rc.zoo.names() if name not in quick]
+def cases(*quick: str, slow: Iterable[str]) -> list[Any]:
     return [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
+
+
+def every(*quick: str) -> list[Any]:
+    return cases(*quick, slow=[name for name in rc.zoo.names() if name not in quick])
 
 
 def built(name: str, heads: int = 2) -> nn.Module:
@@ -76,7 +81,7 @@ def test_one_graph_and_its_gradients(name: str) -> None:
     same(pulled(compiled(layer), layer, x), pulled(layer, layer, x))
 
 
-@pytest.mark.parametrize("name", every("gated_delta_net", "titans"))
+@pytest.mark.parametrize("name", every("titans"))
 def test_states_go_in_and_come_out(name: str) -> None:
     layer, x = built(name), torch.randn(B, T, D)
     if name in ("performer", "rfa"):
@@ -94,7 +99,7 @@ def test_states_go_in_and_come_out(name: str) -> None:
     assert after.memory.recipe_id == end.memory.recipe_id
 
 
-@pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "rwkv7"])
+@pytest.mark.parametrize("name", cases("titans", slow=("gated_delta_net", "mamba2", "rwkv7")))
 def test_a_block_breaks_nowhere(name: str) -> None:
     config = rc.lm.RecollectConfig.from_recipes(
         name, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
@@ -104,9 +109,7 @@ def test_a_block_breaks_nowhere(name: str) -> None:
     assert told.graph_break_count == 0, [str(reason.reason) for reason in told.break_reasons]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("gated_delta_net", marks=pytest.mark.slow), "titans"]
-)
+@pytest.mark.parametrize("name", cases("gated_delta_net", slow=("titans",)))
 def test_a_model_trains_as_it_does_without(name: str) -> None:
     """Three steps of a compiled language model, two layers of one recipe among them.
 
@@ -130,7 +133,7 @@ def test_a_model_trains_as_it_does_without(name: str) -> None:
     same(trained(lambda model: compiled(model, fullgraph=False)), trained(lambda model: model))
 
 
-@pytest.mark.parametrize("name", every("titans"))
+@pytest.mark.parametrize("name", every("gated_delta_net"))
 def test_padding_and_documents(name: str) -> None:
     layer, x = built(name), torch.randn(B, T, D)
     mask = torch.ones(B, T, dtype=torch.bool)
@@ -149,8 +152,9 @@ def test_padding_and_documents(name: str) -> None:
         same(kept(call(row, **packed)[1]), kept(layer(row, **packed)[1]))
 
 
-def test_shapes_of_another_batch() -> None:
-    layer = built("titans")
+@pytest.mark.parametrize("name", cases("gated_delta_net", slow=("titans",)))
+def test_shapes_of_another_batch(name: str) -> None:
+    layer = built(name)
     call = compiled(layer)
     for b, t in ((2, 9), (3, 20), (1, 1)):  # one inner batch, two, and one token
         x = torch.randn(b, t, D)
@@ -158,7 +162,7 @@ def test_shapes_of_another_batch() -> None:
             same([call(x)[0]], [layer(x)[0]])
 
 
-@pytest.mark.parametrize("name", ["gated_delta_net", "ttt_mlp", "titans"])
+@pytest.mark.parametrize("name", cases("ttt_mlp", slow=("gated_delta_net", "titans")))
 def test_modes(name: str) -> None:
     """Inference mode and autocast, also for engines that take inner gradients by autograd."""
     layer, x = built(name), torch.randn(B, T, D)
@@ -200,7 +204,9 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize(
+    "name", cases("border", "reference", slow=("table", "tokens", "kernel", "linear"))
+)
 def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None:
     """Broken at one, a graph had lost it: lower maps had gradients of zero, without a word."""
     recipe, method = FOLLOWED[name]
@@ -222,7 +228,7 @@ def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None
     same(found(torch.compile(call, backend="aot_eager")), found(call))
 
 
-@pytest.mark.parametrize("mode", ["plain", "no gradients", "inference"])
+@pytest.mark.parametrize("mode", cases("plain", "inference", slow=("no gradients",)))
 def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> None:
     recipe = FOLLOWED["table"][0]
     x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).leaves()  # of batches of four
@@ -236,6 +242,7 @@ def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> Non
         same([torch.compile(read, backend="aot_eager")(x.q)], [read(x.q)])
 
 
+@pytest.mark.slow  # the test above compiles the read of an open batch
 def test_a_segment_that_ends_within_a_batch() -> None:
     """`MemoryAsContext` reads what a segment has left open."""
     torch.manual_seed(0)

@@ -360,13 +360,21 @@ FAST = [engine for engine in ENGINES if engine.name != "reference"]
 
 
 def able(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
-    """The (engine, recipe) pairs that run."""
-    return [
-        pytest.param(engine.name, recipe, id=f"{engine.name}: {name}")
-        for engine in FAST
-        for name, recipe in recipes.items()
-        if not engine.unsupported_reasons(recipe)
-    ]
+    """The (engine, recipe) pairs that run.
+
+    A recipe is fast in the engine that it gets by itself, and slow in those that it must be asked
+    for by name: mostly the deep one with a memory that is linear.
+    """
+    pairs, selected = [], set()
+    for engine in FAST:
+        for name, recipe in recipes.items():
+            if not engine.unsupported_reasons(recipe):
+                marks = [pytest.mark.slow] * (name in selected)
+                pairs.append(
+                    pytest.param(engine.name, recipe, id=f"{engine.name}: {name}", marks=marks)
+                )
+                selected.add(name)
+    return pairs
 
 
 def test_the_lists_reach_every_engine() -> None:
@@ -394,7 +402,10 @@ def test_equals_the_reference(method: str, recipe: rc.Recipe) -> None:
     agree(recipe, fitting(recipe, B=1, T=13, H=2), method, chunk_size=4)
 
 
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 200])
+# 65 tokens are a chunk and a rest of one.
+@pytest.mark.parametrize(
+    "T", [1, 65, *(pytest.param(T, marks=pytest.mark.slow) for T in (2, 63, 64, 200))]
+)
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
     check_lengths(recipe, fitting(recipe, B=1, T=T, H=1), method)

@@ -47,7 +47,7 @@ def bend(name: str, x: generate.Inputs) -> dict[str, Tensor]:
     return dict(zip(named, found, strict=True))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", generate.first_presets())
 def test_no_other_preset_refuses_a_second_derivative(name: str) -> None:
     if name in ONE_DERIVATIVE:
         with pytest.raises(rc.RecipeError, match="can be differentiated once, not its gradient"):
@@ -75,7 +75,7 @@ def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> No
     assert abs(float((found["q"] * way).sum()) - slope) < 1e-6 * max(1.0, abs(slope))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", generate.first_presets())
 def test_a_state_made_in_inference_mode_is_trained_through(name: str) -> None:
     x = inputs(name, T=6)
     with torch.inference_mode():

@@ -305,8 +305,14 @@ def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
 # -- graphs and memory ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [False, True])
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize(
+    ("chunk_size", "base"),
+    [
+        (1, True),
+        (64, False),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, False), (64, True)]),
+    ],
+)
 def test_gradcheck(chunk_size: int, base: bool) -> None:
     """First and second derivatives against finite differences, in one group and in several."""
     recipe = rc.Recipe(

@@ -136,8 +136,18 @@ def _threes(spec: object, keys: ChainInputs, start: object) -> list[tuple[int, i
     return [(s, min(s + 3, N)) for s in range(0, N, 3)]
 
 
-@pytest.mark.parametrize("way", ["batch by batch", "some at once", "all at once", "as on a device"])
-@pytest.mark.parametrize("name", CHAINS)
+WAYS = ("batch by batch", "some at once", "all at once", "as on a device")
+
+
+# Every structure is fast in one of the ways, in turn, and slow in the others.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[pytest.mark.slow] * (WAYS[index % len(WAYS)] != way))
+        for index, name in enumerate(CHAINS)
+        for way in WAYS
+    ],
+)
 def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads batch by batch, some and all at once, as on a device. Rows end differently."""
     monkeypatch.setattr(borders, "MAX_SPAN_BYTES", 0 if way == "batch by batch" else 2**30)

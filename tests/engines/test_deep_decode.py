@@ -77,8 +77,14 @@ def _length(recipe: rc.Recipe) -> int:
     return min(2 * b + b // 2 + 1, 41)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize(
+    ("start", "keep"),
+    [
+        (0, True),
+        (3, False),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(0, False), (3, True)]),
+    ],
+)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @torch.no_grad()
 def test_decoding_equals_one_pass(recipe: rc.Recipe, start: int, keep: bool) -> None:

@@ -57,7 +57,7 @@ def sizes(method: str) -> dict[str, int]:
     return {"chunk_size": 4} if method == "deep" else {}
 
 
-@pytest.mark.parametrize("T", [8, 12, 11])
+@pytest.mark.parametrize("T", [8, pytest.param(12, marks=pytest.mark.slow), 11])
 @pytest.mark.parametrize("of", ["outputs", "memory", "both"])
 @pytest.mark.parametrize("way", RULES)
 def test_gradients_of_what_is_read(way: str, of: str, T: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 import recollect as rc
 
 T, K, V = 7, 2, 2
+FAST = ("decay before", "window and momentum")
 SUM = rc.memory.Read(normalize="sum")
 DECAYS = (-1.0, -30.0, -95.0, -110.0, -200.0, -700.0, -math.inf)
 DIGITS = 60
@@ -46,7 +47,11 @@ RECIPES = {
     "window and inner batch": _recipe(3, 2),
     "window and momentum": _recipe(3, 2, momentum=True),
 }
-EVERY = [(n, m) for n, m in itertools.product(RECIPES, ("reference", "kernel"))]
+# Fast are a decay before the write, and one after it with all else that a recipe here has.
+EVERY = [
+    pytest.param(name, method, marks=[pytest.mark.slow] * (name not in FAST))
+    for name, method in itertools.product(RECIPES, ("reference", "kernel"))
+]
 
 
 def given(recipe: rc.Recipe, scale: float, log_decay: float, seed: int) -> generate.Inputs:

@@ -446,6 +446,7 @@ def test_float32_with_keys_of_condition_1e4(queries: str) -> None:
     assert single(recipe, q, k / size, normal(4096, 64, seed=3), None) < 1e-3
 
 
+@pytest.mark.slow
 def test_float32_where_keys_leave_directions_unexcited() -> None:
     """8192 tokens in 48 of 64 dimensions: a ridge that only decays fails here at token 832."""
     basis = torch.linalg.qr(normal(64, 48, seed=5))[0]

@@ -310,7 +310,8 @@ def muon_by_hand(
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("method", ["reference", "deep"])
+# The tests of structures below hold the engine to the reference.
+@pytest.mark.parametrize("method", [pytest.param("reference", marks=pytest.mark.slow), "deep"])
 @pytest.mark.parametrize("loss", ["L2", "L3"])
 @pytest.mark.parametrize(
     ("b", "c", "every"), [(1, 1, "token"), (4, 3, "token"), (4, 1, "batch"), (4, 3, "batch")]
@@ -338,8 +339,15 @@ MUON = algorithm.Muon(batch_size=3, normalized_steps=True)
 BORDER = algorithm.Muon(batch_size=3, update_every="batch", normalized_steps=True)
 
 
-@pytest.mark.parametrize("rule", [MUON, BORDER], ids=["token", "batch"])
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(
+    ("rule", "window"),
+    [
+        pytest.param(MUON, 1, id="token-1"),
+        pytest.param(BORDER, 3, id="batch-3"),
+        pytest.param(MUON, 3, id="token-3", marks=pytest.mark.slow),
+        pytest.param(BORDER, 1, id="batch-1", marks=pytest.mark.slow),
+    ],
+)
 def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
     """Outputs, state, gradients; splits, turns, masks, packing; maps applied twice or never."""
     recipe = rc.Recipe(
@@ -706,7 +714,17 @@ def _structures() -> dict[str, rc.Recipe]:
 STRUCTURES = _structures()
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+FAST = (
+    "batches of one", "matrix", "three maps", "own loss", "norm", "gated, channels, window", "mean",
+    "on the write only, token by token", "printed L4",
+)  # fmt: skip
+"""Structures that hold, together, what each of the others adds to a plain one."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in STRUCTURES],
+)
 def test_the_engine_is_the_reference(name: str) -> None:
     """Outputs, state, gradients; splits, single tokens, turns, masks, packing."""
     recipe = STRUCTURES[name]

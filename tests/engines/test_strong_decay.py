@@ -118,8 +118,14 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("decay", [0.3, 0.5, 0.8])
-@pytest.mark.parametrize("size", [4, 12])
+@pytest.mark.parametrize(
+    ("size", "decay"),
+    [
+        *((4, decay) for decay in (0.3, 0.5, 0.8)),
+        (12, 0.5),
+        *(pytest.param(12, decay, marks=pytest.mark.slow) for decay in (0.3, 0.8)),
+    ],
+)
 def test_the_oracle_has_the_first_digits_of_a_hundred(size: int, decay: float) -> None:
     x = draw(150, size, decay, width=2)
     y = rows(x)
@@ -149,7 +155,9 @@ def held(tokens: int, size: int, decay: float, dtype: torch.dtype, method: str) 
 
 @pytest.mark.parametrize("method", ["least_squares", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=[pytest.mark.slow] * (size == 8)) for size in SIZES]
+)
 def test_strong_decays_are_right_or_refused(size: int, dtype: torch.dtype, method: str) -> None:
     """They were noise at 0.61 in float32, and at 0.37 engine and reference were 74 % apart."""
     answered = [decay for decay in DECAYS if held(140, size, decay, dtype, method)]
@@ -299,8 +307,14 @@ def several(
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
-@pytest.mark.parametrize("often", [0.0, 0.03, 0.4])
-@pytest.mark.parametrize("reset", [-110.0, -math.inf])
+@pytest.mark.parametrize(
+    ("reset", "often"),
+    [
+        *((-110.0, often) for often in (0.0, 0.03, 0.4)),
+        (-math.inf, 0.03),
+        *(pytest.param(-math.inf, often, marks=pytest.mark.slow) for often in (0.0, 0.4)),
+    ],
+)
 def test_new_starts_inside_a_call_are_exact_forward_and_backward(
     reset: float, often: float, chunk_size: int | None
 ) -> None:

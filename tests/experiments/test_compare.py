@@ -95,6 +95,7 @@ def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_pa
     assert paths["text-curves"].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_where_its_curve_ends_says_why(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +343,7 @@ def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> Non
     assert result.failures == (("text", "broken", "no room"),)
 
 
+@pytest.mark.slow
 def test_processes_give_what_one_process_gives(text: str) -> None:
     watcher = Stopper("nobody", 0)
 
@@ -426,6 +428,7 @@ def test_a_terminal_shows_a_table_and_no_lines() -> None:
         assert shown in said
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str) -> None:
     long = SMALL["mqar"].replace(steps=3000)
     watcher = Stopper("gla", after=1)

@@ -32,7 +32,7 @@ class Fatal:
 
 
 def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more begin than there are places, and one in place of each that died."""
+    """No more begin than one at a time, and one in place of the one that died."""
     begun = []
 
     class Counted(processes._Worker):
@@ -44,8 +44,8 @@ def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyP
     fatal, unsendable = Fatal(7), lambda: None
     numbers = [float(n * n) for n in range(10)]
     items: list[Any] = [fatal, *numbers[:3], unsendable, *numbers[3:]]
-    results: dict[Any, Any] = dict(in_processes(math.sqrt, items, 2))
-    assert len(results) == len(items) and len(begun) <= 3
+    results: dict[Any, Any] = dict(in_processes(math.sqrt, items, 1))
+    assert len(results) == len(items) and len(begun) == 2
     assert [results[x] for x in numbers] == [float(n) for n in range(10)]
     assert results[fatal] == Lost("its process died with exit status 7")
     assert "cannot be sent to another process" in results[unsendable].reason
@@ -61,6 +61,7 @@ def test_a_death_is_seen_while_others_are_busy() -> None:
     results.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_begin_is_told_from_one_that_dies() -> None:
     work: Any = Fatal(3)
     ((_, lost),) = in_processes(work, [1.0], 1)
@@ -101,6 +102,7 @@ def unsendable(reason: str) -> None:
     raise Unsendable(reason=reason)
 
 
+@pytest.mark.slow
 def test_an_error_that_would_not_arrive_comes_in_words() -> None:
     with pytest.raises(RuntimeError, match="Unsendable: too deep"):
         list(in_processes(unsendable, ["too deep"], 1))
@@ -152,6 +154,7 @@ def test_an_interrupt_ends_what_would_sleep_for_days() -> None:
     assert interrupted(interrupt) == [0.0]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_work_that_is_asked_to_end_and_does_not() -> None:
     second = threading.Timer(1.0, interrupt)
 
@@ -163,6 +166,7 @@ def test_a_second_interrupt_ends_work_that_is_asked_to_end_and_does_not() -> Non
     second.join()
 
 
+@pytest.mark.slow
 def test_who_hears_may_interrupt_and_what_was_begun_is_given() -> None:
     def hear(said: str) -> None:
         raise KeyboardInterrupt

@@ -35,7 +35,8 @@ REST = [name for name in rc.zoo.names() if name not in QUICK]
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(QUICK, id="presets"),
+        pytest.param(QUICK[:2], id="a state, a period of states"),
+        pytest.param(QUICK[2:], id="a cache", marks=pytest.mark.slow),
         pytest.param(COMPOSED, id="compositions", marks=pytest.mark.slow),
         pytest.param([*MORE, *REST], id="the rest", marks=pytest.mark.slow),
     ],
@@ -54,8 +55,16 @@ def test_tokens_of_replayed_graphs(names: tuple[str, ...]) -> None:
         assert one["launches"] == 1, "a replayed token asks the host to bring the token, no more"
 
 
-def test_a_recorded_training_step() -> None:
-    names = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention", "mag")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("gated_delta_net", "titans"), id="linear, deep"),
+        pytest.param(
+            ("mamba2", "rwkv7", "softmax_attention", "mag"), id="others", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_recorded_training_step(names: tuple[str, ...]) -> None:
     found = printed("graphs", "train", *names)
     assert [one["name"] for one in found] == list(names)
     assert not [one for one in found if max(one["weights"], one["loss"]) > 1e-9]

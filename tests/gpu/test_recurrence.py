@@ -51,7 +51,8 @@ QUICK = ("titans", "rows that end early", "several groups", "a window of 17 toke
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(QUICK, id="quick"),
+        pytest.param(QUICK[:3], id="quick"),
+        pytest.param(QUICK[3:], id="window, one batch", marks=pytest.mark.slow),
         pytest.param([x for x in CASES if x not in QUICK], id="rest", marks=pytest.mark.slow),
     ],
 )
@@ -69,6 +70,7 @@ def test_results_equal_the_definition(names: Sequence[str]) -> None:
         assert not wrong, (one["name"], wrong)
 
 
+@pytest.mark.slow
 @needs_triton
 @pretended
 def test_factors_of_products_follow_the_requested_precision() -> None:
@@ -77,6 +79,7 @@ def test_factors_of_products_follow_the_requested_precision() -> None:
     assert 1e-4 < errors["tf32"] < 1e-2
 
 
+@pytest.mark.slow
 @needs_triton
 @pretended
 def test_launches_do_not_depend_on_tokens() -> None:
@@ -86,7 +89,8 @@ def test_launches_do_not_depend_on_tokens() -> None:
 
 @needs_triton
 @pretended
-@pytest.mark.parametrize("count", [1, pytest.param(len(MUTANTS), id="all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, pytest.param(len(MUTANTS), id="all")])
 def test_a_trial_refuses_wrong_kernels_once(count: int) -> None:
     correct, *wrong = printed("recurrence", "trial", str(count))
     assert correct["warned"] == [] and correct["ran"] == {"forward": 3, "backward": 3}

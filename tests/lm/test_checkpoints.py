@@ -122,6 +122,13 @@ def sharded(name: str) -> Change:
     return apply
 
 
+def repeated(folder: Path) -> None:
+    sharded("part.safetensors")(folder)
+    shutil.copy(folder / "part.safetensors", folder / "other.safetensors")
+    index = {"weight_map": {QKV: "part.safetensors", "lm_head.weight": "other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
@@ -164,6 +171,7 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
         "must map weights to files of this folder",
     ),
     "shard missing": (sharded("absent.safetensors"), "there is no file .*absent.safetensors"),
+    "weight in two files": (repeated, r"has the weight '.*' in two files"),
     "config cut": (raw("config.json", lambda b: b[:200]), "config.json is not JSON"),
     "config not text": (raw("config.json", lambda b: b"\xff\xfe" * 9), "is not UTF-8 text"),
     "config a list": (raw("config.json", lambda b: b"[1]"), "must hold a mapping, not a list"),
@@ -184,6 +192,7 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
     "unknown field": (config(hiden_size=3), "did you mean 'hidden_size'"),
     "unknown number type": (config(dtype="load"), "must be one of float32"),
     "token out of range": (config(pad_token_id=99), "a token from 0 to 23, not 99"),
+    "several padding tokens": (config(pad_token_id=[0, 1]), r"from 0 to 23, not \[0, 1\]"),
     "recipes a list": (config(recipes=[]), "must be a mapping"),
     "unknown recipe": (config(layers=["x"]), "is not among"),
     "unknown choice": (recipe(lambda r: r["recipe"].update(biass={})), "no choice 'biass'"),
@@ -261,6 +270,9 @@ def test_what_is_asked_of_loading_still_works(sound: Path) -> None:
     assert half.dtype == torch.bfloat16
     told = RecollectForCausalLM.from_pretrained(sound, config=net.config)
     assert torch.equal(told.lm_head.weight, net.lm_head.weight)
+    given = {"config": net.config, "state_dict": net.state_dict()}
+    no_folder = RecollectForCausalLM.from_pretrained(None, **given)
+    assert torch.equal(no_folder.lm_head.weight, net.lm_head.weight)
 
 
 def files(folder: Path) -> set[str]:

@@ -60,8 +60,7 @@ def check(name: Any, base: int | None, **changes: Any) -> rc.lm.Coordinates:
 SLOW = pytest.mark.slow
 NAMES = [
     "gated_delta_net",
-    "titans",
-    *(pytest.param(name, marks=SLOW) for name in ("softmax_attention", HYBRID)),
+    *(pytest.param(name, marks=SLOW) for name in ("titans", "softmax_attention", HYBRID)),
 ]
 
 

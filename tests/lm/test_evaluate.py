@@ -353,7 +353,7 @@ def test_a_file_that_is_no_result_is_said(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     for content in ("{", "[]", '{"schema": 1, "task": "x"}', '{"schema": 9}'):
         (tmp_path / "tasks" / "x.json").write_text(content)
-        with pytest.raises(ValueError, match=r"x\.json is no result of a task .*: delete it"):
+        with pytest.raises(ValueError, match=r"x\.json is not a result of a task .*: delete it"):
             rc.lm.evaluate(saved, ["local_babi_1"], out=tmp_path)
 
 

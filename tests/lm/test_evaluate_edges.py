@@ -161,8 +161,8 @@ def test_other_versions_and_settings_of_which_nothing_is_said_are_refused(tmp_pa
     )
     for name, result, said in (
         ("old", result_of("local_ruler_cwe", "1.0", **asked), "cwe of version 1.0 and this one"),
-        ("text", result_of("local_babi_1", "1.0", seed=1), "nothing said of its text"),
-        ("seed", result_of("piqa", "1.0", text="abc"), "nothing said of its seed"),
+        ("text", result_of("local_babi_1", "1.0", seed=1), "no record of its text"),
+        ("seed", result_of("piqa", "1.0", text="abc"), "no record of its seed"),
     ):
         save_task(tmp_path / name, result)
         with pytest.raises(ValueError, match=said):
@@ -192,7 +192,7 @@ def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
         assert [x["task"] for x in strict(tmp_path / "results.json")["groups"]] == kept
     (tmp_path / "results.json").write_text("[]")
     before = {path.name for path in (tmp_path / "tasks").iterdir()}
-    with pytest.raises(ValueError, match=r"results\.json is no evaluation"):
+    with pytest.raises(ValueError, match=r"results\.json is not an evaluation"):
         rc.lm.evaluate(model, "local_babi_3", **short(tmp_path))
     assert {path.name for path in (tmp_path / "tasks").iterdir()} == before  # said at once
 

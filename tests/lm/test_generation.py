@@ -71,6 +71,7 @@ def test_sampling_is_reproducible_from_a_generator(name: str) -> None:
 
 def test_generators_of_other_devices_keep_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.manual_seed` seeds all devices of the machine, and the model is on the CPU."""
+    net, ids = model("gated_delta_net"), text()
 
     def fail(seed: int) -> None:
         raise AssertionError("the generators of another device were seeded")
@@ -79,7 +80,7 @@ def test_generators_of_other_devices_keep_their_state(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "manual_seed_all", fail)
     monkeypatch.setattr(torch.mps, "manual_seed", fail)
     generator = torch.Generator().manual_seed(0)
-    model("gated_delta_net").generate(text(), generator=generator, **{**HOW, "do_sample": True})
+    net.generate(ids, generator=generator, **{**HOW, "do_sample": True})
 
 
 def test_a_generator_moves_on_and_must_be_one() -> None:

@@ -33,7 +33,12 @@ VOCAB = 24
 HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
 # float32: logits are sums of a few hundred products of order 1, here of order 4.
 TOL = {"atol": 4e-4, "rtol": 1e-4}
-EVERY = pytest.mark.parametrize("name", rc.zoo.hybrids())
+# Each composes as another hybrid, of other memories.
+SLOW = ("atlas_mac", "atlas_mag", "atlas_mal", "moneta_h", "yaad_h")
+EVERY = pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in rc.zoo.hybrids()],
+)
 
 
 def small(name: object, **sizes: object) -> RecollectConfig:
@@ -195,13 +200,13 @@ def test_names_and_entries_that_mean_nothing_are_refused() -> None:
     with pytest.raises(rc.RecipeError, match="samba is a pattern of layers"):
         small({"a": "samba"})
     config = small("titans_mac")
-    with pytest.raises(rc.RecipeError, match="composes memory, attention: give one"):
+    with pytest.raises(rc.RecipeError, match="composes memory, attention, and one recipe"):
         config.recipe("titans_mac")
     written = config.to_dict()
     written["recipes"]["titans_mac"]["segment"] = 0
     with pytest.raises(rc.RecipeError, match="must be a whole number >= 1, not 0"):
         RecollectConfig.from_dict(written)
-    with pytest.raises(rc.RecipeError, match="one recipe is asked for here"):
+    with pytest.raises(rc.RecipeError, match="one recipe is expected here"):
         rc.lm.model.config.resolve_recipe("titans_mac")
 
 

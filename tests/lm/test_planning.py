@@ -38,7 +38,7 @@ from recollect.lm.planning.flops import memory_costs
 from recollect.lm.planning.footprint import MemoryModel, fit_memory_model
 from recollect.lm.planning.live_memory import LiveMemory
 from recollect.lm.sharding.layout import ParallelDims
-from recollect.lm.training.arguments import share
+from recollect.lm.training.arguments import make_layout
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.units import readable
 
@@ -112,6 +112,7 @@ def test_what_a_step_keeps_is_what_is_counted(model: dict[str, Any], bf16: bool)
     assert peak + memory_model.weights == pytest.approx(memory.peak, rel=0.15)
 
 
+@pytest.mark.slow
 def test_rows_and_tokens_beyond_what_is_run_are_counted() -> None:
     config = build_config(plan(model={"recipe": "rls"}))
     net = RecollectForCausalLM(config).train()
@@ -141,6 +142,7 @@ def test_plans_agree_with_what_ranks_of_a_row_take() -> None:
         assert ratio == pytest.approx(1, abs=0.15), name
 
 
+@pytest.mark.slow
 def test_ranks_of_a_row_hold_what_they_gather() -> None:
     """Beside what a rank with so many tokens of its own rows holds."""
 
@@ -166,6 +168,7 @@ def test_a_feed_forward_memory_has_neither_state_nor_heads() -> None:
     assert "is a FeedForward, which has none" in str(rank_of(run, config, ParallelDims(tp=2)).error)
 
 
+@pytest.mark.slow
 @gathers
 def test_ranks_hold_their_share() -> None:
     run = plan()
@@ -192,6 +195,7 @@ def test_ranks_hold_their_share() -> None:
     assert 0.5 < context.parts["activations"] / one.parts["activations"] < 0.7
 
 
+@pytest.mark.slow
 def test_options_that_save_memory_save_it() -> None:
     def parts(**changes: dict[str, Any]) -> dict[str, int]:
         run = plan(**{"data": {"context": 256}, "model": {"recipe": "rls"}, **changes})
@@ -242,6 +246,7 @@ def test_a_way_that_fits_is_among_the_meshes_that_are_tried(batch: int) -> None:
     assert result.smallest is not None and result.smallest.dims.world_size == 6
 
 
+@pytest.mark.slow
 @gathers
 def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
     """`train` reads the printed line, and candidates that it refuses are not proposed."""
@@ -259,7 +264,7 @@ def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
         tables = run.to_dict()
         tables["run"] |= tomllib.loads(f"parallel = {dims.setting}")
         tables["optimizer"]["batch"] = dims.dp
-        assert share(TrainPlan.from_dict(tables), dims.world_size) == dims
+        assert make_layout(TrainPlan.from_dict(tables), dims.world_size) == dims
     short = plan(data={"context": 16, "segments": 8, "packing": "stream"})
     refused = rank_of(short, build_config(short), ParallelDims(cp=4)).error
     assert refused is not None and "the 2 tokens of the shortest of 8 segments" in refused
@@ -318,7 +323,11 @@ def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("devices", "per_node", "nodes", "processes"),
-    [(1, 8, 1, 1), (8, 8, 1, 8), (16, 8, 2, 8), (12, 8, 2, 6)],
+    [
+        (1, 8, 1, 1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(8, 8, 1, 8), (12, 8, 2, 6)]),
+        (16, 8, 2, 8),
+    ],
 )
 def test_the_launch_is_of_all_devices_also_where_one_holds_the_run(
     tmp_path: Path, devices: int, per_node: int, nodes: int, processes: int
@@ -336,7 +345,7 @@ def test_the_launch_is_of_all_devices_also_where_one_holds_the_run(
     assert parsed(command)[2]["config"] == file
     tables = run.to_dict()
     tables["run"] |= tomllib.loads(line)
-    assert share(TrainPlan.from_dict(tables), nodes * processes).world_size == devices
+    assert make_layout(TrainPlan.from_dict(tables), nodes * processes).world_size == devices
 
 
 def test_a_launch_of_fewer_devices_is_explained(tmp_path: Path) -> None:
@@ -378,11 +387,11 @@ def test_a_mesh_whose_weights_an_old_torch_gathers_wrongly_is_refused(
     """Found by the tests of four processes under torch 2.9.0: off by 6 where 1e-5 was allowed."""
     both, tensor = ({"parallel": {"tensor": 2, **more}} for more in ({"data": 2}, {}))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    assert share(plan(run=both), 4).tp == 2
+    assert make_layout(plan(run=both), 4).tp == 2
     monkeypatch.setattr(torch, "__version__", "2.9.0+cpu")
     with pytest.raises(ValueError, match=r"torch 2\.9\.0\+cpu gathers weights wrongly"):
-        share(plan(run=both), 4)
-    assert share(plan(run=tensor), 2).tp == 2
+        make_layout(plan(run=both), 4)
+    assert make_layout(plan(run=tensor), 2).tp == 2
 
 
 @pytest.mark.parametrize("number", [math.inf, math.nan])

@@ -85,6 +85,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_transformers_loads_the_folder_by_its_remote_code(kind: str, tmp_path: Path) -> None:
     """In a new process that has not imported recollect, without which the sentence is another."""

@@ -102,6 +102,9 @@ def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
         resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
 
 
+NAMES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
 class Foreign:
     """A pickle of it makes a folder when it is loaded without care."""
 
@@ -112,8 +115,16 @@ class Foreign:
         return os.mkdir, (str(self.place),)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-@pytest.mark.parametrize("kind", ["pickle", "archive", "list", "other state"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind, name, marks=[pytest.mark.slow] * (kind == "other state" and name != NAMES[0])
+        )
+        for kind in ("pickle", "archive", "list", "other state")
+        for name in NAMES
+    ],
+)
 def test_a_state_of_others_with_its_checksum_is_refused(
     name: str, kind: str, text: Path, tmp_path: Path, two_steps: Path
 ) -> None:
@@ -258,9 +269,17 @@ def test_a_plan_that_was_deleted_is_still_known(
     count = len(list((run / "checkpoint-2").iterdir())) - 2  # the manifest and the model card
     assert events.messages == [
         f"the run is finished, and more steps in its plan extend it; {run / 'checkpoint-2'}: its "
-        f"{count} files are as they were written, plan and texts those that the run was begun with"
+        f"{count} files are unchanged, and plan and texts are those of the start of the run"
     ]
     assert json.loads((run / "plan.json").read_text())["optimizer"]["lr"] == 0.01
+
+
+def test_a_plan_with_tuples_is_resumed(text: Path, tmp_path: Path) -> None:
+    """A checkpoint stores the plan as JSON, which has lists only."""
+    options: dict[str, Any] = {"ties": ()}
+    run = plan(text, tmp_path, model={"options": options}, optimizer={"steps": 2})
+    train(run)
+    assert train(run, resume=True).steps == 0
 
 
 def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: Path) -> None:
@@ -280,7 +299,7 @@ def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: 
     events = Recorder()
     train(run, resume=True, observer=events)
     assert events.messages == [
-        f"{tmp_path / 'run'} holds no checkpoint of this run yet, so it begins at its first step"
+        f"{tmp_path / 'run'} contains no checkpoint of this run yet, so it starts at its first step"
     ]
 
 
@@ -385,6 +404,7 @@ def test_more_steps_extend_a_run_along_the_longer_schedule(text: Path, tmp_path:
     assert json.loads((tmp_path / "plan.json").read_text())["optimizer"]["steps"] == 8
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
     text: Path, tmp_path: Path, two_steps: Path
 ) -> None:
@@ -400,6 +420,7 @@ def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["steps", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
     key: str, text: Path, tmp_path: Path

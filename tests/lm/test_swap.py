@@ -287,6 +287,7 @@ assert not any(name.startswith("recollect") for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_without_recollect_a_swapped_decoder_is_not_loaded_in_part(tmp_path: Path) -> None:
     net = decoder("llama")
     replace_attention(net, "gated_delta_net", layers=[1])

@@ -138,7 +138,13 @@ class FullAtState(Full):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
-@pytest.mark.parametrize("kind", [Full, FullAtScheduler, FullAtState], ids=lambda kind: kind.file)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(x, id=x.file, marks=[pytest.mark.slow] * (x is not Full))
+        for x in (Full, FullAtScheduler, FullAtState)
+    ],
+)
 def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(
     kind: type[Full], text: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +227,7 @@ print(json.dumps(outputs))
 """
 
 
+@pytest.mark.slow
 def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: Path) -> None:
     """In a new process, greedy outputs of a batch are those of its prompts alone."""
     vocabulary = train_bpe([text.read_text()], 300).backend_tokenizer
@@ -313,6 +320,7 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     assert result.heldout == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_variants_take_the_same_steps(text: Path, tmp_path: Path) -> None:
     """Recomputed activations change nothing; halves of a batch accumulate to the whole."""
     base = {"steps": 2, "batch": 4}
@@ -493,7 +501,8 @@ def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Pa
     assert any("broken.jsonl:6" in sentence for sentence in events.messages)
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_loss_of_a_run_is_that_of_its_last_steps(
     accumulate: int, text: Path, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_step_moves_every_weight_by_its_own_rate(text: Path, tmp_path: Path) -
     assert seen == rate.keys()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_with_its_rates(text: Path, tmp_path: Path) -> None:
     rules = {"parametrization": "mup", "base_width": 8}
     whole = train(plan(text, tmp_path / "whole", optimizer=rules)).folder

@@ -252,7 +252,8 @@ def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]
 @pytest.mark.parametrize(
     ("columns", "term"),
     [
-        ((40,), "xterm"),
+        # `tests/test_cli.py` has tables of several widths.
+        pytest.param((40,), "xterm", marks=SLOW),
         pytest.param((1, 2, 3, 10, 20, 60, 80, 120, 500, 100_000), "xterm", marks=SLOW),
         pytest.param((80,), "dumb", marks=SLOW),
         pytest.param((80,), "", marks=SLOW),

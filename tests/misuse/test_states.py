@@ -186,6 +186,6 @@ def test_a_flipped_byte_of_a_folders_header_names_the_file(tmp_path: Path) -> No
     weights.write_bytes(weights.read_bytes().replace(b"lm_head", b"lm_hdad", 1))
     refuses(
         lambda: rc.lm.RecollectForCausalLM.from_pretrained(tmp_path),
-        "model.safetensors lacks",
+        "lacks the weight 'lm_head.weight'",
         error=ValueError,
     )

@@ -35,6 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     yield from opened(tmp_path_factory.mktemp("profile"))
 
 
+@pytest.mark.slow  # the small document above runs the same scenario
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_the_page_is_driven_in_a_browser(
     width: int, dark: bool, page: str, browser: Browser, tmp_path: Path

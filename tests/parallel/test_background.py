@@ -40,6 +40,7 @@ def test_a_checkpoint_is_that_of_its_step_while_steps_go_on(tmp_path: Path) -> N
     assert apart(tmp_path / "run/model", tmp_path / "whole") < 1e-5
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
     """On another process, in the first one's last files, or beside the shards."""
     write_text(tmp_path / "text.jsonl")

@@ -123,7 +123,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_are_exact(ranks: int) -> None:
     """Convolutions, shifts, angles, positions and compositions, where a document crosses ranks."""
     cases: list[tuple[str, str, str]] = []
@@ -333,5 +333,6 @@ def _check_use(rank: int) -> None:
         rc.parallel.context(model, gradient_reduction="none")
 
 
+@pytest.mark.slow
 def test_a_model_is_used_along_two_ranks() -> None:
     on_ranks(2, _check_use)

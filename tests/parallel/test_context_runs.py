@@ -84,7 +84,7 @@ def test_a_killed_run_along_processes_goes_on_with_others(tmp_path: Path) -> Non
     code = f"import tests.parallel.jobs as jobs; print(jobs.killed({broken!r}))"
     with group(2, code, tmp_path) as processes:
         (_, said, err), (status, _, _) = ended(processes)
-    assert status == -9 and "checkpoint-4 is whole" in said, err
+    assert status == -9 and "checkpoint-4 is complete" in said, err
     exported = tmp_path / "exported"
     assert export_model(tmp_path / "broken", exported).name == "checkpoint-4"
     assert rc.lm.RecollectForCausalLM.from_pretrained(exported).config.num_hidden_layers == 2

@@ -42,13 +42,18 @@ def same(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "types", [["float32"], pytest.param(["float64"], marks=pytest.mark.slow)], ids="".join
+    ("names", "along", "types"),
+    [
+        pytest.param(NAMES[:1], ALONG[:1], ["float32"], id="one system"),
+        pytest.param(NAMES[1:], ALONG[1:], ["float32"], id="others", marks=pytest.mark.slow),
+        pytest.param(NAMES, ALONG, ["float64"], id="float64", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_take_the_steps_of_one_and_hold_a_share(
-    types: list[str], tmp_path: Path
+    names: list[str], along: list[str], types: list[str], tmp_path: Path
 ) -> None:
-    more = f"jobs.equality({ALONG}, ['context'], {types})"
-    found = job(f"equality({NAMES}, ['ddp', 'fsdp'], {types}) | {more}", 2, tmp_path)
+    more = f"jobs.equality({along}, ['context'], {types})"
+    found = job(f"equality({names}, ['ddp', 'fsdp'], {types}) | {more}", 2, tmp_path)
     same(found)
     for case in found[0]:
         ranks = [rank[case] for rank in found]
@@ -71,7 +76,14 @@ def test_rows_along_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "kinds", "types"),
     [
-        pytest.param(NAMES[:1], ["data context", "both"], ("float32",), id="one system"),
+        # Two processes divide data, rows and heads of fast tests, each alone.
+        pytest.param(
+            NAMES[:1],
+            ["data context", "both"],
+            ("float32",),
+            id="one system",
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(NAMES, [kind], ("float32", "float64"), id=kind, marks=pytest.mark.slow)
             for kind in ("both", "data context", "context tensor")
@@ -235,7 +247,8 @@ def test_rules_for_width_hold_where_weights_are_shared(tmp_path: Path) -> None:
     assert apart(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
 
 
-@pytest.mark.parametrize("at_four", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `tests/lm/test_training.py` kills and resumes a run of one process
+@pytest.mark.parametrize("at_four", [False, True])
 def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     tmp_path: Path, at_four: bool
 ) -> None:
@@ -246,14 +259,14 @@ def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     call = f"killed({broken!r}, writing={not at_four})"
     (message,) = survivors(call, 2, tmp_path, killed=1)
     assert "another process of this run has ended" in message
-    assert f"{tmp_path / f'broken/checkpoint-{last}'} is whole" in message
+    assert f"{tmp_path / f'broken/checkpoint-{last}'} is complete" in message
     assert (tmp_path / f"broken/checkpoint-{last}/shards").is_dir()
     assert (tmp_path / "broken/checkpoint-4").exists() == at_four
     shutil.copytree(tmp_path / "broken", tmp_path / "more")
     events = Recorder()
     broken["run"]["parallel"] = "ddp"
     train(TrainPlan.from_dict(broken), resume=True, observer=events)
-    assert "going on from" in events.messages[0] and f"checkpoint-{last}" in events.messages[0]
+    assert "resuming from" in events.messages[0] and f"checkpoint-{last}" in events.messages[0]
     assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
     if not at_four:
         return

@@ -32,7 +32,8 @@ def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "types"),
     [
-        pytest.param([*NAMES, COMPOSED[0]], ["float32"], id="systems"),
+        pytest.param(NAMES[:2], ["float32"], id="two systems"),
+        pytest.param([*NAMES[2:], COMPOSED[0]], ["float32"], id="more", marks=pytest.mark.slow),
         pytest.param([*NAMES, COMPOSED[0]], ["float64"], id="exactly", marks=pytest.mark.slow),
         pytest.param(OTHERS, ["float32", "float64"], id="others", marks=pytest.mark.slow),
     ],
@@ -128,6 +129,7 @@ def write(place: Path, name: str, **changes: Any) -> None:
     (place / f"{name}.toml").write_text(PLAN.format(**(values | changes)))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
     wanted = {
         "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",

@@ -63,6 +63,7 @@ class TestDefaultText:
         assert not set(train) & set(heldout)
         assert 0.03 < len(heldout) / (len(train) + len(heldout)) < 0.07
 
+    @pytest.mark.slow
     def test_gathering_it_imports_nothing_and_is_repeatable(
         self, default_corpus: TextCorpus
     ) -> None:

@@ -18,7 +18,10 @@ import recollect as rc
 
 B, T, H, K, V = 2, 70, 2, 5, 4
 TOL = {"atol": 1e-10, "rtol": 1e-10}
-METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
+# The engines are held to the reference by `tests/contracts`.
+METHODS = pytest.mark.parametrize(
+    "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
+)
 Step = Callable[[Tensor, int], Tensor]
 
 

@@ -43,7 +43,10 @@ from torch import Tensor
 
 import recollect as rc
 
-METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
+# The engines are held to the reference by `tests/contracts`.
+METHODS = pytest.mark.parametrize(
+    "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
+)
 ZERO = (torch.zeros(H, D, D, dtype=torch.float64),)
 DESCENT = rc.algorithm.GradientDescent
 

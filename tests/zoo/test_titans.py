@@ -30,7 +30,10 @@ from torch import Tensor
 import recollect as rc
 from recollect.layer import MemoryLayer
 
-METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
+# The engines are held to the reference by `tests/contracts`.
+METHODS = pytest.mark.parametrize(
+    "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
+)
 
 
 def recall(recipe: rc.Recipe, method: str = "auto", **gates: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ from torch.nn import functional
 
 import recollect as rc
 
-METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
+# The engines are held to the reference by `tests/contracts`.
+METHODS = pytest.mark.parametrize(
+    "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
+)
 LENGTH = D**0.5  # TTT's keys are not of unit length
 # A correction that also reaches below −1/place, where τ stays 0.
 OFFSET = uniform(-0.4, 0.4, H, 16, seed=20)

@@ -70,7 +70,7 @@ def train(
     except KeyboardInterrupt:
         if is_first():
             display.on_message(
-                "interrupted; --resume goes on from the last checkpoint, if there is one"
+                "interrupted; --resume continues from the last checkpoint, if there is one"
             )
         exit_interrupted()
     if not is_first():

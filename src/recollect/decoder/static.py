@@ -162,7 +162,7 @@ class StaticDecoder:
         self._program_output: tuple[Program, list[Tensor]] | None = None
         self._input: Tensor | None = None
         self._kept_constants: tuple[Tensor, ...] = ()
-        self._columns, self._num_decoded = getattr(state, "seen", None) or 0, 0
+        self._columns, self._num_decoded = getattr(state, "past_length", None) or 0, 0
 
     @property
     def num_recorded(self) -> int:

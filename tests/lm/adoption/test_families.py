@@ -12,7 +12,7 @@ import recollect as rc
 import recollect.lm
 
 CLASSES = [
-    pytest.param(name, marks=(pytest.mark.slow,) if i > 1 else ())
+    pytest.param(name, marks=(pytest.mark.slow,) if i > 0 else ())
     for specs in FAMILIES.values()
     for i, name in enumerate(specs)
 ]

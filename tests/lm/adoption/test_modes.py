@@ -553,6 +553,7 @@ torch.save((y, model.generate(ids, max_new_tokens=4, do_sample=False)), sys.argv
 """
 
 
+@pytest.mark.slow
 def test_models_run_with_flash_linear_attention_and_no_gpu(tmp_path: Path) -> None:
     """transformers would choose kernels of Triton, which need a GPU."""
     pytest.importorskip("fla")

@@ -244,7 +244,7 @@ def _measure(lm: RecollectHFLM, name: str, task: Any, settings: Mapping[str, Any
     start = time.perf_counter()
     lm.reset_counters()
     try:
-        with harness.quiet(), harness.fixed_seed():
+        with harness.quiet(), harness.fixed_seed({x.device for x in lm.model.parameters()}):
             raw = harness.run_task(lm, task, settings["limit"])
     except ArithmeticError as error:  # of the aggregation of its metrics
         notes.append(f"its numbers cannot be computed ({error})")

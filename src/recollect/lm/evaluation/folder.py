@@ -37,7 +37,7 @@ def load_finished_tasks(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
             result = TaskResult.from_dict(_read(path))
         except _NOT_A_RESULT as error:
             raise ValueError(
-                f"{path} is no result of a task ({error}): delete it to measure that task anew"
+                f"{path} is not a result of a task ({error}): delete it to measure that task again"
             ) from None
         is_local = result.task in local_tasks()
         for name in settings:
@@ -72,8 +72,8 @@ def load_finished_groups(
         groups = [TaskResult.from_dict(data) for data in _read(path)["groups"]]
     except _NOT_A_RESULT as error:
         raise ValueError(
-            f"{path} is no evaluation ({error}): give another --out, or, if the file is of no use, "
-            "delete it; finished tasks have files of their own"
+            f"{path} is not an evaluation ({error}): give another --out, or, if the file is of no "
+            "use, delete it; finished tasks have files of their own"
         ) from None
     return tuple(
         group
@@ -90,7 +90,7 @@ def _differs(settings: Mapping[str, Any], saved: Mapping[str, Any], name: str) -
 
 def _describe_setting(name: str, settings: Mapping[str, Any]) -> str:
     if name not in settings:
-        return f"nothing said of its {name}"
+        return f"no record of its {name}"
     value = settings[name]
     if name in ("model", "tokenizer", "text"):  # a digest
         return f"the {name} {str(value)[:8]}"

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -208,13 +208,18 @@ def _is_interactive() -> bool:
 
 
 @contextlib.contextmanager
-def fixed_seed(seed: int = SEED) -> Iterator[None]:
-    """Context manager that seeds Python, NumPy and torch, and restores their states on exit."""
+def fixed_seed(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Context manager that seeds Python, NumPy and torch, and restores their states on exit.
+
+    Torch is seeded on the CPU and on ``devices``, by default the current accelerator.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    with seeded_generators(seed, [device]):
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
+    if devices is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        devices = [] if accelerator is None else [accelerator]
+    with seeded_generators(SEED, devices):
+        random.seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002
         try:
             yield
         finally:

@@ -81,7 +81,7 @@ def embed_tokens(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     try:
         return embedding(ids)  # type: ignore[no-any-return]
     except IndexError:
-        vocab_size = embedding.num_embeddings
+        vocab_size = embedding.weight.shape[0]  # adapters have a weight, but no num_embeddings
         invalid = ((ids < 0) | (ids >= vocab_size)).nonzero()
         if not len(invalid):
             raise

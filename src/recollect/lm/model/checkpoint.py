@@ -54,8 +54,14 @@ def check_model_folder(folder: Path, dtypes: Collection[str] | None = None) -> d
     config = check_config(folder / "config.json")
     if (folder / "generation_config.json").exists():
         check_config(folder / "generation_config.json")
+    names: set[str] = set()
     for path in _weight_files(folder):
         for name, (dtype, _) in _read_header(path).items():
+            if name in names:
+                raise CheckpointError(
+                    f"{folder} has the weight {name!r} in two files: {RECOPY_HINT}"
+                )
+            names.add(name)
             if dtypes and dtype not in dtypes and "quantization_config" not in config:
                 raise CheckpointError(
                     f"{path}: the weight {name!r} has type {dtype}, which is not floating-point: "

@@ -188,8 +188,9 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         for field in dataclasses.fields(self):
             if (spec := field_spec(field)) is not None:
                 self._set_checked(field.name, spec.validated)
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            self._set_checked(name, self._check_tokens)
+        for name in ("pad_token_id", "bos_token_id"):
+            self._set_checked(name, self._check_token)
+        self._set_checked("eos_token_id", self._check_tokens)
         super().__post_init__(**kwargs)
         vars(self).pop("base_model_tp_plan", None)  # transformers 5.17 adds the tied embedding
         if self.layers is None:
@@ -212,13 +213,17 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         except ValueError as error:
             raise RecipeError(str(error)) from None
 
+    def _check_token(self, value: Any) -> Any:
+        number = as_int(value)
+        if value is not None and (number is None or not 0 <= number < self.vocab_size):
+            raise ValueError(
+                f"must be a token from 0 to {self.vocab_size - 1}, not {short_repr(value)}"
+            )
+        return value
+
     def _check_tokens(self, value: Any) -> Any:
         for token in value if isinstance(value, list) else [value]:
-            number = as_int(token)
-            if token is not None and (number is None or not 0 <= number < self.vocab_size):
-                raise ValueError(
-                    f"must be a token from 0 to {self.vocab_size - 1}, not {short_repr(value)}"
-                )
+            self._check_token(token)
         return value
 
     def _check(self) -> None:
@@ -408,6 +413,6 @@ def resolve_recipe(value: RecipeLike) -> tuple[Recipe, LayerOptions]:
     if isinstance(mixer, RecipeMixer):
         return mixer.recipe, mixer.options
     raise RecipeError(
-        f"one recipe is asked for here, and rc.blocks.{type(mixer).__name__} composes "
-        f"{', '.join(mixer.leaves)}: give one of them"
+        f"rc.blocks.{type(mixer).__name__} composes {', '.join(mixer.leaves)}, and one recipe is "
+        "expected here: pass one of them"
     )

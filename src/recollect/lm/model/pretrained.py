@@ -22,9 +22,11 @@ from recollect.lm.model.checkpoint import (
     RECOPY_HINT,
     WEIGHTS_FILE,
     CheckpointError,
+    check_config,
     check_finite,
     check_model_folder,
     check_names,
+    check_regular_files,
 )
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.manifest import MANIFEST, check_manifest, is_model_file, write_manifest
@@ -82,7 +84,9 @@ class StrictLoadingMixin:
         any_shapes = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
-            model, info = super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, *args, **kwargs
+            )
         except (SafetensorError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"the model in {path} cannot be loaded: {reason}") from None
@@ -105,13 +109,17 @@ class StrictLoadingMixin:
     @classmethod
     def _check_folder(cls, folder: Path) -> None:
         """Check a saved model as far as possible without reading its weights."""
-        config = check_model_folder(folder, FLOAT_DTYPES)
+        check_regular_files(folder)
+        config = check_config(folder / "config.json")
         saved_type = config.get("model_type"), config.get("decoder_type")
         if saved_type != cls._saved_type:
             raise CheckpointError(
                 f"{folder} holds a model of type {_join(saved_type)!r}, and this class loads "
                 f"{_join(cls._saved_type)!r}: use AutoModelForCausalLM"
             )
+        if cls._saved_type == RecollectPreTrainedModel._saved_type:
+            RecollectConfig.from_dict(config)  # its errors come before those of the weights
+        check_model_folder(folder, FLOAT_DTYPES)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +35,8 @@ class ProcessEnded(ValueError):
     """Another process of the run has ended or does not answer. Saved checkpoints are intact.
 
     Examples:
-        >>> str(rc.lm.ProcessEnded("process 1 has ended; runs/a/step-100 is whole"))
-        'process 1 has ended; runs/a/step-100 is whole'
+        >>> str(rc.lm.ProcessEnded("process 1 has ended; runs/a/step-100 is complete"))
+        'process 1 has ended; runs/a/step-100 is complete'
     """
 
 
@@ -117,12 +117,9 @@ def detect_lost_peers(last_checkpoint: Callable[[], Path | None]) -> Iterator[No
     """Context manager that raises `ProcessEnded` for a backend error due to a lost process."""
 
     def outcome() -> str:
-        checkpoint = None
-        with suppress(ValueError):
-            checkpoint = last_checkpoint()
-        if checkpoint is None:
+        if (checkpoint := last_checkpoint()) is None:
             return "no checkpoint was written yet, so the run has to restart"
-        return f"{checkpoint} is whole: continue with --resume, on any number of processes"
+        return f"{checkpoint} is complete: continue with --resume, on any number of processes"
 
     with _translated_errors(outcome):
         yield

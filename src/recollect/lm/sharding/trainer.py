@@ -1,8 +1,7 @@
 """Division of a model among the processes of a run.
 
-The model is divided before the Trainer receives it, because the Trainer's and Accelerate's own
-ways need a configuration of their own and fall back to replicas on a CPU. See
-docs/design/training.md.
+The model is divided before the Trainer receives it. Sharding by the Trainer and Accelerate needs a
+separate configuration and falls back to replicas on a CPU. See docs/design/training.md.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def parallelize(
     layout: ParallelDims,
     device_type: str,
     *,
-    bf16: bool = False,  # as in `shard`
+    bf16: bool = False,  # as in `apply_fsdp`
 ) -> Sharding:
     """Divide a model in place as a layout describes; replicas (DDP) are left to the Trainer."""
     cuts = model_shard_specs(model)

@@ -126,10 +126,9 @@ class DivergenceGuard:
 
     def _error(self, origin: str | None, quantity: str = "") -> Diverged:
         """Return the error with the last checkpoint and a remedy."""
-        args, checkpoint = self.trainer.args, None
+        args = self.trainer.args
         self.trainer.drain_save()
-        with suppress(ValueError):  # an incomplete checkpoint
-            checkpoint = last_checkpoint(Path(str(args.output_dir)))
+        checkpoint = last_checkpoint(Path(str(args.output_dir)))
         change = "lower lr or clip" if args.max_grad_norm else "set clip = 1 or a lower lr"
         advice = f"{change} in [optimizer], or raise warmup, and restart"
         if self._step == 1 and origin is not None:

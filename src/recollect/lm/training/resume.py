@@ -184,7 +184,8 @@ def _read_plan(data: Mapping[str, Any], current: TrainPlan) -> TrainPlan:
 
 def _plan_changes(saved: TrainPlan, current: TrainPlan) -> dict[str, tuple[Any, Any]]:
     """Return the keys that change the result, except the number of steps, with both values."""
-    changes = _diff(_flatten(saved.to_dict()), _flatten(current.to_dict()))
+    plans = [json.loads(json.dumps(plan.to_dict())) for plan in (saved, current)]  # without tuples
+    changes = _diff(*map(_flatten, plans))
     return {key: x for key, x in changes.items() if key.split()[-1] not in _IGNORED_KEYS}
 
 

@@ -140,7 +140,7 @@ def train(
             start = resolve_start(plan, out, resume=resume)
             if resume and start.checkpoint is None:
                 observer.on_message(
-                    f"{out} holds no checkpoint of this run yet, so it begins at its first step"
+                    f"{out} contains no checkpoint of this run yet, so it starts at its first step"
                 )
 
             # 4. Build the tokenizer, the data and the model.
@@ -254,12 +254,12 @@ def _check_checkpoint(start: RunStart, trainer: RecollectTrainer, observer: Trai
     check_same_recipes(checkpoint, config)
     if (weights := checkpoint / "model.safetensors").exists():  # otherwise it has shards
         check_weights(weights, model)
-    prefix = f"going on from {checkpoint}"
+    prefix = f"resuming from {checkpoint}"
     if _checkpoint_step(checkpoint) >= trainer.plan.steps:
         prefix = f"the run is finished, and more steps in its plan extend it; {checkpoint}"
     observer.on_message(
-        f"{prefix}: its {start.files} files are as they were written, plan and texts those that "
-        "the run was begun with"
+        f"{prefix}: its {start.files} files are unchanged, and plan and texts are those of the "
+        "start of the run"
     )
 
 

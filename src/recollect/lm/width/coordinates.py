@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.choices.runtime import seeded_generators
 from recollect.layer.gates import GateProjection
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
@@ -233,9 +234,7 @@ def _measure_width(
     """Train models of one width; return the mean size and change of every coordinate."""
     squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for seed in range(seeds):
-        # Weights are drawn on the CPU. `torch.manual_seed` would seed the accelerators, too.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
+        with seeded_generators(seed, []), torch.device("cpu"):  # weights are drawn on the CPU
             model = RecollectForCausalLM(config)
         if base_width is not None:
             scale_for_width(model, base_width)

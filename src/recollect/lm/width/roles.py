@@ -22,7 +22,6 @@ import copy
 from collections.abc import Iterator
 from typing import Literal
 
-import torch
 from torch import nn
 
 from recollect.blocks.layers import PersistentTokens
@@ -35,10 +34,10 @@ from recollect.layer.short_conv import ShortConvolution
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.model.counts import meta_model
 from recollect.messages import RecipeError
 
-__all__ = ["Role", "config_at_width", "meta_model", "roles", "uses_default_init"]
+__all__ = ["Role", "config_at_width", "roles", "uses_default_init"]
 
 Role = Literal["input", "hidden", "output"]
 
@@ -137,12 +136,6 @@ def config_at_width(config: RecollectConfig, width: int) -> RecollectConfig:
 def uses_default_init(config: RecollectConfig) -> bool:
     """Whether the initial deviation of linear layers is width^(−1/2), the default."""
     return abs(config.initializer_range * config.hidden_size**0.5 - 1) < 1e-6
-
-
-def meta_model(config: RecollectConfig) -> RecollectForCausalLM:
-    """Return a model on the meta device."""
-    with torch.device("meta"):
-        return RecollectForCausalLM(config)
 
 
 def _parameters_with_owner(

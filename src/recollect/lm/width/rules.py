@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.width.roles import Role, meta_model, roles, uses_default_init
+from recollect.lm.model.counts import meta_model
+from recollect.lm.width.roles import Role, roles, uses_default_init
 from recollect.messages import RecipeError
 
 __all__ = [
