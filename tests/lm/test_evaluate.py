@@ -283,16 +283,16 @@ def test_what_was_cut_is_said(model: Any) -> None:
 
 class Watcher:
     def __init__(self, stop: str = "") -> None:
-        self.stop, self.begun, self.before = stop, list[str](), list[str]()
+        self.stop, self.begun, self.loaded = stop, list[str](), list[str]()
 
     def begin(self, task: str, index: int, count: int) -> None:
         if task == self.stop:
             raise KeyboardInterrupt
         self.begun.append(task)
 
-    def end(self, result: rc.lm.TaskResult, *, before: bool) -> None:
-        if before:
-            self.before.append(result.task)
+    def end(self, result: rc.lm.TaskResult, *, loaded: bool) -> None:
+        if loaded:
+            self.loaded.append(result.task)
 
     def fail(self, task: str, reason: str) -> None:
         raise AssertionError(reason)
@@ -312,7 +312,7 @@ def test_an_interrupted_evaluation_loses_one_task_at_most(
     watcher = Watcher()
     result = rc.lm.evaluate(saved, tasks, out=tmp_path, watcher=watcher, **how)
     assert watcher.begun == ["local_babi_2"]
-    assert watcher.before == ["local_babi_1", "local_text"]
+    assert watcher.loaded == ["local_babi_1", "local_text"]
     whole = rc.lm.evaluate(saved, tasks, out=tmp_path / "whole", **how)
     assert {x.task: x.metrics for x in result.tasks} == {x.task: x.metrics for x in whole.tasks}
     written = json.loads((tmp_path / "results.json").read_text())

@@ -135,9 +135,9 @@ class _Progress:
         self._total = self._total or self._finished + count
         print_line(self._console, f"{task} ({index} of {count})")
 
-    def end(self, result: TaskResult, *, before: bool) -> None:
+    def end(self, result: TaskResult, *, loaded: bool) -> None:
         self._finished += 1
-        time = "measured before" if before else f"{result.seconds:.1f} s, batch {result.batch}"
+        time = "measured before" if loaded else f"{result.seconds:.1f} s, batch {result.batch}"
         metrics = ", ".join(f"{name} {result.format(name)}" for name in result.metrics)
         print_line(self._console, f"  {metrics or '; '.join(result.notes)} ({time})")
 

@@ -57,12 +57,12 @@ class EvaluationWatcher(Protocol):
         """
         ...
 
-    def end(self, result: TaskResult, *, before: bool) -> None:
+    def end(self, result: TaskResult, *, loaded: bool) -> None:
         """Called after a task is measured.
 
         Args:
             result: result of the task.
-            before: whether an earlier run measured the task.
+            loaded: whether the result is that of an earlier run in the folder.
         """
         ...
 
@@ -192,7 +192,7 @@ def evaluate(
         if watcher is not None:
             for name in requested:
                 if name in results:
-                    watcher.end(results[name], before=True)
+                    watcher.end(results[name], loaded=True)
             for name, reason in failures.items():
                 watcher.fail(name, reason)
         with harness.quiet():
@@ -213,7 +213,7 @@ def evaluate(
             if folder is not None and results[name].finite:
                 save_task(folder, results[name])  # other tasks are measured again
             if watcher is not None:
-                watcher.end(results[name], before=False)
+                watcher.end(results[name], loaded=False)
         groups |= {group.task: group for group in _group_results(loaded, results, settings)}
         evaluation = Evaluation(
             model=model_name,

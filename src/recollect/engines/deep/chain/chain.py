@@ -233,7 +233,7 @@ class OutputHead:
     ) -> HeadGradients:
         """Return δ_L, g and e for outputs ``z [P, R, V]`` of the last map."""
         raw, v = inputs["raw"], inputs["v"]
-        if self.layer_norm and not create_graph:
+        if self.memory.output_norm == "layer" and not create_graph:
             prediction, error, delta = self._layer_norm_gradients(z, inputs, gates, params)
         elif not self.memory.has_output_map:
             prediction = self.memory.output_map(z, raw, params)
