@@ -196,10 +196,13 @@ def _describe_module(model: nn.Module, name: str) -> str:
     if "blocks" in parts and parts[-1] != "blocks":
         block = parts.index("blocks")
         index, inside = int(parts[block + 1]), parts[block + 2 :]
-        pattern = getattr(getattr(model, "config", None), "layer_names", None)
+        layer_names = getattr(getattr(model, "config", None), "layer_names", None)
         layer = f"layer {index}"
-        if pattern and inside[:1] in ([], ["layer"]):  # MLPs and norms do not belong to the recipe
-            layer += f" ({pattern[index]})"
+        if layer_names and inside[:1] in (
+            [],
+            ["layer"],
+        ):  # MLPs and norms do not belong to the recipe
+            layer += f" ({layer_names[index]})"
         return f"{layer}, in {name}," if inside else layer
     words = {"embed_tokens": "the embedding", "norm": "the last norm", "lm_head": "the head"}
     return f"{words[parts[-1]]} ({name})" if parts[-1] in words else name
