@@ -355,7 +355,7 @@ def training(context: StepContext) -> None:
 
 
 def _train(context: StepContext, case: dict[str, Any]) -> None:
-    from recollect.lm.planning.flops import model_flops
+    from recollect.lm.memory_estimate.flops import model_flops
 
     name, engine = case["name"], case["method"]
     if context.tiny:

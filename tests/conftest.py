@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    if (flops := sys.modules.get("recollect.lm.planning.flops")) is not None:
+    if (flops := sys.modules.get("recollect.lm.memory_estimate.flops")) is not None:
         flops.__dict__["_MATRIX_SIZE"] = 256
 
 

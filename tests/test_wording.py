@@ -187,7 +187,7 @@ def test_a_plan_says_what_its_keys_are_called(table: dict[str, Any], says: str) 
     pytest.importorskip("transformers")
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import TrainPlan
-    from recollect.lm.training.prepare import build_model
+    from recollect.lm.training.setup import build_model
 
     tables = {"model": table, "data": {"train": "a.txt"}, "optimizer": {"steps": 1}}
     plan = TrainPlan.from_dict(tables)
@@ -202,7 +202,7 @@ def test_a_saved_model_that_a_plan_names_says_what_its_own_fields_are_called(
 
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import TrainPlan
-    from recollect.lm.training.prepare import build_model
+    from recollect.lm.training.setup import build_model
 
     config = rc.lm.RecollectConfig.from_recipes("gla", hidden_size=12, num_attention_heads=5)
     config.save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from recollect.lm.planning.live_memory import LiveMemory
+from recollect.lm.memory_estimate.live_memory import LiveMemory
 
 pytest.importorskip("transformers")
 

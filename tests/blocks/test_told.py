@@ -23,7 +23,7 @@ from recollect.blocks import (
 )
 from recollect.cli import app as cli
 from recollect.costs import Workload, read_cost
-from recollect.lm.planning.flops import model_flops
+from recollect.lm.memory_estimate.flops import model_flops
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
 NAMES |= {"residual_delta_net", "mixture_of_memories"}
@@ -339,7 +339,7 @@ def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
 
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import ModelPlan
-    from recollect.lm.training.prepare import model_config
+    from recollect.lm.training.setup import model_config
 
     sizes = "[model]\nwidth = 16\ndepth = 2\nheads = 2\n"
     table = tomllib.loads(sizes + model)["model"]
@@ -353,7 +353,7 @@ def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
 def test_a_run_file_with_a_composition_that_cannot_be_says_so() -> None:
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import ModelPlan
-    from recollect.lm.training.prepare import model_config
+    from recollect.lm.training.setup import model_config
 
     wrong = {
         "mixer": "memory_as_context",

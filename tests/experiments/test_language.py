@@ -23,9 +23,9 @@ from recollect.experiments.papers.atlas import ablations as atlas
 from recollect.experiments.papers.language import BIGRAM, BITS, COMMON_SENSE, SMOKE, language_model
 from recollect.experiments.papers.language_results import bits, learned, told
 from recollect.experiments.papers.miras import ablations as miras
+from recollect.lm.memory_estimate.flops import model_flops
 from recollect.lm.model.counts import parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.flops import model_flops
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.text import TextCorpus, load_text
 from recollect.zoo.preset import get

@@ -21,8 +21,8 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from recollect.cli import build
-from recollect.lm.width import rules
-from recollect.lm.width.coordinates import _slope
+from recollect.lm.mup import rules
+from recollect.lm.mup.coordinate_check import _slope
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -94,7 +94,7 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
                 found[name] = replace(rule, rate=rule.rate**2)
         return found
 
-    monkeypatch.setattr("recollect.lm.width.rules.width_rules", wrong)
+    monkeypatch.setattr("recollect.lm.mup.rules.width_rules", wrong)
     found = {one.name: one for one in check("gated_delta_net", WIDTHS[0]).coordinates}
     assert not found["gated_delta_net.gates.lr"].flat
     assert not found["gated_delta_net.gates.log_decay"].flat

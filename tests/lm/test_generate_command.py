@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,7 +292,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
     line = Line(answers=False)
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
+    monkeypatch.setattr("recollect.lm.hub.time", clock)
     _responds.cache_clear()
     _, why = run("some-org/nope", "--prompt", "a", code=2)
     assert "there is no folder 'some-org/nope', and no model of that name can be fetched" in why
@@ -299,7 +302,12 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     assert line.asked == 1
     with pytest.raises(ValueError, match="there is no such folder, and the hub gives no tokenizer"):
         load_tokenizer("some-org/nope")
-    assert line.asked == 1  # the process remembers the result
+    assert line.asked == 1  # the result is remembered for a minute
+    clock.monotonic = lambda: 60.0
+    assert offline_kwargs("some-org/nope") == {"local_files_only": True} and line.asked == 2
+    line.answers = True  # the connection is back
+    clock.monotonic = lambda: 120.0
+    assert offline_kwargs("some-org/nope") == {}
     _responds.cache_clear()
 
 
@@ -346,6 +354,7 @@ def test_a_folder_needs_no_hub_and_a_hub_that_answers_is_asked(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     line = Line(answers=True)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
+    monkeypatch.setattr("recollect.lm.hub.time", SimpleNamespace(monotonic=lambda: 0.0))
     _responds.cache_clear()
     assert offline_kwargs(str(saved)) == {} and line.asked == 0
     assert offline_kwargs("some-org/some") == {} and line.asked == 1

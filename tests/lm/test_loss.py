@@ -12,8 +12,8 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 
 import recollect as rc
+from recollect.lm.memory_estimate.live_memory import LiveMemory
 from recollect.lm.model.loss import IGNORE_INDEX, next_token_loss, next_token_targets
-from recollect.lm.planning.live_memory import LiveMemory
 
 B, T, D, W = 2, 7, 5, 11
 

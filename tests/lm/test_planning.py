@@ -31,13 +31,13 @@ from recollect.choices import member
 from recollect.cli import plan as plan_command
 from recollect.cli.app import build
 from recollect.lm import RecollectConfig, parameter_count
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.memory_estimate.estimate import RankEstimator, RankMemory, build_config, estimate
+from recollect.lm.memory_estimate.flops import memory_costs
+from recollect.lm.memory_estimate.live_memory import LiveMemory
+from recollect.lm.memory_estimate.step_memory import MemoryModel, fit_memory_model
 from recollect.lm.model.counts import meta_model
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.estimate import RankEstimator, RankMemory, build_config, estimate
-from recollect.lm.planning.flops import memory_costs
-from recollect.lm.planning.footprint import MemoryModel, fit_memory_model
-from recollect.lm.planning.live_memory import LiveMemory
-from recollect.lm.sharding.layout import ParallelDims
 from recollect.lm.training.arguments import make_layout
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.units import readable
@@ -85,7 +85,7 @@ def counted_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recollect.lm.planning.estimate.fit_memory_model", remembered)
+        patch.setattr("recollect.lm.memory_estimate.estimate.fit_memory_model", remembered)
         yield
 
 
@@ -229,7 +229,7 @@ def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
     alone = estimate(run, config, devices=1, memory=2**40)
     assert alone.launch == ("", "recollect train run.toml")
     five = rank_of(run, config, ParallelDims(dp_replicate=5))
-    assert "5 groups of them cannot share it equally" in str(five.error)
+    assert "5 groups of processes need a multiple of 5" in str(five.error)
     assert "tensor = 4 does not divide [model] num_heads = 2" in str(
         rank_of(run, config, ParallelDims(tp=4)).error
     )

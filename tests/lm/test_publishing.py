@@ -25,8 +25,8 @@ from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.model.counts import parameter_count
 from recollect.lm.model.manifest import MANIFEST
-from recollect.lm.sharding.export import export_model
 from recollect.lm.training import train
+from recollect.lm.training.export import export_model
 
 CODE = "modeling_recollect.py"
 IDS = torch.tensor([list(b"A memory")])

@@ -42,7 +42,7 @@ from transformers.cache_utils import DynamicCache
 from recollect.lm import CheckpointError, cache_of, replace_attention
 from recollect.lm.model import masks
 from recollect.lm.model.cache import CACHE_KEY
-from recollect.lm.swap import SwappedAttention
+from recollect.lm.replacement.swap import SwappedAttention
 
 BASE = 10000.0
 SMALL = {

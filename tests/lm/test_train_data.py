@@ -29,7 +29,7 @@ from recollect.lm.data.rows import (
 )
 from recollect.lm.data.sources import BadLinePolicy, FileDocuments, HubDocuments, find_files
 from recollect.lm.data.tokenizers import byte_tokenizer, encode, load_tokenizer, train_bpe
-from recollect.lm.planning.flops import measure_peak_flops, model_flops
+from recollect.lm.memory_estimate.flops import measure_peak_flops, model_flops
 
 BYTES = byte_tokenizer()
 TEXTS = ["abc", "de", "f" * 11, "ghijk", "", "lm"]

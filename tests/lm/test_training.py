@@ -32,8 +32,8 @@ from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
 from recollect.lm.training import arguments, train
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.prepare import load_text_data
 from recollect.lm.training.progress import ThroughputCallback
+from recollect.lm.training.setup import load_text_data
 from recollect.lm.training.trainer import RecollectTrainer
 from recollect.report.devices import find_device
 

@@ -18,10 +18,10 @@ pytest.importorskip("datasets")
 from tests.lm.runs import Recorder, assert_same, plan, weights, write_text
 
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.lm.mup.check_plan import default_widths
+from recollect.lm.mup.roles import config_at_width
 from recollect.lm.training import train
-from recollect.lm.training.prepare import build_model, build_tokenizer
-from recollect.lm.width.of_plan import default_widths
-from recollect.lm.width.roles import config_at_width
+from recollect.lm.training.setup import build_model, build_tokenizer
 from recollect.messages import RecipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")

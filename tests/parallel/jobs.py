@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recollect.blocks import MemoryAsContext, MemoryAsGate, Sequential
 from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_groups
-from recollect.lm.planning import flops
-from recollect.lm.sharding.checkpoints import gather_weights
-from recollect.lm.sharding.layout import ParallelDims
-from recollect.lm.sharding.processes import ProcessEnded, init_distributed
-from recollect.lm.sharding.trainer import Sharding, parallelize
+from recollect.lm.distributed.checkpoints import gather_weights
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.distributed.parallelize import Sharding, parallelize
+from recollect.lm.distributed.processes import ProcessEnded, init_distributed
+from recollect.lm.memory_estimate import flops
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train
 from recollect.lm.training.trainer import RecollectTrainer

@@ -16,10 +16,10 @@ from tests.parallel.spawned import ended, group, job
 from tests.parallel.test_data import apart, tables
 
 import recollect as rc
-from recollect.lm.sharding.export import export_model
-from recollect.lm.sharding.layout import ParallelDims
-from recollect.lm.sharding.trainer import check_divisible
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.distributed.parallelize import check_divisible
 from recollect.lm.training.arguments import make_layout
+from recollect.lm.training.export import export_model
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train
 
@@ -114,7 +114,7 @@ def refusals() -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
         ),
         "batch": (
             {"run": {"parallel": {"data": 4, "context": 2}}, "optimizer": {"batch": 6}},
-            r"4 groups of them cannot share it equally",
+            r"4 groups of processes need a multiple of 4",
         ),
     }
 

@@ -19,7 +19,7 @@ from tests.parallel.jobs import NAMES, ROWS, VOCAB, model, steps
 from tests.parallel.spawned import job, survivors
 from torch import Tensor, nn
 
-from recollect.lm.sharding.processes import TIMEOUT_ENV, init_distributed
+from recollect.lm.distributed.processes import TIMEOUT_ENV, init_distributed
 from recollect.lm.training.interrupts import stop_after_step
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train

@@ -18,7 +18,7 @@ from tests.parallel.test_data import COMPOSED, NAMES, same, tables
 from tests.processes import paragraphs
 
 import recollect as rc
-from recollect.lm.sharding.heads import ShardSpec, keep_local_heads, shard_specs
+from recollect.lm.distributed.head_sharding import ShardSpec, keep_local_heads, shard_specs
 
 OTHERS = ["rwkv7", "gla", "retnet", "mesa_net", "moneta"]  # shifts, ties, schedules, other biases
 
@@ -135,7 +135,7 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
         "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",
         "heads": "tensor = 2 does not divide [model] num_heads = 1 of layer 0 (gated_delta_net)",
         "no heads": "layer 0 (ffn_relu) is a FeedForward, which has none",
-        "batch": "[optimizer] batch = 3 is what all processes read together",
+        "batch": "[optimizer] batch = 3 counts the sequences of all processes",
         "short": "context = 2 divides the 1 tokens of the shortest of 6 segments",
         "routed": "context = 2: this model routes tokens to memories",
         "size": "needs whole numbers >= 1, and data is 0",
@@ -183,7 +183,7 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
 def test_a_process_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     code = (
         "import os, time, recollect_command\n"
-        "from recollect.lm.sharding.processes import init_distributed\n"
+        "from recollect.lm.distributed.processes import init_distributed\n"
         "init_distributed()\n"
         "if os.environ['RANK'] == '1': time.sleep(300)\n"
         "recollect_command.main()"

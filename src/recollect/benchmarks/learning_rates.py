@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.mup.rules import scale_for_width
 from recollect.lm.training.weight_decay import parameter_groups
-from recollect.lm.width.rules import scale_for_width
 from recollect.report.environment import describe_environment
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import write_atomic

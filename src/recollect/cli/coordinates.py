@@ -12,7 +12,7 @@ from recollect.cli.options import ConfigArgument, JsonOption, comma_list, load_c
 from recollect.report.terminal import Column, TerminalTable
 
 if TYPE_CHECKING:
-    from recollect.lm.width.coordinates import Coordinate, Coordinates
+    from recollect.lm.mup.coordinate_check import Coordinate, Coordinates
 
 __all__ = ["coordinates"]
 
@@ -49,7 +49,7 @@ def coordinates(
     """
     sizes = None if widths is None else _parse_widths(widths)
     run = load_config(config)
-    from recollect.lm.width.of_plan import check_plan
+    from recollect.lm.mup.check_plan import check_plan
 
     result = check_plan(
         run,

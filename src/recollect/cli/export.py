@@ -21,7 +21,7 @@ def export(
 ) -> None:
     """Merge the shards of a checkpoint into safetensors, with tokenizer and configuration."""
     check_exists(checkpoint)
-    from recollect.lm.sharding.export import export_model
+    from recollect.lm.training.export import export_model
 
     source = export_model(checkpoint, out)
     typer.echo(f"model: {out}, the weights of {source}")

@@ -201,7 +201,7 @@ def prompt_tokens(
 def _cache_facts(model: Any, cache: Any) -> dict[str, Any]:
     """Return bytes per sequence and length of a cache, and whether it grows with the text."""
     from recollect.lm.model.cache import StateLayer, has_growing_state
-    from recollect.lm.swap import SwappedAttention
+    from recollect.lm.replacement.swap import SwappedAttention
 
     size = 0
     for layer in cache.layers:

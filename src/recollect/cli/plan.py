@@ -12,7 +12,7 @@ from recollect.cli.console import make_console, print_json, print_line
 from recollect.cli.options import ConfigArgument, JsonOption, load_config, positive
 
 if TYPE_CHECKING:
-    from recollect.lm.planning.estimate import Estimate, RankMemory
+    from recollect.lm.memory_estimate.estimate import Estimate, RankMemory
     from recollect.lm.training.plan import TrainPlan
     from recollect.report.terminal import TerminalTable
 
@@ -45,7 +45,7 @@ def plan(
     """Estimate the memory per device, the time and the launch of a run before you rent devices."""
     size = _parse_bytes(memory)
     run = load_config(config)
-    from recollect.lm.planning.estimate import DEFAULT_MFU, build_config, estimate
+    from recollect.lm.memory_estimate.estimate import DEFAULT_MFU, build_config, estimate
 
     result = estimate(
         run,
@@ -78,7 +78,7 @@ def _parse_bytes(text: str) -> int:
 
 def _print(result: Estimate, run: TrainPlan) -> None:
     """Print the numbers of the run, a table of the meshes, and the launch."""
-    from recollect.lm.planning.estimate import USABLE_FRACTION
+    from recollect.lm.memory_estimate.estimate import USABLE_FRACTION
     from recollect.report.units import readable
 
     console = make_console()
@@ -138,7 +138,7 @@ def _format_time(seconds: float) -> str:
 
 def _duration(result: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
     """Yield the time of the run with its assumptions, a line each."""
-    from recollect.lm.planning.estimate import DEFAULT_MFU
+    from recollect.lm.memory_estimate.estimate import DEFAULT_MFU
     from recollect.report.units import readable
 
     if result.seconds is None:

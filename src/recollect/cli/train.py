@@ -51,7 +51,7 @@ def train(
     """
     if world_size() == 1:  # several processes refuse a plan together
         check_exists(config)
-    from recollect.lm.sharding.processes import fail_together, init_distributed
+    from recollect.lm.distributed.processes import fail_together, init_distributed
     from recollect.lm.training.interrupts import TrainingInterrupted
     from recollect.lm.training.train import train as run
 

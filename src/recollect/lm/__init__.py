@@ -53,21 +53,21 @@ from recollect.lm.model.counts import count_parameters, match_parameters, parame
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import CachedPrompt
-from recollect.lm.swap import replace_attention
-from recollect.lm.swap_loading import register
+from recollect.lm.replacement.loading import register
+from recollect.lm.replacement.swap import replace_attention
 
 if TYPE_CHECKING:
+    from recollect.lm.distributed.processes import ProcessEnded
     from recollect.lm.evaluation.evaluate import EvaluationWatcher, evaluate
     from recollect.lm.evaluation.local_tasks import local_tasks
     from recollect.lm.evaluation.results import Evaluation, TaskResult
-    from recollect.lm.sharding.processes import ProcessEnded
+    from recollect.lm.mup.coordinate_check import Coordinate, Coordinates, check_coordinates
+    from recollect.lm.mup.rules import Rule, scale_for_width, width_rules
     from recollect.lm.training.divergence import Diverged
     from recollect.lm.training.plan import TrainPlan, load_plan
     from recollect.lm.training.progress import Progress, Trained, TrainObserver
     from recollect.lm.training.train import train
     from recollect.lm.training.weight_decay import parameter_groups
-    from recollect.lm.width.coordinates import Coordinate, Coordinates, check_coordinates
-    from recollect.lm.width.rules import Rule, scale_for_width, width_rules
 
 __all__ = [
     "PAPER_SIZES",
@@ -115,26 +115,26 @@ __all__ = [
 ]
 
 _SOURCES = {
-    "Coordinate": "width.coordinates",
-    "Coordinates": "width.coordinates",
+    "Coordinate": "mup.coordinate_check",
+    "Coordinates": "mup.coordinate_check",
     "Diverged": "training.divergence",
     "Evaluation": "evaluation.results",
     "EvaluationWatcher": "evaluation.evaluate",
-    "ProcessEnded": "sharding.processes",
+    "ProcessEnded": "distributed.processes",
     "Progress": "training.progress",
-    "Rule": "width.rules",
+    "Rule": "mup.rules",
     "TaskResult": "evaluation.results",
     "TrainObserver": "training.progress",
     "TrainPlan": "training.plan",
     "Trained": "training.progress",
-    "check_coordinates": "width.coordinates",
+    "check_coordinates": "mup.coordinate_check",
     "evaluate": "evaluation.evaluate",
     "load_plan": "training.plan",
     "local_tasks": "evaluation.local_tasks",
     "parameter_groups": "training.weight_decay",
-    "scale_for_width": "width.rules",
+    "scale_for_width": "mup.rules",
     "train": "training.train",
-    "width_rules": "width.rules",
+    "width_rules": "mup.rules",
 }
 """Module of each public name that is imported on first use, because it loads the Trainer."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ def offline_kwargs(name: str) -> dict[str, bool]:
 
 def is_hub_reachable() -> bool:
     """Return whether the hub is reachable; False in the offline mode of its client."""
-    return not constants.HF_HUB_OFFLINE and _responds(constants.ENDPOINT)
+    minute = int(time.monotonic() // 60)  # a lost connection may come back
+    return not constants.HF_HUB_OFFLINE and _responds(constants.ENDPOINT, minute)
 
 
-@functools.cache
-def _responds(url: str) -> bool:
-    """Return whether a server responds. The process remembers the result."""
+@functools.lru_cache(maxsize=1)
+def _responds(url: str, minute: int) -> bool:
+    """Return whether a server responds in a given minute of the process."""
+    del minute  # only a key of the cache
     try:
         huggingface_hub.get_session().head(url, timeout=HUB_TIMEOUT_SECONDS)
     except Exception:  # the type depends on the HTTP client of huggingface_hub

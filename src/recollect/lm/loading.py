@@ -14,7 +14,7 @@ from recollect.lm.hub import offline, offline_kwargs
 from recollect.lm.model.checkpoint import check_config, check_model_folder
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.swap_config import MODEL_TYPE as SWAPPED_TYPE
+from recollect.lm.replacement.config import MODEL_TYPE as SWAPPED_TYPE
 
 __all__ = ["load_model_and_tokenizer", "load_saved_model", "load_saved_tokenizer"]
 

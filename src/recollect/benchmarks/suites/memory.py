@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recollect.lm.planning.live_memory import LiveMemory
+from recollect.lm.memory_estimate.live_memory import LiveMemory
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
 from recollect.serialization import read_json
@@ -270,10 +270,10 @@ def planned(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None
     Args:
         tables: as in `measured`. vocab: as there.
     """
-    from recollect.lm.planning.estimate import RankEstimator
-    from recollect.lm.sharding.layout import parse_parallel
+    from recollect.lm.distributed.parallel_dims import parse_parallel
+    from recollect.lm.memory_estimate.estimate import RankEstimator
     from recollect.lm.training.plan import TrainPlan
-    from recollect.lm.training.prepare import model_config
+    from recollect.lm.training.setup import model_config
 
     given = {**tables, "data": {**tables["data"], "train": ["text.txt"]}}
     plan = TrainPlan.from_dict(given)

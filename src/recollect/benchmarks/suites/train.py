@@ -23,12 +23,12 @@ from recollect.benchmarks.results import BenchResult, Case, Ceiling, summarise
 from recollect.lm.data.rows import PackedRow, collate, read_rows
 from recollect.lm.data.sources import FileDocuments
 from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.memory_estimate.flops import measure_peak_flops, model_flops
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.flops import measure_peak_flops, model_flops
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.prepare import build_model
 from recollect.lm.training.progress import Progress, TrainObserver
+from recollect.lm.training.setup import build_model
 from recollect.lm.training.train import train
 from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.environment import describe_environment

@@ -177,7 +177,7 @@ def language_work(config: Config, model: Named, **cell: Any) -> Work:
         model: as in `model_of`.
         **cell: as there.
     """
-    from recollect.lm.planning.flops import model_flops
+    from recollect.lm.memory_estimate.flops import model_flops
 
     terms = {**config, **cell}
     made = model_of(config, model, **cell)
@@ -234,8 +234,8 @@ def _by_bytes(
     from recollect.experiments.comparison.jobs import state_bytes
     from recollect.experiments.comparison.tasks import compare_task
     from recollect.experiments.comparison.training import History, train
+    from recollect.lm.memory_estimate.flops import model_flops
     from recollect.lm.model.model import RecollectForCausalLM
-    from recollect.lm.planning.flops import model_flops
     from recollect.lm.training.divergence import Diverged
 
     corpus, size = _text(), _sizes(terms)
@@ -309,7 +309,7 @@ def _by_plan(
     """Train by `recollect.lm.train`, going on where an earlier run stopped, and evaluate."""
     from recollect.experiments.comparison.compare import named
     from recollect.lm.evaluation.evaluate import evaluate  # which needs the extra
-    from recollect.lm.planning.flops import model_flops
+    from recollect.lm.memory_estimate.flops import model_flops
     from recollect.lm.training.divergence import Diverged
     from recollect.lm.training.plan import TrainPlan
     from recollect.lm.training.train import train as train_plan

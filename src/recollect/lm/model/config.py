@@ -135,7 +135,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         "AutoModelForSequenceClassification": "RecollectForSequenceClassification",
     }
     # FSDP2 of `from_pretrained(distributed_config=...)` shards block by block. Only
-    # `recollect.lm.sharding` divides layers by heads.
+    # `recollect.lm.distributed` divides layers by heads.
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
         "embed_tokens": "free_full_weight",
         "blocks.*": "free_full_weight",

@@ -10,7 +10,7 @@ try:
         RecollectForSequenceClassification,
         RecollectModel,
     )
-    from recollect.lm.swap_loading import SwappedConfig
+    from recollect.lm.replacement.loading import SwappedConfig
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "recollect":
         raise

@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.utils import logging as transformers_logging
 
-from recollect.lm.sharding.layout import ParallelDims, parse_parallel
+from recollect.lm.distributed.parallel_dims import ParallelDims, parse_parallel
 from recollect.lm.training.plan import TrainPlan
 from recollect.messages import argument_name
 from recollect.report.devices import find_device

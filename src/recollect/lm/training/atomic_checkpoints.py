@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from recollect.lm.distributed.checkpoints import SHARDS_DIR, reraise_first_failure
 from recollect.lm.model.checkpoint import CheckpointError, check_json, check_regular_files
 from recollect.lm.model.manifest import MANIFEST, check_manifest, write_manifest
-from recollect.lm.sharding.checkpoints import SHARDS_DIR, reraise_first_failure
 
 __all__ = [
     "RUN_RECORD_FILE",

@@ -21,6 +21,7 @@ from recollect.fields import (
     validated_field,
 )
 from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_size
+from recollect.lm.mup.rules import BASE_WIDTH
 from recollect.lm.training.plan_keys import (
     hint,
     parse_betas,
@@ -32,7 +33,6 @@ from recollect.lm.training.plan_keys import (
     parse_table,
     parse_text,
 )
-from recollect.lm.width.rules import BASE_WIDTH
 from recollect.messages import argument_name, short_repr
 from recollect.recipe.toml_text import MAX_BYTES, read_toml
 from recollect.report.files import read_regular

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback
 
+from recollect.lm.distributed.parallel_dims import ParallelDims
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.sharding.layout import ParallelDims
 from recollect.lm.training.plan import TrainPlan
 
 __all__ = [

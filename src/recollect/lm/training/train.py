@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 
 from recollect.lm.data.sources import BadLinePolicy
-from recollect.lm.model.checkpoint import check_weights
-from recollect.lm.model.config import RecollectConfig
-from recollect.lm.sharding.processes import (
+from recollect.lm.distributed.parallelize import check_divisible, parallelize
+from recollect.lm.distributed.processes import (
     check_agreement,
     detect_lost_peers,
     fail_together,
     init_distributed,
 )
-from recollect.lm.sharding.trainer import check_divisible, parallelize
+from recollect.lm.model.checkpoint import check_weights
+from recollect.lm.model.config import RecollectConfig
 from recollect.lm.training.arguments import (
     make_layout,
     resolve_device,
@@ -38,15 +38,6 @@ from recollect.lm.training.arguments import (
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.interrupts import stop_after_step
 from recollect.lm.training.plan import TrainPlan, load_plan
-from recollect.lm.training.prepare import (
-    build_model,
-    build_tokenizer,
-    check_memory,
-    explain_out_of_memory,
-    heldout_overlap_warning,
-    load_text_data,
-    model_config,
-)
 from recollect.lm.training.progress import SilentObserver, Trained, TrainObserver, summarize_run
 from recollect.lm.training.resume import (
     MISMATCH_ADVICE,
@@ -58,6 +49,15 @@ from recollect.lm.training.resume import (
     no_run_message,
     resolve_start,
     write_run_record,
+)
+from recollect.lm.training.setup import (
+    build_model,
+    build_tokenizer,
+    check_memory,
+    explain_out_of_memory,
+    heldout_overlap_warning,
+    load_text_data,
+    model_config,
 )
 from recollect.lm.training.trainer import RecollectTrainer
 from recollect.plugins import import_modules

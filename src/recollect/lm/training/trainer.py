@@ -26,15 +26,8 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from recollect.lm.data.rows import IGNORE_INDEX, PackedDataset, PackedRow, collate
-from recollect.lm.model.cache import RecollectCache, cache_of
-from recollect.lm.model.checkpoint import CheckpointError
-from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.manifest import write_manifest
-from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.flops import measure_peak_flops, model_flops
-from recollect.lm.publishing.card import carry_over
-from recollect.lm.sharding.background import AsyncSave
-from recollect.lm.sharding.checkpoints import (
+from recollect.lm.distributed.async_save import AsyncSave
+from recollect.lm.distributed.checkpoints import (
     SHARDS_DIR,
     gather_weights,
     load_optimizer,
@@ -42,11 +35,19 @@ from recollect.lm.sharding.checkpoints import (
     save_shards,
     write_layout,
 )
-from recollect.lm.sharding.data import reshard
-from recollect.lm.sharding.heads import model_shard_specs
-from recollect.lm.sharding.layout import ParallelDims
-from recollect.lm.sharding.processes import process_timeout
-from recollect.lm.sharding.trainer import Sharding
+from recollect.lm.distributed.fsdp import reshard
+from recollect.lm.distributed.head_sharding import model_shard_specs
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.distributed.parallelize import Sharding
+from recollect.lm.distributed.processes import process_timeout
+from recollect.lm.memory_estimate.flops import measure_peak_flops, model_flops
+from recollect.lm.model.cache import RecollectCache, cache_of
+from recollect.lm.model.checkpoint import CheckpointError
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.manifest import write_manifest
+from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.mup.rules import lr_scales, split_groups_by_lr
+from recollect.lm.publishing.card import carry_over
 from recollect.lm.training.arguments import tensorboard_callback
 from recollect.lm.training.atomic_checkpoints import (
     STAGING_DIR,
@@ -60,7 +61,6 @@ from recollect.lm.training.atomic_checkpoints import (
 )
 from recollect.lm.training.divergence import DivergenceGuard
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.prepare import TextData
 from recollect.lm.training.progress import SilentObserver, ThroughputCallback, TrainObserver
 from recollect.lm.training.segments import (
     Segment,
@@ -70,8 +70,8 @@ from recollect.lm.training.segments import (
     float_tensors,
     split_into_segments,
 )
+from recollect.lm.training.setup import TextData
 from recollect.lm.training.weight_decay import decay_parameter_names
-from recollect.lm.width.rules import lr_scales, split_groups_by_lr
 from recollect.report.ranks import of_all
 
 __all__ = ["LOSS_WINDOW", "RecollectTrainer"]

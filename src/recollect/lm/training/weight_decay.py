@@ -16,7 +16,7 @@ from recollect.layer.rotary import ComplexDecayPhase
 from recollect.layer.short_conv import ShortConvolution
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
-from recollect.lm.width.rules import lr_scales, split_groups_by_lr
+from recollect.lm.mup.rules import lr_scales, split_groups_by_lr
 
 __all__ = ["decay_parameter_names", "parameter_groups"]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from recollect.lm.data.rows import PackedDataset, collate
 from recollect.lm.data.sources import BadLinePolicy
 from recollect.lm.model.config import MLP, RecollectConfig
+from recollect.lm.mup.coordinate_check import TOLERANCE, Coordinates, check_coordinates
+from recollect.lm.mup.rules import BASE_WIDTH
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.prepare import build_tokenizer, load_text_data, model_config
-from recollect.lm.width.coordinates import TOLERANCE, Coordinates, check_coordinates
-from recollect.lm.width.rules import BASE_WIDTH
+from recollect.lm.training.setup import build_tokenizer, load_text_data, model_config
 from recollect.report.devices import find_device
 
 __all__ = ["check_plan", "default_widths"]

@@ -27,13 +27,13 @@ from recollect.lm.data.sources import (
     iter_chunks,
 )
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from recollect.lm.distributed.parallel_dims import ParallelDims
 from recollect.lm.model.config import RecipeLike, RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.model.paper_sizes import PAPER_SIZES
-from recollect.lm.sharding.layout import ParallelDims
+from recollect.lm.mup.rules import check_logit_scale, scale_for_width
 from recollect.lm.training.plan import ModelPlan, TrainPlan
-from recollect.lm.width.rules import check_logit_scale, scale_for_width
 from recollect.messages import renamed_arguments, short_repr
 from recollect.report.ranks import is_first
 from recollect.report.units import readable

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate
 
+from recollect.lm.distributed.head_sharding import ShardSpec
 from recollect.lm.model.checkpoint import CheckpointError, check_json
-from recollect.lm.sharding.heads import ShardSpec
 
 __all__ = [
     "SHARDS_DIR",

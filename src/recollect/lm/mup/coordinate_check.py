@@ -29,8 +29,8 @@ from recollect.choices.runtime import seeded_generators
 from recollect.layer.gates import GateProjection
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.width.roles import config_at_width
-from recollect.lm.width.rules import lr_scales, scale_for_width, split_groups_by_lr, width_rules
+from recollect.lm.mup.roles import config_at_width
+from recollect.lm.mup.rules import lr_scales, scale_for_width, split_groups_by_lr, width_rules
 
 __all__ = ["TOLERANCE", "Coordinate", "Coordinates", "check_coordinates"]
 

@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from recollect.lm.memory_estimate.fake_ranks import simulate_context_parallel
+from recollect.lm.memory_estimate.live_memory import LiveMemory
 from recollect.lm.model.config import MLP, RecollectConfig
 from recollect.lm.model.loss import next_token_loss
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.along import simulate_context_parallel
-from recollect.lm.planning.live_memory import LiveMemory
 
 __all__ = ["PROBE_TOKENS", "BlockMemory", "LinearFit", "MemoryModel", "fit_memory_model"]
 
@@ -147,7 +147,7 @@ def fit_memory_model(
         ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=2,
         ...     num_attention_heads=2,
         ... )
-        >>> from recollect.lm.planning.footprint import fit_memory_model
+        >>> from recollect.lm.memory_estimate.step_memory import fit_memory_model
         >>> memory = fit_memory_model(config, tokens=64)
         >>> memory.weights == 4 * rc.lm.parameter_count(config), len(memory.blocks)
         (True, 2)

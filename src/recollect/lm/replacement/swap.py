@@ -25,7 +25,7 @@ from recollect.layer.recorded_call import RecordedCall
 from recollect.lm.model.cache import CACHE_KEY, StateLayer, resolve_cache
 from recollect.lm.model.config import RecipeLike, resolve_recipe
 from recollect.lm.model.masks import parse_attention_mask
-from recollect.lm.swap_config import record_replacement
+from recollect.lm.replacement.config import record_replacement
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 

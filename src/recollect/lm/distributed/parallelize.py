@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from recollect.lm.distributed.fsdp import apply_fsdp
+from recollect.lm.distributed.head_sharding import ShardSpec, model_shard_specs
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.distributed.tensor_parallel import apply_tensor_parallel, check_heads
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.sharding.data import apply_fsdp
-from recollect.lm.sharding.heads import ShardSpec, model_shard_specs
-from recollect.lm.sharding.layout import ParallelDims
-from recollect.lm.sharding.tensor import apply_tensor_parallel, check_heads
 from recollect.parallel.context_parallel import ContextParallel, context
 from recollect.parallel.models import check_model
 

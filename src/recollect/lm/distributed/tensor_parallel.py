@@ -31,8 +31,12 @@ from torch.distributed.tensor.parallel import (
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.residual_memory import ResidualMemoryLayer
+from recollect.lm.distributed.head_sharding import (
+    check_divisible,
+    keep_local_heads,
+    model_shard_specs,
+)
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.sharding.heads import check_divisible, keep_local_heads, model_shard_specs
 
 __all__ = ["apply_tensor_parallel", "check_heads"]
 

@@ -56,8 +56,8 @@ class ParallelDims:
         """Return the rows per rank. Raise ValueError if the groups cannot share them equally."""
         if batch_size % self.dp:
             raise ValueError(
-                f"[optimizer] batch = {batch_size} is what all processes read together, and "
-                f"{self.dp} groups of them cannot share it equally: take a multiple of {self.dp}"
+                f"[optimizer] batch = {batch_size} counts the sequences of all processes, and "
+                f"{self.dp} groups of processes need a multiple of {self.dp}"
             )
         return batch_size // self.dp
 

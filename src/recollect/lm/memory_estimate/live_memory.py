@@ -30,7 +30,7 @@ class LiveMemory(TorchDispatchMode):
         peak: largest number of bytes so far.
 
     Examples:
-        >>> from recollect.lm.planning.live_memory import LiveMemory
+        >>> from recollect.lm.memory_estimate.live_memory import LiveMemory
         >>> with LiveMemory() as memory:
         ...     x = torch.zeros(1000)
         ...     del x

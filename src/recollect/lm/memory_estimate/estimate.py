@@ -33,15 +33,15 @@ from typing import Any
 
 from recollect.blocks.layers import layer_spec, memory_layers
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.distributed.tensor_parallel import check_heads
+from recollect.lm.memory_estimate.flops import memory_costs, model_flops
+from recollect.lm.memory_estimate.step_memory import MemoryModel, fit_memory_model
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import meta_model, parameter_count
-from recollect.lm.planning.flops import memory_costs, model_flops
-from recollect.lm.planning.footprint import MemoryModel, fit_memory_model
-from recollect.lm.sharding.layout import ParallelDims
-from recollect.lm.sharding.tensor import check_heads
 from recollect.lm.training.arguments import check_layout, resolve_device
 from recollect.lm.training.plan import TrainPlan
-from recollect.lm.training.prepare import model_config
+from recollect.lm.training.setup import model_config
 from recollect.parallel.models import check_model
 
 __all__ = [

@@ -22,8 +22,8 @@ from recollect.layer.options import LayerOptions
 from recollect.lm.adoption.subclass import original_class, specialize
 from recollect.lm.model.pretrained import StrictLoadingMixin
 from recollect.lm.publishing.remote_code import RemoteConfig
-from recollect.lm.swap import SwappedAttention, replace_layers
-from recollect.lm.swap_config import MODEL_TYPE, Swapped, parse_decoder_config
+from recollect.lm.replacement.config import MODEL_TYPE, Swapped, parse_decoder_config
+from recollect.lm.replacement.swap import SwappedAttention, replace_layers
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["SwappedConfig", "register"]

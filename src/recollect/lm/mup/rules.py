@@ -27,7 +27,7 @@ from torch import nn
 
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import meta_model
-from recollect.lm.width.roles import Role, roles, uses_default_init
+from recollect.lm.mup.roles import Role, roles, uses_default_init
 from recollect.messages import RecipeError
 
 __all__ = [
@@ -50,7 +50,7 @@ class Rule:
     """Factors of a parameter's learning rate and initial weights.
 
     Attributes:
-        role: ``"input"``, ``"hidden"`` or ``"output"``, see `recollect.lm.width.roles`.
+        role: ``"input"``, ``"hidden"`` or ``"output"``, see `recollect.lm.mup.roles`.
         rate: factor of the learning rate, > 0; the factor of the weight decay is its inverse.
         start: factor of the initial weights that the model draws at its own width, > 0.
 
@@ -76,7 +76,7 @@ def width_rules(config: RecollectConfig, base_width: int = BASE_WIDTH) -> dict[s
         base_width: width at which all factors of the learning rate are 1, ≥ 1.
 
     Raises:
-        RecipeError: the rules do not cover the model, see `recollect.lm.width.roles.roles`.
+        RecipeError: the rules do not cover the model, see `recollect.lm.mup.roles.roles`.
 
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(

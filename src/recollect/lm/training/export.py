@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from recollect.lm.data.tokenizers import load_tokenizer
+from recollect.lm.distributed.checkpoints import SHARDS_DIR, load_weights
+from recollect.lm.distributed.head_sharding import model_shard_specs
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.manifest import write_manifest
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.sharding.checkpoints import SHARDS_DIR, load_weights
-from recollect.lm.sharding.heads import model_shard_specs
 from recollect.lm.training.arguments import suppress_library_logs
 from recollect.lm.training.atomic_checkpoints import (
     STAGING_DIR,

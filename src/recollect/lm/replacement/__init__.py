@@ -1,0 +1,1 @@
+"""Replacement of the attention of a pretrained decoder by memory layers."""
