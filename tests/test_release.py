@@ -176,13 +176,18 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path
         "recollect/py.typed",
         "recollect/page/static/page.html",
         "recollect/report/static/report.css",
+        "recollect/report/templates/sections.html.j2",
         "recollect/lm/evaluation/local/local_niah_single_1.yaml",
         "recollect/experiments/framework/published/atlas_table2.csv",
         "recollect_command.py",
     ):
         assert data in held, data
     needs = re.findall(r"^Requires-Dist: (.+)$", told, re.M)
-    assert [x for x in needs if "extra ==" not in x] == ["torch>=2.9"]
+    assert [x for x in needs if "extra ==" not in x] == [
+        "filelock>=3.12",
+        "jinja2>=3.1",
+        "torch>=2.9",
+    ]
     assert "License-Expression: Apache-2.0" in told
 
 
