@@ -21,7 +21,7 @@ import torch
 import recollect as rc
 from recollect.functional import binding, one_operation
 from recollect.functional.binding import bind
-from recollect.zoo.sources import SLOW
+from recollect.zoo.preset import decay_from
 
 PACKAGE = str(Path(rc.__file__).parent)
 
@@ -69,7 +69,11 @@ def test_a_gated_delta_net_layer_passes_through_few_files() -> None:
 def test_a_titans_layer_goes_through_few_files(normalize: bool, most: int) -> None:
     """The norm after the maps is six files, and the preset measures steps and keys: three more."""
     preset = rc.zoo.get("titans")
-    options = preset.options if normalize else rc.LayerOptions(gate_options={"log_decay": SLOW})
+    options = (
+        preset.options
+        if normalize
+        else rc.LayerOptions(gate_options={"log_decay": decay_from(0.999)})
+    )
     limit = "measured" if normalize else "worst_case"
     step = rc.algorithm.Momentum(batch_size=16, normalized_steps=normalize, batch_overlap=limit)
     recipe = preset.recipe.replace(algorithm=step)

@@ -171,8 +171,8 @@ def test_words_of_the_command_line_are_those_of_the_experiments() -> None:
 def test_names_in_the_source_of_the_zoo_are_those_that_are_registered() -> None:
     from recollect.cli.options import _zoo_names
 
-    registered = (*rc.zoo.names(), *rc.zoo.hybrids())
-    ours = [name for name in registered if rc.zoo.find(name).family in dir(rc.zoo)]
+    registered = (*rc.zoo.names(), *rc.zoo.names(kind="hybrid"), *rc.zoo.variants())
+    ours = [name for name in registered if rc.zoo.get(name).family in dir(rc.zoo)]
     assert sorted(_zoo_names()) == sorted(ours)
 
 
@@ -343,9 +343,10 @@ def test_an_explanation_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 def test_zoo_as_json() -> None:
     rows = {row["name"]: row for row in json.loads(call("zoo", "--json").stdout)}
-    assert list(rows) == [*rc.zoo.names(), *rc.zoo.hybrids()]
+    assert list(rows) == [*rc.zoo.names(), *rc.zoo.names(kind="hybrid")]
     row = rows["gated_delta_net"]
-    assert (row["row"], row["engine"], row["bias"]) == (38, "linear", "L2()")
+    assert (row["kind"], row["engine"], row["bias"]) == ("matrix", "linear", "L2()")
+    assert rows["titans_with_base"]["twin_of"] == "titans"
     assert row["properties"]["dynamic decay"] is True
     assert row["write"] == list(rc.explain("gated_delta_net").write)
     assert rows["softmax_attention"]["state_bytes"] is None

@@ -231,8 +231,8 @@ def test_every_public_name_has_an_example(where: str, name: str, value: Any) -> 
 
 
 def test_every_system_of_the_zoo_stands_in_the_example_of_its_family() -> None:
-    for name in (*rc.zoo.names(), *rc.zoo.hybrids()):
-        family = importlib.import_module(f"recollect.zoo.{rc.zoo.find(name).family}")
+    for name in (*rc.zoo.names(), *rc.zoo.names(kind="hybrid")):
+        family = importlib.import_module(f"recollect.zoo.{rc.zoo.get(name).family}")
         assert name in re.findall(r"\w+", family.__doc__ or ""), name
 
 
@@ -246,8 +246,7 @@ def test_every_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     # Its members are those of the package and its own, whatever other tests have registered.
     classes = {n: cls for n, cls in member._REGISTRY.items() if n[0] == "recollect"}
     monkeypatch.setattr(member, "_REGISTRY", classes)
-    for systems in ("_PRESETS", "_HYBRIDS"):
-        monkeypatch.setattr(zoo_presets, systems, dict(getattr(zoo_presets, systems)))
+    monkeypatch.setattr(zoo_presets, "_PRESETS", dict(zoo_presets._PRESETS))
     told: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     failed, tried = runner.run(EXAMPLES[name], out=told.append)

@@ -122,7 +122,7 @@ def test_gated_delta_net() -> None:
         "         training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there",
         "fidelity exact: TTR eq. 41; 2 deviations, listed by "
-        "rc.zoo.find('gated_delta_net').fidelity",
+        "rc.zoo.get('gated_delta_net').fidelity",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",
         "state    W [64×64]: 16 KiB per row and head at K = V = 64",
@@ -365,7 +365,7 @@ def test_read() -> None:
 
 
 def test_a_system_of_the_zoo_states_its_fidelity() -> None:
-    listed = "deviations, listed by rc.zoo.find"
+    listed = "deviations, listed by rc.zoo.get"
     expected = {
         "softmax_attention": "exact: TTR eq. 50",
         "dpfp": r"exact: Schlag et al\. .*\. The layer is the common one, without unit .*",
@@ -378,7 +378,7 @@ def test_a_system_of_the_zoo_states_its_fidelity() -> None:
         assert re.fullmatch(pattern, explanation.fidelity), explanation.fidelity
         assert explanation.to_dict()["fidelity"] == explanation.fidelity
         assert f"\nfidelity {explanation.fidelity}\n" in str(explanation)
-    assert explain(rc.zoo.find("titans_mac")).fidelity == explain("titans_mac").fidelity
+    assert explain(rc.zoo.get("titans_mac")).fidelity == explain("titans_mac").fidelity
 
 
 def test_a_changed_preset_states_the_change_and_a_recipe_no_fidelity() -> None:

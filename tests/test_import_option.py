@@ -132,7 +132,7 @@ def test_a_run_names_its_modules_and_its_model_needs_them_named(place: Place) ->
 
 def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
     lines = [
-        "@rc.zoo.preset('Beyond', row=90, rule='W', references=(),",
+        "@rc.zoo.preset('Beyond', rule='W', references=(),",
         "    fidelity=rc.zoo.Fidelity(kind='exact', source='here'))",
         "def beyond_net():",
         '    "Beyond."',

@@ -86,7 +86,7 @@ def test_what_stands_for_a_mixer() -> None:
     same = RecipeMixer(recipe=preset.recipe, options=preset.options)
     assert as_mixer("gla") == as_mixer(preset) == as_mixer((preset.recipe, preset.options)) == same
     assert as_mixer(preset.recipe) == RecipeMixer(recipe=preset.recipe)
-    assert as_mixer("titans_mag") == rc.zoo.find("titans_mag").mixer
+    assert as_mixer("titans_mag") == rc.zoo.get("titans_mag").mixer
     assert not Sequential("gla", loops.attention(3)).grows
     assert MemoryAsGate("gla", "softmax_attention").grows
     assert not MemoryAsContext("gla", "softmax_attention", segment=4).grows

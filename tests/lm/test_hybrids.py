@@ -37,7 +37,7 @@ TOL = {"atol": 4e-4, "rtol": 1e-4}
 SLOW = ("atlas_mac", "atlas_mag", "atlas_mal", "moneta_h", "yaad_h")
 EVERY = pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in rc.zoo.hybrids()],
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in rc.zoo.names(kind="hybrid")],
 )
 
 
@@ -129,7 +129,7 @@ def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
 @EVERY
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
     # Longer than segments and inner batches, so that retrievals are of something.
-    mixers = dict(rc.zoo.find(name).layers)  # type: ignore[union-attr]
+    mixers = dict(rc.zoo.get(name).layers)  # type: ignore[union-attr]
     if "mac" in name:
         mac = mixers[name]
         mixers = {

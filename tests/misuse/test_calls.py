@@ -122,7 +122,7 @@ LAYERS: dict[str, tuple[Callable[[], object], str]] = {
         "multiple of num_kv_heads",
     ),
     "another name": (lambda: rc.MemoryLayer(16, 4, "glaa"), "did you mean gla"),
-    "a hybrid": (lambda: rc.MemoryLayer(16, 4, "titans_mac"), "rc.zoo.find('titans_mac')"),
+    "a hybrid": (lambda: rc.MemoryLayer(16, 4, "titans_mac"), "rc.zoo.get('titans_mac')"),
     "learned pairs": (lambda: rc.MemoryLayer(16, 4, "ffn_relu"), "rc.zoo.get('ffn_relu').build"),
     "no recipe": (lambda: rc.MemoryLayer(16, 4, None), "takes an rc.Recipe"),  # type: ignore[arg-type]
     "the recipe first": (lambda: rc.MemoryLayer(R, 16, 4), "d_model, num_heads and recipe in this"),  # type: ignore[arg-type]

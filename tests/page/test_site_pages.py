@@ -17,7 +17,7 @@ from recollect.page.systems import INDEX, families, system_pages
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-SYSTEMS = [*rc.zoo.names(), *rc.zoo.hybrids()]
+SYSTEMS = [*rc.zoo.names(), *rc.zoo.names(kind="hybrid")]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_every_system_has_a_page_and_a_row(pages: dict[str, str]) -> None:
     rows = re.findall(r"^\| \[`(\w+)`\]\(\1\.md\)", pages[INDEX], re.MULTILINE)
     assert sorted(rows) == sorted(SYSTEMS)
     for name in SYSTEMS:
-        system, page = rc.zoo.find(name), pages[f"zoo/{name}.md"]
+        system, page = rc.zoo.get(name), pages[f"zoo/{name}.md"]
         assert system.rule in page
         assert f"**{system.fidelity.kind.capitalize()}**, from " in page
         unescaped = page.replace("\\", "")
@@ -85,7 +85,7 @@ def test_deviations_are_a_list(pages: dict[str, str]) -> None:
     for name in SYSTEMS:
         section = pages[f"zoo/{name}.md"].partition("## Fidelity\n")[2].partition("\n## ")[0]
         items = [line for line in section.replace("\\", "").splitlines() if line[:2] == "- "]
-        assert items == [f"- {item}" for item in rc.zoo.find(name).fidelity.deviations]
+        assert items == [f"- {item}" for item in rc.zoo.get(name).fidelity.deviations]
 
 
 def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str]) -> None:
@@ -105,7 +105,7 @@ def test_the_code_of_a_page_makes_its_system(family: str, pages: dict[str, str])
         (code,) = CODE.findall(pages[f"zoo/{name}.md"])
         made: dict[str, Any] = {}
         exec(compile(code, name, "exec"), made)
-        system = rc.zoo.find(name)
+        system = rc.zoo.get(name)
         if "recipe" in made:
             assert made["recipe"] == system.recipe
             assert made.get("options", rc.LayerOptions()) == system.options

@@ -74,7 +74,7 @@ def test_a_recipe_of_ones_own() -> None:
 
 @pytest.mark.parametrize("name", ["titans", "titans_mac", "samba"])
 def test_a_preset_names_its_papers(name: str) -> None:
-    preset = rc.zoo.find(name)
+    preset = rc.zoo.get(name)
     page = Page(preset._repr_html_())
     assert preset.rule in page.text
     assert preset.references[0].paper in page.text

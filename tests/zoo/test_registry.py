@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import warnings
@@ -15,21 +16,14 @@ from tests.contracts import generate
 import recollect as rc
 from recollect.recipe.recipe import CHOICES
 
-ROWS = {
-    1: "softmax_attention",
-    11: "linear_attention",
-    25: "gla",
-    38: "gated_delta_net",
-    41: "nlms",
-    44: "ttt_linear",
-    48: "moneta",
-    53: "f_divergence",
-    60: "atlas_plus_plus",
-}
 TWINS = {
     "retnet_xpos": "retnet",
     "rg_lru": "lru",
     "longhorn_diagonal": "longhorn",
+    "ffn_swiglu": "ffn_relu",
+    "ffn_moe": "ffn_relu",
+    "ffn_multi_head": "ffn_relu",
+    "ffn_normalized": "ffn_relu",
     "gated_delta_product": "delta_product",
     "moneta_exact": "moneta",
     "titans_with_base": "titans",
@@ -38,24 +32,45 @@ TWINS = {
     "elastic_net_proximal": "elastic_net",
     "atlas_per_token": "atlas",
 }
-"""Presets that stand beside the one of their row: the exact rule, or the paper's other form."""
+"""Variations of presets: the exact rule, another form of the paper, or another layer."""
 
 
-def test_names_are_in_the_tables_order() -> None:
-    presets = [rc.zoo.get(name) for name in rc.zoo.names()]
-    rows = [preset.row for preset in presets]
-    assert rows == sorted(rows)
-    # One row of the table holds the feed-forward networks.
-    named = {
-        preset.row: preset.name
-        for preset in presets
-        if preset.name not in TWINS and preset.row != 65
-    }
-    assert len(named) + rows.count(65) == len(presets) - len(TWINS)
+KINDS = {
+    "softmax_attention": "attention",
+    "local_linear_attention": "attention",
+    "delta_former": "kernel",
+    "gla": "matrix",
+    "rls": "matrix",
+    "lru": "vector",
+    "titans": "deep",
+    "dot": "deep",
+    "ffn_moe": "feed_forward",
+    "samba": "hybrid",
+    "titans_mag": "hybrid",
+}
+
+
+def test_names_are_in_the_order_of_registration() -> None:
+    names = rc.zoo.names()
+    families = [
+        family for family, _ in itertools.groupby(map(rc.zoo.get, names), lambda p: p.family)
+    ]
+    assert len(families) == len(set(families))  # each family is contiguous
+    assert families[0] == "attention" and families[-1] == "feed_forward"
     for twin, name in TWINS.items():
-        assert rc.zoo.get(twin).row == rc.zoo.get(name).row
-        assert rc.zoo.names().index(twin) == rc.zoo.names().index(name) + 1
-    assert {row: named[row] for row in ROWS} == ROWS
+        assert rc.zoo.get(twin).twin_of == name
+        assert names.index(twin) > names.index(name)
+    assert {name for name in names if rc.zoo.get(name).twin_of} == set(TWINS)
+
+
+def test_kinds_follow_from_the_recipe() -> None:
+    assert {name: rc.zoo.get(name).kind for name in KINDS} == KINDS
+    by_kind = {kind: rc.zoo.names(kind=kind) for kind in set(KINDS.values())}
+    assert sorted(itertools.chain(*by_kind.values())) == sorted(
+        [*rc.zoo.names(), *by_kind["hybrid"]]
+    )
+    assert rc.zoo.names("hybrid_systems") == by_kind["hybrid"]
+    assert rc.zoo.names("rwkv", kind="deep") == []
 
 
 @pytest.mark.parametrize("name", rc.zoo.names())
@@ -86,9 +101,9 @@ def test_the_source_of_normalised_steps_has_other_equations() -> None:
         assert not re.search(r"[ρλ]|r_t", preset.fidelity.source_equation)
 
 
-@pytest.mark.parametrize("name", [*rc.zoo.names(), *rc.zoo.hybrids()])
+@pytest.mark.parametrize("name", [*rc.zoo.names(), *rc.zoo.names(kind="hybrid")])
 def test_deviations_are_short_sentences(name: str) -> None:
-    for item in rc.zoo.find(name).fidelity.deviations:
+    for item in map(str, rc.zoo.get(name).fidelity.deviations):
         assert item.endswith(".") and not re.match("[a-z]{3}", item), item
         assert len(item.split()) <= 25, item
         assert not re.search(r"\. [A-Z]", item.replace("et al. ", "")), item
@@ -98,8 +113,9 @@ def test_deviations_are_short_sentences(name: str) -> None:
 def test_deviations_state_the_rate_that_a_layer_starts_with(name: str) -> None:
     """A multiple of the stability limit, as it is diagnosed at tokens of zeros."""
     torch.manual_seed(0)
-    stated = [x for x in rc.zoo.get(name).fidelity.deviations if "the stability limit" in x]
-    (start,) = re.findall(r"starts at ([\d.]+)\.$", "\n".join(stated))
+    stated = [x for x in rc.zoo.get(name).fidelity.deviations if "the stability limit" in x.text]
+    assert [x.key for x in stated] == ["rate"]
+    (start,) = re.findall(r"starts at ([\d.]+)\.$", stated[0].text)
     layer = rc.zoo.get(name).build(16, 2)
     assert isinstance(layer, rc.MemoryLayer)
     share = rc.diagnose(layer, torch.zeros(1, 4, 16)).share
@@ -120,8 +136,24 @@ def test_a_page_counts_kinds_of_fidelity(page: str) -> None:
 def test_a_fidelity_that_cannot_be_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="must be one of exact, approximation"):
         rc.zoo.Fidelity(kind="close", source="eq. 1")
-    with pytest.raises(rc.RecipeError, match="must be a tuple of sentences, not 'The rate"):
-        rc.zoo.Fidelity(kind="exact", source="eq. 1", deviations="The rate is 1.")  # type: ignore[arg-type]
+    for deviations in ("The rate is 1.", ("The rate is 1.",)):
+        with pytest.raises(rc.RecipeError, match=r"must be a tuple of rc\.zoo\.Deviation, not "):
+            rc.zoo.Fidelity(kind="exact", source="eq. 1", deviations=deviations)  # type: ignore[arg-type]
+    with pytest.raises(rc.RecipeError, match=r"takes a key of recollect\.zoo\.fidelity"):
+        rc.zoo.Deviation(key="rates", text="The rate is 1.")
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_deviations_follow_from_the_recipe(name: str) -> None:
+    """Keys of shared deviations and the choices that they describe."""
+    preset = rc.zoo.get(name)
+    algorithm = preset.recipe.algorithm
+    keys = {item.key for item in preset.fidelity.deviations}
+    descent = isinstance(algorithm, rc.algorithm.GradientDescent | rc.algorithm.Momentum)
+    assert ("normalized_step" in keys) == (descent and algorithm.normalized_steps)
+    assert ("key_overlap" in keys) == (descent and algorithm.batch_overlap == "measured")
+    assert ("inner_batches" in keys) == (getattr(algorithm, "batch_size", 1) > 1)
+    assert not {"common_layer", "no_qk_norm"} <= keys
 
 
 def replaced(name: str, count: int) -> list[tuple[rc.zoo.Preset, set[str]]]:
@@ -172,7 +204,7 @@ def test_a_preset_with_another_choice_has_a_layer(count: int) -> None:
             options, changed = options_of(rc.zoo.get(name)), options_of(preset)
             differ = {key for key in options if options[key] != changed.get(key)}
             assert {key.partition(" ")[0] for key in differ} <= {x.partition(" ")[0] for x in reset}
-            assert all(option in preset.fidelity.deviations[-1] for option in reset)
+            assert all(option in preset.fidelity.deviations[-1].text for option in reset)
 
 
 DESCENT = rc.algorithm.GradientDescent(normalized_steps=True)
@@ -220,7 +252,14 @@ def test_options_that_do_not_fit_are_not_explained() -> None:
         rc.explain(leaf)
 
 
-@pytest.mark.parametrize("name", [n for n in rc.zoo.names() if rc.zoo.get(n).row >= 44])
+FAMILIES = ("ttt", "titans", "miras", "miras_variants", "atlas")
+DEEP = [name for family in FAMILIES for name in rc.zoo.names(family)]
+OVER_KERNELS = [
+    n for f in ("deep_transformer", "delta_former", "feed_forward") for n in rc.zoo.names(f)
+]
+
+
+@pytest.mark.parametrize("name", [*DEEP, *OVER_KERNELS])
 def test_a_repeated_token_does_not_make_a_deep_memory_diverge(name: str) -> None:
     """All keys of an inner batch are equal, and their steps add up."""
     torch.manual_seed(0)
@@ -233,9 +272,6 @@ def test_a_repeated_token_does_not_make_a_deep_memory_diverge(name: str) -> None
     for weight in state.memory.weights:
         assert weight.isfinite().all()
         assert weight.abs().max() < 1e5
-
-
-DEEP = [name for name in rc.zoo.names() if 44 <= rc.zoo.get(name).row <= 60]
 
 
 @pytest.mark.slow
@@ -284,6 +320,8 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         rc.zoo.get("zzz")
     with pytest.raises(rc.RecipeError, match="no family"):
         rc.zoo.names("birds")
+    with pytest.raises(rc.RecipeError, match="no kind 'shallow'; it has attention, matrix"):
+        rc.zoo.names(kind="shallow")
 
 
 def test_a_system_changed_by_one_choice_keeps_the_options_of_its_layer() -> None:

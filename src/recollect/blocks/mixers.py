@@ -125,8 +125,8 @@ def as_mixer(value: Any) -> Mixer:
     """Convert a value to a mixer.
 
     Args:
-        value: a mixer, a recipe, a tuple of recipe and options, an object with both (a preset), an
-            object with a mixer (a hybrid), or a name of the zoo.
+        value: a mixer, a recipe, a tuple of recipe and options, an object with both, an object with
+            a mixer (a preset), or a name of the zoo.
 
     Raises:
         RecipeError: another value, or an unknown name.
@@ -136,19 +136,19 @@ def as_mixer(value: Any) -> Mixer:
         'leaf'
     """
     if isinstance(value, str):  # mixers do not depend on the zoo: a name imports it
-        value = importlib.import_module("recollect.zoo").find(value)
+        value = importlib.import_module("recollect.zoo").get(value)
     if isinstance(value, Mixer):
         return value
     if isinstance(value, Recipe):
         return RecipeMixer(recipe=value)
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Recipe):  # pyright: ignore[reportUnknownArgumentType]
         return RecipeMixer(recipe=value[0], options=value[1])
-    recipe, options = getattr(value, "recipe", None), getattr(value, "options", None)
-    if isinstance(recipe, Recipe) and isinstance(options, LayerOptions):
-        return RecipeMixer(recipe=recipe, options=options)
     mixer = getattr(value, "mixer", None)
     if isinstance(mixer, Mixer):
         return mixer
+    recipe, options = getattr(value, "recipe", None), getattr(value, "options", None)
+    if isinstance(recipe, Recipe) and isinstance(options, LayerOptions):
+        return RecipeMixer(recipe=recipe, options=options)
     raise RecipeError(
         "a mixer must be a zoo name, a preset, an rc.Recipe, (recipe, options) or one of "
         f"rc.blocks, not {short_repr(value)}"

@@ -23,11 +23,10 @@ def zoo(
     as_json: JsonOption = False,
 ) -> None:
     """List the architectures, from their recipes."""
-    hybrid_family = rc.zoo.hybrid_systems.FAMILY
-    preset_names = [] if family == hybrid_family else rc.zoo.names(family)
-    hybrid_names = rc.zoo.hybrids() if family in (None, hybrid_family) else []
-    rows = [_preset_row(rc.zoo.get(name)) for name in preset_names]
-    rows += [_hybrid_row(rc.zoo.find(name)) for name in hybrid_names]
+    names = rc.zoo.names(family)
+    names += rc.zoo.names(kind="hybrid") if family is None else []
+    presets = [rc.zoo.get(name) for name in names]
+    rows = [_hybrid_row(p) if p.kind == "hybrid" else _preset_row(p) for p in presets]
     if as_json:
         print_json(rows)
         return
@@ -39,7 +38,6 @@ def zoo(
 _CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 _SHOWN_CHOICES = ("memory", "bias", "retention", "algorithm")
 _ZOO_COLUMNS = (
-    Column(name="#", right=True, rank=5),
     Column(name="name"),
     Column(name="fidelity", rank=2),
     Column(name="memory", least=12, rank=8),
@@ -66,7 +64,6 @@ def _format_row(row: dict[str, Any]) -> list[str]:
     """Return the cells of one architecture, in the order of `_ZOO_COLUMNS`."""
     properties = [label for name, label in _PROPERTY_LABELS.items() if row["properties"][name]]
     return [
-        str(row["row"]),
         row["name"],
         row["fidelity"],
         *(row[choice].removesuffix("()") for choice in _SHOWN_CHOICES),
@@ -116,7 +113,7 @@ def _hybrid_row(hybrid: Any) -> dict[str, Any]:
 
 
 def _identity(system: Any) -> dict[str, Any]:
-    return {name: getattr(system, name) for name in ("row", "name", "title", "family")}
+    return {name: getattr(system, name) for name in ("name", "title", "family", "kind", "twin_of")}
 
 
 def _state_size(costs: Iterable[Any]) -> dict[str, Any]:

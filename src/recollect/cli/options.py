@@ -87,16 +87,16 @@ def check_writable(out: Path) -> None:
 def check_models(names: Iterable[str]) -> None:
     """Refuse names that are not in the zoo, and recipe files that do not exist."""
     if "recollect.zoo" in sys.modules:  # modules of --import may have registered presets
-        from recollect.zoo.preset import hybrids
         from recollect.zoo.preset import names as presets
+        from recollect.zoo.preset import variants
 
-        known = [*presets(), *hybrids()]
+        known = [*presets(), *presets(kind="hybrid"), *variants()]
     else:
         known = _zoo_names()
     for name in names:
         if _is_recipe_file(name):
             check_exists(Path(name))
-        elif name not in known:
+        elif name.partition(":")[0] not in known:  # the zoo refuses unknown variants
             if "." in name or "/" in name:
                 raise RecipeError(
                     f"{name} is neither .json nor .toml: a recipe is written in one of them"
@@ -136,13 +136,15 @@ def _is_recipe_file(name: str) -> bool:
 
 
 def _zoo_names() -> list[str]:
-    """Return the names of all presets and hybrids, from the decorators in the source of the zoo."""
+    """Return the names of all presets and variants, from the decorators in the zoo's source."""
     return [
-        node.name
+        f"{ast.literal_eval(call.args[0])}:published"
+        if ast.unparse(call.func) == "published"
+        else node.name
         for file in resources.files("recollect").joinpath("zoo").iterdir()
         if file.name.endswith(".py")
         for node in ast.parse(file.read_text("utf-8")).body
         if isinstance(node, ast.FunctionDef)
         for call in node.decorator_list
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("preset", "hybrid")
+        if isinstance(call, ast.Call)
     ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -50,6 +50,9 @@ from recollect.report.notebook import facts
 from recollect.report.units import readable
 from recollect.theory import findings
 
+if TYPE_CHECKING:
+    from recollect.zoo.preset import Preset
+
 __all__ = [
     "PROPERTIES",
     "Explanation",
@@ -62,20 +65,6 @@ __all__ = [
 
 EQUATIONS = ("problem", "write", "read", "where")
 _SIZE = 64  # K and V of the numbers that an explanation quotes
-
-
-class _Preset(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def options(self) -> LayerOptions: ...
-
-
-class _Hybrid(Protocol):
-    @property
-    def layers(self) -> tuple[tuple[str, Mixer], ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +143,7 @@ class Explanation:
             "refused": {name: list(reasons) for name, reasons in self.refused.items()},
             "fidelity": self.fidelity,
             "named": [
-                {"name": n.name, "title": n.title, "row": n.row, "apart": dict(n.apart)}
-                for n in self.named
+                {"name": n.name, "title": n.title, "apart": dict(n.apart)} for n in self.named
             ],
             "gates": [_declared(gate) for gate in self.gates],
             "params": [_declared(param) for param in self.params],
@@ -243,7 +231,7 @@ class Explanation:
 
 @overload
 def explain(
-    recipe: Recipe | _Preset,
+    recipe: Recipe,
     *,
     engine: str = "auto",
     precision: str | None = None,
@@ -251,7 +239,7 @@ def explain(
 ) -> Explanation: ...
 @overload
 def explain(
-    recipe: Mixer | _Hybrid,
+    recipe: Mixer,
     *,
     engine: str = "auto",
     precision: str | None = None,
@@ -267,7 +255,7 @@ def explain(
 ) -> ModelExplanation: ...
 @overload
 def explain(
-    recipe: str, *, engine: str = "auto", precision: str | None = None, full: bool = False
+    recipe: str | Preset, *, engine: str = "auto", precision: str | None = None, full: bool = False
 ) -> Any: ...
 
 
@@ -342,11 +330,11 @@ def _with_options(spec: MemorySpec) -> Recipe | RecipeMixer:
 
 def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
     """Title and layers of a composition; ``None`` for what states one recipe."""
-    from recollect.zoo.preset import Hybrid, find
+    from recollect.zoo.preset import Preset, get
 
     if isinstance(recipe, str):
-        recipe = find(recipe)
-    if isinstance(recipe, Hybrid):
+        recipe = get(recipe)
+    if isinstance(recipe, Preset) and recipe.kind == "hybrid":
         return recipe.name, dict(recipe.layers)
     if isinstance(recipe, Mixer) and not isinstance(recipe, RecipeMixer):
         return recipe.kind, {recipe.kind: recipe}
@@ -389,17 +377,17 @@ def _explained(recipe: object, engine: str, precision: str | None, *, full: bool
 
 def _fidelity(system: object) -> str:
     """Return how close a system of the zoo is to its source, empty for all else."""
-    from recollect.zoo.preset import Hybrid, Preset, find
+    from recollect.zoo.preset import Preset, get
 
-    system = find(system) if isinstance(system, str) else system
-    if not isinstance(system, Preset | Hybrid):
+    system = get(system) if isinstance(system, str) else system
+    if not isinstance(system, Preset):
         return ""
     fidelity = system.fidelity
     line, deviations = f"{fidelity.kind}: {fidelity.source}", fidelity.deviations
     if len(deviations) > 1:
-        pointer = f"rc.zoo.find({system.name!r}).fidelity"
+        pointer = f"rc.zoo.get({system.name!r}).fidelity"
         return f"{line}; {len(deviations)} deviations, listed by {pointer}"
-    return ". ".join((line, *deviations))
+    return ". ".join((line, *map(str, deviations)))
 
 
 _MULTIPLIED = {

@@ -31,14 +31,12 @@ class Named:
     """A system of the literature with the same recipe.
 
     Attributes:
-        row: its number in the table of architectures.
         apart: the layer options in which the systems named together differ, without defaults.
         options: whether its layer has options of its own, which the recipe does not carry.
     """
 
     name: str
     title: str
-    row: int
     apart: Mapping[str, Any] = field(default_factory=dict)
     options: bool = False
 
@@ -119,7 +117,6 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
         Named(
             name=preset.name,
             title=preset.title,
-            row=preset.row,
             apart={key: f[key] for key in differ if key in f and f[key] != _default(key)},
             options=preset.options != LayerOptions(),
         )

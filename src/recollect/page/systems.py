@@ -21,7 +21,7 @@ from recollect.page.measured import bits_per_byte, measured
 from recollect.page.python_text import as_python
 from recollect.page.write import PAGE
 from recollect.report.units import readable
-from recollect.zoo.preset import Hybrid, Preset
+from recollect.zoo.preset import Preset
 
 __all__ = ["INDEX", "families", "system_pages"]
 
@@ -32,7 +32,7 @@ _SHOWN_ABOVE = ("problem", "write", "read", "where", "fidelity")  # blocks of se
 
 
 def families() -> dict[str, list[str]]:
-    """Names of systems by family, hybrids last, in the order of the table of architectures.
+    """Names of systems by family, hybrids last, in the order of registration.
 
     Examples:
         >>> from recollect.page.systems import families
@@ -40,8 +40,8 @@ def families() -> dict[str, list[str]]:
         ['ttt_linear', 'ttt_mlp']
     """
     found: dict[str, list[str]] = {}
-    for name in (*zoo.names(), *zoo.hybrids()):
-        found.setdefault(zoo.find(name).family, []).append(name)
+    for name in (*zoo.names(), *zoo.names(kind="hybrid")):
+        found.setdefault(zoo.get(name).family, []).append(name)
     return found
 
 
@@ -72,7 +72,8 @@ def _index(results: Path) -> str:
     lines = [
         "# All systems",
         "",
-        f"{len(zoo.names())} presets of one recipe and {len(zoo.hybrids())} hybrids of several.",
+        f"{len(zoo.names())} presets of one recipe and "
+        f"{len(zoo.names(kind='hybrid'))} hybrids of several.",
         "State and FLOPs are of one head at K = V = 64 and T = 4096, counted by `rc.cost`; bits",
         "per byte are of a language model of 3 million parameters after a million bytes, [where",
         "one was trained](../results/language_models/README.md). [How to use the zoo](../zoo.md).",
@@ -86,7 +87,7 @@ def _index(results: Path) -> str:
 
 
 def _row(name: str, results: Path) -> tuple[str, ...]:
-    system, found = zoo.find(name), explain(name)
+    system, found = zoo.get(name), explain(name)
     bits = bits_per_byte(name, results)
     parts = found.parts.values() if isinstance(found, Composition) else [found]
     costs = list(found.costs.values()) if isinstance(found, Composition) else [found.cost]
@@ -116,12 +117,12 @@ def _flops(cost: Cost | None) -> str:
 
 
 def _page(name: str, results: Path) -> str:
-    system = zoo.find(name)
+    system = zoo.get(name)
     lines = [*_found_first(name), f"# {_prose(system.title)}", "", _facts(system), ""]
     if system.summary:
         lines += [_prose(system.summary), ""]
     lines += ["## Equation", "", *_rules(system)]
-    if isinstance(system, Hybrid):
+    if system.kind == "hybrid":
         lines += _of_hybrid(system)
     else:
         lines += _of_preset(system)
@@ -136,7 +137,7 @@ def _page(name: str, results: Path) -> str:
     return "\n".join(lines)
 
 
-def _rules(system: Preset | Hybrid) -> list[str]:
+def _rules(system: Preset) -> list[str]:
     """Return the source's equation as printed, and the rule that is computed where it differs."""
     rule, printed = _fenced("text", system.rule), system.fidelity.source_equation
     if not printed:
@@ -145,7 +146,7 @@ def _rules(system: Preset | Hybrid) -> list[str]:
     return [*lines, "As recollect computes it ([deviations](#fidelity)):", "", *rule, ""]
 
 
-def _fidelity(system: Preset | Hybrid) -> list[str]:
+def _fidelity(system: Preset) -> list[str]:
     fidelity = system.fidelity
     lines = [
         "## Fidelity",
@@ -154,7 +155,7 @@ def _fidelity(system: Preset | Hybrid) -> list[str]:
     ]
     if fidelity.deviations:
         lines += ["", "Deviations, and choices that the source leaves open:", ""]
-        lines += [f"- {_prose(item)}" for item in fidelity.deviations]
+        lines += [f"- {_prose(str(item))}" for item in fidelity.deviations]
     return [*lines, ""]
 
 
@@ -166,15 +167,16 @@ def _found_first(name: str) -> list[str]:
     """
     variants = any(
         other.startswith(f"{name}_") or other.endswith(f"_{name}")
-        for other in (*zoo.names(), *zoo.hybrids())
+        for other in (*zoo.names(), *zoo.names(kind="hybrid"))
     )
     boost = 16 if variants else 4
     return ["---", f"tags: [{name}]", "search:", f"  boost: {boost}", "---", ""]
 
 
-def _facts(system: Preset | Hybrid) -> str:
+def _facts(system: Preset) -> str:
     link = f"[{system.family}](index.md#{system.family})"
-    return f"`{system.name}` · family {link} · row {system.row} of the table of architectures"
+    twin = f" · variation of [`{system.twin_of}`]({system.twin_of}.md)" if system.twin_of else ""
+    return f"`{system.name}` · {system.kind.replace('_', ' ')} memory · family {link}{twin}"
 
 
 def _of_preset(preset: Preset) -> list[str]:
@@ -229,7 +231,7 @@ def _equations(found: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _of_hybrid(hybrid: Hybrid) -> list[str]:
+def _of_hybrid(hybrid: Preset) -> list[str]:
     found = explain(hybrid)
     lines = ["As recollect derives it from the parts:", "", *_fenced("text", _body(found)), ""]
     lines += ["## Recipe", "", *_fenced("python", _composed(hybrid)), ""]
@@ -243,12 +245,12 @@ def _body(found: Composition) -> str:
     return str(found).partition("\n")[2].strip("\n")
 
 
-def _composed(hybrid: Hybrid) -> str:
+def _composed(hybrid: Preset) -> str:
     if len(hybrid.layers) == 1:
         ((_, mixer),) = hybrid.layers
         return (
             f"import recollect as rc\n\nmixer = {as_python(mixer)}\n"
-            f'layer = rc.zoo.find("{hybrid.name}").build(d_model=64, num_heads=4)  # the same'
+            f'layer = rc.zoo.get("{hybrid.name}").build(d_model=64, num_heads=4)  # the same'
         )
     lines = "".join(f'    "{name}": {as_python(mixer)},\n' for name, mixer in hybrid.layers)
     return (

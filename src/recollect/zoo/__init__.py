@@ -15,44 +15,39 @@ Examples:
 
 from __future__ import annotations
 
+# The order of these imports is the order of the presets.
+# isort: off
 from recollect.zoo import (
-    atlas,
     attention,
-    decay,
-    deep_transformer,
-    delta_former,
-    delta_rule,
-    feature_maps,
-    feed_forward,
-    hybrid_systems,
-    least_mean_squares,
-    least_squares,
-    linear_attention,
     local_regression,
+    linear_attention,
+    feature_maps,
+    decay,
+    state_space,
+    rwkv,
+    xlstm,
+    least_squares,
+    delta_rule,
+    least_mean_squares,
+    ttt,
+    titans,
     miras,
     miras_variants,
-    rwkv,
-    state_space,
-    titans,
-    ttt,
-    xlstm,
-)
-from recollect.zoo.preset import (
-    Fidelity,
-    Hybrid,
-    Preset,
-    Reference,
-    find,
-    get,
-    hybrid,
-    hybrids,
-    names,
-    preset,
+    atlas,
+    deep_transformer,
+    delta_former,
+    feed_forward,
+    hybrid_systems,
 )
 
+# isort: on
+from recollect.zoo.fidelity import Deviation, Fidelity
+from recollect.zoo.preset import Preset, get, names, preset
+from recollect.zoo.references import Reference
+
 __all__ = [
+    "Deviation",
     "Fidelity",
-    "Hybrid",
     "Preset",
     "Reference",
     "atlas",
@@ -63,11 +58,8 @@ __all__ = [
     "delta_rule",
     "feature_maps",
     "feed_forward",
-    "find",
     "get",
-    "hybrid",
     "hybrid_systems",
-    "hybrids",
     "least_mean_squares",
     "least_squares",
     "linear_attention",

@@ -25,11 +25,12 @@ from recollect.choices.memory.local import LocalConstant
 from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import AM, TTR
+from recollect.zoo.fidelity import exact, reconstruction
+from recollect.zoo.preset import preset
+from recollect.zoo.references import AM, ATLAS, TTR, Paper
 
 __all__ = [
-    "BARE",
+    "PLAIN_ATTENTION_LAYER",
     "bilinear_gated_attention",
     "fox",
     "moba",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 # As in Transformer++: rotary positions, and nothing else around the attention.
-BARE = LayerOptions(
+PLAIN_ATTENTION_LAYER = LayerOptions(
     conv_size=0,
     conv_activation="none",
     qk_norm="none",
@@ -48,7 +49,7 @@ BARE = LayerOptions(
     output_norm="none",
     output_gate="none",
 )
-_VASWANI = Reference(paper="Vaswani et al., Attention is all you need", year=2017, where="eq. 1")
+_VASWANI = Paper("Vaswani et al., Attention is all you need", 2017).at("eq. 1")
 
 
 def _local(context: KernelWeighted) -> Recipe:
@@ -57,85 +58,57 @@ def _local(context: KernelWeighted) -> Recipe:
 
 @preset(
     "softmax attention",
-    row=1,
     rule="y_t = Σ_(i≤t) softmax_i(q_t·k_i/√K) v_i",
-    references=(TTR("eq. 50"), _VASWANI),
-    fidelity=Fidelity(kind="exact", source="TTR eq. 50"),
+    references=(TTR.at("eq. 50"), _VASWANI),
+    fidelity=exact("TTR eq. 50"),
 )
 def softmax_attention() -> tuple[Recipe, LayerOptions]:
     """The mean of the values, weighed by exp(q·k/√K)."""
-    return _local(KernelWeighted()), BARE
+    return _local(KernelWeighted()), PLAIN_ATTENTION_LAYER
 
 
 @preset(
     "softmax attention with QK norm",
-    row=2,
     rule="y_t = Σ_(i≤t) s_ti v_i / Σ_(i≤t) s_ti,  s_ti = exp(−‖k_i − q_t‖²/2√K)",
     references=(
-        TTR("eq. 51"),
-        Reference(
-            paper="Henry et al., Query-key normalization for transformers",
-            year=2020,
-            where="section 3",
-        ),
+        TTR.at("eq. 51"),
+        Paper("Henry et al., Query-key normalization for transformers", 2020).at("section 3"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 51",
-        deviations=(
-            (
-                "Queries and keys have length √K, so that the softmax can be sharp at "
-                "temperature √K; Henry et al. learn the temperature."
-            ),
-        ),
+    fidelity=exact(
+        "TTR eq. 51",
+        query_key_norm="Queries and keys have length √K, so that the softmax can be sharp at "
+        "temperature √K; Henry et al. learn the temperature.",
     ),
 )
 def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
     """With queries and keys of one length: a Nadaraya–Watson estimator with a Gaussian kernel."""
-    return _local(KernelWeighted()), replace(BARE, qk_norm="rms")
+    return _local(KernelWeighted()), replace(PLAIN_ATTENTION_LAYER, qk_norm="rms")
 
 
 @preset(
     "sliding-window attention",
-    row=3,
     rule="y_t = Σ_(t−c<i≤t) softmax_i(q_t·k_i/√K) v_i",
     references=(
-        Reference(
-            paper="Behrouz et al., Atlas: learning to optimally memorize the context at test time",
-            year=2025,
-            where="eq. 18",
-        ),
-        Reference(
-            paper="Beltagy et al., Longformer: the long-document transformer",
-            year=2020,
-            where="3.1",
-        ),
+        ATLAS.at("eq. 18"),
+        Paper("Beltagy et al., Longformer: the long-document transformer", 2020).at("3.1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="ATLAS eq. 18",
-        deviations=("The window holds 128 tokens.",),
-    ),
+    fidelity=exact("ATLAS eq. 18", window="The window holds 128 tokens."),
 )
 def sliding_window_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention over the last c tokens: constant state."""
-    return _local(KernelWeighted(restrictions=(Window(size=128, gated=False),))), BARE
+    return _local(
+        KernelWeighted(restrictions=(Window(size=128, gated=False),))
+    ), PLAIN_ATTENTION_LAYER
 
 
 @preset(
     "unnormalised softmax attention",
-    row=4,
     rule="y_t = Σ_(i≤t) exp(q_t·k_i/√K) v_i",
-    references=(TTR("eq. 47"), AM("table 2")),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 47",
-        deviations=(
-            (
-                "Queries and keys have length √K, and the output is normed per head as in "
-                "AM 5.1, because it grows with the number of tokens."
-            ),
-        ),
+    references=(TTR.at("eq. 47"), AM.at("table 2")),
+    fidelity=exact(
+        "TTR eq. 47",
+        query_key_norm="Queries and keys have length √K, and the output is normalised per head "
+        "as in AM 5.1, because it grows with the number of tokens.",
     ),
 )
 def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
@@ -146,32 +119,24 @@ def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
         bias=DotProduct(),
         algorithm=GradientDescent(lr=1.0),
     )
-    return recipe, replace(BARE, qk_norm="rms", output_norm="rms")
+    return recipe, replace(PLAIN_ATTENTION_LAYER, qk_norm="rms", output_norm="rms")
 
 
 @preset(
     "gated softmax attention (forgetting transformer)",
-    row=5,
     rule="y_t = Σ_(i≤t) softmax_i(q_t·k_i/√K + Σ_(i<j≤t) log γ_j) v_i",
     references=(
-        AM("eqs. 30–31 and table 2"),
-        Reference(
-            paper="Lin et al., Forgetting transformer: softmax attention with a forget gate",
-            year=2025,
-            where="eqs. 4–6",
+        AM.at("eqs. 30–31 and table 2"),
+        Paper("Lin et al., Forgetting transformer: softmax attention with a forget gate", 2025).at(
+            "eqs. 4–6"
         ),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eqs. 30–31 with the normaliser they omit",
-        source_equation=(
-            "o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
-            "g_i(x_(i:t)) = Π_(j=i+1)^t α_j  (AM eq. 31)"
-        ),
-        deviations=(
-            "The weights are divided by their sum; AM omits the normaliser.",
-            "The layer is that of softmax_attention, without rotary positions.",
-        ),
+    fidelity=exact(
+        "AM eqs. 30–31 with the normaliser they omit",
+        source_equation="o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
+        "g_i(x_(i:t)) = Π_(j=i+1)^t α_j  (AM eq. 31)",
+        normalizer="The weights are divided by their sum; AM omits the normaliser.",
+        layer="The layer is that of softmax_attention, without rotary positions.",
     ),
 )
 def fox() -> tuple[Recipe, LayerOptions]:
@@ -179,64 +144,54 @@ def fox() -> tuple[Recipe, LayerOptions]:
     gate = GateOptions(activation="logsigmoid", temperature=1.0)
     return (
         _local(KernelWeighted(restrictions=(Prefix(decay="input"),))),
-        replace(BARE, rope_theta=None, gate_options={"log_decay": gate}),
+        replace(PLAIN_ATTENTION_LAYER, rope_theta=None, gate_options={"log_decay": gate}),
     )
 
 
 @preset(
     "bilinear-gated attention",
-    row=6,
     rule="y_t = Σ_(i≤t) g_ti s_ti v_i / Σ_(i≤t) g_ti s_ti,  g_ti = σ(a_i·b_t/√K)",
-    references=(AM("section 2.1.2, the conjecture after eq. 31"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="AM section 2.1.2: g_i = W_G(x_i)ᵀ x_t",
-        source_equation=(
-            "o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
-            "g_i(x_(i:t)) = W_G(x_i)ᵀ x_t  (AM, after eq. 31)"
-        ),
-        deviations=(
-            "The weights are divided by their sum; the paper omits the normaliser.",
+    references=(AM.at("section 2.1.2, the conjecture after eq. 31"),),
+    fidelity=reconstruction(
+        "AM section 2.1.2: g_i = W_G(x_i)ᵀ x_t",
+        source_equation="o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
+        "g_i(x_(i:t)) = W_G(x_i)ᵀ x_t  (AM, after eq. 31)",
+        normalizer="The weights are divided by their sum; the paper omits the normaliser.",
+        gates=(
             (
-                "The bilinear form passes through a sigmoid, because the weights of a mean "
-                "must not be negative."
+                "The bilinear form passes through a sigmoid, because the weights of a mean must "
+                "not be negative."
             ),
             "The bilinear form is one per head, divided by √K.",
-            (
-                "The paper's own form is context.Bilinear() with bias.DotProduct(); the "
-                "paper tests none."
-            ),
         ),
+        other_forms="The paper's own form is context.Bilinear() with bias.DotProduct(); the "
+        "paper tests none.",
     ),
 )
 def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention whose weights pass a second, bilinear gate of association and query."""
-    return _local(KernelWeighted(restrictions=(Bilinear(link="sigmoid", temperature=None),))), BARE
+    return _local(
+        KernelWeighted(restrictions=(Bilinear(link="sigmoid", temperature=None),))
+    ), PLAIN_ATTENTION_LAYER
 
 
 @preset(
     "mixture-of-block attention (MoBA)",
-    row=7,
     rule="y_t = Σ_(i in the top blocks of t) softmax_i(q_t·k_i/√K) v_i",
     references=(
-        AM("eqs. 25–27"),
-        Reference(
-            paper="Lu et al., MoBA: mixture of block attention for long-context LLMs",
-            year=2025,
-            where="eqs. 2–6",
+        AM.at("eqs. 25–27"),
+        Paper("Lu et al., MoBA: mixture of block attention for long-context LLMs", 2025).at(
+            "eqs. 2–6"
         ),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eqs. 25–27",
-        source_equation=(
-            "o_(t,MoE) = Σ_(e=1)^E g_e(q_t, {k_i}_(i∈Expert(e))) (Σ_(i∈Expert(e)) v_i "
-            "κ(q_t, k_i))  (AM eq. 25)\n"
-            "g_e = 1 if s_e(q_t) ∈ Topk({s_e′(q_t) | e′ ∈ [E]}, k), 0 otherwise  (AM eq. 26)\n"
-            "s_e(q_t) = ⟨q_t, mean-pool({k_i}_(i∈Expert(e)))⟩  (AM eq. 27)"
-        ),
-        deviations=(
-            "The weights are divided by their sum; AM omits the normaliser.",
+    fidelity=exact(
+        "AM eqs. 25–27",
+        source_equation="o_(t,MoE) = Σ_(e=1)^E g_e(q_t, {k_i}_(i∈Expert(e))) (Σ_(i∈Expert(e)) v_i "
+        "κ(q_t, k_i))  (AM eq. 25)\n"
+        "g_e = 1 if s_e(q_t) ∈ Topk({s_e′(q_t) | e′ ∈ [E]}, k), 0 otherwise  (AM eq. 26)\n"
+        "s_e(q_t) = ⟨q_t, mean-pool({k_i}_(i∈Expert(e)))⟩  (AM eq. 27)",
+        normalizer="The weights are divided by their sum; AM omits the normaliser.",
+        blocks=(
             "The current block is always among the top, as in Lu et al.",
             "Blocks hold 64 tokens, and a query reads 3 of them.",
         ),
@@ -244,4 +199,6 @@ def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
 )
 def moba() -> tuple[Recipe, LayerOptions]:
     """Softmax attention over the few blocks whose mean key fits the query."""
-    return _local(KernelWeighted(restrictions=(TopBlocks(size=64, top_k=3),))), BARE
+    return _local(
+        KernelWeighted(restrictions=(TopBlocks(size=64, top_k=3),))
+    ), PLAIN_ATTENTION_LAYER

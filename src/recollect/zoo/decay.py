@@ -19,8 +19,9 @@ from recollect.choices.bias.losses import DotProduct
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, FREE_LENGTHS, MIRAS, TTR
+from recollect.zoo.fidelity import exact, reconstruction
+from recollect.zoo.preset import preset
+from recollect.zoo.references import MIRAS, TTR, Paper
 
 __all__ = ["dfw", "gateloop", "gla", "hgrn2", "lightning_attention", "retnet", "retnet_xpos"]
 
@@ -33,16 +34,13 @@ def _decaying(decay: Decay) -> Recipe:
 
 @preset(
     "RetNet",
-    row=22,
     rule=_RULE,
     references=(
-        Reference(paper="Sun et al., Retentive network", year=2023, where="eqs. 5–6 and 8"),
-        MIRAS("table 1"),
+        Paper("Sun et al., Retentive network", 2023).at("eqs. 5–6 and 8"),
+        MIRAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="RetNet eqs. 5–6, α_h = 1 − 2^(−5−h) (eq. 8), rotated queries and keys",
-        deviations=(COMMON_LAYER,),
+    fidelity=exact(
+        "RetNet eqs. 5–6, α_h = 1 − 2^(−5−h) (eq. 8), rotated queries and keys", common_layer=True
     ),
 )
 def retnet() -> tuple[Recipe, LayerOptions]:
@@ -55,25 +53,18 @@ def retnet() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "RetNet with xPos",
-    row=22,
     rule="M_t = M_(t−1) Diag(α ζ^(1/512)) + v_t k_tᵀ",
     references=(
-        Reference(paper="Sun et al., Retentive network", year=2023, where="eqs. 5–6 and 8"),
-        Reference(
-            paper="Sun et al., A length-extrapolatable transformer", year=2022, where="algorithm 1"
-        ),
+        Paper("Sun et al., Retentive network", 2023).at("eqs. 5–6 and 8"),
+        Paper("Sun et al., A length-extrapolatable transformer", 2022).at("algorithm 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="RetNet with xPos's scaling of queries by ζ^(n/512) and keys by ζ^(−n/512)",
-        deviations=(
-            (
-                "xPos's scaling is written as a fixed decay per pair of channels, because "
-                "ζ^(−n) leaves float32 after some 36,000 tokens."
-            ),
-            COMMON_LAYER,
-        ),
+    fidelity=exact(
+        "RetNet with xPos's scaling of queries by ζ^(n/512) and keys by ζ^(−n/512)",
+        decay="xPos's scaling is written as a fixed decay per pair of channels, because ζ^(−n) "
+        "leaves float32 after some 36,000 tokens.",
+        common_layer=True,
     ),
+    twin_of="retnet",
 )
 def retnet_xpos() -> tuple[Recipe, LayerOptions]:
     """RetNet whose fast-turning channels fade a little sooner."""
@@ -84,24 +75,18 @@ def retnet_xpos() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "Lightning Attention",
-    row=23,
     rule=_RULE,
     references=(
-        Reference(paper="Qin et al., TransNormerLLM", year=2023, where="section 3.1"),
-        Reference(paper="Qin et al., Lightning Attention-2", year=2024, where="algorithm 1"),
-        MIRAS("table 1"),
+        Paper("Qin et al., TransNormerLLM", 2023).at("section 3.1"),
+        Paper("Qin et al., Lightning Attention-2", 2024).at("algorithm 1"),
+        MIRAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="MIRAS table 1",
-        deviations=(
-            (
-                "The decays are those of the published models, log α_h = −2^(−8(h+1)/H)(1 − "
-                "l/L); the paper prints another exponent."
-            ),
-            "The first layer has no positions.",
-            COMMON_LAYER,
-        ),
+    fidelity=reconstruction(
+        "MIRAS table 1",
+        decay="The decays are those of the published models, log α_h = −2^(−8(h+1)/H)(1 − l/L); "
+        "the paper prints another exponent.",
+        layer="The first layer has no positions.",
+        common_layer=True,
     ),
 )
 def lightning_attention() -> tuple[Recipe, LayerOptions]:
@@ -112,20 +97,15 @@ def lightning_attention() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "decaying fast weights (DFW)",
-    row=24,
     rule="M_t = (β_t α_tᵀ) ⊙ M_(t−1) + v_t k_tᵀ",
     references=(
-        Reference(
-            paper="Mao, Fine-tuning pre-trained transformers into decaying fast weights",
-            year=2022,
-            where="section 3",
+        Paper("Mao, Fine-tuning pre-trained transformers into decaying fast weights", 2022).at(
+            "section 3"
         ),
-        MIRAS("table 1"),
+        MIRAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="MIRAS table 1: decays over keys and over values, both from the token",
-        deviations=(COMMON_LAYER,),
+    fidelity=exact(
+        "MIRAS table 1: decays over keys and over values, both from the token", common_layer=True
     ),
 )
 def dfw() -> tuple[Recipe, LayerOptions]:
@@ -135,24 +115,16 @@ def dfw() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "gated linear attention (GLA)",
-    row=25,
     rule="M_t = M_(t−1) Diag(α_t) + v_t k_tᵀ",
     references=(
-        Reference(
-            paper="Yang et al., Gated linear attention transformers", year=2023, where="eq. 3"
-        ),
-        MIRAS("table 1"),
+        Paper("Yang et al., Gated linear attention transformers", 2023).at("eq. 3"),
+        MIRAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="GLA eq. 3, α_t = sigmoid(low-rank linear(x_t))^(1/16)",
-        deviations=(
-            (
-                "The decay is one of key channels, as in the GLA paper; MIRAS's table 1 "
-                "prints it on the left."
-            ),
-            COMMON_LAYER,
-        ),
+    fidelity=exact(
+        "GLA eq. 3, α_t = sigmoid(low-rank linear(x_t))^(1/16)",
+        decay="The decay is one of key channels, as in the GLA paper; MIRAS's table 1 prints it "
+        "on the left.",
+        common_layer=True,
     ),
 )
 def gla() -> tuple[Recipe, LayerOptions]:
@@ -163,23 +135,14 @@ def gla() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "GateLoop",
-    row=26,
     rule="M_t = M_(t−1) Diag(α_t e^{iθ_t}) + v_t k_tᵀ",
-    references=(
-        Reference(paper="Katsch, GateLoop", year=2023, where="section 3"),
-        TTR("section 3.1"),
-    ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="GateLoop's recurrence with complex α_t = σ(·) e^{iθ_t} from the token; the real "
+    references=(Paper("Katsch, GateLoop", 2023).at("section 3"), TTR.at("section 3.1")),
+    fidelity=exact(
+        "GateLoop's recurrence with complex α_t = σ(·) e^{iθ_t} from the token; the real "
         "part is read",
-        deviations=(
-            (
-                "The angle θ_t is applied to queries and keys: channels i and i + K/2 are "
-                "real and imaginary part."
-            ),
-            COMMON_LAYER,
-        ),
+        layer="The angle θ_t is applied to queries and keys: channels i and i + K/2 are real and "
+        "imaginary part.",
+        common_layer=True,
     ),
 )
 def gateloop() -> tuple[Recipe, LayerOptions]:
@@ -189,20 +152,13 @@ def gateloop() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "HGRN2",
-    row=27,
     rule="M_t = M_(t−1) Diag(α_t) + v_t (1 − α_t)ᵀ",
-    references=(
-        Reference(paper="Qin et al., HGRN2", year=2024, where="eq. 5"),
-        MIRAS("table 1"),
-    ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="HGRN2 eq. 5: keys are what the decay leaves room for",
-        deviations=(
-            "MIRAS's table 1 calls the bias L1; it is a dot product with k = 1 − α.",
-            "Decays have no lower bounds; HGRN2 shares such bounds between layers.",
-            FREE_LENGTHS,
-        ),
+    references=(Paper("Qin et al., HGRN2", 2024).at("eq. 5"), MIRAS.at("table 1")),
+    fidelity=exact(
+        "HGRN2 eq. 5: keys are what the decay leaves room for",
+        other_forms="MIRAS's table 1 calls the bias L1; HGRN2 has a dot product with k = 1 − α.",
+        decay="Decays have no lower bounds; HGRN2 shares such bounds between layers.",
+        no_qk_norm=True,
     ),
 )
 def hgrn2() -> tuple[Recipe, LayerOptions]:

@@ -1,11 +1,8 @@
 """Transformers whose memory is deep: a perceptron over the exponential kernel's features.
 
 Examples:
-    >>> for name in rc.zoo.names("deep_transformer"):
-    ...     print(f"{name:<28} {rc.zoo.get(name).rule}")
-    deep_transformer             M_t = M_(t−1) + η_t ∇⟨M_(t−1)(φ*(k_t)), v_t⟩
-    swdt                         M_t = α_t M_(t−1) + η_t Σ_(i>t−c) γ_i^(t) ∇⟨M_(t−1)(φ*(k_i)), v_i⟩
-    dot                          M_t = M_(t−1) − η_t Σ_(i>t−c) γ_i^(t) ∇½‖M_(t−1)(φ*(k_i)) − v_i‖²
+    >>> rc.zoo.names("deep_transformer")
+    ['deep_transformer', 'swdt', 'dot']
 """
 
 from __future__ import annotations
@@ -19,29 +16,28 @@ from recollect.choices.memory.maps import MLP
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import HALF_LOSS
+from recollect.zoo.fidelity import Sentences, reconstruction
+from recollect.zoo.preset import preset
+from recollect.zoo.references import ATLAS
 
 __all__ = ["deep_transformer", "dot", "swdt"]
 
-_DEVIATIONS = (
-    "The memory is x + LN(W_1 gelu(W_2 φ*(x))), with a hidden width of 2 V.",
-    "W_2 is stored as one row per key, over learned anchors.",
-    "The output of W_2 is divided by the softmax's sum, as in eq. 24; the source's equation is "
-    "unnormalised (Read(normalize='none')).",
-    "Steps are not divided by that sum, so that a linear memory is softmax attention.",
-    "Gradients are taken at the start of inner batches of 64 tokens.",
-    "The layer is the common one, with queries and keys of length √K.",
-)
+_DEVIATIONS: dict[str, Sentences] = {
+    "memory": (
+        "The memory is x + LN(W_1 gelu(W_2 φ*(x))), with a hidden width of 2 V.",
+        "W_2 is stored as one row per key, over learned anchors.",
+    ),
+    "normalizer": (
+        (
+            "The output of W_2 is divided by the softmax's sum, as in eq. 24; the source's "
+            "equation is unnormalised (Read(normalize='none'))."
+        ),
+        "Steps are not divided by that sum, so that a linear memory is softmax attention.",
+    ),
+    "inner_batches": 64,
+    "layer": "The layer is the common one, with queries and keys of length √K.",
+}
 _BATCH = 64
-
-
-def _atlas(where: str) -> Reference:
-    return Reference(
-        paper="Behrouz et al., Atlas: learning to optimally memorize the context at test time",
-        year=2025,
-        where=where,
-    )
 
 
 def _memory() -> MLP:
@@ -56,18 +52,14 @@ def _options(steps: int) -> LayerOptions:
 
 @preset(
     "DeepTransformer",
-    row=61,
     rule="M_t = M_(t−1) + η_t ∇⟨M_(t−1)(φ*(k_t)), v_t⟩",
-    references=(_atlas("eq. 25"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="ATLAS eq. 25, its inner product maximised",
+    references=(ATLAS.at("eq. 25"),),
+    fidelity=reconstruction(
+        "ATLAS eq. 25, its inner product maximised",
         source_equation="M_t = M_(t−1) − ∇⟨M_(t−1)(φ*(k_t)), v_t⟩  (ATLAS eq. 25)",
-        deviations=(
-            "The inner product is maximised; eq. 25 prints a minus sign.",
-            "Steps have a rate η_t; eq. 25 prints none.",
-            *_DEVIATIONS,
-        ),
+        sign="The inner product is maximised; eq. 25 prints a minus sign.",
+        rate="Steps have a rate η_t; eq. 25 prints none.",
+        **_DEVIATIONS,
     ),
 )
 def deep_transformer() -> tuple[Recipe, LayerOptions]:
@@ -83,21 +75,15 @@ def deep_transformer() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "sliding-window DeepTransformer (SWDT)",
-    row=62,
     rule="M_t = α_t M_(t−1) + η_t Σ_(i>t−c) γ_i^(t) ∇⟨M_(t−1)(φ*(k_i)), v_i⟩",
-    references=(_atlas("table 1"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="ATLAS table 1",
-        source_equation=(
-            "M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t),  "
-            "ℓ = Σ_(i=c)^L ⟨M_t(φ*(k_i)), v_i⟩  (ATLAS table 1)"
-        ),
-        deviations=(
-            "The inner product is maximised; table 1 prints a minus sign.",
-            "The window holds 8 associations, with a gate γ_i^(t) for each.",
-            *_DEVIATIONS,
-        ),
+    references=(ATLAS.at("table 1"),),
+    fidelity=reconstruction(
+        "ATLAS table 1",
+        source_equation="M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t),  "
+        "ℓ = Σ_(i=c)^L ⟨M_t(φ*(k_i)), v_i⟩  (ATLAS table 1)",
+        sign="The inner product is maximised; table 1 prints a minus sign.",
+        window="The window holds 8 associations, with a gate γ_i^(t) for each.",
+        **_DEVIATIONS,
     ),
 )
 def swdt() -> tuple[Recipe, LayerOptions]:
@@ -115,20 +101,16 @@ def swdt() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "Deep Omega Transformer (Dot)",
-    row=63,
     rule="M_t = M_(t−1) − η_t Σ_(i>t−c) γ_i^(t) ∇½‖M_(t−1)(φ*(k_i)) − v_i‖²",
-    references=(_atlas("eq. 27"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="ATLAS eq. 27",
+    references=(ATLAS.at("eq. 27"),),
+    fidelity=reconstruction(
+        "ATLAS eq. 27",
         source_equation="M_t = M_(t−1) − ∇ Σ_(i=t−c+1)^t γ_i^(t) ‖M(φ*(k_i)) − v_i‖²_2  "
         "(ATLAS eq. 27)",
-        deviations=(
-            "Steps have a rate η_t next to γ_i^(t); eq. 27 prints none.",
-            "The window holds 8 associations.",
-            HALF_LOSS,
-            *_DEVIATIONS,
-        ),
+        rate="Steps have a rate η_t next to γ_i^(t); eq. 27 prints none.",
+        window=8,
+        half_loss=True,
+        **_DEVIATIONS,
     ),
 )
 def dot() -> tuple[Recipe, LayerOptions]:

@@ -9,6 +9,8 @@ Examples:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from recollect.choices.bias.base import Probe
 from recollect.choices.bias.losses import L2
 from recollect.choices.features.kernels import Exponential
@@ -16,24 +18,23 @@ from recollect.choices.memory.base import Read
 from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import AM
+from recollect.zoo.attention import PLAIN_ATTENTION_LAYER
+from recollect.zoo.fidelity import exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import AM
 
 __all__ = ["delta_former"]
 
 
 @preset(
     "DeltaFormer",
-    row=64,
     rule="u_t = α_t v_t − β_t Σ_(i<t) κ₁(k_i, w_t) u_i,  y_t = Σ_(i≤t) κ₂(k_i, q_t) u_i",
-    references=(AM("eqs. 41–42, 94–95 and 111"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eqs. 41–42 with both kernels of eqs. 94–95, softmax over the past",
-        deviations=(
-            "α_t and β_t are gates of the token; the paper's experiments learn one number each.",
-            "The layer is that of softmax_attention, with rotary positions on q, k and w.",
-        ),
+    references=(AM.at("eqs. 41–42, 94–95 and 111"),),
+    fidelity=exact(
+        "AM eqs. 41–42 with both kernels of eqs. 94–95, softmax over the past",
+        gates="α_t and β_t are gates of the token; the paper's experiments learn one number for "
+        "each.",
+        layer="The layer is that of softmax_attention, with rotary positions on q, k and w.",
     ),
 )
 def delta_former() -> tuple[Recipe, LayerOptions]:
@@ -43,13 +44,4 @@ def delta_former() -> tuple[Recipe, LayerOptions]:
         features=Exponential(),
         bias=L2(probe=Probe(at="token", kernel=Exponential(), normalize="sum")),
     )
-    options = LayerOptions(
-        conv_size=0,
-        conv_activation="none",
-        qk_norm="none",
-        rope_theta=10000.0,
-        output_norm="none",
-        output_gate="none",
-        gate_options={"lr": GateOptions(init=0.9)},
-    )
-    return recipe, options
+    return recipe, replace(PLAIN_ATTENTION_LAYER, gate_options={"lr": GateOptions(init=0.9)})

@@ -22,13 +22,14 @@ from recollect.choices.features.kernels import Exponential, ReluKernel, SwishKer
 from recollect.choices.memory.local import LocalConstant
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.attention import BARE
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import AM
+from recollect.zoo.attention import PLAIN_ATTENTION_LAYER
+from recollect.zoo.fidelity import exact, reconstruction
+from recollect.zoo.preset import preset
+from recollect.zoo.references import AM, Paper
 
 __all__ = ["ffn_moe", "ffn_multi_head", "ffn_normalized", "ffn_relu", "ffn_swiglu"]
 
-_PLAIN = replace(BARE, rope_theta=None, persistent=4.0, joined=True)
+_PLAIN = replace(PLAIN_ATTENTION_LAYER, rope_theta=None, persistent=4.0, joined=True)
 _SHAZEER = "Shazeer, GLU variants improve transformer"
 
 
@@ -44,10 +45,9 @@ def _sum(kernel: Kernel, *within: Bilinear | TopBlocks) -> Recipe:
 
 @preset(
     "feed-forward network with ReLU",
-    row=65,
     rule="y = W_Vᵀ ReLU(W_K x) = Σ_i v_i ReLU(k_i·x)",
-    references=(AM("eq. 14"),),
-    fidelity=Fidelity(kind="exact", source="AM eq. 14"),
+    references=(AM.at("eq. 14"),),
+    fidelity=exact("AM eq. 14"),
 )
 def ffn_relu() -> tuple[Recipe, LayerOptions]:
     """A two-layer network: learned keys, learned values, and ReLU as the kernel."""
@@ -56,10 +56,10 @@ def ffn_relu() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "SwiGLU feed-forward network",
-    row=65,
     rule="y = W_Vᵀ (W_G x ⊙ Swish(W_K x)) = Σ_i v_i (g_i·x) Swish(k_i·x)",
-    references=(AM("eqs. 28–29"), Reference(paper=_SHAZEER, year=2020, where="eq. 6")),
-    fidelity=Fidelity(kind="exact", source="AM eq. 29"),
+    references=(AM.at("eqs. 28–29"), Paper(_SHAZEER, 2020).at("eq. 6")),
+    fidelity=exact("AM eq. 29"),
+    twin_of="ffn_relu",
 )
 def ffn_swiglu() -> tuple[Recipe, LayerOptions]:
     """A network whose pairs pass a second, bilinear gate of the query."""
@@ -68,28 +68,22 @@ def ffn_swiglu() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "mixture of experts",
-    row=65,
     rule="y = Σ_(e in the top 2) g_e(x) Σ_(i in expert e) v_i ReLU(k_i·x),  g = softmax(r_e·x)",
     references=(
-        AM("eq. 24"),
-        Reference(
-            paper="Shazeer et al., Outrageously large neural networks: the sparsely-gated "
+        AM.at("eq. 24"),
+        Paper(
+            "Shazeer et al., Outrageously large neural networks: the sparsely-gated "
             "mixture-of-experts layer",
-            year=2017,
-            where="eqs. 1–5",
-        ),
+            2017,
+        ).at("eqs. 1–5"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eq. 24",
-        deviations=(
-            (
-                "g_e is the softmax over the chosen experts (Shazeer et al. eq. 3 without "
-                "noise), so that routers learn."
-            ),
-            "Experts have 16 pairs each, and a token reads 2 of them.",
-        ),
+    fidelity=exact(
+        "AM eq. 24",
+        gates="g_e is the softmax over the chosen experts (Shazeer et al. eq. 3 without noise), "
+        "so that routers learn.",
+        blocks="Experts have 16 pairs each, and a token reads 2 of them.",
     ),
+    twin_of="ffn_relu",
 )
 def ffn_moe() -> tuple[Recipe, LayerOptions]:
     """Blocks of pairs, of which a router shows each query the two best."""
@@ -101,14 +95,12 @@ def ffn_moe() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "multi-head feed-forward network",
-    row=65,
     rule="y = W_O [Σ_i v_(i,1) ReLU(k_(i,1)·x_1); …; Σ_i v_(i,h) ReLU(k_(i,h)·x_h)]",
-    references=(AM("eqs. 19–23"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eqs. 19–23",
-        deviations=("Each head has as many pairs as one network without heads.",),
+    references=(AM.at("eqs. 19–23"),),
+    fidelity=exact(
+        "AM eqs. 19–23", sizes="Each head has as many pairs as one network without heads."
     ),
+    twin_of="ffn_relu",
 )
 def ffn_multi_head() -> tuple[Recipe, LayerOptions]:
     """One network per slice of the token, joined by a matrix."""
@@ -117,22 +109,21 @@ def ffn_multi_head() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "normalised feed-forward network",
-    row=65,
     rule="y = Σ_i v_i exp(k_i·x/√K) / Σ_i exp(k_i·x/√K)",
-    references=(AM("eq. 18, over learned pairs"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="AM eq. 18",
+    references=(AM.at("eq. 18, over learned pairs"),),
+    fidelity=reconstruction(
+        "AM eq. 18",
         source_equation="S_t φ(q_t) = Σ_(i=1)^t v_i exp(q_tᵀ k_i) / Σ_(i=1)^t exp(q_tᵀ k_i)  "
         "(AM eq. 18)",
-        deviations=(
+        normalizer=(
             (
-                "AM asks for a denominator in a feed-forward network and prints none; this "
-                "is the one of attention, eq. 18, over learned pairs."
+                "AM mentions a denominator and prints none; this is the one of attention (eq. 18), "
+                "over learned pairs."
             ),
             "The exponent is divided by √K.",
         ),
     ),
+    twin_of="ffn_relu",
 )
 def ffn_normalized() -> tuple[Recipe, LayerOptions]:
     """A network whose hidden activations are a softmax: attention over learned pairs."""

@@ -1,30 +1,18 @@
 """Hybrids: a memory and an attention that work together.
 
-In a layer, as data of `recollect.blocks`, or as layers that alternate over the depth. Every layer
-of a model is followed by an MLP.
+In a layer, as a mixer of `recollect.blocks`, or in layers that alternate over the depth. A model
+has an MLP after every layer.
 
 Examples:
-    >>> for name in rc.zoo.hybrids():
-    ...     print(f"{name:<22} {rc.zoo.find(name).title}")
-    samba                  Samba
-    titans_mac             Titans, memory as context (MAC)
-    titans_mag             Titans, memory as gate (MAG)
-    titans_mal             Titans, memory as layer (MAL)
-    atlas_mac              Atlas, memory as context (MAC)
-    atlas_mag              Atlas, memory as gate (MAG)
-    atlas_mal              Atlas, memory as layer (MAL)
-    gated_delta_net_h1     Gated DeltaNet-H1
-    gated_delta_net_h2     Gated DeltaNet-H2
-    moneta_h               MONETA-H
-    yaad_h                 YAAD-H
-    memora_h               MEMORA-H
-    residual_delta_net     Residual Delta Net (RDN)
-    mixture_of_memories    Mixture of memories (MoM)
+    >>> rc.zoo.names("hybrid_systems")
+    ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
+     'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
+     'residual_delta_net', 'mixture_of_memories']
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from recollect.blocks.compositions import (
@@ -42,11 +30,16 @@ from recollect.choices.memory.local import LocalConstant
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.atlas import atlas
-from recollect.zoo.attention import BARE, sliding_window_attention, softmax_attention
+from recollect.zoo.attention import (
+    PLAIN_ATTENTION_LAYER,
+    sliding_window_attention,
+    softmax_attention,
+)
 from recollect.zoo.delta_rule import gated_delta_net
+from recollect.zoo.fidelity import approximation, reconstruction
 from recollect.zoo.miras import memora, moneta, yaad
-from recollect.zoo.preset import Fidelity, Reference, hybrid
-from recollect.zoo.sources import ATLAS, LOGSIGMOID_DECAY, MIRAS, TITANS
+from recollect.zoo.preset import Factory, preset
+from recollect.zoo.references import ATLAS, MIRAS, TITANS, Paper, Reference
 from recollect.zoo.state_space import mamba, mamba2
 from recollect.zoo.titans import titans
 
@@ -70,283 +63,185 @@ __all__ = [
 
 FAMILY = "hybrid_systems"
 SEGMENT, WINDOW, PERSISTENT = 128, 128, 8
-_OPEN = (
-    f"Segments and windows hold {SEGMENT} tokens, with {PERSISTENT} persistent tokens; the papers "
-    "print no sizes.",
-    "The attention has rotary positions.",
+_SIZES = (
+    "Segments and windows hold 128 tokens, with 8 persistent tokens; the papers print no sizes."
 )
-_MAC = (
-    "M_(t−1) is read through the memory layer's own queries (with their convolution), norm and "
-    "gate.",
-    "M*_t(y) is read token by token, each after its own write, as a causal model must.",
-    "⊗ is the gate that the paper states for MAG.",
-    *_OPEN,
-)
-_MAG = (
-    "The gate's σ is the sigmoid, after an RMS norm with a learned weight on either side.",
-    *_OPEN,
-)
-_SAMBA = Reference(
-    paper="Ren et al., Samba: simple hybrid state space models for efficient unlimited context "
+_ROTARY = "The attention has rotary positions."
+_SAMBA = Paper(
+    "Ren et al., Samba: simple hybrid state space models for efficient unlimited context "
     "language modeling",
-    year=2024,
-    where="section 2.1",
+    2024,
+).at("section 2.1")
+_GATED = Paper("Yang et al., Gated delta networks: improving Mamba2 with delta rule", 2024).at(
+    "section 3.4"
 )
-_GATED = Reference(
-    paper="Yang et al., Gated delta networks: improving Mamba2 with delta rule",
-    year=2024,
-    where="section 3.4",
-)
-_WINDOWED = (
-    f"The window holds {WINDOW} tokens.",
-    "The layer around each memory is that of the memory's own preset.",
-)
+_MIRAS_HYBRIDS = (MIRAS.at("section 5.4 and figure 2"), _SAMBA)
 
 
-def _attention() -> tuple[Recipe, LayerOptions]:
-    """Sliding-window attention that never loses the persistent tokens."""
+def _sink_attention() -> tuple[Recipe, LayerOptions]:
+    """Return sliding-window attention that always reads the persistent tokens."""
     context = KernelWeighted(restrictions=(SinkWindow(size=WINDOW, num_sinks=PERSISTENT),))
-    return Recipe(memory=LocalConstant(), context=context, algorithm=Analytic()), BARE
+    recipe = Recipe(memory=LocalConstant(), context=context, algorithm=Analytic())
+    return recipe, PLAIN_ATTENTION_LAYER
 
 
-def _alternating(**memories: Any) -> Mapping[str, Any]:
-    """Samba's order: memories, then sliding-window attention."""
-    return {**memories, "sliding_window_attention": sliding_window_attention()}
+def _in_turns(
+    title: str, *memories: str, references: tuple[Reference, ...], source: str
+) -> Callable[[Factory], Factory]:
+    """Decorate a hybrid whose layers are memories, then sliding-window attention."""
+    layers = ",  x + MLP(x),  x + ".join(f"{name}(x)" for name in (*memories, "SWA"))
+    fidelity = reconstruction(
+        source,
+        window="The window holds 128 tokens.",
+        layer="The layer around each memory is that of the memory's own preset.",
+    )
+    rule = f"x ← x + {layers},  x + MLP(x)"
+    return preset(title, rule=rule, references=references, fidelity=fidelity)
 
 
-@hybrid(
-    "Samba",
-    row=66,
-    rule="x ← x + Mamba(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
-    references=(_SAMBA,),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Ren et al. section 2.1",
-        deviations=_WINDOWED,
-    ),
-)
+def _as_context(
+    title: str, *references: Reference, sizes: tuple[str, ...] = (_SIZES,)
+) -> Callable[[Factory], Factory]:
+    """Decorate a hybrid whose memory adds its outputs to the context of an attention."""
+    fidelity = reconstruction(
+        "Titans eqs. 21–25",
+        layer=(
+            (
+                "M_(t−1) is read through the memory layer's own queries (with their convolution), "
+                "norm and gate."
+            ),
+            "M*_t(y) is read token by token, each after its own write, as a causal model must.",
+            "⊗ is the gate that the paper states for MAG.",
+            _ROTARY,
+        ),
+        sizes=sizes,
+    )
+    rule = "h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)"
+    references = (*references, TITANS.at("eqs. 21–25"))
+    return preset(title, rule=rule, references=references, fidelity=fidelity)
+
+
+def _as_gate(title: str, *references: Reference) -> Callable[[Factory], Factory]:
+    """Decorate a hybrid whose memory gates an attention."""
+    fidelity = reconstruction(
+        "Titans eqs. 26–28",
+        gates="The gate's σ is the sigmoid, after an RMS norm with a learned weight on either "
+        "side.",
+        sizes=_SIZES,
+        layer=_ROTARY,
+    )
+    rule, references = "y = SWA([p, x]),  o = y ⊗ M([p, x])", (*references, TITANS.at("eqs. 26–28"))
+    return preset(title, rule=rule, references=references, fidelity=fidelity)
+
+
+def _as_layer(title: str, *references: Reference) -> Callable[[Factory], Factory]:
+    """Decorate a hybrid whose memory is the layer before an attention."""
+    fidelity = reconstruction("Titans eqs. 29–31", sizes=_SIZES, layer=_ROTARY)
+    rule, references = "y = M([p, x]),  o = SWA(y)", (*references, TITANS.at("eqs. 29–31"))
+    return preset(title, rule=rule, references=references, fidelity=fidelity)
+
+
+@_in_turns("Samba", "Mamba", references=(_SAMBA,), source="Ren et al. section 2.1")
 def samba() -> Mapping[str, Any]:
     """Mamba and sliding-window attention in turns."""
-    return _alternating(mamba=mamba())
+    return {"mamba": mamba(), "sliding_window_attention": sliding_window_attention()}
 
 
-@hybrid(
-    "Titans, memory as context (MAC)",
-    row=67,
-    rule="h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)",
-    references=(TITANS("eqs. 21–25"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Titans eqs. 21–25",
-        deviations=_MAC,
-    ),
-)
+@_as_context("Titans, memory as context (MAC)")
 def titans_mac() -> Mixer:
-    """What a memory recalls is context of an attention, whose answers the memory learns."""
+    """Outputs of a memory are context of an attention, and the memory learns its outputs."""
     return MemoryAsContext(titans(), softmax_attention(), segment=SEGMENT, persistent=PERSISTENT)
 
 
-@hybrid(
-    "Titans, memory as gate (MAG)",
-    row=68,
-    rule="y = SWA([p, x]),  o = y ⊗ M([p, x])",
-    references=(TITANS("eqs. 26–28"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Titans eqs. 26–28",
-        deviations=_MAG,
-    ),
-)
+@_as_gate("Titans, memory as gate (MAG)")
 def titans_mag() -> Mixer:
-    """A memory of all of the past gates the attention to the last tokens."""
-    return MemoryAsGate(titans(), _attention(), persistent=PERSISTENT)
+    """A memory of all past tokens gates the attention to the last tokens."""
+    return MemoryAsGate(titans(), _sink_attention(), persistent=PERSISTENT)
 
 
-@hybrid(
-    "Titans, memory as layer (MAL)",
-    row=69,
-    rule="y = M([p, x]),  o = SWA(y)",
-    references=(TITANS("eqs. 29–31"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Titans eqs. 29–31",
-        deviations=_OPEN,
-    ),
-)
+@_as_layer("Titans, memory as layer (MAL)")
 def titans_mal() -> Mixer:
-    """Attention to the last tokens of what a memory says."""
-    return Sequential(titans(), _attention(), persistent=PERSISTENT)
+    """Attention to the last outputs of a memory."""
+    return Sequential(titans(), _sink_attention(), persistent=PERSISTENT)
 
 
-@hybrid(
+@_as_context(
     "Atlas, memory as context (MAC)",
-    row=70,
-    rule="h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)",
-    references=(
-        ATLAS("section 5.1"),
-        TITANS("eqs. 21–25"),
-    ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Titans eqs. 21–25",
-        deviations=(
-            "There are no persistent tokens, as in ATLAS section 6.3.",
-            *_MAC,
-        ),
-    ),
+    ATLAS.at("section 5.1"),
+    sizes=("There are no persistent tokens, as in ATLAS section 6.3.", _SIZES),
 )
 def atlas_mac() -> Mixer:
-    """What a memory recalls is context of an attention, whose answers the memory learns."""
+    """Outputs of a memory are context of an attention, and the memory learns its outputs."""
     return MemoryAsContext(atlas(), softmax_attention(), segment=SEGMENT)
 
 
-@hybrid(
-    "Atlas, memory as gate (MAG)",
-    row=71,
-    rule="y = SWA([p, x]),  o = y ⊗ M([p, x])",
-    references=(
-        ATLAS("section 5.1"),
-        TITANS("eqs. 26–28"),
-    ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Titans eqs. 26–28",
-        deviations=_MAG,
-    ),
-)
+@_as_gate("Atlas, memory as gate (MAG)", ATLAS.at("section 5.1"))
 def atlas_mag() -> Mixer:
-    """A memory of all of the past gates the attention to the last tokens."""
-    return MemoryAsGate(atlas(), _attention(), persistent=PERSISTENT)
+    """A memory of all past tokens gates the attention to the last tokens."""
+    return MemoryAsGate(atlas(), _sink_attention(), persistent=PERSISTENT)
 
 
-@hybrid(
-    "Atlas, memory as layer (MAL)",
-    row=72,
-    rule="y = M([p, x]),  o = SWA(y)",
-    references=(
-        ATLAS("section 5.1"),
-        TITANS("eqs. 29–31"),
-    ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Titans eqs. 29–31",
-        deviations=_OPEN,
-    ),
-)
+@_as_layer("Atlas, memory as layer (MAL)", ATLAS.at("section 5.1"))
 def atlas_mal() -> Mixer:
-    """Attention to the last tokens of what a memory says."""
-    return Sequential(atlas(), _attention(), persistent=PERSISTENT)
+    """Attention to the last outputs of a memory."""
+    return Sequential(atlas(), _sink_attention(), persistent=PERSISTENT)
 
 
-@hybrid(
-    "Gated DeltaNet-H1",
-    row=73,
-    rule="x ← x + GatedDeltaNet(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
-    references=(_GATED,),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Yang et al. section 3.4",
-        deviations=_WINDOWED,
-    ),
+@_in_turns(
+    "Gated DeltaNet-H1", "GatedDeltaNet", references=(_GATED,), source="Yang et al. section 3.4"
 )
 def gated_delta_net_h1() -> Mapping[str, Any]:
     """Gated DeltaNet and sliding-window attention in turns."""
-    return _alternating(gated_delta_net=gated_delta_net())
+    attention = sliding_window_attention()
+    return {"gated_delta_net": gated_delta_net(), "sliding_window_attention": attention}
 
 
-@hybrid(
+@_in_turns(
     "Gated DeltaNet-H2",
-    row=74,
-    rule="x ← x + Mamba2(x),  x + MLP(x),  x + GatedDeltaNet(x),  x + MLP(x),  x + SWA(x),  "
-    "x + MLP(x)",
+    *("Mamba2", "GatedDeltaNet"),
     references=(_GATED,),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Yang et al. section 3.4",
-        deviations=_WINDOWED,
-    ),
+    source="Yang et al. section 3.4",
 )
 def gated_delta_net_h2() -> Mapping[str, Any]:
     """Mamba-2, Gated DeltaNet and sliding-window attention in turns."""
-    return _alternating(mamba2=mamba2(), gated_delta_net=gated_delta_net())
+    return {
+        "mamba2": mamba2(),
+        "gated_delta_net": gated_delta_net(),
+        "sliding_window_attention": sliding_window_attention(),
+    }
 
 
-@hybrid(
-    "MONETA-H",
-    row=75,
-    rule="x ← x + MONETA(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
-    references=(
-        MIRAS("section 5.4 and figure 2"),
-        _SAMBA,
-    ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="MIRAS section 5.4",
-        deviations=_WINDOWED,
-    ),
-)
+@_in_turns("MONETA-H", "MONETA", references=_MIRAS_HYBRIDS, source="MIRAS section 5.4")
 def moneta_h() -> Mapping[str, Any]:
     """MONETA and sliding-window attention in turns."""
-    return _alternating(moneta=moneta())
+    return {"moneta": moneta(), "sliding_window_attention": sliding_window_attention()}
 
 
-@hybrid(
-    "YAAD-H",
-    row=76,
-    rule="x ← x + YAAD(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
-    references=(
-        MIRAS("section 5.4 and figure 2"),
-        _SAMBA,
-    ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="MIRAS section 5.4",
-        deviations=_WINDOWED,
-    ),
-)
+@_in_turns("YAAD-H", "YAAD", references=_MIRAS_HYBRIDS, source="MIRAS section 5.4")
 def yaad_h() -> Mapping[str, Any]:
     """YAAD and sliding-window attention in turns."""
-    return _alternating(yaad=yaad())
+    return {"yaad": yaad(), "sliding_window_attention": sliding_window_attention()}
 
 
-@hybrid(
-    "MEMORA-H",
-    row=77,
-    rule="x ← x + MEMORA(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
-    references=(
-        MIRAS("section 5.4 and figure 2"),
-        _SAMBA,
-    ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="MIRAS section 5.4",
-        deviations=_WINDOWED,
-    ),
-)
+@_in_turns("MEMORA-H", "MEMORA", references=_MIRAS_HYBRIDS, source="MIRAS section 5.4")
 def memora_h() -> Mapping[str, Any]:
     """MEMORA and sliding-window attention in turns."""
-    return _alternating(memora=memora())
+    return {"memora": memora(), "sliding_window_attention": sliding_window_attention()}
 
 
-@hybrid(
+@preset(
     "Residual Delta Net (RDN)",
-    row=78,
     rule="r_t = clip(v_t − M_(t−1) k_t, ±1),  M, R delta rules of v and r,  "
     "y_t = α_t M_(t−1) q_t + γ_t R_t q_t",
     references=(
-        Reference(
-            paper="Lai et al., Enhancing linear attention with residual learning",
-            year=2025,
-            where="arXiv 2509.25223, section 3",
+        Paper("Lai et al., Enhancing linear attention with residual learning", 2025).at(
+            "arXiv 2509.25223, section 3"
         ),
     ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="Lai et al., Residual Delta Net: α for both memories, β for M, γ for R",
-        deviations=(
-            "The layers around the memories are those of gated_delta_net.",
-            LOGSIGMOID_DECAY,
-        ),
+    fidelity=reconstruction(
+        "Lai et al., Residual Delta Net: α for both memories, β for M, γ for R",
+        layer="The layers around the memories are those of gated_delta_net.",
+        logsigmoid_decay=True,
     ),
 )
 def residual_delta_net() -> Mixer:
@@ -362,26 +257,22 @@ def residual_delta_net() -> Mixer:
     )
 
 
-@hybrid(
+@preset(
     "Mixture of memories (MoM)",
-    row=79,
     rule="p = softmax(W x),  S = top 2 of 4,  y = Σ_(j ∈ S) p_j M_j(x) / Σ_(j ∈ S) p_j + M_0(x)",
     references=(
-        Reference(
-            paper="Du et al., MoM: linear sequence modeling with mixture-of-memories",
-            year=2025,
-            where="arXiv 2502.13685, section 3.2",
+        Paper("Du et al., MoM: linear sequence modeling with mixture-of-memories", 2025).at(
+            "arXiv 2502.13685, section 3.2"
         ),
     ),
-    fidelity=Fidelity(
-        kind="approximation",
-        source="Du et al. section 3.2, with Gated DeltaNet as the memories",
-        deviations=(
+    fidelity=approximation(
+        "Du et al. section 3.2, with Gated DeltaNet as the memories",
+        layer=(
             (
-                "Every memory is a layer with its own queries, convolution, norm, gate and "
-                "output map; the paper shares these."
+                "Every memory is a layer with its own queries, convolution, norm, gate and output "
+                "map; the paper shares these."
             ),
-            "The outputs of the layers are summed; the paper sums the reads and norms the sum.",
+            "The outputs of the layers are summed; the paper normalises the sum of the reads.",
         ),
     ),
 )

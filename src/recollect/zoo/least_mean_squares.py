@@ -14,32 +14,27 @@ from recollect.choices.bias.losses import DotProduct
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, TTR
+from recollect.zoo.fidelity import exact, reconstruction
+from recollect.zoo.preset import preset
+from recollect.zoo.references import TTR, Paper
 
 __all__ = ["leaky_lms", "longhorn", "longhorn_diagonal", "nlms"]
 
-_LONGHORN = Reference(
-    paper="Liu et al., Longhorn: state space models are amortized online learners",
-    year=2024,
-    where="theorem 3.1",
-)
+_LONGHORN = Paper(
+    "Liu et al., Longhorn: state space models are amortized online learners", 2024
+).at("theorem 3.1")
 
 
 @preset(
     "leaky LMS, decoupled",
-    row=39,
     rule="M_t = M_(t−1)(α_t I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ",
-    references=(TTR("eq. 37"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="TTR eq. 37",
+    references=(TTR.at("eq. 37"),),
+    fidelity=reconstruction(
+        "TTR eq. 37",
         source_equation="M_t = (1 − β_t λ_t) M_(t−1) + β_t (v_t − M_(t−1) k_t) k_tᵀ  (TTR eq. 37)",
-        deviations=(
-            "α_t is a gate of its own; eq. 37 has α_t = 1 − β_t λ_t.",
-            "No layer of this recurrence is published.",
-            COMMON_LAYER,
-        ),
+        decay="α_t is a separate gate; eq. 37 has α_t = 1 − β_t λ_t.",
+        unpublished="No layer of this recurrence is published.",
+        common_layer=True,
     ),
 )
 def leaky_lms() -> tuple[Recipe, LayerOptions]:
@@ -49,26 +44,21 @@ def leaky_lms() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "Longhorn",
-    row=40,
     rule="M_t = M_(t−1)(I − ε_t k_t k_tᵀ) + ε_t v_t k_tᵀ,  ε_t = δ_t/(1 + δ_t‖k_t‖²)",
-    references=(
-        TTR("eqs. 30–31"),
-        _LONGHORN,
-    ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 31",
-        deviations=(
+    references=(TTR.at("eqs. 30–31"), _LONGHORN),
+    fidelity=exact(
+        "TTR eq. 31",
+        gates=(
             (
-                "δ_t is one number per head, as in TTR; Longhorn's layer has one per value "
-                "channel (longhorn_diagonal)."
+                "δ_t is one number per head, as in TTR; Longhorn's layer has one per value channel "
+                "(longhorn_diagonal)."
             ),
             (
-                "The gate of δ_t is a softplus in place of a sigmoid, because an implicit "
-                "step is stable at any δ_t."
+                "The gate of δ_t is a softplus in place of a sigmoid, because an implicit step is "
+                "stable at any δ_t."
             ),
-            COMMON_LAYER,
         ),
+        common_layer=True,
     ),
 )
 def longhorn() -> tuple[Recipe, LayerOptions]:
@@ -79,19 +69,14 @@ def longhorn() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "Longhorn, as its layer has it",
-    row=40,
     rule="M_t = (1 − ε_t (k_t²)ᵀ) ⊙ M_(t−1) + (ε_t ⊙ v_t) k_tᵀ,  ε_t = δ_t/(1 + δ_t‖k_t‖²)",
     references=(_LONGHORN,),
-    fidelity=Fidelity(
-        kind="exact",
-        source="Longhorn's layer: one δ per value channel, and the diagonal of the erasure only",
-        deviations=(
-            (
-                "The state has 16 channels per value channel, without norms, with D-skip "
-                "and a SiLU gate as in Mamba's block."
-            ),
-        ),
+    fidelity=exact(
+        "Longhorn's layer: one δ per value channel, and the diagonal of the erasure only",
+        layer="The state has 16 channels per value channel, without norms, with D-skip and a "
+        "SiLU gate as in Mamba's block.",
     ),
+    twin_of="longhorn",
 )
 def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
     """An implicit step whose erasure does not see the other channels of the key."""
@@ -108,23 +93,17 @@ def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "NLMS (Kaczmarz)",
-    row=41,
     rule="M_t = M_(t−1) + (v_t − M_(t−1) k_t) k_tᵀ/‖k_t‖²",
     references=(
-        TTR("eq. 33"),
-        Reference(
-            paper="Nagumo and Noda, A learning method for system identification",
-            year=1967,
-            where="the learning identification",
+        TTR.at("eq. 33"),
+        Paper("Nagumo and Noda, A learning method for system identification", 1967).at(
+            "the learning identification"
         ),
     ),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="TTR eq. 33",
-        deviations=(
-            "No layer of this recurrence is published: TTR leaves it unexplored.",
-            COMMON_LAYER,
-        ),
+    fidelity=reconstruction(
+        "TTR eq. 33",
+        unpublished="No layer of this recurrence is published: TTR leaves it unexplored.",
+        common_layer=True,
     ),
 )
 def nlms() -> tuple[Recipe, LayerOptions]:

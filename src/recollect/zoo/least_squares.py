@@ -13,35 +13,30 @@ from recollect.choices.algorithm.closed_form import LeastSquares
 from recollect.choices.context.windows import Prefix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, TTR
+from recollect.zoo.fidelity import exact, reconstruction
+from recollect.zoo.preset import preset
+from recollect.zoo.references import TTR, Paper
 
 __all__ = ["geometric_rls", "mesa_net", "rls"]
 
-_MESA = Reference(
-    paper="von Oswald et al., Uncovering mesa-optimization algorithms in transformers",
-    year=2023,
-    where="the mesa layer",
-)
+_MESA = Paper(
+    "von Oswald et al., Uncovering mesa-optimization algorithms in transformers", 2023
+).at("the mesa layer")
 
 
 @preset(
     "RLS (mesa layer)",
-    row=33,
     rule="M_t = V_tᵀ K_t (K_tᵀ K_t + λ I)⁻¹",
-    references=(TTR("eq. 11"), _MESA),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 11",
-        source_equation=(
-            "M_t = V_tᵀ K_t (K_tᵀ K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
-            "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 11)"
-        ),
-        deviations=(
+    references=(TTR.at("eq. 11"), _MESA),
+    fidelity=exact(
+        "TTR eq. 11",
+        source_equation="M_t = V_tᵀ K_t (K_tᵀ K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
+        "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 11)",
+        ridge=(
             "A ridge λ takes the place of the pseudoinverse, with an error in proportion to λ.",
             "λ is learned per head and starts at 1.",
-            COMMON_LAYER,
         ),
+        common_layer=True,
     ),
 )
 def rls() -> tuple[Recipe, LayerOptions]:
@@ -51,29 +46,25 @@ def rls() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "geometric RLS",
-    row=34,
     rule="M_t = V_tᵀ Γ_t K_t (K_tᵀ Γ_t K_t + ρ_t I)⁻¹,  Γ_t = diag(γ_i^(t))",
-    references=(TTR("eqs. 14–15"),),
-    fidelity=Fidelity(
-        kind="reconstruction",
-        source="TTR eq. 15",
-        source_equation=(
-            "M_t = V_tᵀ Γ_t K_t (K_tᵀ Γ_t K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
-            "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 15)"
-        ),
-        deviations=(
-            "No layer of this recurrence is published.",
-            "The decay is a gate of the token.",
+    references=(TTR.at("eqs. 14–15"),),
+    fidelity=reconstruction(
+        "TTR eq. 15",
+        source_equation="M_t = V_tᵀ Γ_t K_t (K_tᵀ Γ_t K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
+        "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 15)",
+        unpublished="No layer of this recurrence is published.",
+        decay="The decay is a gate of the token.",
+        ridge=(
             (
-                "A ridge ρ_t takes the place of the pseudoinverse, with an error in "
-                "proportion to it."
+                "A ridge ρ_t takes the place of the pseudoinverse, with an error in proportion to "
+                "it."
             ),
             (
-                "The ridge is refreshed every 64 tokens, because one that only decays "
-                "leaves unexcited directions without a bound."
+                "The ridge is refreshed every 64 tokens, because one that only decays leaves "
+                "unexcited directions without a bound."
             ),
-            COMMON_LAYER,
         ),
+        common_layer=True,
     ),
 )
 def geometric_rls() -> tuple[Recipe, LayerOptions]:
@@ -84,26 +75,20 @@ def geometric_rls() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "MesaNet",
-    row=35,
     rule="M_t = H_t (G_t + Λ)⁻¹,  H_t = γ_t H_(t−1) + β_t v_t k_tᵀ,  "
     "G_t = γ_t G_(t−1) + β_t k_t k_tᵀ",
     references=(
-        Reference(
-            paper="von Oswald et al., MesaNet: sequence modeling by locally optimal test-time "
-            "training",
-            year=2025,
-            where="the layer's recurrence",
-        ),
-        TTR("eqs. 14–15"),
+        Paper(
+            "von Oswald et al., MesaNet: sequence modeling by locally optimal test-time training",
+            2025,
+        ).at("the layer's recurrence"),
+        TTR.at("eqs. 14–15"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="the recurrence of MesaNet",
-        deviations=(
-            "Conjugate gradients run to a tolerance; the paper runs a fixed number of steps.",
-            "Λ is diagonal and starts at 1.",
-            COMMON_LAYER,
-        ),
+    fidelity=exact(
+        "the recurrence of MesaNet",
+        solver="Conjugate gradients run to a tolerance; the paper runs a fixed number of steps.",
+        ridge="Λ is diagonal and starts at 1.",
+        common_layer=True,
     ),
 )
 def mesa_net() -> tuple[Recipe, LayerOptions]:

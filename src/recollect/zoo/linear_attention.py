@@ -16,8 +16,9 @@ from recollect.choices.memory.base import Read
 from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, FREE_LENGTHS, TTR
+from recollect.zoo.fidelity import exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import TTR, Paper
 
 __all__ = ["linear_attention", "normalized_linear_attention"]
 
@@ -26,17 +27,9 @@ _KATHAROPOULOS = "Katharopoulos et al., Transformers are RNNs"
 
 @preset(
     "linear attention",
-    row=11,
     rule="M_t = M_(t−1) + v_t k_tᵀ",
-    references=(
-        TTR("eqs. 2 and 24"),
-        Reference(paper=_KATHAROPOULOS, year=2020, where="eqs. 18–20"),
-    ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 24",
-        deviations=(COMMON_LAYER,),
-    ),
+    references=(TTR.at("eqs. 2 and 24"), Paper(_KATHAROPOULOS, 2020).at("eqs. 18–20")),
+    fidelity=exact("TTR eq. 24", common_layer=True),
 )
 def linear_attention() -> tuple[Recipe, LayerOptions]:
     """A sum of outer products that never forgets."""
@@ -45,21 +38,15 @@ def linear_attention() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "normalised linear attention",
-    row=12,
     rule="M_t = M_(t−1) + v_t φ(k_t)ᵀ,  n_t = n_(t−1) + φ(k_t),  y_t = M_t φ(q_t) / n_t·φ(q_t)",
     references=(
-        Reference(paper=_KATHAROPOULOS, year=2020, where="eqs. 7 and 18–20"),
-        Reference(
-            paper="Qin et al., The devil in linear transformer", year=2022, where="NormAttention"
-        ),
+        Paper(_KATHAROPOULOS, 2020).at("eqs. 7 and 18–20"),
+        Paper("Qin et al., The devil in linear transformer", 2022).at("NormAttention"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="Katharopoulos et al. eqs. 18–20 with φ = elu + 1",
-        deviations=(
-            FREE_LENGTHS,
-            "Qin et al. norm the output in place of the denominator; linear_attention does so.",
-        ),
+    fidelity=exact(
+        "Katharopoulos et al. eqs. 18–20 with φ = elu + 1",
+        no_qk_norm=True,
+        normalizer="Qin et al. normalise the output instead of dividing, as linear_attention does.",
     ),
 )
 def normalized_linear_attention() -> tuple[Recipe, LayerOptions]:

@@ -19,15 +19,12 @@ from recollect.choices.memory.local import LocalPolynomial
 from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.attention import BARE
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import TTR
+from recollect.zoo.attention import PLAIN_ATTENTION_LAYER
+from recollect.zoo.fidelity import exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import TTR, Paper
 
-__all__ = [
-    "kernel_regression_attention",
-    "local_linear_attention",
-    "local_quadratic_attention",
-]
+__all__ = ["kernel_regression_attention", "local_linear_attention", "local_quadratic_attention"]
 
 _DEVIATIONS = (
     "The slopes have a ridge λ of 1, in units of the total weight; without one there is no "
@@ -42,22 +39,21 @@ def _local(degree: int) -> tuple[Recipe, LayerOptions]:
         context=KernelWeighted(),
         algorithm=Analytic(ridge=1.0),
     )
-    return recipe, replace(BARE, qk_norm="rms")
+    return recipe, replace(PLAIN_ATTENTION_LAYER, qk_norm="rms")
 
 
 @preset(
     "local linear attention",
-    row=8,
     rule="[y_t M_t] = (Vᵀ W X)(Xᵀ W X + λ)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))",
-    references=(TTR("eqs. 52–54"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eqs. 52–54",
-        source_equation=(
-            "[M^[0] M^[1]] = (V_tᵀ W_t X_t)(X_tᵀ W_t X_t)⁻¹,  "
-            "W_t ≜ diag(s(k_1, q), …, s(k_t, q))  (TTR eq. 52)"
-        ),
-        deviations=_DEVIATIONS,
+    references=(TTR.at("eqs. 52–54"),),
+    fidelity=exact(
+        "TTR eqs. 52–54",
+        source_equation="[M^[0] M^[1]] = (V_tᵀ W_t X_t)(X_tᵀ W_t X_t)⁻¹,  "
+        "W_t ≜ diag(s(k_1, q), …, s(k_t, q))  (TTR eq. 52)",
+        ridge="The slopes have a ridge λ of 1, in units of the total weight; without one there "
+        "is no solution before D_k tokens.",
+        query_key_norm="Queries and keys have length √K, at which the exponential's weights are "
+        "the Gaussian's.",
     ),
 )
 def local_linear_attention() -> tuple[Recipe, LayerOptions]:
@@ -67,17 +63,16 @@ def local_linear_attention() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "local quadratic attention",
-    row=9,
     rule="as local linear attention, with X = [1, k_i − q_t, (k_i − q_t)²]",
-    references=(TTR("eq. 49, p = 2"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 49",
-        source_equation=(
-            "m̂_q(k) = M^[0] + M^[1](k − q) + M^[2](k − q, k − q) + … + M^[p](k − q, …, k − q)  "
-            "(TTR eq. 49)"
-        ),
-        deviations=_DEVIATIONS,
+    references=(TTR.at("eq. 49, p = 2"),),
+    fidelity=exact(
+        "TTR eq. 49",
+        source_equation="m̂_q(k) = M^[0] + M^[1](k − q) + M^[2](k − q, k − q) + … "
+        "+ M^[p](k − q, …, k − q)  (TTR eq. 49)",
+        ridge="The slopes have a ridge λ of 1, in units of the total weight; without one there "
+        "is no solution before D_k tokens.",
+        query_key_norm="Queries and keys have length √K, at which the exponential's weights are "
+        "the Gaussian's.",
     ),
 )
 def local_quadratic_attention() -> tuple[Recipe, LayerOptions]:
@@ -87,46 +82,33 @@ def local_quadratic_attention() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "kernel regression attention",
-    row=10,
     rule="y_t = Vᵀ (κ(K, K) + λ)⁻¹ κ(K, q_t) over i ≤ t",
     references=(
-        TTR("eq. 43"),
-        Reference(
-            paper="Garnelo and Czarnecki, Exploring the space of key-value-query models with "
-            "intention",
-            year=2023,
-            where="section 3",
-        ),
-        Reference(
-            paper="Chen et al., Skyformer: remodel self-attention with Gaussian kernel and Nyström "
+        TTR.at("eq. 43"),
+        Paper(
+            "Garnelo and Czarnecki, Exploring the space of key-value-query models with intention",
+            2023,
+        ).at("section 3"),
+        Paper(
+            "Chen et al., Skyformer: remodel self-attention with Gaussian kernel and Nyström "
             "method",
-            year=2021,
-            where="section 4",
-        ),
+            2021,
+        ).at("section 4"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 43 with a ridge",
+    fidelity=exact(
+        "TTR eq. 43 with a ridge",
         source_equation="m_(k,t)(q) = V_tᵀ k(K_t, K_t)⁻¹ k(K_t, q)  (TTR eq. 43)",
-        deviations=(
-            (
-                "A ridge of 1, the kernel of equal keys, keeps the factor positive in "
-                "float32; eq. 43 has none."
-            ),
-            (
-                "Queries and keys have length √K, at which the Gaussian is exp(q·k/√K) up "
-                "to a factor."
-            ),
-            "Intention's kernel is linear, and Skyformer's is the Gaussian without the inverse.",
-        ),
+        ridge="A ridge of 1, the kernel of equal keys, keeps the factor positive in float32; eq. "
+        "43 has none.",
+        query_key_norm="Queries and keys have length √K, at which the Gaussian is exp(q·k/√K) up "
+        "to a factor.",
+        other_forms="Intention's kernel is linear, and Skyformer's is the Gaussian without the "
+        "inverse.",
     ),
 )
 def kernel_regression_attention() -> tuple[Recipe, LayerOptions]:
     """Least squares over all of the past, on infinitely many features."""
     recipe = Recipe(
-        memory=Matrix(),
-        features=Gaussian(),
-        context=Prefix(),
-        algorithm=Analytic(ridge=1.0),
+        memory=Matrix(), features=Gaussian(), context=Prefix(), algorithm=Analytic(ridge=1.0)
     )
-    return recipe, replace(BARE, qk_norm="rms")
+    return recipe, replace(PLAIN_ATTENTION_LAYER, qk_norm="rms")

@@ -1,4 +1,4 @@
-"""What MIRAS derives but does not name: other losses and retention gates, on a matrix memory.
+"""Losses and retention gates that MIRAS derives and does not name, on a matrix memory.
 
 Examples:
     >>> rc.zoo.names("miras_variants")
@@ -17,8 +17,9 @@ from recollect.choices.retention.divergence import FDivergence
 from recollect.choices.retention.links import Bregman, ElasticNet
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import COMMON_LAYER, INNER_BATCHES, MIRAS
+from recollect.zoo.fidelity import Sentences, exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import MIRAS
 
 __all__ = [
     "elastic_net",
@@ -30,11 +31,13 @@ __all__ = [
 ]
 
 _DESCENT = GradientDescent(batch_size=16)
-_OPEN = (
-    "The memory is the matrix of MIRAS's equations, with one decay and one rate per head: the "
-    "paper states no model.",
-    COMMON_LAYER,
-)
+_MATRIX_MEMORY: dict[str, Sentences] = {
+    "memory": (
+        "The memory is the matrix of MIRAS's equations, with one decay and one rate per head: the "
+        "paper states no model."
+    ),
+    "common_layer": True,
+}
 
 
 def _steps(high: float) -> GateOptions:
@@ -43,26 +46,23 @@ def _steps(high: float) -> GateOptions:
 
 @preset(
     "elastic-net memory",
-    row=51,
     rule="A_t = α_t A_(t−1) − η_t ∇ℓ_t,  W_t = S_τ(A_t),  S_τ(z) = sign(z) max(|z| − τ, 0)",
-    references=(MIRAS("section 5.2, variant 3, and eq. 23"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="MIRAS eq. 23",
-        source_equation=(
-            "A_t = A_(t−1) − η ∇ℓ(W_(t−1); k_t, v_t)\nW_t = S_(η/α)(A_t)  (MIRAS eq. 23)"
-        ),
-        deviations=(
-            "A_t decays by a gate α_t; eq. 23 has no decay.",
+    references=(MIRAS.at("section 5.2, variant 3, and eq. 23"),),
+    fidelity=exact(
+        "MIRAS eq. 23",
+        source_equation="A_t = A_(t−1) − η ∇ℓ(W_(t−1); k_t, v_t)\n"
+        "W_t = S_(η/α)(A_t)  (MIRAS eq. 23)",
+        decay="A_t decays by a gate α_t; eq. 23 has no decay.",
+        link=(
             "The threshold is a gate τ_t; eq. 23 has η/α.",
             (
-                "The regulariser is (1/2η)‖W‖²; the paper prints (1/η)‖W‖², from which eq. "
-                "23 does not follow."
+                "The regulariser is (1/2η)‖W‖²; the paper prints (1/η)‖W‖², from which eq. 23 does "
+                "not follow."
             ),
             "The threshold acts at the end of an inner batch.",
-            INNER_BATCHES,
-            *_OPEN,
         ),
+        inner_batches=16,
+        **_MATRIX_MEMORY,
     ),
 )
 def elastic_net() -> tuple[Recipe, LayerOptions]:
@@ -75,17 +75,14 @@ def elastic_net() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "elastic-net memory, proximal",
-    row=51,
     rule="W_t = S_τ(α_t W_(t−1) − η_t ∇ℓ(W_(t−1); k_t, v_t))",
-    references=(MIRAS("section 5.2, variant 3, and eq. 22"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="MIRAS eq. 22",
-        deviations=(
-            "α_t, η_t and τ_t are gates of their own; eq. 22 makes them of η, α and β.",
-            *_OPEN,
-        ),
+    references=(MIRAS.at("section 5.2, variant 3, and eq. 22"),),
+    fidelity=exact(
+        "MIRAS eq. 22",
+        gates="α_t, η_t and τ_t are separate gates; eq. 22 derives them from η, α and β.",
+        **_MATRIX_MEMORY,
     ),
+    twin_of="elastic_net",
 )
 def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
     """Soft forgetting by a factor, hard forgetting by a threshold."""
@@ -96,22 +93,20 @@ def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "sigmoid-Bregman memory",
-    row=52,
     rule="A_t = α_t A_(t−1) − η_t ∇ℓ(W_(t−1); k_t, v_t),  W_t = σ(A_t)",
-    references=(MIRAS("section 5.2, variant 5"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="MIRAS section 5.2, variant 5: f' = logit, so W_t = σ(logit W_(t−1) − η ∇ℓ)",
+    references=(MIRAS.at("section 5.2, variant 5"),),
+    fidelity=exact(
+        "MIRAS section 5.2, variant 5: f' = logit, so W_t = σ(logit W_(t−1) − η ∇ℓ)",
         source_equation="W_t = σ(ln(W_t / (1 − W_t)) − η ∇ℓ(W_(t−1); k_t, v_t))  "
         "(MIRAS section 5.2, variant 5)",
-        deviations=(
+        link=(
             "The logit is that of W_(t−1); the paper prints W_t.",
-            "The logit decays by a gate α_t; the paper has no decay.",
-            "The memory starts at one half.",
             "The sigmoid acts at the end of an inner batch.",
-            INNER_BATCHES,
-            *_OPEN,
         ),
+        decay="The logit decays by a gate α_t; the paper has no decay.",
+        initial_memory="The memory starts at one half.",
+        inner_batches=16,
+        **_MATRIX_MEMORY,
     ),
 )
 def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
@@ -124,25 +119,23 @@ def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "f-divergence memory",
-    row=53,
     rule="W_t = W̄_t ⊙ g(−ζ_t − η_t ∇ℓ(W_(t−1); k_t, v_t)),  g = (f')⁻¹,  ‖W_t‖₁ = c,  "
     "W̄_t = c W_(t−1)^(α_t) / ‖W_(t−1)^(α_t)‖₁",
-    references=(MIRAS("eq. 18"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="MIRAS eq. 18 with f = (√x − 1)², normalised per slice: each row a measure",
+    references=(MIRAS.at("eq. 18"),),
+    fidelity=exact(
+        "MIRAS eq. 18 with f = (√x − 1)², normalised per slice: each row a measure",
         source_equation="W_t = W_(t−1) ⊙ g(−ζ_t − η_t ∇ℓ(W_(t−1); k_t, v_t))  (MIRAS eq. 18)",
-        deviations=(
+        link=(
             "f is (√x − 1)²; the paper leaves it open.",
             (
-                "Each row is a measure of mass c = 8; eq. 18 has one sum over the whole "
-                "matrix (axis='all')."
+                "Each row is a measure of mass c = 8; eq. 18 has one sum over the whole matrix "
+                "(axis='all')."
             ),
-            "The memory decays to W_(t−1)^(α_t), as under MIRAS's KL gate; eq. 18 has no decay.",
-            "ζ_t is found by bisection.",
-            "η_t is a gate between 0 and 1.",
-            *_OPEN,
         ),
+        decay="The memory decays to W_(t−1)^(α_t), as under MIRAS's KL gate; eq. 18 has no decay.",
+        solver="ζ_t is computed by bisection.",
+        rate="η_t is a gate between 0 and 1.",
+        **_MATRIX_MEMORY,
     ),
 )
 def f_divergence() -> tuple[Recipe, LayerOptions]:
@@ -153,23 +146,17 @@ def f_divergence() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "value-robust memory",
-    row=54,
     rule="W_t = α_t W_(t−1) − η_t (e_t + Δ_t e_t/‖e_t‖) k_tᵀ,  e_t = W_(t−1) k_t − v_t",
-    references=(MIRAS("eq. 17 and what follows"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="the gradient of MIRAS's robust loss ½‖e‖² + Δ‖e‖ + ½Δ²",
-        source_equation=(
-            "W_t = W_(t−1) − η ((M(W_(t−1), k_t) − v_t) k_tᵀ\n"
-            "                   + Δ (M(W_(t−1), k_t) − v_t) / ‖M(W_(t−1), k_t) − v_t‖_2 "
-            "k_tᵀ)  (MIRAS, after eq. 17)"
-        ),
-        deviations=(
-            "The memory decays by a gate α_t; the paper's update has no decay.",
-            "Δ_t is a gate; the paper's update has a constant.",
-            INNER_BATCHES,
-            *_OPEN,
-        ),
+    references=(MIRAS.at("eq. 17 and what follows"),),
+    fidelity=exact(
+        "the gradient of MIRAS's robust loss ½‖e‖² + Δ‖e‖ + ½Δ²",
+        source_equation="W_t = W_(t−1) − η ((M(W_(t−1), k_t) − v_t) k_tᵀ\n"
+        "                   + Δ (M(W_(t−1), k_t) − v_t) / ‖M(W_(t−1), k_t) − v_t‖_2 "
+        "k_tᵀ)  (MIRAS, after eq. 17)",
+        decay="The memory decays by a gate α_t; the paper's update has no decay.",
+        gates="Δ_t is a gate; the paper's update has a constant.",
+        inner_batches=16,
+        **_MATRIX_MEMORY,
     ),
 )
 def value_robust() -> tuple[Recipe, LayerOptions]:
@@ -180,23 +167,21 @@ def value_robust() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "value-less memory",
-    row=55,
     rule="W_t = α_t W_(t−1) − η_t sign(W_(t−1) k_t − v_t) k_tᵀ",
-    references=(MIRAS("eq. 12"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="MIRAS eq. 12",
+    references=(MIRAS.at("eq. 12"),),
+    fidelity=exact(
+        "MIRAS eq. 12",
         source_equation="W_t = W_t − η_t Sign(W_t k_t − v_t) k_tᵀ  (MIRAS eq. 12)",
-        deviations=(
-            "The memory decays by a gate α_t; eq. 12 has no decay.",
+        decay="The memory decays by a gate α_t; eq. 12 has no decay.",
+        loss=(
             (
-                "The sign is smoothed to e/√(e² + 0.01), so that values can be learned "
-                "through it; the paper takes tanh(αe)."
+                "The sign is smoothed to e/√(e² + 0.01), so that its gradient reaches the values; "
+                "the paper takes tanh(αe)."
             ),
             "The error is that of W_(t−1); eq. 12 prints W_t.",
-            INNER_BATCHES,
-            *_OPEN,
         ),
+        inner_batches=16,
+        **_MATRIX_MEMORY,
     ),
 )
 def value_less() -> tuple[Recipe, LayerOptions]:

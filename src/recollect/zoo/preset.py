@@ -1,126 +1,63 @@
-"""Presets: named systems of the literature, each a recipe and options, and how faithful it is."""
+"""Presets: named systems of the literature with recipes, layer options, references and fidelity."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recollect.blocks.builder import build
-from recollect.blocks.mixers import Mixer, as_mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.layer.checks import fit_options
-from recollect.layer.feed_forward import FeedForward, build_layer
-from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.options import LayerOptions
+from recollect.layer.feed_forward import build_layer
+from recollect.layer.options import GateOptions, LayerOptions
 from recollect.messages import RecipeError, short_repr
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.report.notebook import equations_of, facts
+from recollect.zoo.fidelity import Deviation, Fidelity, deviation_items
+from recollect.zoo.references import Reference
 
 __all__ = [
-    "Fidelity",
-    "Hybrid",
+    "KINDS",
+    "Factory",
     "Preset",
-    "Reference",
-    "find",
+    "decay_from",
     "get",
-    "hybrid",
-    "hybrids",
+    "limit_multiple",
     "names",
     "preset",
+    "published",
+    "variants",
 ]
 
-KINDS = ("exact", "approximation", "reconstruction")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """Where a system comes from.
-
-    Attributes:
-        where: equation, section or table.
-
-    Examples:
-        >>> print(rc.zoo.Reference(paper="Katharopoulos et al.", year=2020, where="eqs. 18–20"))
-        Katharopoulos et al. (2020), eqs. 18–20
-    """
-
-    paper: str
-    year: int
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.paper} ({self.year}), {self.where}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fidelity:
-    """How close a system is to its source.
-
-    Attributes:
-        kind: ``"exact"``, ``"approximation"`` or ``"reconstruction"`` (the source leaves something
-            open).
-        source: the equation that the system follows, as in ``"ATLAS eqs. 12–13"``.
-        source_equation: that equation as it is printed, with paper and number behind each line.
-            Empty if the system's ``rule`` is the printed equation up to notation.
-        deviations: each difference from the source, and each choice that the source leaves open, in
-            the recipe and in the layer around it. One sentence each.
-
-    Raises:
-        RecipeError: an unknown kind, or deviations that are no tuple of texts.
-
-    Examples:
-        >>> print(rc.zoo.get("linear_attention").fidelity.kind)
-        exact
-        >>> print(rc.zoo.get("ffn_relu").fidelity)
-        exact, from AM eq. 14
-        >>> print(rc.zoo.Fidelity(kind="exact", source="1", deviations=("It has no gate.",)))
-        exact, from 1
-        - It has no gate.
-    """
-
-    kind: str
-    source: str
-    source_equation: str = ""
-    deviations: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise RecipeError(
-                f"Fidelity(kind=...) must be one of {', '.join(KINDS)}, not {self.kind!r}"
-            )
-        texts = isinstance(self.deviations, tuple) and all(
-            isinstance(item, str) for item in self.deviations
-        )
-        if not texts:
-            raise RecipeError(
-                f"Fidelity(deviations=...) must be a tuple of sentences, not {self.deviations!r}"
-            )
-
-    def __str__(self) -> str:
-        lines = [f"{self.kind}, from {self.source}", *(f"- {item}" for item in self.deviations)]
-        return "\n".join(lines)
+KINDS = ("attention", "matrix", "vector", "kernel", "deep", "feed_forward", "hybrid")
+"""Structures of memories, see `Preset.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A named system: a recipe, the layer's options, and where both come from.
+    """A named system: its mixers, and their sources.
 
     Attributes:
-        name: as in `names`.
-        title: what the system is called.
-        recipe, options: what it is.
-        rule: the write rule that it computes, in the source's letters.
-        family: the file it lives in.
-        row: its number in the table of architectures.
-        references, fidelity: whose it is, and how faithful.
+        name: name in the zoo. A variant has the name of its preset and its own, as in
+            ``"titans:published"``.
+        title: name in the literature.
+        layers: mixers by name, one per layer of the repeating pattern, from input to output. A
+            model has an MLP after each.
+        rule: the update that it computes, in the letters of the source.
+        family: module of the zoo that defines it.
+        references: sources.
+        fidelity: closeness to the sources.
         summary: one sentence.
+        twin_of: name of the preset of which it is a variation, or empty.
 
     Examples:
         >>> preset = rc.zoo.get("gated_delta_net")
-        >>> preset.title, preset.family
-        ('Gated DeltaNet', 'delta_rule')
+        >>> preset.title, preset.family, preset.kind
+        ('Gated DeltaNet', 'delta_rule', 'matrix')
         >>> preset.rule
         'M_t = α_t M_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ'
         >>> layer = preset.build(d_model=16, num_heads=2)
@@ -130,41 +67,120 @@ class Preset:
 
     name: str
     title: str
-    recipe: Recipe
-    options: LayerOptions = field(default_factory=LayerOptions)
+    layers: tuple[tuple[str, Mixer], ...]
     rule: str
     family: str
-    row: int
     references: tuple[Reference, ...]
     fidelity: Fidelity
     summary: str = ""
+    twin_of: str = ""
+
+    def __repr__(self) -> str:
+        return f"Preset({self.name!r})"
+
+    @property
+    def variant(self) -> str:
+        """Name of the variant, or empty."""
+        return self.name.partition(":")[2]
+
+    @property
+    def kind(self) -> str:
+        """Structure of the memory.
+
+        ``"attention"``: stored associations, fitted anew for every query. ``"matrix"`` and
+        ``"vector"``: linear memories. ``"kernel"``: a linear memory over the infinitely many
+        features of a kernel. ``"deep"``: maps with an activation or a norm. ``"feed_forward"``:
+        learned associations that are read and never written. ``"hybrid"``: several recipes.
+        """
+        mixer = self.layers[0][1]
+        if len(self.layers) > 1 or not isinstance(mixer, RecipeMixer):
+            return "hybrid"
+        recipe = mixer.recipe
+        if mixer.options.persistent:
+            return "feed_forward"
+        if recipe.nonparametric:
+            return "attention"
+        if not recipe.memory.linear:
+            return "deep"
+        if not recipe.features.finite:
+            return "kernel"
+        return "vector" if recipe.memory.is_elementwise else "matrix"
+
+    @property
+    def mixer(self) -> Mixer:
+        """The mixer of every layer.
+
+        Raises:
+            RecipeError: the layers differ.
+        """
+        if len(self.layers) > 1:
+            raise RecipeError(
+                f"{self.name} is a pattern of layers, {', '.join(dict(self.layers))}, and no "
+                "single mixer: make a model of it, by RecollectConfig.from_recipes("
+                f"{self.name!r})"
+            )
+        return self.layers[0][1]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of a system that has only one.
+
+        Raises:
+            RecipeError: the system is a hybrid.
+        """
+        return self._single.recipe
+
+    @property
+    def options(self) -> LayerOptions:
+        """The layer options of a system that has only one recipe.
+
+        Raises:
+            RecipeError: the system is a hybrid.
+        """
+        return self._single.options
+
+    @property
+    def _single(self) -> RecipeMixer:
+        mixer = self.layers[0][1]
+        if len(self.layers) == 1 and isinstance(mixer, RecipeMixer):
+            return mixer
+        parts = [key for key, _ in self.layers if key != self.name]
+        structure = f"layers of {', '.join(parts)}" if parts else "several recipes in one layer"
+        raise RecipeError(
+            f"{self.name} is {structure}, and one recipe is expected here: "
+            f"rc.zoo.get({self.name!r}).layers are its parts, and rc.blocks builds such layers"
+        )
 
     def build(
-        self, d_model: int, num_heads: int, *, options: LayerOptions | None = None, **overrides: Any
-    ) -> MemoryLayer | FeedForward:
-        """A layer of this system with fresh weights.
+        self, d_model: int, num_heads: int, *, options: LayerOptions | None = None, **sizes: Any
+    ) -> Any:
+        """Return a layer of this system with new weights.
 
         Args:
             d_model: width of the tokens.
-            num_heads: query heads.
-            options: in place of the preset's own, e.g. ``replace(preset.options, conv_size=0)``.
-            **overrides: other keywords of `MemoryLayer`: num_kv_heads, head_dim, value_dim, engine,
+            num_heads: query heads, of every part.
+            options: layer options of a system of one recipe instead of its own, such as
+                ``replace(preset.options, conv_size=0)``.
+            **sizes: other keywords of `MemoryLayer`: num_kv_heads, head_dim, value_dim, engine,
                 chunk_size, precision, depth.
 
         Raises:
-            RecipeError: an override that `MemoryLayer` does not take.
+            RecipeError: a pattern of different layers, an unknown keyword, or sizes that do not
+                fit.
         """
         known = (
             *("num_kv_heads", "head_dim", "value_dim"),
             *("engine", "chunk_size", "precision", "depth"),
         )
-        for name in overrides:
+        for name in sizes:
             if name not in known:
                 raise RecipeError(
                     f"build has no override {name!r}; it takes options, {', '.join(known)}"
                 )
+        if self.kind == "hybrid" and options is None:
+            return build(self.mixer, d_model, num_heads, **sizes)
         options = self.options if options is None else options
-        return build_layer(d_model, num_heads, self.recipe, options, **overrides)
+        return build_layer(d_model, num_heads, self.recipe, options, **sizes)
 
     def replace(self, **changes: Any) -> Preset:
         """Return this system with some choices of its recipe replaced.
@@ -193,151 +209,84 @@ class Preset:
             return self
         recipe = self.recipe.replace(**changes)
         options, reset = fit_options(recipe, self.options, self.recipe)
-        said = ", ".join(f"{name} = {change.brief}" for name, change in changes.items())
-        deviations = [f"The recipe has {said}."]
+        choices = ", ".join(f"{name} = {change.brief}" for name, change in changes.items())
+        sentences = [f"The recipe has {choices}."]
         if reset:
-            deviations.append(f"Layer options were reset: {', '.join(reset)}.")
+            sentences.append(f"Layer options were reset: {', '.join(reset)}.")
             warnings.warn(
-                f"{self.name} with {said} resets layer options that do not fit: "
+                f"{self.name} with {choices} resets layer options that do not fit: "
                 f"{', '.join(reset)}; others are given by build(options=...)",
                 UserWarning,
                 stacklevel=2,
             )
+        name = f"{self.name}, {choices}"
         return replace(
             self,
-            name=f"{self.name}, {said}",
-            title=f"{self.title} with {said}",
-            recipe=recipe,
-            options=options,
+            name=name,
+            title=f"{self.title} with {choices}",
+            layers=((name, RecipeMixer(recipe=recipe, options=options)),),
             rule="",
             fidelity=Fidelity(
-                kind="reconstruction", source=self.name, deviations=tuple(deviations)
+                kind="reconstruction",
+                source=self.name,
+                deviations=deviation_items(changed=tuple(sentences)),
             ),
             summary="",
+            twin_of=self.name,
         )
 
     def _repr_html_(self) -> str:
-        recipe = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]
+        if self.kind == "hybrid":
+            parts = [("layers", [", ".join(dict(self.layers))] if len(self.layers) > 1 else [])]
+            parts += [("composes", [x for _, mixer in self.layers for x in mixer.equations])]
+        else:
+            parts = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]
+            parts += equations_of(self)
         rows = [
             ("rule", [self.rule]),
             ("printed", self.fidelity.source_equation.splitlines()),
-            *recipe,
-            *equations_of(self),
+            *parts,
             ("fidelity", str(self.fidelity).splitlines()),
             ("from", [str(reference) for reference in self.references]),
         ]
-        code = ("rule", "printed", *CHOICES, *(name for name, _ in equations_of(self)))
+        code = ("rule", "printed", *(name for name, _ in parts if name != "layers"))
         return facts(f"`{self.name}`: {self.title}", rows, equations=code)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hybrid:
-    """A named system of several recipes: a mixer, or a pattern of mixers over the depth.
-
-    Attributes:
-        name: as in `hybrids`.
-        title: what the system is called.
-        layers: its mixers in the order in which they stand over the depth, each under a name. Every
-            one is followed by an MLP.
-        rule: how they work together, in the paper's form.
-        family: the file it lives in.
-        row: its number in the table of architectures.
-        references, fidelity: whose it is, and how faithful.
-        summary: one sentence.
-
-    Examples:
-        >>> system = rc.zoo.find("titans_mal")
-        >>> system.rule
-        'y = M([p, x]),  o = SWA(y)'
-        >>> layer = system.build(d_model=16, num_heads=2)
-        >>> layer(torch.randn(1, 4, 16))[0].shape
-        torch.Size([1, 4, 16])
-    """
-
-    name: str
-    title: str
-    layers: tuple[tuple[str, Mixer], ...]
-    rule: str
-    family: str
-    row: int
-    references: tuple[Reference, ...]
-    fidelity: Fidelity
-    summary: str = ""
-
-    @property
-    def mixer(self) -> Mixer:
-        """The one mixer that every layer is.
-
-        Raises:
-            RecipeError: the layers differ.
-        """
-        if len(self.layers) > 1:
-            raise RecipeError(
-                f"{self.name} is a pattern of layers, {', '.join(dict(self.layers))}, and no "
-                "single mixer: make a model of it, by RecollectConfig.from_recipes("
-                f"{self.name!r})"
-            )
-        return next(mixer for _, mixer in self.layers)
-
-    def _repr_html_(self) -> str:
-        rows = [
-            ("rule", [self.rule]),
-            ("layers", [", ".join(dict(self.layers))] if len(self.layers) > 1 else []),
-            ("composes", [line for _, mixer in self.layers for line in mixer.equations]),
-            ("fidelity", str(self.fidelity).splitlines()),
-            ("from", [str(reference) for reference in self.references]),
-        ]
-        return facts(f"`{self.name}`: {self.title}", rows, equations=("rule", "composes"))
-
-    def build(self, d_model: int, num_heads: int, **sizes: Any) -> Any:
-        """A layer of this system with fresh weights, as `recollect.blocks.build`.
-
-        Args:
-            d_model: width of the tokens.
-            num_heads: query heads of every part.
-            **sizes: other keywords of `MemoryLayer`.
-
-        Raises:
-            RecipeError: a pattern of different layers, or sizes that do not fit.
-        """
-        return build(self.mixer, d_model, num_heads, **sizes)
-
-
 _PRESETS: dict[str, Preset] = {}
-_HYBRIDS: dict[str, Hybrid] = {}
 
-Maker = Callable[[], tuple[Recipe, LayerOptions]]
-Composer = Callable[[], "Mixer | Mapping[str, Any]"]
+Factory = Callable[[], "tuple[Recipe, LayerOptions] | Mixer | Mapping[str, Any]"]
 
 
 def preset(
     title: str,
     *,
-    row: int,
     rule: str,
     references: tuple[Reference, ...],
     fidelity: Fidelity,
-) -> Callable[[Maker], Maker]:
-    """Decorator: register a function that returns recipe and options under its own name.
+    twin_of: str = "",
+) -> Callable[[Factory], Factory]:
+    """Decorate a function so that the system it returns is registered under its name.
 
-    Its docstring's first line is the summary, its module the family.
+    The function returns a recipe and layer options, a mixer, or the mixers of a pattern by name.
+    The first line of its docstring is the summary, and its module is the family. A rate in
+    multiples of the stability limit becomes a deviation with its numbers.
 
     Args:
-        title: what the system is called.
-        row: its number in the table of architectures.
-        rule: the write rule that it computes, in the source's letters.
-        references: whose it is.
-        fidelity: how close the recipe is to its source.
+        title: name in the literature.
+        rule: the update that it computes, in the letters of the source.
+        references: sources.
+        fidelity: closeness to the sources.
+        twin_of: name of the preset of which it is a variation.
 
     Raises:
-        RecipeError: a name that another preset has.
+        RecipeError: another preset has the name.
 
     Examples:
         >>> @rc.zoo.preset(
         ...     "Half delta net",
-        ...     row=999,
         ...     rule="W_t = W_(t−1) − ½ (W_(t−1) k_t − v_t) k_tᵀ",
-        ...     references=(rc.zoo.Reference(paper="none", year=2026, where="here"),),
+        ...     references=(rc.zoo.Reference(paper="none", year=2026, location="here"),),
         ...     fidelity=rc.zoo.Fidelity(kind="exact", source="the rule above"),
         ... )
         ... def half_delta_net():
@@ -347,134 +296,145 @@ def preset(
         'Half delta net'
     """
 
-    def register(make: Maker) -> Maker:
-        recipe, options = make()
+    def register(make: Factory) -> Factory:
         name = make.__name__
-        if name in _PRESETS or name in _HYBRIDS:
-            raise RecipeError(f"a preset named {name!r} exists already: choose another name")
-        _PRESETS[name] = Preset(
-            name=name,
-            title=title,
-            recipe=recipe,
-            options=options,
-            rule=rule,
-            family=make.__module__.rpartition(".")[2],
-            row=row,
-            references=references,
-            fidelity=fidelity,
-            summary=(make.__doc__ or "").strip().split("\n")[0],
-        )
+        _register(
+            make, name, title=title, rule=rule, references=references, fidelity=fidelity,
+            twin_of=twin_of,
+        )  # fmt: skip
         return make
 
     return register
 
 
-def hybrid(
-    title: str,
-    *,
-    row: int,
-    rule: str,
-    references: tuple[Reference, ...],
-    fidelity: Fidelity,
-) -> Callable[[Composer], Composer]:
-    """Decorator: register a function that returns a mixer, or the mixers of a pattern by name.
+def published(
+    name: str, *, rule: str, references: tuple[Reference, ...], fidelity: Fidelity
+) -> Callable[[Factory], Factory]:
+    """Decorate a function that returns the printed equation of a registered preset.
 
-    Its docstring's first line is the summary, its module the family.
+    The system is registered as the preset's variant ``"published"``.
 
     Args:
-        title: what the system is called.
-        row: its number in the table of architectures.
-        rule: how the parts work together.
-        references: whose it is.
-        fidelity: how close it is to its source.
+        name: name of the preset.
+        rule: the printed equation.
+        references: sources.
+        fidelity: closeness to the sources.
 
     Raises:
-        RecipeError: a name that another system has.
-
-    Examples:
-        >>> @rc.zoo.hybrid(
-        ...     "Delta net, then a window",
-        ...     row=999,
-        ...     rule="y = window(delta(x))",
-        ...     references=(rc.zoo.Reference(paper="none", year=2026, where="here"),),
-        ...     fidelity=rc.zoo.Fidelity(kind="exact", source="the rule above"),
-        ... )
-        ... def delta_then_window():
-        ...     return rc.blocks.Sequential("delta_net", "sliding_window_attention")
-        >>> rc.zoo.find("delta_then_window").title
-        'Delta net, then a window'
+        RecipeError: the preset is unknown, or has the variant already.
     """
 
-    def register(make: Composer) -> Composer:
-        made, name = make(), make.__name__
-        if name in _PRESETS or name in _HYBRIDS:
-            raise RecipeError(f"a system named {name!r} exists already: choose another name")
-        layers = made if isinstance(made, Mapping) else {name: made}
-        _HYBRIDS[name] = Hybrid(
-            name=name,
-            title=title,
-            layers=tuple((key, as_mixer(value)) for key, value in layers.items()),
-            rule=rule,
-            family=make.__module__.rpartition(".")[2],
-            row=row,
-            references=references,
-            fidelity=fidelity,
-            summary=(make.__doc__ or "").strip().split("\n")[0],
-        )
+    def register(make: Factory) -> Factory:
+        title = f"{get(name).title}, as published"
+        _register(
+            make, f"{name}:published", title=title, rule=rule, references=references,
+            fidelity=fidelity, twin_of=name,
+        )  # fmt: skip
         return make
 
     return register
 
 
-def hybrids() -> list[str]:
-    """Names of all systems of several recipes, in the order of the table.
+def _register(make: Factory, name: str, *, fidelity: Fidelity, **fields: Any) -> None:
+    if name in _PRESETS:
+        raise RecipeError(f"a preset named {name!r} exists already: choose another name")
+    system = make()
+    layers = system if isinstance(system, Mapping) else {name: system}
+    registered = Preset(
+        name=name,
+        layers=tuple((key, as_mixer(value)) for key, value in layers.items()),
+        family=make.__module__.rpartition(".")[2],
+        fidelity=fidelity,
+        summary=(make.__doc__ or "").strip().split("\n")[0],
+        **fields,
+    )
+    if registered.kind != "hybrid":
+        items = (*fidelity.deviations, *_rate_deviation(registered.recipe, registered.options))
+        registered = replace(registered, fidelity=replace(fidelity, deviations=items))
+    _PRESETS[name] = registered
 
-    Examples:
-        >>> "titans_mal" in rc.zoo.hybrids()
-        True
+
+def _rate_deviation(recipe: Recipe, options: LayerOptions) -> tuple[Deviation, ...]:
+    """Return the deviation of a rate in multiples of the stability limit, if it is in that unit."""
+    rate = options.gate("lr")
+    if rate.resolve_unit("lr", recipe) != "stability_limit":
+        return ()
+    low, high, init = (
+        default if value is None else value
+        for value, default in ((rate.low, 0.0), (rate.high, 1.0), (rate.init, 0.5))
+    )
+    return deviation_items(rate=(low, high, init))
+
+
+def limit_multiple(
+    init: float, *, low: float | None = None, high: float | None = None
+) -> GateOptions:
+    """Return options of a rate in multiples of the stability limit.
+
+    Args:
+        init: initial multiple.
+        low: smallest multiple; 0 by default.
+        high: largest multiple; 1 by default.
     """
-    return [h.name for h in sorted(_HYBRIDS.values(), key=lambda h: h.row)]
+    return GateOptions(unit="stability_limit", init=init, low=low, high=high)
 
 
-def find(name: str) -> Preset | Hybrid:
-    """The system of that name, of one recipe or of several.
+def decay_from(alpha: float) -> GateOptions:
+    """Return options of a decay that starts at α, with memory times spread over the heads.
+
+    They are from 1/4 to 4 times −1/log α tokens.
+    """
+    return GateOptions(init=math.log(alpha), head_spread=4.0)
+
+
+def names(family: str | None = None, *, kind: str | None = None) -> list[str]:
+    """Return the names of presets in the order of registration, without variants.
+
+    Args:
+        family: module of the zoo. By default, all.
+        kind: structure of the memory, one of `KINDS`. By default, all but hybrids, which a family
+            also includes.
 
     Raises:
-        RecipeError: there is none; the nearest names are suggested.
-
-    Examples:
-        >>> rc.zoo.find("gla").title, rc.zoo.find("samba").title
-        ('gated linear attention (GLA)', 'Samba')
-    """
-    if isinstance(name, str) and name in _HYBRIDS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        return _HYBRIDS[name]
-    return get(name)
-
-
-def names(family: str | None = None) -> list[str]:
-    """Names of all presets in the order of the table, or of one family.
-
-    Raises:
-        RecipeError: an unknown family.
+        RecipeError: an unknown family or kind.
 
     Examples:
         >>> rc.zoo.names("titans")
         ['titans', 'titans_with_base', 'titans_minus']
+        >>> rc.zoo.names(kind="vector")
+        ['lru', 'rg_lru']
+        >>> "titans_mal" in rc.zoo.names(kind="hybrid")
+        True
     """
-    families = sorted({p.family for p in _PRESETS.values()})
-    if family is not None and family not in families:
-        raise RecipeError(
-            f"the zoo has no family {short_repr(family)}; it has {', '.join(families)}"
-        )
-    chosen = [p for p in _PRESETS.values() if family in (None, p.family)]
-    return [p.name for p in sorted(chosen, key=lambda p: p.row)]
+    presets = [preset for preset in _PRESETS.values() if not preset.variant]
+    families = sorted({preset.family for preset in presets})
+    for argument, value, known in (("family", family, families), ("kind", kind, KINDS)):
+        if value is not None and value not in known:
+            raise RecipeError(
+                f"the zoo has no {argument} {short_repr(value)}; it has {', '.join(known)}"
+            )
+    if family is not None:
+        presets = [preset for preset in presets if preset.family == family]
+    elif kind is None:
+        presets = [preset for preset in presets if preset.kind != "hybrid"]
+    return [preset.name for preset in presets if kind in (None, preset.kind)]
 
 
-def get(name: str) -> Preset:
-    """The preset of that name.
+def variants() -> list[str]:
+    """Return the names of all variants of presets."""
+    return [name for name, preset in _PRESETS.items() if preset.variant]
+
+
+def get(name: str, *, variant: str | None = None) -> Preset:
+    """Return the preset of a name, of one recipe or of several.
+
+    Args:
+        name: as in `names`, also with the name of a variant, as in `variants`.
+        variant: ``"published"`` for the printed equation of a preset whose steps or initial values
+            differ from it. A preset that is a variation of another has the variants of the other.
 
     Raises:
-        RecipeError: there is none; the nearest names are suggested.
+        RecipeError: no preset or variant has the name.
 
     Examples:
         >>> print(rc.explain(rc.zoo.get("gla")).write[0])
@@ -482,19 +442,23 @@ def get(name: str) -> Preset:
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RecipeError(
-            'the zoo knows architectures by name, as in rc.zoo.get("gla"), and not '
+            'the zoo has architectures by name, as in rc.zoo.get("gla"), and not '
             f"{short_repr(name)}"
         )
+    if variant is not None:
+        name = f"{name}:{variant}"
     if name in _PRESETS:
         return _PRESETS[name]
-    if name in _HYBRIDS:
-        parts = [key for key, _ in _HYBRIDS[name].layers if key != name]
-        made = f"layers of {', '.join(parts)}" if parts else "several recipes in one layer"
+    base, _, variant = name.partition(":")
+    if variant and base in _PRESETS:
+        twin = f"{_PRESETS[base].twin_of}:{variant}"
+        if twin in _PRESETS:
+            return _PRESETS[twin]
         raise RecipeError(
-            f"{name} is {made}, and one recipe is asked for here: rc.zoo.find({name!r}) gives the "
-            "system, and rc.blocks builds such layers"
+            f"{base} has no variant {short_repr(variant)}: rc.zoo.variants() lists all variants"
         )
-    near = difflib.get_close_matches(name, [*_PRESETS, *_HYBRIDS], n=3, cutoff=0.5)
-    all_of_them = f"rc.zoo.names() lists all {len(_PRESETS)}, such as {', '.join(names()[:3])}"
+    near = difflib.get_close_matches(name, list(_PRESETS), n=3, cutoff=0.5)
+    known = names()
+    all_of_them = f"rc.zoo.names() lists all {len(known)}, such as {', '.join(known[:3])}"
     hint = f"did you mean {' or '.join(near)}?" if near else all_of_them
     raise RecipeError(f"the zoo has no architecture named {short_repr(name)}; {hint}")

@@ -20,29 +20,28 @@ from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import ATLAS, MIRAS, TTR
+from recollect.zoo.fidelity import exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import ATLAS, MIRAS, TTR, Paper
 
 __all__ = ["rwkv6", "rwkv7"]
 
-_DIRECTION = Tie(target="probe", source="k", rule="direction")
-_BLEND = Tie(target="k", source="erase", rule="blend")
-_BARE = LayerOptions(conv_size=0, conv_activation="none", qk_norm="none")
+_PROBE_FROM_KEY = Tie(target="probe", source="k", rule="direction")
+_KEY_BLENDED_WITH_ERASE = Tie(target="k", source="erase", rule="blend")
+_PLAIN_LAYER = LayerOptions(conv_size=0, conv_activation="none", qk_norm="none")
 
 
 @preset(
     "RWKV-6 (Finch)",
-    row=31,
     rule="M_t = M_(t−1) Diag(w_t) + v_t k_tᵀ,  y_t = (M_(t−1) + v_t (u ⊙ k_t)ᵀ) q_t",
     references=(
-        Reference(paper="Peng et al., Eagle and Finch", year=2024, where="eqs. 16–19"),
-        TTR("section 3.1"),
+        Paper("Peng et al., Eagle and Finch", 2024).at("eqs. 16–19"),
+        TTR.at("section 3.1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="Finch's time mixing: w = exp(−exp(·)) low-rank, bonus u, shifts from the token",
-        deviations=(
-            "The shift of each gate has a low-rank map of its own.",
+    fidelity=exact(
+        "Finch's time mixing: w = exp(−exp(·)) low-rank, bonus u, shifts from the token",
+        layer=(
+            "The shift of each gate has its own low-rank map.",
             "The output norm is RMS per head; the authors have a group norm.",
         ),
     ),
@@ -55,7 +54,7 @@ def rwkv6() -> tuple[Recipe, LayerOptions]:
         retention=Decay(per="key"),
         algorithm=GradientDescent(lr=1.0),
     ), replace(
-        _BARE,
+        _PLAIN_LAYER,
         token_shift="input",
         gate_options={"log_decay": GateOptions(activation="exp", rank=64)},
     )
@@ -63,25 +62,24 @@ def rwkv6() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "RWKV-7 (Goose)",
-    row=42,
     rule="M_t = M_(t−1)(Diag(w_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v_t k̃_tᵀ",
     references=(
-        Reference(paper="Peng et al., RWKV-7 Goose", year=2025, where="eqs. 3–22"),
-        MIRAS("table 1"),
-        ATLAS("table 1"),
+        Paper("Peng et al., RWKV-7 Goose", 2025).at("eqs. 3–22"),
+        MIRAS.at("table 1"),
+        ATLAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="the official recurrence: erase −κ̂, a ⊙ κ̂; w = exp(−e^(−1/2) σ(·)), k̃ and κ̂ of k",
-        deviations=(
-            "MIRAS and ATLAS print two other forms; MIRAS's is this one at κ̂ = k and a = β α.",
+    fidelity=exact(
+        "the official recurrence: erase −κ̂, a ⊙ κ̂; w = exp(−e^(−1/2) σ(·)), k̃ and κ̂ of k",
+        other_forms="MIRAS and ATLAS print two other forms; MIRAS's is this one at κ̂ = k and a "
+        "= β α.",
+        layer=(
             "Values are not mixed with those of the first layer.",
             "The output norm is RMS per head and its gate SiLU; the authors have a group norm.",
         ),
     ),
 )
 def rwkv7() -> tuple[Recipe, LayerOptions]:
-    """What is erased has a direction and a rate of its own, on a memory that decays by channel."""
+    """The erasure has its own direction and rate, on a memory that decays by channel."""
     slow = GateOptions(activation="sigmoid", low=-math.exp(-0.5), high=0.0, rank=64)
     return Recipe(
         memory=Matrix(read=Read(bonus="learned")),
@@ -89,8 +87,8 @@ def rwkv7() -> tuple[Recipe, LayerOptions]:
         retention=Decay(per="key"),
         algorithm=GradientDescent(lr=1.0),
     ), replace(
-        _BARE,
+        _PLAIN_LAYER,
         token_shift="learned",
         gate_options={"log_decay": slow, "erase": GateOptions(rank=64)},
-        ties=(_DIRECTION, _BLEND),
+        ties=(_PROBE_FROM_KEY, _KEY_BLENDED_WITH_ERASE),
     )

@@ -17,8 +17,9 @@ from recollect.choices.memory.maps import Vector
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import MIRAS, TTR
+from recollect.zoo.fidelity import exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import MIRAS, TTR, Paper
 
 __all__ = ["lru", "mamba", "mamba2", "rg_lru"]
 
@@ -33,26 +34,22 @@ def _vector(decay: Decay, algorithm: GradientDescent) -> Recipe:
 
 @preset(
     "LRU (linear recurrent unit)",
-    row=28,
     rule="w_t = λ ⊙ w_(t−1) + √(1 − |λ|²) ⊙ v_t,  λ = α e^{iθ} complex",
     references=(
-        Reference(
-            paper="Orvieto et al., Resurrecting recurrent neural networks for long sequences",
-            year=2023,
-            where="sections 3.2–3.4",
+        Paper("Orvieto et al., Resurrecting recurrent neural networks for long sequences", 2023).at(
+            "sections 3.2–3.4"
         ),
-        TTR("section 3.1"),
+        TTR.at("section 3.1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="the recurrence of LRU; λ and √(1 − |λ|²) as there",
-        deviations=(
-            "The angles start as those of RoPE; the authors draw them uniformly.",
+    fidelity=exact(
+        "the recurrence of LRU; λ and √(1 − |λ|²) as there",
+        decay="The angles start as those of RoPE; the authors draw them uniformly.",
+        layer=(
             "The feedthrough D is one number per channel of v.",
             "The layer has the common convolution and output gate.",
             (
-                "Channels i and i + D/2 are real and imaginary part; B and C are the linear "
-                "maps around the memory."
+                "Channels i and i + D/2 are real and imaginary part; B and C are the linear maps "
+                "around the memory."
             ),
         ),
     ),
@@ -73,23 +70,15 @@ def lru() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "RG-LRU (Griffin)",
-    row=28,
     rule="w_t = α_t ⊙ w_(t−1) + √(1 − α_t²) ⊙ i_t ⊙ v_t,  log α_t = −8 a ⊙ r_t",
-    references=(
-        Reference(paper="De et al., Griffin", year=2024, where="eqs. 1–4"),
-        TTR("section 3.1"),
+    references=(Paper("De et al., Griffin", 2024).at("eqs. 1–4"), TTR.at("section 3.1")),
+    fidelity=exact(
+        "Griffin eqs. 1–4, c = 8, a = softplus(Λ)",
+        gates="r and i are low-rank maps of the layer's input; Griffin has block-diagonal maps "
+        "of v.",
+        layer="The gate of the block is SiLU; Griffin has GeLU.",
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="Griffin eqs. 1–4, c = 8, a = softplus(Λ)",
-        deviations=(
-            (
-                "r and i are low-rank maps of the layer's input; Griffin has block-diagonal "
-                "maps of v."
-            ),
-            "The gate of the block is SiLU; Griffin has GeLU.",
-        ),
-    ),
+    twin_of="lru",
 )
 def rg_lru() -> tuple[Recipe, LayerOptions]:
     """A vector whose channels decide by the token how much they keep and how much they take."""
@@ -105,26 +94,18 @@ def rg_lru() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "Mamba (S6)",
-    row=29,
     rule="M_t = exp(−Δ_t ⊙ A) ⊙ M_(t−1) + (Δ_t ⊙ v_t) k_tᵀ",
     references=(
-        Reference(paper="Gu and Dao, Mamba", year=2023, where="eqs. 2a and 4, algorithm 2"),
-        TTR("section 3.1"),
-        MIRAS("table 1"),
+        Paper("Gu and Dao, Mamba", 2023).at("eqs. 2a and 4, algorithm 2"),
+        TTR.at("section 3.1"),
+        MIRAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="Mamba's selective scan: Δ per value channel, A per entry, state size 16",
-        deviations=(
-            (
-                "MIRAS's table 1 prints a scalar decay; the preset has one per entry, as in "
-                "the Mamba paper."
-            ),
-            (
-                "Δ comes from the layer's input; k and q come from the convolution of their "
-                "own projections."
-            ),
-        ),
+    fidelity=exact(
+        "Mamba's selective scan: Δ per value channel, A per entry, state size 16",
+        decay="MIRAS's table 1 prints a scalar decay; the preset has one per entry, as in the "
+        "Mamba paper.",
+        gates="Δ comes from the layer's input; k and q come from the convolution of their own "
+        "projections.",
     ),
 )
 def mamba() -> tuple[Recipe, LayerOptions]:
@@ -148,21 +129,14 @@ def mamba() -> tuple[Recipe, LayerOptions]:
 
 @preset(
     "Mamba-2 (SSD)",
-    row=30,
     rule="M_t = exp(−Δ_t a) M_(t−1) + Δ_t v_t k_tᵀ",
     references=(
-        Reference(paper="Dao and Gu, Transformers are SSMs", year=2024, where="section 7"),
-        MIRAS("table 1"),
+        Paper("Dao and Gu, Transformers are SSMs", 2024).at("section 7"),
+        MIRAS.at("table 1"),
     ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="Mamba-2's recurrence, Δ_t = softplus(linear(x_t)), one learned a per head",
-        deviations=(
-            (
-                "Every head has k and q of its own; Mamba-2 shares them between heads "
-                "(num_kv_heads=1 turned round)."
-            ),
-        ),
+    fidelity=exact(
+        "Mamba-2's recurrence, Δ_t = softplus(linear(x_t)), one learned a per head",
+        layer="Every head has its own k and q; Mamba-2 shares them between heads.",
     ),
 )
 def mamba2() -> tuple[Recipe, LayerOptions]:

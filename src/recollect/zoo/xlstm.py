@@ -14,25 +14,21 @@ from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import TTR
+from recollect.zoo.fidelity import exact
+from recollect.zoo.preset import preset
+from recollect.zoo.references import TTR, Paper
 
 __all__ = ["mlstm"]
 
 
 @preset(
     "mLSTM (xLSTM)",
-    row=32,
     rule="C_t = f_t C_(t−1) + i_t v_t k_tᵀ,  n_t = f_t n_(t−1) + i_t k_t,  "
     "y_t = C_t q_t / max(|n_t·q_t|, 1)",
-    references=(
-        Reference(paper="Beck et al., xLSTM", year=2024, where="eqs. 19–27"),
-        TTR("section 3.1"),
-    ),
-    fidelity=Fidelity(
-        kind="exact",
-        source="xLSTM eqs. 19–27, i = exp(·), f = sigmoid(·), keys divided by √K",
-        deviations=(
+    references=(Paper("Beck et al., xLSTM", 2024).at("eqs. 19–27"), TTR.at("section 3.1")),
+    fidelity=exact(
+        "xLSTM eqs. 19–27, i = exp(·), f = sigmoid(·), keys divided by √K",
+        layer=(
             "The output gate is SiLU; xLSTM has a sigmoid.",
             "The convolution is also on values.",
         ),

@@ -32,18 +32,11 @@ from recollect.messages import argument_name, renamed_arguments, short_repr
 from recollect.recipe.recipe import Recipe
 from recollect.report.devices import find_device
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
-from recollect.zoo.preset import Hybrid, Preset, find
+from recollect.zoo.preset import Preset, get
 
 __all__ = ["Named", "compare", "equal_configs", "named", "named_alike"]
 
-Named = (
-    str
-    | Preset
-    | Hybrid
-    | tuple[str, Recipe]
-    | tuple[str, Mixer]
-    | tuple[str, Recipe, LayerOptions]
-)
+Named = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, Recipe, LayerOptions]
 """A zoo name, a preset, or a recipe or mixer of one's own under a name, with its options or not."""
 
 
@@ -52,14 +45,12 @@ def named(model: Named) -> tuple[str, dict[str, Mixer]]:
     if isinstance(model, tuple):
         name, *stated = model
         return name, {name: as_mixer(stated[0] if len(stated) == 1 else tuple(stated))}
-    system = find(model) if isinstance(model, str) else model
-    if isinstance(system, Hybrid):
-        return system.name, dict(system.layers)
+    system = get(model) if isinstance(model, str) else model
     if not isinstance(system, Preset):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"compare: a model is a zoo name, a preset or (name, recipe), not {short_repr(model)}"
         )
-    return system.name, {system.name: as_mixer(system)}
+    return system.name, dict(system.layers)
 
 
 SHARED = ("conv_size", "conv_activation", "token_shift", "value_skip", "output_norm", "output_gate")
@@ -107,7 +98,7 @@ SEEDS = 1000
 
 
 def compare(
-    models: Sequence[Named] | str | Preset | Hybrid,
+    models: Sequence[Named] | str | Preset,
     tasks: Sequence[str] | str = TASKS,
     *,
     text: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
@@ -171,7 +162,7 @@ def compare(
         >>> sorted(path.name for path in found.save("runs/two").values())[-1]
         'results.json'
     """
-    models = [models] if isinstance(models, str | Preset | Hybrid) else models
+    models = [models] if isinstance(models, str | Preset) else models
     tasks = [tasks] if isinstance(tasks, str) else tasks
     for what, several in (("models", models), ("tasks", tasks)):
         if not isinstance(several, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]

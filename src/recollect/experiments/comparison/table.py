@@ -32,7 +32,7 @@ from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 from recollect.serialization import read_json
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
-from recollect.zoo.preset import hybrids, names
+from recollect.zoo.preset import names, variants
 
 __all__ = ["add_rows", "write_rows_table"]
 
@@ -264,7 +264,7 @@ def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(row: Mapping[str, Any]) -> bool:
     """Whether the preset of that name is another one today."""
-    if row["model"] not in (*names(), *hybrids()):
+    if row["model"] not in (*names(), *names(kind="hybrid"), *variants()):
         return False
     today = _written(named(row["model"])[1])
     return _layer(row) != json.loads(json.dumps(today))

@@ -29,7 +29,7 @@ from recollect.lm.model.checkpoint import check_config
 from recollect.lm.publishing.remote_code import RemoteConfig
 from recollect.messages import RecipeError, argument_name, short_repr, suggestion
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.preset import Hybrid, Preset, find
+from recollect.zoo.preset import Preset, get
 
 __all__ = ["SCHEMA", "RecipeLike", "RecollectConfig", "resolve_recipe"]
 
@@ -46,7 +46,7 @@ _BASE_FIELDS = frozenset(
     | {"experts_implementation", "per_layer_config", "quantization_config", "tokenizer_class"}
     | {"finetuning_task", "task_specific_params", "is_decoder", "cross_attention_hidden_size"}
 )
-RecipeLike = str | Preset | Hybrid | Mixer | Recipe | tuple[Recipe, LayerOptions]
+RecipeLike = str | Preset | Mixer | Recipe | tuple[Recipe, LayerOptions]
 """A layer: a zoo name, a preset, a mixer, a recipe, or a recipe with its options."""
 
 MLP = "mlp"
@@ -275,8 +275,8 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         named = _as_named_mapping(recipes)
         if not isinstance(recipes, Mapping) and layers is None and len(named) == 1:
             (value,) = named.values()
-            system = find(value) if isinstance(value, str) else value
-            if isinstance(system, Hybrid):  # a pattern of several mixers has names for them
+            system = get(value) if isinstance(value, str) else value
+            if isinstance(system, Preset):  # a pattern of several mixers has names for them
                 named = dict(system.layers)
         sizes["recipes"] = {name: as_mixer(value).to_dict() for name, value in named.items()}
         return cls(**{**sizes, "layers": layers})
@@ -397,7 +397,7 @@ def _as_named_mapping(
             return dict(recipes)
         case str():
             return {recipes: recipes}
-        case Preset() | Hybrid():
+        case Preset():
             return {recipes.name: recipes}
         case Mixer():
             return {recipes.kind: recipes}

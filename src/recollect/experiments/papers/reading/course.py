@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from recollect.blocks.compositions import MemoryAsContext
 from recollect.blocks.cost import cost
-from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.experiments.framework.experiment import Config, Work
 from recollect.experiments.framework.fitting import LOST, training_steps
 from recollect.tasks.mqar import IGNORE
-from recollect.zoo.preset import find
+from recollect.zoo.preset import get
 
 __all__ = ["Answers", "Course", "Reader", "answered", "copies", "mixer_named", "taught", "work"]
 
@@ -38,7 +38,7 @@ def mixer_named(name: str, config: Config) -> Mixer:
         config: of the experiment; its ``segment``, if any, is that of memories as context, which
             then have no persistent tokens.
     """
-    mixer = as_mixer(find(name))
+    mixer = get(name).mixer
     if isinstance(mixer, MemoryAsContext) and "segment" in config:
         mixer = replace(mixer, segment=config["segment"], persistent=0)
     return mixer.map_leaves(_with_conv) if not isinstance(mixer, RecipeMixer) else _with_conv(mixer)
