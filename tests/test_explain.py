@@ -369,8 +369,12 @@ def test_a_system_of_the_zoo_states_its_fidelity() -> None:
     expected = {
         "softmax_attention": "exact: TTR eq. 50",
         "dpfp": r"exact: Schlag et al\. .*\. The layer is the common one, without unit .*",
-        "titans": rf"reconstruction: ATLAS eqs\. 12–13; 7 {listed}\('titans'\)\.fidelity",
-        "atlas": rf"approximation: ATLAS eqs\. 32–33; \d+ {listed}\('atlas'\)\.fidelity",
+        "titans": rf"reconstruction: ATLAS eqs\. 12–13; 7 {listed}\('titans'\)\.fidelity; "
+        r"the printed equation is 'titans:published'",
+        "titans:published": r"variant 'published', exact: ATLAS eqs\. 12–13, with the memory of "
+        rf"eq\. 42; 3 {listed}\('titans:published'\)\.fidelity",
+        "atlas": rf"approximation: ATLAS eqs\. 32–33; \d+ {listed}\('atlas'\)\.fidelity; "
+        r"the printed equation is 'atlas:published'",
         "titans_mac": rf"reconstruction: Titans eqs\. 21–25; 5 {listed}\('titans_mac'\)\.fidelity",
     }
     for name, pattern in expected.items():

@@ -377,16 +377,20 @@ def _explained(recipe: object, engine: str, precision: str | None, *, full: bool
 
 def _fidelity(system: object) -> str:
     """Return how close a system of the zoo is to its source, empty for all else."""
-    from recollect.zoo.preset import Preset, get
+    from recollect.zoo.preset import Preset, get, variants
 
     system = get(system) if isinstance(system, str) else system
     if not isinstance(system, Preset):
         return ""
     fidelity = system.fidelity
     line, deviations = f"{fidelity.kind}: {fidelity.source}", fidelity.deviations
+    if system.variant:
+        line = f"variant {system.variant!r}, {line}"
     if len(deviations) > 1:
         pointer = f"rc.zoo.get({system.name!r}).fidelity"
-        return f"{line}; {len(deviations)} deviations, listed by {pointer}"
+        line = f"{line}; {len(deviations)} deviations, listed by {pointer}"
+        printed = f"{system.name}:published"
+        return f"{line}; the printed equation is {printed!r}" if printed in variants() else line
     return ". ".join((line, *map(str, deviations)))
 
 

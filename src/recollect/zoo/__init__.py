@@ -38,11 +38,12 @@ from recollect.zoo import (
     delta_former,
     feed_forward,
     hybrid_systems,
+    published_equations,
 )
 
 # isort: on
 from recollect.zoo.fidelity import Deviation, Fidelity
-from recollect.zoo.preset import Preset, get, names, preset
+from recollect.zoo.preset import Preset, get, names, preset, variants
 from recollect.zoo.references import Reference
 
 __all__ = [
@@ -68,9 +69,11 @@ __all__ = [
     "miras_variants",
     "names",
     "preset",
+    "published_equations",
     "rwkv",
     "state_space",
     "titans",
     "ttt",
+    "variants",
     "xlstm",
 ]

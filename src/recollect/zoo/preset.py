@@ -421,7 +421,12 @@ def names(family: str | None = None, *, kind: str | None = None) -> list[str]:
 
 
 def variants() -> list[str]:
-    """Return the names of all variants of presets."""
+    """Return the names of all variants of presets.
+
+    Examples:
+        >>> "titans:published" in rc.zoo.variants()
+        True
+    """
     return [name for name, preset in _PRESETS.items() if preset.variant]
 
 
@@ -439,6 +444,8 @@ def get(name: str, *, variant: str | None = None) -> Preset:
     Examples:
         >>> print(rc.explain(rc.zoo.get("gla")).write[0])
         W_t = W_(t−1) Diag(α_t) + v_t k_tᵀ
+        >>> print(rc.zoo.get("titans", variant="published").rule)
+        S_t = θ_t S_(t−1) − η_t ∇‖M_(t−1)(k_t) − v_t‖²,  M_t = α_t M_(t−1) + S_t
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RecipeError(
