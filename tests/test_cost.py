@@ -22,7 +22,7 @@ from recollect.engines.base import Engine
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.linear.engine import LinearEngine
 from recollect.engines.select import ENGINES
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 
 RESULTS = Path(__file__).parents[1] / "results" / "bench"
 CHUNK = chunk_length(solves=True)
@@ -479,8 +479,8 @@ def test_sizes_are_checked() -> None:
 
 
 def test_readable() -> None:
-    assert readable(0, "B") == "0 B"
-    assert readable(1536, "B") == "1.5 KiB"
-    assert readable(999, "FLOP") == "999 FLOP"
-    assert readable(61400, "FLOP") == "61.4 kFLOP"
-    assert readable(2.5e9, "FLOP") == "2.5 GFLOP"
+    assert format_si(0, "B") == "0 B"
+    assert format_si(1536, "B") == "1.5 KiB"
+    assert format_si(999, "FLOP") == "999 FLOP"
+    assert format_si(61400, "FLOP") == "61.4 kFLOP"
+    assert format_si(2.5e9, "FLOP") == "2.5 GFLOP"

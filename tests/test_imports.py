@@ -96,7 +96,7 @@ def test_the_reference_stands_on_common_alone() -> None:
         todo |= {x for x in graph().get(name, set()) if x.startswith("recollect.")} - seen
     ours = {name.removeprefix("recollect.") for name in seen}
     # Notes of costs write numbers with their units, and recipes show themselves in notebooks.
-    shown = {"report.units", "report.notebook"}
+    shown = {"report.formatting", "report.notebook"}
     strange = {name for name in ours - shown if not _within(name, allowed)}
     assert not strange
     theirs = {x for name in seen for x in graph()[name] if x.split(".")[0] != "recollect"}

@@ -12,12 +12,12 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from tests.report.test_ownership import held
+from tests.report.test_lock import locked
 from tests.test_run_train import PLAN
 from typer.testing import CliRunner
 
 from recollect.cli import build
-from recollect.report.ownership import LOCK
+from recollect.report.lock import LOCK_NAME
 
 RUN = CliRunner()
 TINY = ("--steps", "2", "--width", "16", "--depth", "1", "--heads", "2")
@@ -58,7 +58,7 @@ def test_a_folder_that_another_run_owns_is_left_as_it_is(
     command: str, text: Path, tmp_path: Path
 ) -> None:
     asked, folder = arguments(command, text, tmp_path / "out")
-    with held(folder) as holder:
+    with locked(folder) as holder:
         (folder / "kept.txt").write_text("of the first run")
         before = contents(folder)
         second = RUN.invoke(build(), asked)
@@ -68,7 +68,7 @@ def test_a_folder_that_another_run_owns_is_left_as_it_is(
         assert contents(folder) == before
     after = RUN.invoke(build(), asked)
     assert after.exit_code == 0, after.output
-    assert not (folder / LOCK).exists()
+    assert not (folder / LOCK_NAME).exists()
     assert (folder / "kept.txt").read_text() == "of the first run"
 
 

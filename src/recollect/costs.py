@@ -53,7 +53,7 @@ from recollect.engines.select import ENGINES, select_engine
 from recollect.fields import int_check, validate
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 
 __all__ = ["BASELINE", "Cost", "ModelCost", "ParallelForm", "Workload", "read_cost", "recipe_cost"]
 
@@ -192,20 +192,20 @@ class Cost:
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
         grows = (
-            f", and {readable(self.state_bytes_per_token, 'B')} more per token"
+            f", and {format_si(self.state_bytes_per_token, 'B')} more per token"
             if self.state_bytes_per_token
             else ", constant"
         )
         rows = [
             ("engine", f"{self.engine} ({self.how})"),
             ("sizes", sizes),
-            *((name, readable(count, "FLOP")) for name, count in self.forward_flops.items()),
-            ("forward", readable(self.total, "FLOP")),
-            ("training", f"{readable(self.training, 'FLOP')} (estimate)"),
-            ("decode", f"{readable(self.decode, 'FLOP')} per token"),
-            *((f"state {name}", readable(size, "B")) for name, size in self.state.items()),
-            ("state", f"{readable(self.state_bytes, 'B')}{grows}"),
-            ("moved", f"{readable(self.min_bytes_moved, 'B')} (at least)"),
+            *((name, format_si(count, "FLOP")) for name, count in self.forward_flops.items()),
+            ("forward", format_si(self.total, "FLOP")),
+            ("training", f"{format_si(self.training, 'FLOP')} (estimate)"),
+            ("decode", f"{format_si(self.decode, 'FLOP')} per token"),
+            *((f"state {name}", format_si(size, "B")) for name, size in self.state.items()),
+            ("state", f"{format_si(self.state_bytes, 'B')}{grows}"),
+            ("moved", f"{format_si(self.min_bytes_moved, 'B')} (at least)"),
             *(("time", line) for line in self.pace),
             *(("note", note) for note in self.notes),
         ]
@@ -280,11 +280,11 @@ class ModelCost:
         rows = [("layer", "engine", "state", "FLOPs per token", "FLOPs to decode one")]
         for name, cost in (*self.layers.items(), ("total", self)):
             grows = cost.state_bytes_per_token / B
-            state = readable(cost.state_bytes / B, "B")
-            state += f", and {readable(grows, 'B')} per token" if grows else ""
-            per_token = readable(cost.total / max(B * T, 1), "FLOP")
+            state = format_si(cost.state_bytes / B, "B")
+            state += f", and {format_si(grows, 'B')} per token" if grows else ""
+            per_token = format_si(cost.total / max(B * T, 1), "FLOP")
             engine = cost.engine if isinstance(cost, Cost) else ""
-            rows.append((name, engine, state, per_token, readable(cost.decode / B, "FLOP")))
+            rows.append((name, engine, state, per_token, format_si(cost.decode / B, "FLOP")))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.model}: {len(self.layers)} memory layers, one sequence of {T} tokens"]
         for row in rows:

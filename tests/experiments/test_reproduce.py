@@ -42,7 +42,7 @@ from recollect.experiments.framework.report import save_run
 from recollect.experiments.framework.run import command_of
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
 from recollect.experiments.papers.ttr.recall import _range
-from recollect.report import FigureFiles, Series, line_figure
+from recollect.report import RenderedFigure, Series, line_figure
 
 ROWS = (
     *("ttr-fig2", "ttr-fig3", "ttr-stability"),
@@ -155,7 +155,7 @@ def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = 
             measured.append((cell["x"], seed))
         return {"y": 2.0 * cell["x"], "noise": float(torch.rand(())), "curve": [1.0, math.nan]}
 
-    def draw(results: Results) -> FigureFiles:
+    def draw(results: Results) -> RenderedFigure:
         places = results.along("x")
         ys = [results.mean("y", x=place) for place in places]
         return line_figure([Series(name="y", x=places, y=ys)], x="x", y="y", title="toy")

@@ -40,7 +40,7 @@ from recollect.lm.model.counts import meta_model
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.arguments import make_layout
 from recollect.lm.training.plan import TrainPlan
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}
 
@@ -456,7 +456,7 @@ def test_no_number_or_name_of_the_table_is_cut(width: int) -> None:
     totals = [
         " ".join(pair) for row in rows if row[:2] == ["in", "all"] for pair in _pairs(row[2:])
     ]
-    assert totals == [readable(rank.total, "B") for rank in ranks]
+    assert totals == [format_si(rank.total, "B") for rank in ranks]
     assert text.count("1023 GiB") == len(names) * len(ranks)
     for word in (word for dims in candidates for word in dims.degrees.split(" × ")):
         assert word in text

@@ -35,7 +35,7 @@ from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.progress import ThroughputCallback
 from recollect.lm.training.setup import load_text_data
 from recollect.lm.training.trainer import RecollectTrainer
-from recollect.report.devices import find_device
+from recollect.report.devices import resolve_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -578,8 +578,8 @@ def test_the_cpu_is_used_where_it_is_asked_for(
     gpu = torch.device("cuda:0")
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
-        assert find_device(None, said="") == gpu
-        assert find_device("cpu", said="").type == "cpu"
+        assert resolve_device(None, argument_name="") == gpu
+        assert resolve_device("cpu", argument_name="").type == "cpu"
     args = arguments.trainer_arguments(plan(text, tmp_path), torch.device("cpu"))
     assert args.device.type == "cpu" and args.use_cpu
     assert train(plan(text, tmp_path / "run", run={"device": "cpu"})).steps == STEPS

@@ -196,7 +196,7 @@ def test_a_saved_comparison_is_read_again_and_only_if_it_is_one(tmp_path: Path) 
         measured={"text": (5, 10)},
     )
     page = one.save(tmp_path)["report"].read_text("utf-8")
-    assert page.count('<p class="found">') == 1 and "On text, a reaches 2.500" in page
+    assert page.count('<p class="summary">') == 1 and "On text, a reaches 2.500" in page
     again = rc.experiments.load_comparison(tmp_path)
     assert again == one
     assert again.save(tmp_path / "again")["report"].read_text("utf-8") == page

@@ -97,15 +97,15 @@ def test_a_figure_of_a_narrow_screen_is_narrow_and_of_a_dark_page_dark(
     assert images[1280] != images[390]
 
 
-@pytest.mark.parametrize(("width", "box"), [(1280, "box"), (390, "narrow_box")])
+@pytest.mark.parametrize(("width", "bounds"), [(1280, "bounds"), (390, "narrow_bounds")])
 def test_curves_are_read_off_under_the_pointer(
-    browser: Browser, page: Path, width: int, box: str
+    browser: Browser, page: Path, width: int, bounds: str
 ) -> None:
     browser.open(page, width=width)
     browser.run("document.querySelector('.drawing').scrollIntoView()")
     frame = browser.run(FRAME)
     plot = browser.run("JSON.parse(document.querySelector('.plots').textContent)[0]")
-    left, top, wide, high = plot[box]
+    left, top, wide, high = plot[bounds]
     up = (math.log(10) - math.log(plot["y"]["low"])) / math.log(
         plot["y"]["high"] / plot["y"]["low"]
     )

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.report.notebook import facts, grid
+from recollect.report.notebook import definition_table
+from recollect.report.tables import Table
 
 VOID = {"br"}
 
@@ -97,13 +98,13 @@ def test_a_diagnosis_has_a_row_per_head() -> None:
 
 def test_what_is_shown_is_escaped() -> None:
     for text in (
-        facts("<b>", [("<i>", ["a < b"]), ("code", ["x  <y>"])], equations=["code"]),
-        grid("<b>", ["<i>"], [["<u>"]], notes=["<s>"]),
+        definition_table("<b>", [("<i>", ["a < b"]), ("code", ["x  <y>"])], equations=["code"]),
+        Table(title="<b>", columns=["<i>"], rows=[["<u>"]], caption="<s>").to_html(notebook=True),
     ):
         page = Page(text)
         assert "<b>" in page.text + "".join(page.heads)
         assert "<i>" in page.heads
-    assert facts("", [("empty", [])]) == "<table><tbody></tbody></table>"
+    assert definition_table("", [("empty", [])]) == "<table><tbody></tbody></table>"
 
 
 def test_a_comparison() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recollect.report.plots import Axis, Curve, Plot
-from recollect.report.shell import SCRIPTS, source
+from recollect.report.rendering import SCRIPTS, read_static
 
 HERE = Path(__file__).parent
 SMALL_DOM = HERE.parent / "page" / "small_dom.js"
@@ -23,7 +23,7 @@ def node(script: str, data: object, *, ahead: str = "") -> Any:
     program = shutil.which("node")
     if program is None:
         pytest.skip("node is not installed: what the reports' scripts do is not checked")
-    texts = [ahead, *map(source, SCRIPTS), (HERE / script).read_text(encoding="utf-8")]
+    texts = [ahead, *map(read_static, SCRIPTS), (HERE / script).read_text(encoding="utf-8")]
     start = (
         "const input = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n"
         "const answer = (x) => process.stdout.write(JSON.stringify(x));\n"
@@ -45,7 +45,7 @@ def cell(text: str, number: float | None = None) -> dict[str, Any]:
 
 
 LOG = Plot(
-    box=(0.1, 0.2, 0.8, 0.6),
+    bounds=(0.1, 0.2, 0.8, 0.6),
     x=Axis(label="pairs", low=1, high=64, log=True),
     y=Axis(label="loss", low=0.01, high=100, log=True),
     curves=(
@@ -53,7 +53,7 @@ LOG = Plot(
         Curve(name="b", colour="#D55E00", x=(1, 16, 64), y=(100, math.nan, 10), low=(90, 0, 5),
               high=(110, 0, 20)),
     ),
-    levels={"guessing": 50},
+    baselines={"guessing": 50},
 )  # fmt: skip
 
 
@@ -166,16 +166,16 @@ def test_a_drawing_says_where_its_axes_lie() -> None:
     from recollect.report import Panel, Series, line_figure, panel_figure
 
     line = Series(name="a", x=[2, 4, 8], y=[1.0, math.nan, 10.0])
-    other = Series(name="b", x=[2, 8], y=[5.0, 2.0], look=0)
+    other = Series(name="b", x=[2, 8], y=[5.0, 2.0], style=0)
     figure = line_figure(
         [line, other], x="x", y="y", title="T", log_x=True, log_y=True, baselines={"level": 3.0}
     )
     (plot,) = figure.plots
-    assert plot.x.log and plot.y.log and plot.levels == {"level": 3.0}
+    assert plot.x.log and plot.y.log and plot.baselines == {"level": 3.0}
     assert plot.curves[0].colour == plot.curves[1].colour == "#0072B2"
-    assert plot.narrow_box is not None and plot.narrow_box != plot.box
+    assert plot.narrow_bounds is not None and plot.narrow_bounds != plot.bounds
     # The drawing's own markers say where the points are: (2, 1) and (8, 10) of the first curve.
-    for svg, box in ((figure.svg, plot.box), (figure.narrow, plot.narrow_box)):
+    for svg, box in ((figure.svg, plot.bounds), (figure.narrow, plot.narrow_bounds)):
         width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
         uses = re.findall(
             r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #0072b2', svg
@@ -203,11 +203,11 @@ def test_curves_are_a_table_too() -> None:
     rows = LOG.rows()
     assert rows == [[1, 100, 100], [8, 1, None], [64, 0.01, 10]]
     long = Plot(
-        box=LOG.box,
+        bounds=LOG.bounds,
         x=LOG.x,
         y=LOG.y,
         curves=[Curve(name="a", colour="#000", x=tuple(range(1000)), y=tuple(range(1000)))],
-        levels={},
+        baselines={},
     )
-    some = long.rows(most=50)
+    some = long.rows(max_rows=50)
     assert len(some) == 50 and some[0] == [0, 0] and some[-1] == [999, 999]

@@ -98,6 +98,11 @@ def test_format_cell() -> None:
     assert [*map(format_cell, cells)] == ["–", "12,345", "1.235", "2", "text", "True", "nan"]
 
 
+def test_an_empty_table_is_a_table() -> None:
+    empty = Table(columns=["a"], rows=[])
+    assert "<td" not in empty.to_html() and empty.to_text() == "a"
+
+
 def test_a_row_with_too_few_cells_is_refused() -> None:
     with pytest.raises(ValueError, match="row 1 has 1 cells for 2 columns"):
         Table(columns=["a", "b"], rows=[[1, 2], [3]], title="t")

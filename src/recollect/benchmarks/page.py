@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from recollect.report.environment import Environment
-from recollect.report.html import Cell, Note, Report, Table
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
+from recollect.report.page import Note, Report
+from recollect.report.tables import CellValue, Table
 
 __all__ = ["save_bench_page"]
 
@@ -54,7 +55,7 @@ def save_bench_page(
 def _times(data: Mapping[str, Any]) -> Table:
     columns = ["case", "ms", "first quartile", "third quartile", "ratio", "GFLOP/s", "of ceiling"]
     columns.append("peak MB")
-    rows: list[list[Cell]] = [
+    rows: list[list[CellValue]] = [
         [
             one["name"],
             *(_ms(one[name]) for name in ("median", "lower", "upper")),
@@ -92,7 +93,7 @@ def _peaks(data: Mapping[str, Any]) -> Table:
             [
                 name,
                 *(
-                    None if one[kind] is None else readable(one[kind], "B")
+                    None if one[kind] is None else format_si(one[kind], "B")
                     for kind in ("live", "resident", "planned")
                 ),
                 None if one["seconds"] is None else round(one["seconds"], 1),
@@ -133,12 +134,12 @@ def _least(data: Mapping[str, Any]) -> str:
     peaks = sorted(data["peaks"].items(), key=lambda item: item[1]["live"])
     (least, low), (most, high) = peaks[0], peaks[-1]
     if least == most:
-        return f"{least} needs {readable(low['live'], 'B')} of live tensors."
-    said = f"All {len(peaks)} need {readable(low['live'], 'B')} of live tensors."
+        return f"{least} needs {format_si(low['live'], 'B')} of live tensors."
+    said = f"All {len(peaks)} need {format_si(low['live'], 'B')} of live tensors."
     if low["live"] != high["live"]:
         said = (
-            f"{least} needs the least memory, {readable(low['live'], 'B')} of live tensors, and "
-            f"{most} the most, {readable(high['live'], 'B')}."
+            f"{least} needs the least memory, {format_si(low['live'], 'B')} of live tensors, and "
+            f"{most} the most, {format_si(high['live'], 'B')}."
         )
     shares = [x["planned"] / x["live"] for _, x in peaks if x["planned"] is not None]
     if not shares:

@@ -27,8 +27,8 @@ from recollect.fields import int_check, validate
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe, resolve_name
-from recollect.report.devices import find_device
-from recollect.report.notebook import grid
+from recollect.report.devices import resolve_device
+from recollect.report.tables import Column, Table
 from recollect.zoo.preset import get
 
 __all__ = ["PASSES", "PEERS", "RecipeBenchmark", "bench"]
@@ -127,16 +127,19 @@ class RecipeBenchmark:
         }
 
     def __str__(self) -> str:
-        lines = [self.columns(), *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join([line[0].ljust(widths[0]), *(map(str.rjust, line[1:], widths[1:]))]).rstrip()
-            for line in lines
-        ]
-        return "\n".join([self.title, *table, *self.footer()])
+        return self._table(self.title).to_text()
 
     def _repr_html_(self) -> str:
-        return grid(f"`{self.title}`", self.columns(), self.rows(), notes=self.footer())
+        return self._table(f"`{self.title}`").to_html(notebook=True)
+
+    def _table(self, title: str) -> Table:
+        first, *others = self.columns()
+        return Table(
+            title=title,
+            columns=[first, *(Column(name=name, align="right") for name in others)],
+            rows=self.rows(),
+            caption="\n".join(self.footer()),
+        )
 
 
 def bench(
@@ -183,7 +186,7 @@ def bench(
     numbers = {"K": K, "V": V, "H": H, "T": T, "B": B, "rounds": rounds}
     *sizes, rounds = (validate(name, int_check(1), size) for name, size in numbers.items())
     K, V, H, T, B = sizes
-    find_device(device, said="device")
+    resolve_device(device, argument_name="device")
     timed = as_recipe(recipe, "bench")
     shape = Shape(B=B, T=T, H=H, K=K, V=V, device=device)
     cases: list[Case] = []

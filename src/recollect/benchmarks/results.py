@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from recollect.report.environment import Environment
 from recollect.report.files import write_atomic
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -206,11 +206,14 @@ class BenchResult:
         console = console or Console(markup=False, emoji=False)
         names, rows = self.columns(), self.rows()
         here = [i for i in range(len(names)) if any(row[i] != _DASH for row in rows)]
-        table = TerminalTable(
-            columns=[Column(name=names[i], right=i > 0, rank=_RANKS[names[i]]) for i in here],
+        table = Table(
+            columns=[
+                Column(name=names[i], align="right" if i > 0 else "left", priority=_RANKS[names[i]])
+                for i in here
+            ],
             rows=[[row[i] for i in here] for row in rows],
         )
-        table.print(console, elsewhere="--json")
+        table.print(console, also_in="--json")
         console.print(self.footer(), style="dim", highlight=False)
 
     def to_json(self) -> str:

@@ -36,8 +36,13 @@ from recollect.cli.plan import plan
 from recollect.cli.reproduce import reproduce
 from recollect.cli.train import train
 from recollect.messages import UnregisteredMemberError
-from recollect.report.ranks import is_of_all, rank, speaks, world_size
-from recollect.report.signals import ENDINGS, Ended, answered, received
+from recollect.report.ranks import is_collective, rank, should_log_error, world_size
+from recollect.report.signals import (
+    TERMINATION_SIGNALS,
+    TerminationRequested,
+    handle_signals,
+    received_signals,
+)
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, adopt, eval),
@@ -123,7 +128,7 @@ def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, imports: Sequence[str] = (), **options: Any) -> None:
         name = command.__name__
-        received.clear()
+        received_signals.clear()
         with _handle_signals():
             try:
                 if imports:
@@ -138,7 +143,7 @@ def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
             except (ValueError, OSError) as error:  # a RecipeError is a ValueError
                 if isinstance(error, BrokenPipeError) and redirect_closed_streams():
                     return  # the work is done, and its output has no reader
-                if speaks(error):
+                if should_log_error(error):
                     # Functions that put their own name before a message do so for Python.
                     message = _explain_error(error).removeprefix(f"{name}: ")
                     print_stderr(f"recollect {name}{_process_label(error)}: {message}")
@@ -175,15 +180,18 @@ def _handle_signals() -> Iterator[None]:
             caller = caller.f_back
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise Ended(number)
+        raise TerminationRequested(number)
 
-    with answered((signal.SIGINT,), interrupt), answered(ENDINGS, interrupt, default=True):
+    with (
+        handle_signals((signal.SIGINT,), interrupt),
+        handle_signals(TERMINATION_SIGNALS, interrupt, default=True),
+    ):
         yield
 
 
 def _process_label(error: Exception) -> str:
     """Return the label of this process for an error that the other processes do not have."""
-    is_own = rank() > 0 and not is_of_all(error)
+    is_own = rank() > 0 and not is_collective(error)
     return f" (process {rank()} of {world_size()})" if is_own else ""
 
 

@@ -164,7 +164,7 @@ def _bench_train(rounds: int, context: int) -> Measured:
 def _bench_memory(only: Sequence[str]) -> Measured:
     """Measure the peak memory of training steps, each in a separate process."""
     from recollect.benchmarks.suites.memory import CASES, measure
-    from recollect.report.units import readable
+    from recollect.report.formatting import format_si
 
     cases = [name for name in CASES if not only or any(word in name for word in only)]
     if not cases:
@@ -173,8 +173,8 @@ def _bench_memory(only: Sequence[str]) -> Measured:
         data = measure(cases, progress=display.update)
     lines = []
     for name, peak in data["peaks"].items():
-        resident = "" if peak["resident"] is None else f", {readable(peak['resident'], 'B')} grown"
-        lines.append(f"{name}: {readable(peak['live'], 'B')} live{resident}")
+        resident = "" if peak["resident"] is None else f", {format_si(peak['resident'], 'B')} grown"
+        lines.append(f"{name}: {format_si(peak['live'], 'B')} live{resident}")
     lines += [f"{label}: {ratio:.3f}" for label, ratio in data["ratios"].items()]
     return data, None, lines
 
@@ -216,14 +216,16 @@ def _emit(
 def _save(save: Path, data: Mapping[str, Any], text: str) -> list[str]:
     """Write a result and its report; return lines with the paths."""
     from recollect.benchmarks.page import save_bench_page
-    from recollect.report.files import rescue, set_aside, write_atomic
+    from recollect.report.files import backup_existing, save_to_temp_on_error, write_atomic
 
     report = save.with_suffix(".html")
     try:
-        earlier = set_aside(save, text)
+        earlier = backup_existing(save, text)
         write_atomic(save, text)
         save_bench_page(data, report, command=command_line())
     except OSError as error:
-        raise ValueError(rescue({save.name: text}, wanted=save, error=error)) from error
+        raise ValueError(
+            save_to_temp_on_error({save.name: text}, target=save, error=error)
+        ) from error
     copied = [] if earlier is None else [f"earlier result: {earlier}"]
     return [*copied, f"saved: {save}", f"report: {report}"]

@@ -26,12 +26,11 @@ from recollect.cli.options import (
 )
 from recollect.cli.progress import CompareDisplay
 from recollect.messages import renamed_arguments
-from recollect.report.ownership import owned_folder
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.lock import folder_lock
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.comparison import Comparison
-    from recollect.report.html import Table
 
 __all__ = ["Task", "compare"]
 
@@ -165,7 +164,7 @@ def compare(
         "device": device,
         "watcher": display,
     }
-    with owned_folder(folder), display:
+    with folder_lock(folder), display:
         if table_folder is not None:
             assert parameters is not None
             added = experiments.add_rows(
@@ -228,18 +227,18 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
         columns = [
             Column(
                 name=name.removesuffix(" per sequence"),
-                right=index > 0,
-                rank=_column_priority(name, last - index),
+                align="right" if index > 0 else "left",
+                priority=_column_priority(name, last - index),
             )
-            for index, name in enumerate(page.columns)
+            for index, name in enumerate(page.column_names)
         ]
         has_bigram = task == "text" and result.bigram is not None
         _print_table(console, page, columns, {len(page.rows) - 1: "dim"} if has_bigram else {})
         options = options_table(result, task)
         if options is not None:
             columns = [
-                Column(name=name, rank=index if index > 1 else 0)
-                for index, name in enumerate(options.columns)
+                Column(name=name, priority=index if index > 1 else 0)
+                for index, name in enumerate(options.column_names)
             ]
             _print_table(console, options, columns, {})
         for note in (measured_on(result, task), reach(result, task)):
@@ -255,8 +254,8 @@ def _print_table(
 ) -> None:
     """Print a table of the report on the terminal."""
     rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
-    table = TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles)
-    table.print(console, elsewhere="the report")
+    table = Table(columns=columns, rows=rows, title=page.title, styles=styles)
+    table.print(console, also_in="the report")
 
 
 _PRIORITIES = {

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from recollect.report.ranks import is_first
-from recollect.report.signals import ENDINGS, received
+from recollect.report.ranks import is_main_process
+from recollect.report.signals import TERMINATION_SIGNALS, received_signals
 
 DEFAULT_WIDTH = 120
 """Width of the output in columns if it is not a terminal."""
@@ -31,7 +31,7 @@ class PlainConsole(Console):
     bounded = True  # whether tables leave out the columns that do not fit
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, quiet=not is_first(), **options)
+        super().__init__(markup=False, emoji=False, quiet=not is_main_process(), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -66,7 +66,9 @@ def exit_interrupted(message: str = "") -> NoReturn:
     """Print a message to the standard error, and exit with 128 plus the number of the signal."""
     if message:
         print_stderr(message)
-    number = next((number for number in received if number in ENDINGS), signal.SIGINT)
+    number = next(
+        (number for number in received_signals if number in TERMINATION_SIGNALS), signal.SIGINT
+    )
     raise typer.Exit(128 + number) from None
 
 

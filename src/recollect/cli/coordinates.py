@@ -9,7 +9,7 @@ import typer
 
 from recollect.cli.console import make_console, print_json, print_line
 from recollect.cli.options import ConfigArgument, JsonOption, comma_list, load_config, positive
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from recollect.lm.mup.coordinate_check import Coordinate, Coordinates
@@ -87,15 +87,15 @@ def _print(result: Coordinates) -> None:
         f"{result.lr:g}, {result.seeds} seeds",
     )
     numbers = [*map(str, result.widths), "slope", "slope of size"]
-    TerminalTable(
+    Table(
         title="change of activations by width, root mean square",
         columns=[
             Column(name="activation"),
-            *(Column(name=name, right=True) for name in numbers),
+            *(Column(name=name, align="right") for name in numbers),
             Column(name="flat"),
         ],
         rows=[_row(coordinate) for coordinate in result.coordinates],
-    ).print(console, elsewhere="--json")
+    ).print(console, also_in="--json")
     if result.flat:
         print_line(console, f"flat: no slope is steeper than {result.tolerance:g}")
         return

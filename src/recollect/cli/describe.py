@@ -13,7 +13,8 @@ import typer
 import recollect as rc
 from recollect.cli.console import make_console, print_json
 from recollect.cli.options import JsonOption, check_models, comma_list, load_model_spec
-from recollect.report.terminal import Column, TerminalTable, hung
+from recollect.report.formatting import hanging_indent
+from recollect.report.tables import Column, Table
 
 __all__ = ["explain", "sizes", "zoo"]
 
@@ -30,8 +31,8 @@ def zoo(
     if as_json:
         print_json(rows)
         return
-    table = TerminalTable(columns=_ZOO_COLUMNS, rows=[_format_row(row) for row in rows])
-    table.print(make_console(bounded=True), elsewhere="--json")
+    table = Table(columns=_ZOO_COLUMNS, rows=[_format_row(row) for row in rows])
+    table.print(make_console(bounded=True), also_in="--json")
     typer.echo("state at K = V = 64, per row and head; `recollect explain NAME` says more")
 
 
@@ -39,15 +40,15 @@ _CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 _SHOWN_CHOICES = ("memory", "bias", "retention", "algorithm")
 _ZOO_COLUMNS = (
     Column(name="name"),
-    Column(name="fidelity", rank=2),
-    Column(name="memory", least=12, rank=8),
-    Column(name="bias", least=12, rank=7),
-    Column(name="retention", least=12, rank=6),
-    Column(name="algorithm", least=12, rank=9),
-    Column(name="write", least=24, rank=3),
-    Column(name="state", rank=1),
-    Column(name="has", least=14, rank=10),
-    Column(name="engine", rank=4),
+    Column(name="fidelity", priority=2),
+    Column(name="memory", min_width=12, priority=8),
+    Column(name="bias", min_width=12, priority=7),
+    Column(name="retention", min_width=12, priority=6),
+    Column(name="algorithm", min_width=12, priority=9),
+    Column(name="write", min_width=24, priority=3),
+    Column(name="state", priority=1),
+    Column(name="has", min_width=14, priority=10),
+    Column(name="engine", priority=4),
 )
 
 
@@ -118,14 +119,14 @@ def _identity(system: Any) -> dict[str, Any]:
 
 def _state_size(costs: Iterable[Any]) -> dict[str, Any]:
     """Return the size of the states in words and in bytes."""
-    from recollect.report.units import readable
+    from recollect.report.formatting import format_si
 
     known = [cost for cost in costs if cost is not None]
     size = sum(cost.state_bytes for cost in known) if known else None
     growth = sum(cost.state_bytes_per_token for cost in known)
-    words = "–" if size is None else readable(size, "B")
+    words = "–" if size is None else format_si(size, "B")
     return {
-        "state": f"{readable(growth, 'B')} per token" if growth else words,
+        "state": f"{format_si(growth, 'B')} per token" if growth else words,
         "state_bytes": None if growth else size,
         "state_grows_per_token": growth,
     }
@@ -153,7 +154,7 @@ def explain(
         print_json(explained.to_dict())
     else:
         console = make_console()
-        typer.echo(hung(str(explained), console.width if console.bounded else None))
+        typer.echo(hanging_indent(str(explained), console.width if console.bounded else None))
 
 
 def sizes(
@@ -178,9 +179,9 @@ def sizes(
         return
     columns = [Column(name="papers' name")]
     ranks = {"layers": 4, "width": 3, "heads": 5, "lr": 2, "tokens": 1}
-    columns += [Column(name=name, right=True, rank=rank) for name, rank in ranks.items()]
-    columns += [Column(name=name, right=True) for name in names]
-    table = TerminalTable(
+    columns += [Column(name=name, align="right", priority=rank) for name, rank in ranks.items()]
+    columns += [Column(name=name, align="right") for name in names]
+    table = Table(
         columns=columns,
         rows=[
             [
@@ -192,7 +193,7 @@ def sizes(
             for size in rows
         ],
     )
-    table.print(make_console(), elsewhere="--json")
+    table.print(make_console(), also_in="--json")
     typer.echo("parameters with 32,000 tokens of vocabulary, an MLP of 8/3 and an untied output")
 
 

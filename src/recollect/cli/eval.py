@@ -27,7 +27,7 @@ from recollect.cli.options import (
     comma_list,
 )
 from recollect.messages import renamed_arguments
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from recollect.experiments.framework.beside import Beside
@@ -150,15 +150,15 @@ def _show(console: Console, result: Evaluation, published: tuple[Beside, ...]) -
     columns = [
         Column(name="task"),
         Column(name="metric"),
-        Column(name="measured", right=True),
-        Column(name="documents", right=True, rank=2),
+        Column(name="measured", align="right"),
+        Column(name="documents", align="right", priority=2),
     ]
     rows = [list(row) for row in result.rows()]
     if published:
-        columns.append(Column(name="the papers report", least=40, rank=1))
+        columns.append(Column(name="the papers report", min_width=40, priority=1))
         for row in rows:
             matches = [x for x in published if (x.task, x.metric) == (row[0], row[1])]
             row.append("\n".join(map(str, matches)))
-    TerminalTable(columns=columns, rows=rows, title=result.model).print(console, elsewhere="--json")
+    Table(columns=columns, rows=rows, title=result.model).print(console, also_in="--json")
     for note in result.notes:
         print_line(console, note)

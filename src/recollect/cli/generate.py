@@ -218,9 +218,9 @@ def _cache_facts(model: Any, cache: Any) -> dict[str, Any]:
 
 def _describe_cache(facts: dict[str, Any]) -> str:
     """Return the size of a cache as a line."""
-    from recollect.report.units import readable
+    from recollect.report.formatting import format_si
 
-    size = readable(facts["cache_bytes_per_sequence"], "B")
+    size = format_si(facts["cache_bytes_per_sequence"], "B")
     if facts["cache_grows"]:
         length = facts["cache_columns"]
         return f"cache: {size} per sequence after {length} tokens, growing with the text"

@@ -63,9 +63,9 @@ def positive(at_most: float) -> Callable[[float | None], float | None]:
 def check_device(device: str) -> None:
     """Refuse a device that torch does not find."""
     if device != "cpu":
-        from recollect.report.devices import find_device
+        from recollect.report.devices import resolve_device
 
-        find_device(device, said="--device")
+        resolve_device(device, argument_name="--device")
 
 
 def check_exists(path: Path) -> None:

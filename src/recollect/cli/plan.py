@@ -14,7 +14,7 @@ from recollect.cli.options import ConfigArgument, JsonOption, load_config, posit
 if TYPE_CHECKING:
     from recollect.lm.memory_estimate.estimate import Estimate, RankMemory
     from recollect.lm.training.plan import TrainPlan
-    from recollect.report.terminal import TerminalTable
+    from recollect.report.tables import Table
 
 __all__ = ["plan"]
 
@@ -79,7 +79,7 @@ def _parse_bytes(text: str) -> int:
 def _print(result: Estimate, run: TrainPlan) -> None:
     """Print the numbers of the run, a table of the meshes, and the launch."""
     from recollect.lm.memory_estimate.estimate import USABLE_FRACTION
-    from recollect.report.units import readable
+    from recollect.report.formatting import format_si
 
     console = make_console()
 
@@ -88,12 +88,12 @@ def _print(result: Estimate, run: TrainPlan) -> None:
 
     devices = f"{result.devices:,} devices" if result.devices > 1 else "one device"
     line(f"parameters  {result.parameters:,}")
-    line(f"state       {readable(result.state, 'B')} of one row")
-    line(f"training    {readable(result.flops, 'FLOP')} per token")
+    line(f"state       {format_si(result.state, 'B')} of one row")
+    line(f"training    {format_si(result.flops, 'FLOP')} per token")
     for index, text in enumerate(_duration(result, run, devices)):
         line(f"{'' if index else 'time':<11} {text}")
     line(
-        f"memory      {readable(result.memory, 'B')} each (--memory), "
+        f"memory      {format_si(result.memory, 'B')} each (--memory), "
         f"of which {USABLE_FRACTION:.0%} may be filled\n"
     )
     possible = [rank for rank in result.ranks if rank.error is None]
@@ -117,9 +117,9 @@ def _print(result: Estimate, run: TrainPlan) -> None:
             "checkpointing = true in [run], lower batch, or raise segments of [data] or --devices"
         )
         return
-    line(f"smallest    {_label(result.smallest)}: {readable(result.smallest.total, 'B')} each")
+    line(f"smallest    {_label(result.smallest)}: {format_si(result.smallest.total, 'B')} each")
     if result.largest != result.smallest:
-        line(f"largest     {_label(result.largest)}: {readable(result.largest.total, 'B')} each")
+        line(f"largest     {_label(result.largest)}: {format_si(result.largest.total, 'B')} each")
     if result.largest.dims.world_size < result.devices:
         line(f"            no more of the {devices} can share this run, and the others remain idle")
     setting, command = result.launch
@@ -139,7 +139,7 @@ def _format_time(seconds: float) -> str:
 def _duration(result: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
     """Yield the time of the run with its assumptions, a line each."""
     from recollect.lm.memory_estimate.estimate import DEFAULT_MFU
-    from recollect.report.units import readable
+    from recollect.report.formatting import format_si
 
     if result.seconds is None:
         yield "no estimate, because [run] device is a CPU"
@@ -147,25 +147,25 @@ def _duration(result: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
     yield f"{_format_time(result.seconds)} for {result.tokens:,} tokens on {devices}, assuming that"
     is_h100 = result.peak_flops == _H100 * 1e12
     source = ", an H100's in dense bfloat16 (--peak for another device)" if is_h100 else " (--peak)"
-    yield f"each states {readable(result.peak_flops, 'FLOP/s')}{source}"
+    yield f"each states {format_si(result.peak_flops, 'FLOP/s')}{source}"
     unconfirmed = ", an assumption that no run has confirmed" if result.mfu == DEFAULT_MFU else ""
     yield f"and reaches {result.mfu:.3g} of it (--share){unconfirmed}"
     if is_h100 and not run.run.bf16:
         yield "though this run multiplies in float32, which is slower: bf16 = true in [run]"
 
 
-def _tables(ranks: list[RankMemory], memory: int, width: int) -> Iterator[TerminalTable]:
+def _tables(ranks: list[RankMemory], memory: int, width: int) -> Iterator[Table]:
     """Yield tables with a row per part and a column per mesh, as many meshes as fit the width."""
-    from recollect.report.terminal import Column, TerminalTable
+    from recollect.report.tables import Column, Table
 
     parts = list(dict.fromkeys(part for rank in ranks for part in rank.parts))
     labels = ["rows at once", *parts, "in all", "fits"]
 
-    def table(ranks: list[RankMemory]) -> TerminalTable:
+    def table(ranks: list[RankMemory]) -> Table:
         meshes = [_label(rank).replace(" × ", " ×\n") for rank in ranks]
         cells = [_cells(rank, parts, memory) for rank in ranks]
-        return TerminalTable(
-            columns=[Column(name="bytes of"), *(Column(name=x, right=True) for x in meshes)],
+        return Table(
+            columns=[Column(name="bytes of"), *(Column(name=x, align="right") for x in meshes)],
             rows=[list(row) for row in zip(labels, *cells, strict=True)],
         )
 
@@ -183,13 +183,13 @@ def _label(rank: RankMemory) -> str:
 
 def _cells(rank: RankMemory, parts: list[str], memory: int) -> list[str]:
     """Return a column of the table."""
-    from recollect.report.units import readable
+    from recollect.report.formatting import format_si
 
     def size(part: str) -> str:
         count = rank.parts.get(part)
         if part == "gradients" and not count:
             return "none yet"
-        return "–" if count is None else readable(count, "B")
+        return "–" if count is None else format_si(count, "B")
 
     fits = "yes" if rank.fits_in(memory) else "no"
-    return [str(rank.rows), *map(size, parts), readable(rank.total, "B"), fits]
+    return [str(rank.rows), *map(size, parts), format_si(rank.total, "B"), fits]

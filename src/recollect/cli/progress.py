@@ -21,7 +21,7 @@ from rich.table import Column as RichColumn
 from rich.text import Text
 
 from recollect.cli.console import print_line
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.results import ModelRun
@@ -182,13 +182,13 @@ class ReproduceDisplay(Display):
 
 
 _COMPARE_COLUMNS = (
-    Column(name="task", rank=3),
+    Column(name="task", priority=3),
     Column(name="model"),
-    Column(name="parameters", right=True, rank=5),
-    Column(name="tokens", right=True, rank=2),
-    Column(name="loss", right=True, rank=1),
-    Column(name="measured", right=True),
-    Column(name="tokens/s", right=True, rank=4),
+    Column(name="parameters", align="right", priority=5),
+    Column(name="tokens", align="right", priority=2),
+    Column(name="loss", align="right", priority=1),
+    Column(name="measured", align="right"),
+    Column(name="tokens/s", align="right", priority=4),
 )
 
 
@@ -246,7 +246,7 @@ class CompareDisplay(Display):
     def _render(self) -> Group:
         """Return the table with the bars below it."""
         rows = [*self.finished, *(row for _, row in self.running.values())]
-        table = TerminalTable(
+        table = Table(
             columns=_COMPARE_COLUMNS,
             rows=rows,
             styles=dict.fromkeys(range(len(self.finished), len(rows)), "bold"),

@@ -18,7 +18,7 @@ from recollect.cli.console import (
 )
 from recollect.cli.options import DeviceOption, JsonOption, OutOption, check_device, check_writable
 from recollect.cli.progress import ReproduceDisplay
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from recollect.experiments.framework.experiment import Experiment, Planned
@@ -113,12 +113,12 @@ def reproduce(
 
 def _show(console: Console, run: Run) -> None:
     """Print each claim of the paper, with its verdict and the measurement."""
-    TerminalTable(
+    Table(
         title=f"{run.experiment.name} ({run.experiment.source}), {run.results.scale} scale",
         columns=(
-            Column(name="the paper says", least=24),
+            Column(name="the paper says", min_width=24),
             Column(name="verdict"),
-            Column(name="measured", least=24),
+            Column(name="measured", min_width=24),
         ),
         rows=[(claim.text, verdict.status, verdict.because) for claim, verdict in run.verdicts],
     ).print(console)
@@ -136,12 +136,12 @@ def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence
         for row in experiments
     ]
     rows += [(x.name, x.title, x.source, f"planned, needs {x.needs}") for x in planned]
-    TerminalTable(
+    Table(
         columns=(
             Column(name="name"),
-            Column(name="what", least=24),
-            Column(name="source", least=14, rank=1),
-            Column(name="claims", least=20, rank=2),
+            Column(name="what", min_width=24),
+            Column(name="source", min_width=14, priority=1),
+            Column(name="claims", min_width=20, priority=2),
         ),
         rows=rows,
         styles=dict.fromkeys(range(len(experiments), len(rows)), "dim"),

@@ -20,7 +20,7 @@ from recollect.cli.console import (
 from recollect.cli.options import ConfigArgument, JsonOption, check_exists
 from recollect.cli.progress import TrainDisplay
 from recollect.messages import renamed_arguments
-from recollect.report.ranks import is_first, world_size
+from recollect.report.ranks import is_main_process, world_size
 
 if TYPE_CHECKING:
     from recollect.lm.training.plan import TrainPlan
@@ -68,12 +68,12 @@ def train(
         display.on_message(str(error))
         exit_interrupted()
     except KeyboardInterrupt:
-        if is_first():
+        if is_main_process():
             display.on_message(
                 "interrupted; --resume continues from the last checkpoint, if there is one"
             )
         exit_interrupted()
-    if not is_first():
+    if not is_main_process():
         return
     report = _save_report(result, plan, display.summary)
     if as_json:

@@ -10,7 +10,8 @@ from pathlib import Path
 from recollect.experiments.framework.beside import Beside
 from recollect.lm.evaluation.results import Evaluation
 from recollect.report.environment import Environment
-from recollect.report.html import Cell, Note, Report, Table
+from recollect.report.page import Note, Report
+from recollect.report.tables import CellValue, Table
 
 __all__ = ["save_evaluation_page"]
 
@@ -54,12 +55,12 @@ def save_evaluation_page(
 
 
 def _measured(result: Evaluation, papers: Sequence[Beside]) -> Table:
-    rows: list[list[Cell]] = []
+    rows: list[list[CellValue]] = []
     for one in (*result.tasks, *result.groups):
         for metric in one.metrics:
             here = [x for x in papers if (x.task, x.metric) == (one.task, metric)]
             better = "less" if metric in one.lower_is_better else "more"
-            row: list[Cell] = [one.task, metric, one.format(metric), better, one.documents]
+            row: list[CellValue] = [one.task, metric, one.format(metric), better, one.documents]
             rows.append([*row, "; ".join(map(str, here))] if papers else row)
     columns = ["task", "metric", "measured", "better", "documents"]
     return Table(
@@ -89,7 +90,7 @@ def _how(result: Evaluation) -> Table:
     )
 
 
-def _plain(value: object) -> Cell:
+def _plain(value: object) -> CellValue:
     """A setting as a cell; of a digest the beginning, as the results have it whole."""
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
         return f"{value[:12]}…"

@@ -12,8 +12,9 @@ from typing import Any
 from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.registry import EXPERIMENTS
 from recollect.report.files import read_regular, write_atomic
-from recollect.report.html import embedded, picture, prose
-from recollect.report.shell import shell
+from recollect.report.notebook import text_to_html
+from recollect.report.page import data_uri
+from recollect.report.rendering import picture, render_page
 from recollect.serialization import read_json
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
@@ -45,7 +46,7 @@ def save_gallery(folder: str | PathLike[str]) -> Path | None:
     if not articles:
         return None
     body = f'<h1>Reproductions</h1>\n<div class="gallery">\n{"".join(articles)}</div>\n'
-    page = shell("Reproductions", body)
+    page = render_page("Reproductions", body)
     return write_atomic(folder / "index.html", page)
 
 
@@ -61,20 +62,20 @@ def _read(path: Path) -> str:
 def _article(home: Path, data: dict[str, Any]) -> str:
     experiment = EXPERIMENTS[data["experiment"]]
     name = experiment.name
-    wide, narrow = (embedded(_read(home / file)) for file in _FILES)
+    wide, narrow = (data_uri(_read(home / file)) for file in _FILES)
     drawing = picture(experiment.title, wide, narrow) if wide else ""
     changed = _changed(experiment)
     claims = "".join(
-        f"<li>{prose(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
-        f"{prose(c['because'])}"
-        + (f" {CHANGED} {prose(changed[c['name']])}" if c.get("name") in changed else "")
+        f"<li>{text_to_html(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
+        f"{text_to_html(c['because'])}"
+        + (f" {CHANGED} {text_to_html(changed[c['name']])}" if c.get("name") in changed else "")
         + "</li>\n"
         for c in data["claims"]
     )
     return (
         f'<article id="{name}"><h2><a href="{name}/report.html">{name}</a>: '
-        f"{prose(experiment.title)}</h2>\n"
-        f'<p class="faint">{prose(data["source"])}; {html.escape(_where(data))}</p>\n'
+        f"{text_to_html(experiment.title)}</h2>\n"
+        f'<p class="faint">{text_to_html(data["source"])}; {html.escape(_where(data))}</p>\n'
         f"{drawing}<ul>\n{claims}</ul></article>\n"
     )
 

@@ -25,9 +25,9 @@ from recollect.experiments.framework.records import Cell, Record, Results
 from recollect.experiments.framework.run import Nobody, Run, Viewer, command_of
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.report.environment import describe_environment
-from recollect.report.files import read_regular, rescue, write_atomic
-from recollect.report.ownership import owned_folder
-from recollect.report.signals import deferred
+from recollect.report.files import read_regular, save_to_temp_on_error, write_atomic
+from recollect.report.lock import folder_lock
+from recollect.report.signals import defer_signals
 from recollect.serialization import read_json
 
 __all__ = ["chosen", "reproduce"]
@@ -100,7 +100,7 @@ def reproduce(
         )
     config = experiment.config(scale, seeds=seeds)
     folder = Path(out) / experiment.name
-    with owned_folder(folder):
+    with folder_lock(folder):
         return _reproduced(
             experiment,
             config,
@@ -157,7 +157,7 @@ def _reproduced(
             if isinstance(found, str):
                 lost.append(found)
                 continue
-            with deferred():
+            with defer_signals():
                 measured[path] = replace(found, **stamp)
                 with suppress(OSError):  # a full disk: the others go on, and it is tried again
                     write_atomic(path, _written(measured[path]))
@@ -180,7 +180,7 @@ def _reproduced(
         jobs=jobs,
         command=command,
     )
-    with deferred():
+    with defer_signals():
         save_run(run)
     if lost and not interrupted:
         raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
@@ -204,12 +204,12 @@ def _kept(measured: dict[Path, Record], folder: Path) -> None:
     """That all that was measured is on disk, also where the folder vanished meanwhile."""
     missing = {path: _written(record) for path, record in measured.items() if not path.exists()}
     try:
-        with deferred():
+        with defer_signals():
             for path, text in missing.items():
                 write_atomic(path, text)
     except OSError as error:
         files = {str(path.relative_to(folder)): text for path, text in missing.items()}
-        raise ValueError(rescue(files, wanted=folder, error=error)) from error
+        raise ValueError(save_to_temp_on_error(files, target=folder, error=error)) from error
 
 
 def _file(experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.progress import Trained
 from recollect.report.environment import describe_environment
-from recollect.report.figures import Series
-from recollect.report.html import Figure, Note, Report, Table
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, Series, panel_figure
+from recollect.report.page import Figure, Note, Report
+from recollect.report.tables import Table
 
 __all__ = ["save_run_page"]
 

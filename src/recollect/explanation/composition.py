@@ -12,8 +12,8 @@ from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.costs import Cost
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
-from recollect.report.notebook import facts
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
+from recollect.report.notebook import definition_table
 
 __all__ = ["Composition", "compose"]
 
@@ -92,7 +92,7 @@ class Composition:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return facts(
+        return definition_table(
             f"`{self.title}`",
             self._blocks(),
             equations=("composes", "problem", "write", "read", "where"),
@@ -131,22 +131,22 @@ class Composition:
             leaf = part.split()[0] + suffix
             sizes[leaf] = sizes.get(leaf, 0) + size
         several = not isinstance(self.layers[name], RecipeMixer)
-        kept = "; ".join(f"{x}: {readable(n, 'B')}" for x, n in sizes.items() if several)
+        kept = "; ".join(f"{x}: {format_si(n, 'B')}" for x, n in sizes.items() if several)
         more = (
-            f"and {readable(price.state_bytes_per_token, 'B')} more per token"
+            f"and {format_si(price.state_bytes_per_token, 'B')} more per token"
             if price.state_bytes_per_token
             else "constant"
         )
         where = f"per sequence and head after {price.sizes['T']} tokens at K = V = {_SIZE}"
         if kept:
             yield f"{at}{kept}"
-        yield f"{at}{readable(price.state_bytes, 'B')} {where}, {more}"
+        yield f"{at}{format_si(price.state_bytes, 'B')} {where}, {more}"
 
     def _cost(self, name: str, *, alone: bool) -> Iterator[str]:
         price, at = self.costs[name], "" if alone else f"{name}: "
         if price is not None:
-            token = readable(price.total / price.sizes["T"], "FLOP")
-            decode = readable(price.decode, "FLOP")
+            token = format_si(price.total / price.sizes["T"], "FLOP")
+            decode = format_si(price.decode, "FLOP")
             yield (
                 f"{at}{token} per token and head, {decode} to decode one, at K = V = {_SIZE}, "
                 f"T = {price.sizes['T']}"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from recollect.recipe.recipe import Recipe
-from recollect.report.notebook import grid
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
-    from recollect.report.figures import FigureFiles
+    from recollect.report.figures import RenderedFigure
 
 __all__ = ["OVERSHOOT", "SMALLER_STEPS", "Diagnosis", "Fault", "ModelDiagnosis", "short"]
 
@@ -172,19 +172,19 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        columns = self._columns()
-        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
-        header = "  ".join(f"{name:<{widths[name]}}" for name in columns).rstrip()
-        lines = [self._title(), header]
-        for row in zip(*columns.values(), strict=True):
-            cells = (f"{cell:<{w}}" for cell, w in zip(row, widths.values(), strict=True))
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, READING, *(f"- {line}" for line in self._told())])
+        return self._table(READING, *(f"- {line}" for line in self._told())).to_text()
 
     def _repr_html_(self) -> str:
+        return self._table(*self._told(), READING).to_html(notebook=True)
+
+    def _table(self, *notes: str) -> Table:
         columns = self._columns()
-        rows = zip(*columns.values(), strict=True)
-        return grid(self._title(), [*columns], rows, notes=[*self._told(), READING])
+        return Table(
+            title=self._title(),
+            columns=[Column(name=name, align="left") for name in columns],
+            rows=list(zip(*columns.values(), strict=True)),
+            caption="\n".join(notes),
+        )
 
     def _title(self) -> str:
         sizes = f"{self.heads} heads, {len(self.surprise)} tokens, inner batches of {self.batch}"
@@ -213,14 +213,13 @@ class Diagnosis:
         ends = [part.nanmean(0).tolist() for part in (curve[:third], curve[-third:])]
         return [f"{short(a)} → {short(b)}" for a, b in zip(*ends, strict=True)]
 
-    def figure(self, title: str = "") -> FigureFiles:
+    def figure(self, title: str = "") -> RenderedFigure:
         """Norms, surprise and steps over the tokens, one line per head.
 
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        from recollect.report.figures import Series
-        from recollect.report.panels import Panel, panel_figure
+        from recollect.report.figures import Panel, Series, panel_figure
 
         def lines(x: Tensor, curves: Tensor) -> list[Series]:
             places = x.tolist()

@@ -46,8 +46,8 @@ from recollect.messages import RecipeError
 from recollect.parallel.strategies import strategy_for
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.stability import step_limit
-from recollect.report.notebook import facts
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
+from recollect.report.notebook import definition_table
 from recollect.theory import findings
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return facts(f"`{self.title}`", self._blocks(), equations=EQUATIONS)
+        return definition_table(f"`{self.title}`", self._blocks(), equations=EQUATIONS)
 
     @property
     def equations(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -221,8 +221,8 @@ class Explanation:
     def _cost(self) -> Iterator[str]:
         if self.cost is None:
             return
-        token = readable(self.cost.per_token, "FLOP")
-        decode = readable(self.cost.decode, "FLOP")
+        token = format_si(self.cost.per_token, "FLOP")
+        decode = format_si(self.cost.decode, "FLOP")
         sizes = f"K = V = {_SIZE}, T = {self.cost.sizes['T']}"
         yield f"{token} per token and head, {decode} to decode one, at {sizes}"
         yield from self.cost.pace
@@ -518,7 +518,7 @@ def _state(recipe: Recipe) -> tuple[str, ...]:
             parts.append("its normaliser")
         if recipe.buffer_size:
             parts.append(f"{recipe.buffer_size} open association{'s' * (recipe.buffer_size > 1)}")
-    size = readable(price.state_bytes_per_token or price.state_bytes, "B")
+    size = format_si(price.state_bytes_per_token or price.state_bytes, "B")
     per = "per token, row and head" if price.state_bytes_per_token else "per row and head"
     return (f"{'; '.join(parts)}: {size} {per} at K = V = {_SIZE}",)
 

@@ -23,12 +23,12 @@ from recollect.layer.checks import check_tokens
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
-from recollect.report.notebook import grid
+from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from recollect.report.figures import FigureFiles
+    from recollect.report.figures import RenderedFigure
 
 __all__ = ["Trace", "trace"]
 
@@ -97,18 +97,19 @@ class Trace:
         }
 
     def __str__(self) -> str:
-        columns = self._columns()
-        widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
-        lines = [self._title()]
-        for row in ([*columns], *zip(*columns.values(), strict=True)):
-            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, _NOTE])
+        return self._table().to_text()
 
     def _repr_html_(self) -> str:
+        return self._table().to_html(notebook=True)
+
+    def _table(self) -> Table:
         columns = self._columns()
-        rows = zip(*columns.values(), strict=True)
-        return grid(self._title(), [*columns], rows, notes=[_NOTE])
+        return Table(
+            title=self._title(),
+            columns=[Column(name=name, align="left") for name in columns],
+            rows=list(zip(*columns.values(), strict=True)),
+            caption=_NOTE,
+        )
 
     def _title(self) -> str:
         name = f"layer {self.layer}, " if self.layer else ""
@@ -128,7 +129,7 @@ class Trace:
             columns[title] = [f"{short(a)} → {short(b)}" for a, b in pairs]
         return columns
 
-    def figure(self, title: str = "", *, head: int | None = None) -> FigureFiles:
+    def figure(self, title: str = "", *, head: int | None = None) -> RenderedFigure:
         """The cosine similarities as a picture, with the words on both axes.
 
         Args:
@@ -139,14 +140,14 @@ class Trace:
             ImportError: if matplotlib is not installed.
             ValueError: a head that the layer does not have.
         """
-        from recollect.report.figures import figure_files, new_canvas
+        from recollect.report.figures import new_figure, render_figure
 
         if head is not None and not 0 <= head < self.num_heads:
             raise ValueError(f"head must be from 0 to {self.num_heads - 1}, not {head}")
         table = self.cosine_similarity
         shown = table.mean(-1) if head is None else table[..., head]
         which = f"mean of {self.num_heads} heads" if head is None else f"head {head}"
-        with new_canvas() as canvas:
+        with new_figure() as canvas:
             side = min(7.2, 2.4 + 0.22 * min(max(table.shape[:2]), MAX_LABELS))
             canvas.set_size_inches(side, side + 0.8)
             axes = canvas.subplots()
@@ -166,7 +167,7 @@ class Trace:
             )
             label = f"cosine similarity, {which}"
             canvas.colorbar(image, ax=axes, label=label, location="bottom", fraction=0.04)
-            return figure_files(canvas)
+            return render_figure(canvas)
 
 
 _NOTE = "cosine and error of what the memory returns: after its own token → after the last token"

@@ -21,7 +21,7 @@ from recollect.choices import algorithm, bias, context, features, memory, retent
 from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series, draw_line, figure_files, new_canvas
+from recollect.report.figures import RenderedFigure, Series, new_figure, plot_series, render_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,13 +118,13 @@ def changing_map() -> dict[str, list[float]]:
     return made
 
 
-def draw() -> FigureFiles:
+def draw() -> RenderedFigure:
     """The picture, for a page and for narrow screens.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    with new_canvas() as canvas:
+    with new_figure() as canvas:
         canvas.set_size_inches(9.0, 4.0)
         left, right = canvas.subplots(1, 2)
         _panel(left, held_pairs(), list(PAIRS))
@@ -141,13 +141,13 @@ def draw() -> FigureFiles:
         right.set_ylabel("error of the next pair")
         names = left.get_legend_handles_labels()
         canvas.legend(*names, loc="outside lower center", ncols=2, handlelength=3.0)
-        return figure_files(canvas)
+        return render_figure(canvas)
 
 
 def _panel(axes: Axes, curves: dict[str, list[float]], x: list[int]) -> None:
     for place, (name, y) in enumerate(curves.items()):
         line = Series(name=name, x=x, y=y)
-        draw_line(axes, line, place, marks=8, markersize=4.5, linewidth=1.7)
+        plot_series(axes, line, place, marks=8, markersize=4.5, linewidth=1.7)
     axes.set_ylim(0, 1.6)
 
 

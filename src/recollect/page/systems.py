@@ -20,7 +20,7 @@ from recollect.layer.options import LayerOptions
 from recollect.page.measured import bits_per_byte, measured
 from recollect.page.python_text import as_python
 from recollect.page.write import PAGE
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 from recollect.zoo.preset import Preset
 
 __all__ = ["INDEX", "families", "system_pages"]
@@ -104,12 +104,14 @@ def _row(name: str, results: Path) -> tuple[str, ...]:
 def _kept(cost: Cost | None) -> str:
     if cost is None:
         return "–"
-    return f"{readable(cost.state_bytes, 'B')}{', grows' if cost.state_bytes_per_token else ''}"
+    return f"{format_si(cost.state_bytes, 'B')}{', grows' if cost.state_bytes_per_token else ''}"
 
 
 def _flops(cost: Cost | None) -> str:
     return (
-        "–" if cost is None else readable(cost.total / cost.sizes["T"], "FLOP").removesuffix("FLOP")
+        "–"
+        if cost is None
+        else format_si(cost.total / cost.sizes["T"], "FLOP").removesuffix("FLOP")
     )
 
 

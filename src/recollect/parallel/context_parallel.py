@@ -22,7 +22,7 @@ from recollect.parallel.models import (
 )
 from recollect.parallel.segment import local_pieces
 from recollect.parallel.strategies import Strategy
-from recollect.report.ranks import of_all
+from recollect.report.ranks import mark_collective
 
 __all__ = ["ContextParallel", "context"]
 
@@ -252,7 +252,7 @@ class ContextParallel:
     def _consensus_error(self, reason: str) -> Exception:
         """Return an error for all ranks of a sequence, which only rank 0 prints."""
         error = ValueError(reason)
-        return of_all(error, speakers=0) if self.context_ranks.link.rank else error
+        return mark_collective(error, reporting_ranks=0) if self.context_ranks.link.rank else error
 
 
 _COLUMNS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels")

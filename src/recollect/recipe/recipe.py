@@ -30,7 +30,7 @@ from recollect.fields import Gate, Param
 from recollect.messages import RecipeError, short_repr, suggest_arguments
 from recollect.recipe.canonical import canonical, normal_form
 from recollect.recipe.compatibility import check_size, member_conflicts, name_conflicts
-from recollect.report.notebook import equations_of, facts
+from recollect.report.notebook import definition_table, get_equations
 from recollect.serialization import fields_to_data, limited_nesting, read_fields, read_json
 
 __all__ = ["SCHEMA", "Recipe"]
@@ -122,9 +122,9 @@ class Recipe:
 
     def _repr_html_(self) -> str:
         choices = [(name, [getattr(self, name).brief]) for name in CHOICES]
-        equations = [*equations_of(self)]
+        equations = [*get_equations(self)]
         code = (*CHOICES, *(name for name, _ in equations))
-        return facts("`Recipe`", [*choices, *equations], equations=code)
+        return definition_table("`Recipe`", [*choices, *equations], equations=code)
 
     def gates(self) -> tuple[Gate, ...]:
         """Return the gates that `recall` needs."""

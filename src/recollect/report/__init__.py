@@ -1,26 +1,21 @@
-"""Reports of experiments: figures, an HTML page, and the environment of the measurement."""
+"""Reports of experiments: tables, figures, HTML pages, and the environment of a measurement."""
 
 from recollect.report.environment import Environment, describe_environment
-from recollect.report.figures import (
-    FigureFiles,
-    Series,
-    bar_figure,
-    line_figure,
-)
+from recollect.report.figures import Panel, RenderedFigure, Series, line_figure, panel_figure
 from recollect.report.files import write_atomic
-from recollect.report.html import Figure, Note, Report, Table
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.page import Figure, Note, Report
+from recollect.report.tables import Column, Table
 
 __all__ = [
+    "Column",
     "Environment",
     "Figure",
-    "FigureFiles",
     "Note",
     "Panel",
+    "RenderedFigure",
     "Report",
     "Series",
     "Table",
-    "bar_figure",
     "describe_environment",
     "line_figure",
     "panel_figure",

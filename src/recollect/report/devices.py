@@ -1,43 +1,44 @@
-"""Devices by name: which there are, and a refusal of those that there are not."""
+"""Names of devices."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["devices_here", "find_device"]
+__all__ = ["available_devices", "resolve_device"]
 
 
-def devices_here() -> list[str]:
-    """Names of the devices that torch sees: ``"cpu"``, ``"cuda:0"``, ``"mps"``, ..."""
-    found = ["cpu"]
+def available_devices() -> list[str]:
+    """Return the names of the devices that torch sees: ``"cpu"``, ``"cuda:0"``, ``"mps"``, ..."""
+    names = ["cpu"]
     if torch.cuda.is_available():
-        found += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
-        found.append("mps")
+        names.append("mps")
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None and other.type not in ("cuda", "mps"):
-        found += [f"{other.type}:{index}" for index in range(torch.accelerator.device_count())]
-    return found
+        names += [f"{other.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return names
 
 
-def find_device(name: str | None, *, said: str) -> torch.device:
-    """A device by name; the accelerator that there is, else the CPU, without one.
+def resolve_device(name: str | None, *, argument_name: str) -> torch.device:
+    """Return the device of a name.
 
     Args:
-        name: ``"cpu"``, ``"cuda"`` (the first), ``"cuda:1"``, ``"mps"``.
-        said: what the user calls it, for messages.
+        name: ``"cpu"``, ``"cuda"`` (the first), ``"cuda:1"``, ``"mps"``. ``None`` selects the
+            accelerator, or the CPU if there is none.
+        argument_name: Name of the option or argument, for the error message.
 
     Raises:
-        ValueError: torch sees no such device here.
+        ValueError: Torch does not see the device.
     """
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    there = devices_here()
-    if name in there:
+    available = available_devices()
+    if name in available:
         return torch.device(name)
-    if f"{name}:0" in there:  # a kind of device; a process without another word has the first
+    if f"{name}:0" in available:  # a type of device without an index selects the first
         return torch.device(name, 0)
     raise ValueError(
-        f"{said} {name!r} is not here: torch sees {', '.join(there)}; name one of these, or leave "
-        "it out"
+        f"{argument_name} {name!r} is not here: torch sees {', '.join(available)}; name one of "
+        "these, or leave it out"
     )

@@ -1,4 +1,4 @@
-"""Files, written so that a reader sees the old one or the new one, and checked before reading."""
+"""Atomic writes, and checks before a file is read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-LARGEST = 64 * 2**20
-"""Largest size in bytes of a JSON or TOML file that is read whole."""
+__all__ = [
+    "MAX_FILE_BYTES",
+    "backup_existing",
+    "check_regular",
+    "next_free_path",
+    "read_regular",
+    "save_to_temp_on_error",
+    "write_atomic",
+]
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Largest size in bytes of a JSON or TOML file that is read into memory."""
 
 
 def check_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> None:
@@ -21,11 +31,11 @@ def check_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> 
     Opening a pipe would wait for a writer, and a device can fill the memory.
 
     Args:
-        path: of the file; links are followed.
-        limit: largest size in bytes; any size when omitted.
+        path: Path of the file; links are followed.
+        limit: Largest size in bytes; any size if omitted.
 
     Raises:
-        OSError: no file, a folder, a pipe, a socket, a device, or a file above the limit.
+        OSError: There is no file, or it is a folder, a pipe, a socket, a device, or too large.
     """
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
@@ -38,46 +48,38 @@ def check_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> 
         raise OSError(errno.EFBIG, reason, str(path))
 
 
-def read_regular(path: str | os.PathLike[str], *, limit: int | None = LARGEST) -> str:
+def read_regular(path: str | os.PathLike[str], *, limit: int | None = MAX_FILE_BYTES) -> str:
     """Return the text of a regular UTF-8 file.
 
-    Args:
-        path: of the file.
-        limit: largest size in bytes; any size when ``None``.
-
     Raises:
-        OSError: as `check_regular`, or the file cannot be read.
-        UnicodeDecodeError: it is not UTF-8 text.
+        OSError: See `check_regular`, or the file cannot be read.
+        UnicodeDecodeError: The file is not UTF-8 text.
     """
     check_regular(path, limit=limit)
     return Path(path).read_text(encoding="utf-8")
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
-    """Write a file under its name only once it is whole and on disk.
+    """Write a file so that readers see the old file or the complete new one.
 
     Args:
-        path: where to; missing folders are made.
-        data: the content; text is written as UTF-8.
-
-    Returns:
-        The path.
+        path: Path of the file; missing folders are created.
+        data: Content; text is written as UTF-8.
 
     Raises:
-        OSError: if the folder cannot be written or the disk is full, with the path; the old file
-            stays as it was.
+        OSError: The folder cannot be written or the disk is full. The old file is unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = data.encode("utf-8") if isinstance(data, str) else data
-    # Beside the target, because a rename is atomic only within one file system.
+    # In the same folder, because a rename is atomic only within one file system.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files that only their owner may read; a report is meant to be shared.
+        # mkstemp creates files that only their owner may read, and other users read a report.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
@@ -86,57 +88,48 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
         with contextlib.suppress(OSError):
             os.unlink(name)
         if isinstance(error, OSError) and error.filename in (None, name):
-            error.filename = str(path)  # a full disk says no name, and the temporary one is gone
+            error.filename = str(path)  # the temporary file no longer exists
         raise
     return path
 
 
-def free_name(path: Path) -> Path:
-    """The first of ``results-1.json``, ``results-2.json``, … that is free beside ``results.json``.
-
-    Args:
-        path: a file whose name is taken.
-    """
+def next_free_path(path: Path) -> Path:
+    """Return the first free path of ``results-1.json``, ``results-2.json``, … for a path."""
     number = 1
     while (free := path.with_stem(f"{path.stem}-{number}")).exists():
         number += 1
     return free
 
 
-def set_aside(path: Path, data: str) -> Path | None:
-    """Copy the file that stands where another is about to be written to the next free name.
-
-    Args:
-        path: where to. data: what will be written there.
+def backup_existing(path: Path, data: str) -> Path | None:
+    """Copy the file at a path to the next free path, unless it contains the data already.
 
     Returns:
-        Where the copy is, ``results-1.json`` for ``results.json``; ``None`` if there
-        was none, or the same.
+        The path of the copy; ``None`` if no copy was needed.
     """
     if not path.is_file() or path.read_bytes() == data.encode("utf-8"):
         return None
-    kept = free_name(path)
-    shutil.copy2(path, kept)  # a copy: if nothing more can be written, the earlier one still stands
-    return kept
+    backup = next_free_path(path)
+    shutil.copy2(path, backup)  # a copy: if the next write fails, the earlier file is unchanged
+    return backup
 
 
-def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> str:
-    """Keep elsewhere what could not be written where it belongs, and say so.
+def save_to_temp_on_error(files: Mapping[str, str], *, target: Path, error: OSError) -> str:
+    """Write files that could not be written to their folder to a temporary folder.
 
     Args:
-        files: contents by name.
-        wanted: the folder where they belong.
-        error: why they are not there.
+        files: Contents by name.
+        target: Folder or file that could not be written.
+        error: Error of the failed write.
 
     Returns:
-        A sentence to raise: where they are now, or that they are nowhere.
+        A sentence for an error message: the location of the files, or that there is none.
     """
-    reason = error.strerror or str(error)
-    said = f"{wanted} cannot be written to ({reason})"
+    reason = f"{target} cannot be written to ({error.strerror or error})"
     try:
-        place = Path(tempfile.mkdtemp(prefix="recollect-"))
+        folder = Path(tempfile.mkdtemp(prefix="recollect-"))
         for name, text in files.items():
-            write_atomic(place / name, text)
+            write_atomic(folder / name, text)
     except OSError as second:
-        return f"{said}, and neither can {tempfile.gettempdir()} ({second.strerror})"
-    return f"{said}: what was measured is in {place}, to be copied there"
+        return f"{reason}, and neither can {tempfile.gettempdir()} ({second.strerror})"
+    return f"{reason}: what was measured is in {folder}, to be copied there"

@@ -1,4 +1,4 @@
-"""Tables that notebooks show in place of a ``repr``: plain HTML in the notebook's own style."""
+"""Definition tables that notebooks show in place of a ``repr``, without a style sheet."""
 
 from __future__ import annotations
 
@@ -7,81 +7,46 @@ import importlib
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Rows", "equations_of", "facts", "grid", "prose"]
+__all__ = ["Rows", "definition_table", "get_equations", "text_to_html"]
 
 Rows = Iterable[tuple[str, Sequence[str]]]
-"""A label and the lines beside it."""
-
-CODE = 'style="text-align:left;white-space:pre-wrap;font-family:monospace"'
-HEAD = 'style="text-align:left;vertical-align:top"'
-
+"""Labels, and the lines next to each."""
 
 _CODE = re.compile(r"`([^`\n]+)`")
 
 
-def prose(value: object) -> str:
-    """A text as HTML: escaped, and what stands between backticks as code."""
+def text_to_html(value: object) -> str:
+    """Return a text as HTML: escaped, with code between backticks."""
     return _CODE.sub(r"<code>\1</code>", html.escape(str(value), quote=True))
 
 
-def facts(title: str, rows: Rows, *, equations: Iterable[str] = ()) -> str:
-    """A table of labels and lines.
+def definition_table(title: str, rows: Rows, *, equations: Iterable[str] = ()) -> str:
+    """Return a table of labels and lines as HTML.
 
     Args:
-        title: above it.
-        rows: what it says; a label without lines is left out.
-        equations: labels whose lines are equations or code, and keep their spaces.
+        title: Caption of the table.
+        rows: Labels and lines; a label without lines is left out.
+        equations: Labels whose lines are equations or code, with significant spaces.
     """
     code, body = set(equations), []
     for label, lines in rows:
         if not any(lines):
             continue
+        style, content = "text-align:left", "<br>".join(map(text_to_html, lines))
         if label in code:
-            shown = html.escape("\n".join(lines))
-            cell = f"<td {CODE}>{shown}</td>"
-        else:
-            cell = f'<td style="text-align:left">{"<br>".join(map(prose, lines))}</td>'
-        body.append(f'<tr><th scope="row" {HEAD}>{html.escape(label)}</th>{cell}</tr>')
-    return _table(title, "", body)
+            style += ";white-space:pre-wrap;font-family:monospace"
+            content = html.escape("\n".join(lines))
+        body.append(
+            '<tr><th scope="row" style="text-align:left;vertical-align:top">'
+            f'{html.escape(label)}</th><td style="{style}">{content}</td></tr>'
+        )
+    caption = f"<caption>{text_to_html(title)}</caption>" if title else ""
+    return f"<table>{caption}<tbody>{''.join(body)}</tbody></table>"
 
 
-def grid(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    notes: Iterable[str] = (),
-) -> str:
-    """A table with headings.
-
-    Args:
-        title: above it.
-        columns: headings.
-        rows: a cell for each of them; the first one names the row.
-        notes: sentences below it.
-    """
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
-    body = [
-        "<tr>"
-        + f'<th scope="row" {HEAD}>{html.escape(first)}</th>'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
-        + "</tr>"
-        for first, *rest in rows
-    ]
-    below = "".join(f"<li>{prose(note)}</li>" for note in notes)
-    return _table(title, f"<thead><tr>{head}</tr></thead>", body) + (
-        f"<ul>{below}</ul>" if below else ""
-    )
-
-
-def _table(title: str, head: str, body: Iterable[str]) -> str:
-    said = f"<caption>{prose(title)}</caption>" if title else ""
-    return f"<table>{said}{head}<tbody>{''.join(body)}</tbody></table>"
-
-
-def equations_of(recipe: object) -> Rows:
-    """The equations of a recipe; none if the recipe has no explanation."""
-    # Recipes do not depend on their explanations: these are imported when a notebook shows one.
+def get_equations(recipe: object) -> Rows:
+    """Return the equations of a recipe; none if the recipe cannot be explained."""
+    # Recipes do not depend on their explanations, which are imported when a notebook shows one.
     try:
         return importlib.import_module("recollect.explanation.explain").explain(recipe).equations
     except ValueError:  # a RecipeError

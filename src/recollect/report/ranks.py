@@ -1,54 +1,61 @@
-"""Who of several processes says what: the first for all, and one that fails alone for itself.
+"""Ranks of the processes that a launcher (`torchrun`, `accelerate launch`) starts.
 
-A launcher (`torchrun`, `accelerate launch`) tells every process its number and how many there are
-in its environment.
+Only the main process prints a message or an error that all processes have in common.
 """
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["is_first", "is_of_all", "of_all", "rank", "speaks", "world_size"]
+__all__ = [
+    "is_collective",
+    "is_main_process",
+    "mark_collective",
+    "rank",
+    "should_log_error",
+    "world_size",
+]
 
-_SPEAKERS = "_recollect_speakers"
+_REPORTING_RANKS = "_recollect_reporting_ranks"
 
 
 def rank() -> int:
-    """The number of this process among those that a launcher started; 0 without one."""
-    return _number("RANK", 0)
+    """Return the rank of this process; 0 without a launcher."""
+    return _environment_number("RANK", 0)
 
 
 def world_size() -> int:
-    """How many processes a launcher started; 1 without one."""
-    return _number("WORLD_SIZE", 1)
+    """Return the number of processes; 1 without a launcher."""
+    return _environment_number("WORLD_SIZE", 1)
 
 
-def is_first() -> bool:
-    """Whether this is the process that speaks for all."""
+def is_main_process() -> bool:
+    """Whether this process has rank 0."""
     return rank() == 0
 
 
-def of_all(error: Exception, *, speakers: int = 1) -> Exception:
-    """Note of an error that every process has it, so that the first alone says it.
+def mark_collective(error: Exception, *, reporting_ranks: int = 1) -> Exception:
+    """Mark an error as raised by every process, and return it.
 
     Args:
-        error: what is raised.
-        speakers: how many of the first processes say it, where the first may be gone.
+        error: Error that every process raises.
+        reporting_ranks: Number of processes, from rank 0, that print the error. More than one is
+            useful if the main process may have ended.
     """
-    setattr(error, _SPEAKERS, speakers)
+    setattr(error, _REPORTING_RANKS, reporting_ranks)
     return error
 
 
-def is_of_all(error: BaseException) -> bool:
-    """Whether every process has an error."""
-    return hasattr(error, _SPEAKERS)
+def is_collective(error: BaseException) -> bool:
+    """Whether every process raises the error."""
+    return hasattr(error, _REPORTING_RANKS)
 
 
-def speaks(error: BaseException) -> bool:
-    """Whether this process is one that says an error."""
-    return rank() < getattr(error, _SPEAKERS, rank() + 1)
+def should_log_error(error: BaseException) -> bool:
+    """Whether this process prints the error."""
+    return rank() < getattr(error, _REPORTING_RANKS, rank() + 1)
 
 
-def _number(name: str, otherwise: int) -> int:
-    written = os.environ.get(name, "")
-    return int(written) if written.isdecimal() else otherwise
+def _environment_number(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default

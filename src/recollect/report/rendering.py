@@ -1,4 +1,7 @@
-"""Templates and static files of the pages."""
+"""HTML from templates: a page is one file with its style and scripts, and needs no other host.
+
+The scripts sort tables and show values of curves. Without them, the page has the same content.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from recollect.report.notebook import prose
+from recollect.report.notebook import text_to_html
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["read_static", "render_section"]
+__all__ = ["SCRIPTS", "picture", "read_static", "render_page", "render_section"]
+
+SCRIPTS = ("tables.js", "curves.js")
+"""Scripts of a page, in the order in which they run."""
 
 
 @cache
@@ -31,12 +37,46 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    environment.filters["inline_code"] = lambda text: Markup(prose(text))
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    environment.filters["inline_code"] = lambda text: Markup(text_to_html(text))
     return environment
 
 
 def render_section(name: str, *args: Any) -> str:
     """Call a macro of ``templates/sections.html.j2``; it escapes every text."""
     macro = getattr(_environment().get_template("sections.html.j2").module, name)
-    return str(macro(*args)).strip() + "\n"
+    return str(macro(*args)).strip()
+
+
+def render_page(title: str, body: str, *, kind: str = "") -> str:
+    """Return a page.
+
+    Args:
+        title: Title of the window, as plain text.
+        body: Content as HTML, with every text escaped.
+        kind: Kind of the page, one word.
+    """
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            body=body,
+            kind=kind,
+            style=read_static("report.css"),
+            scripts=map(read_static, SCRIPTS),
+        )
+    )
+
+
+def picture(alt: str, wide: str, narrow: str = "") -> str:
+    """Return a drawing as HTML, with another drawing for narrow screens.
+
+    Args:
+        alt: Content of the drawing, as plain text.
+        wide: Address of the drawing.
+        narrow: Address of the drawing for narrow screens.
+    """
+    return render_section("picture", alt, wide, narrow)

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, taken as an interrupt is, so that what is finished is kept."""
+"""Signals that request the end of a process, handled like an interrupt from the keyboard."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-__all__ = ["ENDINGS", "Ended", "answered", "deferred", "received"]
+__all__ = [
+    "TERMINATION_SIGNALS",
+    "TerminationRequested",
+    "defer_signals",
+    "handle_signals",
+    "received_signals",
+]
 
-ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""What a scheduler, a shutdown or a terminal that closes sends."""
+TERMINATION_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""Signals that a scheduler, a shutdown or a closing terminal sends."""
+
+received_signals: list[int] = []
+"""Signals that `handle_signals` handled, in order."""
 
 
-class Ended(KeyboardInterrupt):
-    """A signal asked this process to end.
+class TerminationRequested(KeyboardInterrupt):
+    """A signal requested the end of this process.
 
     Args:
-        number: of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -27,50 +38,46 @@ class Ended(KeyboardInterrupt):
         self.number = number
 
 
-received: list[int] = []
-"""Signals that were answered in here, in order."""
-
-
 @contextmanager
-def answered(
+def handle_signals(
     numbers: tuple[int, ...],
-    answer: Callable[[int, FrameType | None], None],
+    handler: Callable[[int, FrameType | None], None],
     *,
     default: bool = False,
 ) -> Iterator[None]:
-    """Answer signals inside; elsewhere than in the main thread nothing is changed.
+    """Handle signals inside the block. Threads other than the main thread change no handler.
 
     Args:
-        numbers: of the signals. One that is ignored (``nohup``) stays so.
-        answer: called with the signal.
-        default: also where no Python code answered before.
+        numbers: Numbers of the signals. An ignored signal (``nohup``) stays ignored.
+        handler: Function that is called with the signal.
+        default: Whether the handler also replaces the system's default action.
     """
 
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        answer(number, frame)
+    def record(number: int, frame: FrameType | None) -> None:
+        received_signals.append(number)
+        handler(number, frame)
 
-    before: dict[int, Any] = {}
+    previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             old = signal.getsignal(number)
             if callable(old) or (default and old == signal.SIG_DFL):
-                before[number] = signal.signal(number, note)
+                previous[number] = signal.signal(number, record)
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number, old in previous.items():
             signal.signal(number, old)
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Inside, nothing interrupts; what came is answered at the end, as it would have been."""
-    seen: list[int] = []
-    numbers = (signal.SIGINT, *ENDINGS)
-    before = {number: signal.getsignal(number) for number in numbers}
-    with answered(numbers, lambda number, frame: seen.append(number)):
+def defer_signals() -> Iterator[None]:
+    """Delay interrupts and termination signals until the end of the block."""
+    pending: list[int] = []
+    numbers = (signal.SIGINT, *TERMINATION_SIGNALS)
+    previous = {number: signal.getsignal(number) for number in numbers}
+    with handle_signals(numbers, lambda number, frame: pending.append(number)):
         yield
-    for number in dict.fromkeys(seen):
-        with suppress(TypeError):  # it was no Python code that answered
-            before[number](number, None)  # type: ignore[operator]
+    for number in dict.fromkeys(pending):
+        with suppress(TypeError):  # the handler was not a Python function
+            previous[number](number, None)  # type: ignore[operator]

@@ -112,9 +112,14 @@ class Table:
                 )
 
     @property
+    def column_names(self) -> list[str]:
+        """Headings of the columns."""
+        return [column.name for column in self._columns]
+
+    @property
     def label(self) -> str:
         """Name of the table for screen readers."""
-        return (self.title or ", ".join(column.name for column in self._columns)).replace("`", "")
+        return (self.title or ", ".join(self.column_names)).replace("`", "")
 
     @property
     def width(self) -> int:
@@ -136,7 +141,7 @@ class Table:
                 for line in (name, *(f"  {column}: {cell}" for column, cell in cells))
             ]
         else:
-            header = [column.name.replace("\n", " ") for column in self._columns]
+            header = [name.replace("\n", " ") for name in self.column_names]
             rows = [header, *([cell.replace("\n", "; ") for cell in row] for row in self._cells)]
             aligned = [self._aligned([row[i] for row in rows], i) for i in visible]
             gap = " " * _TEXT_GAP
@@ -146,9 +151,8 @@ class Table:
 
     def to_markdown(self) -> str:
         """Return the rows in Markdown, without title and caption; cells may contain Markdown."""
-        header = [column.name for column in self._columns]
         rules = ["---:" if self._is_right(i) else "---" for i in range(len(self.columns))]
-        rows = [header, *self._cells]
+        rows = [self.column_names, *self._cells]
         lines = [
             f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |".replace(
                 "\n", "<br>"
@@ -291,7 +295,7 @@ class Table:
     def _lists(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """The name of each row, and its other cells that are not empty with their headings."""
         head = next((i for i, column in enumerate(self._columns) if not column.priority), 0)
-        names = [column.name.replace("\n", " ") for column in self._columns]
+        names = [name.replace("\n", " ") for name in self.column_names]
         return [
             (
                 row[head],

@@ -16,7 +16,7 @@ from recollect.layer.feed_forward import build_layer
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.messages import RecipeError, short_repr
 from recollect.recipe.recipe import CHOICES, Recipe
-from recollect.report.notebook import equations_of, facts
+from recollect.report.notebook import definition_table, get_equations
 from recollect.zoo.fidelity import Deviation, Fidelity, deviation_items
 from recollect.zoo.references import Reference
 
@@ -241,7 +241,7 @@ class Preset:
             parts += [("composes", [x for _, mixer in self.layers for x in mixer.equations])]
         else:
             parts = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]
-            parts += equations_of(self)
+            parts += get_equations(self)
         rows = [
             ("rule", [self.rule]),
             ("printed", self.fidelity.source_equation.splitlines()),
@@ -250,7 +250,7 @@ class Preset:
             ("from", [str(reference) for reference in self.references]),
         ]
         code = ("rule", "printed", *(name for name, _ in parts if name != "layers"))
-        return facts(f"`{self.name}`: {self.title}", rows, equations=code)
+        return definition_table(f"`{self.name}`: {self.title}", rows, equations=code)
 
 
 _PRESETS: dict[str, Preset] = {}

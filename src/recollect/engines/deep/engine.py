@@ -36,7 +36,7 @@ from recollect.engines.deep.recompute import run as run_groups
 from recollect.engines.deep.share import normalizer_of
 from recollect.engines.deep.step_coefficients import tables
 from recollect.engines.deep.structure import chain_of, execution_mode, rule_of
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -245,8 +245,8 @@ class DeepEngine(Engine):
             plain = (sum(one.values()) - one["Newton–Schulz"]) / b
             token = price if recipe.algorithm.update_every == "token" else price / b
             notes.append(
-                f"orthogonalising takes {readable(token, 'FLOP')} per token and head, "
-                f"{token / plain:.0f} times plain descent's {readable(plain, 'FLOP')}"
+                f"orthogonalising takes {format_si(token, 'FLOP')} per token and head, "
+                f"{token / plain:.0f} times plain descent's {format_si(plain, 'FLOP')}"
             )
         if b > 1:
             notes.append("decoding replays the open inner batch, half of it on average")

@@ -32,7 +32,7 @@ from recollect.engines.reference import kernel_token_loop, local_regression
 from recollect.engines.reference.full_batch import full_batch, full_batch_weights
 from recollect.engines.reference.least_squares import least_squares, read_least_squares
 from recollect.engines.reference.token_loop import TokenLoop
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -153,10 +153,10 @@ class ReferenceEngine(Engine):
         notes: list[str] = []
         if orthogonal:
             ratio = (
-                f"{orthogonal / max(write, 1):.0f} times the gradient's {readable(write, 'FLOP')}"
+                f"{orthogonal / max(write, 1):.0f} times the gradient's {format_si(write, 'FLOP')}"
             )
             note_text = (
-                f"orthogonalising takes {readable(orthogonal, 'FLOP')} per token and head, {ratio}"
+                f"orthogonalising takes {format_si(orthogonal, 'FLOP')} per token and head, {ratio}"
             )
             if recipe.algorithm.update_every == "batch":
                 # The reference also computes the batch step at every token.

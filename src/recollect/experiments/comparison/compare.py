@@ -30,7 +30,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.messages import argument_name, renamed_arguments, short_repr
 from recollect.recipe.recipe import Recipe
-from recollect.report.devices import find_device
+from recollect.report.devices import resolve_device
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.zoo.preset import Preset, get
 
@@ -181,7 +181,7 @@ def compare(
     validate(
         argument_name("seeds", "compare: seeds"), int_check(1, min(SEEDS, 2**32 - seed)), seeds
     )
-    target_device = find_device(device, said=argument_name("device", "compare: device"))
+    target_device = resolve_device(device, argument_name=argument_name("device", "compare: device"))
     check_text_is_read(tasks, text=text, corpus=corpus)
     by_task = _by_task(sizes, tasks)
     every = {task: by_task.get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}

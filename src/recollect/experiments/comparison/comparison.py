@@ -8,8 +8,8 @@ from pathlib import Path
 
 from recollect.experiments.comparison.report import save_comparison, table
 from recollect.experiments.comparison.results import Outcomes
-from recollect.report.html import prose
-from recollect.report.notebook import grid
+from recollect.report.notebook import text_to_html
+from recollect.report.tables import Column, Table
 
 __all__ = ["Comparison"]
 
@@ -66,14 +66,14 @@ class Comparison(Outcomes):
         ]
 
     def __str__(self) -> str:
-        parts = [_page(self, task) for task in self.sizes if self.of(task)]
+        parts = [_table(self, task).to_text() for task in self.sizes if self.of(task)]
         parts += self._said_below()
         return "\n\n".join(parts) or "A comparison without results."
 
     def _repr_html_(self) -> str:
-        pages = [_cells(self, task) for task in self.sizes if self.of(task)]
-        tables = [grid(title, columns, rows) for title, columns, rows in pages]
-        said = "".join(f"<p>{prose(line)}</p>" for line in self._said_below())
+        pages = [_table(self, task) for task in self.sizes if self.of(task)]
+        tables = [page.to_html(notebook=True) for page in pages]
+        said = "".join(f"<p>{text_to_html(line)}</p>" for line in self._said_below())
         return "".join(tables) + said or "<p>A comparison without results.</p>"
 
     def _said_below(self) -> list[str]:
@@ -91,22 +91,12 @@ class Comparison(Outcomes):
         return f"Comparison({'; '.join(tasks + rest)})"
 
 
-def _cells(comparison: Outcomes, task: str) -> tuple[str, list[str], list[list[str]]]:
-    """A task's table as texts: its title, headings and rows."""
+def _table(comparison: Outcomes, task: str) -> Table:
+    """Return a task's table with its title, without its caption."""
     page = table(comparison, task)
-    rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
-    return page.title, [*page.columns], rows
-
-
-def _page(comparison: Outcomes, task: str) -> str:
-    """A task's table as text, with its title."""
-    title, columns, rows = _cells(comparison, task)
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (columns, *rows)
-    ]
-    return "\n".join([title, *lines])
+    first, *others = page.column_names
+    return Table(
+        title=page.title,
+        columns=[first, *(Column(name=name, align="right") for name in others)],
+        rows=[["–" if cell is None else str(cell) for cell in row] for row in page.rows],
+    )

@@ -16,7 +16,7 @@ from recollect.experiments.framework.processes import GLANCE, Lost, in_processes
 from recollect.lm.model.cache import cache_of
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.report.devices import find_device
+from recollect.report.devices import resolve_device
 from recollect.report.environment import Environment, describe_environment
 from recollect.tasks.text import TextCorpus
 
@@ -30,7 +30,7 @@ class Job:
     Attributes:
         task, model, config, size, seed: what is trained, on what.
         several: whether the comparison has several seeds.
-        device: as `find_device` takes it.
+        device: as `resolve_device` takes it.
     """
 
     task: str
@@ -143,7 +143,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
             seed=job.seed,
             history=history,
             watch=lambda step, loss, seen: watcher.step(job.task, job.label, step, loss, seen),
-            device=find_device(job.device, said="device"),
+            device=resolve_device(job.device, argument_name="device"),
         )
         model.eval()
         with torch.no_grad():

@@ -15,10 +15,11 @@ from recollect.experiments.comparison.found import found
 from recollect.experiments.comparison.results import ModelRun, Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.report.figures import Series, line_figure
-from recollect.report.files import rescue, set_aside, write_atomic
-from recollect.report.html import Figure, Note, Report, Table
-from recollect.report.ownership import owned_folder
-from recollect.report.signals import deferred
+from recollect.report.files import backup_existing, save_to_temp_on_error, write_atomic
+from recollect.report.lock import folder_lock
+from recollect.report.page import Figure, Note, Report
+from recollect.report.signals import defer_signals
+from recollect.report.tables import Table
 
 __all__ = ["measured_on", "options_table", "reach", "save_comparison", "table"]
 
@@ -342,12 +343,12 @@ def save_comparison(
         True
     """
     folder = Path(out)
-    with owned_folder(folder), deferred():
+    with folder_lock(folder), defer_signals():
         try:
             return _written(comparison, folder, command)
         except OSError as error:
             files = {"results.json": _json(comparison), "results.csv": _csv(comparison.runs)}
-            raise ValueError(rescue(files, wanted=folder, error=error)) from error
+            raise ValueError(save_to_temp_on_error(files, target=folder, error=error)) from error
 
 
 def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path]:
@@ -379,7 +380,7 @@ def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path
         facts=comparison.environment.facts(),
         sections=sections,
     )
-    earlier = set_aside(folder / "results.json", _json(comparison))
+    earlier = backup_existing(folder / "results.json", _json(comparison))
     if earlier is not None:
         paths["earlier"] = earlier
     paths["json"] = write_atomic(folder / "results.json", _json(comparison))

@@ -10,7 +10,7 @@ from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.results import ModelRun, Sizes
 from recollect.experiments.comparison.training import Schedule
 from recollect.report.environment import Environment
-from recollect.report.files import LARGEST, check_regular
+from recollect.report.files import MAX_FILE_BYTES, check_regular
 from recollect.serialization import read_json
 
 __all__ = ["load_comparison"]
@@ -43,7 +43,7 @@ def load_comparison(folder: str | PathLike[str]) -> Comparison:
     """
     path = Path(folder)
     path = path / "results.json" if path.is_dir() else path
-    check_regular(path, limit=LARGEST)
+    check_regular(path, limit=MAX_FILE_BYTES)
     try:
         data = read_json(path.read_bytes())
         if data["schema"] != SCHEMA:

@@ -26,10 +26,10 @@ from recollect.experiments.comparison.tasks import MEASURED, read_corpus
 from recollect.layer.options import LayerOptions
 from recollect.messages import argument_name
 from recollect.recipe.recipe import Recipe
-from recollect.report.devices import find_device
-from recollect.report.files import read_regular, rescue, write_atomic
-from recollect.report.ownership import owned_folder
-from recollect.report.signals import deferred
+from recollect.report.devices import resolve_device
+from recollect.report.files import read_regular, save_to_temp_on_error, write_atomic
+from recollect.report.lock import folder_lock
+from recollect.report.signals import defer_signals
 from recollect.serialization import read_json
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.zoo.preset import names, variants
@@ -91,7 +91,7 @@ def add_rows(
         ['gla']
         >>> rc.experiments.add_rows(["gla"], "rows", sizes=sizes, parameters=9000, corpus=corpus)
     """
-    with owned_folder(folder):
+    with folder_lock(folder):
         return _added(
             models,
             Path(folder),
@@ -124,7 +124,9 @@ def _added(
     command: str,
 ) -> Comparison | None:
     """`add_rows`, in a folder that is this run's own."""
-    target_device = find_device(device, said=argument_name("device", "add_rows: device"))
+    target_device = resolve_device(
+        device, argument_name=argument_name("device", "add_rows: device")
+    )
     terms = _terms(sizes, parameters, corpus.sha256, seed, engine)
     for path in sorted(place.glob("*.json")):
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
@@ -156,7 +158,7 @@ def _added(
         measured = replace(run, options={}).to_dict()  # `layers` has the options
         row = {**common, "model": run.model, **layers[run.model], "run": measured}
         unwritten[f"{run.model}.json"] = json.dumps(row, indent=2, allow_nan=False) + "\n"
-        with suppress(OSError), deferred():  # the others go on, and it is tried again
+        with suppress(OSError), defer_signals():  # the others go on, and it is tried again
             write()
 
     def write() -> None:
@@ -182,7 +184,7 @@ def _added(
         if unwritten:
             write()
     except OSError as error:
-        raise ValueError(rescue(unwritten, wanted=place, error=error)) from error
+        raise ValueError(save_to_temp_on_error(unwritten, target=place, error=error)) from error
     return found
 
 

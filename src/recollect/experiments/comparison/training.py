@@ -28,7 +28,7 @@ from recollect.lm.training.divergence import (
     find_origin,
 )
 from recollect.lm.training.weight_decay import parameter_groups
-from recollect.report.devices import find_device
+from recollect.report.devices import resolve_device
 
 __all__ = ["History", "Schedule", "measured", "train"]
 
@@ -124,12 +124,12 @@ def train(
         seed: of the order of examples.
         history: filled while training runs, so that an interrupt loses nothing.
         watch: called after every step with the step, the latest logged loss and the history.
-        device: where; by default as `find_device` says.
+        device: where; by default as `resolve_device` chooses.
 
     Raises:
         Diverged: a loss or a gradient that is not finite.
     """
-    model.to(device or find_device(None, said="device"))
+    model.to(device or resolve_device(None, argument_name="device"))
     inputs, labels = examples
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
     some = order[: schedule.steps * schedule.batch].split(schedule.batch)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from recollect.experiments.framework.records import Cell, Missing, Results, Values
-from recollect.report.figures import FigureFiles
+from recollect.report.figures import RenderedFigure
 
 __all__ = [
     "SCALES",
@@ -169,7 +169,7 @@ class Experiment:
     configs: Mapping[Scale, Config]
     cells: Callable[[Config], Sequence[Cell]]
     measure: Callable[[Config, Cell, int, torch.device], Values]
-    draw: Callable[[Results], FigureFiles]
+    draw: Callable[[Results], RenderedFigure]
     work: Callable[[Config, Cell], Work]
     tried: str = ""
     tables: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import torch
 
 from recollect.experiments.framework.experiment import Experiment, Scale
 from recollect.experiments.framework.run import command_of
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
 
 __all__ = ["Plan", "machine_rate", "plan"]
 
@@ -54,12 +54,12 @@ class Plan:
         rows = [
             ("experiment", f"{self.experiment}, {self.scale} scale"),
             ("grid", f"{self.cells} cells × {self.seeds} seeds"),
-            ("work", readable(self.flops, "FLOP")),
-            ("memory", f"{readable(self.memory, 'B')} for the largest cell"),
+            ("work", format_si(self.flops, "FLOP")),
+            ("memory", f"{format_si(self.memory, 'B')} for the largest cell"),
             (
                 "time",
                 f"{_clock(self.seconds)} in one process on {self.device}, estimated at "
-                f"{EFFICIENCY:.0%} of its {readable(self.rate, 'FLOP')}/s; the longest cell "
+                f"{EFFICIENCY:.0%} of its {format_si(self.rate, 'FLOP')}/s; the longest cell "
                 f"{_clock(slowest)}, so more than {max(1, round(self.seconds / slowest))} jobs "
                 "gain nothing",
             ),

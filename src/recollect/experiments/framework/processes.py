@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from recollect.plugins import import_modules, imported_modules
-from recollect.report.signals import ENDINGS, answered
+from recollect.report.signals import TERMINATION_SIGNALS, handle_signals
 
 __all__ = ["GLANCE", "Lost", "in_processes", "stopped", "tell"]
 
@@ -235,7 +235,7 @@ def _sheltered() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDINGS})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *TERMINATION_SIGNALS})
     try:
         yield
     finally:
@@ -250,7 +250,7 @@ def _interrupts(end: Callable[[], None]) -> Iterator[threading.Event]:
     processes and is raised.
     """
     seen = threading.Event()
-    numbers = (signal.SIGINT, *ENDINGS)
+    numbers = (signal.SIGINT, *TERMINATION_SIGNALS)
 
     def note(number: int, frame: FrameType | None) -> None:
         if seen.is_set():
@@ -258,5 +258,5 @@ def _interrupts(end: Callable[[], None]) -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         seen.set()
 
-    with answered(numbers, note):
+    with handle_signals(numbers, note):
         yield seen

@@ -14,9 +14,10 @@ from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.framework.published import published
 from recollect.experiments.framework.records import Missing, Results
 from recollect.experiments.framework.run import Run
-from recollect.report.figures import FigureFiles
+from recollect.report.figures import RenderedFigure
 from recollect.report.files import write_atomic
-from recollect.report.html import Figure, Note, Report, Table
+from recollect.report.page import Figure, Note, Report
+from recollect.report.tables import Table
 
 __all__ = ["save_run", "summary_table", "verdict_line"]
 
@@ -37,7 +38,7 @@ def save_run(run: Run) -> dict[str, Path]:
     data = json.dumps(run.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
     paths["json"] = write_atomic(folder / "results.json", data + "\n")
     paths["csv"] = write_atomic(folder / "results.csv", _csv(results))
-    figure: FigureFiles | None = None
+    figure: RenderedFigure | None = None
     try:
         figure = experiment.draw(results)
     except (Missing, ValueError):
@@ -49,7 +50,7 @@ def save_run(run: Run) -> dict[str, Path]:
     return paths
 
 
-def _page(run: Run, figure: FigureFiles | None) -> Report:
+def _page(run: Run, figure: RenderedFigure | None) -> Report:
     experiment, results = run.experiment, run.results
     sections: list[Table | Figure | Note] = []
     if not run.complete:

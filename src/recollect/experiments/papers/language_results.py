@@ -8,8 +8,7 @@ from typing import Any
 
 from recollect.experiments.framework.records import Missing, Results
 from recollect.experiments.papers.language import BIGRAM, BITS
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.ranking import ranking_figure
+from recollect.report.figures import RenderedFigure, Series, ranking_figure
 
 __all__ = ["beside_bigram", "bits", "curves_by", "learned", "ranked_models", "told"]
 
@@ -69,7 +68,7 @@ def told(found: Mapping[str, float]) -> str:
 
 def ranked_models(
     results: Results, *, axis: str, title: str, marked: Mapping[str, Sequence[str]]
-) -> FigureFiles:
+) -> RenderedFigure:
     """Models by their bits per byte, one row each.
 
     Args:
@@ -82,7 +81,7 @@ def ranked_models(
         {str(name): results.each(BITS, **{axis: name}) for name in results.along(axis)},
         x="held-out bits per byte",
         title=title,
-        marked=marked,
+        groups=marked,
         baselines=beside_bigram(results),
     )
 

@@ -19,8 +19,7 @@ from recollect.experiments.papers.language import (
     language_work,
 )
 from recollect.experiments.papers.language_results import bits, curves_by, learned
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 
 __all__ = ["EXPERIMENTS"]
 
@@ -126,7 +125,7 @@ def _flops(results: Results) -> Verdict:
     return judged(worst < 0, f"Nearest to failing: {said}.")
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     config = results.config
     width = config["sizes"][0][0]
     flops = [

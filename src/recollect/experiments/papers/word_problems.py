@@ -21,8 +21,7 @@ from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import Mixer, TaskModel
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.word_problem import permutations, word_problem, words
 
 __all__ = ["EXPERIMENTS"]
@@ -128,7 +127,7 @@ def _four(results: Results) -> Verdict:
     )
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     ends = results.config["lengths"]
     panels = []
     for group in results.along("group"):
@@ -136,7 +135,7 @@ def _draw(results: Results) -> FigureFiles:
         for model in results.along("model", group=group):
             mean, low, high = results.band("by length", group=group, model=model)
             look = list(MODELS).index(model)
-            series.append(Series(name=model, x=ends, y=mean, low=low, high=high, look=look))
+            series.append(Series(name=model, x=ends, y=mean, low=low, high=high, style=look))
         chance = results.mean("chance", group=group)
         panels.append(
             Panel(

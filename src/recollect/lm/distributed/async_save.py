@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from recollect.lm.model.checkpoint import CheckpointError
-from recollect.report.ranks import of_all
+from recollect.report.ranks import mark_collective
 
 __all__ = ["AsyncSave"]
 
@@ -104,7 +104,7 @@ def _finalize(
             discard()
     message = _first_error(group, error) or message
     if message is not None:
-        raise of_all(CheckpointError(message)) from error
+        raise mark_collective(CheckpointError(message)) from error
 
 
 def _first_error(group: dist.ProcessGroup, error: Exception | None) -> str | None:

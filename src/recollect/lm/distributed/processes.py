@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from recollect.messages import short_repr
-from recollect.report.ranks import of_all
+from recollect.report.ranks import mark_collective
 
 __all__ = [
     "TIMEOUT_ENV",
@@ -44,7 +44,7 @@ def init_distributed() -> PartialState:
     """Initialize the process group if a launcher started several processes."""
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         if os.environ.get(name, "").lower() in ("true", "1"):
-            raise of_all(
+            raise mark_collective(
                 ValueError(
                     f"the launcher sets {name}, but [run] parallel decides how processes share a "
                     "model: configure accelerate without it (accelerate launch --multi_gpu)"
@@ -58,8 +58,8 @@ def init_distributed() -> PartialState:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         reason = str(error).splitlines()[0]
-        raise of_all(
-            ValueError(f"the processes of this run could not connect: {reason}"), speakers=2
+        raise mark_collective(
+            ValueError(f"the processes of this run could not connect: {reason}"), reporting_ranks=2
         ) from error
 
 
@@ -68,7 +68,7 @@ def process_timeout() -> timedelta:
     seconds = os.environ.get(TIMEOUT_ENV, "1800")
     if not seconds.isdecimal() or not int(seconds):
         message = f"{TIMEOUT_ENV} must be a number of seconds, not {short_repr(seconds)}"
-        raise of_all(ValueError(message))
+        raise mark_collective(ValueError(message))
     return timedelta(seconds=int(seconds))
 
 
@@ -90,7 +90,9 @@ def fail_together() -> Iterator[None]:
     messages = _gather(None if error is None else str(error))
     rank = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if rank is not None:
-        raise of_all(error or ValueError(f"process {rank} of {len(messages)}: {messages[rank]}"))
+        raise mark_collective(
+            error or ValueError(f"process {rank} of {len(messages)}: {messages[rank]}")
+        )
 
 
 def check_agreement(values: Mapping[str, Any], advice: Mapping[str, str]) -> None:
@@ -104,7 +106,7 @@ def check_agreement(values: Mapping[str, Any], advice: Mapping[str, str]) -> Non
             expected, actual = ranks[0].get(name, "nothing"), other.get(name, "nothing")
             if actual != expected:
                 hint = next(text for prefix, text in advice.items() if name.startswith(prefix))
-                raise of_all(
+                raise mark_collective(
                     ValueError(
                         f"process {rank} has {name} = {_truncate(actual)}, and process 0 "
                         f"{_truncate(expected)}: {hint}"
@@ -139,7 +141,7 @@ def _translated_errors(outcome: Callable[[], str]) -> Iterator[None]:
             f"too, unless it was killed); {outcome()}"
         )
         # Process 0 may be the lost one, so the first two report.
-        raise of_all(ProcessEnded(message), speakers=2) from error
+        raise mark_collective(ProcessEnded(message), reporting_ranks=2) from error
 
 
 def _gather(value: Any) -> list[Any]:

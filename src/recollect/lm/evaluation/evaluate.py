@@ -26,7 +26,7 @@ from recollect.lm.loading import load_model_and_tokenizer
 from recollect.lm.prompt import model_fingerprint
 from recollect.messages import argument_name, short_repr
 from recollect.report.environment import describe_environment
-from recollect.report.ownership import owned_folder
+from recollect.report.lock import folder_lock
 from recollect.tasks.text import default_source
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def evaluate(
         tokenizer_folder, tokenizer_digest = stack.enter_context(_temporary_tokenizer(tokenizer))
         stack.enter_context(_eval_mode(model))
         if out is not None:
-            stack.enter_context(owned_folder(out))
+            stack.enter_context(folder_lock(out))
         folder = None if out is None else Path(out)
         digests = model_fingerprint(model)
         settings = {

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from recollect.report.files import LARGEST, check_regular, read_regular
+from recollect.report.files import MAX_FILE_BYTES, check_regular, read_regular
 from recollect.serialization import read_json
 
 __all__ = [
@@ -84,7 +84,7 @@ def _check_regular(path: Path) -> None:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def check_json(path: Path, *, limit: int | None = LARGEST) -> dict[str, Any]:
+def check_json(path: Path, *, limit: int | None = MAX_FILE_BYTES) -> dict[str, Any]:
     """Return the mapping in a JSON file of at most ``limit`` bytes."""
     try:
         data = read_json(read_regular(path, limit=limit))

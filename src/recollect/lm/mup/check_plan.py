@@ -18,7 +18,7 @@ from recollect.lm.mup.coordinate_check import TOLERANCE, Coordinates, check_coor
 from recollect.lm.mup.rules import BASE_WIDTH
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.setup import build_tokenizer, load_text_data, model_config
-from recollect.report.devices import find_device
+from recollect.report.devices import resolve_device
 
 __all__ = ["check_plan", "default_widths"]
 
@@ -61,7 +61,7 @@ def check_plan(
     rows = (
         (train[i] for i in range(len(train))) if isinstance(train, PackedDataset) else iter(train)
     )
-    device = find_device(plan.run.device, said="[run] device")
+    device = resolve_device(plan.run.device, argument_name="[run] device")
     batches: list[dict[str, Tensor]] = []
     for _ in range(steps):
         batch = collate([*islice(rows, optimizer.batch)], reset_memory=data.packing == "documents")

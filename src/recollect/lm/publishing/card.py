@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 
 from recollect.recipe.recipe import Recipe
 from recollect.report.files import read_regular, write_atomic
-from recollect.report.notebook import equations_of
+from recollect.report.notebook import get_equations
 
 __all__ = ["CARD", "carry_over", "write_card"]
 
@@ -74,7 +74,7 @@ def _text(model: Any, load_lines: Sequence[str], recipes: Mapping[str, Recipe]) 
     lines += ["", "## Recipes", ""]
     for name, recipe in recipes.items():
         lines += [f"`{name}`:", "", "```text", recipe.brief]
-        for label, rows in equations_of(recipe):
+        for label, rows in get_equations(recipe):
             lines += [f"{label if not i else '':<9}{row}" for i, row in enumerate(rows)]
         lines += ["```", ""]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from recollect.lm.distributed.parallel_dims import ParallelDims, parse_parallel
 from recollect.lm.training.plan import TrainPlan
 from recollect.messages import argument_name
-from recollect.report.devices import find_device
+from recollect.report import devices
 
 __all__ = [
     "MIN_TORCH_FOR_2D",
@@ -85,7 +85,7 @@ def resolve_device(plan: TrainPlan, processes: int) -> torch.device | None:
     """Return the device of a plan; ``None`` if several processes choose one each."""
     label = argument_name("[run] device")
     if processes == 1:
-        return find_device(plan.run.device, said=label)
+        return devices.resolve_device(plan.run.device, argument_name=label)
     if plan.run.device is not None:
         raise ValueError(
             f"{label} {plan.run.device!r} is one device, and each of these {processes} processes "

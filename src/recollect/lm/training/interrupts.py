@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from recollect.lm.training.trainer import RecollectTrainer
-from recollect.report.signals import ENDINGS, Ended, answered
+from recollect.report.signals import TERMINATION_SIGNALS, TerminationRequested, handle_signals
 
 __all__ = ["TrainingInterrupted", "stop_after_step"]
 
@@ -71,10 +71,13 @@ def stop_after_step(trainer: RecollectTrainer) -> Iterator[None]:
 
     def handle_signal(number: int, frame: FrameType | None) -> None:
         if callback.is_second_request():
-            raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else TerminationRequested(number)
         callback.request_stop()
 
-    with answered((signal.SIGINT,), handle_signal), answered(ENDINGS, handle_signal, default=True):
+    with (
+        handle_signals((signal.SIGINT,), handle_signal),
+        handle_signals(TERMINATION_SIGNALS, handle_signal, default=True),
+    ):
         yield
     state = trainer.state
     if callback.stop_requested and state.global_step < state.max_steps:

@@ -35,8 +35,8 @@ from recollect.lm.model.paper_sizes import PAPER_SIZES
 from recollect.lm.mup.rules import check_logit_scale, scale_for_width
 from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.messages import renamed_arguments, short_repr
-from recollect.report.ranks import is_first
-from recollect.report.units import readable
+from recollect.report.formatting import format_si
+from recollect.report.ranks import is_main_process
 
 __all__ = [
     "TextData",
@@ -122,8 +122,8 @@ def check_memory(
         cause = f"[optimizer] batch = {plan.optimizer.batch:,} of {plan.data.context:,} tokens"
         needed, advice = inputs, _SMALLER_BATCH
     raise ValueError(
-        f"{cause} needs at least {readable(needed, 'B')} for training, and {device.type} has "
-        f"{readable(memory, 'B')}: {advice}"
+        f"{cause} needs at least {format_si(needed, 'B')} for training, and {device.type} has "
+        f"{format_si(memory, 'B')}: {advice}"
     )
 
 
@@ -337,6 +337,7 @@ def build_tokenizer(
     documents = _open_documents(plan, BadLinePolicy(skip=bad_lines.skip))  # counted later, once
     trained = train_bpe((chunk.text for chunk in iter_chunks(documents)), plan.data.vocab)
     with tempfile.TemporaryDirectory() as tmpdir:
-        folder = str(out / "tokenizer") if is_first() else tmpdir  # every process trains the same
+        # Every process trains an equal tokenizer.
+        folder = str(out / "tokenizer") if is_main_process() else tmpdir
         trained.save_pretrained(folder)
         return load_tokenizer(folder)

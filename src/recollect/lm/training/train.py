@@ -61,7 +61,7 @@ from recollect.lm.training.setup import (
 )
 from recollect.lm.training.trainer import RecollectTrainer
 from recollect.plugins import import_modules
-from recollect.report.ownership import owned_folder
+from recollect.report.lock import folder_lock
 
 __all__ = ["train"]
 
@@ -236,7 +236,7 @@ def _run_folder(out: Path, *, lock: bool) -> Iterator[None]:
         is_new = not out.exists()
     check_writable(out)
     try:
-        with owned_folder(out) if lock else contextlib.nullcontext():
+        with folder_lock(out) if lock else contextlib.nullcontext():
             yield
     except BaseException:
         if is_new:

@@ -72,7 +72,7 @@ from recollect.lm.training.segments import (
 )
 from recollect.lm.training.setup import TextData
 from recollect.lm.training.weight_decay import decay_parameter_names
-from recollect.report.ranks import of_all
+from recollect.report.ranks import mark_collective
 
 __all__ = ["LOSS_WINDOW", "RecollectTrainer"]
 
@@ -201,7 +201,7 @@ class RecollectTrainer(Trainer):
         self._stop_agreed = stop
         if has_diverged:
             error = self.guard.error("a gradient" if bool(has_finite_loss) else "the loss")
-            raise of_all(error) if self.args.world_size > 1 else error
+            raise mark_collective(error) if self.args.world_size > 1 else error
         if save_failed:  # every process raises the error of the save
             self.wait_for_save()
 

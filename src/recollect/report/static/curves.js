@@ -66,7 +66,7 @@
   // As the page chooses between the two drawings.
   R.narrow = () => matchMedia("(max-width: 40em)");
 
-  R.box = (plot) => (R.narrow().matches ? plot.narrow_box : plot.box);
+  R.bounds = (plot) => (R.narrow().matches ? plot.narrow_bounds : plot.bounds);
 
   function made(name, attributes, ...children) {
     const node = document.createElement(name);
@@ -109,7 +109,7 @@
       const x = (event.clientX - frame.left) / frame.width;
       const y = (event.clientY - frame.top) / frame.height;
       this.plots.forEach((plot, index) => {
-        const [left, top, width, height] = R.box(plot);
+        const [left, top, width, height] = R.bounds(plot);
         const [across, up] = [(x - left) / width, 1 - (y - top) / height];
         if (across < -0.03 || across > 1.03 || up < -0.05 || up > 1.05) return;
         const wide = (width * frame.width) / (height * frame.height);
@@ -141,7 +141,7 @@
     show(index, x, nearest) {
       const plot = this.plots[index];
       const readings = R.readings(plot, x);
-      const [left, top, width, height] = R.box(plot);
+      const [left, top, width, height] = R.bounds(plot);
       const across = (at) => 100 * (left + width * R.share(plot.x, at));
       const up = (y) => 100 * (top + height * (1 - R.share(plot.y, y)));
       const at = `left: ${across(x)}%; top: ${100 * top}%; height: ${100 * height}%`;
@@ -156,7 +156,7 @@
         const swatch = made("span", { class: "swatch", style: `background: ${one.colour}` });
         return made("li", kind, swatch, `${one.name} ${R.saidOf(one)}${where}`);
       });
-      for (const [level, y] of plot.levels) lines.push(made("li", {}, made("span", { class: "swatch" }), `${level} ${R.told(y)}`));
+      for (const [name, y] of plot.baselines) lines.push(made("li", {}, made("span", { class: "swatch" }), `${name} ${R.told(y)}`));
       const head = [plot.title, `${plot.x.label} ${R.told(x)}`, plot.y.label].filter(Boolean).join(" · ");
       this.reading.replaceChildren(head, made("ul", {}, ...lines));
       this.place = { plot: index, stop: R.stops(plot).indexOf(x) };

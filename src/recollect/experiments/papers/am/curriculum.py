@@ -15,7 +15,7 @@ from recollect.experiments.papers.am.swaps import (
     mixer_work,
     swap_budget,
 )
-from recollect.report.panels import panel_figure
+from recollect.report.figures import panel_figure
 from recollect.tasks.swaps import SwapConfig, swaps
 
 __all__ = ["EXPERIMENTS"]

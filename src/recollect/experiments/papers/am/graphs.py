@@ -30,8 +30,7 @@ from recollect.experiments.framework.task_models import (
 from recollect.experiments.papers.am.swaps import KERNELS, curve_panels, fit_values, mixer_work
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles
-from recollect.report.panels import panel_figure
+from recollect.report.figures import RenderedFigure, panel_figure
 from recollect.tasks.exchange import exchange
 from recollect.tasks.reach import ReachConfig, reach
 from recollect.zoo.preset import get
@@ -242,7 +241,7 @@ def _fig7_attention(results: Results) -> Verdict:
     )
 
 
-def _fig7_draw(results: Results) -> FigureFiles:
+def _fig7_draw(results: Results) -> RenderedFigure:
     delta: list[tuple[str, Cell]] = [
         (f"DeltaFormer, κ₁ {kernel}", {"kernel": kernel})
         for kernel in results.along("kernel", model="DeltaFormer")

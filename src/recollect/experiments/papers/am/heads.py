@@ -21,8 +21,7 @@ from recollect.experiments.papers.language import (
     language_work,
 )
 from recollect.experiments.papers.language_results import beside_bigram, bits, curves_by, learned
-from recollect.report.figures import FigureFiles
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, panel_figure
 from recollect.zoo.preset import get
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def _softmax(results: Results) -> Verdict:
     return judged(few > many, told)
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     return panel_figure(
         [
             Panel(

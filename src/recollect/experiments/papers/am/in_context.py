@@ -18,8 +18,7 @@ from recollect.experiments.framework.experiment import (
 )
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.theory.limits import approach, normalized_update_norms
 
 __all__ = ["EXPERIMENTS"]
@@ -95,7 +94,7 @@ def _icl_softmax(results: Results) -> Verdict:
     return judged(power < -0.5, f"‖S_t − S_(t−1)‖ falls like t^{power:.2f} or faster.")
 
 
-def _icl_draw(results: Results) -> FigureFiles:
+def _icl_draw(results: Results) -> RenderedFigure:
     times = _times(results.config)
     series = []
     for heads in results.along("heads", model="DeltaNet"):

@@ -24,8 +24,7 @@ from recollect.experiments.framework.experiment import (
 )
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.theory.snr import inverse_snr, kernel_inverse_snr, measured_inverse_snr, needed_size
 
 __all__ = ["EXPERIMENTS"]
@@ -205,7 +204,7 @@ def _snr_heads(results: Results) -> Verdict:
     return judged(holding, f"SNR⁻¹ of the mean over heads: {'; '.join(told)}.")
 
 
-def _snr_draw(results: Results) -> FigureFiles:
+def _snr_draw(results: Results) -> RenderedFigure:
     panels = []
     for axis, title, x in (
         ("N", f"d = {results.config['d']}, τ = 2√d", "N, other pairs stored"),
@@ -221,10 +220,10 @@ def _snr_draw(results: Results) -> FigureFiles:
                 each = [results.each(measure, axis=axis, kernel=kernel, at=p) for p in places]
                 mean = [sum(some) / len(some) for some in each]
                 if measure == "theory":
-                    series.insert(0, Series(name=name, x=places, y=mean, look=6))
+                    series.insert(0, Series(name=name, x=places, y=mean, style=6))
                     continue
                 low, high = [min(some) for some in each], [max(some) for some in each]
-                series.append(Series(name=name, x=places, y=mean, low=low, high=high, look=look))
+                series.append(Series(name=name, x=places, y=mean, low=low, high=high, style=look))
         log_x = axis != "τ"
         panels.append(Panel(title=title, x=x, y="SNR⁻¹", series=series, log_x=log_x, log_y=True))
     places = results.along("at", axis="needed d", kernel="exp")
@@ -240,7 +239,7 @@ def _snr_draw(results: Results) -> FigureFiles:
                     name=name,
                     x=places,
                     y=[results.mean(measure, axis="needed d", kernel=kernel, at=n) for n in places],
-                    look=look,
+                    style=look,
                 )
                 for kernel, measure, name, look in (
                     ("exp", "formula", "closed form", 6),

@@ -19,8 +19,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.exchange import exchange, welch
 
 __all__ = ["EXPERIMENTS"]
@@ -83,7 +82,7 @@ def _linear_fails(results: Results) -> Verdict:
     )
 
 
-def _exchange_draw(results: Results) -> FigureFiles:
+def _exchange_draw(results: Results) -> RenderedFigure:
     panels = []
     for n, d in _sizes(results):
         series = []

@@ -26,8 +26,7 @@ from recollect.experiments.framework.task_models import (
     TaskModel,
     delta_former,
 )
-from recollect.report.figures import Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, Series, panel_figure
 from recollect.tasks.swaps import SwapConfig, swaps
 from recollect.zoo.preset import get
 

@@ -30,8 +30,7 @@ from recollect.experiments.papers.language_results import (
     told,
 )
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, panel_figure
 from recollect.zoo.preset import get
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def _window_larger(results: Results) -> Verdict:
     return judged(all(better), f"Bits per byte with rows of {'; '.join(said)}.")
 
 
-def _window_draw(results: Results) -> FigureFiles:
+def _window_draw(results: Results) -> RenderedFigure:
     lines = curves_by(results, line="length", along="c")
     series = [replace(line, name=f"rows of {line.name}") for line in lines]
     return panel_figure(
@@ -214,7 +213,7 @@ def _parts_attention(results: Results) -> Verdict:
     return judged(found[mag] < min(found[WHOLE], found[mal]), f"Bits per byte: {told(found)}.")
 
 
-def _parts_draw(results: Results) -> FigureFiles:
+def _parts_draw(results: Results) -> RenderedFigure:
     return ranked_models(
         results, axis="model", title="Atlas without its parts", marked={"whole": [WHOLE]}
     )

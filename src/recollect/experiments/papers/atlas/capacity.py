@@ -19,8 +19,7 @@ from recollect.experiments.framework.experiment import (
 )
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.theory import capacity
 from recollect.theory.capacity import capacity_bound, fit_error
 
@@ -94,7 +93,7 @@ def _one(found: list[float]) -> str:
     return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     series = []
     lines = dict.fromkeys((cell["memory"], cell["order"]) for cell in results.cells())
     for memory, order in lines:
@@ -111,14 +110,14 @@ def _draw(results: Results) -> FigureFiles:
                 y=[sum(some) / len(some) for some in each],
                 low=[min(some) for some in each],
                 high=[max(some) for some in each],
-                look=len(series),
+                style=len(series),
             )
         )
     sizes = results.along("d_k", memory="polynomial")
     for p in results.along("order", memory="polynomial"):
         wanted = [math.comb(d + p, p) for d in sizes]
         # Below the others, so that what was measured lies above it.
-        series.insert(0, Series(name="C(d + p, p)", x=sizes, y=wanted, look=6))
+        series.insert(0, Series(name="C(d + p, p)", x=sizes, y=wanted, style=6))
     return panel_figure(
         [Panel(y="pairs stored exactly", series=series, log_y=True)],
         x="size of keys d_k",

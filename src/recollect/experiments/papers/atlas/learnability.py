@@ -24,8 +24,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Missing, Results, Values
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.learnability import MappingConfig, MappingName, mapping
 
 __all__ = ["EXPERIMENTS"]
@@ -154,7 +153,7 @@ def _hardest(results: Results) -> Verdict:
     )
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     panels = []
     for memory in results.along("memory"):
         for optimizer in results.along("optimizer"):

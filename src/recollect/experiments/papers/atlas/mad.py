@@ -12,8 +12,7 @@ from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.experiments.papers.atlas.recall import ATTENTION, Trainings, zoo_mixer
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.mad import mad
 from recollect.tasks.mad_config import MadCompression, MadConfig, MadSetting, mad_settings
 
@@ -101,7 +100,7 @@ def _mad_order(results: Results) -> Verdict:
     )
 
 
-def _mad_draw(results: Results) -> FigureFiles:
+def _mad_draw(results: Results) -> RenderedFigure:
     tasks = results.along("task")
     series = []
     for architecture in results.along("architecture"):

@@ -16,7 +16,7 @@ from recollect.experiments.papers.language import (
     language_work,
 )
 from recollect.experiments.papers.language_results import bits, ranked_models, told
-from recollect.report.figures import FigureFiles
+from recollect.report.figures import RenderedFigure
 
 __all__ = ["EXPERIMENTS"]
 
@@ -45,7 +45,7 @@ def _attention(results: Results) -> Verdict:
     return judged(all(a < b for a, b in pairwise(found.values())), f"Bits per byte: {told(found)}.")
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     return ranked_models(
         results,
         axis="model",

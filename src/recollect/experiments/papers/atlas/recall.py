@@ -18,8 +18,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import Mixer, TaskModel
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.mqar import MqarConfig, mqar
 from recollect.zoo.preset import get
 
@@ -150,7 +149,7 @@ def _mqar_atlas(results: Results) -> Verdict:
     )
 
 
-def _mqar_draw(results: Results) -> FigureFiles:
+def _mqar_draw(results: Results) -> RenderedFigure:
     series = []
     for architecture in results.along("architecture"):
         widths = sorted(results.along("width", architecture=architecture))

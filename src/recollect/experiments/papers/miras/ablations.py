@@ -34,8 +34,7 @@ from recollect.experiments.papers.language_results import (
 )
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, panel_figure
 from recollect.zoo.preset import get
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _pq_slope(results: Results) -> Verdict:
     )
 
 
-def _pq_draw(results: Results) -> FigureFiles:
+def _pq_draw(results: Results) -> RenderedFigure:
     panels = []
     for axis, other, value in (("p", "q", Q), ("q", "p", P)):
         lines = curves_by(results, line="length", along=axis, **{other: value})
@@ -254,7 +253,7 @@ def _helps(less: str) -> Callable[[Results], Verdict]:
     return judge
 
 
-def _parts_draw(results: Results) -> FigureFiles:
+def _parts_draw(results: Results) -> RenderedFigure:
     return ranked_models(
         results, axis="model", title="YAAD without its parts", marked={"whole": [WHOLE]}
     )

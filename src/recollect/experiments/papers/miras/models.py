@@ -14,7 +14,7 @@ from recollect.experiments.papers.language import (
     language_work,
 )
 from recollect.experiments.papers.language_results import bits, ranked_models, told
-from recollect.report.figures import FigureFiles
+from recollect.report.figures import RenderedFigure
 
 __all__ = ["EXPERIMENTS", "OURS", "RECURRENT"]
 
@@ -50,7 +50,7 @@ def _hybrids(results: Results) -> Verdict:
     return _below(results, OURS_H, HYBRIDS)
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     return ranked_models(
         results,
         axis="model",

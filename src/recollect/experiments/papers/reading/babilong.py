@@ -17,8 +17,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.papers.reading.course import answered, mixer_named, taught, work
 from recollect.experiments.papers.reading.questions import story_batch, story_words
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.stories import PLACES, StoryConfig
 
 __all__ = ["EXPERIMENTS"]
@@ -90,7 +89,7 @@ def _atlas_holds_longest(results: Results) -> Verdict:
     return judged(lost["atlas_mac"] <= TOLERANCE < lost["titans_mac"], f"{because}.")
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     lengths = [int(length) for length, _ in results.config["tested"]]
     series = []
     for model in results.along("model"):

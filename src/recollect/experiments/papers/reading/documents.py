@@ -20,8 +20,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.papers.reading.course import answered, mixer_named, taught, work
 from recollect.experiments.papers.reading.words import Words, batch_of
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.extraction import Extraction, ExtractionConfig, ExtractionForm, extractions
 
 __all__ = ["EXPERIMENTS"]
@@ -118,7 +117,7 @@ def _attention_first(results: Results) -> Verdict:
     return judged(first > max(rest), f"{because}.")
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     series = []
     for model in results.along("model"):
         each = [results.each(form, model=model) for form in FORMS]

@@ -17,8 +17,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.papers.reading.course import answered, mixer_named, taught, work
 from recollect.experiments.papers.reading.questions import needle_batch, needle_words
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.needles import NeedleName
 
 __all__ = ["EXPERIMENTS"]
@@ -113,7 +112,7 @@ def _hybrid_reaches_further(results: Results) -> Verdict:
     )  # fmt: skip
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     lengths = [int(length) for length, _ in results.config["tested"]]
     panels = []
     shown = [(title, "right answers", f"{name} {{}}") for name, title in NAMES.items()]

@@ -23,8 +23,7 @@ from recollect.experiments.framework.task_models import RecallModel
 from recollect.experiments.papers.ttr.regression import rls
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.cues import CueConfig, cues
 from recollect.tasks.mqar import IGNORE
 from recollect.zoo.preset import get
@@ -143,7 +142,7 @@ def _range(results: Results) -> tuple[float, float]:
     return low, 1 + 0.05 * (1 - low)
 
 
-def _draw(results: Results) -> FigureFiles:
+def _draw(results: Results) -> RenderedFigure:
     panels, y_range = [], _range(results)
     for P in results.along("P"):
         series = []

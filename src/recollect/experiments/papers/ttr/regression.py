@@ -23,8 +23,7 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.panels import Panel, panel_figure
+from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.switching import SwitchingConfig, switching
 from recollect.zoo.preset import get
 
@@ -113,7 +112,7 @@ def _slopes(results: Results) -> Verdict:
     return judged(holding, f"Local linear against softmax attention: {'; '.join(told)}.")
 
 
-def _fig2_draw(results: Results) -> FigureFiles:
+def _fig2_draw(results: Results) -> RenderedFigure:
     series = []
     for layer in results.along("layer"):
         mean, low, high = results.band("loss", layer=layer)
@@ -263,7 +262,7 @@ def _stays(results: Results) -> Verdict:
     )
 
 
-def _stability_draw(results: Results) -> FigureFiles:
+def _stability_draw(results: Results) -> RenderedFigure:
     places = _places(results.config)
     series = []
     for layer in results.along("layer"):
