@@ -10,6 +10,8 @@ Examples:
 
 from __future__ import annotations
 
+from typing import Any
+
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import Lp, ValueRobust
 from recollect.choices.retention.base import Decay
@@ -17,7 +19,7 @@ from recollect.choices.retention.divergence import FDivergence
 from recollect.choices.retention.links import Bregman, ElasticNet
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.fidelity import Sentences, exact
+from recollect.zoo.fidelity import exact
 from recollect.zoo.preset import preset
 from recollect.zoo.references import MIRAS
 
@@ -31,7 +33,7 @@ __all__ = [
 ]
 
 _DESCENT = GradientDescent(batch_size=16)
-_MATRIX_MEMORY: dict[str, Sentences] = {
+_MATRIX_MEMORY: dict[str, Any] = {
     "memory": (
         "The memory is the matrix of MIRAS's equations, with one decay and one rate per head: the "
         "paper states no model."

@@ -113,13 +113,12 @@ class Preset:
         Raises:
             RecipeError: the layers differ.
         """
-        if len(self.layers) > 1:
-            raise RecipeError(
-                f"{self.name} is a pattern of layers, {', '.join(dict(self.layers))}, and no "
-                "single mixer: make a model of it, by RecollectConfig.from_recipes("
-                f"{self.name!r})"
-            )
-        return self.layers[0][1]
+        if len(self.layers) == 1:
+            return self.layers[0][1]
+        raise RecipeError(
+            f"{self.name} is a pattern of layers, {', '.join(dict(self.layers))}, and no single "
+            f"mixer: make a model of it, by RecollectConfig.from_recipes({self.name!r})"
+        )
 
     @property
     def recipe(self) -> Recipe:
@@ -241,7 +240,7 @@ class Preset:
             parts += [("composes", [x for _, mixer in self.layers for x in mixer.equations])]
         else:
             parts = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]
-            parts += get_equations(self)
+            parts += [(name, [*lines]) for name, lines in get_equations(self)]
         rows = [
             ("rule", [self.rule]),
             ("printed", self.fidelity.source_equation.splitlines()),
@@ -359,10 +358,10 @@ def _rate_deviation(recipe: Recipe, options: LayerOptions) -> tuple[Deviation, .
     rate = options.gate("lr")
     if rate.resolve_unit("lr", recipe) != "stability_limit":
         return ()
-    low, high, init = (
-        default if value is None else value
-        for value, default in ((rate.low, 0.0), (rate.high, 1.0), (rate.init, 0.5))
-    )
+    low, high, init = rate.low or 0.0, rate.high or 1.0, rate.init or 0.5
+    if isinstance(init, tuple):
+        text = f"η_t is the stability limit times a gate between {low:g} and {high:g}."
+        return deviation_items(rate=text)
     return deviation_items(rate=(low, high, init))
 
 
