@@ -251,4 +251,4 @@ class CompareDisplay(Display):
             rows=rows,
             styles=dict.fromkeys(range(len(self.finished), len(rows)), "bold"),
         )
-        return Group(table.fitted(self.console.width), self.bars)
+        return Group(table.to_rich(self.console.width), self.bars)

@@ -528,7 +528,7 @@ def _stack(canvas: Canvas) -> None:
         height += 0.2 * math.ceil(len(labels) / columns)
     canvas.set_size_inches(NARROW, height)
     grid = GridSpec(len(stacked), 1, figure=canvas)
-    font = _TITLE if len(stacked) == 1 else {"fontsize": 9}
+    font: dict[str, Any] = _TITLE if len(stacked) == 1 else {"fontsize": 9}
     for index, axes in enumerate(stacked):
         axes.set_subplotspec(grid[index])
         axes.tick_params(labelbottom=True)
