@@ -281,18 +281,18 @@ def test_a_disk_that_has_room_again_loses_nothing(
 ) -> None:
     first: list[str] = []
 
-    class Viewer(ReproduceDisplay):
+    class Reporter(ReproduceDisplay):
         def __init__(self) -> None: ...
 
         def begin(self, *_: Any) -> None: ...
 
-        def cell(self, record: Any) -> None:
+        def on_record(self, record: Any) -> None:
             first.append("measured")
             if len(first) == 2:
                 monkeypatch.undo()
 
     full.mkdir()
-    run = reproduce("ttr-fig2", scale="smoke", out=full, viewer=Viewer())
+    run = reproduce("ttr-fig2", scale="smoke", out=full, progress=Reporter())
     assert run.complete
     assert len(run.results.records) == len(first)
 

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from recollect.experiments import Results
-from recollect.experiments.framework.records import Missing
+from recollect.experiments.framework.records import NotMeasured
 from recollect.experiments.papers import language
 from recollect.experiments.papers.am import heads
 from recollect.experiments.papers.atlas import ablations as atlas
@@ -108,27 +108,29 @@ def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> No
     found = language_model({**TERMS, "lr": 1e30}, "delta_net", seed=0, device=CPU)
     assert math.isnan(found[BITS])  # type: ignore[arg-type]
     assert found["diverged at step"] in (2.0, 3.0)
-    results = Results.of([({"model": "a"}, 0, found), ({"model": "b"}, 0, {BITS: 9.0})])
+    results = Results.from_rows([({"model": "a"}, 0, found), ({"model": "b"}, 0, {BITS: 9.0})])
     assert bits(results, model="a") == math.inf > bits(results, model="b")
     assert told({"a": math.inf, "b": 9.0}) == "b 9.000, a diverged"
-    with pytest.raises(Missing):
+    with pytest.raises(NotMeasured):
         bits(results, model="c")
 
 
 def test_what_knows_less_than_a_bigram_is_not_judged() -> None:
     few = [({"model": "a"}, 0, {BITS: 3.7, BIGRAM: 3.6}), ({"model": "b"}, 0, {BITS: 4.0})]
-    with pytest.raises(Missing, match=r"3\.700 bits per byte at best, and 3\.600 of the bigram"):
-        learned(Results.of(few), model="a")
-    learned(Results.of(few), model="b")
-    learned(Results.of([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})]), model="a")
-    with pytest.raises(Missing, match="were not measured"):
-        learned(Results.of(few), model="c")
-    with pytest.raises(Missing, match="bigram"):
-        learned(Results.of(few), models=["a"])
-    learned(Results.of(few), models=["a", "b"])
+    with pytest.raises(
+        NotMeasured, match=r"3\.700 bits per byte at best, and 3\.600 of the bigram"
+    ):
+        learned(Results.from_rows(few), model="a")
+    learned(Results.from_rows(few), model="b")
+    learned(Results.from_rows([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})]), model="a")
+    with pytest.raises(NotMeasured, match="were not measured"):
+        learned(Results.from_rows(few), model="c")
+    with pytest.raises(NotMeasured, match="bigram"):
+        learned(Results.from_rows(few), models=["a"])
+    learned(Results.from_rows(few), models=["a", "b"])
     two = [({"kernel": "exp", "heads": n}, 0, {BITS: 4.0, BIGRAM: 3.6}) for n in (1, 4)]
     (claim,) = [c for c in heads.FIG2.claims if "exponential" in c.name]
-    assert claim.verdict(Results.of(two)).status == "not testable at this scale"
+    assert claim.verdict(Results.from_rows(two)).status == "not testable at this scale"
 
 
 def planned(tmp_path: Path, paragraphs: str) -> dict[str, Any]:

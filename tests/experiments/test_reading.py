@@ -17,7 +17,6 @@ from recollect.experiments.papers.reading.course import (
     copies,
     mixer_named,
     taught,
-    work,
 )
 from recollect.experiments.papers.reading.documents import FORMS, _documents, _words
 from recollect.experiments.papers.reading.questions import (
@@ -250,12 +249,3 @@ def test_convolutions_and_segments_are_given() -> None:
     kept = mixer_named("titans_mac", SIZES)
     assert isinstance(kept, MemoryAsContext)
     assert kept.persistent == 8
-
-
-def test_the_price_grows_with_lessons_and_lengths() -> None:
-    config = SIZES | {"lessons": [["task", 32, 2, 4]]}
-    longer = SIZES | {"lessons": [["task", 32, 2, 8]]}
-    mixer = mixer_named("titans", config)
-    once, twice = work(config, mixer, 20, {}), work(longer, mixer, 20, {})
-    assert twice.flops == 2 * once.flops
-    assert work(config, mixer, 20, {64: 3}).flops > once.flops

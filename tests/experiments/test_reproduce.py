@@ -6,6 +6,7 @@ import csv
 import functools
 import html
 import importlib
+import itertools
 import json
 import math
 import os
@@ -27,19 +28,18 @@ from typer.testing import CliRunner, Result
 from recollect.cli import build
 from recollect.experiments import (
     EXPERIMENTS,
-    PLANNED,
     Claim,
     Experiment,
     Results,
     Run,
     reproduce,
 )
-from recollect.experiments.framework.experiment import SCALES, Planned, Work, judged
-from recollect.experiments.framework.price import plan
+from recollect.experiments.framework.experiment import SCALES
 from recollect.experiments.framework.processes import Lost
-from recollect.experiments.framework.records import Missing, Record, plain
+from recollect.experiments.framework.records import NotMeasured, Record, plain
 from recollect.experiments.framework.report import save_run
-from recollect.experiments.framework.run import command_of
+from recollect.experiments.framework.rules import special, verdict
+from recollect.experiments.framework.run import format_command
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
 from recollect.experiments.papers.ttr.recall import _range
 from recollect.report import RenderedFigure, Series, line_figure
@@ -53,13 +53,10 @@ ROWS = (
     *("atlas-table2", "atlas-window", "atlas-ablation", "scaling"),
     *("niah", "babilong", "recall-real"),
 )
-LATER = ()
-# The fast tests run every kind of row at smoke scale and price every kind at all scales: of the
-# rows that train language models they run miras-pq, scaling and niah, and price am-fig2 and niah.
-# The other rows of a kind are slow: a price counts the parameters of a model of every cell.
+# The fast tests run every kind of row at smoke scale: of the rows that train language models they
+# run miras-pq, scaling and niah.
 LANGUAGE = ("miras-table2", "miras-ablation", "atlas-table2", "atlas-window", "atlas-ablation")
 SLOW_RUNS = (*LANGUAGE, "am-fig2", "am-fig8", "babilong", "recall-real")
-SLOW_PRICES = (*LANGUAGE, "miras-pq", "scaling", "babilong", "recall-real")
 
 
 def row_params(slow: tuple[str, ...]) -> list[Any]:
@@ -79,7 +76,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
 def test_every_row_is_registered() -> None:
     assert set(EXPERIMENTS) == set(ROWS)
-    assert {row.name for row in PLANNED} == set(LATER)
 
 
 @pytest.mark.parametrize("name", row_params(SLOW_RUNS))
@@ -95,8 +91,8 @@ def test_a_row_runs_at_smoke_scale(name: str, smoke: Callable[[str], Run]) -> No
     with (folder / "results.csv").open(encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == len(data["records"])
     page = (folder / "report.html").read_text("utf-8")
-    for claim, verdict in run.verdicts:
-        assert verdict.status in page
+    for claim, outcome in run.verdicts:
+        assert outcome.status in page
         assert claim.name in page.replace("&#x27;", "'")
     assert {c["verdict"] for c in data["claims"]} <= {
         "holds",
@@ -126,23 +122,11 @@ def test_a_row_has_three_scales(name: str) -> None:
     assert json.loads(json.dumps(experiment.configs)) == dict(experiment.configs)
 
 
-@pytest.mark.parametrize("name", row_params(SLOW_PRICES))
-def test_every_scale_of_a_row_has_a_price(name: str) -> None:
-    experiment = EXPERIMENTS[name]
-    flops = []
-    for scale in SCALES:
-        config = experiment.config(scale)
-        works = [experiment.work(config, cell) for cell in experiment.cells(config)]
-        assert all(math.isfinite(w.flops) and w.flops > 0 and w.memory > 0 for w in works)
-        flops.append(config["seeds"] * sum(work.flops for work in works))
-    assert flops[0] < flops[1] <= flops[2]
-
-
 # -- a small experiment of one's own ---------------------------------------------------------------
 
 
 def doubled(results: Results) -> Any:
-    return judged(results.mean("y", x=2) == 4.0, "y at 2")
+    return verdict(results.mean("y", x=2) == 4.0, "y at 2")
 
 
 def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = None) -> Experiment:
@@ -156,7 +140,7 @@ def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = 
         return {"y": 2.0 * cell["x"], "noise": float(torch.rand(())), "curve": [1.0, math.nan]}
 
     def draw(results: Results) -> RenderedFigure:
-        places = results.along("x")
+        places = results.axis_values("x")
         ys = [results.mean("y", x=place) for place in places]
         return line_figure([Series(name="y", x=places, y=ys)], x="x", y="y", title="toy")
 
@@ -165,12 +149,11 @@ def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = 
         title="Doubling",
         source="nowhere",
         protocol="y = 2x",
-        claims=(Claim(name="doubles", text="y is 2x.", rule="y = 4 at x = 2.", judge=doubled),),
+        claims=(Claim(name="doubles", text="y is 2x.", rule=special("y = 4 at x = 2.", doubled)),),
         configs={scale: {"seeds": 2, "xs": [1, 2, 3]} for scale in SCALES},
         cells=lambda config: [{"x": x} for x in config["xs"]],
         measure=measure,
-        draw=draw,
-        work=lambda config, cell: Work(flops=1e9 * cell["x"], memory=8.0),
+        figure=draw,
     )
 
 
@@ -188,7 +171,9 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     nothing: list[tuple[int, int]] = []
     assert reproduce(toy(nothing), out=tmp_path).results.seconds == run.results.seconds
     assert nothing == []
-    assert len(reproduce(toy(nothing), out=tmp_path, fresh=True).results.records) == len(nothing)
+    assert len(reproduce(toy(nothing), out=tmp_path, overwrite=True).results.records) == len(
+        nothing
+    )
 
 
 def test_a_broken_cell_is_named(tmp_path: Path) -> None:
@@ -231,15 +216,15 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
 
 def test_rules_that_changed_since_the_measurement_are_told(tmp_path: Path) -> None:
     def stricter(results: Results) -> Any:
-        return judged(results.mean("y", x=2) == 5.0, "y at 2")
+        return verdict(results.mean("y", x=2) == 5.0, "y at 2")
 
     reproduce(toy(), out=tmp_path)
     page = tmp_path / "toy" / "report.html"
-    assert "as they stood when this was measured" in page.read_text()
-    claim = replace(toy().claims[0], judge=stricter)
+    assert "unchanged since the measurement" in page.read_text()
+    claim = replace(toy().claims[0], rule=special("y = 5 at x = 2.", stricter))
     run = reproduce(replace(toy(), claims=(claim,)), out=tmp_path)
     assert run.verdicts[0][1].status == "does not hold"
-    assert "changed since" in page.read_text()
+    assert "changed since a part" in page.read_text()
 
 
 def test_a_report_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
@@ -272,16 +257,16 @@ def test_recall_near_one_fills_its_panels(least: float, bottom: float, top: floa
         for P in (8, 16)
         for T in (32, 64)
     ]
-    found = _range(Results.of(rows, config={"width": 8}))
+    found = _range(Results.from_rows(rows, config={"width": 8}))
     assert found == pytest.approx((bottom, top))
     assert found[0] < least < 1 < found[1]
 
 
 def test_a_command_leaves_out_what_is_as_by_default() -> None:
     plain: dict[str, Any] = {"seeds": None, "jobs": 1, "device": "cpu", "out": "runs"}
-    assert command_of("mad", scale="small", **plain) == "recollect reproduce mad --scale small"
+    assert format_command("mad", scale="small", **plain) == "recollect reproduce mad --scale small"
     other: dict[str, Any] = {"seeds": 3, "jobs": 2, "device": "cuda", "out": "other"}
-    assert command_of("mad", scale="paper", **other) == (
+    assert format_command("mad", scale="paper", **other) == (
         "recollect reproduce mad --scale paper --launch --seeds 3 --jobs 2 --device cuda "
         "--out other"
     )
@@ -311,7 +296,7 @@ def test_a_cell_whose_process_died_is_told_after_the_others(
 
     runner = importlib.import_module("recollect.experiments.reproduce")
     monkeypatch.setattr(runner, "in_processes", first_dies)
-    with pytest.raises(ValueError, match=r"process was killed; 1 of \d+ cells .* again"):
+    with pytest.raises(ValueError, match=r"process was killed; 1 of \d+ cells failed.* again"):
         reproduce("ttr-fig2", scale="smoke", out=tmp_path, jobs=2)
     told = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
     assert told["complete"] is False
@@ -346,42 +331,31 @@ def test_questions_to_results() -> None:
         for n in (10, 20)
         for seed in (0, 1)
     ]
-    results = Results.of(rows)
-    assert results.along("n", layer="a") == [10, 20]
+    results = Results.from_rows(rows)
+    assert results.axis_values("n", layer="a") == [10, 20]
     assert results.mean("y", layer="a", n=10) == 10.5
-    assert (results.worst("y", layer="b"), results.best("y", layer="b")) == (10.0, 21.0)
-    assert results.band("curve", layer="a", n=20) == ([0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
+    assert (results.min("y", layer="b"), results.max("y", layer="b")) == (10.0, 21.0)
+    assert results.mean_and_range("curve", layer="a", n=20) == ([0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
     assert len(results.cells()) == 4
-    assert not results.has(layer="c")
-    with pytest.raises(Missing, match="y was not measured at layer = c"):
+    assert not results.has_cell(layer="c")
+    with pytest.raises(NotMeasured, match="y was not measured at layer = c"):
         results.mean("y", layer="c")
-    with pytest.raises(Missing, match="nothing was measured along n at layer = c"):
-        results.along("n", layer="c")
-    broken = Results.of([({"x": 1}, 0, {"y": math.nan}), ({"x": 1}, 1, {"y": 1.0})])
-    assert math.isnan(broken.worst("y", x=1)), "a run that diverged is not forgotten"
+    with pytest.raises(NotMeasured, match="nothing was measured along n at layer = c"):
+        results.axis_values("n", layer="c")
+    rows = [({"x": 1}, 0, {"y": math.nan}), ({"x": 1}, 1, {"y": 1.0})]
+    for broken in (Results.from_rows(rows), Results.from_rows(rows[::-1])):
+        assert all(math.isnan(x) for x in (broken.min("y"), broken.max("y"), broken.mean("y")))
 
 
-# -- the command, plans, galleries -----------------------------------------------------------------
+# -- the command, galleries -----------------------------------------------------------------
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A row that nobody can run."""
-    row = Planned(name="someday", title="Later", source="nowhere", claim="none")
-    for module in ("registry", "reproduce"):
-        home = importlib.import_module(f"recollect.experiments.{module}")
-        monkeypatch.setattr(home, "PLANNED", (row,))
-    return row.name
-
-
-def test_the_list_names_all_and_what_is_planned(planned: str) -> None:
+def test_the_list_names_all() -> None:
     result = CliRunner().invoke(build(), ["reproduce", "--list"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    for name in (*ROWS, planned):
-        assert name in result.output
-    assert "planned" in result.output
+    assert all(name in result.output for name in ROWS)
     rows = json.loads(invoke("reproduce", "--list", "--json").stdout)
-    assert {row["name"] for row in rows if row.get("planned")} == {planned}
+    assert [row["name"] for row in rows] == list(EXPERIMENTS)
 
 
 def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
@@ -419,26 +393,32 @@ def test_the_gallery_is_what_the_runs_say(tmp_path: Path) -> None:
         assert len(changed) == 1 and changed[0].startswith(f"- {claim}"), name
 
 
-@pytest.mark.slow
-def test_the_papers_scale_prints_its_plan_and_how_to_launch_it(tmp_path: Path) -> None:
+def test_the_papers_scale_needs_launch(tmp_path: Path) -> None:
     result = invoke("reproduce", "am-fig4", "--scale", "paper", "--jobs", "4")
     assert result.exit_code == 0, result.output
-    for word in ("FLOP", "memory", "time", "--scale paper --launch", "--jobs 4"):
-        assert word in result.output
-    priced = plan(toy(), "paper")
-    assert (priced.cells, priced.seeds) == (3, 2)
-    assert priced.flops == 2 * (1 + 2 + 3) * 1e9
-    assert priced.longest == 3e9
-    assert priced.seconds == pytest.approx(priced.flops / (0.1 * priced.rate))
-    both = json.loads(invoke("reproduce", "--all", "--scale", "paper", "--json").stdout)
-    assert [row["experiment"] for row in both] == list(EXPERIMENTS)
+    for words in ("14 cells, 3 seeds each", "--scale paper --launch", "--jobs 4"):
+        assert words in result.output
+    every = json.loads(invoke("reproduce", "--all", "--scale", "paper", "--json").stdout)
+    assert [row["experiment"] for row in every] == list(EXPERIMENTS)
+
+
+def test_progress_estimates_the_remaining_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recollect.cli.progress.time.monotonic", itertools.count(0, 20).__next__)
+    lines = invoke(
+        *("reproduce", "ttr-stability", "--scale", "smoke", "--out", str(tmp_path))
+    ).output.splitlines()
+    (first,) = [line for line in lines if "[1/2]" in line]
+    assert first.endswith("; 20 s so far, about 20 s left")
+    (last,) = [line for line in lines if "[2/2]" in line]
+    assert last.endswith(" s)")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("ttr-fig9",), "there is no experiment 'ttr-fig9'; there are ttr-fig2"),
-        (("someday",), "someday is planned"),
         ((), "name one experiment"),
         (("ttr-fig2", "--all"), "name one experiment"),
         (("ttr-fig2", "--scale", "huge"), "Invalid value for '--scale'"),
@@ -447,7 +427,6 @@ def test_the_papers_scale_prints_its_plan_and_how_to_launch_it(tmp_path: Path) -
         (("ttr-fig2", "--device", "tpu"), "--device 'tpu' is not here"),
     ],
 )
-@pytest.mark.usefixtures("planned")
 def test_the_command_refuses_in_one_sentence(
     arguments: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:

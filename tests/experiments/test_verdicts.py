@@ -26,7 +26,7 @@ def made(name: str, rows: Rows, *, scale: str = "small", **config: Any) -> Resul
     """Results with three equal seeds, in the configuration of the small scale."""
     whole = {**EXPERIMENTS[name].configs["small"], **config}
     triples = [(cell, seed, values) for seed in range(3) for cell, values in rows]
-    return Results.of(triples, scale=scale, config=whole)
+    return Results.from_rows(triples, scale=scale, config=whole)
 
 
 def fig2(linear: float, rls: float, softmax: float, local: float, naive: float) -> Rows:
@@ -567,10 +567,10 @@ def test_a_rule_says_yes_and_no(experiment: str, claim: str) -> None:
     supporting, contradicting = CASES[experiment, claim]
     scale = found.scales[-1]
     verdict = found.verdict(made(experiment, supporting, scale=scale))
-    assert verdict.status == "holds", verdict.because
+    assert verdict.status == "holds", verdict.evidence
     for rows in contradicting:
         verdict = found.verdict(made(experiment, rows, scale=scale))
-        assert verdict.status == "does not hold", verdict.because
+        assert verdict.status == "does not hold", verdict.evidence
 
 
 @pytest.mark.parametrize(("experiment", "claim"), CASES)
@@ -579,7 +579,7 @@ def test_what_was_not_measured_is_not_judged(experiment: str, claim: str) -> Non
     (found,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
     stray: Rows = [({"layer": "none of them", "memory": "none of them"}, {"nothing": 1.0})]
     verdict = found.verdict(made(experiment, stray, scale=found.scales[-1]))
-    assert verdict.status == "not testable at this scale", verdict.because
+    assert verdict.status == "not testable at this scale", verdict.evidence
 
 
 def test_trained_models_are_not_judged_at_smoke_scale() -> None:
@@ -600,7 +600,7 @@ def test_readers_that_learned_nothing_are_not_judged(experiment: str, rows: Rows
     """Of an accuracy that is low everywhere, nothing can be lost."""
     for claim in EXPERIMENTS[experiment].claims:
         verdict = claim.verdict(made(experiment, rows))
-        assert verdict.status == "not testable at this scale", verdict.because
+        assert verdict.status == "not testable at this scale", verdict.evidence
 
 
 def test_how_many_pairs_are_named() -> None:

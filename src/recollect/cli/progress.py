@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -151,23 +152,29 @@ class TrainDisplay(Display):
 
 
 class ReproduceDisplay(Display):
-    """A bar over the cells and seeds of each experiment; a `Viewer`."""
+    """A bar over the cells and seeds of each experiment; a `ProgressReporter`.
+
+    In a pipe, each line has an estimate of the remaining time.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self.completed, self.total = 0, 0
+        self.completed, self.total, self.measured = 0, 0, 0
+        self.started = time.monotonic()
         self.task = self.bars.add_task("starting", total=None)
 
     def begin(self, experiment: Experiment, done: int, total: int) -> None:
         """Start the bar of an experiment."""
-        self.completed, self.total = done, total
+        self.completed, self.total, self.measured = done, total, 0
+        self.started = time.monotonic()
         self.bars.reset(self.task, total=total, completed=done, description=experiment.name)
         earlier = f", {done} of them measured earlier" if done else ""
         self.print_if_not_live(f"{experiment.name}: {total} cells and seeds{earlier}")
 
-    def cell(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         """Count a measured cell."""
         self.completed += 1
+        self.measured += 1
         self.bars.advance(self.task)
         cell = ", ".join(f"{name} {value}" for name, value in record.cell.items())
         numbers = ", ".join(
@@ -177,8 +184,22 @@ class ReproduceDisplay(Display):
         )
         self.print_if_not_live(
             f"  [{self.completed}/{self.total}] {cell}, seed {record.seed}: {numbers} "
-            f"({record.seconds:.1f} s)"
+            f"({record.seconds:.1f} s){self._remaining()}"
         )
+
+    def _remaining(self) -> str:
+        """Return an estimate of the remaining time from the mean of the cells so far."""
+        if self.completed == self.total:
+            return ""
+        elapsed = time.monotonic() - self.started
+        remaining = elapsed / self.measured * (self.total - self.completed)
+        return f"; {_duration(elapsed)} so far, about {_duration(remaining)} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 _COMPARE_COLUMNS = (

@@ -21,7 +21,7 @@ from recollect.cli.progress import ReproduceDisplay
 from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
-    from recollect.experiments.framework.experiment import Experiment, Planned
+    from recollect.experiments.framework.experiment import Experiment
     from recollect.experiments.framework.run import Run
 
 __all__ = ["Scale", "reproduce"]
@@ -33,7 +33,7 @@ def reproduce(
     name: Annotated[str, typer.Argument(help="Name of an experiment; --list prints them.")] = "",
     scale: Annotated[
         Scale,
-        typer.Option(help="Scale: smoke takes seconds, small minutes; paper prints its plan."),
+        typer.Option(help="Scale: smoke takes seconds, small minutes; paper needs --launch."),
     ] = "small",
     seeds: Annotated[
         int | None, typer.Option(help="Number of seeds. [default: the scale's]")
@@ -44,42 +44,50 @@ def reproduce(
     out: OutOption = Path("runs"),
     device: DeviceOption = "cpu",
     launch: Annotated[
-        bool, typer.Option("--launch", help="Run the scale paper instead of printing its plan.")
+        bool, typer.Option("--launch", help="Run the scale paper, which may take days.")
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Measure again what earlier runs saved.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a figure or table of the papers from this library, and judge its claims."""
+    """Reproduce a figure or table of the papers, and test its claims."""
     if not list_all and run_all == bool(name):
         raise ValueError("name one experiment, or give --all; --list names them")
     check_device(device)
-    from recollect.experiments.framework.price import plan
+    from recollect.experiments.framework.run import format_command
     from recollect.experiments.gallery import save_gallery
-    from recollect.experiments.registry import EXPERIMENTS, PLANNED
-    from recollect.experiments.reproduce import chosen
+    from recollect.experiments.registry import EXPERIMENTS
+    from recollect.experiments.reproduce import get_experiment
     from recollect.experiments.reproduce import reproduce as run_one
 
     console = make_console(stderr=as_json)
     experiments = list(EXPERIMENTS.values())
     if list_all:
         if as_json:
-            known = [{"name": x.name, "title": x.title, "source": x.source} for x in experiments]
-            known += [{"name": x.name, "planned": True, "source": x.source} for x in PLANNED]
-            print_json(known)
+            print_json(
+                [{"name": x.name, "title": x.title, "source": x.source} for x in experiments]
+            )
         else:
-            _list(console, experiments, PLANNED)
+            _list(console, experiments)
         return
     if not run_all:
-        experiments = [chosen(name)]
+        experiments = [get_experiment(name)]
     if scale == "paper" and not launch:
-        plans = [
-            plan(experiment, scale, seeds=seeds, jobs=jobs, device=device, out=str(out))
-            for experiment in experiments
-        ]
+        sizes = []
+        for experiment in experiments:
+            config = experiment.config(scale, seeds=seeds)
+            command = format_command(
+                experiment.name, scale=scale, seeds=seeds, jobs=jobs, device=device, out=str(out)
+            )
+            cells = len(experiment.cells(config))
+            sizes.append((experiment.name, cells, config["seeds"], command))
         if as_json:
-            print_json([priced.to_dict() for priced in plans])
+            keys = ("experiment", "cells", "seeds", "command")
+            print_json([dict(zip(keys, size, strict=True)) for size in sizes])
         else:
-            typer.echo("\n\n".join(map(str, plans)))
+            for name, cells, count, command in sizes:
+                typer.echo(f"{name}: {cells} cells, {count} seeds each. To run it: {command}")
         return
     check_writable(out)
     runs = []
@@ -92,8 +100,8 @@ def reproduce(
                 jobs=jobs,
                 out=out,
                 device=device,
-                fresh=fresh,
-                viewer=display,
+                overwrite=overwrite,
+                progress=display,
             )
             runs.append(run)
             if not as_json:
@@ -120,22 +128,21 @@ def _show(console: Console, run: Run) -> None:
             Column(name="verdict"),
             Column(name="measured", min_width=24),
         ),
-        rows=[(claim.text, verdict.status, verdict.because) for claim, verdict in run.verdicts],
+        rows=[(claim.text, verdict.status, verdict.evidence) for claim, verdict in run.verdicts],
     ).print(console)
     for claim, _ in run.verdicts:
-        if claim.changed:
+        if claim.rule_history:
             print_line(
-                console, f"the rule of “{claim.name}” was changed after a run: {claim.changed}"
+                console, f"the rule of “{claim.name}” was changed after a run: {claim.rule_history}"
             )
 
 
-def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence[Planned]) -> None:
-    """Print all experiments, and those that cannot be run yet."""
+def _list(console: Console, experiments: Sequence[Experiment]) -> None:
+    """Print all experiments."""
     rows = [
         (row.name, row.title, row.source, "\n".join(claim.name for claim in row.claims))
         for row in experiments
     ]
-    rows += [(x.name, x.title, x.source, f"planned, needs {x.needs}") for x in planned]
     Table(
         columns=(
             Column(name="name"),
@@ -144,5 +151,4 @@ def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence
             Column(name="claims", min_width=20, priority=2),
         ),
         rows=rows,
-        styles=dict.fromkeys(range(len(experiments), len(rows)), "dim"),
     ).print(console)

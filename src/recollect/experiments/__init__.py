@@ -21,11 +21,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from recollect.experiments.framework.experiment import Claim, Experiment, Verdict
+from recollect.experiments.framework import rules
+from recollect.experiments.framework.experiment import Claim, Experiment
 from recollect.experiments.framework.published import Published, published, published_names
-from recollect.experiments.framework.records import Record, Results
+from recollect.experiments.framework.records import NotMeasured, Record, Results
+from recollect.experiments.framework.rules import Verdict
 from recollect.experiments.framework.run import Run
-from recollect.experiments.registry import EXPERIMENTS, PLANNED
+from recollect.experiments.registry import EXPERIMENTS
 from recollect.experiments.reproduce import reproduce
 
 if TYPE_CHECKING:
@@ -40,11 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXPERIMENTS",
-    "PLANNED",
     "Claim",
     "Comparison",
     "Experiment",
     "ModelRun",
+    "NotMeasured",
     "Published",
     "Record",
     "Results",
@@ -60,6 +62,7 @@ __all__ = [
     "published_names",
     "read_corpus",
     "reproduce",
+    "rules",
     "save_comparison",
     "write_rows_table",
 ]

@@ -67,7 +67,7 @@ def _article(home: Path, data: dict[str, Any]) -> str:
     changed = _changed(experiment)
     claims = "".join(
         f"<li>{text_to_html(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
-        f"{text_to_html(c['because'])}"
+        f"{text_to_html(c['evidence'])}"
         + (f" {CHANGED} {text_to_html(changed[c['name']])}" if c.get("name") in changed else "")
         + "</li>\n"
         for c in data["claims"]
@@ -85,7 +85,7 @@ CHANGED = "This rule was changed after a run:"
 
 def _changed(experiment: Experiment) -> dict[str, str]:
     """What rules were before they were changed, by the names of their claims."""
-    return {claim.name: claim.changed for claim in experiment.claims if claim.changed}
+    return {claim.name: claim.rule_history for claim in experiment.claims if claim.rule_history}
 
 
 def _where(data: dict[str, Any]) -> str:
@@ -160,12 +160,12 @@ def save_gallery_markdown(
             lines += [picture(experiment.title, *paths), ""]
         changed = _changed(experiment)
         for claim in data["claims"]:
-            line = f"- {claim['claim']} **{claim['verdict'].capitalize()}.** {claim['because']} "
+            line = f"- {claim['claim']} **{claim['verdict'].capitalize()}.** {claim['evidence']} "
             line += f"*Rule: {claim['rule']}*"
             if claim["name"] in changed:
                 line += f" **{CHANGED}** {changed[claim['name']]}"
             lines.append(line)
         lines += ["", f"{_where(data)}.", ""]
-        if experiment.tried:
-            lines += [f"Tried: {experiment.tried}", ""]
+        if experiment.notes:
+            lines += [f"Other configurations: {experiment.notes}", ""]
     return write_atomic(page, "\n".join(lines).rstrip() + "\n")

@@ -1,8 +1,8 @@
-"""Every experiment by name, in the order of the papers, and those that are planned."""
+"""All experiments by name, in the order of the papers."""
 
 from __future__ import annotations
 
-from recollect.experiments.framework.experiment import Experiment, Planned
+from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.papers import scaling, word_problems
 from recollect.experiments.papers.am import curriculum as am_curriculum
 from recollect.experiments.papers.am import graphs as am_graphs
@@ -23,7 +23,7 @@ from recollect.experiments.papers.reading import babilong, documents, niah
 from recollect.experiments.papers.ttr import recall as ttr_recall
 from recollect.experiments.papers.ttr import regression as ttr
 
-__all__ = ["EXPERIMENTS", "PLANNED"]
+__all__ = ["EXPERIMENTS"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
@@ -53,17 +53,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     )
     for experiment in module.EXPERIMENTS
 }
-"""What `recollect reproduce` can run.
+"""Experiments of `recollect reproduce`.
 
 Examples:
     >>> rc.experiments.EXPERIMENTS["ttr-fig2"].source
     'TTR section 5, figure 2, eq. 55'
-"""
-
-PLANNED: tuple[Planned, ...] = ()
-"""What nobody can run yet.
-
-Examples:
-    >>> {planned.name for planned in rc.experiments.PLANNED} & set(rc.experiments.EXPERIMENTS)
-    set()
 """

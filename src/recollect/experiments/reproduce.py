@@ -1,8 +1,8 @@
-"""Runs experiments: every cell and seed once, kept on disk as soon as it is measured.
+"""Runs experiments: every cell and seed once, saved as soon as it is measured.
 
-A cell's file is named by a digest of experiment, configuration, cell and seed, so that a run that
-was stopped goes on where it was, and a changed configuration measures anew. Processes (`jobs`) take
-cells as they come; only this one writes.
+A record's file is named by a digest of experiment, configuration, cell and seed. An interrupted run
+therefore continues with the missing records, and a changed configuration is measured again. Worker
+processes measure cells; only the main process writes files.
 """
 
 from __future__ import annotations
@@ -22,28 +22,22 @@ import torch
 from recollect.experiments.framework.experiment import SCALES, Experiment, Scale
 from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
-from recollect.experiments.framework.run import Nobody, Run, Viewer, command_of
-from recollect.experiments.registry import EXPERIMENTS, PLANNED
+from recollect.experiments.framework.run import NoProgress, ProgressReporter, Run, format_command
+from recollect.experiments.registry import EXPERIMENTS
+from recollect.report.devices import resolve_device
 from recollect.report.environment import describe_environment
 from recollect.report.files import read_regular, save_to_temp_on_error, write_atomic
 from recollect.report.lock import folder_lock
 from recollect.report.signals import defer_signals
 from recollect.serialization import read_json
 
-__all__ = ["chosen", "reproduce"]
+__all__ = ["get_experiment", "reproduce"]
 
 
-def chosen(name: str) -> Experiment:
-    """The experiment of that name.
-
-    Raises:
-        ValueError: an unknown name, or one that is only planned.
-    """
+def get_experiment(name: str) -> Experiment:
+    """Return an experiment by its name, or raise `ValueError` with a list of all names."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
-    for row in PLANNED:
-        if row.name == name:
-            raise ValueError(f"{name} is planned and cannot be run yet: it needs {row.needs}")
     raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
 
 
@@ -55,31 +49,31 @@ def reproduce(
     jobs: int = 1,
     out: str | PathLike[str] = "runs",
     device: str = "cpu",
-    fresh: bool = False,
-    viewer: Viewer | None = None,
+    overwrite: bool = False,
+    progress: ProgressReporter | None = None,
 ) -> Run:
-    """Run an experiment, judge its claims and write its report.
+    """Run an experiment, apply the rules of its claims and write its report.
 
     Args:
         name: of the experiment, see `EXPERIMENTS`.
         scale: ``"smoke"`` (seconds), ``"small"`` (minutes on two cores) or ``"paper"``.
-        seeds: how many, 0, 1, …; the configuration's number by default.
-        jobs: processes; each has one thread when there are several. They begin by importing the
-            main module again, so a script calls this under ``if __name__ == "__main__":``.
+        seeds: number of seeds, which are 0, 1, …; the configuration's number by default.
+        jobs: number of processes, with one thread each if there are several. Each imports the main
+            module again, so a script calls this under ``if __name__ == "__main__":``.
         out: ``out/NAME`` gets results.json, results.csv, report.html, figure.png, figure.svg and
             figure-narrow.svg.
-        device: where models and tensors live.
-        fresh: measures anew what an earlier run left.
-        viewer: told about progress.
+        device: of models and tensors, such as ``"cpu"`` or ``"cuda:1"``.
+        overwrite: whether to measure again the records that an earlier run saved.
+        progress: receives each record.
 
     Returns:
-        The run. After a keyboard interrupt it holds what was measured, and the same call goes on.
+        The run. After a keyboard interrupt it has the records so far, and the same call continues.
 
     Raises:
-        ValueError: an unknown name or scale, or numbers out of range; another run that measures
-            this experiment in the same folder; an experiment of one's own with several jobs; a
-            process that died, when all else is measured and reported; a folder that cannot be
-            written, when what it lacks is kept in a temporary one.
+        ValueError: if a name, scale, device or number is not valid; if another run measures this
+            experiment in the same folder; if a user's own experiment is run with several jobs; if a
+            process died, after all else is measured and reported; if the folder cannot be written,
+            after the missing files are saved in a temporary one.
 
     Examples:
         >>> run = rc.reproduce("ttr-fig2", scale="smoke", out="runs")
@@ -88,7 +82,7 @@ def reproduce(
         >>> [claim.name for claim, verdict in run.verdicts][:1]
         ['linear attention is worst']
     """
-    experiment = chosen(name) if isinstance(name, str) else name
+    experiment = get_experiment(name) if isinstance(name, str) else name
     if scale not in SCALES:
         raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
     if jobs < 1:
@@ -98,92 +92,103 @@ def reproduce(
             f"{experiment.name} is not in the registry, by which other processes find an "
             "experiment: run it with one job"
         )
+    resolve_device(device, argument_name="--device")
     config = experiment.config(scale, seeds=seeds)
     folder = Path(out) / experiment.name
+    command = format_command(
+        experiment.name, scale=scale, seeds=seeds, jobs=jobs, device=device, out=str(out)
+    )
     with folder_lock(folder):
-        return _reproduced(
-            experiment,
-            config,
-            folder,
-            scale=scale,
-            jobs=jobs,
-            device=device,
-            fresh=fresh,
-            viewer=viewer or Nobody(),
-            command=command_of(
-                experiment.name, scale=scale, seeds=seeds, jobs=jobs, device=device, out=str(out)
-            ),
+        tasks = [
+            _CellTask(
+                experiment=experiment.name,
+                config=config,
+                cell=dict(cell),
+                seed=seed,
+                device=device,
+                path=folder / "cells" / scale / _file_name(experiment, config, cell, seed),
+            )
+            for seed in range(config["seeds"])
+            for cell in experiment.cells(config)
+        ]
+        if overwrite:
+            for task in tasks:
+                task.path.unlink(missing_ok=True)
+        return _run_locked(
+            experiment, tasks, folder, scale, jobs, command, progress or NoProgress()
         )
 
 
-def _reproduced(
+@dataclass(frozen=True, kw_only=True)
+class _CellTask:
+    """A cell and seed to measure, and the file of the record."""
+
+    experiment: str
+    config: dict[str, Any]
+    cell: dict[str, Any]
+    seed: int
+    device: str
+    path: Path
+
+
+def _run_locked(
     experiment: Experiment,
-    config: dict[str, Any],
+    tasks: list[_CellTask],
     folder: Path,
-    *,
     scale: Scale,
     jobs: int,
-    device: str,
-    fresh: bool,
-    viewer: Viewer,
     command: str,
+    progress: ProgressReporter,
 ) -> Run:
-    """`reproduce`, in a folder that is this run's own."""
+    """Measure the missing records in a folder that no other run may use, and write the report."""
     from recollect.experiments.framework.report import save_run
 
-    store = folder / "cells" / scale
-    wanted = [
-        (cell, seed, store / _file(experiment, config, cell, seed))
-        for seed in range(config["seeds"])
-        for cell in experiment.cells(config)
-    ]
-    if fresh:
-        for _, _, path in wanted:
-            path.unlink(missing_ok=True)
-    todo = [(cell, seed, path) for cell, seed, path in wanted if not path.exists()]
-    viewer.begin(experiment, len(wanted) - len(todo), len(wanted))
-    environment = describe_environment(device)
+    missing = [task for task in tasks if not task.path.exists()]
+    progress.begin(experiment, len(tasks) - len(missing), len(tasks))
+    environment = describe_environment(tasks[0].device)
     stamp = {
         "commit": environment.commit,
         "device": environment.device,
         "date": environment.date,
-        "rules": experiment.rules,
+        "rules": experiment.rules_digest,
     }
-    lost: list[str] = []
+    failures: list[str] = []
     measured: dict[Path, Record] = {}
     interrupted = False
     try:
-        for path, found in _measured(experiment, config, todo, jobs, device):
-            if isinstance(found, str):
-                lost.append(found)
+        for path, outcome in _measure_all(experiment, missing, jobs):
+            if isinstance(outcome, str):
+                failures.append(outcome)
                 continue
             with defer_signals():
-                measured[path] = replace(found, **stamp)
-                with suppress(OSError):  # a full disk: the others go on, and it is tried again
-                    write_atomic(path, _written(measured[path]))
-            viewer.cell(measured[path])
+                record = measured[path] = replace(outcome, **stamp)
+                with suppress(OSError):  # _save_missing tries again after the last cell
+                    write_atomic(path, _to_json(record))
+            progress.on_record(record)
     except KeyboardInterrupt:
-        interrupted = True  # the report shows what there is
-    _kept(measured, folder)
-    records = tuple(_read(path) for _, _, path in wanted if path.exists())
-    said = f"{lost[0]}; {len(lost)} of {len(wanted)} cells were lost so" if lost else ""
+        interrupted = True
+    _save_missing(measured, folder)
+    records = tuple(_read(task.path) for task in tasks if task.path.exists())
+    message = f"{failures[0]}; {len(failures)} of {len(tasks)} cells failed" if failures else ""
     if not records:
-        raise ValueError(said) if lost and not interrupted else KeyboardInterrupt
-    results = Results(records=records, scale=scale, config=config)
+        raise ValueError(message) if failures and not interrupted else KeyboardInterrupt
+    results = Results(records=records, scale=scale, config=tasks[0].config)
     run = Run(
         experiment=experiment,
         results=results,
         verdicts=tuple(experiment.verdicts(results)),
         environment=environment,
-        complete=len(records) == len(wanted),
+        complete=len(records) == len(tasks),
         folder=folder,
         jobs=jobs,
         command=command,
     )
     with defer_signals():
         save_run(run)
-    if lost and not interrupted:
-        raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
+    if failures and not interrupted:
+        raise ValueError(
+            f"{message}, and the same command tries them again; {folder} has the others"
+        )
     return run
 
 
@@ -196,13 +201,13 @@ def _read(path: Path) -> Record:
         ) from None
 
 
-def _written(record: Record) -> str:
+def _to_json(record: Record) -> str:
     return json.dumps(record.to_dict(), allow_nan=False) + "\n"
 
 
-def _kept(measured: dict[Path, Record], folder: Path) -> None:
-    """That all that was measured is on disk, also where the folder vanished meanwhile."""
-    missing = {path: _written(record) for path, record in measured.items() if not path.exists()}
+def _save_missing(measured: dict[Path, Record], folder: Path) -> None:
+    """Write the records that are not on disk, for example since the folder was removed."""
+    missing = {path: _to_json(record) for path, record in measured.items() if not path.exists()}
     try:
         with defer_signals():
             for path, text in missing.items():
@@ -212,60 +217,41 @@ def _kept(measured: dict[Path, Record], folder: Path) -> None:
         raise ValueError(save_to_temp_on_error(files, target=folder, error=error)) from error
 
 
-def _file(experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int) -> str:
-    """A name that says what was measured; the number of seeds does not matter to one of them."""
-    what = {k: v for k, v in config.items() if k != "seeds"}
-    text = json.dumps([experiment.name, what, dict(cell), seed], sort_keys=True)
+def _file_name(experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int) -> str:
+    """Return a name that identifies a record. It does not depend on the number of seeds."""
+    terms = {k: v for k, v in config.items() if k != "seeds"}
+    text = json.dumps([experiment.name, terms, dict(cell), seed], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20] + ".json"
 
 
-def _measured(
-    experiment: Experiment,
-    config: dict[str, Any],
-    todo: list[tuple[Cell, int, Path]],
-    jobs: int,
-    device: str,
+def _measure_all(
+    experiment: Experiment, tasks: list[_CellTask], jobs: int
 ) -> Iterator[tuple[Path, Record | str]]:
-    """Records as they are done, in order with one job; or why there is none of a cell."""
+    """Yield records as they are measured, in order with one job, or the message of a failure."""
     if jobs == 1:
-        for cell, seed, path in todo:
-            yield path, _one(experiment, config, cell, seed, device)
+        for task in tasks:
+            yield task.path, _measure_cell(experiment, task)
         return
-    parts = [
-        _Part(experiment.name, config, dict(cell), seed, path, device) for cell, seed, path in todo
-    ]
-    for part, record in in_processes(_by_name, parts, jobs):
+    for task, record in in_processes(_measure_by_name, tasks, jobs):
         if isinstance(record, Lost):
-            yield part.path, f"{part.name}, {part.cell}, seed {part.seed}: {record.reason}"
+            yield task.path, f"{task.experiment}, {task.cell}, seed {task.seed}: {record.reason}"
         else:
-            yield part.path, record
+            yield task.path, record
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One cell and seed, to be measured in a process of its own."""
-
-    name: str
-    config: dict[str, Any]
-    cell: dict[str, Any]
-    seed: int
-    path: Path
-    device: str
+def _measure_by_name(task: _CellTask) -> Record:
+    if task.experiment not in EXPERIMENTS:
+        raise ValueError(
+            f"{task.experiment} is not registered where processes import it: run one job"
+        )
+    return _measure_cell(EXPERIMENTS[task.experiment], task)
 
 
-def _by_name(part: _Part) -> Record:
-    if part.name not in EXPERIMENTS:
-        raise ValueError(f"{part.name} is not registered where processes import it: run one job")
-    return _one(EXPERIMENTS[part.name], part.config, part.cell, part.seed, part.device)
-
-
-def _one(
-    experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int, device: str
-) -> Record:
-    """Measure one cell; randomness that is no argument (initial weights) follows the seed."""
-    began = time.perf_counter()
+def _measure_cell(experiment: Experiment, task: _CellTask) -> Record:
+    """Measure one cell. Randomness without a generator, as of initial weights, has the seed too."""
+    started = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        values = experiment.measure(config, cell, seed, torch.device(device))
-    seconds = round(time.perf_counter() - began, 3)
-    return Record(cell=dict(cell), seed=seed, values=values, seconds=seconds)
+        torch.manual_seed(task.seed)
+        values = experiment.measure(task.config, task.cell, task.seed, torch.device(task.device))
+    seconds = round(time.perf_counter() - started, 3)
+    return Record(cell=task.cell, seed=task.seed, values=values, seconds=seconds)

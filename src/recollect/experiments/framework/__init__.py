@@ -1,1 +1,61 @@
-"""The framework of experiments: runs, costs, records, reports, and task models."""
+"""What experiments are made of: claims with rules, figures, records and training."""
+
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
+from recollect.experiments.framework.fitting import Budget, accuracy, fit
+from recollect.experiments.framework.plots import Lines, lines, plot_panels, ranking
+from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
+from recollect.experiments.framework.rules import (
+    Rule,
+    Verdict,
+    above,
+    all_of,
+    at_least,
+    at_most,
+    below,
+    decreasing,
+    differs,
+    for_any,
+    for_each,
+    increasing,
+    less_than,
+    more_than,
+    not_testable,
+    provided,
+    special,
+    verdict,
+)
+
+__all__ = [
+    "Budget",
+    "Cell",
+    "Claim",
+    "Config",
+    "Experiment",
+    "Lines",
+    "NotMeasured",
+    "Results",
+    "Rule",
+    "Values",
+    "Verdict",
+    "above",
+    "accuracy",
+    "all_of",
+    "at_least",
+    "at_most",
+    "below",
+    "decreasing",
+    "differs",
+    "fit",
+    "for_any",
+    "for_each",
+    "increasing",
+    "less_than",
+    "lines",
+    "more_than",
+    "not_testable",
+    "plot_panels",
+    "provided",
+    "ranking",
+    "special",
+    "verdict",
+]

@@ -1,78 +1,31 @@
-"""An experiment: a grid of cells, how one is measured, the paper's claims and the rules on them.
+"""An experiment: a grid of cells, a measurement of one cell, the paper's claims and their rules.
 
-A verdict rule is a pure function of the measured results. It is written, and committed, before the
-experiment is run, and it contains no expected value that was measured here. Where one was changed
-after a run had been seen, `Claim.changed` says so wherever its verdict is shown.
+A rule is a pure function of the measured results. It is written, and committed, before the
+experiment is run, and it contains no value that was measured here. If one was changed after a run,
+`Claim.rule_history` describes the change, and every page that shows its verdict prints it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from recollect.experiments.framework.records import Cell, Missing, Results, Values
+from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
+from recollect.experiments.framework.rules import Rule, Verdict, not_testable
 from recollect.report.figures import RenderedFigure
 
-__all__ = [
-    "SCALES",
-    "Claim",
-    "Experiment",
-    "Planned",
-    "Scale",
-    "Verdict",
-    "Work",
-    "does_not_hold",
-    "holds",
-    "judged",
-    "not_testable",
-]
+__all__ = ["SCALES", "Claim", "Config", "Experiment", "Scale"]
 
 Scale = Literal["smoke", "small", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
-Status = Literal["holds", "does not hold", "not testable at this scale"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the measured results say of a claim.
-
-    Attributes:
-        because: the numbers it rests on, in a sentence.
-
-    Examples:
-        >>> verdict = rc.experiments.Verdict(status="holds", because="0.91 against 0.42")
-        >>> verdict.status
-        'holds'
-    """
-
-    status: Status
-    because: str
-
-
-def holds(because: str) -> Verdict:
-    """The claim holds."""
-    return Verdict(status="holds", because=because)
-
-
-def does_not_hold(because: str) -> Verdict:
-    """The claim does not hold."""
-    return Verdict(status="does not hold", because=because)
-
-
-def not_testable(because: str) -> Verdict:
-    """These results cannot tell."""
-    return Verdict(status="not testable at this scale", because=because)
-
-
-def judged(condition: bool, because: str) -> Verdict:
-    """`holds` or `does_not_hold`."""
-    return holds(because) if condition else does_not_hold(because)
+DIGEST_VERSION = 2
+"""Form of `Experiment.rules_digest`. Version 1 hashed the source of the outermost functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,55 +34,41 @@ class Claim:
 
     Attributes:
         name: a word or two.
-        text: what the paper says.
-        rule: when the claim counts as holding, in words.
-        changed: what the rule was before, and why it was changed, where that was after a run.
-        judge: the rule.
-        scales: at which it can be tested; elsewhere the verdict says so.
+        text: the sentence.
+        rule: the condition under which the claim holds, see `recollect.experiments.rules`.
+        scales: those at which the claim can be tested. At others it is not testable.
+        rule_history: an earlier rule, and the reason for changing it after a run.
 
     Examples:
-        >>> def judge(results):
-        ...     recall = results.mean("recall", momentum=True)
-        ...     status = "holds" if recall > 0.5 else "does not hold"
-        ...     return rc.experiments.Verdict(status=status, because=f"recall of {recall}")
+        >>> from recollect.experiments import rules
         >>> claim = rc.experiments.Claim(
-        ...     name="momentum", text="Momentum recalls.", rule="recall above 0.5", judge=judge
+        ...     name="momentum",
+        ...     text="Momentum recalls.",
+        ...     rule=rules.at_least("recall", 0.5, momentum=True),
         ... )
+        >>> claim.rule.text
+        'The mean recall with momentum True is at least 0.5.'
         >>> measured = [({"momentum": True}, 0, {"recall": 0.9})]
-        >>> claim.judge(rc.experiments.Results.of(measured)).because
-        'recall of 0.9'
+        >>> claim.verdict(rc.experiments.Results.from_rows(measured)).evidence
+        'Mean recall with momentum True is 0.9.'
     """
 
     name: str
     text: str
-    rule: str
-    judge: Callable[[Results], Verdict]
+    rule: Rule
     scales: tuple[Scale, ...] = SCALES
-    changed: str = ""
+    rule_history: str = ""
 
     def verdict(self, results: Results) -> Verdict:
-        """The rule's verdict; what was not measured, or cannot be at this scale, is not judged."""
+        """Return the rule's verdict. A claim whose cells were not measured is not testable."""
         if results.scale not in self.scales:
             return not_testable(
                 f"{results.scale} scale shows that it runs; models learn little there"
             )
         try:
-            return self.judge(results)
-        except Missing as missing:
-            return not_testable(f"{missing}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one cell costs, estimated before it is run.
-
-    Attributes:
-        flops: of matrix products, backward passes included.
-        memory: bytes that must be held at once.
-    """
-
-    flops: float
-    memory: float
+            return self.rule.judge(results)
+        except NotMeasured as error:
+            return not_testable(f"{error}.")
 
 
 Config = Mapping[str, Any]
@@ -141,16 +80,16 @@ class Experiment:
 
     Attributes:
         name: as on the command line.
-        title: what it shows. source: paper and place.
-        protocol: how it is done, and where that differs from the paper, in sentences.
-        claims: what is judged.
-        configs: JSON-ready numbers by scale; ``seeds`` in each is how many are run.
-        cells: the grid of a configuration.
+        title: of figure and report.
+        source: paper and place.
+        protocol: the procedure, and how it differs from the paper's, in sentences.
+        claims: sentences of the paper with their rules.
+        configs: JSON-ready numbers by scale; ``seeds`` in each is the number of seeds.
+        cells: returns the grid of a configuration.
         measure: measures one cell with one seed; a pure function of its arguments.
-        draw: the figure.
-        work: the price of one cell.
-        tried: what was tried where a claim fails.
-        tables: names of published tables (`framework.published`) shown beside the run.
+        figure: draws the results.
+        notes: results of other configurations, if a claim does not hold.
+        tables: names of published tables (`framework.published`) that the report shows.
 
     Examples:
         >>> experiment = rc.experiments.EXPERIMENTS["ttr-fig2"]
@@ -169,51 +108,39 @@ class Experiment:
     configs: Mapping[Scale, Config]
     cells: Callable[[Config], Sequence[Cell]]
     measure: Callable[[Config, Cell, int, torch.device], Values]
-    draw: Callable[[Results], RenderedFigure]
-    work: Callable[[Config, Cell], Work]
-    tried: str = ""
+    figure: Callable[[Results], RenderedFigure]
+    notes: str = ""
     tables: tuple[str, ...] = ()
 
     def config(self, scale: Scale, *, seeds: int | None = None) -> dict[str, Any]:
-        """The configuration of a scale, with another number of seeds if one is given.
+        """Return the configuration of a scale.
 
         Args:
             scale: ``"smoke"``, ``"small"`` or ``"paper"``.
-            seeds: in place of the configuration's number, ≥ 1.
+            seeds: replaces the configuration's number of seeds; at least 1.
 
         Raises:
-            ValueError: fewer than one seed.
+            ValueError: if ``seeds`` is below 1.
         """
         config = dict(self.configs[scale])
         if seeds is not None:
             if seeds < 1:
                 raise ValueError(f"--seeds must be at least 1, not {seeds}")
-            # Where nothing is drawn at random, one seed says all.
-            config["seeds"] = seeds if self.random else 1
+            config["seeds"] = seeds if self.is_stochastic else 1
         return config
 
     @property
-    def random(self) -> bool:
-        """Whether seeds matter."""
+    def is_stochastic(self) -> bool:
+        """Whether results depend on the seed."""
         return any(config["seeds"] > 1 for config in self.configs.values())
 
     @property
-    def rules(self) -> str:
-        """A digest of the claims and of the source of their rules."""
-        parts = [(c.name, c.text, c.rule, inspect.getsource(c.judge)) for c in self.claims]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    def rules_digest(self) -> str:
+        """A hash of the claims and their rules, after the version of its form."""
+        parts = [(c.name, c.text, c.rule.to_dict()) for c in self.claims]
+        text = json.dumps(parts, sort_keys=True)
+        return f"{DIGEST_VERSION}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def verdicts(self, results: Results) -> list[tuple[Claim, Verdict]]:
-        """Every claim with what the results say of it."""
+        """Return every claim with its verdict on the results."""
         return [(claim, claim.verdict(results)) for claim in self.claims]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """An experiment that `--list` names and nobody can run yet."""
-
-    name: str
-    title: str
-    source: str
-    claim: str
-    needs: str = field(default="language models")

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Cell", "Missing", "Record", "Results", "Values", "plain"]
+__all__ = ["Cell", "NotMeasured", "Record", "Results", "Values", "plain"]
 
-Cell = Mapping[str, str | int | float | bool]
-"""One place of an experiment's grid: what varies, by name."""
+Cell = Mapping[str, Any]
+"""One point of an experiment's grid: the varied values (text, numbers, booleans) by name."""
 
 Values = Mapping[str, float | Sequence[float]]
-"""What was measured there: numbers and curves, by name."""
+"""Measured numbers and curves, by name."""
 
 
-class Missing(ValueError):
-    """Something was asked of results in which it was not measured."""
+class NotMeasured(ValueError):
+    """Raised when a query matches no measurement.
+
+    Examples:
+        >>> results = rc.experiments.Results.from_rows([({"model": "gla"}, 0, {"accuracy": 0.5})])
+        >>> try:
+        ...     results.mean("accuracy", model="atlas")
+        ... except rc.experiments.NotMeasured as error:
+        ...     print(error)
+        accuracy was not measured at model = atlas
+    """
 
 
 def plain(data: object) -> Any:
-    """JSON-ready: numbers that are none (a run that diverged) become null."""
+    """Return JSON-ready data. NaN and infinity, as in a run that diverged, become null."""
     if isinstance(data, Mapping):
         return {key: plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -34,8 +43,12 @@ class Record:
     """One cell measured with one seed.
 
     Attributes:
-        seconds: it took. commit, device, date: of the measurement. rules: a digest of the
-            experiment's verdict rules at that time.
+        cell: the point of the grid.
+        seed: of the run.
+        values: measured numbers and curves, by name.
+        seconds: duration of the measurement.
+        commit, device, date: of the measurement.
+        rules: digest of the experiment's rules at that time (`Experiment.rules_digest`).
 
     Examples:
         >>> record = rc.experiments.Record(cell={"model": "gla"}, seed=0, values={"accuracy": 0.5})
@@ -53,12 +66,12 @@ class Record:
     rules: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; numbers in seven digits, which is what float32 has."""
+        """Return JSON-ready data. Numbers have seven digits, the precision of float32."""
         return {**plain(asdict(self)), "values": plain(_rounded(self.values))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """Rebuild what `to_dict` wrote."""
+        """Rebuild a record from the output of `to_dict`."""
         values = {
             name: [_number(x) for x in value] if isinstance(value, list) else _number(value)
             for name, value in data["values"].items()
@@ -84,16 +97,25 @@ def _rounded(values: Values) -> dict[str, Any]:
     }
 
 
+def _extreme(pick: Any, values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else pick(values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """All records of a run.
 
+    Every query takes the cell as keyword arguments: records that agree with all of them count,
+    whatever the rest of their cells. It raises `NotMeasured` if there are none. A run that diverged
+    has the value NaN. Means, minima and maxima over it are NaN, whatever the order of the records.
+
     Attributes:
+        records: one per cell and seed.
         scale: ``"smoke"``, ``"small"`` or ``"paper"``.
-        config: the configuration that was run.
+        config: the configuration of the run.
 
     Examples:
-        >>> results = rc.experiments.Results.of(
+        >>> results = rc.experiments.Results.from_rows(
         ...     [({"model": "gla"}, seed, {"accuracy": 0.4 + seed / 10}) for seed in (0, 1)]
         ... )
         >>> results.mean("accuracy", model="gla")
@@ -105,17 +127,17 @@ class Results:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         rows: Iterable[tuple[Cell, int, Values]],
         *,
         scale: str = "small",
         config: Mapping[str, Any] | None = None,
     ) -> Results:
-        """Results from (cell, seed, values).
+        """Build results from tuples of a cell, a seed and its values.
 
         Args:
-            rows: what was measured, one triple per cell and seed.
+            rows: one tuple per cell and seed.
             scale: ``"smoke"``, ``"small"`` or ``"paper"``.
             config: the configuration of that scale.
         """
@@ -125,132 +147,116 @@ class Results:
     def __iter__(self) -> Iterator[Record]:
         return iter(self.records)
 
-    def where(self, **cell: str | float | bool) -> Results:
-        """Those whose cells agree with what is named."""
-        kept = tuple(
-            record
-            for record in self.records
-            if all(record.cell.get(name) == value for name, value in cell.items())
-        )
-        return Results(records=kept, scale=self.scale, config=self.config)
+    def select(self, **cell: Any) -> Results:
+        """Return the results of the cells that agree with ``cell``, perhaps none."""
+        kept = (r for r in self if all(r.cell.get(name) == x for name, x in cell.items()))
+        return replace(self, records=tuple(kept))
 
-    def has(self, **cell: str | float | bool) -> bool:
-        """Whether there is a record of such a cell."""
-        return bool(self.where(**cell).records)
+    def has_cell(self, **cell: Any) -> bool:
+        """Whether a record agrees with ``cell``."""
+        return bool(self.select(**cell).records)
 
-    def along(self, name: str, **cell: str | float | bool) -> list[Any]:
-        """The values that an axis of the grid takes, in the order they were run.
+    def axis_values(self, name: str, **cell: Any) -> list[Any]:
+        """Return the values along the axis ``name`` of the grid, in the order of the run.
 
         Args:
             name: of the axis.
-            **cell: what the grid varies, by name; records that agree with all of it count.
+            cell: the cells, see `Results`.
 
         Raises:
-            Missing: it takes none.
+            NotMeasured: if no record agrees with them.
         """
-        found = [record.cell[name] for record in self.where(**cell) if name in record.cell]
-        if not found:
-            raise Missing(f"nothing was measured along {name}" + _at(cell))
-        return list(dict.fromkeys(found))
+        values = [record.cell[name] for record in self.select(**cell) if name in record.cell]
+        if not values:
+            raise NotMeasured(f"nothing was measured along {name}" + _at(cell))
+        return list(dict.fromkeys(values))
 
     def cells(self) -> list[Cell]:
-        """The grid, in the order it was run.
+        """Return the grid, in the order of the run.
 
         Raises:
-            Missing: it is empty.
+            NotMeasured: if it is empty.
         """
         if not self.records:
-            raise Missing("there is no such cell")
-        return list({tuple(record.cell.items()): record.cell for record in self.records}.values())
+            raise NotMeasured("there is no such cell")
+        return list({tuple(record.cell.items()): record.cell for record in self}.values())
 
-    def each(self, measure: str, **cell: str | float | bool) -> list[float]:
-        """A number for each seed.
+    def _values(self, measure: str, cell: Cell) -> list[float | Sequence[float]]:
+        values = [r.values[measure] for r in self.select(**cell) if measure in r.values]
+        if not values:
+            raise NotMeasured(f"{measure} was not measured" + _at(cell))
+        return values
 
-        Args:
-            measure: name of a measured number.
-            **cell: what the grid varies, by name; records that agree with all of it count.
-
-        Raises:
-            Missing: it was not measured.
-        """
-        found = [r.values[measure] for r in self.where(**cell) if measure in r.values]
-        if not found:
-            raise Missing(f"{measure} was not measured" + _at(cell))
-        return [float(value) for value in found if not isinstance(value, Sequence)]
-
-    def mean(self, measure: str, **cell: str | float | bool) -> float:
-        """The mean over seeds.
+    def values(self, measure: str, **cell: Any) -> list[float]:
+        """Return a number for each record. A curve counts as the mean of its points.
 
         Args:
-            measure: name of a measured number.
-            **cell: what the grid varies, by name; records that agree with all of it count.
-
-        Raises:
-            Missing: it was not measured.
+            measure, cell: the name of a value and the cells, see `Results`.
         """
-        each = self.each(measure, **cell)
-        return sum(each) / len(each)
+        return [
+            sum(x) / len(x) if isinstance(x, Sequence) else float(x)
+            for x in self._values(measure, cell)
+        ]
 
-    def best(self, measure: str, **cell: str | float | bool) -> float:
-        """The largest over seeds (and over whatever the cell leaves open).
+    def mean(self, measure: str, **cell: Any) -> float:
+        """Return the mean over seeds, and over all axes that ``cell`` leaves open.
 
         Args:
-            measure: name of a measured number.
-            **cell: what the grid varies, by name; records that agree with all of it count.
-
-        Raises:
-            Missing: it was not measured.
+            measure, cell: the name of a value and the cells, see `Results`.
         """
-        return max(self.each(measure, **cell))
+        values = self.values(measure, **cell)
+        return sum(values) / len(values)
 
-    def worst(self, measure: str, **cell: str | float | bool) -> float:
-        """The smallest over seeds (and over whatever the cell leaves open); NaN if one is.
+    def max(self, measure: str, **cell: Any) -> float:
+        """Return the largest value over seeds, and over all axes that ``cell`` leaves open.
 
         Args:
-            measure: name of a measured number.
-            **cell: what the grid varies, by name; records that agree with all of it count.
-
-        Raises:
-            Missing: it was not measured.
+            measure, cell: the name of a value and the cells, see `Results`.
         """
-        each = self.each(measure, **cell)
-        return math.nan if any(math.isnan(x) for x in each) else min(each)
+        return _extreme(max, self.values(measure, **cell))
 
-    def curves(self, measure: str, **cell: str | float | bool) -> list[list[float]]:
-        """A curve for each seed.
+    def min(self, measure: str, **cell: Any) -> float:
+        """Return the smallest value over seeds, and over all axes that ``cell`` leaves open.
 
         Args:
-            measure: name of a measured curve.
-            **cell: what the grid varies, by name; records that agree with all of it count.
-
-        Raises:
-            Missing: it was not measured.
+            measure, cell: the name of a value and the cells, see `Results`.
         """
-        found = [r.values[measure] for r in self.where(**cell) if measure in r.values]
-        if not found:
-            raise Missing(f"the curve {measure} was not measured" + _at(cell))
-        return [list(curve) for curve in found if isinstance(curve, Sequence)]
+        return _extreme(min, self.values(measure, **cell))
 
-    def band(
-        self, measure: str, **cell: str | float | bool
+    def best_cell(self, measure: str, **cell: Any) -> Cell:
+        """Return the cell with the largest mean over seeds. A run that diverged is the last.
+
+        Args:
+            measure, cell: the name of a value and the cells, see `Results`.
+        """
+        selected = self.select(**cell)
+        means = [(selected.mean(measure, **one), one) for one in selected.cells()]
+        return max(means, key=lambda pair: -math.inf if math.isnan(pair[0]) else pair[0])[1]
+
+    def curves(self, measure: str, **cell: Any) -> list[list[float]]:
+        """Return a curve for each record.
+
+        Args:
+            measure, cell: the name of a value and the cells, see `Results`.
+        """
+        return [list(curve) for curve in self._values(measure, cell) if isinstance(curve, Sequence)]
+
+    def mean_and_range(
+        self, measure: str, **cell: Any
     ) -> tuple[list[float], list[float], list[float]]:
-        """Mean, least and greatest of a curve over seeds, up to the shortest one's end.
+        """Return mean, minimum and maximum of a curve over seeds, up to the shortest one's end.
 
         Args:
-            measure: name of a measured curve.
-            **cell: what the grid varies, by name; records that agree with all of it count.
-
-        Raises:
-            Missing: it was not measured.
+            measure, cell: the name of a value and the cells, see `Results`.
         """
         columns = list(zip(*self.curves(measure, **cell), strict=False))
         return (
             [sum(column) / len(column) for column in columns],
-            [min(column) for column in columns],
-            [max(column) for column in columns],
+            [_extreme(min, column) for column in columns],
+            [_extreme(max, column) for column in columns],
         )
 
     @property
     def seconds(self) -> float:
-        """Time of all cells, summed: of the clock where they ran one after the other."""
+        """Sum of the records' durations; the wall-clock time if they ran one after the other."""
         return sum(record.seconds for record in self.records)

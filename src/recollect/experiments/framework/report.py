@@ -12,7 +12,7 @@ from typing import Any
 
 from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.framework.published import published
-from recollect.experiments.framework.records import Missing, Results
+from recollect.experiments.framework.records import NotMeasured, Results
 from recollect.experiments.framework.run import Run
 from recollect.report.figures import RenderedFigure
 from recollect.report.files import write_atomic
@@ -40,8 +40,8 @@ def save_run(run: Run) -> dict[str, Path]:
     paths["csv"] = write_atomic(folder / "results.csv", _csv(results))
     figure: RenderedFigure | None = None
     try:
-        figure = experiment.draw(results)
-    except (Missing, ValueError):
+        figure = experiment.figure(results)
+    except NotMeasured:
         if run.complete:
             raise
     if figure is not None:
@@ -69,20 +69,19 @@ def _page(run: Run, figure: RenderedFigure | None) -> Report:
                 alt=f"{experiment.title}: {verdict_line(run)}",
                 caption=f"{experiment.title}. Lines are means over seeds and bands run from the "
                 "least to the greatest."
-                if experiment.random
+                if experiment.is_stochastic
                 else experiment.title,
             )
         )
     sections.append(Note(title="Protocol", text=experiment.protocol))
-    if experiment.tried:
-        sections.append(Note(title="What was tried", text=experiment.tried))
+    if experiment.notes:
+        sections.append(Note(title="Other configurations", text=experiment.notes))
     sections.append(summary_table(results))
     sections += paper_tables(experiment)
     sections.append(
         Note(title="Configuration", text=json.dumps(dict(results.config), indent=2), code=True)
     )
     record = results.records[-1]
-    stands = all(r.rules == experiment.rules for r in results.records)
     facts = {
         "scale": results.scale,
         "seeds": ", ".join(map(str, sorted({r.seed for r in results.records}))),
@@ -91,9 +90,7 @@ def _page(run: Run, figure: RenderedFigure | None) -> Report:
         "device": record.device,
         "measured at commit": ", ".join(dict.fromkeys(r.commit for r in results.records)),
         "measured on": record.date,
-        "verdict rules": "as they stood when this was measured"
-        if stands
-        else "changed since some of this was measured: measure anew with --fresh",
+        "verdict rules": _rules_note(experiment, results),
         "software": run.environment.facts()["software"],
     }
     return Report(
@@ -106,13 +103,28 @@ def _page(run: Run, figure: RenderedFigure | None) -> Report:
     )
 
 
+def _rules_note(experiment: Experiment, results: Results) -> str:
+    """Compare the rules with those at the time of the measurement."""
+    now = experiment.rules_digest
+    then = {record.rules for record in results.records}
+    if then == {now}:
+        return "unchanged since the measurement"
+    if any(digest.partition("-")[0] != now.partition("-")[0] for digest in then):
+        return "measured before the present form of their digest, which cannot be compared"
+    return "changed since a part of the measurement: measure again with --overwrite"
+
+
 def _verdicts(run: Run) -> Table:
     rows: list[list[str]] = [
-        [claim.name, verdict.status, verdict.because] for claim, verdict in run.verdicts
+        [claim.name, verdict.status, verdict.evidence] for claim, verdict in run.verdicts
     ]
     words = "\n".join(
-        f"{claim.name}: the paper says: {claim.text} Rule: {claim.rule}"
-        + (f" This rule was changed after a run: {claim.changed}" if claim.changed else "")
+        f"{claim.name}: the paper says: {claim.text} Rule: {claim.rule.text}"
+        + (
+            f" This rule was changed after a run: {claim.rule_history}"
+            if claim.rule_history
+            else ""
+        )
         for claim, _ in run.verdicts
     )
     return Table(title="Claims", columns=["claim", "verdict", "measured"], rows=rows, caption=words)
@@ -149,8 +161,8 @@ def summary_table(results: Results) -> Table:
         row: list[str | int | float | None] = [_shown(cell.get(name)) for name in axes]
         for measure in measures:
             try:
-                row.append(_spread(own.each(measure)))
-            except Missing:
+                row.append(_spread(own.values(measure)))
+            except NotMeasured:
                 row.append(None)
         rows.append(row)
     seeds = len({record.seed for record in results.records})

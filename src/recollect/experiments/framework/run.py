@@ -7,25 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from recollect.experiments.framework.experiment import Claim, Experiment, Verdict
+from recollect.experiments.framework.experiment import Claim, Experiment
 from recollect.experiments.framework.records import Record, Results
+from recollect.experiments.framework.rules import Verdict
 from recollect.report.environment import Environment
 
-__all__ = ["Nobody", "Run", "Viewer", "command_of"]
+__all__ = ["NoProgress", "ProgressReporter", "Run", "format_command"]
 
 
-class Viewer(Protocol):
-    """Whoever shows progress."""
+class ProgressReporter(Protocol):
+    """Receives the progress of a run."""
 
     def begin(self, experiment: Experiment, done: int, total: int) -> None:
-        """So many cells and seeds of an experiment were measured earlier, of so many."""
+        """Called once, with the number of records already on disk and of all."""
 
-    def cell(self, record: Record) -> None:
-        """One more was measured."""
+    def on_record(self, record: Record) -> None:
+        """Called after each measurement."""
 
 
-class Nobody(Viewer):
-    """Watches nothing."""
+class NoProgress(ProgressReporter):
+    """Ignores all progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,9 @@ class Run:
 
     Attributes:
         complete: whether every cell was measured with every seed.
-        folder: where its files are.
-        jobs: processes that measured side by side.
-        command: that repeats it.
+        folder: holds the run's files.
+        jobs: number of processes.
+        command: repeats the run.
 
     Examples:
         >>> run = rc.reproduce("am-state-exchange", scale="smoke", out="runs")
@@ -54,9 +55,9 @@ class Run:
     command: str
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return JSON-ready data."""
         return {
-            "schema": 1,
+            "schema": 2,
             "experiment": self.experiment.name,
             "source": self.experiment.source,
             "scale": self.results.scale,
@@ -66,32 +67,28 @@ class Run:
                 {
                     "name": claim.name,
                     "claim": claim.text,
-                    "rule": claim.rule,
+                    "rule": claim.rule.text,
                     "verdict": verdict.status,
-                    "because": verdict.because,
-                    **({"rule_changed": claim.changed} if claim.changed else {}),
+                    "evidence": verdict.evidence,
+                    **({"rule_history": claim.rule_history} if claim.rule_history else {}),
                 }
                 for claim, verdict in self.verdicts
             ],
-            "rules": self.experiment.rules,
+            "rules": self.experiment.rules_digest,
             "seconds": round(self.results.seconds, 1),
             "environment": self.environment.to_dict(),
             "records": [record.to_dict() for record in self.results.records],
         }
 
 
-def command_of(
+def format_command(
     name: str, *, scale: str, seeds: int | None, jobs: int, device: str, out: str
 ) -> str:
-    """The command that runs an experiment so; what is as by default is left out, but for the scale.
+    """Return the command line of a run. It omits defaults, but not the scale.
 
     Args:
         name: of the experiment.
-        scale: as `recollect.experiments.reproduce` takes it, like all that follow.
-        seeds: how many; ``None`` for the scale's own.
-        jobs: processes.
-        device: where models and tensors live.
-        out: the folder of the runs.
+        scale, seeds, jobs, device, out: as `recollect.experiments.reproduce` takes them.
     """
     words = ["recollect", "reproduce", name, "--scale", scale]
     words += ["--launch"] if scale == "paper" else []

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recollect.experiments.framework.experiment import Config, Work
+from recollect.experiments.framework.experiment import Config
 from recollect.experiments.framework.records import Values
 from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, heldout_windows, load_text
@@ -57,7 +57,6 @@ __all__ = [
     "LOCAL",
     "SMOKE",
     "language_model",
-    "language_work",
     "model_of",
 ]
 
@@ -167,28 +166,6 @@ def _count(made: RecollectConfig) -> float:
     from recollect.lm.model.counts import count_parameters
 
     return float(sum(count_parameters(made).values()))
-
-
-def language_work(config: Config, model: Named, **cell: Any) -> Work:
-    """The price of `language_model`: training by `model_flops`, weights with AdamW, activations.
-
-    Args:
-        config: of the experiment.
-        model: as in `model_of`.
-        **cell: as there.
-    """
-    from recollect.lm.memory_estimate.flops import model_flops
-
-    terms = {**config, **cell}
-    made = model_of(config, model, **cell)
-    tokens = _steps(terms) * _rows(terms) * terms["length"]
-    # Of a step whose rows go through the model one at a time, where there is a plan.
-    held = terms["length"] * (1 if "data" in terms else _rows(terms))
-    wide = 14 * made.hidden_size + 4 * made.intermediate_size
-    return Work(
-        flops=model_flops(made, context=terms["length"]) * tokens,
-        memory=16.0 * _count(made) + 4.0 * held * (wide * made.num_hidden_layers + made.vocab_size),
-    )
 
 
 def language_model(

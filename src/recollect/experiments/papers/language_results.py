@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recollect.experiments.framework.records import Missing, Results
+from recollect.experiments.framework.records import NotMeasured, Results
 from recollect.experiments.papers.language import BIGRAM, BITS
 from recollect.report.figures import RenderedFigure, Series, ranking_figure
 
@@ -21,7 +21,7 @@ def bits(results: Results, **cell: Any) -> float:
         **cell: what the grid varies, by name.
 
     Raises:
-        Missing: it was not measured.
+        NotMeasured: it was not measured.
     """
     found = results.mean(BITS, **cell)
     return math.inf if math.isnan(found) else found
@@ -36,19 +36,19 @@ def learned(results: Results, *, models: Sequence[str] | None = None, **cell: An
         **cell: what the grid varies, by name.
 
     Raises:
-        Missing: none does, or none was measured.
+        NotMeasured: none does, or none was measured.
     """
     found = [
         record.values
-        for record in results.where(**cell)
+        for record in results.select(**cell)
         if BITS in record.values and (models is None or record.cell["model"] in models)
     ]
     if not found:
-        raise Missing(f"{BITS} were not measured")
+        raise NotMeasured(f"{BITS} were not measured")
     numbers = [(float(one[BITS]), float(one.get(BIGRAM, math.inf))) for one in found]  # type: ignore[arg-type]
     if not any(own < bigram for own, bigram in numbers):
         best, bigram = min(own for own, _ in numbers), numbers[0][1]
-        raise Missing(
+        raise NotMeasured(
             f"no model here knows more than a byte bigram: {best:.3f} bits per byte at best, and "
             f"{bigram:.3f} of the bigram"
         )
@@ -78,7 +78,7 @@ def ranked_models(
         marked: what models of a kind are, and their names.
     """
     return ranking_figure(
-        {str(name): results.each(BITS, **{axis: name}) for name in results.along(axis)},
+        {str(name): results.values(BITS, **{axis: name}) for name in results.axis_values(axis)},
         x="held-out bits per byte",
         title=title,
         groups=marked,
@@ -106,13 +106,13 @@ def curves_by(results: Results, *, line: str, along: str, **cell: Any) -> list[S
         **cell: what the grid varies besides, by name.
 
     Raises:
-        Missing: it was not measured.
+        NotMeasured: it was not measured.
     """
     series = []
-    for name in results.along(line, **cell):
+    for name in results.axis_values(line, **cell):
         here = {**cell, line: name}
-        places = sorted(results.along(along, **here))
-        each = [results.each(BITS, **here, **{along: place}) for place in places]
+        places = sorted(results.axis_values(along, **here))
+        each = [results.values(BITS, **here, **{along: place}) for place in places]
         series.append(
             Series(
                 name=str(name),

@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import torch
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
-from recollect.experiments.framework.records import Cell, Missing, Results, Values
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
+from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.papers.language import (
     BITS,
     FINEWEB,
     LOCAL,
     SMOKE,
     language_model,
-    language_work,
 )
 from recollect.experiments.papers.language_results import bits, curves_by, learned
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
@@ -57,11 +57,11 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 
 def _measured(results: Results, *groups: tuple[str, ...]) -> list[list[str]]:
     """Of each group of models those that were measured."""
-    models = results.along("model")
+    models = results.axis_values("model")
     found = [[name for name in group if name in models] for group in groups]
     for group, names in zip(groups, found, strict=True):
         if not names:
-            raise Missing(f"none of {', '.join(group)} was measured")
+            raise NotMeasured(f"none of {', '.join(group)} was measured")
     return found
 
 
@@ -69,7 +69,7 @@ def _length(results: Results) -> Verdict:
     deep, matrix = _measured(results, DEEP, MATRIX)
     learned(results, models=(*deep, *matrix))
     width = results.config["sizes"][0][0]
-    lengths = sorted(results.along("length", model=matrix[0], width=width))
+    lengths = sorted(results.axis_values("length", model=matrix[0], width=width))
     gains = {}
     for name in (*deep, *matrix):
         short, long = (
@@ -77,7 +77,7 @@ def _length(results: Results) -> Verdict:
         )
         gains[name] = -math.inf if math.isinf(long) or math.isinf(short) else short - long
     order = sorted(gains, key=lambda name: gains[name], reverse=True)
-    return judged(
+    return verdict(
         min(gains[name] for name in deep) > max(gains[name] for name in matrix),
         f"Bits per byte gained from rows of {lengths[0]} to {lengths[-1]}: "
         + ", ".join(f"{name} {gains[name]:.3f}" for name in order)
@@ -93,7 +93,7 @@ def _curve(results: Results, model: str) -> list[tuple[float, float]]:
             results.mean("FLOPs", model=model, width=width, length=length),
             bits(results, model=model, width=width, length=length),
         )
-        for width in results.along("width", model=model, length=length)
+        for width in results.axis_values("width", model=model, length=length)
     )
 
 
@@ -121,8 +121,8 @@ def _flops(results: Results) -> Verdict:
                 worst = own - known[best]
                 said = f"{name} {own:.3f} against {known[best]:.3f} of {best} at {flops:.2g} FLOPs"
     if not said:
-        raise Missing("no model of MIRAS's has FLOPs between those of a baseline")
-    return judged(worst < 0, f"Nearest to failing: {said}.")
+        raise NotMeasured("no model of MIRAS's has FLOPs between those of a baseline")
+    return verdict(worst < 0, f"Nearest to failing: {said}.")
 
 
 def _draw(results: Results) -> RenderedFigure:
@@ -130,7 +130,7 @@ def _draw(results: Results) -> RenderedFigure:
     width = config["sizes"][0][0]
     flops = [
         Series(name=name, x=[x for x, _ in line], y=[y for _, y in line])
-        for name in results.along("model")
+        for name in results.axis_values("model")
         if (line := _curve(results, name))
     ]
     panels = [
@@ -174,18 +174,22 @@ SCALING = Experiment(
         Claim(
             name="deep memories gain more from length",
             text="Deep memories scale better than matrix memories with the length of the context.",
-            rule="The mean bits per byte gained from the shortest to the longest rows are more for "
-            "every deep memory than for every matrix memory.",
-            judge=_length,
+            rule=special(
+                "The mean bits per byte gained from the shortest to the longest rows are more for "
+                "every deep memory than for every matrix memory.",
+                _length,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="lower at equal FLOPs",
             text="MIRAS's models outperform all baselines at almost the same budget of FLOPs.",
-            rule="Wherever the FLOPs of YAAD, MONETA or MEMORA lie between those of a baseline, "
-            "its mean bits per byte are below that one's, between its two sizes in log FLOPs. "
-            "Baselines are softmax attention, Mamba-2 and Gated DeltaNet.",
-            judge=_flops,
+            rule=special(
+                "Wherever the FLOPs of YAAD, MONETA or MEMORA lie between those of a baseline, "
+                "its mean bits per byte are below that one's, between its two sizes in log FLOPs. "
+                "Baselines are softmax attention, Mamba-2 and Gated DeltaNet.",
+                _flops,
+            ),
             scales=("paper",),
         ),
     ),
@@ -218,8 +222,7 @@ SCALING = Experiment(
     },
     cells=_cells,
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: language_work(config, str(cell["model"]), **_terms(cell)),
+    figure=_draw,
 )
 
 EXPERIMENTS = (SCALING,)

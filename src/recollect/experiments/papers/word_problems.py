@@ -6,18 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import GradientDescent
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import Mixer, TaskModel
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
@@ -97,10 +90,10 @@ def _tail(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _parity(results: Results) -> Verdict:
-    positive = results.best("accuracy", group="parity", model="β in [0, 1]")
+    positive = results.max("accuracy", group="parity", model="β in [0, 1]")
     negative = results.mean("accuracy", group="parity", model="β in [0, 2]")
     longest = results.mean("at the longest", group="parity", model="β in [0, 2]")
-    return judged(
+    return verdict(
         negative >= 0.98 and positive < 0.9,
         f"Parity at the training length: {negative:.3f} with negative eigenvalues (mean of seeds; "
         f"{longest:.3f} at the longest), at most {positive:.3f} without.",
@@ -110,7 +103,7 @@ def _parity(results: Results) -> Verdict:
 def _steps(results: Results) -> Verdict:
     one = results.mean("accuracy", group="S3", model="β in [0, 2]")
     two = results.mean("accuracy", group="S3", model="β in [0, 2], n = 2")
-    return judged(
+    return verdict(
         two >= 0.9 and two > one + 0.02,
         f"S₃ at the training length, mean of seeds: {two:.3f} with two steps per "
         f"token, {one:.3f} with one.",
@@ -120,7 +113,7 @@ def _steps(results: Results) -> Verdict:
 def _four(results: Results) -> Verdict:
     four = results.mean("accuracy", group="S5", model="β in [0, 2], n = 4")
     one = results.mean("accuracy", group="S5", model="β in [0, 2]")
-    return judged(
+    return verdict(
         four >= 0.98 and four > one,
         f"S₅ at the training length, mean of seeds: {four:.3f} with four steps per token, "
         f"{one:.3f} with one.",
@@ -130,10 +123,10 @@ def _four(results: Results) -> Verdict:
 def _draw(results: Results) -> RenderedFigure:
     ends = results.config["lengths"]
     panels = []
-    for group in results.along("group"):
+    for group in results.axis_values("group"):
         series = []
-        for model in results.along("model", group=group):
-            mean, low, high = results.band("by length", group=group, model=model)
+        for model in results.axis_values("model", group=group):
+            mean, low, high = results.mean_and_range("by length", group=group, model=model)
             look = list(MODELS).index(model)
             series.append(Series(name=model, x=ends, y=mean, low=low, high=high, style=look))
         chance = results.mean("chance", group=group)
@@ -165,27 +158,35 @@ WORDS = Experiment(
         Claim(
             name="parity",
             text="Negative eigenvalues solve parity, which positive ones cannot.",
-            rule="At the training length the mean accuracy over seeds is at least 0.98 with β up "
-            "to 2, and no seed with β up to 1 reaches 0.9.",
-            judge=_parity,
+            rule=special(
+                "At the training length the mean accuracy over seeds is at least 0.98 with β up "
+                "to 2, and no seed with β up to 1 reaches 0.9.",
+                _parity,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="S₃ needs two steps",
             text="A rotation of S₃ is a product of two reflections: n = 2 follows it, n = 1 not.",
-            rule="At the training length the mean accuracy over seeds with n = 2 is at least 0.9, "
-            "and 0.02 above that with n = 1.",
-            judge=_steps,
+            rule=special(
+                "At the training length the mean accuracy over seeds with n = 2 is at least 0.9, "
+                "and 0.02 above that with n = 1.",
+                _steps,
+            ),
             scales=("small", "paper"),
-            changed="It first asked for a difference of 0.02 alone, which a model has that follows "
-            "no group; by that rule the claim holds. It now asks for 0.9 as well.",
+            rule_history=(
+                "It first asked for a difference of 0.02 alone, which a model has that follows "
+                "no group; by that rule the claim holds. It now asks for 0.9 as well."
+            ),
         ),
         Claim(
             name="S₅ with four steps",
             text="n_h = 4 solves S₅.",
-            rule="At the training length the mean accuracy over seeds with n = 4 is at least 0.98 "
-            "and above that with n = 1.",
-            judge=_four,
+            rule=special(
+                "At the training length the mean accuracy over seeds with n = 4 is at least 0.98 "
+                "and above that with n = 1.",
+                _four,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -222,9 +223,8 @@ WORDS = Experiment(
         for model in models
     ],
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: _work(config, cell),
-    tried=(
+    figure=_draw,
+    notes=(
         "240 steps of 16 words at 0.005: enough for parity, far too little for the others. With "
         "batches of 16 or 32 words S₃ stays at 0.5 after 2000 steps even with two steps per token; "
         "batches of 64 at a rate of 0.01 solve it within 500 (one seed of three does not). S₅ with "
@@ -234,18 +234,6 @@ WORDS = Experiment(
         "eigenvalues to come near it; at 64 tokens they are at chance."
     ),
 )
-
-
-def _work(config: Config, cell: Cell) -> Work:
-    mixer, width = _mixer(str(cell["model"])), config["width"]
-    size, n = width // mixer.heads, mixer.recipe.associations_per_token
-    length, tokens = config["length"], config["batch"] * config["length"]
-    price = cost(mixer.recipe, B=config["batch"], T=length, H=mixer.heads, K=size, V=size)
-    times = 3 * config["steps"] * len(config["lrs"])
-    return Work(
-        flops=times * (price.total + 2 * tokens * width**2 * (6 + 2 * n)),
-        memory=4.0 * tokens * width * (20 + 4 * n),
-    )
 
 
 EXPERIMENTS = (WORDS,)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.experiments.papers.am.swaps import (
     curve_panels,
     delta_mixer,
     fit_values,
-    mixer_work,
     swap_budget,
 )
 from recollect.report.figures import panel_figure
@@ -58,7 +58,7 @@ def _fig6_wins(results: Results) -> Verdict:
         direct = results.mean("accuracy", position=position, training="direct")
         holding = holding and grown > direct + 0.01
         told.append(f"{position} {grown:.3f} against {direct:.3f}")
-    return judged(holding, f"Curriculum against direct training: {'; '.join(told)}.")
+    return verdict(holding, f"Curriculum against direct training: {'; '.join(told)}.")
 
 
 def _fig6_slower(results: Results) -> Verdict:
@@ -66,11 +66,13 @@ def _fig6_slower(results: Results) -> Verdict:
     for training in ("curriculum", "direct"):
         areas = []
         for position in ("NoPE", "RoPE"):
-            curve, _, _ = results.band("accuracy by steps", position=position, training=training)
+            curve, _, _ = results.mean_and_range(
+                "accuracy by steps", position=position, training=training
+            )
             areas.append(sum(curve) / len(curve))
         holding = holding and areas[0] < areas[1]
         told.append(f"{training} NoPE {areas[0]:.3f}, RoPE {areas[1]:.3f}")
-    return judged(holding, f"Mean accuracy over training: {'; '.join(told)}.")
+    return verdict(holding, f"Mean accuracy over training: {'; '.join(told)}.")
 
 
 def _fig6_further(results: Results) -> Verdict:
@@ -79,7 +81,7 @@ def _fig6_further(results: Results) -> Verdict:
         results.mean("at twice the length", **cell) - results.mean("accuracy", **cell)
         for cell in cells
     ]
-    return judged(
+    return verdict(
         kept[0] > kept[1],
         f"From the training length to twice it, accuracy changes by {kept[0]:+.3f} without and "
         f"{kept[1]:+.3f} with RoPE.",
@@ -103,24 +105,30 @@ FIG6 = Experiment(
             name="curriculum wins",
             text="Curriculum learning achieves better performance with fewer computation and "
             "samples.",
-            rule="At the end its mean accuracy over seeds at the full length is at least 0.01 "
-            "above direct training's, with RoPE and with NoPE.",
-            judge=_fig6_wins,
+            rule=special(
+                "At the end its mean accuracy over seeds at the full length is at least 0.01 "
+                "above direct training's, with RoPE and with NoPE.",
+                _fig6_wins,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="NoPE is slower",
             text="Without positional embedding convergence is slower.",
-            rule="Averaged over training, NoPE's mean accuracy is below RoPE's in both trainings.",
-            judge=_fig6_slower,
+            rule=special(
+                "Averaged over training, NoPE's mean accuracy is below RoPE's in both trainings.",
+                _fig6_slower,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="NoPE generalises further",
             text="NoPE has better length generalisation.",
-            rule="After the curriculum, accuracy falls less from the full length to twice it "
-            "without RoPE than with it.",
-            judge=_fig6_further,
+            rule=special(
+                "After the curriculum, accuracy falls less from the full length to twice it "
+                "without RoPE than with it.",
+                _fig6_further,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -138,7 +146,7 @@ FIG6 = Experiment(
         for training in ("curriculum", "direct")
     ],
     measure=_fig6_measure,
-    draw=lambda results: panel_figure(
+    figure=lambda results: panel_figure(
         curve_panels(
             results,
             [
@@ -156,10 +164,7 @@ FIG6 = Experiment(
         title=f"Accuracy at {results.config['length']} swaps",
         height=3.0,
     ),
-    work=lambda config, cell: mixer_work(
-        config, [delta_mixer("round", heads=1, size=12, w_heads=1)], 12, config["length"]
-    ),
-    tried=(
+    notes=(
         "Where it stands, both trainings solve 32 swaps, and the curriculum with RoPE is there in "
         "fewer steps. With 352 steps (one seed) RoPE has 0.80 with and 0.31 without the "
         "curriculum, NoPE 0.46 and 0.56. With 64 swaps the full length has no finite gradient from "

@@ -7,19 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.features.kernels import LinearKernel, Round
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import (
     BARE,
     LEARNED,
@@ -27,7 +20,7 @@ from recollect.experiments.framework.task_models import (
     TaskModel,
     delta_former,
 )
-from recollect.experiments.papers.am.swaps import KERNELS, curve_panels, fit_values, mixer_work
+from recollect.experiments.papers.am.swaps import KERNELS, curve_panels, fit_values
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import RenderedFigure, panel_figure
@@ -90,22 +83,22 @@ def _fig5_measure(config: Config, cell: Cell, seed: int, device: torch.device) -
 def _fig5_linear(results: Results) -> Verdict:
     d = results.config["d"]
     told, holding = [], True
-    sizes = sorted(results.along("n", kernel="linear"))
+    sizes = sorted(results.axis_values("n", kernel="linear"))
     for n in sizes:
         found = results.mean("accuracy", kernel="linear", n=n)
         told.append(f"{found:.3f} with n = {n}")
         if n > d:
             holding = holding and found < 0.9
-    return judged(
+    return verdict(
         max(sizes) > d and holding, f"Linear kernel, d = {d}, mean accuracy: {', '.join(told)}."
     )
 
 
 def _fig5_round(results: Results) -> Verdict:
-    sizes = sorted(results.along("n", kernel="round"))
+    sizes = sorted(results.axis_values("n", kernel="round"))
     each = {n: results.mean("accuracy", kernel="round", n=n) for n in sizes}
     told = ", ".join(f"{found:.3f} with n = {n}" for n, found in each.items())
-    return judged(min(each.values()) >= 0.98, f"Rounding, mean accuracy: {told}.")
+    return verdict(min(each.values()) >= 0.98, f"Rounding, mean accuracy: {told}.")
 
 
 FIG5 = Experiment(
@@ -126,15 +119,19 @@ FIG5 = Experiment(
             name="linear kernel degrades",
             text="With d fixed, as n ≥ d grows the linear kernel's performance is severely "
             "degraded.",
-            rule="For every n > d its mean accuracy over seeds is below 0.9.",
-            judge=_fig5_linear,
+            rule=special(
+                "For every n > d its mean accuracy over seeds is below 0.9.",
+                _fig5_linear,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="rounding does not",
             text="A nonlinear function stores more through superposition.",
-            rule="With rounding the mean accuracy over seeds is at least 0.98 for every n.",
-            judge=_fig5_round,
+            rule=special(
+                "With rounding the mean accuracy over seeds is at least 0.98 for every n.",
+                _fig5_round,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -150,7 +147,7 @@ FIG5 = Experiment(
         {"n": n, "kernel": kernel} for n in config["sizes"] for kernel in TRACKERS
     ],
     measure=_fig5_measure,
-    draw=lambda results: panel_figure(
+    figure=lambda results: panel_figure(
         curve_panels(
             results,
             [
@@ -158,25 +155,14 @@ FIG5 = Experiment(
                     f"n = {n} items, d = {results.config['d']}",
                     [(kernel, {"n": n, "kernel": kernel}) for kernel in TRACKERS],
                 )
-                for n in results.along("n")
+                for n in results.axis_values("n")
             ],
         ),
         x="training steps",
         title="Which item stands at the place asked, keys and values given",
         height=3.0,
     ),
-    work=lambda config, cell: Work(
-        flops=cost(
-            TRACKERS[str(cell["kernel"])],
-            B=config["streams"] + config["tested"],
-            T=2 * int(cell["n"]),
-            K=config["d"],
-            V=config["d"],
-        ).total
-        + 6.0 * config["d"] * int(cell["n"]) ** 2 * config["batch"] * config["steps"],
-        memory=4.0 * config["streams"] * 2 * int(cell["n"]) * (3 * config["d"] + int(cell["n"])),
-    ),
-    tried=(
+    notes=(
         "A first run asked the first place alone. Sixteen streams then show less than half of the "
         "items, and both kernels answered only 0.3 to 0.8 of the test at n = 128, where the memory "
         "is exact: what failed was the read-out. Asking any place mends that."
@@ -219,23 +205,23 @@ def _fig7_measure(config: Config, cell: Cell, seed: int, device: torch.device) -
 
 
 def _fig7_delta(results: Results) -> Verdict:
-    kernels = results.along("kernel", model="DeltaFormer")
+    kernels = results.axis_values("kernel", model="DeltaFormer")
     each = {kernel: results.mean("accuracy", kernel=kernel) for kernel in kernels}
     told = ", ".join(f"{kernel} {found:.3f}" for kernel, found in each.items())
-    return judged(
+    return verdict(
         bool(each) and max(each.values()) >= 0.98, f"DeltaFormer's mean accuracy by κ₁: {told}."
     )
 
 
 def _fig7_attention(results: Results) -> Verdict:
-    depths = results.along("layers", model="Transformer")
+    depths = results.axis_values("layers", model="Transformer")
     each = {n: results.mean("accuracy", model="Transformer", layers=n) for n in depths}
     delta = max(
         results.mean("accuracy", kernel=kernel)
-        for kernel in results.along("kernel", model="DeltaFormer")
+        for kernel in results.axis_values("kernel", model="DeltaFormer")
     )
     told = ", ".join(f"{found:.3f} with {n}" for n, found in each.items())
-    return judged(
+    return verdict(
         bool(each) and max(each.values()) < min(0.98, delta),
         f"Transformers' mean accuracy by layers: {told}; the best DeltaFormer {delta:.3f}.",
     )
@@ -244,11 +230,11 @@ def _fig7_attention(results: Results) -> Verdict:
 def _fig7_draw(results: Results) -> RenderedFigure:
     delta: list[tuple[str, Cell]] = [
         (f"DeltaFormer, κ₁ {kernel}", {"kernel": kernel})
-        for kernel in results.along("kernel", model="DeltaFormer")
+        for kernel in results.axis_values("kernel", model="DeltaFormer")
     ]
     others: list[tuple[str, Cell]] = [
         (f"Transformer, {n} layer{'s' if n > 1 else ''}", {"model": "Transformer", "layers": n})
-        for n in results.along("layers", model="Transformer")
+        for n in results.axis_values("layers", model="Transformer")
     ]
     return panel_figure(
         curve_panels(results, [("DeltaFormer, 1 layer", delta), ("Transformer", others)]),
@@ -273,16 +259,20 @@ FIG7 = Experiment(
         Claim(
             name="DeltaFormer",
             text="A single layer of DeltaFormer does very well, about 100 %.",
-            rule="With the best κ₁ the mean accuracy over seeds is at least 0.98.",
-            judge=_fig7_delta,
+            rule=special(
+                "With the best κ₁ the mean accuracy over seeds is at least 0.98.",
+                _fig7_delta,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="Transformers",
             text="A multi-layer Transformer has difficulty to reach 100 %.",
-            rule="At no depth is the mean accuracy over seeds 0.98 or more, nor that of the best "
-            "DeltaFormer.",
-            judge=_fig7_attention,
+            rule=special(
+                "At no depth is the mean accuracy over seeds 0.98 or more, nor that of the best "
+                "DeltaFormer.",
+                _fig7_attention,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -304,11 +294,8 @@ FIG7 = Experiment(
         ),
     ],
     measure=_fig7_measure,
-    draw=_fig7_draw,
-    work=lambda config, cell: mixer_work(
-        config, _fig7_mixers(config, cell), config["width"], config["nodes"]
-    ),
-    tried=(
+    figure=_fig7_draw,
+    notes=(
         "600 steps in place of 2000: DeltaFormer 0.929 with the linear and 0.884 with the "
         "exponential kernel, Transformers 0.75 to 0.81. A learning rate of 0.003 (one seed, 600 "
         "steps): 0.954 and 0.863, Transformers of 1 and 2 layers 0.746 and 0.792, all still "

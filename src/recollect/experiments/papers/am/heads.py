@@ -10,15 +10,15 @@ import torch
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
 from recollect.choices.features.kernels import Exponential
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.papers.language import (
     BITS,
     FINEWEB,
     LOCAL,
     SMOKE,
     language_model,
-    language_work,
 )
 from recollect.experiments.papers.language_results import beside_bigram, bits, curves_by, learned
 from recollect.report.figures import Panel, RenderedFigure, panel_figure
@@ -45,7 +45,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 def _ends(results: Results, kernel: str) -> tuple[float, float, str]:
     """Bits with the fewest heads and with the most, and both in words."""
     learned(results, kernel=kernel)
-    heads = sorted(results.along("heads", kernel=kernel))
+    heads = sorted(results.axis_values("heads", kernel=kernel))
     few, many = (bits(results, kernel=kernel, heads=at) for at in (heads[0], heads[-1]))
     told = f"Bits per byte: {few:.3f} with heads = {heads[0]}, {many:.3f} with {heads[-1]}."
     return few, many, told
@@ -53,12 +53,12 @@ def _ends(results: Results, kernel: str) -> tuple[float, float, str]:
 
 def _linear(results: Results) -> Verdict:
     few, many, told = _ends(results, "linear")
-    return judged(few < many, told)
+    return verdict(few < many, told)
 
 
 def _softmax(results: Results) -> Verdict:
     few, many, told = _ends(results, "exp")
-    return judged(few > many, told)
+    return verdict(few > many, told)
 
 
 def _draw(results: Results) -> RenderedFigure:
@@ -95,17 +95,21 @@ FIG2 = Experiment(
         Claim(
             name="fewer heads help the linear kernel",
             text="Linear attention benefits from fewer heads.",
-            rule="The linear kernel's mean bits per byte with one head are below those with the "
-            "most heads.",
-            judge=_linear,
+            rule=special(
+                "The linear kernel's mean bits per byte with one head are below those with the "
+                "most heads.",
+                _linear,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="fewer heads hurt the exponential kernel",
             text="Softmax attention degrades with fewer heads.",
-            rule="The exponential kernel's mean bits per byte with one head are above those with "
-            "the most heads.",
-            judge=_softmax,
+            rule=special(
+                "The exponential kernel's mean bits per byte with one head are above those with "
+                "the most heads.",
+                _softmax,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -135,9 +139,8 @@ FIG2 = Experiment(
         {"kernel": kernel, "heads": heads} for kernel in KERNELS for heads in config["grid"]
     ],
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: language_work(config, _model(cell), heads=cell["heads"]),
-    tried=(
+    figure=_draw,
+    notes=(
         "100 steps of 512 bytes (one seed), after which no model knows more than a byte bigram, so "
         "there was nothing to judge; 150 steps of 1,024 at a learning rate of 0.004, where the "
         "exponential kernel knew no more either."

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.descent import GradientDescent
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.theory.limits import approach, normalized_update_norms
@@ -70,8 +64,8 @@ def _power(times: list[int], values: list[float]) -> float:
 
 
 def _icl_one(results: Results) -> Verdict:
-    most = results.best("at the end", model="DeltaNet", heads=1)
-    return judged(
+    most = results.max("at the end", model="DeltaNet", heads=1)
+    return verdict(
         most < 0.01,
         f"One head: ‖S_t − S*‖/‖S*‖ after {results.config['length']} tokens is at most {most:.2g}.",
     )
@@ -79,29 +73,29 @@ def _icl_one(results: Results) -> Verdict:
 
 def _icl_many(results: Results) -> Verdict:
     told, holding = [], True
-    for heads in results.along("heads", model="DeltaNet"):
+    for heads in results.axis_values("heads", model="DeltaNet"):
         if heads == 1:
             continue
-        least = results.worst("at the end", model="DeltaNet", heads=heads)
-        one = results.best("at the end", model="DeltaNet", heads=1)
+        least = results.min("at the end", model="DeltaNet", heads=heads)
+        one = results.max("at the end", model="DeltaNet", heads=1)
         holding = holding and least > 10 * one and least > 0.01
         told.append(f"{heads} heads at least {least:.2g}")
-    return judged(bool(told) and holding, f"{', '.join(told)}.")
+    return verdict(bool(told) and holding, f"{', '.join(told)}.")
 
 
 def _icl_softmax(results: Results) -> Verdict:
-    power = results.best("power of t", model="softmax attention")
-    return judged(power < -0.5, f"‖S_t − S_(t−1)‖ falls like t^{power:.2f} or faster.")
+    power = results.max("power of t", model="softmax attention")
+    return verdict(power < -0.5, f"‖S_t − S_(t−1)‖ falls like t^{power:.2f} or faster.")
 
 
 def _icl_draw(results: Results) -> RenderedFigure:
     times = _times(results.config)
     series = []
-    for heads in results.along("heads", model="DeltaNet"):
-        mean, low, high = results.band("curve", model="DeltaNet", heads=heads)
+    for heads in results.axis_values("heads", model="DeltaNet"):
+        mean, low, high = results.mean_and_range("curve", model="DeltaNet", heads=heads)
         name = f"{heads} heads" if heads > 1 else "one head"
         series.append(Series(name=name, x=times, y=mean, low=low, high=high))
-    mean, low, high = results.band("curve", model="softmax attention")
+    mean, low, high = results.mean_and_range("curve", model="softmax attention")
     softmax = Series(name="softmax attention", x=times, y=mean, low=low, high=high)
     return panel_figure(
         [
@@ -141,22 +135,28 @@ ICL = Experiment(
             name="one head converges",
             text="As memory updates progress, the memory converges to a fixed S*, which no longer "
             "depends on the context.",
-            rule="With one head ‖S_t − S*‖/‖S*‖ at the end is below 0.01 for every seed.",
-            judge=_icl_one,
+            rule=special(
+                "With one head ‖S_t − S*‖/‖S*‖ at the end is below 0.01 for every seed.",
+                _icl_one,
+            ),
         ),
         Claim(
             name="several heads do not",
             text="With several heads S* depends on the inputs' covariance, and what is left over "
             "keeps moving the memory.",
-            rule="With several heads the distance at the end stays above 0.01 and above ten times "
-            "that of one head, for every seed.",
-            judge=_icl_many,
+            rule=special(
+                "With several heads the distance at the end stays above 0.01 and above ten times "
+                "that of one head, for every seed.",
+                _icl_many,
+            ),
         ),
         Claim(
             name="softmax's updates vanish",
             text="Softmax attention's normalised memory changes by about 1/t.",
-            rule="The norm of its change falls with a power of t below −1/2, for every seed.",
-            judge=_icl_softmax,
+            rule=special(
+                "The norm of its change falls with a power of t below −1/2, for every seed.",
+                _icl_softmax,
+            ),
         ),
     ),
     configs={
@@ -169,12 +169,7 @@ ICL = Experiment(
         {"model": "softmax attention", "heads": 1},
     ],
     measure=_icl_measure,
-    draw=_icl_draw,
-    work=lambda config, cell: Work(
-        flops=8.0 * config["length"] * config["size"] ** 2
-        + (2.0 * config["length"] ** 2 * config["size"] if cell["model"] != "DeltaNet" else 0),
-        memory=8.0 * config["length"] * max(config["length"], config["size"]),
-    ),
+    figure=_icl_draw,
 )
 
 EXPERIMENTS = (ICL,)

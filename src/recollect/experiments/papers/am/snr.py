@@ -14,15 +14,9 @@ from recollect.choices.bias.losses import DotProduct
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.finite import Identity
 from recollect.choices.features.kernels import Exponential, ReluKernel, Solu
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.theory.snr import inverse_snr, kernel_inverse_snr, measured_inverse_snr, needed_size
@@ -152,10 +146,10 @@ def _averaged(
 
 def _snr_agrees(results: Results) -> Verdict:
     apart = [
-        x for axis in ("N", "d", "τ") for x in results.each("standard errors apart", axis=axis)
+        x for axis in ("N", "d", "τ") for x in results.values("standard errors apart", axis=axis)
     ]
     far = sum(not x <= 5.0 for x in apart)
-    return judged(
+    return verdict(
         far == 0,
         f"{len(apart)} comparisons, {far} further than 5 standard errors apart; the largest "
         f"{max(apart):.1f}.",
@@ -164,31 +158,31 @@ def _snr_agrees(results: Results) -> Verdict:
 
 def _snr_dimension(results: Results) -> Verdict:
     told, holding = [], True
-    for n in results.along("at", axis="needed d", kernel="exp"):
+    for n in results.axis_values("at", axis="needed d", kernel="exp"):
         cell = {"axis": "needed d", "at": n}
         found = results.mean("d", kernel="exp", **cell)
         formula = results.mean("formula", kernel="exp", **cell)
         linear = results.mean("d", kernel="linear", **cell)
         holding = holding and abs(found - formula) <= 1.5 and linear > found
         told.append(f"N = {n}: {found:.1f} (formula {formula:.1f}; linear {linear:.0f})")
-    return judged(bool(told) and holding, f"Least d for SNR⁻¹ = 1: {'; '.join(told)}.")
+    return verdict(bool(told) and holding, f"Least d for SNR⁻¹ = 1: {'; '.join(told)}.")
 
 
 def _snr_temperature(results: Results) -> Verdict:
-    taus = sorted(tau for tau in results.along("at", axis="τ") if tau > 1)
+    taus = sorted(tau for tau in results.axis_values("at", axis="τ") if tau > 1)
     found = [results.mean("SNR⁻¹", axis="τ", kernel="exp", at=tau) for tau in taus]
     rising = all(a < b for a, b in pairwise(found))
     least = taus[found.index(min(found))]
     told = ", ".join(f"{tau:g}: {x:.3g}" for tau, x in zip(taus, found, strict=True))
-    return judged(
+    return verdict(
         rising, f"SNR⁻¹ of the exponential kernel by τ: {told}; it is least at τ = {least:g}."
     )
 
 
 def _snr_order(results: Results) -> Verdict:
-    found = {s: results.best("order", axis="order", at=s) for s in (2.0, 3.0)}
+    found = {s: results.max("order", axis="order", at=s) for s in (2.0, 3.0)}
     told = ", ".join(f"{s:g} standard deviations {order:.0f}" for s, order in found.items())
-    return judged(
+    return verdict(
         max(found.values()) <= 8, f"Order for a relative error of 2⁻⁸ (bfloat16): {told}."
     )
 
@@ -196,12 +190,12 @@ def _snr_order(results: Results) -> Verdict:
 def _snr_heads(results: Results) -> Verdict:
     told, holding = [], True
     for kernel in ("linear", "exp"):
-        heads = results.along("at", axis="heads", kernel=kernel)
+        heads = results.axis_values("at", axis="heads", kernel=kernel)
         found = [results.mean("SNR⁻¹", axis="heads", kernel=kernel, at=h) for h in heads]
         holding = holding and all(b < a for a, b in pairwise(found))
         told.append(f"{kernel} from {found[0]:.3g} with {heads[0]} to {found[-1]:.3g} with")
         told[-1] += f" {heads[-1]}"
-    return judged(holding, f"SNR⁻¹ of the mean over heads: {'; '.join(told)}.")
+    return verdict(holding, f"SNR⁻¹ of the mean over heads: {'; '.join(told)}.")
 
 
 def _snr_draw(results: Results) -> RenderedFigure:
@@ -212,12 +206,12 @@ def _snr_draw(results: Results) -> RenderedFigure:
         ("τ", f"N = {results.config['N']}, d = {results.config['d of τ']}", "temperature τ"),
     ):
         series = []
-        for kernel in results.along("kernel", axis=axis):
-            places = results.along("at", axis=axis, kernel=kernel)
+        for kernel in results.axis_values("kernel", axis=axis):
+            places = results.axis_values("at", axis=axis, kernel=kernel)
             look = KERNELS.index(kernel)
             # The closed form first, so that what was measured lies above it.
             for measure, name in (("theory", "closed form"), ("SNR⁻¹", str(kernel))):
-                each = [results.each(measure, axis=axis, kernel=kernel, at=p) for p in places]
+                each = [results.values(measure, axis=axis, kernel=kernel, at=p) for p in places]
                 mean = [sum(some) / len(some) for some in each]
                 if measure == "theory":
                     series.insert(0, Series(name=name, x=places, y=mean, style=6))
@@ -226,7 +220,7 @@ def _snr_draw(results: Results) -> RenderedFigure:
                 series.append(Series(name=name, x=places, y=mean, low=low, high=high, style=look))
         log_x = axis != "τ"
         panels.append(Panel(title=title, x=x, y="SNR⁻¹", series=series, log_x=log_x, log_y=True))
-    places = results.along("at", axis="needed d", kernel="exp")
+    places = results.axis_values("at", axis="needed d", kernel="exp")
     panels.append(
         Panel(
             title="d for SNR⁻¹ = 1",
@@ -272,37 +266,47 @@ SNR = Experiment(
         Claim(
             name="closed forms",
             text="SNR⁻¹ is N/d, N/2d, N exp(−2(τ−1)d/τ²) and so on.",
-            rule="Every estimate against N, d and τ is within five of its standard errors of the "
-            "closed form.",
-            judge=_snr_agrees,
+            rule=special(
+                "Every estimate against N, d and τ is within five of its standard errors of the "
+                "closed form.",
+                _snr_agrees,
+            ),
         ),
         Claim(
             name="d = O(log² N)",
             text="The exponential kernel needs d = O(log² N) where the linear one needs d ∝ N.",
-            rule="For every N the least d found for the exponential kernel is within 1.5 of "
-            "(1 + ½ log N)² and below the linear kernel's.",
-            judge=_snr_dimension,
+            rule=special(
+                "For every N the least d found for the exponential kernel is within 1.5 of "
+                "(1 + ½ log N)² and below the linear kernel's.",
+                _snr_dimension,
+            ),
         ),
         Claim(
             name="temperature",
             text="A lower temperature (τ > 1) is more precise.",
-            rule="Over all temperatures above 1 that were measured, the exponential kernel's SNR⁻¹ "
-            "rises with τ.",
-            judge=_snr_temperature,
+            rule=special(
+                "Over all temperatures above 1 that were measured, the exponential kernel's SNR⁻¹ "
+                "rises with τ.",
+                _snr_temperature,
+            ),
         ),
         Claim(
             name="truncation",
             text="Low-precision arithmetic sees the series of exp end at order 7 or 8.",
-            rule="Orders up to 8 bring the relative error to 2⁻⁸ for products up to 3 standard "
-            "deviations.",
-            judge=_snr_order,
+            rule=special(
+                "Orders up to 8 bring the relative error to 2⁻⁸ for products up to 3 standard "
+                "deviations.",
+                _snr_order,
+            ),
         ),
         Claim(
             name="heads",
             text="Averaging over heads lowers the noise.",
-            rule="For both kernels SNR⁻¹ of the mean falls with every increase of the number of "
-            "heads of full size.",
-            judge=_snr_heads,
+            rule=special(
+                "For both kernels SNR⁻¹ of the mean falls with every increase of the number of "
+                "heads of full size.",
+                _snr_heads,
+            ),
         ),
     ),
     configs={
@@ -318,12 +322,8 @@ SNR = Experiment(
     },
     cells=_snr_cells,
     measure=_snr_measure,
-    draw=_snr_draw,
-    work=lambda config, cell: Work(
-        flops=4.0 * config["trials"] * max(config["Ns"]) * max(config["ds"]) ** 1,
-        memory=16.0 * max(config["trials"] * max(config["Ns"]) * config["d"], config["draws"]),
-    ),
-    tried=(
+    figure=_snr_draw,
+    notes=(
         "The temperature claim is true above τ = 2 only: (τ − 1)/τ², the exponent of eq. 13, is "
         "largest there, so that between 1 and 2 a higher temperature is the more precise one."
     ),

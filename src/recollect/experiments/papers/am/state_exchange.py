@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from recollect.blocks.cost import cost
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import LinearKernel, Round
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
@@ -56,13 +49,13 @@ def _exchange_measure(config: Config, cell: Cell, seed: int, device: torch.devic
 
 
 def _sizes(results: Results) -> list[tuple[int, int]]:
-    return [(n, results.along("d", n=n)[0]) for n in results.along("n")]
+    return [(n, results.axis_values("d", n=n)[0]) for n in results.axis_values("n")]
 
 
 def _rounding_tracks(results: Results) -> Verdict:
-    worst = results.worst("accuracy", kernel="rounding")
-    error = results.best("largest error", kernel="rounding")
-    return judged(
+    worst = results.min("accuracy", kernel="rounding")
+    error = results.max("largest error", kernel="rounding")
+    return verdict(
         worst == 1.0 and error < 0.5,
         f"Rounding: accuracy at least {worst:.4f} over sizes, precisions and seeds, largest error "
         f"{error:.2g}.",
@@ -74,10 +67,10 @@ def _linear_fails(results: Results) -> Verdict:
     for n, d in _sizes(results):
         if n <= d:
             continue
-        found = results.best("last quarter", kernel="linear", n=n, d=d)
+        found = results.max("last quarter", kernel="linear", n=n, d=d)
         holding = holding and found < 0.9
         told.append(f"{found:.3f} with n = {n}, d = {d}")
-    return judged(
+    return verdict(
         bool(told) and holding, f"Linear kernel, last quarter of the swaps: {', '.join(told)}."
     )
 
@@ -86,10 +79,10 @@ def _exchange_draw(results: Results) -> RenderedFigure:
     panels = []
     for n, d in _sizes(results):
         series = []
-        for kernel in results.along("kernel"):
-            for dtype in results.along("dtype"):
+        for kernel in results.axis_values("kernel"):
+            for dtype in results.axis_values("dtype"):
                 cell = {"n": n, "d": d, "kernel": kernel, "dtype": dtype}
-                mean, low, high = results.band("accuracy by swaps", **cell)
+                mean, low, high = results.mean_and_range("accuracy by swaps", **cell)
                 ends = [WINDOW * (i + 1) for i in range(len(mean))]
                 name = f"{kernel}, {dtype}"
                 series.append(Series(name=name, x=ends, y=mean, low=low, high=high))
@@ -104,13 +97,6 @@ def _exchange_draw(results: Results) -> RenderedFigure:
     return panel_figure(
         panels, x="swaps", title="Following exchanged items, nothing trained", height=2.8
     )
-
-
-def _exchange_work(config: Config, cell: Cell) -> Work:
-    n, d = int(cell["n"]), int(cell["d"])
-    T = n + config["swaps"]
-    price = cost(_tracker(KERNELS[str(cell["kernel"])]), B=1, T=T, H=1, K=d, V=n)
-    return Work(flops=price.total, memory=4.0 * T * (T + 2 * d + 2 * n))
 
 
 EXCHANGE = Experiment(
@@ -131,16 +117,20 @@ EXCHANGE = Experiment(
             name="rounding tracks",
             text="With |inner products| < 1/8 and a kernel that rounds, any sequence of swaps of "
             "n > d items is tracked exactly.",
-            rule="Every answer of every size, precision and seed is right, and no output is "
-            "further than 1/2 from its one-hot value.",
-            judge=_rounding_tracks,
+            rule=special(
+                "Every answer of every size, precision and seed is right, and no output is "
+                "further than 1/2 from its one-hot value.",
+                _rounding_tracks,
+            ),
         ),
         Claim(
             name="linear fails",
             text="A linear kernel cannot hold more items than dimensions.",
-            rule="Wherever n > d its accuracy over the last quarter of the swaps is below 0.9 for "
-            "every seed and precision.",
-            judge=_linear_fails,
+            rule=special(
+                "Wherever n > d its accuracy over the last quarter of the swaps is below 0.9 for "
+                "every seed and precision.",
+                _linear_fails,
+            ),
         ),
     ),
     configs={
@@ -157,8 +147,7 @@ EXCHANGE = Experiment(
         for dtype in config["dtypes"]
     ],
     measure=_exchange_measure,
-    draw=_exchange_draw,
-    work=_exchange_work,
+    figure=_exchange_draw,
 )
 
 EXPERIMENTS = (EXCHANGE,)

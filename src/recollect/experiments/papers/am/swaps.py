@@ -6,19 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from recollect.blocks.cost import cost
 from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import Exponential, LinearKernel, ReluKernel, Round
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, Fit, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import (
     BARE,
     LEARNED,
@@ -36,7 +29,6 @@ __all__ = [
     "curve_panels",
     "delta_mixer",
     "fit_values",
-    "mixer_work",
     "swap_budget",
 ]
 
@@ -108,26 +100,13 @@ def fit_values(found: Fit, config: Config) -> Values:
     }
 
 
-def mixer_work(config: Config, mixers: list[Mixer], width: int, length: int) -> Work:
-    """The price of training these layers on the configuration's budget."""
-    tokens = config["batch"] * length
-    times = 3 * config["steps"] * len(config["lrs"])
-    flops = 0.0
-    for mixer in mixers:
-        size, memories = mixer.head_dim or width, mixer.kv_heads or mixer.heads
-        group = mixer.heads // memories
-        price = cost(mixer.recipe, B=config["batch"], T=length, H=memories, K=size, V=size, G=group)
-        flops += price.total + 2 * tokens * width * size * (3 * mixer.heads + 2 * memories)
-    return Work(flops=times * flops, memory=8.0 * tokens * length * 4 * len(mixers))
-
-
 def curve_panels(results: Results, panels: list[tuple[str, list[tuple[str, Cell]]]]) -> list[Panel]:
     """Panels of learning curves: a title, and lines by name and cell."""
     made = []
     for title, lines in panels:
         series = []
         for name, cell in lines:
-            mean, low, high = results.band("accuracy by steps", **cell)
+            mean, low, high = results.mean_and_range("accuracy by steps", **cell)
             every = max(1, results.config["steps"] // results.config["evaluations"])
             steps = [every * (i + 1) for i in range(len(mean))]
             series.append(Series(name=name, x=steps, y=mean, low=low, high=high))
@@ -163,30 +142,32 @@ def _fig4_cells(config: Config) -> list[Cell]:
 
 def _best_delta(results: Results) -> tuple[str, float]:
     """The κ₁ and heads with the highest mean over seeds, and their best seed."""
-    cells = results.where(model="DeltaFormer").cells()
+    cells = results.select(model="DeltaFormer").cells()
     best = max(cells, key=lambda cell: results.mean("accuracy", **cell))
-    return f"{best['kernel']}, {best['heads']}", results.best("accuracy", **best)
+    return f"{best['kernel']}, {best['heads']}", results.max("accuracy", **best)
 
 
 def _fig4_reaches(results: Results) -> Verdict:
     best, top = _best_delta(results)
     told = []
-    for heads in results.along("heads", model="DeltaFormer"):
+    for heads in results.axis_values("heads", model="DeltaFormer"):
         each = ", ".join(
             f"{kernel} {results.mean('accuracy', kernel=kernel, heads=heads):.3f}"
-            for kernel in results.along("kernel", model="DeltaFormer", heads=heads)
+            for kernel in results.axis_values("kernel", model="DeltaFormer", heads=heads)
         )
         told.append(f"heads {heads}: {each}")
-    return judged(top >= 0.995, f"Mean accuracy by κ₁, {'; '.join(told)}. Best {top:.4f} ({best}).")
+    return verdict(
+        top >= 0.995, f"Mean accuracy by κ₁, {'; '.join(told)}. Best {top:.4f} ({best})."
+    )
 
 
 def _fig4_attention(results: Results) -> Verdict:
-    top = results.best("accuracy", model="Transformer")
+    top = results.max("accuracy", model="Transformer")
     _, delta = _best_delta(results)
-    return judged(
+    return verdict(
         top < 0.9 and top < delta,
-        f"The best Transformer run of {max(results.along('layers', model='Transformer'))} layers "
-        f"or fewer reaches {top:.3f}; the best DeltaFormer run {delta:.3f}.",
+        f"The best Transformer run of {max(results.axis_values('layers', model='Transformer'))} "
+        f"layers or fewer reaches {top:.3f}; the best DeltaFormer run {delta:.3f}.",
     )
 
 
@@ -209,16 +190,20 @@ FIG4 = Experiment(
         Claim(
             name="DeltaFormer",
             text="One layer of DeltaFormer reaches 100 % with a suitable κ₁.",
-            rule="With the κ₁ and heads whose mean over seeds is highest, at least one seed "
-            "reaches 99.5 %.",
-            judge=_fig4_reaches,
+            rule=special(
+                "With the κ₁ and heads whose mean over seeds is highest, at least one seed "
+                "reaches 99.5 %.",
+                _fig4_reaches,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="Transformers",
             text="Transformers do not, and more layers do not help.",
-            rule="No Transformer of any depth and seed reaches 90 %, nor the best DeltaFormer.",
-            judge=_fig4_attention,
+            rule=special(
+                "No Transformer of any depth and seed reaches 90 %, nor the best DeltaFormer.",
+                _fig4_attention,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -237,7 +222,7 @@ FIG4 = Experiment(
     measure=lambda config, cell, seed, device: fit_values(
         _trained(config, _fig4_mixers(cell), 12, seed, device), config
     ),
-    draw=lambda results: panel_figure(
+    figure=lambda results: panel_figure(
         curve_panels(
             results,
             [
@@ -246,11 +231,11 @@ FIG4 = Experiment(
                         f"DeltaFormer, 1 layer, heads {heads}",
                         [
                             (f"κ₁ {kernel}", {"kernel": kernel, "heads": heads})
-                            for kernel in results.along("kernel", heads=heads)
+                            for kernel in results.axis_values("kernel", heads=heads)
                             if kernel != "none"
                         ],
                     )
-                    for heads in results.along("heads", model="DeltaFormer")
+                    for heads in results.axis_values("heads", model="DeltaFormer")
                 ),
                 (
                     "Transformer, heads 4 × 3",
@@ -259,7 +244,7 @@ FIG4 = Experiment(
                             f"{layers} layer{'s' if layers > 1 else ''}",
                             {"model": "Transformer", "layers": layers},
                         )
-                        for layers in results.along("layers", model="Transformer")
+                        for layers in results.axis_values("layers", model="Transformer")
                     ],
                 ),
             ],
@@ -269,8 +254,7 @@ FIG4 = Experiment(
         f"{results.config['length']} swaps of five items",
         height=2.7,
     ),
-    work=lambda config, cell: mixer_work(config, _fig4_mixers(cell), 12, config["length"]),
-    tried=(
+    notes=(
         "With the listing's heads (four of size 3 over one memory) the linear and the rounded "
         "kernel stay at about 0.58 after 500 and 1000 steps and the softmax at 0.40 (one seed); a "
         "memory of size 3 has no room for the permutations of five items. With one head of size "
@@ -295,7 +279,7 @@ def _fig8_cells(config: Config) -> list[Cell]:
 
 def _gain(results: Results, kernel: str) -> float:
     """What the most w-heads have over one, mean of seeds."""
-    heads = results.along("w-heads", kernel=kernel)
+    heads = results.axis_values("w-heads", kernel=kernel)
     many, one = max(heads), min(heads)
     return results.mean("accuracy", **{"kernel": kernel, "w-heads": many}) - results.mean(
         "accuracy", **{"kernel": kernel, "w-heads": one}
@@ -303,9 +287,11 @@ def _gain(results: Results, kernel: str) -> float:
 
 
 def _fig8_nonlinear(results: Results) -> Verdict:
-    found = {name: _gain(results, name) for name in results.along("kernel") if name != "linear"}
+    found = {
+        name: _gain(results, name) for name in results.axis_values("kernel") if name != "linear"
+    }
     told = ", ".join(f"{name} {gain:+.3f}" for name, gain in found.items())
-    return judged(
+    return verdict(
         bool(found) and max(found.values()) >= 0.02 and min(found.values()) > -0.02,
         f"Accuracy gained from one w-head to the most: {told}.",
     )
@@ -313,7 +299,7 @@ def _fig8_nonlinear(results: Results) -> Verdict:
 
 def _fig8_linear(results: Results) -> Verdict:
     gain = _gain(results, "linear")
-    return judged(abs(gain) < 0.02, f"The linear kernel gains {gain:+.3f}.")
+    return verdict(abs(gain) < 0.02, f"The linear kernel gains {gain:+.3f}.")
 
 
 FIG8 = Experiment(
@@ -329,17 +315,21 @@ FIG8 = Experiment(
         Claim(
             name="nonlinear kernels",
             text="As w-heads increase, DeltaFormer with a nonlinear kernel becomes stronger.",
-            rule="From one w-head to the most, the mean accuracy over seeds rises by 0.02 for at "
-            "least one nonlinear κ₁ and falls by 0.02 for none.",
-            judge=_fig8_nonlinear,
+            rule=special(
+                "From one w-head to the most, the mean accuracy over seeds rises by 0.02 for at "
+                "least one nonlinear κ₁ and falls by 0.02 for none.",
+                _fig8_nonlinear,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="linear kernel",
             text="The linear kernel gains nothing: a sum of linear kernels is one.",
-            rule="From one w-head to the most, its mean accuracy over seeds changes by less than "
-            "0.02.",
-            judge=_fig8_linear,
+            rule=special(
+                "From one w-head to the most, its mean accuracy over seeds changes by less than "
+                "0.02.",
+                _fig8_linear,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -356,7 +346,7 @@ FIG8 = Experiment(
     measure=lambda config, cell, seed, device: fit_values(
         _trained(config, _fig8_mixers(cell), 12, seed, device), config
     ),
-    draw=lambda results: panel_figure(
+    figure=lambda results: panel_figure(
         curve_panels(
             results,
             [
@@ -364,18 +354,17 @@ FIG8 = Experiment(
                     f"κ₁ {kernel}",
                     [
                         (f"{heads} w-heads", {"kernel": kernel, "w-heads": heads})
-                        for heads in results.along("w-heads")
+                        for heads in results.axis_values("w-heads")
                     ],
                 )
-                for kernel in results.along("kernel")
+                for kernel in results.axis_values("kernel")
             ],
         ),
         x="training steps",
         title="Accuracy by the number of w-heads",
         height=2.4,
     ),
-    work=lambda config, cell: mixer_work(config, _fig8_mixers(cell), 12, config["length"]),
-    tried=(
+    notes=(
         "240 steps in place of 3000: no kernel gained from more w-heads (0.002 and 0.005), for all "
         "models were at 0.36 to 0.57 when the learning rate had fallen to zero. One learning rate "
         "(0.01, that of the paper's listing)."

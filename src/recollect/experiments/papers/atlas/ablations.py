@@ -11,15 +11,15 @@ import torch
 from recollect.choices.context.windows import Window
 from recollect.choices.features.finite import Identity
 from recollect.choices.memory.maps import Matrix
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.papers.language import (
     BITS,
     FINEWEB,
     LOCAL,
     SMOKE,
     language_model,
-    language_work,
 )
 from recollect.experiments.papers.language_results import (
     beside_bigram,
@@ -64,12 +64,12 @@ def _window_measure(config: Config, cell: Cell, seed: int, device: torch.device)
 def _window_larger(results: Results) -> Verdict:
     learned(results)
     said, better = [], []
-    for length in results.along("length"):
-        sizes = sorted(results.along("c", length=length))
+    for length in results.axis_values("length"):
+        sizes = sorted(results.axis_values("c", length=length))
         least, most = (bits(results, c=c, length=length) for c in (sizes[0], sizes[-1]))
         better.append(most < least)
         said.append(f"{length}: {most:.3f} with c = {sizes[-1]}, {least:.3f} with c = {sizes[0]}")
-    return judged(all(better), f"Bits per byte with rows of {'; '.join(said)}.")
+    return verdict(all(better), f"Bits per byte with rows of {'; '.join(said)}.")
 
 
 def _window_draw(results: Results) -> RenderedFigure:
@@ -99,9 +99,11 @@ WINDOW = Experiment(
         Claim(
             name="a larger window helps",
             text="With the increase of c we can achieve better performance.",
-            rule="At every length the mean bits per byte with the largest window are below those "
-            "with c = 1.",
-            judge=_window_larger,
+            rule=special(
+                "At every length the mean bits per byte with the largest window are below those "
+                "with c = 1.",
+                _window_larger,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -123,8 +125,7 @@ WINDOW = Experiment(
         {"c": c, "length": length} for length in config["lengths"] for c in config["windows"]
     ],
     measure=_window_measure,
-    draw=_window_draw,
-    work=lambda config, cell: language_work(config, _omega(cell), length=cell["length"]),
+    figure=_window_draw,
 )
 
 # -- table 6 ---------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def _most(costs: Mapping[str, float], unit: str) -> Verdict:
     """Whether polynomials and depth are the two dearest losses, and losses at all."""
     order = sorted(costs, key=lambda name: costs[name], reverse=True)
     told_costs = ", ".join(f"{name} {costs[name]:+.3f}" for name in order)
-    return judged(
+    return verdict(
         set(order[:2]) == {"linear memory", "without polynomials"} and costs[order[1]] > 0,
         f"{unit} lost: {told_costs}.",
     )
@@ -195,7 +196,7 @@ def _parts_accuracy(results: Results) -> Verdict:
 def _parts_each(results: Results) -> Verdict:
     learned(results)
     found = {name: bits(results, model=name) for name in (WHOLE, *REMOVED)}
-    return judged(
+    return verdict(
         found[WHOLE] < min(found[name] for name in REMOVED), f"Bits per byte: {told(found)}."
     )
 
@@ -203,14 +204,14 @@ def _parts_each(results: Results) -> Verdict:
 def _parts_gated(results: Results) -> Verdict:
     learned(results)
     found = {name: bits(results, model=name) for name in (WHOLE, "+ gated memory")}
-    return judged(found["+ gated memory"] < found[WHOLE], f"Bits per byte: {told(found)}.")
+    return verdict(found["+ gated memory"] < found[WHOLE], f"Bits per byte: {told(found)}.")
 
 
 def _parts_attention(results: Results) -> Verdict:
     mag, mal = "+ attention (MAG)", "+ attention (MAL)"
     learned(results)
     found = {name: bits(results, model=name) for name in (WHOLE, mag, mal)}
-    return judged(found[mag] < min(found[WHOLE], found[mal]), f"Bits per byte: {told(found)}.")
+    return verdict(found[mag] < min(found[WHOLE], found[mal]), f"Bits per byte: {told(found)}.")
 
 
 def _parts_draw(results: Results) -> RenderedFigure:
@@ -240,39 +241,49 @@ ABLATION = Experiment(
         Claim(
             name="every part contributes",
             text="All components of Atlas are positively contributing to its performance.",
-            rule="Atlas's mean bits per byte are below those with a linear memory, without Muon, "
-            "with c = 1 and without polynomials.",
-            judge=_parts_each,
+            rule=special(
+                "Atlas's mean bits per byte are below those with a linear memory, without Muon, "
+                "with c = 1 and without polynomials.",
+                _parts_each,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="polynomials and depth, perplexity",
             text="Polynomial mappings and deep memory are particularly important.",
-            rule="Of the four parts these two cost most bits per byte when they are taken away, "
-            "and each costs some.",
-            judge=_parts_bits,
+            rule=special(
+                "Of the four parts these two cost most bits per byte when they are taken away, "
+                "and each costs some.",
+                _parts_bits,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="polynomials and depth, accuracy",
             text="Polynomial mappings and deep memory are particularly important.",
-            rule="Of the four parts these two cost most of the mean accuracy when they are taken "
-            "away, and each costs some.",
-            judge=_parts_accuracy,
+            rule=special(
+                "Of the four parts these two cost most of the mean accuracy when they are taken "
+                "away, and each costs some.",
+                _parts_accuracy,
+            ),
             scales=("paper",),
         ),
         Claim(
             name="a gated memory helps",
             text="More powerful memories such as a gated MLP further enhance Atlas.",
-            rule="The mean bits per byte with the gated memory are below Atlas's.",
-            judge=_parts_gated,
+            rule=special(
+                "The mean bits per byte with the gated memory are below Atlas's.",
+                _parts_gated,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="attention helps, MAG more",
             text="Hybrids improve the performance, MAG more than MAL.",
-            rule="The mean bits per byte of MAG are below Atlas's and below MAL's.",
-            judge=_parts_attention,
+            rule=special(
+                "The mean bits per byte of MAG are below Atlas's and below MAL's.",
+                _parts_attention,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -283,8 +294,7 @@ ABLATION = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_parts_measure,
-    draw=_parts_draw,
-    work=lambda config, cell: language_work(config, atlas_variant(str(cell["model"]))),
+    figure=_parts_draw,
     tables=("atlas_table6",),
 )
 

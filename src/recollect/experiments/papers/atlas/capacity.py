@@ -9,15 +9,9 @@ import torch
 
 from recollect.choices.features.finite import Polynomial
 from recollect.choices.memory.maps import MLP
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.theory import capacity
@@ -48,44 +42,44 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 
 def _matrix(results: Results) -> Verdict:
     told, holding = [], True
-    for d in results.along("d_k", memory="matrix"):
-        found = results.each("pairs", memory="matrix", d_k=d)
+    for d in results.axis_values("d_k", memory="matrix"):
+        found = results.values("pairs", memory="matrix", d_k=d)
         holding = holding and set(found) == {float(d)}
         told.append(f"{_one(found)} at d_k = {d}")
-    return judged(bool(told) and holding, f"Stored: {', '.join(told)}.")
+    return verdict(bool(told) and holding, f"Stored: {', '.join(told)}.")
 
 
 def _polynomial(results: Results) -> Verdict:
     told, holding = [], True
-    for cell in results.where(memory="polynomial").cells():
+    for cell in results.select(memory="polynomial").cells():
         d, p = int(cell["d_k"]), int(cell["order"])
-        found = results.each("pairs", **cell)
+        found = results.values("pairs", **cell)
         wanted = math.comb(d + p, p)
         holding = holding and set(found) == {float(wanted)}
         told.append(f"{_one(found)} of C({d + p}, {p}) = {wanted}")
-    return judged(bool(told) and holding, f"Stored: {', '.join(told)}.")
+    return verdict(bool(told) and holding, f"Stored: {', '.join(told)}.")
 
 
 def _deep(results: Results) -> Verdict:
     told, holding = [], True
-    for cell in results.where(memory="MLP").cells():
-        found = results.each("pairs", **cell)
+    for cell in results.select(memory="MLP").cells():
+        found = results.values("pairs", **cell)
         matrix = results.mean("pairs", memory="matrix", d_k=cell["d_k"])
         holding = holding and min(found) > matrix
         told.append(
             f"{cell['order']} maps {_one(found)} against {matrix:.0f} (d_k = {cell['d_k']})"
         )
-    return judged(bool(told) and holding, f"Stored by an MLP: {', '.join(told)}.")
+    return verdict(bool(told) and holding, f"Stored by an MLP: {', '.join(told)}.")
 
 
 def _deeper(results: Results) -> Verdict:
     told, holding = [], True
-    for d in results.along("d_k", memory="MLP"):
-        depths = sorted(results.along("order", memory="MLP", d_k=d))
+    for d in results.axis_values("d_k", memory="MLP"):
+        depths = sorted(results.axis_values("order", memory="MLP", d_k=d))
         means = [results.mean("pairs", memory="MLP", d_k=d, order=depth) for depth in depths]
         holding = holding and all(a < b for a, b in pairwise(means))
         told.append(f"d_k = {d}: {', '.join(f'{m:.1f}' for m in means)} with {depths} maps")
-    return judged(bool(told) and holding, f"Mean over seeds: {'; '.join(told)}.")
+    return verdict(bool(told) and holding, f"Mean over seeds: {'; '.join(told)}.")
 
 
 def _one(found: list[float]) -> str:
@@ -98,8 +92,8 @@ def _draw(results: Results) -> RenderedFigure:
     lines = dict.fromkeys((cell["memory"], cell["order"]) for cell in results.cells())
     for memory, order in lines:
         cell = {"memory": memory, "order": order}
-        sizes = results.along("d_k", **cell)
-        each = [results.each("pairs", d_k=d, **cell) for d in sizes]
+        sizes = results.axis_values("d_k", **cell)
+        each = [results.values("pairs", d_k=d, **cell) for d in sizes]
         name = {"matrix": "matrix", "polynomial": f"polynomial, p = {order}"}.get(
             str(memory), f"MLP of {order} maps"
         )
@@ -113,8 +107,8 @@ def _draw(results: Results) -> RenderedFigure:
                 style=len(series),
             )
         )
-    sizes = results.along("d_k", memory="polynomial")
-    for p in results.along("order", memory="polynomial"):
+    sizes = results.axis_values("d_k", memory="polynomial")
+    for p in results.axis_values("order", memory="polynomial"):
         wanted = [math.comb(d + p, p) for d in sizes]
         # Below the others, so that what was measured lies above it.
         series.insert(0, Series(name="C(d + p, p)", x=sizes, y=wanted, style=6))
@@ -142,26 +136,34 @@ CAPACITY = Experiment(
         Claim(
             name="matrix",
             text="A matrix memory stores d_k pairs.",
-            rule="The number found is d_k for every size and seed.",
-            judge=_matrix,
+            rule=special(
+                "The number found is d_k for every size and seed.",
+                _matrix,
+            ),
         ),
         Claim(
             name="polynomial",
             text="With polynomial features of degree p it stores O(d_k^p): C(d_k + p, p).",
-            rule="The number found is C(d_k + p, p) for every size, degree and seed.",
-            judge=_polynomial,
+            rule=special(
+                "The number found is C(d_k + p, p) for every size, degree and seed.",
+                _polynomial,
+            ),
         ),
         Claim(
             name="deep memory",
             text="A deep memory stores more than a matrix of the same width.",
-            rule="Every MLP stores more pairs than the matrix at its d_k, with every seed.",
-            judge=_deep,
+            rule=special(
+                "Every MLP stores more pairs than the matrix at its d_k, with every seed.",
+                _deep,
+            ),
         ),
         Claim(
             name="depth",
             text="The advantage grows with depth.",
-            rule="At every d_k the mean over seeds grows with the number of maps.",
-            judge=_deeper,
+            rule=special(
+                "At every d_k the mean over seeds grows with the number of maps.",
+                _deeper,
+            ),
         ),
     ),
     configs={
@@ -186,17 +188,8 @@ CAPACITY = Experiment(
         ),
     ],
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: _work(cell),
+    figure=_draw,
 )
-
-
-def _work(cell: Cell) -> Work:
-    size = int(cell["d_k"])
-    weights = sum(math.prod(shape) for shape in _recipe(cell).shapes(size, size))
-    tries = math.log2(weights) + 1
-    steps = 300.0 if cell["memory"] == "MLP" else 1.0
-    return Work(flops=tries * steps * 2 * weights**3, memory=24.0 * weights**2)
 
 
 EXPERIMENTS = (CAPACITY,)

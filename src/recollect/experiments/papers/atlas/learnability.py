@@ -13,15 +13,9 @@ from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.algorithm.elementwise import Adam, RMSProp
 from recollect.choices.algorithm.muon import Muon
 from recollect.choices.memory.maps import MLP
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
-from recollect.experiments.framework.records import Cell, Missing, Results, Values
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
+from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
@@ -110,16 +104,16 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 def _of(results: Results, measure: str, name: str) -> float:
     """A mapping's mean over seeds with its best optimizer, averaged over memories."""
     found = []
-    for memory in results.along("memory", mapping=name):
+    for memory in results.axis_values("memory", mapping=name):
         cell = {"mapping": name, "memory": memory}
         found.append(
             min(
                 results.mean(measure, optimizer=optimizer, **cell)
-                for optimizer in results.along("optimizer", **cell)
+                for optimizer in results.axis_values("optimizer", **cell)
             )
         )
     if not found:
-        raise Missing(f"the mapping {name} was not measured")
+        raise NotMeasured(f"the mapping {name} was not measured")
     return sum(found) / len(found)
 
 
@@ -129,7 +123,7 @@ def _told(results: Results, measure: str) -> str:
 
 def _easiest(results: Results) -> Verdict:
     found = {name: _of(results, "last quarter", name) for name in MAPPINGS}
-    return judged(
+    return verdict(
         found["low_rank"] == min(found.values()),
         f"Loss in the last quarter: {_told(results, 'last quarter')}.",
     )
@@ -137,7 +131,7 @@ def _easiest(results: Results) -> Verdict:
 
 def _correlated(results: Results) -> Verdict:
     easier, harder = (_of(results, "loss", name) for name in ("attention_inputs", "mlp"))
-    return judged(
+    return verdict(
         easier < harder,
         f"Mean loss over positions: mapping 4 {easier:.3f}, mapping 2 {harder:.3f}.",
     )
@@ -147,7 +141,7 @@ def _hardest(results: Results) -> Verdict:
     found = {name: _of(results, "last quarter", name) for name in MAPPINGS}
     rest = max(found[name] for name in ("low_rank", "mlp", "attention_inputs"))
     order = [rest, found["attention"], found["sliding"]]
-    return judged(
+    return verdict(
         all(a < b for a, b in pairwise(order)),
         f"Loss in the last quarter: {_told(results, 'last quarter')}.",
     )
@@ -155,12 +149,12 @@ def _hardest(results: Results) -> Verdict:
 
 def _draw(results: Results) -> RenderedFigure:
     panels = []
-    for memory in results.along("memory"):
-        for optimizer in results.along("optimizer"):
+    for memory in results.axis_values("memory"):
+        for optimizer in results.axis_values("optimizer"):
             series = []
             for name in MAPPINGS:
                 cell = {"mapping": name, "memory": memory, "optimizer": optimizer}
-                mean, low, high = results.band("by position", **cell)
+                mean, low, high = results.mean_and_range("by position", **cell)
                 step = (results.config["length"] - 1) // len(mean)
                 places = [step * (n + 1) for n in range(len(mean))]
                 series.append(Series(name=TITLES[name], x=places, y=mean, low=low, high=high))
@@ -189,25 +183,31 @@ LEARNABILITY = Experiment(
         Claim(
             name="1 is easiest",
             text="The models usually learn best in setting 1.",
-            rule="With the best optimizer, the mean over seeds and memories of the loss in the "
-            "last quarter is least for mapping 1.",
-            judge=_easiest,
+            rule=special(
+                "With the best optimizer, the mean over seeds and memories of the loss in the "
+                "last quarter is least for mapping 1.",
+                _easiest,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="4 faster than 2",
             text="Correlated inputs make the model learn 4 faster than 2.",
-            rule="Averaged over positions, seeds and memories, the loss of mapping 4 is below that "
-            "of mapping 2.",
-            judge=_correlated,
+            rule=special(
+                "Averaged over positions, seeds and memories, the loss of mapping 4 is below that "
+                "of mapping 2.",
+                _correlated,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="3 and 5 hardest",
             text="The models do worst in 3 and 5, and better in 3 than in 5.",
-            rule="In the last quarter the loss of 5 is above that of 3, and that of 3 above the "
-            "others'.",
-            judge=_hardest,
+            rule=special(
+                "In the last quarter the loss of 5 is above that of 3, and that of 3 above the "
+                "others'.",
+                _hardest,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -234,22 +234,14 @@ LEARNABILITY = Experiment(
         for name in MAPPINGS
     ],
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: _work(config, cell),
-    tried=(
+    figure=_draw,
+    notes=(
         "Two memories, two optimizers and three rates of each: with all of them mapping 4 is "
         "learned better than mapping 1, whose rank (an eighth of d) the paper leaves open. Late in "
         "the sequence the inputs of 4 are means of many values and hardly move, as the paper "
         "remarks of its own."
     ),
 )
-
-
-def _work(config: Config, cell: Cell) -> Work:
-    rates = config["lrs"][str(cell["optimizer"])]
-    shapes = _recipe(cell).shapes(config["size"], config["size"])
-    weights = sum(math.prod(shape) for shape in shapes)
-    return Work(flops=8.0 * weights * config["length"] * len(rates), memory=32.0 * weights)
 
 
 EXPERIMENTS = (LEARNABILITY,)

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import torch
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import TaskModel
-from recollect.experiments.papers.atlas.recall import ATTENTION, Trainings, zoo_mixer
+from recollect.experiments.papers.atlas.recall import ATTENTION, zoo_mixer
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.mad import mad
 from recollect.tasks.mad_config import MadCompression, MadConfig, MadSetting, mad_settings
@@ -85,7 +86,7 @@ def _mad_measure(config: Config, cell: Cell, seed: int, device: torch.device) ->
 
 
 def _average(results: Results, architecture: str) -> float:
-    tasks = results.along("task", architecture=architecture)
+    tasks = results.axis_values("task", architecture=architecture)
     return sum(
         results.mean("accuracy", architecture=architecture, task=task) for task in tasks
     ) / max(1, len(tasks))
@@ -94,17 +95,17 @@ def _average(results: Results, architecture: str) -> float:
 def _mad_order(results: Results) -> Verdict:
     found = {name: _average(results, name) for name in ORDER}
     told = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-    return judged(
+    return verdict(
         all(a >= b for a, b in pairwise(found.values())),
         f"Mean accuracy over tasks and seeds: {told}.",
     )
 
 
 def _mad_draw(results: Results) -> RenderedFigure:
-    tasks = results.along("task")
+    tasks = results.axis_values("task")
     series = []
-    for architecture in results.along("architecture"):
-        each = [results.each("accuracy", architecture=architecture, task=t) for t in tasks]
+    for architecture in results.axis_values("architecture"):
+        each = [results.values("accuracy", architecture=architecture, task=t) for t in tasks]
         series.append(
             Series(
                 name=str(architecture),
@@ -139,8 +140,10 @@ MAD = Experiment(
         Claim(
             name="order",
             text="Atlas ≥ OmegaNet ≥ Titans ≥ Transformer on average.",
-            rule="The mean accuracies over tasks and seeds stand in this order.",
-            judge=_mad_order,
+            rule=special(
+                "The mean accuracies over tasks and seeds stand in this order.",
+                _mad_order,
+            ),
             scales=("paper",),
         ),
     ),
@@ -168,15 +171,8 @@ MAD = Experiment(
         for task in config["tasks"]
     ],
     measure=_mad_measure,
-    draw=_mad_draw,
-    work=lambda config, cell: Trainings(
-        mixer=zoo_mixer(str(cell["architecture"]), heads=config["heads"]),
-        width=config["width"],
-        length=128,
-        mlp=2 * config["width"],
-        layers=config["layers"],
-    ).work(config),
-    tried=(
+    figure=_mad_draw,
+    notes=(
         "At this scale the mean accuracies are softmax attention 0.651, Titans 0.536, OmegaNet "
         "0.521, Gated DeltaNet 0.483, Atlas 0.363 (Titans 0.508 and OmegaNet 0.524 before steps "
         "counted what a norm can say, 0.485 and 0.514 without their layer norm; Titans 0.457, "

@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import torch
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
     language_model,
-    language_work,
 )
 from recollect.experiments.papers.language_results import bits, ranked_models, told
 from recollect.report.figures import RenderedFigure
@@ -34,7 +34,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 
 def _titans(results: Results) -> Verdict:
     found = {name: bits(results, model=name) for name in ("atlas", "omega_net", "titans")}
-    return judged(
+    return verdict(
         max(found["atlas"], found["omega_net"]) < found["titans"],
         f"Bits per byte: {told(found)}.",
     )
@@ -42,7 +42,9 @@ def _titans(results: Results) -> Verdict:
 
 def _attention(results: Results) -> Verdict:
     found = {name: bits(results, model=name) for name in (*DEEP_ATTENTION[::-1], ATTENTION)}
-    return judged(all(a < b for a, b in pairwise(found.values())), f"Bits per byte: {told(found)}.")
+    return verdict(
+        all(a < b for a, b in pairwise(found.values())), f"Bits per byte: {told(found)}."
+    )
 
 
 def _draw(results: Results) -> RenderedFigure:
@@ -75,15 +77,19 @@ TABLE2 = Experiment(
         Claim(
             name="below Titans",
             text="Atlas and OmegaNet have lower perplexity than Titans.",
-            rule="The mean bits per byte of both are below Titans'.",
-            judge=_titans,
+            rule=special(
+                "The mean bits per byte of both are below Titans'.",
+                _titans,
+            ),
             scales=("paper",),
         ),
         Claim(
             name="Transformers",
             text="Dot has lower perplexity than DeepTransformers, and they than Transformer++.",
-            rule="The mean bits per byte stand in this order.",
-            judge=_attention,
+            rule=special(
+                "The mean bits per byte stand in this order.",
+                _attention,
+            ),
             scales=("paper",),
         ),
     ),
@@ -103,8 +109,7 @@ TABLE2 = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: language_work(config, str(cell["model"])),
+    figure=_draw,
     tables=("atlas_table2", "atlas_table8"),
 )
 

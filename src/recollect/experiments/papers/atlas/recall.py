@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from recollect.blocks.cost import cost
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import Mixer, TaskModel
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.mqar import MqarConfig, mqar
 from recollect.zoo.preset import get
 
-__all__ = ["ATTENTION", "EXPERIMENTS", "Trainings", "zoo_mixer"]
+__all__ = ["ATTENTION", "EXPERIMENTS", "zoo_mixer"]
 
 
 def zoo_mixer(architecture: str, *, heads: int = 1) -> Mixer:
@@ -41,28 +35,6 @@ def _state_bytes(mixer: Mixer, width: int, length: int) -> int:
     size = width // mixer.heads
     price = cost(mixer.recipe, B=1, T=length, H=mixer.heads, K=size, V=size)
     return price.state_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainings:
-    """The price of one."""
-
-    mixer: Mixer
-    width: int
-    length: int
-    mlp: int
-    layers: int = 1
-
-    def work(self, config: Config) -> Work:
-        size, batch = self.width // self.mixer.heads, config["batch"]
-        price = cost(self.mixer.recipe, B=batch, T=self.length, H=self.mixer.heads, K=size, V=size)
-        tokens = batch * self.length
-        dense = 2 * tokens * self.width * (5 * self.width + 3 * self.mlp)
-        times = 3 * config["steps"] * len(config["lrs"]) * self.layers
-        return Work(
-            flops=times * (price.total + dense),
-            memory=4.0 * tokens * self.layers * (12 * self.width + 4 * self.mlp),
-        )
 
 
 # -- mqar ------------------------------------------------------------------------------------------
@@ -113,12 +85,12 @@ def _mqar_measure(config: Config, cell: Cell, seed: int, device: torch.device) -
 
 def _mqar_delta(results: Results) -> Verdict:
     told, gaps = [], []
-    for width in results.along("width"):
+    for width in results.axis_values("width"):
         delta = results.mean("accuracy", architecture="delta_net", width=width)
         hebbian = results.mean("accuracy", architecture="linear_attention", width=width)
         gaps.append(delta - hebbian)
         told.append(f"width {width}: {delta:.3f} against {hebbian:.3f}")
-    return judged(
+    return verdict(
         min(gaps) > -0.01 and max(gaps) > 0.01,
         f"Delta rule against Hebbian: {'; '.join(told)}.",
     )
@@ -126,7 +98,7 @@ def _mqar_delta(results: Results) -> Verdict:
 
 def _mqar_atlas(results: Results) -> Verdict:
     told, holding, seen = [], True, 0
-    for width in results.along("width", architecture="atlas"):
+    for width in results.axis_values("width", architecture="atlas"):
         own = results.mean("accuracy", architecture="atlas", width=width)
         size = results.mean("state bytes", architecture="atlas", width=width)
         rivals = {
@@ -144,16 +116,16 @@ def _mqar_atlas(results: Results) -> Verdict:
             f"{own:.3f} at {size / 1024:.1f} KiB against {rivals[best]:.3f} ({best[0]}, width "
             f"{best[1]})"
         )
-    return judged(
+    return verdict(
         bool(seen) and holding, f"Atlas against the best with no more state: {'; '.join(told)}."
     )
 
 
 def _mqar_draw(results: Results) -> RenderedFigure:
     series = []
-    for architecture in results.along("architecture"):
-        widths = sorted(results.along("width", architecture=architecture))
-        each = [results.each("accuracy", architecture=architecture, width=w) for w in widths]
+    for architecture in results.axis_values("architecture"):
+        widths = sorted(results.axis_values("width", architecture=architecture))
+        each = [results.values("accuracy", architecture=architecture, width=w) for w in widths]
         sizes = [
             results.mean("state bytes", architecture=architecture, width=w) / 1024 for w in widths
         ]
@@ -190,17 +162,21 @@ MQAR = Experiment(
         Claim(
             name="delta rule above Hebbian",
             text="The delta rule recalls more than Hebbian updates.",
-            rule="At no width is DeltaNet's mean accuracy over seeds 0.01 below linear "
-            "attention's, and at one it is 0.01 above.",
-            judge=_mqar_delta,
+            rule=special(
+                "At no width is DeltaNet's mean accuracy over seeds 0.01 below linear "
+                "attention's, and at one it is 0.01 above.",
+                _mqar_delta,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="Atlas best per state",
             text="Atlas has the best performance per memory size.",
-            rule="At every width, no recurrent architecture with as much state or less has a "
-            "higher mean accuracy than Atlas.",
-            judge=_mqar_atlas,
+            rule=special(
+                "At every width, no recurrent architecture with as much state or less has a "
+                "higher mean accuracy than Atlas.",
+                _mqar_atlas,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -247,14 +223,8 @@ MQAR = Experiment(
         for width in config["widths"]
     ],
     measure=_mqar_measure,
-    draw=_mqar_draw,
-    work=lambda config, cell: Trainings(
-        mixer=zoo_mixer(str(cell["architecture"])),
-        width=int(cell["width"]),
-        length=config["length"],
-        mlp=0,
-    ).work(config),
-    tried=(
+    figure=_mqar_draw,
+    notes=(
         "120 steps, where every recurrent row was at chance. With steps of a fixed size Atlas was "
         "at chance after 800 (0.045 at width 16), also with steps 8 and 32 times as large or "
         "batches of 4 tokens; with steps that are searched along its direction it has 0.741. Its "

@@ -14,15 +14,15 @@ from recollect.choices.bias.losses import L2, Lp
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep
 from recollect.choices.retention.links import Lq
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
-from recollect.experiments.framework.records import Cell, Missing, Results, Values
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
+from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.papers.language import (
     BITS,
     FINEWEB,
     LOCAL,
     SMOKE,
     language_model,
-    language_work,
 )
 from recollect.experiments.papers.language_results import (
     beside_bigram,
@@ -66,14 +66,14 @@ def _pq_measure(config: Config, cell: Cell, seed: int, device: torch.device) -> 
 
 
 def _over_lengths(results: Results, p: float) -> float:
-    lengths = results.along("length", p=p, q=Q)
+    lengths = results.axis_values("length", p=p, q=Q)
     return sum(bits(results, p=p, q=Q, length=T) for T in lengths) / len(lengths)
 
 
 def _pq_best(results: Results) -> Verdict:
     learned(results)
-    found = {p: _over_lengths(results, p) for p in results.along("p", q=Q)}
-    return judged(
+    found = {p: _over_lengths(results, p) for p in results.axis_values("p", q=Q)}
+    return verdict(
         min(found, key=lambda p: found[p]) == P and max(found, key=lambda p: found[p]) == 4.0,
         f"Bits per byte, mean over lengths: {told({f'p = {p:g}': x for p, x in found.items()})}.",
     )
@@ -81,19 +81,19 @@ def _pq_best(results: Results) -> Verdict:
 
 def _gain(results: Results, p: float, q: float) -> float:
     """Bits by which the longest rows are better than the shortest."""
-    lengths = sorted(results.along("length", p=p, q=q))
+    lengths = sorted(results.axis_values("length", p=p, q=q))
     short, long = (results.mean(BITS, p=p, q=q, length=at) for at in (lengths[0], lengths[-1]))
     if not math.isfinite(short - long):
-        raise Missing(f"p = {p:g}, q = {q:g} diverged, and has no gain from length")
+        raise NotMeasured(f"p = {p:g}, q = {q:g} diverged, and has no gain from length")
     return short - long
 
 
 def _pq_slope(results: Results) -> Verdict:
     learned(results)
-    over_p = [_gain(results, p, Q) for p in results.along("p", q=Q)]
-    over_q = [_gain(results, P, q) for q in results.along("q", p=P)]
+    over_p = [_gain(results, p, Q) for p in results.axis_values("p", q=Q)]
+    over_q = [_gain(results, P, q) for q in results.axis_values("q", p=P)]
     apart_p, apart_q = statistics.stdev(over_p), statistics.stdev(over_q)
-    return judged(
+    return verdict(
         apart_q > apart_p,
         f"From the shortest to the longest rows bits per byte fall by {min(over_q):.3f} to "
         f"{max(over_q):.3f} over q (standard deviation {apart_q:.3f}) and by {min(over_p):.3f} to "
@@ -133,18 +133,22 @@ PQ = Experiment(
         Claim(
             name="p = 3 best, 4 worst",
             text="The best performance is achieved at p = 3, and the worst at p = 4.",
-            rule="Of the mean bits per byte over lengths and seeds those at p = 3 are the smallest "
-            "and those at p = 4 the largest.",
-            judge=_pq_best,
+            rule=special(
+                "Of the mean bits per byte over lengths and seeds those at p = 3 are the smallest "
+                "and those at p = 4 the largest.",
+                _pq_best,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="q changes the scaling",
             text="The scaling with the length of the context is almost the same for all p, and q "
             "changes it.",
-            rule="The bits per byte gained from the shortest to the longest rows have a larger "
-            "standard deviation over q than over p.",
-            judge=_pq_slope,
+            rule=special(
+                "The bits per byte gained from the shortest to the longest rows have a larger "
+                "standard deviation over q than over p.",
+                _pq_slope,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -173,9 +177,8 @@ PQ = Experiment(
     },
     cells=_pq_cells,
     measure=_pq_measure,
-    draw=_pq_draw,
-    work=lambda config, cell: language_work(config, _moneta(cell), length=cell["length"]),
-    tried=(
+    figure=_pq_draw,
+    notes=(
         "p = 1 alone makes the spread over p the larger one: without it the standard deviations "
         "are 0.031 over p and 0.110 over q (one seed). With equal tokens longer rows are fewer "
         "rows in a step, and after so few steps every power predicts worse with them."
@@ -248,7 +251,7 @@ def _helps(less: str) -> Callable[[Results], Verdict]:
     def judge(results: Results) -> Verdict:
         learned(results)
         found = {name: bits(results, model=name) for name in (WHOLE, less)}
-        return judged(found[WHOLE] < found[less], f"Bits per byte: {told(found)}.")
+        return verdict(found[WHOLE] < found[less], f"Bits per byte: {told(found)}.")
 
     return judge
 
@@ -277,8 +280,10 @@ ABLATION = Experiment(
         Claim(
             name=f"{less.removeprefix('without ')} helps",
             text="All design choices contribute to the performance.",
-            rule=f"YAAD's mean bits per byte are below those of YAAD {less}.",
-            judge=_helps(less),
+            rule=special(
+                f"YAAD's mean bits per byte are below those of YAAD {less}.",
+                _helps(less),
+            ),
             scales=("small", "paper"),
         )
         for less in PARTS
@@ -290,8 +295,7 @@ ABLATION = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_parts_measure,
-    draw=_parts_draw,
-    work=lambda config, cell: language_work(config, yaad_variant(str(cell["model"]))),
+    figure=_parts_draw,
     tables=("miras_table4",),
 )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
     language_model,
-    language_work,
 )
 from recollect.experiments.papers.language_results import bits, ranked_models, told
 from recollect.report.figures import RenderedFigure
@@ -32,7 +32,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 def _below(results: Results, ours: tuple[str, ...], others: tuple[str, ...]) -> Verdict:
     """Whether the worst of some is below the best of others."""
     found = {name: bits(results, model=name) for name in (*ours, *others)}
-    return judged(
+    return verdict(
         max(found[name] for name in ours) < min(found[name] for name in others),
         f"Bits per byte: {told(found)}.",
     )
@@ -80,23 +80,29 @@ TABLE2 = Experiment(
         Claim(
             name="below all recurrent baselines",
             text="MONETA, YAAD and MEMORA have lower perplexity than every recurrent baseline.",
-            rule="The largest mean bits per byte of the three are below the smallest of RetNet, "
-            "GLA, Mamba-2, DeltaNet, TTT and Gated DeltaNet.",
-            judge=_recurrent,
+            rule=special(
+                "The largest mean bits per byte of the three are below the smallest of RetNet, "
+                "GLA, Mamba-2, DeltaNet, TTT and Gated DeltaNet.",
+                _recurrent,
+            ),
             scales=("paper",),
         ),
         Claim(
             name="below the Transformer",
             text="MONETA, YAAD and MEMORA have lower perplexity than Transformer++.",
-            rule="The largest mean bits per byte of the three are below Transformer++'s.",
-            judge=_transformer,
+            rule=special(
+                "The largest mean bits per byte of the three are below Transformer++'s.",
+                _transformer,
+            ),
             scales=("paper",),
         ),
         Claim(
             name="hybrids",
             text="MIRAS's hybrids have lower perplexity than Samba and Gated DeltaNet-H2.",
-            rule="The largest mean bits per byte of the three hybrids are below those of both.",
-            judge=_hybrids,
+            rule=special(
+                "The largest mean bits per byte of the three hybrids are below those of both.",
+                _hybrids,
+            ),
             scales=("paper",),
         ),
     ),
@@ -107,8 +113,7 @@ TABLE2 = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    draw=_draw,
-    work=lambda config, cell: language_work(config, str(cell["model"])),
+    figure=_draw,
     tables=("miras_table2",),
 )
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-    not_testable,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.papers.reading.course import answered, mixer_named, taught, work
+from recollect.experiments.framework.rules import Verdict, not_testable, special, verdict
+from recollect.experiments.papers.reading.course import answered, mixer_named, taught
 from recollect.experiments.papers.reading.questions import story_batch, story_words
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.stories import PLACES, StoryConfig
@@ -57,7 +50,7 @@ def _flat(results: Results, models: tuple[str, ...]) -> Verdict:
     lengths = [int(length) for length, _ in results.config["tested"]]
     told: list[str] = []
     losses: list[float] = []
-    for model in filter(lambda name: results.has(model=name), models):
+    for model in filter(lambda name: results.has_cell(model=name), models):
         each = [results.mean(f"{length} tokens", model=model) for length in lengths]
         told.append(f"{model} {', '.join(f'{x:.2f}' for x in each)}")
         if each[0] >= LEARNED:
@@ -65,7 +58,7 @@ def _flat(results: Results, models: tuple[str, ...]) -> Verdict:
     because = f"At {', '.join(f'{n:,}' for n in lengths)} tokens: {'; '.join(told)}."
     if not losses:
         return not_testable(f"None learned the task at the shortest. {because}")
-    return judged(max(losses) <= TOLERANCE, because)
+    return verdict(max(losses) <= TOLERANCE, because)
 
 
 def _mac_is_flat(results: Results) -> Verdict:
@@ -86,14 +79,14 @@ def _atlas_holds_longest(results: Results) -> Verdict:
     if min(short for short, _ in found.values()) < LEARNED:
         return not_testable(f"Not both learned the task. {because}.")
     lost = {model: short - long for model, (short, long) in found.items()}
-    return judged(lost["atlas_mac"] <= TOLERANCE < lost["titans_mac"], f"{because}.")
+    return verdict(lost["atlas_mac"] <= TOLERANCE < lost["titans_mac"], f"{because}.")
 
 
 def _draw(results: Results) -> RenderedFigure:
     lengths = [int(length) for length, _ in results.config["tested"]]
     series = []
-    for model in results.along("model"):
-        each = [results.each(f"{length} tokens", model=model) for length in lengths]
+    for model in results.axis_values("model"):
+        each = [results.values(f"{length} tokens", model=model) for length in lengths]
         series.append(
             Series(
                 name=str(model),
@@ -118,12 +111,6 @@ def _draw(results: Results) -> RenderedFigure:
     )
 
 
-def _work(config: Config, cell: Cell) -> Work:
-    words = story_words(1, config["frequent"])
-    measured = {int(length): count for length, count in config["tested"]}
-    return work(config, mixer_named(str(cell["model"]), config), len(words), measured)
-
-
 BABILONG = Experiment(
     name="babilong",
     title="Facts in long background text",
@@ -144,18 +131,22 @@ BABILONG = Experiment(
         Claim(
             name="flat with length",
             text="Accuracy of a memory as context is flat with the length of the text.",
-            rule="The mean accuracy over seeds of each MAC that answers at least half of the texts "
-            f"of the training's length is at no length more than {TOLERANCE} below it.",
-            judge=_mac_is_flat,
+            rule=special(
+                "The mean accuracy over seeds of each MAC that answers at least half of the texts "
+                f"of the training's length is at no length more than {TOLERANCE} below it.",
+                _mac_is_flat,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="Atlas in the longest",
             text="Titans drops in the longest texts, where Atlas maintains its performance.",
-            rule="Where both MACs answer at least half of the texts of the training's length, the "
-            f"mean accuracy of Titans' MAC in the longest texts is more than {TOLERANCE} below "
-            "that, and the one of Atlas's is not.",
-            judge=_atlas_holds_longest,
+            rule=special(
+                "Where both MACs answer at least half of the texts of the training's length, the "
+                f"mean accuracy of Titans' MAC in the longest texts is more than {TOLERANCE} below "
+                "that, and the one of Atlas's is not.",
+                _atlas_holds_longest,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -188,9 +179,8 @@ BABILONG = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    draw=_draw,
-    work=_work,
-    tried=(
+    figure=_draw,
+    notes=(
         "A rate of 0.01: Gated DeltaNet answered 0.50 of the texts of 256 tokens in place of 0.48, "
         "Titans' MAC 0.20 in place of 0.39."
     ),

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.compositions import MemoryAsContext
-from recollect.blocks.cost import cost
 from recollect.blocks.mixers import Mixer, RecipeMixer
-from recollect.experiments.framework.experiment import Config, Work
+from recollect.experiments.framework.experiment import Config
 from recollect.experiments.framework.fitting import LOST, training_steps
 from recollect.tasks.mqar import IGNORE
 from recollect.zoo.preset import get
 
-__all__ = ["Answers", "Course", "Reader", "answered", "copies", "mixer_named", "taught", "work"]
+__all__ = ["Answers", "Course", "Reader", "answered", "copies", "mixer_named", "taught"]
 
 Draw = Callable[[str, int, int, torch.Generator], tuple[Tensor, Tensor]]
 """Inputs and labels of a kind of lesson, of so many tokens and texts."""
@@ -208,28 +207,3 @@ def answered(model: nn.Module, inputs: Tensor, labels: Tensor, *, at_once: int =
             named += int((said & here).sum())
             asked += int(here.sum())
     return Answers(right=whole / len(inputs), tokens=named / asked)
-
-
-def work(config: Config, mixer: Mixer, vocab: int, measured: dict[int, int]) -> Work:
-    """The price of a course and of what is measured after it.
-
-    Args:
-        config: of the experiment.
-        mixer: of every layer.
-        vocab: tokens.
-        measured: how many texts of each length are read afterwards.
-    """
-    width, heads, layers = config["width"], config["heads"], config["layers"]
-
-    def forward(length: int) -> float:
-        price = cost(mixer, B=1, T=length, H=heads, K=width // heads, V=width // heads)
-        dense = 2 * length * width * (5 * width + 8 * width + vocab)
-        return layers * (price.total + dense)
-
-    lessons = Course.of(config).lessons
-    trained = sum(3 * batch * steps * forward(length) for _, length, batch, steps in lessons)
-    largest = max(length * batch for _, length, batch, _ in lessons)
-    return Work(
-        flops=trained + sum(count * forward(length) for length, count in measured.items()),
-        memory=4.0 * largest * (layers * 20 * width + 3 * vocab),
-    )

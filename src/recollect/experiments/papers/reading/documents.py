@@ -8,17 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-    not_testable,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.papers.reading.course import answered, mixer_named, taught, work
+from recollect.experiments.framework.rules import Verdict, not_testable, special, verdict
+from recollect.experiments.papers.reading.course import answered, mixer_named, taught
 from recollect.experiments.papers.reading.words import Words, batch_of
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.extraction import Extraction, ExtractionConfig, ExtractionForm, extractions
@@ -105,7 +98,7 @@ def _order(results: Results) -> Verdict:
     because = "Mean over forms and seeds: " + ", ".join(f"{m} {x:.3f}" for m, x in found.items())
     if max(found.values()) < LEARNED:
         return not_testable(f"No model answers {LEARNED} of the questions. {because}.")
-    return judged(all(a > b for a, b in pairwise(found.values())), f"{because}.")
+    return verdict(all(a > b for a, b in pairwise(found.values())), f"{because}.")
 
 
 def _attention_first(results: Results) -> Verdict:
@@ -114,13 +107,13 @@ def _attention_first(results: Results) -> Verdict:
     because = "Mean over forms and seeds: " + ", ".join(f"{m} {x:.3f}" for m, x in found.items())
     if max(found.values()) < LEARNED:
         return not_testable(f"No model answers {LEARNED} of the questions. {because}.")
-    return judged(first > max(rest), f"{because}.")
+    return verdict(first > max(rest), f"{because}.")
 
 
 def _draw(results: Results) -> RenderedFigure:
     series = []
-    for model in results.along("model"):
-        each = [results.each(form, model=model) for form in FORMS]
+    for model in results.axis_values("model"):
+        each = [results.values(form, model=model) for form in FORMS]
         series.append(
             Series(
                 name=str(model),
@@ -137,12 +130,6 @@ def _draw(results: Results) -> RenderedFigure:
         title="Recall from documents",
         height=4.0,
     )
-
-
-def _work(config: Config, cell: Cell) -> Work:
-    words = _words(config["bytes"])
-    measured = {config["lessons"][-1][1]: config["tested"] * len(FORMS)}
-    return work(config, mixer_named(str(cell["model"]), config), len(words), measured)
 
 
 RECALL_REAL = Experiment(
@@ -166,17 +153,21 @@ RECALL_REAL = Experiment(
         Claim(
             name="order",
             text="Transformers above Atlas above Titans above Gated DeltaNet.",
-            rule="Mean accuracies over forms and seeds fall in this order, where the best is at "
-            f"least {LEARNED}.",
-            judge=_order,
+            rule=special(
+                "Mean accuracies over forms and seeds fall in this order, where the best is at "
+                f"least {LEARNED}.",
+                _order,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="Transformers first",
             text="Transformers achieve the best results in in-context recall.",
-            rule="The mean accuracy of softmax attention over forms and seeds is above that of "
-            f"each of the others, where the best is at least {LEARNED}.",
-            judge=_attention_first,
+            rule=special(
+                "The mean accuracy of softmax attention over forms and seeds is above that of "
+                f"each of the others, where the best is at least {LEARNED}.",
+                _attention_first,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -205,8 +196,7 @@ RECALL_REAL = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    draw=_draw,
-    work=_work,
+    figure=_draw,
     tables=("atlas_table5",),
 )
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-    not_testable,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.papers.reading.course import answered, mixer_named, taught, work
+from recollect.experiments.framework.rules import Verdict, not_testable, special, verdict
+from recollect.experiments.papers.reading.course import answered, mixer_named, taught
 from recollect.experiments.papers.reading.questions import needle_batch, needle_words
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.needles import NeedleName
@@ -93,7 +86,7 @@ def _holds_with_length(results: Results) -> Verdict:
         told.append(f"{task}: " + ", ".join(f"{m} {share:.2f}" for m, share in shares.items()))
     first, last = _ends(results)
     because = f"Of the accuracy at {first:,} tokens is left at {last:,}: {'; '.join(told)}."
-    return judged(not wrong, because) if compared else not_testable(because)
+    return verdict(not wrong, because) if compared else not_testable(because)
 
 
 def _hybrid_reaches_further(results: Results) -> Verdict:
@@ -107,7 +100,7 @@ def _hybrid_reaches_further(results: Results) -> Verdict:
         f"Beyond the training's length, mean over tasks and lengths: Atlas (MAG) "
         f"{found['atlas_mag']:.3f}, Atlas {found['atlas']:.3f}."
     )
-    return judged(found["atlas_mag"] > found["atlas"], because) if learned >= LEARNED else (
+    return verdict(found["atlas_mag"] > found["atlas"], because) if learned >= LEARNED else (
         not_testable(f"Neither learned a task. {because}")
     )  # fmt: skip
 
@@ -119,8 +112,8 @@ def _draw(results: Results) -> RenderedFigure:
     shown.append(("S-NIAH-3, token by token", "right tokens", "uuid {}, tokens"))
     for title, y, measure in shown:
         series = []
-        for model in results.along("model"):
-            each = [results.each(measure.format(length), model=model) for length in lengths]
+        for model in results.axis_values("model"):
+            each = [results.values(measure.format(length), model=model) for length in lengths]
             series.append(
                 Series(
                     name=str(model),
@@ -137,12 +130,6 @@ def _draw(results: Results) -> RenderedFigure:
         title=f"Needles, learned in texts of {lengths[0]} tokens",
         height=2.8,
     )
-
-
-def _work(config: Config, cell: Cell) -> Work:
-    words = needle_words(config["frequent"])
-    measured = {length: count * len(NAMES) for length, count in _tested(config).items()}
-    return work(config, mixer_named(str(cell["model"]), config), len(words), measured)
 
 
 MODELS = (
@@ -172,20 +159,24 @@ NIAH = Experiment(
         Claim(
             name="deep memories hold",
             text="Deep memories hold with length where DeltaNet and TTT fall, in text.",
-            rule="Of S-NIAH-2 and 3 those count that Titans or Atlas, and DeltaNet or TTT, answer "
-            "in at least half of the texts of the training's length. On each, whichever of Titans "
-            "and Atlas does so keeps at least half of its accuracy in the longest texts, and "
-            "whichever of DeltaNet, TTT-Linear and TTT-MLP less than half.",
-            judge=_holds_with_length,
+            rule=special(
+                "Of S-NIAH-2 and 3 those count that Titans or Atlas, and DeltaNet or TTT, answer "
+                "in at least half of the texts of the training's length. On each, whichever of "
+                "Titans and Atlas does so keeps at least half of its accuracy in the longest "
+                "texts, and whichever of DeltaNet, TTT-Linear and TTT-MLP less than half.",
+                _holds_with_length,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="hybrid reaches further",
             text="Atlas's hybrids further improve the effective context length.",
-            rule="The mean accuracy of Atlas (MAG) over the three tasks and all lengths beyond the "
-            "training's is above that of Atlas, where one of them answers a task in at least half "
-            "of the texts of the training's length.",
-            judge=_hybrid_reaches_further,
+            rule=special(
+                "The mean accuracy of Atlas (MAG) over the three tasks and all lengths beyond the "
+                "training's is above that of Atlas, where one of them answers a task in at least "
+                "half of the texts of the training's length.",
+                _hybrid_reaches_further,
+            ),
             scales=("small", "paper"),
         ),
     ),
@@ -225,9 +216,8 @@ NIAH = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    draw=_draw,
-    work=_work,
-    tried=(
+    figure=_draw,
+    notes=(
         "Bytes in place of words: after 600 steps neither softmax attention nor Gated DeltaNet "
         "named one whole value. Digits one by one: Gated DeltaNet learned more slowly. No "
         "repetition first: Titans did not begin in 500 steps. Repetition of all tokens from the "

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.blocks.cost import cost
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.experiments.framework.task_models import RecallModel
 from recollect.experiments.papers.ttr.regression import rls
 from recollect.functional.recall import recall
@@ -95,8 +88,8 @@ def _cells(config: Config) -> list[Cell]:
 
 
 def _constructed(results: Results) -> Verdict:
-    least = results.worst("accuracy", kind="untrained")
-    return judged(least == 1.0, f"The construction's accuracy is at least {least:.4f}.")
+    least = results.min("accuracy", kind="untrained")
+    return verdict(least == 1.0, f"The construction's accuracy is at least {least:.4f}.")
 
 
 def _few(results: Results) -> Verdict:
@@ -105,11 +98,13 @@ def _few(results: Results) -> Verdict:
     for layer in ("linear attention", "RLS"):
         found = min(
             results.mean("accuracy", kind="trained", layer=layer, P=width, T=T)
-            for T in results.along("T", kind="trained", P=width)
+            for T in results.axis_values("T", kind="trained", P=width)
         )
         least = min(least, found)
         told.append(f"{layer} at least {found:.3f}")
-    return judged(least >= 0.98, f"P = {width} = d: {', '.join(told)} over lengths, mean of seeds.")
+    return verdict(
+        least >= 0.98, f"P = {width} = d: {', '.join(told)} over lengths, mean of seeds."
+    )
 
 
 def named(pairs: int, length: int) -> float:
@@ -120,7 +115,7 @@ def named(pairs: int, length: int) -> float:
 def _many(results: Results) -> Verdict:
     width = results.config["width"]
     told, judging = [], []
-    for T in results.along("T", kind="trained", P=2 * width):
+    for T in results.axis_values("T", kind="trained", P=2 * width):
         cell = {"kind": "trained", "P": 2 * width, "T": T}
         solved = results.mean("accuracy", layer="RLS", **cell)
         other = results.mean("accuracy", layer="linear attention", **cell)
@@ -128,14 +123,14 @@ def _many(results: Results) -> Verdict:
         told.append(f"T = {T} ({shown:.0f} named): RLS {solved:.3f}, linear attention {other:.3f}")
         if shown > width:
             judging.append(solved >= 0.95 and other <= solved - 0.05)
-    return judged(
+    return verdict(
         bool(judging) and all(judging), f"P = {2 * width} = 2d, mean of seeds: {'; '.join(told)}."
     )
 
 
 def _range(results: Results) -> tuple[float, float]:
     """Of the axes: both panels share one, and where all of it is near 1 the lines fill it."""
-    least = min(results.each("accuracy"))
+    least = min(results.values("accuracy"))
     if least < 0.5:
         return 0.0, 1.05
     low = math.floor(20 * least - 0.5) / 20  # at a multiple of 0.05, and off the axis
@@ -144,13 +139,13 @@ def _range(results: Results) -> tuple[float, float]:
 
 def _draw(results: Results) -> RenderedFigure:
     panels, y_range = [], _range(results)
-    for P in results.along("P"):
+    for P in results.axis_values("P"):
         series = []
         for layer in ("linear attention", "RLS"):
             for kind in ("trained", "untrained"):
                 cell = {"kind": kind, "layer": layer, "P": P}
-                lengths = results.along("T", **cell)
-                each = [results.each("accuracy", T=T, **cell) for T in lengths]
+                lengths = results.axis_values("T", **cell)
+                each = [results.values("accuracy", T=T, **cell) for T in lengths]
                 series.append(
                     Series(
                         name=f"{layer}, {kind}",
@@ -174,21 +169,6 @@ def _draw(results: Results) -> RenderedFigure:
     )
 
 
-def _work(config: Config, cell: Cell) -> Work:
-    pairs, length, width = int(cell["P"]), int(cell["T"]), config["width"]
-    recipe, size = _recipe(str(cell["layer"]), config), CueConfig(pairs=pairs, length=length)
-    if cell["kind"] == "untrained":
-        price = cost(recipe, B=config["tested"], T=length, K=size.vocab, V=size.vocab)
-        return Work(flops=price.total, memory=16.0 * config["tested"] * length * size.vocab)
-    price = cost(recipe, B=config["batch"], T=length, K=width, V=width)
-    tokens = config["batch"] * length
-    dense = 2 * (3 * width * width + width * size.vocab) * tokens
-    times = 3 * config["steps"] * len(config["lrs"])
-    return Work(
-        flops=times * (price.total + dense), memory=4.0 * tokens * (12 * width + size.vocab)
-    )
-
-
 FIG3 = Experiment(
     name="ttr-fig3",
     title="Associative recall by one layer and one short convolution",
@@ -209,29 +189,38 @@ FIG3 = Experiment(
             name="construction",
             text="One layer and one convolution w = (0, 1) solve the task with orthonormal "
             "embeddings and nothing trained.",
-            rule="The construction answers every question right, for both layers, every P, T and "
-            "seed.",
-            judge=_constructed,
+            rule=special(
+                "The construction answers every question right, for both layers, every P, T and "
+                "seed.",
+                _constructed,
+            ),
         ),
         Claim(
             name="P = d",
             text="With P = 64 = d both layers solve the task, whatever the length.",
-            rule="For both layers and every T, the mean over seeds of the trained accuracy is at "
-            "least 0.98.",
-            judge=_few,
+            rule=special(
+                "For both layers and every T, the mean over seeds of the trained accuracy is at "
+                "least 0.98.",
+                _few,
+            ),
             scales=("small", "paper"),
         ),
         Claim(
             name="P = 2d",
             text="With P = 128 > d RLS still solves it, and linear attention no longer can.",
-            rule="For every T whose tokens name more than d of the pairs on average, RLS's mean "
-            "accuracy over seeds is at least 0.95 and linear attention's at least 0.05 below it.",
-            judge=_many,
+            rule=special(
+                "For every T whose tokens name more than d of the pairs on average, RLS's mean "
+                "accuracy over seeds is at least 0.95 and linear attention's at least 0.05 below "
+                "it.",
+                _many,
+            ),
             scales=("small", "paper"),
-            changed="It first spoke of every T. At T = 128, however, 64 draws name only some 50 of "
-            "the 128 pairs, fewer than d, and linear attention answers them too (0.996 with one "
-            "seed, 240 steps), as its capacity says it should; by that rule the claim did not "
-            "hold. Now it speaks of lengths that name more than d.",
+            rule_history=(
+                "It first spoke of every T. At T = 128, however, 64 draws name only some 50 of "
+                "the 128 pairs, fewer than d, and linear attention answers them too (0.996 with "
+                "one seed, 240 steps), as its capacity says it should; by that rule the claim did "
+                "not hold. Now it speaks of lengths that name more than d."
+            ),
         ),
     ),
     configs={
@@ -246,9 +235,8 @@ FIG3 = Experiment(
     },
     cells=_cells,
     measure=_measure,
-    draw=_draw,
-    work=_work,
-    tried="The learning rate 0.01 was the best of 0.003, 0.01 and 0.03 at P = 16.",
+    figure=_draw,
+    notes="The learning rate 0.01 was the best of 0.003, 0.01 and 0.03 at P = 16.",
 )
 
 EXPERIMENTS = (FIG3,)

@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.blocks.cost import cost
 from recollect.choices.algorithm.closed_form import Analytic, LeastSquares
 from recollect.choices.context.windows import Prefix
-from recollect.experiments.framework.experiment import (
-    Claim,
-    Config,
-    Experiment,
-    Verdict,
-    Work,
-    judged,
-)
+from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.rules import Verdict, special, verdict
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
@@ -87,14 +80,14 @@ def _worst(results: Results) -> Verdict:
         rest = max(results.mean(phase, layer=name) for name in LAYERS[1:])
         holding = holding and own > rest
         told.append(f"{phase} the switch {own:.3f} against at most {rest:.3f}")
-    return judged(holding, f"Linear attention's mean loss: {'; '.join(told)}.")
+    return verdict(holding, f"Linear attention's mean loss: {'; '.join(told)}.")
 
 
 def _adapts(results: Results) -> Verdict:
     stuck = results.mean("last quarter", layer="RLS")
     local = results.mean("last quarter", layer="local linear attention")
     naive = results.mean("last quarter", layer=NAIVE)
-    return judged(
+    return verdict(
         stuck > local and stuck > naive,
         f"In the last quarter RLS loses {stuck:.3f}, local linear attention {local:.3f}, the naive "
         f"forecaster {naive:.3f}.",
@@ -109,13 +102,13 @@ def _slopes(results: Results) -> Verdict:
         linear = results.mean(phase, layer="local linear attention")
         holding = holding and linear < constant
         told.append(f"{phase} the switch {linear:.3f} against {constant:.3f}")
-    return judged(holding, f"Local linear against softmax attention: {'; '.join(told)}.")
+    return verdict(holding, f"Local linear against softmax attention: {'; '.join(told)}.")
 
 
 def _fig2_draw(results: Results) -> RenderedFigure:
     series = []
-    for layer in results.along("layer"):
-        mean, low, high = results.band("loss", layer=layer)
+    for layer in results.axis_values("layer"):
+        mean, low, high = results.mean_and_range("loss", layer=layer)
         steps = list(range(1, len(mean) + 1))
         series.append(Series(name=str(layer), x=steps, y=mean, low=low, high=high))
     return panel_figure(
@@ -124,11 +117,6 @@ def _fig2_draw(results: Results) -> RenderedFigure:
         title="Forecasting a process that changes at T/4, nothing learned",
         height=4.2,
     )
-
-
-def _untrained_work(config: Config, cell: Cell) -> Work:
-    tokens, size = config["sequences"] * config["length"], config["size"]
-    return Work(flops=tokens * size * (8 * size + 4 * config["length"]), memory=64 * tokens * size)
 
 
 FIG2 = Experiment(
@@ -150,24 +138,30 @@ FIG2 = Experiment(
             name="linear attention is worst",
             text="Linear attention performs the worst, since the keys' covariance is not the "
             "identity.",
-            rule="Before and after the switch, its mean loss over time, sequences and seeds is "
-            "above that of RLS, softmax and local linear attention.",
-            judge=_worst,
+            rule=special(
+                "Before and after the switch, its mean loss over time, sequences and seeds is "
+                "above that of RLS, softmax and local linear attention.",
+                _worst,
+            ),
         ),
         Claim(
             name="RLS does not adapt",
             text="Unweighted RLS cannot discount what was before the transition and maintains a "
             "high error.",
-            rule="In the last quarter its mean loss is above local linear attention's and above "
-            "the naive forecaster's, which remembers one value.",
-            judge=_adapts,
+            rule=special(
+                "In the last quarter its mean loss is above local linear attention's and above "
+                "the naive forecaster's, which remembers one value.",
+                _adapts,
+            ),
         ),
         Claim(
             name="slopes help",
             text="p = 1 adapts better than p = 0 to the fast period and to the regime change.",
-            rule="Local linear attention's mean loss is below softmax attention's before and after "
-            "the switch.",
-            judge=_slopes,
+            rule=special(
+                "Local linear attention's mean loss is below softmax attention's before and after "
+                "the switch.",
+                _slopes,
+            ),
         ),
     ),
     configs={
@@ -180,9 +174,8 @@ FIG2 = Experiment(
     },
     cells=lambda config: [{"layer": name} for name in (*LAYERS, PLAIN, NAIVE)],
     measure=_fig2_measure,
-    draw=_fig2_draw,
-    work=_untrained_work,
-    tried=(
+    figure=_fig2_draw,
+    notes=(
         "Two things that the paper leaves open decide the picture. How sharp the kernel is: on "
         "keys as they are, of length 0.3 to 2, the temperature √K makes softmax attention nearly a "
         "plain mean, and it is then worse than linear attention; with queries and keys of length "
@@ -245,17 +238,17 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _grows(results: Results) -> Verdict:
-    least = results.worst("slope", layer="linear attention")
-    return judged(
+    least = results.min("slope", layer="linear attention")
+    return verdict(
         least > 0.25,
         f"From T = 4K on, linear attention's output norm grows at least as T^{least:.2f}.",
     )
 
 
 def _stays(results: Results) -> Verdict:
-    share = results.worst("under the bound", layer="RLS")
-    most = results.best("slope", layer="RLS")
-    return judged(
+    share = results.min("under the bound", layer="RLS")
+    most = results.max("slope", layer="RLS")
+    return verdict(
         share == 1.0 and most < 0.25,
         f"{share:.0%} of the least-squares outputs measured are under the bound; from T = 4K on "
         f"their norm grows at most as T^{most:.2f}.",
@@ -265,10 +258,10 @@ def _stays(results: Results) -> Verdict:
 def _stability_draw(results: Results) -> RenderedFigure:
     places = _places(results.config)
     series = []
-    for layer in results.along("layer"):
-        mean, low, high = results.band("norm", layer=layer)
+    for layer in results.axis_values("layer"):
+        mean, low, high = results.mean_and_range("norm", layer=layer)
         series.append(Series(name=str(layer), x=places, y=mean, low=low, high=high))
-    mean, low, high = results.band("bound", layer="RLS")
+    mean, low, high = results.mean_and_range("bound", layer="RLS")
     series.append(Series(name="bound of eq. 13 for RLS", x=places, y=mean, low=low, high=high))
     return panel_figure(
         [Panel(y="output norm ‖y_T‖", series=series, log_x=True, log_y=True)],
@@ -294,16 +287,20 @@ STABILITY = Experiment(
             name="linear attention grows",
             text="Without the inverse covariance the output can grow arbitrarily large with the "
             "sequence length.",
-            rule="From T = 4K on, the power of T with which its output norm grows is above 1/4 for "
-            "every seed.",
-            judge=_grows,
+            rule=special(
+                "From T = 4K on, the power of T with which its output norm grows is above 1/4 for "
+                "every seed.",
+                _grows,
+            ),
         ),
         Claim(
             name="least squares stays",
             text="The output of the least-squares layer is bounded by eq. 13.",
-            rule="Every output measured is under the bound, and from T = 4K on the norm grows with "
-            "a power of T below 1/4, for every seed.",
-            judge=_stays,
+            rule=special(
+                "Every output measured is under the bound, and from T = 4K on the norm grows with "
+                "a power of T below 1/4, for every seed.",
+                _stays,
+            ),
         ),
     ),
     configs={
@@ -313,11 +310,7 @@ STABILITY = Experiment(
     },
     cells=lambda config: [{"layer": "linear attention"}, {"layer": "RLS"}],
     measure=_stability_measure,
-    draw=_stability_draw,
-    work=lambda config, cell: Work(
-        flops=cost(rls(1.0), T=config["length"], K=config["size"], V=config["size"]).total,
-        memory=64.0 * config["length"] * config["size"],
-    ),
+    figure=_stability_draw,
 )
 
 EXPERIMENTS = (FIG2, STABILITY)
