@@ -41,7 +41,7 @@ from recollect.experiments.framework.report import save_run
 from recollect.experiments.framework.rules import special, verdict
 from recollect.experiments.framework.run import format_command
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
-from recollect.experiments.papers.ttr.recall import _range
+from recollect.experiments.papers.ttr.recall import _y_range
 from recollect.report import RenderedFigure, Series, line_figure
 
 ROWS = (
@@ -176,6 +176,21 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     )
 
 
+def test_a_figure_that_fails_is_not_left_out(tmp_path: Path) -> None:
+    """Only results that were not measured leave the figure of an interrupted run out."""
+
+    def fails(results: Results) -> RenderedFigure:
+        raise ValueError("a defect of the figure")
+
+    with pytest.raises(ValueError, match="a defect of the figure"):
+        reproduce(replace(toy([], stop_at=2), figure=fails), out=tmp_path)
+
+    def missing(results: Results) -> RenderedFigure:
+        raise NotMeasured("nothing at x = 3")
+
+    assert not reproduce(replace(toy([], stop_at=1), figure=missing), out=tmp_path / "b").complete
+
+
 def test_a_broken_cell_is_named(tmp_path: Path) -> None:
     reproduce(toy(), out=tmp_path)
     cell = next((tmp_path / "toy").glob("cells/*/*.json"))
@@ -257,7 +272,7 @@ def test_recall_near_one_fills_its_panels(least: float, bottom: float, top: floa
         for P in (8, 16)
         for T in (32, 64)
     ]
-    found = _range(Results.from_rows(rows, config={"width": 8}))
+    found = _y_range(Results.from_rows(rows, config={"width": 8}))
     assert found == pytest.approx((bottom, top))
     assert found[0] < least < 1 < found[1]
 

@@ -17,7 +17,7 @@ from recollect.experiments import EXPERIMENTS, Results
 from recollect.experiments.papers.atlas.learnability import MAPPINGS
 from recollect.experiments.papers.miras.ablations import PARTS
 from recollect.experiments.papers.reading.documents import ORDER
-from recollect.experiments.papers.ttr.recall import named
+from recollect.experiments.papers.ttr.recall import mean_named_pairs
 
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
 
@@ -605,6 +605,6 @@ def test_readers_that_learned_nothing_are_not_judged(experiment: str, rows: Rows
 
 def test_how_many_pairs_are_named() -> None:
     """Against the sum over pairs of the chance to be drawn."""
-    assert named(1, 2) == pytest.approx(1.0)
-    assert named(2, 4) == pytest.approx(1.5)
-    assert named(128, 128) < 64 < named(128, 512)
+    assert mean_named_pairs(1, 2) == pytest.approx(1.0)
+    assert mean_named_pairs(2, 4) == pytest.approx(1.5)
+    assert mean_named_pairs(128, 128) < 64 < mean_named_pairs(128, 512)

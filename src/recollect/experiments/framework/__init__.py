@@ -1,7 +1,7 @@
 """What experiments are made of: claims with rules, figures, records and training."""
 
 from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.fitting import Budget, accuracy, fit
+from recollect.experiments.framework.fitting import Budget, accuracy, fit, heldout_generator
 from recollect.experiments.framework.plots import Lines, lines, plot_panels, ranking
 from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
 from recollect.experiments.framework.rules import (
@@ -48,6 +48,7 @@ __all__ = [
     "fit",
     "for_any",
     "for_each",
+    "heldout_generator",
     "increasing",
     "less_than",
     "lines",

@@ -8,8 +8,9 @@ ones, and `recollect.experiments.comparison.training` from examples drawn before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ __all__ = [
     "accuracy",
     "asked_loss",
     "fit",
+    "heldout_generator",
     "rate_at",
     "training_steps",
 ]
@@ -65,6 +67,17 @@ class Budget(Validated):
     def validate(self) -> None:
         if not self.lrs:
             raise ValueError("Budget: lrs must have at least one learning rate")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **values: Any) -> Budget:
+        """Read the fields that a configuration contains, by name.
+
+        Args:
+            config: configuration of an experiment.
+            **values: fields that replace those of the configuration.
+        """
+        known = {f.name: config[f.name] for f in fields(cls) if f.name in config} | values
+        return cls(**{**known, "lrs": tuple(known["lrs"])})
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, in units of the peak."""
@@ -193,6 +206,11 @@ class Fit:
     curve: list[tuple[int, float]] = field(default_factory=list)
     levels: list[tuple[int, int]] = field(default_factory=list)
     lost: int = 0
+
+
+def heldout_generator(seed: int) -> torch.Generator:
+    """Return the generator of the test examples of a seed."""
+    return torch.Generator().manual_seed(1_000_003 + seed)
 
 
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor, *, batch: int = 256) -> float:

@@ -42,7 +42,9 @@ class Lines:
             function of the results.
         baselines: horizontal lines by name: a number, or the name of a measure.
         looks: values of the first axis of ``by`` in the order of their colours and markers.
-        overlays: further lines of every panel.
+        look: colour and marker of all lines, as `recollect.report.figures.Series` takes ``style``.
+        band: whether a band runs from the smallest to the largest value.
+        underlays, overlays: further lines of every panel, below and above these.
         cell: selects cells.
     """
 
@@ -62,6 +64,9 @@ class Lines:
     y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     looks: Sequence[Any] = ()
+    look: int | None = None
+    band: bool = True
+    underlays: Sequence[Lines] = ()
     overlays: Sequence[Lines] = ()
     cell: Cell = field(default_factory=dict)
 
@@ -76,7 +81,8 @@ class Lines:
         selected, panels = results.select(**self.cell), []
         for cell in _grid(selected, self.panels):
             part = selected.select(**cell)
-            series = [line for group in (self, *self.overlays) for line in group._series(part)]
+            groups = (*self.underlays, self, *self.overlays)
+            series = [line for group in groups for line in group._series(part)]
             levels = {name: _level(part, level) for name, level in self.baselines.items()}
             panels.append(
                 Panel(
@@ -106,9 +112,9 @@ class Lines:
             name=name or ", ".join(map(str, cell.values())),
             x=x,
             y=y,
-            low=low,
-            high=high,
-            style=self.looks.index(first) if self.looks else None,
+            low=low if self.band else None,
+            high=high if self.band else None,
+            style=self.looks.index(first) if self.looks else self.look,
         )
 
     def _points(self, results: Results) -> tuple[Sequence[float], tuple[list[float], ...]]:
@@ -145,6 +151,9 @@ def lines(
     y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None,
     baselines: Mapping[str, float | str] | None = None,
     looks: Sequence[Any] = (),
+    look: int | None = None,
+    band: bool = True,
+    underlays: Sequence[Lines] = (),
     overlays: Sequence[Lines] = (),
     **cell: Any,
 ) -> Lines:
@@ -152,7 +161,8 @@ def lines(
     return Lines(
         y=y, x=x, by=by, panels=panels, name=name, panel_title=panel_title, x_label=x_label,
         panel_x=panel_x, y_label=y_label, title=title, height=height, log_x=log_x, log_y=log_y,
-        y_range=y_range, baselines=baselines or {}, looks=looks, overlays=overlays, cell=cell,
+        y_range=y_range, baselines=baselines or {}, looks=looks, look=look, band=band,
+        underlays=underlays, overlays=overlays, cell=cell,
     )  # fmt: skip
 
 

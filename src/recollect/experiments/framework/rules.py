@@ -7,8 +7,8 @@
     all_of(at_most("error", 0.5, statistic="max"), increasing("accuracy", along="width"))
 
 A measure is a name, or a dictionary from the name to the words for it in sentences. Keyword
-arguments that a rule does not name select cells of the grid. No bound holds for a run that diverged
-(NaN). In a comparison the diverged run is the worse one.
+arguments that a rule does not name select cells of the grid. No rule holds for a run that diverged
+(NaN), but if lower is better, as in `below`, the diverged run counts as above all others.
 
 Examples:
     >>> from recollect.experiments import Results, rules
@@ -137,7 +137,7 @@ class _Groups(Rule):
             for names in (self.better, self.worse)
         )
         sign = 1 if self.lower_is_better else -1
-        holds = max(sign * x for x in better.values()) < min(sign * x for x in worse.values())
+        holds = all(sign * x < sign * y for x in better.values() for y in worse.values())
         order = sorted((better | worse).items(), key=lambda item: sign * item[1])
         numbers = ", ".join(f"{name} {_format(value)}" for name, value in order)
         return verdict(holds, f"{_sentence(_describe('mean', self.label, self.cell))}: {numbers}.")
@@ -226,10 +226,9 @@ class _Difference(Rule):
 
     def judge(self, results: Results) -> Verdict:
         a, b = (results.mean(self.measure, **one, **self.cell) for one in (self.a, self.b))
-        higher, lower = (_worst(x, lower_is_better=False) for x in (a, b))
         numbers = f"{_format(a)} with {_axes(self.a)}, {_format(b)} with {_axes(self.b)}"
         name = _sentence(_describe("mean", self.label, self.cell))
-        return verdict(higher > lower + self.by, f"{name}: {numbers}.")
+        return verdict(a > b + self.by, f"{name}: {numbers}.")
 
     def clause(self) -> str:
         name = _describe("mean", self.label, {**self.cell, **self.a})
@@ -257,10 +256,12 @@ class _Order(Rule):
     measure: str
     label: str
     along: str
+    along_label: str
     order: tuple[Any, ...]
     rising: bool
     strict: bool
     ends: bool
+    lower_is_better: bool | None
     cell: Cell
 
     def judge(self, results: Results) -> Verdict:
@@ -268,11 +269,12 @@ class _Order(Rule):
         places = [places[0], places[-1]] if self.ends else places
         values = [results.mean(self.measure, **{self.along: x}, **self.cell) for x in places]
         sign = 1 if self.rising else -1
-        signed = [sign * _worst(x, lower_is_better=self.rising) for x in values]
+        lower = self.rising if self.lower_is_better is None else self.lower_is_better
+        signed = [sign * _worst(x, lower_is_better=lower) for x in values]
         holds = all(a < b if self.strict else a <= b for a, b in pairwise(signed))
         name = _sentence(_describe("mean", self.label, self.cell))
         numbers = ", ".join(f"{_format(x)} ({at})" for x, at in zip(values, places, strict=True))
-        return verdict(holds and len(values) > 1, f"{name} by {self.along}: {numbers}.")
+        return verdict(holds and len(values) > 1, f"{name} by {self.along_label}: {numbers}.")
 
     def clause(self) -> str:
         name = _describe("mean", self.label, self.cell)
@@ -282,42 +284,47 @@ class _Order(Rule):
         if self.order:
             return f"the {name} {verb} in the order {', '.join(map(str, self.order))}"
         ends = "the smallest to the largest" if self.ends else "each value to the next"
-        return f"the {name} {verb} from {ends} of {self.along}"
+        return f"the {name} {verb} from {ends} of {self.along_label}"
 
 
 def increasing(
     measure: Measure,
     *,
-    along: str,
+    along: Measure,
     order: Sequence[Any] = (),
     strict: bool = True,
     ends: bool = False,
+    lower_is_better: bool | None = None,
     **cell: Any,
 ) -> _Order:
     """Require means that rise along an axis.
 
     Args:
         measure: a name.
-        along: an axis of the grid.
+        along: an axis of the grid, or a dictionary from it to the words for it.
         order: values on the axis; its sorted values if omitted.
         strict: whether equal neighbours break the rule.
         ends: whether to compare only the first value on the axis with the last.
+        lower_is_better: whether a run that diverged counts as the largest value. By default, only
+            if the means should rise.
         **cell: selects cells.
     """
-    ((name, label),) = _labels(measure)
+    ((name, label),), ((axis, axis_label),) = _labels(measure), _labels(along)
     return _Order(
         measure=name,
         label=label,
-        along=along,
+        along=axis,
+        along_label=axis_label,
         order=tuple(order),
         rising=True,
         strict=strict,
         ends=ends,
+        lower_is_better=lower_is_better,
         cell=cell,
     )
 
 
-def decreasing(measure: Measure, *, along: str, **options: Any) -> Rule:
+def decreasing(measure: Measure, *, along: Measure, **options: Any) -> Rule:
     """Require means that fall along an axis.
 
     Args:
@@ -370,17 +377,18 @@ class _ForEach(Rule):
         )
 
     def clause(self) -> str:
-        name = f"value of {self.axis}" + _where(self.cell)
+        name = f"value of {self.axis}"
         if self.values:
             name += f" among {join_words(self.values)}"
         if self.skip:
             name += f" except {join_words(self.skip)}"
+        name += _where(self.cell)
         quantifier = "at least one" if self.one_is_enough else "every"
         return f"for {quantifier} {name}, {self.rule.clause()}"
 
 
 def for_each(
-    axis: str, rule: Rule, *, values: Sequence[Any] = (), skip: Sequence[Any] = (), **cell: Any
+    axis: str, rule: Rule, /, *, values: Sequence[Any] = (), skip: Sequence[Any] = (), **cell: Any
 ) -> _ForEach:
     """Require a rule at every value of an axis.
 
@@ -396,7 +404,7 @@ def for_each(
     )
 
 
-def for_any(axis: str, rule: Rule, **options: Any) -> Rule:
+def for_any(axis: str, rule: Rule, /, **options: Any) -> Rule:
     """Require a rule at one value of an axis or more.
 
     Args:
@@ -447,8 +455,8 @@ def provided(condition: Rule, rule: Rule) -> Rule:
 
 
 def _worst(value: float, *, lower_is_better: bool) -> float:
-    """Return a number to compare: a run that diverged is worse than any other."""
-    return (math.inf if lower_is_better else -math.inf) if math.isnan(value) else value
+    """Return a number to compare. NaN compares as false with every number."""
+    return math.inf if lower_is_better and math.isnan(value) else value
 
 
 def _format(value: float) -> str:
@@ -468,7 +476,8 @@ def _describe(statistic: str, measure: str, cell: Cell) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+    """Return a clause as a sentence. A symbol of one letter at its start stays as it is."""
+    return text[0].upper() + text[1:] if text[1:2].isalpha() else text
 
 
 def _clause(sentence: str) -> str:

@@ -2,91 +2,68 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.fitting import accuracy, fit
-from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.framework.rules import Verdict, special, verdict
-from recollect.experiments.framework.task_models import TaskModel
-from recollect.experiments.papers.am.swaps import (
-    curve_panels,
-    delta_mixer,
-    fit_values,
-    swap_budget,
+from recollect.experiments.framework import (
+    Cell,
+    Claim,
+    Config,
+    Experiment,
+    Results,
+    Values,
+    Verdict,
+    above,
+    accuracy,
+    differs,
+    for_each,
+    heldout_generator,
+    special,
+    verdict,
 )
-from recollect.report.figures import panel_figure
+from recollect.experiments.papers.am.swap_models import (
+    delta_former_layer,
+    fit_metrics,
+    learning_curves,
+    train_on_swaps,
+)
 from recollect.tasks.swaps import SwapConfig, swaps
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["FIG6"]
 
 
-def _fig6_measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    longest, first = config["length"], config["from"]
-    levels = [longest]
-    if cell["training"] == "curriculum":
-        levels = [first * 2**i for i in range(20) if first * 2**i <= longest]
-    tasks = {n: SwapConfig(length=n) for n in (*levels, 2 * longest)}
-
-    def held(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(1_000_003 + seed)
-        return swaps(tasks[length], config["tested"], generator)
-
-    rope = 10_000.0 if cell["position"] == "RoPE" else None
-    mixer = delta_mixer("round", heads=1, size=12, w_heads=1, rope=rope)
-    whole = held(longest)
-    found = fit(
-        lambda: TaskModel(tasks[longest].vocab, tasks[longest].items, 12, [mixer]),
-        lambda generator, length: swaps(tasks[length], config["batch"], generator),
-        lambda model: accuracy(model, *whole),
-        swap_budget(config),
-        seed=seed,
-        device=device,
-        levels=levels,
-    )
-    values = dict(fit_values(found, config))
-    values["accuracy"] = found.curve[-1][1] if found.curve else float("nan")
-    values["at twice the length"] = accuracy(found.model, *held(2 * longest))
-    values["last length"] = float(found.levels[-1][1] if found.levels else levels[0])
-    return values
+def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
+    length, first = config["length"], config["from"]
+    doublings = range(int(math.log2(length / first)) + 1)
+    lengths = [first * 2**i for i in doublings] if cell["training"] == "curriculum" else [length]
+    layer = delta_former_layer("round", size=12, rope=cell["position"] == "RoPE")
+    result = train_on_swaps(config, [layer], seed, device, lengths)
+    longer = swaps(SwapConfig(length=2 * length), config["tested"], heldout_generator(seed))
+    return {
+        **fit_metrics(result, config),
+        "accuracy": result.curve[-1][1] if result.curve else math.nan,
+        "at twice the length": accuracy(result.model, *longer),
+        "last length": float(result.levels[-1][1] if result.levels else lengths[0]),
+    }
 
 
-def _fig6_wins(results: Results) -> Verdict:
-    told, holding = [], True
-    for position in ("RoPE", "NoPE"):
-        grown = results.mean("accuracy", position=position, training="curriculum")
-        direct = results.mean("accuracy", position=position, training="direct")
-        holding = holding and grown > direct + 0.01
-        told.append(f"{position} {grown:.3f} against {direct:.3f}")
-    return verdict(holding, f"Curriculum against direct training: {'; '.join(told)}.")
-
-
-def _fig6_slower(results: Results) -> Verdict:
-    told, holding = [], True
-    for training in ("curriculum", "direct"):
-        areas = []
-        for position in ("NoPE", "RoPE"):
-            curve, _, _ = results.mean_and_range(
-                "accuracy by steps", position=position, training=training
-            )
-            areas.append(sum(curve) / len(curve))
-        holding = holding and areas[0] < areas[1]
-        told.append(f"{training} NoPE {areas[0]:.3f}, RoPE {areas[1]:.3f}")
-    return verdict(holding, f"Mean accuracy over training: {'; '.join(told)}.")
-
-
-def _fig6_further(results: Results) -> Verdict:
-    cells = [{"position": position, "training": "curriculum"} for position in ("NoPE", "RoPE")]
-    kept = [
+def _nope_keeps_more(results: Results) -> Verdict:
+    nope, rope = (
         results.mean("at twice the length", **cell) - results.mean("accuracy", **cell)
-        for cell in cells
-    ]
+        for cell in ({"position": x, "training": "curriculum"} for x in ("NoPE", "RoPE"))
+    )
     return verdict(
-        kept[0] > kept[1],
-        f"From the training length to twice it, accuracy changes by {kept[0]:+.3f} without and "
-        f"{kept[1]:+.3f} with RoPE.",
+        nope > rope,
+        f"From the training length to twice it, accuracy changes by {nope:+.3f} without and "
+        f"{rope:+.3f} with RoPE.",
     )
 
+
+CURVE = {"accuracy by steps": "accuracy over training"}
+SMALL = {"seeds": 3, "from": 8, "length": 32, "steps": 1000, "batch": 32, "lrs": [0.01]} | {
+    "tested": 128, "evaluations": 20
+}  # fmt: skip
 
 FIG6 = Experiment(
     name="am-fig6",
@@ -98,26 +75,24 @@ FIG6 = Experiment(
         "when 99 % of the last batches' answers were right; or the full length from the start. "
         "Every point of the figure is measured at the full length. A step whose gradient is not "
         "finite is not taken. Smaller than the paper: 8 to 32 swaps instead of 32 to 256, and "
-        "fewer steps, the same for both."
+        "fewer steps, equal for both trainings."
     ),
     claims=(
         Claim(
             name="curriculum wins",
             text="Curriculum learning achieves better performance with fewer computation and "
             "samples.",
-            rule=special(
-                "At the end its mean accuracy over seeds at the full length is at least 0.01 "
-                "above direct training's, with RoPE and with NoPE.",
-                _fig6_wins,
+            rule=for_each(
+                "position",
+                differs("accuracy", {"training": "curriculum"}, {"training": "direct"}, by=0.01),
             ),
             scales=("small", "paper"),
         ),
         Claim(
             name="NoPE is slower",
             text="Without positional embedding convergence is slower.",
-            rule=special(
-                "Averaged over training, NoPE's mean accuracy is below RoPE's in both trainings.",
-                _fig6_slower,
+            rule=for_each(
+                "training", above(CURVE, upper=["RoPE"], lower=["NoPE"], by="position")
             ),
             scales=("small", "paper"),
         ),
@@ -127,51 +102,38 @@ FIG6 = Experiment(
             rule=special(
                 "After the curriculum, accuracy falls less from the full length to twice it "
                 "without RoPE than with it.",
-                _fig6_further,
+                _nope_keeps_more,
             ),
             scales=("small", "paper"),
         ),
     ),
     configs={
-        "smoke": {"seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01]}
-        | {"tested": 8, "evaluations": 2},
-        "small": {"seeds": 3, "from": 8, "length": 32, "steps": 1000, "batch": 32, "lrs": [0.01]}
-        | {"tested": 128, "evaluations": 20},
-        "paper": {"seeds": 3, "from": 32, "length": 256, "steps": 10_000, "batch": 128}
-        | {"lrs": [0.01], "tested": 512, "evaluations": 100},
+        "smoke": {
+            **SMALL, "seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8, "tested": 8,
+            "evaluations": 2,
+        },
+        "small": SMALL,
+        "paper": {
+            **SMALL, "from": 32, "length": 256, "steps": 10_000, "batch": 128, "tested": 512,
+            "evaluations": 100,
+        },
     },
     cells=lambda config: [
         {"position": position, "training": training}
         for position in ("RoPE", "NoPE")
         for training in ("curriculum", "direct")
     ],
-    measure=_fig6_measure,
-    figure=lambda results: panel_figure(
-        curve_panels(
-            results,
-            [
-                (
-                    position,
-                    [
-                        (training, {"position": position, "training": training})
-                        for training in ("curriculum", "direct")
-                    ],
-                )
-                for position in ("RoPE", "NoPE")
-            ],
-        ),
-        x="training steps",
-        title=f"Accuracy at {results.config['length']} swaps",
-        height=3.0,
+    measure=_measure,
+    figure=learning_curves(
+        by="training", panels="position", panel_title="{position}", height=3.0,
+        title="Accuracy at {length} swaps",
     ),
     notes=(
-        "Where it stands, both trainings solve 32 swaps, and the curriculum with RoPE is there in "
-        "fewer steps. With 352 steps (one seed) RoPE has 0.80 with and 0.31 without the "
-        "curriculum, NoPE 0.46 and 0.56. With 64 swaps the full length has no finite gradient from "
-        "the first step on, in float32 and with α = β = 1 at the start, while the curriculum "
-        "solves it within 2000 steps: there it is not faster but the only one that trains. Now and "
-        "then, without positions, it stays at the first length."
+        "In the configuration used here both trainings solve 32 swaps, and the curriculum with "
+        "RoPE needs fewer steps. With 352 steps (one seed) RoPE has 0.80 with and 0.31 without "
+        "the curriculum, NoPE 0.46 and 0.56. With 64 swaps the full length has no finite gradient "
+        "from the first step on, in float32 and with α = β = 1 at the start, while the curriculum "
+        "solves it within 2000 steps: at that length only the curriculum trains. Occasionally, "
+        "without positions, it stays at the first length."
     ),
-)
-
-EXPERIMENTS = (FIG6,)
+)  # fmt: skip

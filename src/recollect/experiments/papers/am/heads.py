@@ -27,7 +27,7 @@ from recollect.zoo.preset import get
 if TYPE_CHECKING:
     from recollect.experiments.comparison.compare import Named
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["FIG2"]
 
 KERNELS: dict[str, Features] = {"linear": Identity(), "exp": Exponential()}
 
@@ -146,5 +146,3 @@ FIG2 = Experiment(
         "exponential kernel knew no more either."
     ),
 )
-
-EXPERIMENTS = (FIG2,)

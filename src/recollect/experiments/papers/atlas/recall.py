@@ -91,7 +91,7 @@ def _mqar_delta(results: Results) -> Verdict:
         gaps.append(delta - hebbian)
         told.append(f"width {width}: {delta:.3f} against {hebbian:.3f}")
     return verdict(
-        min(gaps) > -0.01 and max(gaps) > 0.01,
+        all(gap > -0.01 for gap in gaps) and any(gap > 0.01 for gap in gaps),
         f"Delta rule against Hebbian: {'; '.join(told)}.",
     )
 
