@@ -273,8 +273,7 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     from recollect.cli import compare as command
     from recollect.cli.console import make_console
     from recollect.cli.progress import CompareDisplay
-    from recollect.experiments.comparison.comparison import Comparison
-    from recollect.experiments.comparison.results import DEFAULTS, ModelRun
+    from recollect.experiments.comparison.results import DEFAULTS, Comparison, ModelRun
     from recollect.report import describe_environment
 
     name, reason = "mine[bold]", "see [mine/x] and [red]"
@@ -296,15 +295,14 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     with pytest.raises(typer.Exit):
         command._report_outcome(console, tmp_path / "none", made)
     display = CompareDisplay(console, models=1, tasks=1)
-    display.begin("text", name, 1, 1)
+    display.on_start("text", name, 1, 1)
     console.print(display._render())
     assert said.getvalue().count(name) == 5  # table, line, what was found, live table, bar
     assert reason in said.getvalue()
 
 
 def test_a_reason_that_several_failures_share_is_said_once() -> None:
-    from recollect.experiments.comparison.comparison import Comparison
-    from recollect.experiments.comparison.results import DEFAULTS
+    from recollect.experiments.comparison.results import DEFAULTS, Comparison
     from recollect.report import describe_environment
 
     made = Comparison(
@@ -319,7 +317,7 @@ def test_a_reason_that_several_failures_share_is_said_once() -> None:
             ("text", "retnet, seed 0", "it diverged"),
         ),
     )
-    assert made.failed() == [
+    assert made.failure_messages() == [
         "gla, seed 0, gla, seed 1 could not be trained on text: no room",
         "gla, seed 0 could not be trained on mqar: no room",
         "retnet, seed 0 could not be trained on text: it diverged",

@@ -173,9 +173,9 @@ def examples() -> dict[str, doctest.DocTest]:
 
 EXAMPLES = examples()
 SLOW = {
-    "recollect.experiments.comparison.report.save_comparison",
-    "recollect.experiments.comparison.table.add_rows",
-    "recollect.experiments.comparison.table.write_rows_table",
+    "recollect.experiments.comparison.ledger.extend_table",
+    "recollect.experiments.comparison.ledger.write_rows_table",
+    "recollect.experiments.comparison.results.Comparison",
     "recollect.experiments.framework.run.Run",
 }
 """Examples that train or run a step, beside those of the functions that do: `compare`, `train`,

@@ -314,7 +314,7 @@ def test_a_comparison_whose_folder_vanishes_is_written_anew(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(CompareDisplay, "end", vanishing(out, CompareDisplay.end))
+    monkeypatch.setattr(CompareDisplay, "on_end", vanishing(out, CompareDisplay.on_end))
     asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(out)]
     found = CliRunner().invoke(build(), asked)
     assert found.exit_code == 0, found.output

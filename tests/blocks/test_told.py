@@ -281,9 +281,9 @@ def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None
         schedule=rc.experiments.Schedule(steps=2, batch=2),
     )
     how = {"corpus": corpus, "sizes": size, "parameters": 40_000, "command": "recollect compare"}
-    made = rc.experiments.add_rows(names, tmp_path / "rows", **how)
+    made = rc.experiments.extend_table(names, tmp_path / "rows", **how)
     assert [run.model for run in made.runs] == names
-    assert rc.experiments.add_rows(names, tmp_path / "rows", **how) is None
+    assert rc.experiments.extend_table(names, tmp_path / "rows", **how) is None
     page = (tmp_path / "rows" / "README.md").read_text()
     assert all(f"| `{name}` |" in page for name in names)
 

@@ -24,12 +24,17 @@ pytest.importorskip("matplotlib")
 
 from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
-from recollect.experiments import Schedule, Sizes, compare, read_corpus, save_comparison
-from recollect.experiments.comparison.jobs import Job, run_jobs
-from recollect.experiments.comparison.report import measured_on, options_table, reach, table
-from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
-from recollect.experiments.comparison.tasks import RECALLS
-from recollect.experiments.comparison.training import History
+from recollect.experiments import Schedule, Sizes, compare, read_corpus
+from recollect.experiments.comparison.compare import build_configs, resolve_model
+from recollect.experiments.comparison.report import (
+    comparison_caveats,
+    eval_size_note,
+    options_table,
+    table,
+)
+from recollect.experiments.comparison.results import DEFAULTS, History, ModelRun, NoProgress
+from recollect.experiments.comparison.tasks import RECALL_TASKS
+from recollect.experiments.comparison.training import Job, run_jobs
 from recollect.report import describe_environment
 
 SMALL = {
@@ -80,10 +85,10 @@ def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_pa
         assert first.tokens_per_second > 0
     assert result.bigram is not None
     assert 0 < result.bigram < 8
-    recall = RECALLS["mqar"]
-    assert set(result.of("mqar")[0].by_pairs) == {*recall.trained, *recall.beyond}
+    recall = RECALL_TASKS["mqar"]
+    assert set(result.of("mqar")[0].by_pairs) == {*recall.train_pairs, *recall.test_pairs}
 
-    paths = save_comparison(result, tmp_path, command="recollect compare ...")
+    paths = result.save(tmp_path, command="recollect compare ...")
     page = paths["report"].read_text()
     for word in ("linear_attention", "softmax_attention", "bigram", "recollect compare"):
         assert word in page
@@ -103,24 +108,24 @@ def test_a_value_that_is_not_where_its_curve_ends_says_why(
     from recollect.tasks import load_text
 
     same = run(["gla"], ["text", "mqar"], text)
-    few, many = same.measured["text"]
+    few, many = same.eval_sizes["text"]
     held_out = load_text(text).heldout.numel() - 1
     assert few == many == held_out, "less text than either needs"
     (read,) = same.of("text")
     assert read.value == pytest.approx(read.curve[-1][1], rel=1e-6)
-    page = save_comparison(same, tmp_path / "same")["report"].read_text()
+    page = same.save(tmp_path / "same")["report"].read_text()
     assert "so that a curve may end elsewhere" in page.split("<h2>Recall: accuracy")[1]
     assert "so that a curve may end elsewhere" not in page.split("<h2>Recall: accuracy")[0]
-    assert same.measured["mqar"] == (64, 256)
+    assert same.eval_sizes["mqar"] == (64, 256)
 
-    monkeypatch.setitem(tasks.MEASURED, "text", (64, 100_000))
+    monkeypatch.setitem(tasks.EVAL_SIZES, "text", (64, 100_000))
     other = run(["gla"], ["text"], text)
-    assert other.measured["text"] == (64, held_out)
+    assert other.eval_sizes["text"] == (64, held_out)
     assert other.to_dict()["measured"] == {"text": [64, held_out]}
     (found,) = other.runs
     assert found.value is not None and found.value == read.value
     assert abs(found.value - found.curve[-1][1]) > 1e-4
-    page = save_comparison(other, tmp_path / "other")["report"].read_text()
+    page = other.save(tmp_path / "other")["report"].read_text()
     said = (
         f"on {held_out:,} bytes of held-out text; points of the learning curves on 64 of them, "
         f"evenly spread, so that a curve may end elsewhere (gla ends at {found.curve[-1][1]:.3f} "
@@ -135,15 +140,15 @@ def test_a_value_that_is_not_where_its_curve_ends_says_why(
 
 def test_capacity_asks_more_pairs_than_a_memory_has_dimensions(tmp_path: Path) -> None:
     result = run(["linear_attention", "titans"], ["capacity"], "")
-    recall, size = RECALLS["capacity"], DEFAULTS["capacity"]
+    recall, size = RECALL_TASKS["capacity"], DEFAULTS["capacity"]
     assert size.head_dim is not None
-    assert max(recall.beyond) > size.head_dim
+    assert max(recall.test_pairs) > size.head_dim
     linear, titans = result.of("capacity")
-    assert set(linear.by_pairs) == {*recall.trained, *recall.beyond}
+    assert set(linear.by_pairs) == {*recall.train_pairs, *recall.test_pairs}
     # One memory of 8 x 8 in float32, beside the convolution's tail of q, k and v.
     assert linear.state_bytes - (8 * 8 * 4 + 3 * 3 * 8 * 4) in (0, 8)
     assert titans.state_bytes > linear.state_bytes
-    paths = save_comparison(result, tmp_path)
+    paths = result.save(tmp_path)
     assert {"capacity-curves", "capacity-pairs", "capacity-state"} <= paths.keys()
     assert "Keys and values have 8 channels" in paths["report"].read_text()
 
@@ -250,18 +255,18 @@ def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> No
     result = run(names, ["text"], text)
     options = options_table(result, "text")
     assert options is not None
-    gated, attention = (dict(zip(options.columns, row, strict=True)) for row in options.rows)
+    gated, attention = (dict(zip(options.column_names, row, strict=True)) for row in options.rows)
     presets = [rc.zoo.get(name).options for name in names]
     differing = {
         field.name
         for field in dataclasses.fields(rc.LayerOptions)
         if getattr(presets[0], field.name) != getattr(presets[1], field.name)
     }
-    assert {*options.columns[2:]} == differing >= {"conv_size", "output_gate"}
+    assert {*options.column_names[2:]} == differing >= {"conv_size", "output_gate"}
     assert (gated["conv_size"], gated["output_gate"], gated["rope_theta"]) == ("4", "silu", None)
     assert (attention["conv_size"], attention["output_gate"]) == ("0", None)
     assert attention["rope_theta"] == "10000.0"
-    page = save_comparison(result, tmp_path)["report"].read_text()
+    page = result.save(tmp_path)["report"].read_text()
     assert "Layer options in which the models differ" in page and "--layer-options same" in page
     loaded = rc.experiments.load_comparison(tmp_path)
     assert options_table(loaded, "text") == options
@@ -271,7 +276,7 @@ def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> No
     assert "Layer options in which" in console.file.getvalue()
     alike = run(names, ["text"], text, layer_options="same")
     remaining = options_table(alike, "text")
-    assert remaining is not None and {*remaining.columns[2:]} == {"qk_norm", "rope_theta"}
+    assert remaining is not None and {*remaining.column_names[2:]} == {"qk_norm", "rope_theta"}
     assert options_table(run(["gated_delta_net", "delta_net"], ["text"], text), "text") is None
 
 
@@ -280,7 +285,7 @@ def test_the_byte_bigram_is_a_row_of_the_page(text: str, tmp_path: Path) -> None
     *models, last = table(result, "text").rows
     assert [row[0] for row in models] == ["gla", "retnet"]
     assert last[:2] == ["byte bigram", f"{result.bigram:.3f}"]
-    page = save_comparison(result, tmp_path)["report"].read_text()
+    page = result.save(tmp_path)["report"].read_text()
     text_table, _, recall_table = page.partition("<h2>Recall")
     assert '<th scope="row">byte bigram</th>' in text_table
     assert '<th scope="row">byte bigram</th>' not in recall_table
@@ -293,37 +298,39 @@ class Stopper:
         self.model, self.after = model, after
         self.seen: list[tuple[str, str]] = []
 
-    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        self.seen.append(("begin", model))
+    def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
+        self.seen.append(("start", model))
 
-    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+    def on_step(
+        self, task: str, model: str, step: int, loss: float | None, history: History
+    ) -> None:
         if model == self.model and step >= self.after:
             raise KeyboardInterrupt
 
-    def end(self, run: ModelRun) -> None:
+    def on_end(self, run: ModelRun) -> None:
         self.seen.append(("end", run.model))
 
-    def fail(self, task: str, model: str, reason: str) -> None:
-        self.seen.append(("fail", model))
+    def on_failure(self, task: str, model: str, message: str) -> None:
+        self.seen.append(("failure", model))
 
 
 def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None:
-    result = run(["retnet", "gla", "delta_net"], ["text"], text, watcher=Stopper("gla", after=3))
+    result = run(["retnet", "gla", "delta_net"], ["text"], text, progress=Stopper("gla", after=3))
     assert result.interrupted
     assert [(r.model, r.finished) for r in result.runs] == [("retnet", True), ("gla", False)]
     half = result.runs[1]
     assert half.tokens == 3 * SMALL["text"].schedule.batch * SMALL["text"].length
     assert half.curve
-    page = save_comparison(result, tmp_path)["report"].read_text()
+    page = result.save(tmp_path)["report"].read_text()
     assert "stopped early" in page
 
 
 def test_an_interrupt_while_a_model_is_told_lost_it(text: str) -> None:
     class Late(Stopper):
-        def end(self, run: ModelRun) -> None:
+        def on_end(self, run: ModelRun) -> None:
             raise KeyboardInterrupt
 
-    result = run(["retnet", "gla"], ["text"], text, watcher=Late("nobody", 0))
+    result = run(["retnet", "gla"], ["text"], text, progress=Late("nobody", 0))
     assert result.interrupted
     assert [(r.model, r.finished) for r in result.runs] == [("retnet", True)]
 
@@ -335,10 +342,10 @@ def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> Non
         raise RuntimeError("no room")
 
     watcher = Stopper("nobody", 0)
-    watcher.begin = lambda task, model, parameters, steps: (  # type: ignore[method-assign]
+    watcher.on_start = lambda task, model, parameters, steps: (  # type: ignore[method-assign]
         fail() if model == "broken" else None
     )
-    result = run([broken, "retnet"], ["text"], text, watcher=watcher)
+    result = run([broken, "retnet"], ["text"], text, progress=watcher)
     assert [r.model for r in result.runs] == ["retnet"]
     assert result.failures == (("text", "broken", "no room"),)
 
@@ -356,7 +363,7 @@ def test_processes_give_what_one_process_gives(text: str) -> None:
 
     models = ["retnet", ("nameless", rc.Recipe(bias=Nameless())), "delta_net"]
     alone = run(["retnet", "delta_net"], ["text"], text, parameters=12_000)
-    shared = run(models, ["text"], text, parameters=12_000, jobs=2, watcher=watcher)
+    shared = run(models, ["text"], text, parameters=12_000, jobs=2, progress=watcher)
     assert [r.model for r in shared.runs] == ["retnet", "delta_net"]
     for one, other in zip(alone.runs, shared.runs, strict=True):
         assert other.value == pytest.approx(one.value, abs=1e-6)
@@ -368,9 +375,9 @@ def test_processes_give_what_one_process_gives(text: str) -> None:
     assert "no member named 'Nameless' is registered: import the module" in reason
     assert not shared.interrupted
     assert (shared.processes, alone.processes) == (2, 1)
-    assert ("fail", "nameless") in watcher.seen
+    assert ("failure", "nameless") in watcher.seen
     for model in ("retnet", "delta_net"):
-        assert watcher.seen.index(("begin", model)) < watcher.seen.index(("end", model))
+        assert watcher.seen.index(("start", model)) < watcher.seen.index(("end", model))
 
 
 class Fatal:
@@ -388,7 +395,7 @@ def test_a_model_whose_process_dies_is_a_failure_with_its_reason() -> None:
         Job(task="mqar", model=name, config=cast(Any, config), size=size, seed=0)
         for name, config in broken.items()
     ]
-    outcomes = {job.model: str(outcome) for job, outcome in run_jobs(jobs, None, 2, Nobody())}
+    outcomes = {job.model: str(outcome) for job, outcome in run_jobs(jobs, None, 2, NoProgress())}
     assert "its process died" in outcomes["fatal"]
     assert "cannot be sent to another process" in outcomes["bound"]
 
@@ -399,15 +406,15 @@ def compared_side_by_side(**options: Any) -> tuple[CompareDisplay, str]:
     display = CompareDisplay(Console(file=said, width=120, **options), models=3, tasks=1)
     with display:
         for model in ("a", "b"):
-            display.begin("text", model, 10, 5)
-        display.step("text", "b", 1, 2.0, History(tokens=1234, seconds=1.0, curve=[(9, 0.25)]))
+            display.on_start("text", model, 10, 5)
+        display.on_step("text", "b", 1, 2.0, History(tokens=1234, seconds=1.0, curve=[(9, 0.25)]))
         display.live_display.refresh()
-        display.fail("text", "a", "no room")
-        display.fail("text", "c", "never began")
-        display.end(
+        display.on_failure("text", "a", "no room")
+        display.on_failure("text", "c", "never began")
+        display.on_end(
             ModelRun(task="text", model="b", parameters=10, state_bytes=1, grows=False, value=1.5)
         )
-        display.step("text", "b", 2, 2.0, History())  # told late
+        display.on_step("text", "b", 2, 2.0, History())  # told late
         display.live_display.refresh()
     return display, said.getvalue()
 
@@ -433,7 +440,7 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
     long = SMALL["mqar"].replace(steps=3000)
     watcher = Stopper("gla", after=1)
     result = compare(
-        ["gla", "retnet", "delta_net"], ["mqar"], sizes={"mqar": long}, jobs=2, watcher=watcher
+        ["gla", "retnet", "delta_net"], ["mqar"], sizes={"mqar": long}, jobs=2, progress=watcher
     )
     assert result.interrupted
     assert 1 <= len(result.runs) <= 2, "the third never began"
@@ -463,15 +470,20 @@ def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> 
         run(["gla"], ["text"], text, jobs=0)
 
 
-def test_keys_of_another_size(text: str) -> None:
+def test_keys_of_another_size() -> None:
     """A memory of V × key_dim numbers; a preset that says its own size keeps it."""
-    from recollect.experiments.comparison.compare import _sized
-    from recollect.layer.options import LayerOptions
+    own = ("own", rc.Recipe(), rc.LayerOptions(key_dim=5))
 
-    small = SMALL["text"].replace(key_dim=3)
-    assert _sized(LayerOptions(), small).key_dim == 3
-    assert _sized(LayerOptions(key_dim=5), small).key_dim == 5
-    assert _sized(LayerOptions(), SMALL["text"]).key_dim is None
+    def key_dims(size: Sizes) -> list[int | None]:
+        configs = build_configs(
+            [resolve_model(model) for model in (own, "retnet")], 8, size, "auto", None, conv=False
+        )
+        leaves = [config.mixer(name).leaves for config in configs for name in config.recipes]
+        return [leaf.options.key_dim for parts in leaves for leaf in parts.values()]
+
+    small = SMALL["text"].replace(key_dim=4)
+    assert key_dims(small) == [5, 4]
+    assert key_dims(SMALL["text"]) == [5, None]
     with pytest.raises(ValueError, match="Sizes: key_dim must be a whole number >= 1, not 0"):
         small.replace(key_dim=0)
 
@@ -496,10 +508,10 @@ def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) ->
         assert None not in values
         numbers = np.array(values, dtype=float)
         (told,) = [one for one in three.summaries("text") if one.model == model]
-        assert told.value == pytest.approx(numbers.mean())
+        assert told.mean == pytest.approx(numbers.mean())
         assert told.sd == pytest.approx(numbers.std(ddof=1))
-        assert told.told() == f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}"
-        assert told.told() in str(three) and told.told() in repr(three)
+        assert told.format() == f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}"
+        assert told.format() in str(three) and told.format() in repr(three)
     paths = three.save(tmp_path)
     page, data = paths["report"].read_text(), json.loads(paths["json"].read_text())
     assert "seeds 3 to 5 (the mean ± the standard deviation of 3)" in page
@@ -545,11 +557,11 @@ def test_where_curves_end_is_told_as_it_is_printed(
         seed=0,
         seeds=len(curves),
         environment=describe_environment(),
-        measured={"mqar": (64, 256)},
+        eval_sizes={"mqar": (64, 256)},
     )
     assert "channels. Trained on" in table(made, "mqar").caption, "of one head"
     ends = f"a curve may end elsewhere ({says})." if says else "a curve may end elsewhere."
-    assert ends in measured_on(made, "mqar")
+    assert ends in eval_size_note(made, "mqar")
 
 
 @pytest.mark.parametrize(
@@ -575,11 +587,11 @@ def test_a_table_of_text_says_how_far_it_may_be_read(
     made = rc.experiments.Comparison(
         runs=runs, sizes=dict(SMALL), seed=0, environment=describe_environment()
     )
-    said = reach(made, "text")
+    said = comparison_caveats(made, "text")
     assert said.startswith(says) and (not says) == (not said)
     bare = "softmax_attention has no short convolution, which helps small models to begin."
     assert (bare in said) == ("softmax_attention" in names)
-    assert reach(made, "mqar") == ""
+    assert comparison_caveats(made, "mqar") == ""
 
 
 @pytest.mark.slow
@@ -587,7 +599,7 @@ def test_two_seeds_are_told_by_both_values() -> None:
     two = run(["gla"], ["mqar"], "", seeds=2, jobs=2)
     low, high = sorted(r.value or 0.0 for r in two.runs)
     (told,) = two.summaries("mqar")
-    assert told.told() == f"{(low + high) / 2:.3f} ({low:.3f}–{high:.3f})"
+    assert told.format() == f"{(low + high) / 2:.3f} ({low:.3f}–{high:.3f})"
     assert told.sd is None
     (mean, least, greatest) = told.by_pairs[4]
     each = [r.by_pairs[4] for r in two.runs]
@@ -629,11 +641,11 @@ def test_a_comparison_prints_its_tables(text: str) -> None:
 
 
 def test_an_interrupt_among_several_seeds_keeps_those_that_ended() -> None:
-    result = run(["gla"], ["mqar"], "", seeds=3, watcher=Stopper("gla, seed 1", after=1))
+    result = run(["gla"], ["mqar"], "", seeds=3, progress=Stopper("gla, seed 1", after=1))
     assert result.interrupted
     assert [(r.seed, r.finished) for r in result.runs] == [(0, True), (1, False)]
     (told,) = result.summaries("mqar")
-    assert told.value == result.runs[0].value
+    assert told.mean == result.runs[0].value
     assert "1 of 3 seeds" in str(result)
 
 

@@ -35,11 +35,11 @@ from recollect.experiments import (
     reproduce,
 )
 from recollect.experiments.framework.experiment import SCALES
-from recollect.experiments.framework.processes import Lost
 from recollect.experiments.framework.records import NotMeasured, Record, plain
 from recollect.experiments.framework.report import save_run
 from recollect.experiments.framework.rules import special, verdict
 from recollect.experiments.framework.run import format_command
+from recollect.experiments.framework.workers import WorkerFailure
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
 from recollect.experiments.papers.ttr.recall import _y_range
 from recollect.report import RenderedFigure, Series, line_figure
@@ -305,12 +305,12 @@ def test_a_cell_whose_process_died_is_told_after_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def first_dies(work: Any, parts: Any, processes: int) -> Any:
-        yield parts[0], Lost("its process was killed")
+        yield parts[0], WorkerFailure("its process was killed")
         for part in parts[1:]:
             yield part, work(part)
 
     runner = importlib.import_module("recollect.experiments.reproduce")
-    monkeypatch.setattr(runner, "in_processes", first_dies)
+    monkeypatch.setattr(runner, "run_in_workers", first_dies)
     with pytest.raises(ValueError, match=r"process was killed; 1 of \d+ cells failed.* again"):
         reproduce("ttr-fig2", scale="smoke", out=tmp_path, jobs=2)
     told = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())

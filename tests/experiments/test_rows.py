@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from recollect.experiments import Schedule, Sizes, add_rows, write_rows_table
-from recollect.experiments.comparison.comparison import Comparison
-from recollect.experiments.comparison.results import DEFAULTS
+from recollect.experiments import Schedule, Sizes, extend_table, write_rows_table
+from recollect.experiments.comparison.results import DEFAULTS, Comparison
 from recollect.tasks import TextCorpus, load_text
 
 SMALL = Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=3, batch=2))
@@ -32,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TextCorpus:
 
 def rows(models: list[str], folder: Path, corpus: TextCorpus, **options: Any) -> Comparison | None:
     options = {"sizes": SMALL, "parameters": 12_000, **options}
-    return add_rows(models, folder, corpus=corpus, command="recollect compare ...", **options)
+    return extend_table(models, folder, corpus=corpus, command="recollect compare ...", **options)
 
 
 def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpus) -> None:
@@ -99,7 +98,7 @@ def test_a_row_has_heads_of_its_own(tmp_path: Path, corpus: TextCorpus) -> None:
     cells = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines()}
     assert cells["| `retnet`"][3] == "2"
     assert cells["| `gla`"][3] == "4, K = 2"
-    with pytest.raises(ValueError, match=r"retnet.json was made .*heads was 2, not 4"):
+    with pytest.raises(ValueError, match=r"retnet.json was trained .*heads was 2, not 4"):
         rows(["retnet"], tmp_path, corpus, sizes=SMALL.replace(heads=4))
 
 
@@ -127,7 +126,7 @@ def test_rows_of_other_terms_are_no_table(tmp_path: Path, corpus: TextCorpus) ->
     row = json.loads((tmp_path / "retnet.json").read_text())
     row["terms"]["seed"], row["model"] = 7, "other"
     (tmp_path / "other.json").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match="under different terms"):
+    with pytest.raises(ValueError, match=r"have different conditions \(seed was 7, not 0\)"):
         write_rows_table(tmp_path)
     (tmp_path / "other.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -150,7 +149,7 @@ def test_a_row_older_than_a_term_that_is_null_stays_in_the_table(
     assert "`retnet`" in (tmp_path / "README.md").read_text()
     row["terms"]["head_dim"] = 16
     path.write_text(json.dumps(row))
-    with pytest.raises(ValueError, match="different terms"):
+    with pytest.raises(ValueError, match=r"different conditions \(head_dim was None, not 16"):
         write_rows_table(tmp_path)
 
 
@@ -169,7 +168,7 @@ def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_c
     page = write_rows_table(tmp_path).read_text()
     assert "| `delta_net` † |" in page
     assert "other defaults since" in page
-    with pytest.raises(ValueError, match="recipe is another"):
+    with pytest.raises(ValueError, match="recipe differs"):
         rows(["delta_net"], tmp_path, corpus)
 
 

@@ -16,7 +16,8 @@ pytest.importorskip("transformers")
 from transformers import Trainer, TrainingArguments
 
 from recollect.experiments import Schedule
-from recollect.experiments.comparison.training import History, train
+from recollect.experiments.comparison.results import History
+from recollect.experiments.comparison.training import train
 from recollect.experiments.framework.fitting import training_steps
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.training.divergence import Diverged
@@ -75,7 +76,7 @@ def test_weights_are_those_of_the_trainer(tmp_path: Path) -> None:
         evaluate=lambda module: float(module.training),
         seed=7,
         history=history,
-        watch=lambda step, loss, so_far: seen.append(step),
+        on_step=lambda step, loss, so_far: seen.append(step),
     )
     arguments = TrainingArguments(
         output_dir=str(tmp_path),

@@ -27,10 +27,9 @@ from recollect.cli.options import (
 from recollect.cli.progress import CompareDisplay
 from recollect.messages import renamed_arguments
 from recollect.report.lock import folder_lock
-from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.comparison import Comparison
+    from recollect.experiments.comparison.results import Comparison
 
 __all__ = ["Task", "compare"]
 
@@ -117,7 +116,7 @@ def compare(
     tasks = [*map(str, task)]
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
-    from recollect.experiments.comparison.tasks import check_text_is_read, read_corpus
+    from recollect.experiments.comparison.tasks import check_text_used, read_corpus
     from recollect.lm.data.streaming import stream_text
 
     specs = [load_model_spec(name) for name in names]
@@ -126,7 +125,7 @@ def compare(
     if column is not None and not text and dataset is None:
         raise ValueError("--column names a field of --text or --dataset: give one of them")
     with renamed_arguments({"corpus": "--dataset", "text": "--text", "tasks": "--task"}):
-        check_text_is_read(tasks, text=text or None, corpus=dataset)
+        check_text_used(tasks, text=text or None, corpus=dataset)
     corpus = None if dataset is None else stream_text(dataset, column=column or "text")
     sizes = {
         name: DEFAULTS[name].replace(
@@ -162,12 +161,12 @@ def compare(
         "layer_options": layer_options,
         "jobs": jobs,
         "device": device,
-        "watcher": display,
+        "progress": display,
     }
     with folder_lock(folder), display:
         if table_folder is not None:
             assert parameters is not None
-            added = experiments.add_rows(
+            added = experiments.extend_table(
                 specs,
                 table_folder,
                 sizes=sizes["text"],
@@ -176,7 +175,7 @@ def compare(
                 **shared,
             )
             if added is None:
-                print_line(console, "every row stands; delete NAME.json to train it anew")
+                print_line(console, "all rows exist; delete NAME.json to train a model again")
             if as_json:
                 print_json(None if added is None else added.to_dict())
             _report_outcome(console, table_folder / "README.md", added)
@@ -185,7 +184,7 @@ def compare(
             specs, tasks, sizes=sizes, seeds=seeds, parameters=parameters, **shared
         )
         try:
-            paths = experiments.save_comparison(result, out, command=command_line())
+            paths = result.save(out, command=command_line())
         except ValueError:
             if not as_json:
                 _show(console, result)
@@ -205,7 +204,7 @@ def _report_outcome(console: rich.console.Console, report: Path, result: Compari
         print_line(console, f"report: {report}")
     if result is None:
         return
-    for sentence in result.failed():
+    for sentence in result.failure_messages():
         print_line(console, sentence)
     if result.interrupted:
         finished = sum(run.finished for run in result.runs)
@@ -215,61 +214,16 @@ def _report_outcome(console: rich.console.Console, report: Path, result: Compari
 
 
 def _show(console: rich.console.Console, result: Comparison) -> None:
-    """Print the tables of the report and the sentences at its beginning."""
-    from recollect.experiments.comparison.found import found
-    from recollect.experiments.comparison.report import measured_on, options_table, reach, table
+    """Print the tables and the first sentences of the report."""
+    from recollect.experiments.comparison import report
 
-    for task in result.sizes:
-        if not result.of(task):
-            continue
-        page = table(result, task)
-        last = len(page.columns) - 1
-        columns = [
-            Column(
-                name=name.removesuffix(" per sequence"),
-                align="right" if index > 0 else "left",
-                priority=_column_priority(name, last - index),
-            )
-            for index, name in enumerate(page.column_names)
-        ]
-        has_bigram = task == "text" and result.bigram is not None
-        _print_table(console, page, columns, {len(page.rows) - 1: "dim"} if has_bigram else {})
-        options = options_table(result, task)
-        if options is not None:
-            columns = [
-                Column(name=name, priority=index if index > 1 else 0)
-                for index, name in enumerate(options.column_names)
-            ]
-            _print_table(console, options, columns, {})
-        for note in (measured_on(result, task), reach(result, task)):
+    for task in filter(result.of, result.sizes):
+        for table in (report.table(result, task), report.options_table(result, task)):
+            if table is not None:
+                table.print(console, also_in="the report")
+        for note in (report.eval_size_note(result, task), report.comparison_caveats(result, task)):
             if note:
                 console.print(note, highlight=False, style="dim")
         console.print()
-    console.print(found(result), highlight=False)
+    console.print(report.summarize(result), highlight=False)
     console.print()
-
-
-def _print_table(
-    console: rich.console.Console, page: Table, columns: list[Column], styles: dict[int, str]
-) -> None:
-    """Print a table of the report on the terminal."""
-    rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
-    table = Table(columns=columns, rows=rows, title=page.title, styles=styles)
-    table.print(console, also_in="the report")
-
-
-_PRIORITIES = {
-    "model": 0,
-    "bits per byte": 0,
-    "accuracy": 0,
-    "parameters": 100,
-    "tokens/s": 101,
-    "finished": 102,
-    "tokens": 103,
-}
-"""Ranks of columns; of those above 0, the largest is left out first."""
-
-
-def _column_priority(name: str, columns_after: int) -> int:
-    """Return the rank of a column; the largest numbers of pairs tell models apart best."""
-    return _PRIORITIES.get(name, 2 + columns_after if name.endswith(" pairs") else 1)

@@ -25,8 +25,7 @@ from recollect.cli.console import print_line
 from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.results import ModelRun
-    from recollect.experiments.comparison.training import History
+    from recollect.experiments.comparison.results import History, ModelRun
     from recollect.experiments.framework.experiment import Experiment
     from recollect.experiments.framework.records import Record
     from recollect.lm.training.progress import Progress as TrainProgress
@@ -214,7 +213,7 @@ _COMPARE_COLUMNS = (
 
 
 class CompareDisplay(Display):
-    """A table of finished and running models, with a bar per running model; a `Watcher`."""
+    """A table of models, with a bar per running model; a `ProgressReporter`."""
 
     def __init__(self, console: Console, *, models: int, tasks: int) -> None:
         self.total, self.started = models * tasks, 0
@@ -222,7 +221,7 @@ class CompareDisplay(Display):
         self.running: dict[tuple[str, str], tuple[TaskID, tuple[str, ...]]] = {}
         super().__init__(console, render=self._render)
 
-    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+    def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
         """Add the bar and the row of a model."""
         self.started += 1
         label = f"[{self.started}/{self.total}] {task}: {model}"
@@ -230,7 +229,9 @@ class CompareDisplay(Display):
         self.running[task, model] = self.bars.add_task(label, total=steps), row
         self.print_if_not_live(f"{label}, {parameters:,} parameters, {steps} steps")
 
-    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+    def on_step(
+        self, task: str, model: str, step: int, loss: float | None, history: History
+    ) -> None:
         """Update the bar and the row of a model after a step."""
         if (task, model) not in self.running:  # steps of a process may arrive after its end
             return
@@ -244,7 +245,7 @@ class CompareDisplay(Display):
         )
         self.running[task, model] = bar, (*row[:3], *numbers)
 
-    def end(self, run: ModelRun) -> None:
+    def on_end(self, run: ModelRun) -> None:
         """Move a model to the finished ones."""
         value = "–" if run.value is None else f"{run.value:.3f}"
         tokens, speed = f"{run.tokens:,}", f"{run.tokens_per_second:,.0f}"
@@ -255,7 +256,7 @@ class CompareDisplay(Display):
             f"    {run.task}: {run.label} {value} after {tokens} tokens, {speed} tokens/s"
         )
 
-    def fail(self, task: str, model: str, reason: str) -> None:
+    def on_failure(self, task: str, model: str, message: str) -> None:
         """Remove a model; the command prints the reason at its end."""
         self._remove(task, model)
         self.print_if_not_live(f"    {task}: {model} failed")

@@ -32,13 +32,19 @@ from recollect.experiments.reproduce import reproduce
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.compare import compare
-    from recollect.experiments.comparison.comparison import Comparison
-    from recollect.experiments.comparison.report import save_comparison
-    from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
-    from recollect.experiments.comparison.stored import load_comparison
-    from recollect.experiments.comparison.table import add_rows, write_rows_table
+    from recollect.experiments.comparison.ledger import (
+        extend_table,
+        load_comparison,
+        write_rows_table,
+    )
+    from recollect.experiments.comparison.results import (
+        Comparison,
+        ModelRun,
+        ProgressReporter,
+        Schedule,
+        Sizes,
+    )
     from recollect.experiments.comparison.tasks import read_corpus
-    from recollect.experiments.comparison.training import Schedule
 
 __all__ = [
     "EXPERIMENTS",
@@ -47,6 +53,7 @@ __all__ = [
     "Experiment",
     "ModelRun",
     "NotMeasured",
+    "ProgressReporter",
     "Published",
     "Record",
     "Results",
@@ -54,32 +61,29 @@ __all__ = [
     "Schedule",
     "Sizes",
     "Verdict",
-    "Watcher",
-    "add_rows",
     "compare",
+    "extend_table",
     "load_comparison",
     "published",
     "published_names",
     "read_corpus",
     "reproduce",
     "rules",
-    "save_comparison",
     "write_rows_table",
 ]
 
 # Loaded on first use: they train language models.
 _TRAINING = {
     "compare": "comparison.compare",
-    "save_comparison": "comparison.report",
-    "Comparison": "comparison.comparison",
+    "extend_table": "comparison.ledger",
+    "load_comparison": "comparison.ledger",
+    "write_rows_table": "comparison.ledger",
+    "Comparison": "comparison.results",
     "ModelRun": "comparison.results",
+    "ProgressReporter": "comparison.results",
+    "Schedule": "comparison.results",
     "Sizes": "comparison.results",
-    "Watcher": "comparison.results",
-    "load_comparison": "comparison.stored",
-    "add_rows": "comparison.table",
-    "write_rows_table": "comparison.table",
     "read_corpus": "comparison.tasks",
-    "Schedule": "comparison.training",
 }
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from recollect.experiments.framework.experiment import SCALES, Experiment, Scale
-from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
 from recollect.experiments.framework.run import NoProgress, ProgressReporter, Run, format_command
+from recollect.experiments.framework.workers import WorkerFailure, run_in_workers
 from recollect.experiments.registry import EXPERIMENTS
 from recollect.report.devices import resolve_device
 from recollect.report.environment import describe_environment
@@ -232,9 +232,9 @@ def _measure_all(
         for task in tasks:
             yield task.path, _measure_cell(experiment, task)
         return
-    for task, record in in_processes(_measure_by_name, tasks, jobs):
-        if isinstance(record, Lost):
-            yield task.path, f"{task.experiment}, {task.cell}, seed {task.seed}: {record.reason}"
+    for task, record in run_in_workers(_measure_by_name, tasks, jobs):
+        if isinstance(record, WorkerFailure):
+            yield task.path, f"{task.experiment}, {task.cell}, seed {task.seed}: {record.message}"
         else:
             yield task.path, record
 

@@ -1,4 +1,4 @@
-"""`compare`: train several recipes at equal parameters and tokens, and judge them side by side."""
+"""`compare`: train several recipes at equal parameters and tokens."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from os import PathLike
 from typing import Any
 
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
-from recollect.experiments.comparison.comparison import Comparison
-from recollect.experiments.comparison.jobs import Job, run_jobs, training_environment
 from recollect.experiments.comparison.results import (
     DEFAULTS,
+    Comparison,
     ModelRun,
-    Nobody,
+    NoProgress,
+    ProgressReporter,
     Sizes,
-    Watcher,
 )
 from recollect.experiments.comparison.tasks import (
-    RECALLS,
+    RECALL_TASKS,
     TASKS,
-    check_text_is_read,
-    measured,
+    check_text_used,
+    eval_sizes,
     read_corpus,
+)
+from recollect.experiments.comparison.training import (
+    Job,
+    RunOrError,
+    run_jobs,
+    training_environment,
 )
 from recollect.fields import int_check, validate
 from recollect.layer.options import LayerOptions
@@ -34,17 +39,31 @@ from recollect.report.devices import resolve_device
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.zoo.preset import Preset, get
 
-__all__ = ["Named", "compare", "equal_configs", "named", "named_alike"]
+__all__ = [
+    "SHARED_OPTIONS",
+    "ModelSpec",
+    "build_configs",
+    "compare",
+    "resolve_model",
+    "resolve_models",
+]
 
-Named = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, Recipe, LayerOptions]
-"""A zoo name, a preset, or a recipe or mixer of one's own under a name, with its options or not."""
+ModelSpec = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, Recipe, LayerOptions]
+"""Zoo name, preset, or name and recipe or mixer, with layer options or without."""
+
+_OPTIONS = "conv_size conv_activation token_shift value_skip output_norm output_gate"
+SHARED_OPTIONS = tuple(_OPTIONS.split())
+"""Options that do not depend on the memory: the layer applies them before or after it."""
+
+MAX_SEEDS = 1000
+"""Largest number of seeds of one comparison."""
 
 
-def named(model: Named) -> tuple[str, dict[str, Mixer]]:
-    """The model's name, and its mixers by name in the order in which they stand over the depth."""
+def resolve_model(model: ModelSpec) -> tuple[str, dict[str, Mixer]]:
+    """Return the name of a model and its mixers by name, from input to output."""
     if isinstance(model, tuple):
-        name, *stated = model
-        return name, {name: as_mixer(stated[0] if len(stated) == 1 else tuple(stated))}
+        name, *parts = model
+        return name, {name: as_mixer(parts[0] if len(parts) == 1 else tuple(parts))}
     system = get(model) if isinstance(model, str) else model
     if not isinstance(system, Preset):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
@@ -53,17 +72,13 @@ def named(model: Named) -> tuple[str, dict[str, Mixer]]:
     return system.name, dict(system.layers)
 
 
-SHARED = ("conv_size", "conv_activation", "token_shift", "value_skip", "output_norm", "output_gate")
-"""Options that every layer can have alike: the layer applies them before or after its memory."""
-
-
-def named_alike(
-    models: Sequence[Named], layer_options: str
+def resolve_models(
+    models: Sequence[ModelSpec], layer_options: str
 ) -> list[tuple[str, Mapping[str, Mixer]]]:
     """Return the name and the mixers of each model, with the requested layer options.
 
     Args:
-        models: as in `compare`.
+        models: Models, as in `compare`.
         layer_options: ``"preset"`` or ``"same"``, as in `compare`.
 
     Raises:
@@ -72,33 +87,26 @@ def named_alike(
     if layer_options not in ("preset", "same"):
         raise ValueError(
             f"{argument_name('layer_options', 'compare: layer_options')} must be 'preset' "
-            "or 'same', "
-            f"not {short_repr(layer_options)}"
+            f"or 'same', not {short_repr(layer_options)}"
         )
-    chosen = [named(model) for model in models]
-    return [_alike(*one) for one in chosen] if layer_options == "same" else [*chosen]
-
-
-def _alike(name: str, layers: Mapping[str, Mixer]) -> tuple[str, Mapping[str, Mixer]]:
-    """Set the `SHARED` options of all layers to their defaults, and mark a changed model's name."""
     default = LayerOptions()
-    shared: dict[str, Any] = {option: getattr(default, option) for option in SHARED}
+    shared: dict[str, Any] = {name: getattr(default, name) for name in SHARED_OPTIONS}
 
     def change(leaf: RecipeMixer) -> RecipeMixer:
         if leaf.options.persistent:  # a feed-forward layer has none of these options
             return leaf
         return replace(leaf, options=replace(leaf.options, **shared))
 
-    changed = {key: mixer.map_leaves(change) for key, mixer in layers.items()}
-    return (name, layers) if changed == dict(layers) else (f"{name}-same", changed)
+    def share(name: str, mixers: dict[str, Mixer]) -> tuple[str, Mapping[str, Mixer]]:
+        changed = {key: mixer.map_leaves(change) for key, mixer in mixers.items()}
+        return (name, mixers) if changed == mixers else (f"{name}-same", changed)
 
-
-SEEDS = 1000
-"""The most seeds of one comparison: every model is trained with each."""
+    resolved = [resolve_model(model) for model in models]
+    return [share(*x) for x in resolved] if layer_options == "same" else [*resolved]
 
 
 def compare(
-    models: Sequence[Named] | str | Preset,
+    models: Sequence[ModelSpec] | str | Preset,
     tasks: Sequence[str] | str = TASKS,
     *,
     text: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
@@ -111,42 +119,39 @@ def compare(
     parameters: int | None = None,
     jobs: int = 1,
     device: str | None = None,
-    watcher: Watcher | None = None,
+    progress: ProgressReporter | None = None,
 ) -> Comparison:
     """Train each model on each task at equal parameters and tokens.
 
     Args:
-        models: zoo names, presets, or ``(name, recipe)``, ``(name, recipe, options)`` or ``(name,
-            mixer)`` of your own.
-        tasks: out of `TASKS`; one stands for a list of one, as a name does among ``models``.
-        text: texts of your own, for the task text, as `read_corpus` takes them; the default is the
-            documentation installed with Python.
-        corpus: a text already read, instead of ``text``.
-        sizes: per task, in place of `DEFAULTS`; where there is one task, its sizes alone will do.
-        seed: of initial weights, examples and their order; 0 to 2³² − 1.
-        seeds: how many; every model is trained anew with ``seed``, ``seed`` + 1, ... and reported
-            by mean and spread over them. Models share the examples of a seed.
-        engine: engine, as in `recall`.
-        layer_options: ``"preset"``: each model keeps its own; ``"same"``: all layers have the
-            default short convolution, output norm and output gate, no token shift and no skip of
-            the values. The name of a model that ``"same"`` changes ends in ``-same``. Options on
-            which the memory depends, such as ``qk_norm`` and ``rope``, remain the model's own.
-        parameters: that every model is brought to; the largest model's when omitted. Runs that give
-            the same number can be laid side by side.
-        jobs: processes, each with one thread when there are several. Small models are trained
-            faster so: two processes get more done than one with two threads. They begin by
-            importing the main module again, so a script calls this under ``if __name__ ==
-            "__main__":``, and members of one's own stand in a module that registers them.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; a GPU if there is one, by default.
-        watcher: told about progress.
+        models: Zoo names, presets, ``(name, recipe)``, ``(name, recipe, options)`` or ``(name,
+            mixer)``; one model or a list.
+        tasks: ``"text"``, ``"mqar"`` or ``"capacity"``; one task or a list.
+        text: Files for the task text, as for `read_corpus`; by default the documentation installed
+            with Python.
+        corpus: Text in memory, in place of ``text``.
+        sizes: Sizes by task in place of the defaults, or the sizes of the only task.
+        seed: Seed of initial weights, examples and their order; 0 to 2³² − 1.
+        seeds: Number of seeds, from ``seed`` on. Models share the examples of a seed. Results are
+            means with their spread.
+        engine: Engine, as in `recall`.
+        layer_options: ``"preset"``: those of each model. ``"same"``: the default short
+            convolution, output norm and output gate, no token shift and no value skip for all
+            models. The name of a model that ``"same"`` changes ends in ``-same``. Options on which
+            the memory depends, such as ``qk_norm`` and ``rope_theta``, are not changed.
+        parameters: Number of parameters of every model; by default that of the largest model.
+        jobs: Number of processes. Several have one thread each, which is faster for small models.
+            They import the main module again, so a script must call `compare` under ``if __name__
+            == "__main__":``, and your members must be in a module that registers them.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; by default a GPU if there is one.
+        progress: Receives the progress.
 
     Returns:
-        The comparison. A keyboard interrupt ends it early and is noted in it; nothing measured is
-        lost.
+        The comparison. After a keyboard interrupt it contains the results up to then.
 
     Raises:
-        ValueError: no models, a name twice, an unknown task, a text that no task reads, no process
-            to train them in, no seed, or a device that is not here.
+        ValueError: no model, a name twice, an unknown task or device, a text that no task uses, or
+            an argument out of range.
         RecipeError: an unknown zoo name.
 
     Examples:
@@ -154,121 +159,109 @@ def compare(
         ...     width=16, depth=1, heads=1, length=48,
         ...     schedule=rc.experiments.Schedule(steps=2, batch=2, lr=1e-3),
         ... )
-        >>> found = rc.compare(["linear_attention", "delta_net"], "mqar", sizes=sizes)
-        >>> [(run.model, run.finished) for run in found.of("mqar")]
+        >>> comparison = rc.compare(["linear_attention", "delta_net"], "mqar", sizes=sizes)
+        >>> [(run.model, run.finished) for run in comparison.of("mqar")]
         [('linear_attention', True), ('delta_net', True)]
-        >>> print(str(found).splitlines()[0])
+        >>> print(str(comparison).splitlines()[0])
         Recall: accuracy on multi-query associative recall (higher is better)
-        >>> sorted(path.name for path in found.save("runs/two").values())[-1]
+        >>> sorted(path.name for path in comparison.save("runs/two").values())[-1]
         'results.json'
     """
-    models = [models] if isinstance(models, str | Preset) else models
-    tasks = [tasks] if isinstance(tasks, str) else tasks
-    for what, several in (("models", models), ("tasks", tasks)):
-        if not isinstance(several, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"compare: {what} must be a list, not {short_repr(several)}")
-    chosen = named_alike(models, layer_options)
-    names = [name for name, _ in chosen]
-    if not chosen:
+    specs = resolve_models(_as_list("models", models), layer_options)
+    names = [name for name, _ in specs]
+    if not names:
         raise ValueError("compare: give at least one model")
     if len(set(names)) < len(names):
         raise ValueError(f"compare: a model is named twice in {', '.join(names)}")
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
+    sizes = _resolve_sizes(sizes, _as_list("tasks", tasks))
     validate(argument_name("jobs", "compare: jobs"), int_check(1), jobs)
     validate(argument_name("seed", "compare: seed"), int_check(0, 2**32 - 1), seed)
-    validate(
-        argument_name("seeds", "compare: seeds"), int_check(1, min(SEEDS, 2**32 - seed)), seeds
-    )
+    seeds_check = int_check(1, min(MAX_SEEDS, 2**32 - seed))
+    validate(argument_name("seeds", "compare: seeds"), seeds_check, seeds)
     target_device = resolve_device(device, argument_name=argument_name("device", "compare: device"))
-    check_text_is_read(tasks, text=text, corpus=corpus)
-    by_task = _by_task(sizes, tasks)
-    every = {task: by_task.get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
-    bigram = None
-    facts: dict[str, str] = {}
-    amounts: dict[str, tuple[int, int]] = {}
-    runs: dict[tuple[str, str], ModelRun] = {}
-    failures: list[tuple[str, str, str]] = []
-    wanted: list[Job] = []
-    environment = training_environment(len(every) * len(chosen) * seeds, jobs, target_device)
+    check_text_used([*sizes], text=text, corpus=corpus)
+    environment = training_environment(len(sizes) * len(names) * seeds, jobs, target_device)
+    bigram, source = None, dict[str, str]()
+    evaluated: dict[str, tuple[int, int]] = {}
+    queue: list[Job] = []
+    outcomes: dict[tuple[str, str], RunOrError] = {}
     interrupted = False
     try:
-        if "text" in every:
+        if "text" in sizes:
             corpus = corpus or (load_text() if text is None else read_corpus(text))
             bigram = bigram_bits_per_byte(corpus)
-            facts = {"source": corpus.source, "sha256": corpus.sha256}
-        for task, size in every.items():
-            amounts[task] = measured(task, size, corpus)
-            recall = RECALLS.get(task)
-            if recall is not None:
-                vocab = recall.vocab
-            else:
-                assert corpus is not None
-                vocab = corpus.vocab
-            told = recall is not None
-            configs = equal_configs(chosen, vocab, size, engine, parameters, conv=told)
-            wanted += [
+            source = {"source": corpus.source, "sha256": corpus.sha256}
+        for task, size in sizes.items():
+            evaluated[task] = eval_sizes(task, size, corpus)
+            is_recall = task in RECALL_TASKS
+            data = RECALL_TASKS[task] if is_recall else corpus
+            assert data is not None
+            configs = build_configs(specs, data.vocab, size, engine, parameters, conv=is_recall)
+            queue += [
                 Job(
                     task=task,
                     model=name,
                     config=config,
                     size=size,
-                    seed=number,
-                    several=seeds > 1,
+                    seed=seed + offset,
+                    num_seeds=seeds,
                     device=str(target_device),
                 )
-                for number in range(seed, seed + seeds)
+                for offset in range(seeds)
                 for name, config in zip(names, configs, strict=True)
             ]
-        for job, outcome in run_jobs(wanted, corpus, jobs, watcher or Nobody()):
-            if isinstance(outcome, ModelRun):
-                if outcome.tokens:
-                    runs[job.task, job.label] = outcome
-            else:  # the others are worth having; the reason stands in the report
-                failures.append((job.task, job.label, outcome))
+        for job, outcome in run_jobs(queue, corpus, jobs, progress or NoProgress()):
+            outcomes[job.task, job.label] = outcome
     except KeyboardInterrupt:
         interrupted = True
-    asked = [(job.task, job.label) for job in wanted]
+    keys = [(job.task, job.label) for job in queue]
+    completed = [(key, outcomes[key]) for key in keys if key in outcomes]
     return Comparison(
-        runs=tuple(runs[key] for key in asked if key in runs),
-        sizes=every,
+        runs=tuple(x for _, x in completed if isinstance(x, ModelRun) and x.tokens),
+        sizes=sizes,
         seed=seed,
         seeds=seeds,
         environment=environment,
         bigram=bigram,
-        text=facts,
-        chance=RECALLS["mqar"].chance if "mqar" in every else None,
+        text=source,
+        chance=RECALL_TASKS["mqar"].chance if "mqar" in sizes else None,
         interrupted=interrupted,
-        processes=min(jobs, max(1, len(asked))),
-        failures=tuple(sorted(failures, key=lambda failure: asked.index(failure[:2]))),
-        measured=amounts,
+        processes=min(jobs, max(1, len(keys))),
+        failures=tuple((*key, x) for key, x in completed if isinstance(x, str)),
+        eval_sizes=evaluated,
     )
 
 
-def _by_task(
-    sizes: Mapping[str, Sizes] | Sizes | None, tasks: Sequence[str]
-) -> Mapping[str, Sizes]:
-    """Sizes by task; those of the only task may be given alone.
+def _as_list(name: str, values: Any) -> Sequence[Any]:
+    """Return a list of models or tasks, also if one is given alone."""
+    if isinstance(values, str | Preset):
+        return [values]
+    if not isinstance(values, Sequence):
+        raise ValueError(f"compare: {name} must be a list, not {short_repr(values)}")
+    return values
 
-    Raises:
-        ValueError: one for several tasks, or something else.
-    """
+
+def _resolve_sizes(
+    sizes: Mapping[str, Sizes] | Sizes | None, tasks: Sequence[str]
+) -> dict[str, Sizes]:
+    """Return the sizes by task; those of the only task may be given alone."""
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
     if isinstance(sizes, Sizes):
         if len(set(tasks)) != 1:
             raise ValueError(
-                "compare: sizes are per task where there are several: give them by task, as in "
+                "compare: sizes are per task if there are several: give them by task, as in "
                 f"sizes={{{next(iter(tasks), 'text')!r}: Sizes(...)}}"
             )
-        return {tasks[0]: sizes}
-    if sizes is None:
-        return {}
+        sizes = {tasks[0]: sizes}
+    sizes = {} if sizes is None else sizes
     if not isinstance(sizes, Mapping) or not all(isinstance(x, Sizes) for x in sizes.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"compare: sizes are an rc.experiments.Sizes, or a dict of them by task, not "
             f"{short_repr(sizes)}"
         )
-    return sizes
+    return {task: sizes.get(task, DEFAULTS[task]) for task in tasks}
 
 
 @renamed_arguments(
@@ -280,8 +273,8 @@ def _by_task(
         "target": "parameters",
     }
 )
-def equal_configs(
-    chosen: Sequence[tuple[str, Mapping[str, Mixer]]],
+def build_configs(
+    specs: Sequence[tuple[str, Mapping[str, Mixer]]],
     vocab: int,
     size: Sizes,
     engine: str,
@@ -289,22 +282,22 @@ def equal_configs(
     *,
     conv: bool,
 ) -> list[RecollectConfig]:
-    """Configurations of models of one size, their MLPs as wide as equal parameters want them.
+    """Return configurations of equal size, with MLPs as wide as equal parameters require.
 
     Args:
-        chosen: names and mixers of each model, as `named` gives them.
-        vocab: tokens.
-        size: of the models.
-        engine: engine, as in `recall`.
-        parameters: that every model is brought to; the largest model's when ``None``.
-        conv: whether every layer has a short convolution.
+        specs: Names and mixers of the models, as from `resolve_model`.
+        vocab: Number of tokens.
+        size: Sizes of the models.
+        engine: Engine, as in `recall`.
+        parameters: Number of parameters of every model; that of the largest model if ``None``.
+        conv: Whether every model has a short convolution.
 
     Raises:
-        ValueError: a model that has more parameters even with the narrowest MLP.
+        ValueError: a model has more parameters even with the narrowest MLP.
     """
     configs = [
         RecollectConfig.from_recipes(
-            {name: _fitted(mixer, size, conv=conv) for name, mixer in layers.items()},
+            {name: _prepare_mixer(mixer, size, conv=conv) for name, mixer in mixers.items()},
             vocab_size=vocab,
             hidden_size=size.width,
             num_hidden_layers=size.depth,
@@ -312,34 +305,23 @@ def equal_configs(
             head_dim=size.head_dim,
             engine=engine,
         )
-        for _, layers in chosen
+        for _, mixers in specs
     ]
-    # All are brought to the largest, so that no model loses what its recipe needs.
-    target = parameters or max(parameter_count(config) for config in configs)
-    return match_parameters(configs, target)
+    # The largest model is the target, so that no model loses parameters that its recipe needs.
+    return match_parameters(configs, parameters or max(map(parameter_count, configs)))
 
 
-def _fitted(mixer: Mixer, size: Sizes, *, conv: bool) -> Mixer:
-    """A mixer with keys of the asked size, and with a short convolution where the task wants it.
+def _prepare_mixer(mixer: Mixer, size: Sizes, *, conv: bool) -> Mixer:
+    """Set the key size if the preset has none, and a short convolution as in zoology.
 
-    A composition that has one already keeps its other parts as they are.
+    If one part of a composition has a convolution, the others are unchanged.
     """
     adds_conv = conv and not any(leaf.options.conv_size for leaf in mixer.leaves.values())
 
-    def fit(leaf: RecipeMixer) -> RecipeMixer:
-        options = _with_conv(leaf.options) if adds_conv else leaf.options
-        return replace(leaf, options=_sized(options, size))
+    def prepare(leaf: RecipeMixer) -> RecipeMixer:
+        changes: dict[str, Any] = {"conv_size": 4} if adds_conv else {}
+        if leaf.options.key_dim is None and size.key_dim is not None:
+            changes["key_dim"] = size.key_dim
+        return replace(leaf, options=replace(leaf.options, **changes))
 
-    return mixer.map_leaves(fit)
-
-
-def _with_conv(options: LayerOptions) -> LayerOptions:
-    """Recall is told to every model with a short convolution, as in the zoology benchmark."""
-    return options if options.conv_size else replace(options, conv_size=4)
-
-
-def _sized(options: LayerOptions, size: Sizes) -> LayerOptions:
-    """Keys of the asked size, where the preset has none of its own."""
-    if size.key_dim is None or options.key_dim is not None:
-        return options
-    return replace(options, key_dim=size.key_dim)
+    return mixer.map_leaves(prepare)

@@ -1,32 +1,108 @@
-"""Inputs and results of `compare`: sizes, runs, what they say of each model, and progress."""
+"""Inputs and results of `compare`: sizes and schedules, runs, comparisons and progress."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol
 
-from recollect.experiments.comparison.training import History, Schedule
+from recollect.experiments.framework.fitting import rate_at
 from recollect.experiments.framework.records import plain
-from recollect.fields import Validated, int_check, integer, validate
+from recollect.fields import Validated, int_check, integer, number, validate
 from recollect.messages import argument_name
 from recollect.report.environment import Environment
+from recollect.report.notebook import text_to_html
+from recollect.report.tables import Table
 
-__all__ = ["DEFAULTS", "ModelRun", "Nobody", "Outcomes", "Sizes", "Summary", "Watcher"]
+__all__ = [
+    "DEFAULTS",
+    "Comparison",
+    "History",
+    "ModelRun",
+    "NoProgress",
+    "ProgressReporter",
+    "Schedule",
+    "Sizes",
+    "Summary",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Validated):
+    """Training with AdamW: linear warm-up, then cosine to zero.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch: Examples per step.
+        lr: Peak learning rate.
+        warmup: Fraction of the steps in the warm-up.
+        weight_decay: Weight decay of the parameters in `recollect.lm.parameter_groups`.
+        clip: Largest gradient norm.
+        evaluations: Number of points of the learning curve.
+
+    Examples:
+        >>> schedule = rc.experiments.Schedule(steps=100, batch=8, lr=1e-3)
+        >>> schedule.warmup, schedule.clip
+        (0.1, 1.0)
+    """
+
+    steps: int = integer(at_least=1)
+    batch: int = integer(at_least=1)
+    lr: float = number(3e-3, above=0)
+    warmup: float = number(0.1, at_least=0, at_most=1)
+    weight_decay: float = number(0.1, at_least=0)
+    clip: float = 1.0
+    evaluations: int = integer(5, at_least=1)
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate at a step, counted from 0."""
+        return self.lr * rate_at(step, self.steps, self.warmup, from_zero=True)
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps after which the model is evaluated, up to the last step."""
+        parts = min(self.evaluations, self.steps)
+        return sorted({round(self.steps * (i + 1) / parts) for i in range(parts)})
+
+
+@dataclass(kw_only=True)
+class History:
+    """Measurements of a run, filled during training so that an interrupt loses none.
+
+    Attributes:
+        curve: Pairs of training tokens and value.
+        losses: Pairs of step and training loss in nats per token.
+        seconds: Time of the optimizer steps, without evaluation.
+        tokens: Number of training tokens.
+        finished: Whether all steps were taken.
+    """
+
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    finished: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Training throughput, 0 before the first step."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Validated):
-    """How big a task's models and runs are.
+    """Sizes of a task's models and examples, and their training.
 
     Attributes:
-        width, depth, heads: of the model; its feed-forward width is set so that all models of a
-            comparison have equal parameters.
-        length: tokens per example.
-        schedule: steps, batch, learning rate.
-        key_dim: K of every memory whose preset does not say; width / heads if ``None``.
-        head_dim: K and V of every memory, whatever its preset says; width / heads if ``None``.
+        width, depth, heads: Channels per token, number of layers, query heads per layer.
+        length: Tokens per example.
+        schedule: Steps, examples per step and learning rate.
+        key_dim: K of every memory whose preset has no ``key_dim``; width / heads if ``None``.
+        head_dim: K and V of every memory, also of presets with their own; width / heads if
+            ``None``.
 
     Examples:
         >>> sizes = rc.experiments.Sizes(
@@ -58,34 +134,19 @@ class Sizes(Validated):
         tokens: int | None = None,
         key_dim: int | None = None,
     ) -> Sizes:
-        """These sizes with what is given replaced; ``tokens`` sets the steps, rounded up.
+        """Return sizes in which the arguments other than ``None`` are replaced.
 
         Args:
-            steps: of the optimizer.
-            lr: peak learning rate.
-            width: channels per token of the model.
-            depth: layers.
-            heads: query heads per layer.
-            length: tokens per example.
-            batch: examples per step.
-            tokens: to train on, in place of ``steps``.
-            key_dim: K, size of queries and keys.
+            steps, lr, batch: As in `Schedule`.
+            width, depth, heads, length, key_dim: As in `Sizes`.
+            tokens: Training tokens, in place of ``steps``; rounded up to full steps.
 
         Raises:
             ValueError: a size below 1, or both steps and tokens.
         """
-        given = {"steps": steps, "lr": lr, "batch": batch}
-        schedule = replace(self.schedule, **{name: x for name, x in given.items() if x is not None})
-        sizes = {
-            "width": width,
-            "depth": depth,
-            "heads": heads,
-            "length": length,
-            "key_dim": key_dim,
-        }
-        changed = replace(
-            self, schedule=schedule, **{name: x for name, x in sizes.items() if x is not None}
-        )
+        schedule = _not_none(steps=steps, lr=lr, batch=batch)
+        sizes = _not_none(width=width, depth=depth, heads=heads, length=length, key_dim=key_dim)
+        changed = replace(self, schedule=replace(self.schedule, **schedule), **sizes)
         if tokens is None:
             return changed
         if steps is not None:
@@ -94,20 +155,24 @@ class Sizes(Validated):
                 "follows from the other"
             )
         validate(argument_name("tokens"), int_check(1), tokens)
-        steps = -(-tokens // (schedule.batch * changed.length))
-        return replace(changed, schedule=replace(schedule, steps=steps))
+        steps = -(-tokens // (changed.schedule.batch * changed.length))
+        return replace(changed, schedule=replace(changed.schedule, steps=steps))
+
+
+def _not_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 DEFAULTS: dict[str, Sizes] = {
     "text": Sizes(
         width=128, depth=2, heads=4, length=256, schedule=Schedule(steps=140, batch=8, lr=4e-3)
     ),
-    # One layer, one head: its convolution pairs keys with values, and a memory of 64 x 64 holds
-    # every pair. With two layers most models are still at the start after as many tokens.
+    # One layer with one head: its convolution pairs keys with values, and a memory of 64 x 64
+    # holds every pair. With two layers most models learn nothing within as many tokens.
     "mqar": Sizes(
         width=64, depth=1, heads=1, length=48, schedule=Schedule(steps=600, batch=16, lr=7e-3)
     ),
-    # The same with keys and values of 32 channels: 32 pairs and more do not fit a 32 x 32 matrix.
+    # Keys and values of 32 channels: 32 pairs and more do not fit a 32 x 32 matrix.
     "capacity": Sizes(
         width=64,
         depth=1,
@@ -121,22 +186,24 @@ DEFAULTS: dict[str, Sizes] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun:
-    """One model on one task.
+    """Training and evaluation of one model on one task with one seed.
 
     Attributes:
-        parameters: trained numbers.
-        state_bytes: what decoding must keep per sequence after ``length`` tokens.
-        grows: whether that grows with the sequence.
-        value: bits per held-out byte (text), or accuracy over all pair counts (recall); of a run
-            that was interrupted the curve's last.
-        by_pairs: accuracy by number of pairs (recall).
-        curve: (training tokens, value), measured on less than ``value`` is (`Comparison.measured`).
-        seconds: of training alone; cpu_seconds: processor time of training and measuring, over all
-            threads.
-        finished: False when the run was interrupted; the numbers are those so far.
-        seed: of this run, where the comparison has several; otherwise ``None``.
-        options: `LayerOptions.to_dict` of the trained layers, by layer; empty in files of older
-            versions.
+        task, model: Names of the task and the model.
+        parameters: Number of trained parameters.
+        state_bytes, grows: Bytes of state per sequence after ``length`` tokens, and whether the
+            state grows with the sequence.
+        value: Bits per held-out byte (text), or accuracy over all numbers of pairs (recall). The
+            last point of ``curve`` if the run was interrupted.
+        by_pairs: Accuracy by number of pairs (recall).
+        curve: Pairs of training tokens and value, measured on fewer examples than ``value``; see
+            `Comparison.eval_sizes`.
+        tokens, tokens_per_second: Number of training tokens, and throughput.
+        seconds: Wall time of training, without evaluation.
+        cpu_seconds: Processor time of training and evaluation, over all threads.
+        finished: False if the run was interrupted.
+        seed: ``None`` if the comparison has one seed.
+        options: `LayerOptions.to_dict` of the trained layers, by layer; empty in older files.
 
     Examples:
         >>> run = rc.experiments.ModelRun(
@@ -164,26 +231,33 @@ class ModelRun:
 
     @property
     def label(self) -> str:
-        """The model, and the seed where there are several."""
+        """Name of the model, with the seed if the comparison has several."""
         return self.model if self.seed is None else f"{self.model}, seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return JSON-ready data, without an empty ``seed`` and ``options``."""
         data = plain(asdict(self))
-        if self.seed is None:
-            del data["seed"]
-        if not self.options:
-            del data["options"]
-        return data
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in ("seed", "options") or value not in (None, {})
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelRun:
+        """Return the run that `to_dict` wrote, perhaps in an older version."""
+        curve = tuple((tokens, value) for tokens, value in data["curve"])
+        by_pairs = {int(count): value for count, value in data["by_pairs"].items()}
+        return cls(**{**data, "curve": curve, "by_pairs": by_pairs})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What the runs of one model on one task say together, one run per seed.
+    """The runs of one model on one task, one per seed.
 
     Attributes:
-        task, model: whose runs they are.
-        runs: one at least.
+        task, model: Names of the task and the model.
+        runs: At least one run.
     """
 
     task: str
@@ -191,86 +265,85 @@ class Summary:
     runs: tuple[ModelRun, ...]
 
     @property
-    def finished(self) -> tuple[ModelRun, ...]:
-        """The runs that came to their end."""
+    def finished_runs(self) -> tuple[ModelRun, ...]:
+        """Runs that were not interrupted."""
         return tuple(run for run in self.runs if run.finished)
 
     @property
-    def values(self) -> list[float]:
-        """Of the runs that came to their end; of all, where none did."""
-        return [run.value for run in self.finished or self.runs if run.value is not None]
+    def finished_values(self) -> list[float]:
+        """Values of the finished runs, or of all runs if none finished."""
+        return [run.value for run in self.finished_runs or self.runs if run.value is not None]
 
     @property
-    def value(self) -> float | None:
-        """Their mean, ``None`` without any."""
-        return statistics.fmean(self.values) if self.values else None
+    def mean(self) -> float | None:
+        """Mean of `finished_values`, ``None`` if there are none."""
+        return statistics.fmean(self.finished_values) if self.finished_values else None
 
     @property
     def sd(self) -> float | None:
-        """Their standard deviation (n − 1), ``None`` of fewer than three."""
-        return statistics.stdev(self.values) if len(self.values) > 2 else None
-
-    def mean(self, name: str) -> float:
-        """Of an attribute of the runs, over all of them.
-
-        Args:
-            name: of a number of `ModelRun`.
-        """
-        return statistics.fmean(getattr(run, name) for run in self.runs)
+        """Standard deviation (n − 1) of `finished_values`, ``None`` if there are fewer than 3."""
+        return statistics.stdev(self.finished_values) if len(self.finished_values) > 2 else None
 
     @property
     def by_pairs(self) -> dict[int, tuple[float, float, float]]:
-        """Mean, least and greatest accuracy by number of pairs."""
-        every: dict[int, list[float]] = {}
-        for run in self.finished or self.runs:
+        """Mean, minimum and maximum of the accuracy by number of pairs."""
+        values: dict[int, list[float]] = {}
+        for run in self.finished_runs or self.runs:
             for count, accuracy in run.by_pairs.items():
-                every.setdefault(count, []).append(accuracy)
-        return {
-            count: (statistics.fmean(each), min(each), max(each)) for count, each in every.items()
-        }
+                values.setdefault(count, []).append(accuracy)
+        return {count: (statistics.fmean(x), min(x), max(x)) for count, x in values.items()}
 
-    def told(self) -> str | None:
-        """The mean with its spread: ± the standard deviation, or both ends of two."""
-        if self.value is None:
+    def format(self) -> str | None:
+        """Return the mean with the standard deviation, or with both values if there are two."""
+        if self.mean is None:
             return None
         if self.sd is not None:
-            return f"{self.value:.3f} ± {self.sd:.3f}"
-        if len(self.values) == 2:
-            return f"{self.value:.3f} ({min(self.values):.3f}–{max(self.values):.3f})"
-        return f"{self.value:.3f}"
+            return f"{self.mean:.3f} ± {self.sd:.3f}"
+        if len(self.finished_values) == 2:
+            low, high = sorted(self.finished_values)
+            return f"{self.mean:.3f} ({low:.3f}–{high:.3f})"
+        return f"{self.mean:.3f}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return JSON-ready data."""
         return {
             "task": self.task,
             "model": self.model,
-            "seeds": [run.seed for run in self.finished],
-            "value": self.value,
+            "seeds": [run.seed for run in self.finished_runs],
+            "value": self.mean,
             "sd": self.sd,
-            "min": min(self.values, default=None),
-            "max": max(self.values, default=None),
+            "min": min(self.finished_values, default=None),
+            "max": max(self.finished_values, default=None),
             "by_pairs": {str(count): mean for count, (mean, _, _) in self.by_pairs.items()},
         }
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Outcomes:
-    """What a comparison measured, whole or interrupted.
+class Comparison:
+    """Results of `compare`: ``print`` shows their tables, `save` writes a report.
 
     Attributes:
-        runs: by task and seed, in the order of the models.
-        sizes: of each task.
-        seed: the first.
-        environment: that they were trained in.
-        bigram: bits per byte of a smoothed byte bigram on the same held-out text.
-        text: source and digest of the text.
-        chance: accuracy of guessing among the values (mqar).
-        interrupted: whether somebody stopped it.
-        processes: that trained side by side; speeds are those of one beside the others.
-        failures: (task, model, reason) of models that could not be trained.
-        measured: by task, on how much a point of a curve and a value of the table are measured:
-            bytes of held-out text, or examples of each number of pairs.
-        seeds: how many, from ``seed`` on; each model is trained once with each.
+        runs: By task and seed, in the order of the models.
+        sizes: Sizes of each task.
+        seed, seeds: First seed and number of seeds; each model is trained once with each.
+        environment: Device and versions of the training.
+        bigram: Bits per byte of a smoothed byte bigram on the held-out text.
+        text: Source and digest of the text.
+        chance: Accuracy of guessing in the task mqar.
+        interrupted: Whether the comparison was interrupted.
+        processes: Number of processes that trained in parallel.
+        failures: Task, model and reason of each model that could not be trained.
+        eval_sizes: By task, evaluation size of a point of a curve and of a value in the table, in
+            bytes of held-out text or examples of each number of pairs.
+
+    Examples:
+        >>> sizes = rc.experiments.Sizes(
+        ...     width=8, depth=1, heads=1, length=9,
+        ...     schedule=rc.experiments.Schedule(steps=1, batch=1, lr=1e-3),
+        ... )
+        >>> comparison = rc.compare(["linear_attention"], ["mqar"], sizes=sizes)
+        >>> [(run.model, run.tokens) for run in comparison.of("mqar")]
+        [('linear_attention', 9)]
     """
 
     runs: tuple[ModelRun, ...]
@@ -283,86 +356,155 @@ class Outcomes:
     interrupted: bool = False
     processes: int = 1
     failures: tuple[tuple[str, str, str], ...] = ()
-    measured: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    eval_sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     seeds: int = 1
 
     def of(self, task: str) -> list[ModelRun]:
-        """The runs of one task."""
+        """Return the runs of one task."""
         return [run for run in self.runs if run.task == task]
 
     def summaries(self, task: str) -> list[Summary]:
-        """What the runs of each model on one task say together.
-
-        Args:
-            task: name of the task.
-        """
-        by_model: dict[str, list[ModelRun]] = {}
+        """Return the runs of one task by model."""
+        runs: dict[str, list[ModelRun]] = {}
         for run in self.of(task):
-            by_model.setdefault(run.model, []).append(run)
+            runs.setdefault(run.model, []).append(run)
+        return [Summary(task=task, model=model, runs=tuple(x)) for model, x in runs.items()]
+
+    def failure_messages(self) -> list[str]:
+        """Return a sentence for each task and reason of failure."""
+        models: dict[tuple[str, str], list[str]] = {}
+        for task, model, reason in self.failures:
+            models.setdefault((task, reason), []).append(model)
         return [
-            Summary(task=task, model=model, runs=tuple(runs)) for model, runs in by_model.items()
+            f"{', '.join(names)} could not be trained on {task}: {reason}"
+            for (task, reason), names in models.items()
         ]
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON-ready; with several seeds, with the ``summary`` of each model on each task."""
-        data = plain(asdict(self))
+    def save(self, folder: str | PathLike[str], *, command: str = "") -> dict[str, Path]:
+        """Write ``report.html``, ``results.json``, ``results.csv`` and the figures into a folder.
+
+        Args:
+            folder: Created if it does not exist. Its earlier ``results.json`` is renamed.
+            command: Command line for the page.
+
+        Returns:
+            Path of each file. Every file is written completely or not at all.
+
+        Raises:
+            ValueError: another run uses the folder; or the folder cannot be written, and the
+                results are in a temporary one, which the message names.
+        """
+        from recollect.experiments.comparison.report import save_report
+
+        return save_report(self, Path(folder), command)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data; with several seeds also the ``summary`` of each model."""
+        data = {("measured" if k == "eval_sizes" else k): v for k, v in asdict(self).items()}
         if self.seeds == 1:
             del data["seeds"]
         else:
-            every = [one for task in self.sizes for one in self.summaries(task)]
-            data["summary"] = [one.to_dict() for one in every]
+            data["summary"] = [x.to_dict() for task in self.sizes for x in self.summaries(task)]
         return {
-            **data,
+            **plain(data),
             "runs": [run.to_dict() for run in self.runs],
             "environment": self.environment.to_dict(),
             "schema": 1,
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Comparison:
+        """Return the comparison that `to_dict` wrote, perhaps in an older version.
 
-class Watcher(Protocol):
-    """Whoever shows progress; with several processes, several runs are on their way at once.
+        Raises:
+            ValueError: the data has another schema.
+            KeyError, TypeError, AttributeError: the data is no comparison.
+        """
+        if data["schema"] != 1:
+            raise ValueError(f"schema {data['schema']!r}")
+        unchanged = ("seed", "bigram", "text", "chance", "interrupted", "processes", "seeds")
+        return cls(
+            **{name: data[name] for name in unchanged if name in data},
+            runs=tuple(map(ModelRun.from_dict, data["runs"])),
+            sizes={
+                task: Sizes(**{**size, "schedule": Schedule(**size["schedule"])})
+                for task, size in data["sizes"].items()
+            },
+            environment=Environment(**data["environment"]),
+            failures=tuple(tuple(failure) for failure in data["failures"]),
+            eval_sizes={task: tuple(x) for task, x in data.get("measured", {}).items()},
+        )
+
+    def _tables(self) -> list[Table]:
+        from recollect.experiments.comparison.report import table
+
+        return [replace(table(self, task), caption="") for task in self.sizes if self.of(task)]
+
+    def _notes(self) -> list[str]:
+        note = "This comparison was interrupted. It contains the results up to then."
+        return [*self.failure_messages(), *([note] if self.interrupted else [])]
+
+    def __str__(self) -> str:
+        parts = [*(table.to_text() for table in self._tables()), *self._notes()]
+        return "\n\n".join(parts) or "A comparison without results."
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>{text_to_html(note)}</p>" for note in self._notes())
+        tables = "".join(table.to_html(notebook=True) for table in self._tables())
+        return tables + notes or "<p>A comparison without results.</p>"
+
+    def __repr__(self) -> str:
+        parts: list[str] = []
+        for task in self.sizes:
+            values = [f"{x.model} {x.format() or '–'}" for x in self.summaries(task)]
+            parts.append(f"{task}: {', '.join(values)}")
+        parts += [f"{len(self.failures)} failed"] if self.failures else []
+        parts += ["interrupted"] if self.interrupted else []
+        return f"Comparison({'; '.join(parts)})"
+
+
+class ProgressReporter(Protocol):
+    """Receives the progress of `compare`; with several processes, of several runs at once.
 
     Examples:
-        >>> class Spoken(rc.experiments.Watcher):  # rc.compare(..., watcher=Spoken()) tells it
-        ...     def begin(self, task, model, parameters, steps):
+        >>> class PrintStart(rc.experiments.ProgressReporter):  # rc.compare(..., progress=...)
+        ...     def on_start(self, task, model, parameters, steps):
         ...         print(f"{model} on {task}: {parameters:,} parameters, {steps} steps")
-        >>> Spoken().begin("mqar", "gla", 10_000, 600)
+        >>> PrintStart().on_start("mqar", "gla", 10_000, 600)
         gla on mqar: 10,000 parameters, 600 steps
     """
 
-    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        """A model starts.
+    def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
+        """Receive the start of a run.
 
         Args:
-            task: name of the task.
-            model: name of the model.
-            parameters: trained numbers.
-            steps: that it will take.
+            task, model: Name of the task, and label of the run.
+            parameters, steps: Numbers of trained parameters and of training steps.
         """
 
-    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
-        """A step was taken; of another process not every step is told.
+    def on_step(
+        self, task: str, model: str, step: int, loss: float | None, history: History
+    ) -> None:
+        """Receive a training step. Other processes send at most ten per second.
 
         Args:
-            task: name of the task.
-            model: name of the model.
-            step: number of the step, from 1.
-            loss: in nats, ``None`` where it was not read.
-            history: what was measured so far.
+            task, model: Name of the task, and label of the run.
+            step: Number of the step, from 1.
+            loss: Latest mean training loss in nats, ``None`` at the beginning.
+            history: Measurements up to now.
         """
 
-    def end(self, run: ModelRun) -> None:
-        """A model is done, or was stopped."""
+    def on_end(self, run: ModelRun) -> None:
+        """Receive a run that is finished or interrupted."""
 
-    def fail(self, task: str, model: str, reason: str) -> None:
-        """A model could not be trained, begun or not.
+    def on_failure(self, task: str, model: str, message: str) -> None:
+        """Receive the failure of a run, also of one that did not start.
 
         Args:
-            task: name of the task.
-            model: name of the model.
-            reason: in a sentence.
+            task, model: Name of the task, and label of the run.
+            message: Reason, as a sentence.
         """
 
 
-class Nobody(Watcher):
-    """Watches nothing."""
+class NoProgress(ProgressReporter):
+    """Ignores all progress events."""

@@ -1,4 +1,4 @@
-"""The tasks of `compare`: the tokens models are trained on, and how they are measured."""
+"""The tasks of `compare`: their training tokens, and the evaluation of models."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows, split_documents
 
 __all__ = [
-    "MEASURED",
-    "RECALLS",
+    "EVAL_SIZES",
+    "RECALL_TASKS",
     "TASKS",
     "CompareTask",
     "RecallPairs",
-    "check_text_is_read",
+    "check_text_used",
     "compare_task",
-    "measured",
+    "eval_sizes",
     "read_corpus",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallPairs:
-    """How many key–value pairs a recall task has, and of which tokens.
+    """Key–value pairs of a recall task.
 
     Attributes:
-        vocab: tokens, the lower half keys and the upper half values.
-        trained: pairs of the training examples.
-        beyond: pairs that are asked but never trained on: does what was learned hold more?
+        vocab: Number of tokens; the lower half are keys, the upper half values.
+        train_pairs: Numbers of pairs in training examples.
+        test_pairs: Numbers of pairs that are only evaluated.
     """
 
     vocab: int
-    trained: tuple[int, ...]
-    beyond: tuple[int, ...]
+    train_pairs: tuple[int, ...]
+    test_pairs: tuple[int, ...]
 
     @property
     def chance(self) -> float:
@@ -49,44 +49,37 @@ class RecallPairs:
         return 2 / self.vocab
 
 
-RECALLS = {
-    "mqar": RecallPairs(vocab=64, trained=(4, 8, 12), beyond=(16, 24)),
-    "capacity": RecallPairs(vocab=128, trained=(4, 8, 12), beyond=(16, 24, 32, 40, 48)),
+RECALL_TASKS = {
+    "mqar": RecallPairs(vocab=64, train_pairs=(4, 8, 12), test_pairs=(16, 24)),
+    "capacity": RecallPairs(vocab=128, train_pairs=(4, 8, 12), test_pairs=(16, 24, 32, 40, 48)),
 }
-"""Tasks of recall by name. In ``"capacity"`` keys and values have 32 channels (`DEFAULTS`), so that
-more pairs are asked than a matrix memory has dimensions."""
+"""Recall tasks by name. In ``"capacity"`` keys and values have 32 channels (`DEFAULTS`), fewer than
+the largest number of pairs."""
 
-TASKS = ("text", *RECALLS)
+TASKS = ("text", *RECALL_TASKS)
 
-MEASURED = {"text": (16_384, 131_072), **dict.fromkeys(RECALLS, (64, 256))}
-"""On how much a model is measured on the way, which is often, and at the end, once: bytes of
-held-out text at most, evenly spread over it, or examples of each number of pairs."""
+EVAL_SIZES = {"text": (16_384, 131_072), **dict.fromkeys(RECALL_TASKS, (64, 256))}
+"""Size of the evaluation during training and after it: largest number of bytes of held-out text,
+evenly spread over it, or examples of each number of pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareTask:
-    """A task made ready.
+    """Data of a task.
 
     Attributes:
-        examples: inputs and labels aligned with them, to train on.
-        evaluate: measures a model on the way. final: measures it well, with accuracy by pairs.
+        examples: Inputs and labels of training.
+        evaluate: Measures a model during training.
+        evaluate_full: Measures a model after training; returns also the accuracy by pairs.
     """
 
     examples: tuple[Tensor, Tensor]
     evaluate: Callable[[nn.Module], float]
-    final: Callable[[nn.Module], tuple[float, dict[int, float]]]
+    evaluate_full: Callable[[nn.Module], tuple[float, dict[int, float]]]
 
 
-def check_text_is_read(tasks: Sequence[str], **texts: object) -> None:
-    """That a text which is given is one that a task reads.
-
-    Args:
-        tasks: of the comparison.
-        **texts: by the argument that gives it; ``None`` is no text.
-
-    Raises:
-        ValueError: no task reads it.
-    """
+def check_text_used(tasks: Sequence[str], **texts: object) -> None:
+    """Raise ValueError if a text is given but no task uses it."""
     for name, text in texts.items():
         if text is not None and "text" not in tasks:
             label, others = argument_name(name), ", ".join(dict.fromkeys(tasks))
@@ -101,14 +94,14 @@ def check_text_is_read(tasks: Sequence[str], **texts: object) -> None:
 def read_corpus(
     text: str | PathLike[str] | Sequence[str | PathLike[str]], *, column: str = "text"
 ) -> TextCorpus:
-    r"""Read texts as `recollect train` reads them, and split them for the task text.
+    r"""Read texts as `recollect train` does, and split them for the task text.
 
     Args:
-        text: text files, ``.jsonl`` and ``.parquet``: names, folders and patterns.
-        column: field of a JSON line or a Parquet row that holds its text.
+        text: Files, folders and patterns of text files, ``.jsonl`` and ``.parquet``.
+        column: Field with the text of a JSON line or a Parquet row.
 
     Raises:
-        ValueError: no file, a line or row that cannot be read, or texts that are too short.
+        ValueError: no file, a line or row that cannot be read, or too little text.
 
     Examples:
         >>> import json
@@ -128,110 +121,94 @@ def read_corpus(
 
 
 def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -> CompareTask:
-    """The same for every model, and in every process, with the same seed.
-
-    Args:
-        task: out of `TASKS`.
-        corpus: of the task text.
-    """
-    if task in RECALLS:
+    """Return the data of a task, which depends on the arguments alone."""
+    if task in RECALL_TASKS:
         return _recall_task(task, size, seed)
     assert corpus is not None
     return _text_task(corpus, size, seed)
 
 
-def measured(task: str, size: Sizes, corpus: TextCorpus | None) -> tuple[int, int]:
-    """On how much a model of a task is measured on the way and at the end, as in `MEASURED`.
-
-    Args:
-        task: out of `TASKS`.
-        size: of its examples.
-        corpus: of the task text, which may have less to hold out.
-    """
+def eval_sizes(task: str, size: Sizes, corpus: TextCorpus | None) -> tuple[int, int]:
+    """Return the size of the evaluation during training and after it; see `EVAL_SIZES`."""
     if corpus is None or task != "text":
-        return MEASURED[task]
-    glance, whole = (
+        return EVAL_SIZES[task]
+    quick, full = (
         sum(
             int((labels != IGNORE).sum())
             for _, labels in heldout_windows(corpus, length=size.length, batch=64, limit=limit)
         )
-        for limit in MEASURED["text"]
+        for limit in EVAL_SIZES["text"]
     )
-    return glance, whole
+    return quick, full
 
 
-def _joined(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concatenate(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     inputs, labels = zip(*batches, strict=True)
     return torch.cat(inputs), torch.cat(labels)
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _labeled_logits(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits and the labels at the labeled positions."""
+    device = next(model.parameters()).device
+    logits, labels = model(input_ids=inputs.to(device)).logits, labels.to(device)
+    has_label = labels != IGNORE
+    return logits[has_label], labels[has_label]
 
 
 def _text_task(corpus: TextCorpus, size: Sizes, seed: int) -> CompareTask:
     generator = torch.Generator().manual_seed(seed)
     stream = batches(corpus, length=size.length, batch=size.schedule.batch, generator=generator)
-    examples = _joined(next(stream) for _ in range(size.schedule.steps))
 
-    def bits(model: nn.Module, limit: int | None) -> float:
+    def bits(model: nn.Module, limit: int) -> float:
         total, count = 0.0, 0
         for inputs, labels in heldout_windows(
             corpus, length=size.length, batch=4 * size.schedule.batch, limit=limit
         ):
-            asked, loss = _asked(model, inputs, labels)
-            total, count = total + float(loss.sum()), count + int(asked.sum())
+            logits, targets = _labeled_logits(model, inputs, labels)
+            loss = nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+            total, count = total + float(loss.sum()), count + targets.numel()
         return total / count / math.log(2)
 
-    glance, whole = MEASURED["text"]
+    quick, full = EVAL_SIZES["text"]
     return CompareTask(
-        examples=examples,
-        evaluate=lambda model: bits(model, glance),
-        final=lambda model: (bits(model, whole), {}),
+        examples=_concatenate(next(stream) for _ in range(size.schedule.steps)),
+        evaluate=lambda model: bits(model, quick),
+        evaluate_full=lambda model: (bits(model, full), {}),
     )
 
 
-def _asked(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a label asks something, and the loss there in nats."""
-    device = _device(model)
-    logits = model(input_ids=inputs.to(device)).logits.float()
-    labels = labels.to(device)
-    asked = labels != IGNORE
-    loss = nn.functional.cross_entropy(logits[asked], labels[asked], reduction="none")
-    return asked, loss
-
-
 def _recall_task(task: str, size: Sizes, seed: int) -> CompareTask:
-    recall, (glance, whole) = RECALLS[task], MEASURED[task]
-    generator = torch.Generator().manual_seed(seed)
-    configs = [
-        MqarConfig(vocab=recall.vocab, pairs=pairs, length=size.length) for pairs in recall.trained
-    ]
-    count = size.schedule.steps * size.schedule.batch
-    share = math.ceil(count / len(configs))
-    examples = _joined(mqar(config, share, generator) for config in configs)
-    test = torch.Generator().manual_seed(seed + 1_000_003)
-    beyond = [
-        MqarConfig(vocab=recall.vocab, pairs=pairs, length=max(size.length, 4 * pairs))
-        for pairs in recall.beyond
-    ]
-    held = {config.pairs: mqar(config, whole, test) for config in (*configs, *beyond)}
+    recall, (quick, full) = RECALL_TASKS[task], EVAL_SIZES[task]
+    train_set, test_set = (torch.Generator().manual_seed(seed + x) for x in (0, 1_000_003))
+    configs = {
+        pairs: MqarConfig(
+            vocab=recall.vocab,
+            pairs=pairs,
+            length=size.length if pairs in recall.train_pairs else max(size.length, 4 * pairs),
+        )
+        for pairs in (*recall.train_pairs, *recall.test_pairs)
+    }
+    count = math.ceil(size.schedule.steps * size.schedule.batch / len(recall.train_pairs))
+    examples = _concatenate(mqar(configs[pairs], count, train_set) for pairs in recall.train_pairs)
+    test_data = {pairs: mqar(config, full, test_set) for pairs, config in configs.items()}
 
-    def accuracy(model: nn.Module, limit: int) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for pairs, (inputs, labels) in held.items():
-            logits = model(input_ids=inputs[:limit].to(_device(model))).logits
-            here = labels[:limit].to(logits.device)
-            asked = here != IGNORE
-            found[pairs] = float((logits.argmax(-1)[asked] == here[asked]).float().mean())
-        return found
+    def accuracies(model: nn.Module, limit: int) -> dict[int, float]:
+        values: dict[int, float] = {}
+        for pairs, (inputs, labels) in test_data.items():
+            logits, targets = _labeled_logits(model, inputs[:limit], labels[:limit])
+            values[pairs] = float((logits.argmax(-1) == targets).float().mean())
+        return values
 
-    def final(model: nn.Module) -> tuple[float, dict[int, float]]:
-        by_pairs = accuracy(model, whole)
-        return sum(by_pairs.values()) / len(by_pairs), by_pairs
+    def evaluate_full(model: nn.Module) -> tuple[float, dict[int, float]]:
+        by_pairs = accuracies(model, full)
+        return _mean(by_pairs), by_pairs
 
-    def evaluate(model: nn.Module) -> float:
-        by_pairs = accuracy(model, glance)
-        return sum(by_pairs.values()) / len(by_pairs)
+    return CompareTask(
+        examples=examples,
+        evaluate=lambda model: _mean(accuracies(model, quick)),
+        evaluate_full=evaluate_full,
+    )
 
-    return CompareTask(examples=examples, evaluate=evaluate, final=final)
+
+def _mean(values: dict[int, float]) -> float:
+    return sum(values.values()) / len(values)

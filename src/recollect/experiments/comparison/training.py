@@ -1,26 +1,35 @@
-"""Training of a comparison's models: their schedule, their history, and the loop's inputs.
-
-Examples are drawn beforehand from a generator, so every model of a comparison sees the same tokens
-in the same order. What is measured on the way is kept in a history, so an interrupted run keeps it.
-"""
+"""Training of a comparison's models, in sequence or in worker processes of one thread each."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from recollect.experiments.framework.fitting import (
-    TrainingStep,
-    asked_loss,
-    rate_at,
-    training_steps,
+from recollect.experiments.comparison.results import (
+    History,
+    ModelRun,
+    ProgressReporter,
+    Schedule,
+    Sizes,
 )
-from recollect.fields import Validated, integer, number
+from recollect.experiments.comparison.tasks import CompareTask, compare_task
+from recollect.experiments.framework.fitting import TrainingStep, asked_loss, training_steps
+from recollect.experiments.framework.workers import (
+    POLL_SECONDS,
+    WorkerFailure,
+    run_in_workers,
+    send_to_parent,
+    stop_requested,
+)
+from recollect.lm.model.cache import cache_of
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.divergence import (
     INNER_STEPS_HINT,
     NUMERICAL_ERRORS,
@@ -29,78 +38,208 @@ from recollect.lm.training.divergence import (
 )
 from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.devices import resolve_device
+from recollect.report.environment import Environment, describe_environment
+from recollect.tasks.text import TextCorpus
 
-__all__ = ["History", "Schedule", "measured", "train"]
+__all__ = ["Job", "RunOrError", "run_jobs", "state_bytes", "train", "training_environment"]
 
 T = TypeVar("T")
 
-LOGGED = 10
-"""Steps of which a logged loss is the mean."""
+LOSS_AVERAGE_STEPS = 10
+"""Number of steps over which a logged loss is averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Validated):
-    """How a model is trained: AdamW, linear warm-up, cosine to zero.
+class Job:
+    """One model to train on one task with one seed."""
 
-    Attributes:
-        steps: optimizer steps.
-        batch: examples per step.
-        lr: peak learning rate.
-        warmup: share of the steps spent warming up.
-        weight_decay: AdamW's, on the weights that `recollect.lm.parameter_groups` names.
-        clip: largest gradient norm.
-        evaluations: how many points the learning curve has.
-
-    Examples:
-        >>> schedule = rc.experiments.Schedule(steps=100, batch=8, lr=1e-3)
-        >>> schedule.warmup, schedule.clip
-        (0.1, 1.0)
-    """
-
-    steps: int = integer(at_least=1)
-    batch: int = integer(at_least=1)
-    lr: float = number(3e-3, above=0)
-    warmup: float = number(0.1, at_least=0, at_most=1)
-    weight_decay: float = number(0.1, at_least=0)
-    clip: float = 1.0
-    evaluations: int = integer(5, at_least=1)
-
-    def rate(self, step: int) -> float:
-        """The learning rate at a step, counted from 0."""
-        return self.lr * rate_at(step, self.steps, self.warmup, from_zero=True)
+    task: str
+    model: str
+    config: RecollectConfig
+    size: Sizes
+    seed: int
+    num_seeds: int = 1
+    device: str | None = None
 
     @property
-    def checkpoints(self) -> list[int]:
-        """Steps after which the curve gets a point; the last is the end."""
-        parts = min(self.evaluations, self.steps)
-        return sorted({round(self.steps * (i + 1) / parts) for i in range(parts)})
+    def label(self) -> str:
+        """Name of the model, with the seed if the comparison has several."""
+        return f"{self.model}, seed {self.seed}" if self.num_seeds > 1 else self.model
 
 
-@dataclass(kw_only=True)
-class History:
-    """What was measured, also when training stopped early.
+RunOrError = ModelRun | str
+"""The run of a job, or the reason why its model could not be trained."""
 
-    Attributes:
-        curve: (tokens seen, measured value).
-        losses: (step, training loss in nats per token).
-        seconds: spent in optimizer steps, evaluation excluded.
-        tokens: seen in training.
-        finished: whether all steps were taken.
+
+def run_jobs(
+    jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, progress: ProgressReporter
+) -> Iterator[tuple[Job, RunOrError]]:
+    """Train the models, and yield each run or failure when it ends.
+
+    A keyboard interrupt stops the current runs. Their partial results are yielded, with no tokens
+    if a run had not started, and then `KeyboardInterrupt` is raised.
+    """
+    if _threads(len(jobs), processes) is None:
+        outcomes = _run_serial(jobs, corpus, progress)
+    else:
+        outcomes = _run_parallel(jobs, corpus, min(processes, len(jobs)), progress)
+    for job, outcome in outcomes:
+        try:
+            if isinstance(outcome, str):
+                progress.on_failure(job.task, job.label, outcome)
+            elif outcome.tokens:
+                progress.on_end(outcome)
+        finally:  # an interrupt in the progress loses no result
+            yield job, outcome
+
+
+def training_environment(num_jobs: int, processes: int, device: torch.device) -> Environment:
+    """Describe the environment of `run_jobs`, with the number of threads per process."""
+    environment = describe_environment(device)
+    return replace(environment, threads=_threads(num_jobs, processes) or environment.threads)
+
+
+def _threads(num_jobs: int, processes: int) -> int | None:
+    """Return the number of threads per worker; ``None`` without worker processes."""
+    return 1 if min(num_jobs, processes) > 1 else None
+
+
+def _run_serial(
+    jobs: Sequence[Job], corpus: TextCorpus | None, progress: ProgressReporter
+) -> Iterator[tuple[Job, RunOrError]]:
+    runner = _Runner(corpus)
+    for job in jobs:
+        outcome = runner.run(job, progress)
+        yield job, outcome
+        if isinstance(outcome, ModelRun) and not outcome.finished:
+            raise KeyboardInterrupt
+
+
+def _run_parallel(
+    jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, progress: ProgressReporter
+) -> Iterator[tuple[Job, RunOrError]]:
+    def on_message(message: tuple[Any, ...]) -> None:
+        event, *values = message
+        getattr(progress, event)(*values)
+
+    for job, outcome in run_in_workers(_Runner(corpus), jobs, processes, on_message=on_message):
+        if outcome is not None:
+            yield job, outcome.message if isinstance(outcome, WorkerFailure) else outcome
+
+
+class _Runner:
+    """Runs jobs, and prepares the data of each task and seed once."""
+
+    def __init__(self, corpus: TextCorpus | None) -> None:
+        self.corpus = corpus
+        self.tasks: dict[tuple[str, int], CompareTask] = {}
+
+    def __call__(self, job: Job) -> RunOrError | None:
+        """Run a job in a worker; ``None`` if a stop was requested before it started."""
+        return None if stop_requested() else self.run(job, _ParentReporter())
+
+    def run(self, job: Job, progress: ProgressReporter) -> RunOrError:
+        """Run a job; an error becomes its message."""
+        key = job.task, job.seed
+        try:
+            if key not in self.tasks:
+                self.tasks[key] = compare_task(job.task, job.size, job.seed, self.corpus)
+            return _train_model(job, self.tasks[key], progress)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+
+class _ParentReporter(ProgressReporter):
+    """Sends the events of a worker to the parent, and raises `KeyboardInterrupt` on its request.
+
+    The end of a run is not sent, because the parent receives its result.
     """
 
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
-    finished: bool = False
+    def __init__(self) -> None:
+        self.last_sent = 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Training throughput, 0 before the first step."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
+        _check_stop()
+        send_to_parent(("on_start", task, model, parameters, steps))
+
+    def on_step(
+        self, task: str, model: str, step: int, loss: float | None, history: History
+    ) -> None:
+        _check_stop()
+        now = time.monotonic()
+        if now - self.last_sent > POLL_SECONDS:
+            self.last_sent = now
+            latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
+            send_to_parent(("on_step", task, model, step, loss, latest))
 
 
-Watch = Callable[[int, float | None, History], None]
+def _check_stop() -> None:
+    if stop_requested():
+        raise KeyboardInterrupt
+
+
+def _train_model(job: Job, task: CompareTask, progress: ProgressReporter) -> ModelRun:
+    """Train and evaluate a model; after an interrupt the run has the measurements up to then."""
+    start = time.process_time()
+    torch.manual_seed(job.seed)
+    model = RecollectForCausalLM(job.config)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    nbytes, grows = state_bytes(model, job.size.length)
+    history, steps = History(), job.size.schedule.steps
+    by_pairs: dict[int, float] = {}
+    try:
+        progress.on_start(job.task, job.label, parameters, steps)
+        train(
+            model,
+            task.examples,
+            job.size.schedule,
+            evaluate=task.evaluate,
+            seed=job.seed,
+            history=history,
+            on_step=lambda *event: progress.on_step(job.task, job.label, *event),
+            device=resolve_device(job.device, argument_name="device"),
+        )
+        model.eval()
+        value, by_pairs = evaluate_no_grad(model, task.evaluate_full, steps)
+    except KeyboardInterrupt:
+        history.finished = False
+        value = history.curve[-1][1] if history.curve else None
+    return ModelRun(
+        task=job.task,
+        model=job.model,
+        parameters=parameters,
+        state_bytes=nbytes,
+        grows=grows,
+        value=value,
+        by_pairs=by_pairs,
+        curve=tuple(history.curve),
+        tokens=history.tokens,
+        tokens_per_second=history.tokens_per_second,
+        seconds=history.seconds,
+        cpu_seconds=time.process_time() - start,
+        finished=history.finished,
+        seed=job.seed if job.num_seeds > 1 else None,
+        options={
+            f"{name}.{path}" if path else name: leaf.options.to_dict()
+            for name in job.config.recipes
+            for path, leaf in job.config.mixer(name).leaves.items()
+        },
+    )
+
+
+def state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
+    """Return the bytes of a decoder's state after ``length`` tokens, and whether they grow."""
+    device = next(model.parameters()).device
+    model.eval()
+    with torch.no_grad():
+        half, full = (
+            cache_of(
+                model(torch.zeros(1, count, dtype=torch.long, device=device), use_cache=True)
+            ).nbytes
+            for count in (length // 2, length)
+        )
+    model.train()
+    return full, full > half
 
 
 def train(
@@ -111,122 +250,96 @@ def train(
     evaluate: Callable[[nn.Module], float],
     seed: int,
     history: History,
-    watch: Watch | None = None,
+    on_step: Callable[[int, float | None, History], None] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Train a model in place, filling ``history`` as it goes.
+    """Train a model in place, and fill ``history``.
 
-    Args:
-        model: called as ``model(input_ids=...)``, answers ``.logits``.
-        examples: inputs and labels aligned with them, enough for all steps.
-        schedule: how many steps, and at which rate.
-        evaluate: measures the model; called at the schedule's checkpoints in evaluation mode.
-        seed: of the order of examples.
-        history: filled while training runs, so that an interrupt loses nothing.
-        watch: called after every step with the step, the latest logged loss and the history.
-        device: where; by default as `resolve_device` chooses.
+    Models with one seed receive the same examples in the same order. ``evaluate`` is called at the
+    schedule's checkpoints, and ``on_step`` after every step with the latest logged loss.
 
     Raises:
-        Diverged: a loss or a gradient that is not finite.
+        Diverged: a loss or a gradient is not finite.
     """
     model.to(device or resolve_device(None, argument_name="device"))
     inputs, labels = examples
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-    some = order[: schedule.steps * schedule.batch].split(schedule.batch)
+    indices = order[: schedule.steps * schedule.batch].split(schedule.batch)
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        at = some[number - 1]
-        return inputs[at], labels[at]
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        return inputs[indices[step - 1]], labels[indices[step - 1]]
 
     steps = training_steps(
         model,
-        map(batch, range(1, len(some) + 1)),
-        # Fused, as the numbers in results/ were made: rounding differs otherwise.
+        map(batch, range(1, len(indices) + 1)),
+        # Fused, as for the numbers in results/: rounding differs otherwise.
         torch.optim.AdamW(parameter_groups(model, weight_decay=schedule.weight_decay), fused=True),
-        schedule.rate,
+        schedule.lr_at,
         clip=schedule.clip,
         predict=lambda x: model(input_ids=x).logits,
     )
-    recent: list[float] = []
-    began = time.perf_counter()
-    for step in _finite(steps, model, batch, schedule):
-        history.seconds += time.perf_counter() - began
+    recent_losses: list[float] = []
+    start = time.perf_counter()
+    for step in _until_nonfinite(steps, model, batch, schedule):
+        history.seconds += time.perf_counter() - start
         history.tokens += schedule.batch * inputs[0].numel()
-        recent.append(step.loss)
-        if len(recent) == LOGGED:
-            history.losses.append((step.number, sum(recent) / LOGGED))
-            recent.clear()
+        recent_losses.append(step.loss)
+        if len(recent_losses) == LOSS_AVERAGE_STEPS:
+            history.losses.append((step.number, sum(recent_losses) / LOSS_AVERAGE_STEPS))
+            recent_losses.clear()
         if step.number in schedule.checkpoints:
             model.eval()
-            with torch.no_grad():
-                history.curve.append((history.tokens, measured(model, evaluate, step.number)))
-        if watch is not None:
-            watch(step.number, history.losses[-1][1] if history.losses else None, history)
-        began = time.perf_counter()
+            value = evaluate_no_grad(model, evaluate, step.number)
+            history.curve.append((history.tokens, value))
+        if on_step is not None:
+            on_step(step.number, history.losses[-1][1] if history.losses else None, history)
+        start = time.perf_counter()
     history.finished = True
 
 
-def measured(model: nn.Module, evaluate: Callable[[nn.Module], T], step: int) -> T:
-    """What ``evaluate`` finds, without a gradient.
+def evaluate_no_grad(model: nn.Module, evaluate: Callable[[nn.Module], T], step: int) -> T:
+    """Evaluate a model without gradients; raise `Diverged` if a layer's output is not finite."""
 
-    Args:
-        model: in evaluation mode.
-        evaluate: measures it.
-        step: how many it has taken.
+    def replay() -> list[Tensor]:
+        evaluate(model)
+        return []
 
-    Raises:
-        Diverged: a layer gives what is not finite; examples may be longer than those of training.
-    """
-    try:
-        return evaluate(model)
-    except NUMERICAL_ERRORS as error:
-
-        def again() -> list[Tensor]:
-            evaluate(model)
-            return []
-
-        if (origin := find_origin(model, again)) is None:
-            raise
-        raise Diverged(
-            step=step, lr=None, origin=f"when it is measured, {origin}", advice=INNER_STEPS_HINT
-        ) from error
+    with torch.no_grad():
+        try:
+            return evaluate(model)
+        except NUMERICAL_ERRORS as error:
+            if (origin := find_origin(model, replay)) is None:
+                raise
+            origin = f"when it is measured, {origin}"
+            raise Diverged(step=step, lr=None, origin=origin, advice=INNER_STEPS_HINT) from error
 
 
-def _finite(
+def _until_nonfinite(
     steps: Iterator[TrainingStep],
     model: nn.Module,
     batch: Callable[[int], tuple[Tensor, Tensor]],
     schedule: Schedule,
 ) -> Iterator[TrainingStep]:
-    """The steps, up to one whose loss or gradient is not finite.
+    """Yield the steps; raise `Diverged` at a loss or a gradient that is not finite."""
 
-    Raises:
-        Diverged: there is such a step.
-    """
-
-    def diverged(number: int, *, sure: bool) -> Diverged | None:
-        inputs, labels = (x.to(next(model.parameters()).device) for x in batch(number))
-        origin = find_origin(model, lambda: [asked_loss(model(input_ids=inputs).logits, labels)])
-        if origin is None and not sure:
-            return None
+    def diverged(step: int) -> Diverged:
+        inputs, labels = (x.to(next(model.parameters()).device) for x in batch(step))
         return Diverged(
-            step=number,
-            lr=schedule.rate(number - 1),
-            origin=origin,
+            step=step,
+            lr=schedule.lr_at(step - 1),
+            origin=find_origin(model, lambda: [asked_loss(model(input_ids=inputs).logits, labels)]),
             advice="take a lower lr",
         )
 
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         try:
             step = next(steps, None)
         except NUMERICAL_ERRORS as error:
-            if (found := diverged(number, sure=False)) is None:
+            if (divergence := diverged(number)).origin is None:
                 raise
-            raise found from error
+            raise divergence from error
         if step is None:
             return
-        if not step.finite and (found := diverged(number, sure=True)) is not None:
-            raise found
+        if not step.finite:
+            raise diverged(number)
         yield step

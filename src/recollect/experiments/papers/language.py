@@ -43,7 +43,7 @@ from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, heldout_windows, load_text
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.compare import Named
+    from recollect.experiments.comparison.compare import ModelSpec as Named
     from recollect.experiments.comparison.results import Sizes
     from recollect.lm.model.config import RecollectConfig
 
@@ -120,7 +120,7 @@ def model_of(config: Config, model: Named, **cell: Any) -> RecollectConfig:
     Raises:
         ValueError: it has more than ``parameters`` even with the narrowest MLP.
     """
-    from recollect.experiments.comparison.training import Schedule
+    from recollect.experiments.comparison.results import Schedule
 
     terms = {**config, **cell}
     # Length and schedule are told to no model: what is matched once serves all of them.
@@ -131,15 +131,14 @@ def model_of(config: Config, model: Named, **cell: Any) -> RecollectConfig:
 
 @lru_cache(maxsize=64)
 def _matched(model: Named, vocab: int, size: Sizes, parameters: int) -> RecollectConfig:
-    from recollect.experiments.comparison.compare import equal_configs, named
+    from recollect.experiments.comparison.compare import build_configs, resolve_model
 
-    (found,) = equal_configs([named(model)], vocab, size, "auto", parameters, conv=False)
+    (found,) = build_configs([resolve_model(model)], vocab, size, "auto", parameters, conv=False)
     return found
 
 
 def _sizes(terms: Mapping[str, Any]) -> Sizes:
-    from recollect.experiments.comparison.results import Sizes
-    from recollect.experiments.comparison.training import Schedule
+    from recollect.experiments.comparison.results import Schedule, Sizes
 
     return Sizes(
         width=terms["width"],
@@ -208,9 +207,9 @@ def _bigram(corpus: TextCorpus) -> float:
 def _by_bytes(
     terms: Mapping[str, Any], model: Named, made: RecollectConfig, seed: int, device: torch.device
 ) -> Values:
-    from recollect.experiments.comparison.jobs import state_bytes
+    from recollect.experiments.comparison.results import History
     from recollect.experiments.comparison.tasks import compare_task
-    from recollect.experiments.comparison.training import History, train
+    from recollect.experiments.comparison.training import state_bytes, train
     from recollect.lm.memory_estimate.flops import model_flops
     from recollect.lm.model.model import RecollectForCausalLM
     from recollect.lm.training.divergence import Diverged
@@ -284,7 +283,7 @@ def _by_plan(
     terms: Mapping[str, Any], model: Named, made: RecollectConfig, seed: int, device: torch.device
 ) -> Values:
     """Train by `recollect.lm.train`, going on where an earlier run stopped, and evaluate."""
-    from recollect.experiments.comparison.compare import named
+    from recollect.experiments.comparison.compare import resolve_model
     from recollect.lm.evaluation.evaluate import evaluate  # which needs the extra
     from recollect.lm.memory_estimate.flops import model_flops
     from recollect.lm.training.divergence import Diverged
@@ -309,7 +308,7 @@ def _by_plan(
         "run": {"seed": seed, "device": str(device), "bf16": device.type == "cuda"},
     }
     digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(terms["folder"]) / f"{named(model)[0].replace(' ', '_')}-{digest}"
+    folder = Path(terms["folder"]) / f"{resolve_model(model)[0].replace(' ', '_')}-{digest}"
     tables["run"]["out"] = str(folder)
     tokens = _steps(terms) * _rows(terms) * terms["length"]
     found = {

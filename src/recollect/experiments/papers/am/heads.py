@@ -25,7 +25,7 @@ from recollect.report.figures import Panel, RenderedFigure, panel_figure
 from recollect.zoo.preset import get
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.compare import Named
+    from recollect.experiments.comparison.compare import ModelSpec as Named
 
 __all__ = ["FIG2"]
 

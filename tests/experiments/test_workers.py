@@ -17,8 +17,12 @@ from typing import Any
 
 import pytest
 
-from recollect.experiments.framework import processes
-from recollect.experiments.framework.processes import Lost, in_processes, tell
+from recollect.experiments.framework import workers
+from recollect.experiments.framework.workers import (
+    WorkerFailure,
+    run_in_workers,
+    send_to_parent,
+)
 
 
 class Fatal:
@@ -35,20 +39,20 @@ def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyP
     """No more begin than one at a time, and one in place of the one that died."""
     begun = []
 
-    class Counted(processes._Worker):
+    class Counted(workers._Worker):
         def __init__(self, work: Any) -> None:
             begun.append(work)
             super().__init__(work)
 
-    monkeypatch.setattr(processes, "_Worker", Counted)
+    monkeypatch.setattr(workers, "_Worker", Counted)
     fatal, unsendable = Fatal(7), lambda: None
     numbers = [float(n * n) for n in range(10)]
     items: list[Any] = [fatal, *numbers[:3], unsendable, *numbers[3:]]
-    results: dict[Any, Any] = dict(in_processes(math.sqrt, items, 1))
+    results: dict[Any, Any] = dict(run_in_workers(math.sqrt, items, 1))
     assert len(results) == len(items) and len(begun) == 2
     assert [results[x] for x in numbers] == [float(n) for n in range(10)]
-    assert results[fatal] == Lost("its process died with exit status 7")
-    assert "cannot be sent to another process" in results[unsendable].reason
+    assert results[fatal] == WorkerFailure("its process died with exit status 7")
+    assert "cannot be sent to another process" in results[unsendable].message
 
 
 @pytest.mark.slow
@@ -56,17 +60,17 @@ def test_a_death_is_seen_while_others_are_busy() -> None:
     """Not when they are done: the other would sleep for days."""
     fatal = Fatal(7)
     items: list[Any] = [1e6, fatal]
-    results = in_processes(time.sleep, items, 2)
-    assert next(results) == (fatal, Lost("its process died with exit status 7"))
+    results = run_in_workers(time.sleep, items, 2)
+    assert next(results) == (fatal, WorkerFailure("its process died with exit status 7"))
     results.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 def test_a_process_that_cannot_begin_is_told_from_one_that_dies() -> None:
     work: Any = Fatal(3)
-    ((_, lost),) = in_processes(work, [1.0], 1)
-    assert isinstance(lost, Lost)
-    assert "could not begin" in lost.reason
+    ((_, lost),) = run_in_workers(work, [1.0], 1)
+    assert isinstance(lost, WorkerFailure)
+    assert "could not start" in lost.message
 
 
 @pytest.mark.slow
@@ -74,9 +78,9 @@ def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path) -> 
     script = tmp_path / "mine.py"
     script.write_text(
         "import math\n"
-        "from recollect.experiments.framework.processes import in_processes\n"
+        "from recollect.experiments.framework.workers import run_in_workers\n"
         "print('begun')\n"
-        "try:\n    list(in_processes(math.sqrt, [1.0, 4.0], 2))\n"
+        "try:\n    list(run_in_workers(math.sqrt, [1.0, 4.0], 2))\n"
         "except ValueError as error:\n    print('told:', error)\n"
     )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
@@ -88,7 +92,7 @@ def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_what_work_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="math domain error"):
-        list(in_processes(math.sqrt, [-1.0, 4.0], 2))
+        list(run_in_workers(math.sqrt, [-1.0, 4.0], 2))
 
 
 class Unsendable(Exception):
@@ -105,15 +109,16 @@ def unsendable(reason: str) -> None:
 @pytest.mark.slow
 def test_an_error_that_would_not_arrive_comes_in_words() -> None:
     with pytest.raises(RuntimeError, match="Unsendable: too deep"):
-        list(in_processes(unsendable, ["too deep"], 1))
+        list(run_in_workers(unsendable, ["too deep"], 1))
 
 
 @pytest.mark.slow
 def test_what_work_says_is_heard_in_order_and_before_its_result() -> None:
     heard: list[str] = []
-    results = [len(heard) for _ in in_processes(tell, ["a", "b", "c"], 1, hear=heard.append)]
+    results = run_in_workers(send_to_parent, ["a", "b", "c"], 1, on_message=heard.append)
+    counts = [len(heard) for _ in results]
     assert heard == ["a", "b", "c"]
-    assert results == [1, 2, 3]
+    assert counts == [1, 2, 3]
 
 
 def interrupt() -> None:
@@ -140,7 +145,7 @@ def interrupted(press: Callable[[], None], **options: Any) -> list[float]:
     given: list[float] = []
 
     def all_results() -> None:
-        for item, _ in in_processes(time.sleep, [0.0, 1e6, 1e6, 1e6, 1e6, 1e6], 2, **options):
+        for item, _ in run_in_workers(time.sleep, [0.0, 1e6, 1e6, 1e6, 1e6, 1e6], 2, **options):
             given.append(item)
             press()
 
@@ -162,19 +167,24 @@ def test_a_second_interrupt_ends_work_that_is_asked_to_end_and_does_not() -> Non
         interrupt()
         second.start()
 
-    assert interrupted(press, hear=print) == [0.0]
+    assert interrupted(press, on_message=print) == [0.0]
     second.join()
 
 
 @pytest.mark.slow
 def test_who_hears_may_interrupt_and_what_was_begun_is_given() -> None:
-    def hear(said: str) -> None:
+    def on_message(message: str) -> None:
         raise KeyboardInterrupt
 
     given: list[str] = []
+
+    def run() -> None:
+        for item, _ in run_in_workers(send_to_parent, ["a", "b", "c"], 1, on_message=on_message):
+            given.append(item)
+
     with only_new_processes_end():
         with pytest.raises(KeyboardInterrupt):
-            given.extend(item for item, _ in in_processes(tell, ["a", "b", "c"], 1, hear=hear))
+            run()
         assert given == ["a"]
 
 
@@ -183,7 +193,7 @@ def test_an_interrupt_that_the_shell_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     found = {}
     try:
-        for item, result in in_processes(math.sqrt, [4.0, 9.0], 1):
+        for item, result in run_in_workers(math.sqrt, [4.0, 9.0], 1):
             found[item] = result
             interrupt()
     finally:
