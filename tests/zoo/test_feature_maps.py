@@ -251,3 +251,9 @@ def test_normalised_linear_attention_under_an_output_norm() -> None:
     y = torch.einsum("bthk,bshk,ts,bshv->bthv", q, k, torch.ones(N, N).double().tril(), v)
     y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(layer(x)[0], y.flatten(2) @ layer.out.weight.T, **TOL)
+
+
+def test_silu_is_a_gated_identity() -> None:
+    x = torch.linspace(-4, 4, 9, dtype=torch.float64)
+    phi = rc.features.Silu().phi(x, {}, "key", torch.zeros(1))
+    torch.testing.assert_close(phi, x / (1 + (-x).exp()), **TOL)

@@ -307,3 +307,22 @@ def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, met
         return
     assert method != "reference"
     assert "normalise q and k" in sentence
+
+
+def test_geometric_rls_is_a_weighted_ridge_solution() -> None:
+    """M_t = Vᵀ Γ K (Kᵀ Γ K + ρ_t I)⁻¹ (TTR 15); before its first renewal the ridge decays, too."""
+    g = torch.Generator().manual_seed(5)
+    size, tokens = 4, 30  # the ridge is renewed every 64 tokens
+    q, k, v = torch.randn(3, 1, tokens, 1, size, generator=g, dtype=torch.float64)
+    gamma = 0.9 + 0.1 * torch.rand(1, tokens, 1, generator=g, dtype=torch.float64)
+    ridge = torch.tensor([0.7], dtype=torch.float64)
+    recipe = rc.zoo.get("geometric_rls").recipe
+    y, _ = rc.recall(recipe, q, k, v, {"log_decay": gamma.log()}, params={"ridge": ridge})
+    outputs = []
+    for t in range(tokens):
+        weights = torch.stack([gamma[0, i + 1 : t + 1, 0].prod() for i in range(t + 1)])
+        K, V = k[0, : t + 1, 0], v[0, : t + 1, 0]
+        gram = K.T @ (weights[:, None] * K) + ridge * gamma[0, : t + 1, 0].prod() * torch.eye(size)
+        M = torch.linalg.solve(gram, K.T @ (weights[:, None] * V)).T
+        outputs.append(M @ q[0, t, 0])
+    torch.testing.assert_close(y[0, :, 0], torch.stack(outputs), atol=1e-10, rtol=1e-10)
