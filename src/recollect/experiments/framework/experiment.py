@@ -70,6 +70,21 @@ class Claim:
         except NotMeasured as error:
             return not_testable(f"{error}.")
 
+    def to_dict(self, verdict: Verdict) -> dict[str, str]:
+        """Return JSON-ready data of the claim and its verdict.
+
+        Args:
+            verdict: of the rule.
+        """
+        data = {
+            "name": self.name,
+            "claim": self.text,
+            "rule": self.rule.text,
+            "verdict": verdict.status,
+            "evidence": verdict.evidence,
+        }
+        return data | ({"rule_history": self.rule_history} if self.rule_history else {})
+
 
 Config = Mapping[str, Any]
 

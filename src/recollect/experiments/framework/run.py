@@ -63,17 +63,7 @@ class Run:
             "scale": self.results.scale,
             "config": dict(self.results.config),
             "complete": self.complete,
-            "claims": [
-                {
-                    "name": claim.name,
-                    "claim": claim.text,
-                    "rule": claim.rule.text,
-                    "verdict": verdict.status,
-                    "evidence": verdict.evidence,
-                    **({"rule_history": claim.rule_history} if claim.rule_history else {}),
-                }
-                for claim, verdict in self.verdicts
-            ],
+            "claims": [claim.to_dict(verdict) for claim, verdict in self.verdicts],
             "rules": self.experiment.rules_digest,
             "seconds": round(self.results.seconds, 1),
             "environment": self.environment.to_dict(),
