@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import recollect as rc
 from recollect.cli import build
-from recollect.experiments.framework.beside import beside
+from recollect.experiments.framework.paper_values import match_paper_values
 from recollect.lm.data.tokenizers import byte_tokenizer
 
 
@@ -212,17 +212,17 @@ def evaluation(task: str, metric: str, value: float, context: int = 2048) -> rc.
 
 
 def test_numbers_stand_beside_those_of_the_same_task_and_measure() -> None:
-    found = beside(evaluation("wikitext", "word_perplexity", 31.0))
+    found = match_paper_values(evaluation("wikitext", "word_perplexity", 31.0))
     assert {one.table for one in found} == {"miras_table2", "atlas_table2", "atlas_table8"}
     small = next(one for one in found if one.group.startswith("340M") and "miras" in one.table)
-    assert dict(small.rows)["Transformer++"] == 31.52 and small.measured == 31.0
+    assert dict(small.rows)["Transformer++"] == 31.52 and small.value == 31.0
     assert str(small).endswith("MIRAS table 2, 340M / 15B tokens")
-    (recall,) = beside(evaluation("swde", "contains", 0.5))
-    assert dict(recall.rows)["Atlas"] == 66.8 and recall.measured == 50.0, "per cent, as the table"
-    ours = beside(evaluation("local_niah_single_2", "string_match", 0.25))
+    (recall,) = match_paper_values(evaluation("swde", "contains", 0.5))
+    assert dict(recall.rows)["Atlas"] == 66.8 and recall.value == 50.0, "per cent, as the table"
+    ours = match_paper_values(evaluation("local_niah_single_2", "string_match", 0.25))
     assert {one.column for one in ours} == {"S-NIAH-N 2K"}
     assert all(one.note == "the same form, other words" for one in ours)
-    theirs = beside(evaluation("niah_single_3", "4096", 0.25, context=8192))
+    theirs = match_paper_values(evaluation("niah_single_3", "4096", 0.25, context=8192))
     assert {one.column for one in theirs} == {"S-NIAH-W 4K"} and theirs[0].note == ""
 
 
@@ -238,4 +238,4 @@ def test_numbers_stand_beside_those_of_the_same_task_and_measure() -> None:
     ],
 )
 def test_other_numbers_stand_alone(task: str, metric: str, context: int) -> None:
-    assert beside(evaluation(task, metric, 0.5, context)) == ()
+    assert match_paper_values(evaluation(task, metric, 0.5, context)) == ()

@@ -73,7 +73,7 @@ def test_backticks_in_the_gallery_are_shown_as_code(tmp_path: Path) -> None:
     from recollect.experiments.gallery import save_gallery
 
     record = {"seed": 0, "device": "cpu", "commit": "c"}
-    claim = {"claim": "`exp` <wins>", "verdict": "holds", "because": "of `d = 4`"}
+    claim = {"claim": "`exp` <wins>", "verdict": "holds", "evidence": "of `d = 4`"}
     data = {"experiment": "am-snr", "source": "`AM` 2", "scale": "small", "seconds": 1.0}
     (tmp_path / "am-snr").mkdir()
     (tmp_path / "am-snr" / "results.json").write_text(

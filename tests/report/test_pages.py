@@ -145,7 +145,7 @@ def test_without_matplotlib_a_run_has_its_page_and_says_what_is_missing(
 def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from recollect.experiments.evaluation_page import save_evaluation_page
-    from recollect.experiments.framework.beside import Beside
+    from recollect.experiments.framework.paper_values import PaperComparison
     from recollect.lm.evaluation.results import Evaluation, TaskResult
 
     def result(task: str, lower: tuple[str, ...] = (), **metrics: float) -> TaskResult:
@@ -158,15 +158,15 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
     found = Evaluation(model="m", tasks=tasks, environment={**ABOUT, "transformers": "5"})
     rows = {"table": "miras_table2", "group": "", "note": ""}
     papers = (
-        Beside(
-            task="piqa", metric="acc", measured=70.0, column="piqa acc", rows=(("x", 71.0),), **rows
+        PaperComparison(
+            task="piqa", metric="acc", value=70.0, column="piqa acc", rows=(("x", 71.0),), **rows
         ),
-        Beside(
-            task="wikitext", metric="ppl", measured=20.0, column="ppl", rows=(("x", 21.0),), **rows
+        PaperComparison(
+            task="wikitext", metric="ppl", value=20.0, column="ppl", rows=(("x", 21.0),), **rows
         ),
     )
 
-    def said(papers: tuple[Beside, ...]) -> str:
+    def said(papers: tuple[PaperComparison, ...]) -> str:
         page = save_evaluation_page(found, papers, tmp_path, command="recollect eval m --tasks a")
         assert page == tmp_path / "report.html"
         return check_page(page.read_text("utf-8"))
@@ -192,7 +192,7 @@ def test_the_gallery_has_the_same_look(tmp_path: Path) -> None:
     from recollect.experiments.gallery import save_gallery
 
     record = {"seed": 0, "device": "a device", "commit": "c0ffee"}
-    claim = {"claim": "<it> grows", "verdict": "holds", "because": "so"}
+    claim = {"claim": "<it> grows", "verdict": "holds", "evidence": "so"}
     data = {"experiment": "am-snr", "source": "AM", "scale": "small", "seconds": 1.0}
     (tmp_path / "am-snr").mkdir()
     text = json.dumps({**data, "complete": True, "records": [record], "claims": [claim]})

@@ -30,7 +30,7 @@ from recollect.messages import renamed_arguments
 from recollect.report.tables import Column, Table
 
 if TYPE_CHECKING:
-    from recollect.experiments.framework.beside import Beside
+    from recollect.experiments.framework.paper_values import PaperComparison
     from recollect.lm.evaluation.results import Evaluation, TaskResult
 
 __all__ = ["eval"]
@@ -81,7 +81,7 @@ def eval(  # noqa: A001
     from transformers.utils import logging
 
     from recollect.experiments.evaluation_page import save_evaluation_page
-    from recollect.experiments.framework.beside import beside
+    from recollect.experiments.framework.paper_values import match_paper_values
     from recollect.lm.evaluation.evaluate import evaluate
 
     logging.disable_progress_bar()
@@ -100,7 +100,7 @@ def eval(  # noqa: A001
         )
     except KeyboardInterrupt:
         exit_interrupted(f"interrupted: {progress.summary()}")
-    published = beside(result)
+    published = match_paper_values(result)
     report = save_evaluation_page(result, published, out, command=command_line())
     if as_json:
         columns = [asdict(column) | {"rows": dict(column.rows)} for column in published]
@@ -145,7 +145,7 @@ class _Progress:
         print_line(self._console, reason)
 
 
-def _show(console: Console, result: Evaluation, published: tuple[Beside, ...]) -> None:
+def _show(console: Console, result: Evaluation, published: tuple[PaperComparison, ...]) -> None:
     """Print the results, next to the numbers of the papers."""
     columns = [
         Column(name="task"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from recollect.experiments.framework.beside import Beside
+from recollect.experiments.framework.paper_values import PaperComparison
 from recollect.lm.evaluation.results import Evaluation
 from recollect.report.environment import Environment
 from recollect.report.page import Note, Report
@@ -18,7 +18,7 @@ __all__ = ["save_evaluation_page"]
 
 def save_evaluation_page(
     result: Evaluation,
-    papers: Sequence[Beside],
+    papers: Sequence[PaperComparison],
     folder: str | PathLike[str],
     *,
     command: str = "",
@@ -54,7 +54,7 @@ def save_evaluation_page(
     return report.save(Path(folder) / "report.html")
 
 
-def _measured(result: Evaluation, papers: Sequence[Beside]) -> Table:
+def _measured(result: Evaluation, papers: Sequence[PaperComparison]) -> Table:
     rows: list[list[CellValue]] = []
     for one in (*result.tasks, *result.groups):
         for metric in one.metrics:
@@ -97,7 +97,7 @@ def _plain(value: object) -> CellValue:
     return value if value is None or isinstance(value, int | float) else str(value)
 
 
-def _found(result: Evaluation, papers: Sequence[Beside]) -> str:
+def _found(result: Evaluation, papers: Sequence[PaperComparison]) -> str:
     """Two sentences: what was asked, and how it stands to the papers."""
     documents = sum(one.documents for one in result.tasks)
     empty = [one.task for one in result.tasks if not one.finite]
@@ -110,8 +110,7 @@ def _found(result: Evaluation, papers: Sequence[Beside]) -> str:
         return f"{first} No paper that is kept here reports these tasks."
     below = {
         (one.task, one.metric): any(
-            one.measured > value if _more(result, one) else one.measured < value
-            for _, value in one.rows
+            one.value > value if _more(result, one) else one.value < value for _, value in one.rows
         )
         for one in papers
     }
@@ -123,5 +122,5 @@ def _found(result: Evaluation, papers: Sequence[Beside]) -> str:
     )
 
 
-def _more(result: Evaluation, one: Beside) -> bool:
+def _more(result: Evaluation, one: PaperComparison) -> bool:
     return one.metric not in result[one.task].lower_is_better

@@ -1,4 +1,4 @@
-"""What experiments are made of: claims with rules, figures, records and training."""
+"""Parts of experiments: claims with rules, figures, records and training."""
 
 from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Budget, accuracy, fit, heldout_generator

@@ -149,8 +149,8 @@ class Results:
 
     def select(self, **cell: Any) -> Results:
         """Return the results of the cells that agree with ``cell``, perhaps none."""
-        kept = (r for r in self if all(r.cell.get(name) == x for name, x in cell.items()))
-        return replace(self, records=tuple(kept))
+        selected = (r for r in self if all(r.cell.get(name) == x for name, x in cell.items()))
+        return replace(self, records=tuple(selected))
 
     def has_cell(self, **cell: Any) -> bool:
         """Whether a record agrees with ``cell``."""

@@ -23,15 +23,15 @@ __all__ = ["save_run", "summary_table", "verdict_line"]
 
 
 def verdict_line(run: Run) -> str:
-    """Every claim's verdict, in one line."""
+    """Return all verdicts in one line."""
     return "; ".join(f"{claim.name}: {verdict.status}" for claim, verdict in run.verdicts)
 
 
 def save_run(run: Run) -> dict[str, Path]:
-    """Write the run's files into its folder; every file whole or not at all.
+    """Write the run's files into its folder, each atomically.
 
     Returns:
-        Paths by what they are.
+        Paths by kind: ``"json"``, ``"csv"``, ``"png"``, ``"svg"`` and ``"report"``.
     """
     folder, experiment, results = run.folder, run.experiment, run.results
     paths: dict[str, Path] = {}
@@ -57,8 +57,8 @@ def _page(run: Run, figure: RenderedFigure | None) -> Report:
         sections.append(
             Note(
                 title="Interrupted",
-                text="This run was stopped early; it shows what was done, and the same command "
-                "goes on where it was.",
+                text="This run was stopped early. It has the records so far, and the same command "
+                "measures the others.",
             )
         )
     sections.append(_verdicts(run))
@@ -68,7 +68,7 @@ def _page(run: Run, figure: RenderedFigure | None) -> Report:
                 files=figure,
                 alt=f"{experiment.title}: {verdict_line(run)}",
                 caption=f"{experiment.title}. Lines are means over seeds and bands run from the "
-                "least to the greatest."
+                "smallest to the largest."
                 if experiment.is_stochastic
                 else experiment.title,
             )
@@ -131,12 +131,12 @@ def _verdicts(run: Run) -> Table:
 
 
 def paper_tables(experiment: Experiment) -> list[Table]:
-    """The paper's own tables, beside what was measured."""
-    made = []
+    """Return the published tables of an experiment."""
+    tables = []
     for name in experiment.tables:
         table = published(name)
         grouped = any(row.group for row in table.rows)
-        made.append(
+        tables.append(
             Table(
                 title=f"Published: {table.table}",
                 columns=["model", *(["group"] if grouped else []), *table.columns],
@@ -148,20 +148,20 @@ def paper_tables(experiment: Experiment) -> list[Table]:
                 caption=" ".join(filter(None, (f"{table.source}; {table.units}.", table.note))),
             )
         )
-    return made
+    return tables
 
 
 def summary_table(results: Results) -> Table:
-    """Numbers by cell: the mean over seeds, and from which to which."""
-    measures = _measures(results)
+    """Return numbers by cell: mean and range over seeds."""
+    measures = _scalar_names(results)
     axes = list(dict.fromkeys(name for cell in results.cells() for name in cell))
     rows: list[list[str | int | float | None]] = []
     for cell in results.cells():
-        own = Results(records=tuple(r for r in results.records if r.cell == cell))
-        row: list[str | int | float | None] = [_shown(cell.get(name)) for name in axes]
+        runs = Results(records=tuple(r for r in results.records if r.cell == cell))
+        row: list[str | int | float | None] = [cell.get(name) for name in axes]
         for measure in measures:
             try:
-                row.append(_spread(own.values(measure)))
+                row.append(_format_range(runs.values(measure)))
             except NotMeasured:
                 row.append(None)
         rows.append(row)
@@ -170,37 +170,29 @@ def summary_table(results: Results) -> Table:
         title="Measured",
         columns=[*axes, *measures],
         rows=rows,
-        caption=f"Mean over {seeds} seeds, and least … greatest." if seeds > 1 else "",
+        caption=f"Mean over {seeds} seeds, and smallest … largest." if seeds > 1 else "",
     )
 
 
-def _shown(value: object) -> str | int | float | None:
-    return value if isinstance(value, str | int | float) else None
-
-
-def _spread(each: Sequence[float]) -> str:
-    finite = [x for x in each if math.isfinite(x)]
+def _format_range(values: Sequence[float]) -> str:
+    finite = [x for x in values if math.isfinite(x)]
     if not finite:
         return "diverged"
     mean, low, high = sum(finite) / len(finite), min(finite), max(finite)
-    lost = f", {len(each) - len(finite)} diverged" if len(finite) < len(each) else ""
-    return (f"{mean:.4g}" if low == high else f"{mean:.4g} ({low:.4g} … {high:.4g})") + lost
+    diverged = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
+    return (f"{mean:.4g}" if low == high else f"{mean:.4g} ({low:.4g} … {high:.4g})") + diverged
 
 
-def _measures(results: Results) -> list[str]:
-    """Names of what is a number, not a curve."""
-    found: dict[str, None] = {}
-    for record in results.records:
-        for name, value in record.values.items():
-            if not isinstance(value, Sequence):
-                found[name] = None
-    return list(found)
+def _scalar_names(results: Results) -> list[str]:
+    """Return the names of measured numbers, without curves."""
+    items = (item for record in results for item in record.values.items())
+    return list(dict.fromkeys(name for name, value in items if not isinstance(value, Sequence)))
 
 
 def _csv(results: Results) -> str:
-    """One line per cell and seed; curves are in the JSON."""
+    """Return one line per cell and seed; curves are in the JSON file."""
     axes = list(dict.fromkeys(name for cell in results.cells() for name in cell))
-    measures = _measures(results)
+    measures = _scalar_names(results)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*axes, "seed", *measures, "seconds"])

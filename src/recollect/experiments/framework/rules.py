@@ -78,14 +78,14 @@ class _Bound(Rule):
 
     def judge(self, results: Results) -> Verdict:
         value = getattr(results, self.statistic)(self.measure, **self.cell)
-        holds = {
+        is_true = {
             "at least": value >= self.bound,
             "at most": value <= self.bound,
             "above": value > self.bound,
             "below": value < self.bound,
         }[self.relation]
         name = _describe(self.statistic, self.label, self.cell)
-        return verdict(holds, f"{_sentence(name)} is {_format(value)}.")
+        return verdict(is_true, f"{_sentence(name)} is {_format(value)}.")
 
     def clause(self) -> str:
         name = _describe(self.statistic, self.label, self.cell)
@@ -137,10 +137,12 @@ class _Groups(Rule):
             for names in (self.better, self.worse)
         )
         sign = 1 if self.lower_is_better else -1
-        holds = all(sign * x < sign * y for x in better.values() for y in worse.values())
+        is_true = all(sign * x < sign * y for x in better.values() for y in worse.values())
         order = sorted((better | worse).items(), key=lambda item: sign * item[1])
         numbers = ", ".join(f"{name} {_format(value)}" for name, value in order)
-        return verdict(holds, f"{_sentence(_describe('mean', self.label, self.cell))}: {numbers}.")
+        return verdict(
+            is_true, f"{_sentence(_describe('mean', self.label, self.cell))}: {numbers}."
+        )
 
     def _value(self, results: Results, name: Any) -> float:
         value = results.mean(self.measure, **{self.by: name}, **self.cell)
@@ -271,10 +273,10 @@ class _Order(Rule):
         sign = 1 if self.rising else -1
         lower = self.rising if self.lower_is_better is None else self.lower_is_better
         signed = [sign * _worst(x, lower_is_better=lower) for x in values]
-        holds = all(a < b if self.strict else a <= b for a, b in pairwise(signed))
+        is_true = all(a < b if self.strict else a <= b for a, b in pairwise(signed))
         name = _sentence(_describe("mean", self.label, self.cell))
         numbers = ", ".join(f"{_format(x)} ({at})" for x, at in zip(values, places, strict=True))
-        return verdict(holds and len(values) > 1, f"{name} by {self.along_label}: {numbers}.")
+        return verdict(is_true and len(values) > 1, f"{name} by {self.along_label}: {numbers}.")
 
     def clause(self) -> str:
         name = _describe("mean", self.label, self.cell)
@@ -382,7 +384,7 @@ class _ForEach(Rule):
             name += f" among {join_words(self.values)}"
         if self.skip:
             name += f" except {join_words(self.skip)}"
-        name += _where(self.cell)
+        name += _with_axes(self.cell)
         quantifier = "at least one" if self.one_is_enough else "every"
         return f"for {quantifier} {name}, {self.rule.clause()}"
 
@@ -467,12 +469,12 @@ def _axes(cell: Cell) -> str:
     return join_words([f"{name} {value}" for name, value in cell.items()])
 
 
-def _where(cell: Cell) -> str:
+def _with_axes(cell: Cell) -> str:
     return f" with {_axes(cell)}" if cell else ""
 
 
 def _describe(statistic: str, measure: str, cell: Cell) -> str:
-    return f"{_ADJECTIVES[statistic]} {measure}{_where(cell)}"
+    return f"{_ADJECTIVES[statistic]} {measure}{_with_axes(cell)}"
 
 
 def _sentence(text: str) -> str:

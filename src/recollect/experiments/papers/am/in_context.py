@@ -67,8 +67,8 @@ def _several_heads_do_not(results: Results) -> Verdict:
     one = results.max("at the end", model="DeltaNet", heads=1)
     lowest = {n: results.min("at the end", model="DeltaNet", heads=n) for n in heads}
     numbers = ", ".join(f"{n} heads at least {x:.2g}" for n, x in lowest.items())
-    holds = all(x > 10 * one and x > 0.01 for x in lowest.values())
-    return verdict(bool(lowest) and holds, f"{numbers}.")
+    are_far = all(x > 10 * one and x > 0.01 for x in lowest.values())
+    return verdict(bool(lowest) and are_far, f"{numbers}.")
 
 
 DISTANCE = {"at the end": "distance ‖S_t − S*‖/‖S*‖ at the end"}

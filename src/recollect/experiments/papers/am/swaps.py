@@ -181,11 +181,11 @@ def _measure_fig8(config: Config, cell: Cell, seed: int, device: torch.device) -
 def _gain(results: Results, kernel: str) -> float:
     """Return the accuracy gained from the fewest w-heads to the most, mean of seeds."""
     heads = results.axis_values("w-heads", kernel=kernel)
-    fewest, most = (
+    low, high = (
         results.mean("accuracy", **{"kernel": kernel, "w-heads": n})
         for n in (min(heads), max(heads))
     )
-    return most - fewest
+    return high - low
 
 
 def _nonlinear_kernels_gain(results: Results) -> Verdict:
