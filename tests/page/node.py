@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recollect.page.write import source
+from recollect.page.write import read_static
 
 HERE = Path(__file__).parent
 
@@ -31,7 +31,7 @@ def node(
     if program is None:
         pytest.skip("node is not installed: what the page's scripts compute is not checked")
     texts = [(HERE / ahead).read_text(encoding="utf-8")] if ahead else []
-    texts += [source(name) for name in scripts]
+    texts += [read_static(name) for name in scripts]
     texts += [(HERE / between).read_text(encoding="utf-8")] if between else []
     texts.append((HERE / script).read_text(encoding="utf-8"))
     start = (

@@ -44,7 +44,7 @@ def test_an_unknown_system_is_one_sentence_and_makes_nothing(tmp_path: Path) -> 
 def test_a_system_of_several_recipes_is_refused(tmp_path: Path) -> None:
     found = call("--out", str(tmp_path / "mine"), "--systems", "titans_mac")
     assert found.exit_code == 2
-    assert "one recipe is asked for here" in " ".join(found.stderr.split())
+    assert "one recipe is expected here" in " ".join(found.stderr.split())
 
 
 def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     from mkdocs.structure.files import Files
 
     monkeypatch.setattr(write, "render", lambda: "<!doctype html>")
-    monkeypatch.setattr("recollect.page.systems.system_pages", lambda results: {"zoo/x.md": "# X"})
-    hook = "src/recollect/page/site.py"
+    monkeypatch.setattr("systems.system_pages", lambda results: {"zoo/x.md": "# X"})
+    hook = "docs/hooks/site.py"
     path = tmp_path / "mkdocs.yml"
     path.write_text(
         f"site_name: x\ndocs_dir: {ROOT / 'docs'}\nsite_dir: {tmp_path / 'site'}\n"

@@ -15,7 +15,7 @@ import pytest
 from tests.page.browser import Browser, opened
 from tests.page.node import HERE, node
 
-from recollect.page.write import PAGE, SCRIPTS, save, source
+from recollect.page.write import PAGE, SCRIPTS, read_static, save
 
 
 def test_the_page_is_driven_in_a_small_document(table: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def test_saving_makes_the_folder(tmp_path: Path) -> None:
 @functools.cache
 def _themes() -> dict[str, dict[str, str]]:
     """Colours by name, in light and in dark."""
-    found = re.findall(r":root \{(.*?)\}", source("page.css"), re.DOTALL)[:2]
+    found = re.findall(r":root \{(.*?)\}", read_static("page.css"), re.DOTALL)[:2]
     return {
         theme: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
         for theme, block in zip(("light", "dark"), found, strict=True)
@@ -167,8 +167,8 @@ def test_every_pair_of_colours_can_be_read(theme: str) -> None:
 
 
 def test_no_colour_stands_outside_the_themes() -> None:
-    rules = re.sub(r":root \{.*?\}", "", source("page.css"), flags=re.DOTALL)
+    rules = re.sub(r":root \{.*?\}", "", read_static("page.css"), flags=re.DOTALL)
     assert re.findall(r"#[0-9a-fA-F]{3,8}\b(?=[;} ])", rules) == []
     for name in SCRIPTS:
-        assert not re.search(r"[\"'`]#[0-9a-fA-F]{3,6}[\"'`]", source(name)), name
+        assert not re.search(r"[\"'`]#[0-9a-fA-F]{3,6}[\"'`]", read_static(name)), name
     assert set(_themes()["light"]) == set(_themes()["dark"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.page.node import node
 
 import recollect as rc
 from recollect.choices.member import all_members
-from recollect.page.knobs import Knobs, key_of
+from recollect.page.knobs import Knobs, canonical_json
 from recollect.page.table import make_table
 from recollect.page.write import render
 from recollect.recipe.recipe import CHOICES
@@ -42,10 +43,10 @@ def neighbours(table: Table) -> Iterator[Neighbour]:
 
 def said(table: Table, place: int) -> list[tuple[str, str]]:
     """Lines of an explanation, each with the label in whose block it stands."""
-    found = []
-    for label, block in zip(table["labels"], table["explanations"][place], strict=True):
-        found += [(label, table["lines"][line]) for line in table["blocks"][block]]
-    return found
+    blocks = [table["blocks"][index] for index in table["explanations"][place]]
+    return [
+        (table["labels"][label], table["lines"][line]) for label, *lines in blocks for line in lines
+    ]
 
 
 def printed(recipe: rc.Recipe | rc.zoo.Preset) -> list[tuple[str, str]]:
@@ -74,7 +75,7 @@ def test_neighbours_are_explained_or_refused_as_the_library_does(table: Table) -
     refused = 0
     for name, _, data, result in every[::7]:
         own = {x: getattr(rc.zoo.get(name).recipe, x).to_dict() for x in CHOICES}
-        assert sum(key_of(own[x]) != key_of(data[x]) for x in CHOICES) <= 1
+        assert sum(canonical_json(own[x]) != canonical_json(data[x]) for x in CHOICES) <= 1
         if result < 0:
             refused += 1
             with pytest.raises(rc.RecipeError) as why:
@@ -100,12 +101,26 @@ def test_neighbours_are_all_that_one_knob_reaches(table: Table) -> None:
     assert {x["alpha"] for x in decays} >= {"input", "learned", "input_scaled"}
 
 
+def test_labels_of_any_length_are_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels were cut from the printed text at column 9, and a longer one raised a KeyError."""
+    blocks = (("a label of many words", ("one", "two")), ("b", ("  three",)))
+    monkeypatch.setattr(
+        "recollect.page.table.explain", lambda recipe: SimpleNamespace(blocks=blocks)
+    )
+    table = make_table(["delta_net"])
+    assert said(table, table["presets"][0]["explanation"]) == [
+        ("a label of many words", "one"),
+        ("a label of many words", "two"),
+        ("b", "  three"),
+    ]
+
+
 def test_no_line_stands_twice(table: Table) -> None:
     for name in ("lines", "blocks", "explanations", "errors"):
         texts = [json.dumps(x) for x in table[name]]
         assert len(set(texts)) == len(texts), name
     for choice in table["choices"]:
-        keys = [key_of(x) for x in choice["settings"]]
+        keys = [canonical_json(x) for x in choice["settings"]]
         assert len(set(keys)) == len(keys)
 
 
@@ -114,7 +129,7 @@ def check_written(table: Table, every: list[Neighbour], found: list[dict[str, An
     without_toml = 0
     for (_, _, data, result), one in zip(every, found, strict=True):
         back = {x: one["back"]["recipe"][x] for x in CHOICES}
-        assert key_of(back) == key_of(data)
+        assert canonical_json(back) == canonical_json(data)
         if result < 0:
             assert one["result"]["error"] == table["errors"][-result - 1]
             assert one["result"]["lines"] is None
@@ -205,10 +220,10 @@ def test_values_of_fields_come_from_declarations_and_from_the_zoo() -> None:
     assert knobs.values("GradientDescent", "lr") == ["input", "learned", "log_input", 1.0]
     assert knobs.values("Polynomial", "degree") == [2, 4]
     assert None in knobs.values("Ball", "decay")
-    assert knobs.first("context", "Window")["size"] == 128  # as the first system that has one
+    assert knobs.default_member("context", "Window")["size"] == 128  # as in the zoo
     assert "Module" not in knobs.members("memory")
     with pytest.raises(rc.RecipeError, match="memory has no knob 'Module'"):
-        knobs.first("memory", "Module")
+        knobs.default_member("memory", "Module")
     with pytest.raises(rc.RecipeError, match="no architecture named 'nobody'"):
         make_table(["nobody"])
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import recollect as rc
-from recollect.page.measured import measured
+import systems
+from measured import results_for
 from recollect.page.python_text import as_python
-from recollect.page.systems import INDEX, families, system_pages
+from systems import INDEX, families, system_pages
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -81,6 +83,16 @@ def test_the_equation_of_the_source_is_the_printed_one(name: str, pages: dict[st
     assert all("ρ" in block for block in blocks[1:])
 
 
+def test_labels_of_any_length_have_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label of more than eight characters was cut."""
+    blocks = (("a label of many words", ("one | two", "three")), ("write", ("left out",)))
+    found = SimpleNamespace(blocks=blocks, equations=())
+    monkeypatch.setattr("systems.explain", lambda recipe: found)
+    section = "\n".join(systems._preset_sections(rc.zoo.get("delta_net")))
+    assert "| **a label of many words** | one \\| two<br>three |" in section
+    assert "left out" not in section
+
+
 def test_deviations_are_a_list(pages: dict[str, str]) -> None:
     for name in SYSTEMS:
         section = pages[f"zoo/{name}.md"].partition("## Fidelity\n")[2].partition("\n## ")[0]
@@ -120,7 +132,7 @@ def test_a_member_that_stands_nowhere_cannot_be_written() -> None:
     class Elsewhere(rc.bias.L2):
         pass
 
-    with pytest.raises(ValueError, match="Elsewhere does not stand under rc"):
+    with pytest.raises(ValueError, match="Elsewhere is not under rc"):
         as_python(rc.Recipe(bias=Elsewhere()))
 
 
@@ -137,14 +149,14 @@ def test_numbers_are_those_of_the_results(pages: dict[str, str]) -> None:
         for r in records
         if r["cell"] == {"architecture": "delta_net", "width": 16}
     ]
-    (table,) = (t for t in measured("delta_net", RESULTS) if t.title.startswith("mqar"))
+    (table,) = (t for t in results_for("delta_net", RESULTS) if t.title.startswith("mqar"))
     (row,) = (row for row in table.rows if row[0] == "width 16")
-    found = row[table.columns.index("accuracy")]
+    found = row[table.column_names.index("accuracy")]
     assert found == f"{sum(mine) / len(mine):.3f} ({min(mine):.3f} to {max(mine):.3f})"
 
 
 def test_without_results_pages_say_so(tmp_path: Path) -> None:
-    assert measured("titans", tmp_path) == []
+    assert results_for("titans", tmp_path) == []
     assert "Nothing yet." in system_pages(tmp_path)["zoo/titans.md"]
 
 
@@ -162,9 +174,9 @@ def test_links_between_pages_lead_somewhere(pages: dict[str, str]) -> None:
 def test_the_picture_shows_what_was_computed() -> None:
     """Least squares holds as many pairs as keys have channels, and forgetting follows a change."""
     pytest.importorskip("matplotlib")
-    from recollect.page import picture
+    import picture
 
-    held, changed = picture.held_pairs(), picture.changing_map()
+    held, changed = picture.storage_errors(), picture.switch_errors()
     at = picture.PAIRS.index
     assert (
         held["exact least squares: RLS"][at(12)]
@@ -176,6 +188,6 @@ def test_the_picture_shows_what_was_computed() -> None:
     assert all(a[at(1)] < 0.01 for a in held.values())
     end = {name: sum(y[-8:]) / 8 for name, y in changed.items()}
     assert min(end, key=end.__getitem__) == "least squares that forgets"
-    drawing = picture.draw()
+    drawing = picture.render_picture()
     assert drawing.svg != drawing.narrow
     assert "<svg" in drawing.svg and "http://www.w3.org/2000/svg" in drawing.narrow

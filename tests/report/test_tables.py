@@ -67,6 +67,8 @@ def test_markdown_escapes_bars_and_aligns_numbers() -> None:
         "| gla | 12,345 | 1.235 | 3 |",
         r"| rls | – | 2 | a \| b |",
     ]
+    escaped = Table(columns=["a"], rows=[[r"\|x|"]])
+    assert escaped.to_markdown().endswith(r"| \|x\| |")
     two_lines = Table(columns=["a"], rows=[["x\ny"]])
     assert two_lines.to_markdown().endswith("| x<br>y |")
 

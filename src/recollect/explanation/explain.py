@@ -157,9 +157,14 @@ class Explanation:
             "products": self.products,
         }
 
+    @property
+    def blocks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Labels and their lines, in the order of printing."""
+        return tuple((label, tuple(lines)) for label, lines in self._blocks() if lines)
+
     def __str__(self) -> str:
         lines = [self.title]
-        for label, block in self._blocks():
+        for label, block in self.blocks:
             for index, line in enumerate(block):
                 lines.append(f"{label if index == 0 else '':<9}{line}")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The page of six knobs: recipes to turn, explained, beside a memory at work; one static file."""
+"""The page of six knobs: recipes to change and explain, next to a memory at work."""
 
 from recollect.page.table import make_table
 from recollect.page.write import PAGE, render, save

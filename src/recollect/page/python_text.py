@@ -1,4 +1,4 @@
-"""Recipes, options of layers and compositions as Python that one can paste, defaults left out."""
+"""Recipes, layer options and compositions as Python code, without defaults."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["as_python"]
 _INDENT = "    "
 
 
-def as_python(thing: Recipe | LayerOptions | Mixer) -> str:
-    """An expression over ``rc`` (``import recollect as rc``) that makes it again.
+def as_python(item: Recipe | LayerOptions | Mixer) -> str:
+    """Return an expression over ``rc`` (``import recollect as rc``) that evaluates to the item.
 
-    Recipes are written a choice per line. A part of a composition that is a system of the zoo is
-    written as its name.
+    Recipes have a choice per line. A part of a composition that is a preset of the zoo is written
+    as its name.
 
     Args:
-        thing: a recipe, the options of a layer, or a mixer of `recollect.blocks`.
+        item: A recipe, the options of a layer, or a mixer of `recollect.blocks`.
 
     Raises:
-        ValueError: a member that does not stand under ``rc``, as one of somebody's own.
+        ValueError: A member that is not available under ``rc``.
 
     Examples:
         >>> from recollect.page.python_text import as_python
@@ -39,45 +39,39 @@ def as_python(thing: Recipe | LayerOptions | Mixer) -> str:
         >>> as_python(rc.Recipe())
         'rc.Recipe()'
     """
-    if isinstance(thing, Recipe):
-        plain = Recipe()
-        said = {
-            name: _value(getattr(thing, name))
-            for name in CHOICES
-            if getattr(thing, name) != getattr(plain, name)
-        }
-        return _call("rc.Recipe", said)
-    if isinstance(thing, LayerOptions):
-        return _call("rc.LayerOptions", _said(thing))
-    return _mixer(thing)
+    if isinstance(item, Recipe):
+        return _call("rc.Recipe", _non_default_fields(item))
+    if isinstance(item, LayerOptions):
+        return _call("rc.LayerOptions", _non_default_fields(item))
+    return _mixer(item)
 
 
-def _call(name: str, said: dict[str, str], first: str = "") -> str:
-    """A call with an argument per line; ``first`` are lines of those without a name."""
-    inside = first + "".join(f"{key}={value},\n" for key, value in said.items())
+def _call(name: str, arguments: dict[str, str], positional: str = "") -> str:
+    """Return a call with an argument per line; positional arguments are lines already."""
+    inside = positional + "".join(f"{key}={value},\n" for key, value in arguments.items())
     indented = "".join(f"{_INDENT}{line}\n" for line in inside.splitlines())
     return f"{name}(\n{indented})" if inside else f"{name}()"
 
 
-def _said(thing: Any) -> dict[str, str]:
-    """The fields of a dataclass that are not at their defaults, written out."""
-    found: dict[str, str] = {}
-    for field in dataclasses.fields(thing):
-        value, default = getattr(thing, field.name), field.default
+def _non_default_fields(item: Any) -> dict[str, str]:
+    """Return the fields of a dataclass that differ from their defaults, as code."""
+    fields: dict[str, str] = {}
+    for field in dataclasses.fields(item):
+        value, default = getattr(item, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if default is dataclasses.MISSING or value != default:
-            found[field.name] = _value(value)
-    return found
+            fields[field.name] = _value(value)
+    return fields
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Member):
-        return _inline(f"{_place(value)}", _said(value))
+        return _inline(_import_path(value), value)
     if isinstance(value, GateOptions | Tie):
-        return _inline(f"rc.{type(value).__name__}", _said(value))
+        return _inline(f"rc.{type(value).__name__}", value)
     if isinstance(value, tuple):
-        if value and all(isinstance(x, tuple) and len(x) == 2 for x in value):  # gates, by name
+        if value and all(isinstance(x, tuple) and len(x) == 2 for x in value):  # gates by name
             inside = "".join(f"{_INDENT}{_value(k)}: {_value(v)},\n" for k, v in value)
             return f"{{\n{inside}}}"
         items = ", ".join(map(_value, value))
@@ -87,17 +81,17 @@ def _value(value: Any) -> str:
     return repr(value)
 
 
-def _inline(name: str, said: dict[str, str]) -> str:
-    return f"{name}({', '.join(f'{key}={value}' for key, value in said.items())})"
+def _inline(name: str, item: Any) -> str:
+    arguments = (f"{key}={value}" for key, value in _non_default_fields(item).items())
+    return f"{name}({', '.join(arguments)})"
 
 
-def _place(member: Member) -> str:
-    """Where a member's class is found."""
+def _import_path(member: Member) -> str:
     name = type(member).__name__
     for choice in CHOICES:
         if getattr(getattr(recollect, choice), name, None) is type(member):
             return f"rc.{choice}.{name}"
-    raise ValueError(f"{name} does not stand under rc: it has no place to be written as")
+    raise ValueError(f"{name} is not under rc: it cannot be written as code")
 
 
 def _mixer(mixer: Mixer) -> str:
@@ -108,13 +102,13 @@ def _mixer(mixer: Mixer) -> str:
                 return f'"{name}"'
         parts = {"recipe": as_python(mixer.recipe), "options": as_python(mixer.options)}
         return _call("rc.blocks.RecipeMixer", parts)
-    said, several = _said(mixer), ""
+    arguments, positional = _non_default_fields(mixer), ""
     parameters = inspect.signature(type(mixer)).parameters
     for field in dataclasses.fields(mixer):  # pyright: ignore[reportArgumentType]
         value = getattr(mixer, field.name)
         if isinstance(value, Mixer):
-            said[field.name] = _mixer(value)
+            arguments[field.name] = _mixer(value)
         elif parameters[field.name].kind is inspect.Parameter.VAR_POSITIONAL:
-            del said[field.name]
-            several = "".join(f"{_mixer(one)},\n" for one in value)
-    return _call(f"rc.blocks.{type(mixer).__name__}", said, several)
+            del arguments[field.name]
+            positional = "".join(f"{_mixer(part)},\n" for part in value)
+    return _call(f"rc.blocks.{type(mixer).__name__}", arguments, positional)

@@ -1,29 +1,27 @@
-"""What the page knows: every system of one recipe, its neighbours by one knob, and what they are.
+"""Data of the page: every preset of one recipe, and the recipes that differ from it in one choice.
 
-A neighbour differs in one choice: another member with its defaults, or the same member with one
-field turned. Each is explained, or refused with the sentence of its `RecipeError`. Sentences stand
-once, and whatever uses them gives their index.
+A neighbour has another member with its defaults, or the same member with one other field. Each is
+explained, or refused with the message of its `RecipeError`. Equal texts are stored once, and
+referred to by index.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import recollect
 from recollect import zoo
-from recollect.choices import algorithm, bias, context, features, memory, retention
 from recollect.choices.member import all_members, registered_name
 from recollect.explanation.explain import Explanation, explain
 from recollect.messages import RecipeError
-from recollect.page.knobs import Data, Knobs, key_of, summary
+from recollect.page.knobs import Data, Knobs, canonical_json, summary
 from recollect.recipe.recipe import CHOICES, Recipe
 
-__all__ = ["ASKS", "BLOCKS", "make_table"]
+__all__ = ["QUESTIONS", "make_table"]
 
-ASKS = {
+QUESTIONS = {
     "memory": "what kind of function holds the associations?",
     "features": "how does it see a key and a query?",
     "bias": "what counts as an error?",
@@ -33,122 +31,110 @@ ASKS = {
 }
 """The question of each choice."""
 
-BLOCKS = (
-    *("problem", "write", "read", "where", "engine", "named"),
-    *("needs", "state", "cost", "ranks", "theory", "has", "lacks"),
-)
-"""Labels of an explanation's lines, in order."""
-
-_ROOMS: dict[str, ModuleType] = {
-    "memory": memory,
-    "features": features,
-    "bias": bias,
-    "context": context,
-    "retention": retention,
-    "algorithm": algorithm,
-}
-
-_LABEL = 9  # columns before a line of `str(Explanation)`
-
-
 T = TypeVar("T")
 
 
-class _Shared(Generic[T]):
-    """Things that are kept once and named by their place."""
+class _Interner(Generic[T]):
+    """A list without equal items."""
 
     def __init__(self, key: Callable[[T], str] = str) -> None:
         self.items: list[T] = []
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._key = key
 
-    def place(self, item: T) -> int:
-        """Where it stands; at the end, when it is new."""
-        key = self._key(item)
-        if key not in self._places:
-            self._places[key] = len(self.items)
+    def index(self, item: T) -> int:
+        """Return the index of an item; a new item is appended."""
+        index = self._indices.setdefault(self._key(item), len(self.items))
+        if index == len(self.items):
             self.items.append(item)
-        return self._places[key]
+        return index
 
 
 class _Table:
-    """The parts of `make_table`'s answer while they are gathered."""
+    """Parts of the result of `make_table`."""
 
     def __init__(self, knobs: Knobs) -> None:
         self.knobs = knobs
-        self.lines = _Shared[str]()
-        self.blocks = _Shared[list[int]]()
-        self.explanations = _Shared[list[int]]()
-        self.errors = _Shared[str]()
-        self.settings = {choice: _Shared[Data](key_of) for choice in CHOICES}
-        self._known: dict[str, int] = {}
+        self.labels = _Interner[str]()
+        self.lines = _Interner[str]()
+        self.blocks = _Interner[list[int]]()
+        self.explanations = _Interner[list[int]]()
+        self.errors = _Interner[str]()
+        self.settings = {choice: _Interner[Data](canonical_json) for choice in CHOICES}
+        self._results: dict[str, int] = {}
 
-    def explained(self, found: Explanation) -> int:
-        """The place of an explanation, as indices of its blocks."""
-        blocks: dict[str, list[int]] = {label: [] for label in BLOCKS}
-        label = ""
-        for line in str(found).split("\n")[1:]:
-            label = line[:_LABEL].strip() or label
-            if label != "fidelity":  # a preset's, with its deviations
-                blocks[label].append(self.lines.place(line[_LABEL:]))
-        return self.explanations.place([self.blocks.place(lines) for lines in blocks.values()])
+    def add_explanation(self, explanation: Explanation) -> int:
+        """Return the index of an explanation, which is stored without its fidelity."""
+        blocks = [
+            [self.labels.index(label), *map(self.lines.index, lines)]
+            for label, lines in explanation.blocks
+            if label != "fidelity"
+        ]
+        return self.explanations.index([self.blocks.index(block) for block in blocks])
 
-    def result(self, data: Data) -> int:
-        """Of a recipe as data: the place of its explanation, or of its error e as −e − 1."""
-        key = key_of(data)
-        if key not in self._known:
+    def explain_or_error(self, data: Data) -> int:
+        """Return the index of a recipe's explanation, or −1 − the index of its error."""
+        key = canonical_json(data)
+        if key not in self._results:
             try:
-                self._known[key] = self.explained(explain(Recipe.from_dict(data)))
+                self._results[key] = self.add_explanation(explain(Recipe.from_dict(data)))
             except RecipeError as error:
-                self._known[key] = -self.errors.place(str(error)) - 1
-        return self._known[key]
+                self._results[key] = -1 - self.errors.index(str(error))
+        return self._results[key]
 
-    def around(self, preset: zoo.Preset, alternatives: dict[str, list[int]]) -> list[list[int]]:
-        """Results of a preset's neighbours, per choice: other members first, then other fields."""
-        recipe, found = _data(preset.recipe), []
+    def neighbour_results(self, preset: zoo.Preset, defaults: dict[str, list[int]]) -> Any:
+        """Return the results of a preset's neighbours by choice: other members, other fields."""
+        recipe, results = _data(preset.recipe), []
         for choice in CHOICES:
             settings = self.settings[choice]
-            places = [*alternatives[choice]]
-            places += [settings.place(data) for _, data in self.knobs.near(recipe[choice])]
-            found.append([self.result({**recipe, choice: settings.items[x]}) for x in places])
-        return found
+            variants = self.knobs.one_field_variants(recipe[choice])
+            indices = [*defaults[choice], *(settings.index(data) for _, data in variants)]
+            results.append(
+                [self.explain_or_error({**recipe, choice: settings.items[i]}) for i in indices]
+            )
+        return results
 
 
 def make_table(
     names: Iterable[str] | None = None, *, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
-    """Presets, members, fields, explanations and errors as plain data, for the page's script.
+    """Return presets, members, fields, explanations and errors as data for the page's script.
 
     Args:
-        names: of presets; all of the zoo's when omitted.
-        progress: told after each preset how many are done, of how many.
+        names: Names of presets; all presets of the zoo if omitted.
+        progress: Function that is called with the number of finished presets and of all.
 
     Returns:
-        ``choices`` with ``members`` (name, place of its first setting, fields with values),
-        ``settings`` (data of members) and ``near`` (by place of a preset's setting: places of those
-        that differ in one field); ``classes`` (where a member is found, its fields and defaults);
-        ``presets`` with ``recipe`` (places of settings), ``explanation`` and ``around`` (per
-        choice, results of the first settings of all members, then of ``near``: an explanation's
-        place, or −e − 1 of error e); ``explanations`` (places of ``blocks``), ``blocks`` (places of
-        ``lines``), ``errors``.
+        A dictionary with
+
+        - ``choices``: for each choice ``members`` (name, index of the default setting, fields with
+          values), ``settings`` (data of members) and ``near`` (indices of the settings that differ
+          in one field, by the index of a preset's setting);
+        - ``classes``: for each member its module under ``rc``, its fields and their defaults;
+        - ``presets``: with ``recipe`` (indices of settings), ``explanation`` (an index) and
+          ``around`` (for each choice the results of the default settings, then of ``near``: the
+          index of an explanation, or −1 − the index of an error);
+        - ``explanations`` (indices of ``blocks``), ``blocks`` (the index of a label, then indices
+          of ``lines``), ``labels``, ``lines`` and ``errors``.
 
     Raises:
-        RecipeError: an unknown name.
+        RecipeError: Unknown name.
 
     Examples:
         >>> from recollect.page import make_table
         >>> table = make_table(["delta_net"])
         >>> preset = table["presets"][0]
         >>> blocks = [table["blocks"][i] for i in table["explanations"][preset["explanation"]]]
-        >>> table["lines"][blocks[0][0]]
-        'min  ½‖W k_t − v_t‖²'
+        >>> label, line = blocks[0]
+        >>> table["labels"][label], table["lines"][line]
+        ('problem', 'min  ½‖W k_t − v_t‖²')
     """
-    every = [zoo.get(name) for name in zoo.names()]
-    presets = every if names is None else [zoo.get(name) for name in names]
-    table = _Table(Knobs([preset.recipe for preset in every]))
-    firsts = {
+    all_presets = [zoo.get(name) for name in zoo.names()]
+    presets = all_presets if names is None else [zoo.get(name) for name in names]
+    table = _Table(Knobs([preset.recipe for preset in all_presets]))
+    defaults = {
         choice: [
-            table.settings[choice].place(table.knobs.first(choice, name))
+            table.settings[choice].index(table.knobs.default_member(choice, name))
             for name in table.knobs.members(choice)
         ]
         for choice in CHOICES
@@ -166,64 +152,63 @@ def make_table(
                 "summary": preset.summary,
                 "source": "; ".join(map(str, preset.references)),
                 "fidelity": str(preset.fidelity).splitlines(),
-                "recipe": [table.settings[x].place(recipe[x]) for x in CHOICES],
-                "explanation": table.explained(explain(preset)),
-                "around": table.around(preset, firsts),
+                "recipe": [table.settings[x].index(recipe[x]) for x in CHOICES],
+                "explanation": table.add_explanation(explain(preset)),
+                "around": table.neighbour_results(preset, defaults),
             }
         )
-    bases = [{row["recipe"][i] for row in rows} for i in range(len(CHOICES))]
+    choices = [
+        _choice(table, choice, defaults[choice], sorted({row["recipe"][i] for row in rows}))
+        for i, choice in enumerate(CHOICES)
+    ]
     return {
         "version": recollect.__version__,
-        "labels": BLOCKS,
-        "choices": [
-            _choice(table, choice, firsts[choice], sorted(base))
-            for choice, base in zip(CHOICES, bases, strict=True)
-        ],
+        "choices": choices,
         "classes": _classes(table.knobs),
         "presets": rows,
         "explanations": table.explanations.items,
         "blocks": table.blocks.items,
+        "labels": table.labels.items,
         "lines": table.lines.items,
         "errors": table.errors.items,
     }
 
 
-def _choice(table: _Table, choice: str, firsts: Sequence[int], bases: Sequence[int]) -> Data:
-    """One choice: its members, and all settings of recipes that have a result."""
+def _choice(table: _Table, choice: str, defaults: Sequence[int], bases: Sequence[int]) -> Data:
+    """Return the members of a choice, and all settings of recipes with a result."""
     shared, knobs = table.settings[choice], table.knobs
-    near = [[shared.place(x) for _, x in knobs.near(shared.items[place])] for place in bases]
+    near = {
+        base: [shared.index(data) for _, data in knobs.one_field_variants(shared.items[base])]
+        for base in bases
+    }
+    names = [(shared.items[index]["member"], index) for index in defaults]
     return {
         "name": choice,
-        "asks": ASKS[choice],
-        "default": shared.place(_data(Recipe())[choice]),
+        "asks": QUESTIONS[choice],
+        "default": shared.index(_data(Recipe())[choice]),
         "members": [
-            {
-                "name": shared.items[place]["member"],
-                "first": place,
-                "says": summary(shared.items[place]["member"]),
-                "fields": knobs.fields(shared.items[place]["member"]),
-            }
-            for place in firsts
+            {"name": name, "first": index, "says": summary(name), "fields": knobs.fields(name)}
+            for name, index in names
         ],
-        "near": dict(zip(bases, near, strict=True)),
+        "near": near,
         "settings": shared.items,
     }
 
 
 def _classes(knobs: Knobs) -> dict[str, Data]:
-    """Where each member is found under ``rc``, its fields, and those that need not be said."""
-    found: dict[str, Data] = {}
+    """Return for each member its module under ``rc``, its fields, and their defaults."""
+    classes: dict[str, Data] = {}
     for cls in all_members():
         name = registered_name(cls)
-        rooms = [room for room in CHOICES if getattr(_ROOMS[room], cls.__name__, None) is cls]
-        found[name] = {
-            "room": rooms[0] if rooms else None,
+        modules = [x for x in CHOICES if getattr(getattr(recollect, x), cls.__name__, None) is cls]
+        classes[name] = {
+            "room": modules[0] if modules else None,
             "fields": [field.name for field in dataclasses.fields(cls)],  # type: ignore[arg-type]
             "defaults": knobs.defaults(name),
         }
-    return found
+    return classes
 
 
 def _data(recipe: Recipe) -> Data:
-    """Its six members as plain data."""
+    """Return the six members as plain data."""
     return {choice: getattr(recipe, choice).to_dict() for choice in CHOICES}

@@ -1,4 +1,4 @@
-"""The page as one HTML file that asks nothing of any host: text, style, scripts and data inside."""
+"""The page as one HTML file with its style, scripts and data; it needs no other host."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from pathlib import Path
 from recollect.page.table import make_table
 from recollect.report.files import write_atomic
 
-__all__ = ["PAGE", "SCRIPTS", "render", "save", "source"]
+__all__ = ["PAGE", "SCRIPTS", "read_static", "render", "save"]
 
 PAGE = "six-knobs.html"
 """Name of the file."""
 
 SCRIPTS = ("memory.js", "recipes.js", "charts.js", "panel.js", "page.js")
-"""Its scripts, in the order in which they run."""
+"""Scripts of the page, in the order in which they run."""
 
 
 @cache
-def source(name: str) -> str:
-    """The text of a file that the page is made of.
-
-    Args:
-        name: ``"page.html"``, ``"page.css"`` or one of `SCRIPTS`.
-    """
+def read_static(name: str) -> str:
+    """Return the text of a file in ``static/``, such as ``"page.html"``."""
     return (resources.files("recollect.page") / "static" / name).read_text(encoding="utf-8")
 
 
 def render(
     names: Iterable[str] | None = None, *, progress: Callable[[int, int], None] | None = None
 ) -> str:
-    """The whole page.
+    """Return the page.
 
     Args:
-        names: of presets that it knows; all of the zoo's when omitted.
-        progress: told after each preset how many are done, of how many.
+        names: Names of presets; all presets of the zoo if omitted.
+        progress: Function that is called with the number of finished presets and of all.
 
     Raises:
-        RecipeError: an unknown name.
+        RecipeError: Unknown name.
 
     Examples:
         >>> from recollect.page import render
@@ -55,15 +51,15 @@ def render(
         separators=(",", ":"),
     )
     parts = {
-        "/* style */": source("page.css"),
-        "/* scripts */": "\n".join(map(source, SCRIPTS)),
-        # No text of the data can end the element that it stands in.
+        "/* style */": read_static("page.css"),
+        "/* scripts */": "\n".join(map(read_static, SCRIPTS)),
+        # Escaped, so that no text of the data can end its element.
         "/* table */": table.replace("<", "\\u003c"),
     }
-    page = source("page.html")
-    for mark, text in parts.items():
-        before, found, after = page.partition(mark)
-        assert found, mark
+    page = read_static("page.html")
+    for placeholder, text in parts.items():
+        before, found, after = page.partition(placeholder)
+        assert found, placeholder
         page = before + text + after
     return page
 
@@ -74,16 +70,17 @@ def save(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write the page atomically into a folder, which is made if it is missing.
+    """Write the page atomically into a folder, which is created if it is missing.
 
     Args:
-        folder: where to.
-        names: as of `render`. progress: as of `render`.
+        folder: Folder of the file.
+        names: Names of presets; all presets of the zoo if omitted.
+        progress: Function that is called with the number of finished presets and of all.
 
     Returns:
         The path of the file.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: The folder cannot be written.
     """
     return write_atomic(Path(folder) / PAGE, render(names, progress=progress))

@@ -40,6 +40,9 @@ _UNITS = {
 WRAP_FROM = 40
 """Number of characters from which a cell of a page is wrapped."""
 
+_BAR = re.compile(r"(?<!\\)\|")
+"""A bar that is not escaped in Markdown."""
+
 _TEXT_GAP = 2
 _RICH_GAP = 3
 
@@ -153,12 +156,8 @@ class Table:
         """Return the rows in Markdown, without title and caption; cells may contain Markdown."""
         rules = ["---:" if self._is_right(i) else "---" for i in range(len(self.columns))]
         rows = [self.column_names, *self._cells]
-        lines = [
-            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |".replace(
-                "\n", "<br>"
-            )
-            for row in rows
-        ]
+        escaped = [[_BAR.sub(r"\\|", cell).replace("\n", "<br>") for cell in row] for row in rows]
+        lines = [f"| {' | '.join(row)} |" for row in escaped]
         return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]])
 
     def to_html(self, *, notebook: bool = False) -> str:

@@ -88,8 +88,10 @@
 
     explanation(place) {
       const { explanations, blocks, lines, labels } = this.data;
-      const said = explanations[place].map((block, i) => [labels[i], blocks[block].map((x) => lines[x])]);
-      return said.filter(([, block]) => block.length > 0);
+      return explanations[place].map((index) => {
+        const [label, ...block] = blocks[index];
+        return [labels[label], block.map((line) => lines[line])];
+      });
     }
 
     // -- written out ------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""The picture of README and the first page: five answers to one regression problem.
+"""The figure of the README and of the first page: five solutions of one regression problem.
 
-    python -m recollect.page.picture docs/assets
+    python docs/hooks/picture.py docs/assets
 
-Left, how much a memory of 16 × 16 holds; right, how it takes to a map that changes. The recipes
-differ in one or two choices; nothing is trained, and nothing is drawn that was not computed here.
+Left: the number of pairs that a memory of 16 × 16 stores. Right: the error after a change of the
+map. The recipes differ in one or two choices; nothing is trained.
 """
 
 from __future__ import annotations
@@ -21,18 +21,32 @@ from recollect.choices import algorithm, bias, context, features, memory, retent
 from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import RenderedFigure, Series, new_figure, plot_series, render_figure
+from recollect.report.figures import (
+    RenderedFigure,
+    Series,
+    new_figure,
+    plot_series,
+    render_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CHANGE", "PAIRS", "RECIPES", "WIDTH", "changing_map", "draw", "held_pairs"]
+__all__ = [
+    "CHANGE",
+    "PAIRS",
+    "RECIPES",
+    "WIDTH",
+    "render_picture",
+    "storage_errors",
+    "switch_errors",
+]
 
 WIDTH = 16
 """Channels of keys and values."""
 
 PAIRS = (1, 4, 8, 12, 16, 18, 20, 24, 28, 32, 36, 40)
-"""How many pairs are written, from left to right."""
+"""Numbers of written pairs."""
 
 CHANGE, LENGTH = 48, 96
 TRIALS = 32
@@ -55,50 +69,45 @@ RECIPES = {
         algorithm=algorithm.Analytic(),
     ),
 }
-"""What is drawn, by name."""
+"""Recipes of the curves, by name."""
 
 
-def _error(found: Tensor, wanted: Tensor) -> Tensor:
-    """‖y − v‖ / ‖v‖ of each pair, [B, T]."""
-    return ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1))[..., 0]
+def _relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Return ‖y − v‖ / ‖v‖ of each pair."""
+    return ((output - target).norm(dim=-1) / target.norm(dim=-1))[..., 0]  # [B, T]
 
 
 @cache
-def held_pairs() -> dict[str, list[float]]:
-    """By recipe, the mean error over all pairs, asked for after the last is written.
+def storage_errors() -> dict[str, list[float]]:
+    """Return for each recipe the mean error over all pairs after the last write.
 
-    Keys are random of length 1, values normal; as many numbers as `PAIRS`.
-
-    Examples:
-        >>> from recollect.page.picture import PAIRS, held_pairs
-        >>> found = held_pairs()["exact least squares: RLS"]
-        >>> found[PAIRS.index(16)] < 0.05 < found[PAIRS.index(20)]
-        True
+    Keys are random unit vectors and values are normal. There is a number for each of `PAIRS`.
     """
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shape = (TRIALS, PAIRS[-1], 1, WIDTH)
-    k = normalize(torch.randn(shape, generator=draw, dtype=torch.float64), dim=-1)
-    v = torch.randn(shape, generator=draw, dtype=torch.float64)
-    made: dict[str, list[float]] = {}
+    k = normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1)
+    v = torch.randn(shape, generator=generator, dtype=torch.float64)
+    errors: dict[str, list[float]] = {}
     for name, recipe in RECIPES.items():
-        made[name] = []
+        errors[name] = []
         for pairs in PAIRS:
             key, value = k[:, :pairs], v[:, :pairs]
             _, state = recall(recipe, key, key, value)
-            made[name].append(float(_error(read(recipe, key, state=state), value).mean()))
-    return made
+            output = read(recipe, key, state=state)
+            errors[name].append(float(_relative_error(output, value).mean()))
+    return errors
 
 
 @cache
-def changing_map() -> dict[str, list[float]]:
-    """By recipe, the error of each new pair of v = A k before it is written; A changes midway.
+def switch_errors() -> dict[str, list[float]]:
+    """Return for each recipe the error of each new pair of v = A k before it is written.
 
-    `LENGTH` numbers, means over trials; A is another one from token `CHANGE` on.
+    A changes at token `CHANGE`. There are `LENGTH` numbers, means over trials.
     """
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     shape = (TRIALS, LENGTH, 1, WIDTH)
-    k = normalize(torch.randn(shape, generator=draw, dtype=torch.float64), dim=-1)
-    maps = torch.randn(2, TRIALS, WIDTH, WIDTH, generator=draw, dtype=torch.float64)
+    k = normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1)
+    maps = torch.randn(2, TRIALS, WIDTH, WIDTH, generator=generator, dtype=torch.float64)
     v = torch.cat(
         [
             torch.einsum("bij,bthj->bthi", maps[0], k[:, :CHANGE]),
@@ -106,29 +115,29 @@ def changing_map() -> dict[str, list[float]]:
         ],
         dim=1,
     )
-    made: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {}
     for name, recipe in RECIPES.items():
         errors, state = [torch.ones(TRIALS, dtype=torch.float64)], None
-        for t in range(LENGTH - 1):  # what was written so far is asked for the next key
+        for t in range(LENGTH - 1):
             key = k[:, t : t + 1]
             _, state = recall(recipe, key, key, v[:, t : t + 1], state=state)
-            found = read(recipe, k[:, t + 1 : t + 2], state=state)
-            errors.append(_error(found, v[:, t + 1 : t + 2])[:, 0])
-        made[name] = [float(error.mean()) for error in errors]
-    return made
+            output = read(recipe, k[:, t + 1 : t + 2], state=state)
+            errors.append(_relative_error(output, v[:, t + 1 : t + 2])[:, 0])
+        means[name] = [float(error.mean()) for error in errors]
+    return means
 
 
-def draw() -> RenderedFigure:
-    """The picture, for a page and for narrow screens.
+def render_picture() -> RenderedFigure:
+    """Return the figure.
 
     Raises:
-        ImportError: matplotlib is missing.
+        ImportError: Matplotlib is not installed.
     """
     with new_figure() as canvas:
         canvas.set_size_inches(9.0, 4.0)
         left, right = canvas.subplots(1, 2)
-        _panel(left, held_pairs(), list(PAIRS))
-        _panel(right, changing_map(), list(range(1, LENGTH + 1)))
+        _draw_panel(left, storage_errors(), list(PAIRS))
+        _draw_panel(right, switch_errors(), list(range(1, LENGTH + 1)))
         left.axvline(WIDTH, color="0.2", linestyle=":", linewidth=1.2)
         left.text(WIDTH + 0.6, 1.5, "one pair per feature", fontsize=8.5)
         right.axvline(CHANGE + 0.5, color="0.2", linestyle=":", linewidth=1.2)
@@ -144,14 +153,14 @@ def draw() -> RenderedFigure:
         return render_figure(canvas)
 
 
-def _panel(axes: Axes, curves: dict[str, list[float]], x: list[int]) -> None:
-    for place, (name, y) in enumerate(curves.items()):
+def _draw_panel(axes: Axes, curves: dict[str, list[float]], x: list[int]) -> None:
+    for index, (name, y) in enumerate(curves.items()):
         line = Series(name=name, x=x, y=y)
-        plot_series(axes, line, place, marks=8, markersize=4.5, linewidth=1.7)
+        plot_series(axes, line, index, marks=8, markersize=4.5, linewidth=1.7)
     axes.set_ylim(0, 1.6)
 
 
 if __name__ == "__main__":
-    files = draw()
-    for name, text in {"memories.svg": files.svg, "memories-narrow.svg": files.narrow}.items():
+    figure = render_picture()
+    for name, text in {"memories.svg": figure.svg, "memories-narrow.svg": figure.narrow}.items():
         Path(sys.argv[1], name).write_text(text, encoding="utf-8")

@@ -1,0 +1,81 @@
+"""Hook of mkdocs that generates pages of the documentation.
+
+The pages are the page of the six choices, a page for each system of the zoo, and the reports of
+`results/`, a folder outside `docs/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import systems
+from recollect.page import write
+
+__all__ = ["on_config", "on_files"]
+
+_NO_RESULTS = "# Results\n\nThis copy of the sources comes without measured results.\n"
+_IMAGE_LINK = re.compile(r"\]\(([^)#:]+\.(?:png|svg))\)")
+
+
+def on_config(config: Any) -> Any:
+    """Add the generated pages to the navigation, if it has the sections."""
+    sections = {name: pages for entry in config.nav or [] for name, pages in _sections(entry)}
+    if "Zoo" in sections:
+        sections["Zoo"] += [{"All systems": systems.INDEX}]
+        sections["Zoo"] += [
+            {family: [{name: f"zoo/{name}.md"} for name in names]}
+            for family, names in systems.families().items()
+        ]
+    if "Papers and results" in sections:
+        sections["Papers and results"] += sorted(
+            _results(_root(config)), key=lambda path: (path.count("/"), path)
+        )
+    return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the generated files to the files of the site, so that links to them are checked."""
+    from mkdocs.structure.files import File
+
+    root = _root(config)
+    pages = {write.PAGE: write.render(), **systems.system_pages(root / "results")}
+    for path, text in {**pages, **_results(root)}.items():
+        files.append(File.generated(config, path, content=text))
+    for path in _images(root):
+        files.append(File.generated(config, path, abs_src_path=str(root / path)))
+    return files
+
+
+def _sections(entry: Any) -> Iterator[tuple[str, list[Any]]]:
+    if isinstance(entry, dict):
+        yield from ((name, pages) for name, pages in entry.items() if isinstance(pages, list))
+
+
+def _root(config: Any) -> Path:
+    return Path(config.docs_dir).parent
+
+
+def _reports(root: Path) -> list[Path]:
+    return sorted((root / "results").glob("**/*.md"))
+
+
+def _results(root: Path) -> dict[str, str]:
+    """Return the reports of measurements by their path in the site, with adapted links."""
+    pages = {
+        path.relative_to(root).as_posix(): path.read_text("utf-8").replace("](../docs/", "](../")
+        for path in _reports(root)
+    }
+    names = ("results/README.md", "results/language_models/README.md")
+    return pages or dict.fromkeys(names, _NO_RESULTS)
+
+
+def _images(root: Path) -> list[str]:
+    """Return the paths of the images in the reports."""
+    return [
+        (path.parent / link).relative_to(root).as_posix()
+        for path in _reports(root)
+        for link in _IMAGE_LINK.findall(path.read_text("utf-8"))
+    ]
