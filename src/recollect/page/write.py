@@ -58,9 +58,8 @@ def render(
     }
     page = read_static("page.html")
     for placeholder, text in parts.items():
-        before, found, after = page.partition(placeholder)
-        assert found, placeholder
-        page = before + text + after
+        assert page.count(placeholder) == 1, placeholder
+        page = page.replace(placeholder, text)
     return page
 
 

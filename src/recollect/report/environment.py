@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What one must know to measure the same thing again.
+    """Hardware, software and source of a measurement.
 
     Args:
-        device: the processor or GPU, by its own name.
+        device: Name of the processor or GPU.
         device_type: ``"cpu"`` or ``"cuda"``.
-        threads: how many threads torch used on the CPU.
-        python: version of Python.
-        torch: version of torch.
-        system: operating system and machine type.
-        commit: of the source tree, with ``-dirty`` if it had changes outside ``results``, where
-            measurements are kept; ``"unknown"`` outside one.
+        threads: Number of CPU threads of torch.
+        python: Version of Python.
+        torch: Version of torch.
+        system: Operating system and machine type.
+        commit: Commit of the source tree, with ``-dirty`` if it had changes outside ``results``;
+            ``"unknown"`` without a source tree.
         date: UTC, ISO 8601 to the second.
     """
 
@@ -39,7 +39,7 @@ class Environment:
     date: str
 
     def facts(self) -> dict[str, str]:
-        """The same as words to print, in reading order."""
+        """Return names and values to print."""
         return {
             "device": f"{self.device}, {self.threads} CPU thread{'' if self.threads == 1 else 's'}",
             "software": f"torch {self.torch}, Python {self.python}, {self.system}",
@@ -48,7 +48,7 @@ class Environment:
         }
 
     def to_dict(self) -> dict[str, str | int]:
-        """JSON-ready."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
@@ -56,7 +56,7 @@ def describe_environment(device: torch.device | str | None = None) -> Environmen
     """Describe this machine and this source tree.
 
     Args:
-        device: where the work runs; by default a GPU if there is one, else the CPU.
+        device: Device of the measurement; by default a GPU if there is one, else the CPU.
     """
     import torch
 
@@ -78,7 +78,7 @@ def describe_environment(device: torch.device | str | None = None) -> Environmen
 
 
 def _processor() -> str:
-    """The model of the CPU where the system tells it, else what Python knows."""
+    """Return the model of the CPU from the system if it is available, else from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -90,13 +90,13 @@ def _processor() -> str:
 
 
 def _commit(folder: Path) -> str:
-    """The commit of this package's own tree; an installed copy inside another tree has none."""
+    """Return the commit of this package's tree; a copy inside another tree has none."""
     try:
         tracked = _git(folder, "ls-files", "--", "environment.py")
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")
         if not tracked:
             return "unknown"
-        # A measurement that is saved beside the last one makes no other measurement.
+        # Saved results do not change a measurement.
         changed = _git(folder, "status", "--porcelain", "--", ":/", ":(top,exclude)results")
         return commit + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
