@@ -32,13 +32,12 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import recollect as rc
-from recollect.benchmarks.suites.calls import (
+from recollect.benchmarks.cases.recall import (
     Shape,
-    gates_of,
+    differentiable,
+    forward_backward,
+    initial_arguments,
     recall_case,
-    recipe_of,
-    stepper,
-    tensors,
 )
 from recollect.choices.matmul_precision import matmul_precision
 from recollect.engines.fla.operators import function, gated_backward_raises
@@ -335,12 +334,13 @@ def recurrence_call(
         backward: whether the call computes the gradients of all inputs.
     """
     if method != "operator":
-        return recall_case(name, name, shape, backward=backward, engine=method).make(), None
+        case = recall_case(name, shape, name=name, backward=backward, engine=method)
+        return case.make(), None
     per_channel = backward and name in CHANNEL_OPERATORS and gated_backward_raises()
     module, operator, names = (CHANNEL_OPERATORS if per_channel else OPERATORS)[name]
-    q, k, v = tensors(shape, grad=backward)
-    gates = gates_of(recipe_of(name), shape, grad=backward)
-    call = function(module, operator)
+    inputs = initial_arguments(rc.zoo.get(name).recipe, shape, requires_grad=backward)
+    q, k, v, gates = (inputs[key] for key in ("q", "k", "v", "gates"))
+    operate = function(module, operator)
 
     def forward() -> Any:
         arguments = {names[gate]: x for gate, x in gates.items() if gate in names}
@@ -348,10 +348,10 @@ def recurrence_call(
             arguments["g"] = arguments["g"].unsqueeze(-1).expand(q.shape)
         in_values = "lr" in gates and "lr" not in names
         value = v * gates["lr"].unsqueeze(-1).to(v.dtype) if in_values else v
-        return call(q, k, value, scale=1.0, **arguments)[0]
+        return operate(q, k, value, scale=1.0, **arguments)[0]
 
-    leaves = [q, k, v, *gates.values()]
-    return (stepper(forward, leaves) if backward else forward), operator
+    call = forward_backward(forward, differentiable(inputs)) if backward else forward
+    return call, operator
 
 
 def backend(context: StepContext) -> None:

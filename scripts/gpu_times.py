@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from gpu_checks import (
 )
 
 import recollect as rc
-from recollect.benchmarks.suites.calls import NO_NORM, Shape, recall_case, recipe_of, sdpa_case
-from recollect.benchmarks.suites.deep import own_case, titans_case
+from recollect.benchmarks.cases.baselines import sdpa_case
+from recollect.benchmarks.cases.deep import titans_case
+from recollect.benchmarks.cases.recall import Shape, recall_case
 from recollect.blocks.cost import cost
 
 __all__ = ["decoding", "deep", "linear", "training"]
@@ -117,7 +119,7 @@ def linear(context: StepContext) -> None:
         with context.guard(name, **case):
             shape, operator = recurrence_shape(context, T, TOKENS), None
             if name == "SDPA":
-                call = sdpa_case(name, shape, backward=backward).make()
+                call = sdpa_case(shape, name=name, backward=backward).make()
             else:
                 call, operator = recurrence_call(name, shape, method, backward=backward)
             start = time.time()
@@ -165,13 +167,14 @@ def _tflops(name: str, shape: Shape, seconds: float, *, backward: bool) -> float
     if name == "SDPA":
         flops = 2 * shape.B * shape.H * shape.T**2 * shape.K * (3.5 if backward else 1)
     else:
-        price = cost(recipe_of(name), B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
+        price = cost(name, **shape.sizes)
         flops = price.training if backward else price.total
     return round(flops / seconds / 1e12, 3)
 
 
 # -- deep memories -------------------------------------------------------------------------------
 
+NO_NORM = "titans without its norm"
 DEEP = (("titans", None), ("ttt_mlp", None), ("yaad", None), ("atlas", "tf32"))
 
 
@@ -198,7 +201,12 @@ def _time_deep(
         return
     with context.guard(name, **line):
         shape = Shape(B=B, T=T, H=H, K=D, V=D, dtype=torch.bfloat16, device=context.device)
-        case = recall_case(name, name, shape, backward=backward, engine=engine, precision=precision)
+        recipe = rc.zoo.get("titans" if name == NO_NORM else name).recipe
+        if name == NO_NORM:
+            recipe = recipe.replace(memory=replace(recipe.memory, norm=None))
+        case = recall_case(
+            recipe, shape, name=name, backward=backward, engine=engine, precision=precision
+        )
         recall = case.make()
 
         def call() -> object:
@@ -242,11 +250,9 @@ def _time_titans_pytorch(context: StepContext, B: int) -> None:
                 context.write("left out", **line)
                 continue
             with context.guard(name, **line):
-                sizes, options = (B, length, 64), {"backward": backward, "device": context.device}
-                if chunk is None:
-                    call = own_case(name, 16, sizes, **options).make()
-                else:
-                    call = titans_case(name, 16, chunk, sizes, **options).make()
+                shape = Shape(B=B, T=length, H=1, device=context.device)
+                options = {"batch_size": 16, "chunk_size": chunk, "backward": backward}
+                call = titans_case(shape, name=name, **options).make()
                 call()
                 peak = peak_mib(call, context.device)
                 ms = round(1e3 * seconds_per_call(call, context.device), 3)

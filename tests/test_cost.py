@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
-from recollect.benchmarks.suites.registry import measured_recipes
+from recollect.benchmarks.suites import MEASURED_RECIPES
 from recollect.blocks.cost import cost
 from recollect.engines.base import Engine
 from recollect.engines.linear.chunked import chunk_length
@@ -360,11 +360,10 @@ def test_estimated_times_against_measured_ones(name: str) -> None:
     data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     assert (data["baseline"], data["timer"]) == ("gated_delta_net", "process_time")
     sizes = {size: data["shape"][size] for size in "BTHKV"}
-    recipes = measured_recipes()
     errors = sorted(
         abs(math.log(cost(recipe, engine=method, **sizes).relative_time / one["ratio"]))
         for one in data["timings"]
-        for recipe, method in [recipes[one["name"]]]
+        for recipe, method in [MEASURED_RECIPES[one["name"]]]
     )
     assert len(errors) > len(PRESETS)
     assert math.exp(errors[len(errors) // 2]) < 1.35

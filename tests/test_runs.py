@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
@@ -17,10 +16,8 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner, Result
 
-import recollect as rc
 from recollect.benchmarks.results import Case
-from recollect.benchmarks.suites import SUITES, Shape
-from recollect.benchmarks.suites.calls import gates_of, params_of, tensors
+from recollect.benchmarks.suites import SUITES, CaseSpec, Shape
 from recollect.cli import build
 
 
@@ -113,95 +110,30 @@ def test_bench_times_every_case_and_stores_where_and_what(tmp_path: Path) -> Non
     data = json.loads(path.read_text())
     assert json.loads(result.stdout) == data
     names = {timing["name"] for timing in data["timings"]}
-    assert names == {case.name for case in SUITES["linear"].cases(Shape(T=32, H=1, K=8, V=8))}
+    assert names == {spec.name for spec in SUITES["linear"].cases}
     assert data["environment"]["commit"]
     assert data["shape"]["T"] == 32
-    assert set(data["ratios"]) == {what for what, _, _ in SUITES["linear"].pairs(Shape())}
+    assert set(data["ratios"]) == {label for label, _, _ in SUITES["linear"].ratios}
 
 
-def test_suites_have_sizes_of_their_own_where_the_command_says_none() -> None:
+def test_suites_have_default_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SUITES["linear"].shape == Shape() and SUITES["local"].shape == Shape(T=1024)
-    said = SUITES["local"].cases
-    asked: list[Shape] = []
+    shapes: list[Shape] = []
 
-    def cases(shape: Shape) -> list[Case]:
-        asked.append(shape)
-        return said(replace(shape, T=16, H=1, K=8, V=8))
+    def build(shape: Shape, *, name: str) -> Case:
+        shapes.append(shape)
+        return Case(name=name, make=lambda: lambda: None)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SUITES, "local", replace(SUITES["local"], cases=cases))
-        assert invoke("bench", "--suite", "local", "--rounds", "1").exit_code == 0
-        assert invoke("bench", "--suite", "local", "--rounds", "1", "--size", "4").exit_code == 0
-    assert asked == [Shape(T=1024), Shape(T=1024, K=4, V=4)]
+    cases = [CaseSpec(name="sdpa", build=build)]
+    monkeypatch.setitem(SUITES, "local", replace(SUITES["local"], cases=cases))
+    assert invoke("bench", "--suite", "local", "--rounds", "1").exit_code == 0
+    assert invoke("bench", "--suite", "local", "--rounds", "1", "--size", "4").exit_code == 0
+    assert shapes == [Shape(T=1024), Shape(T=1024, K=4, V=4)]
 
 
 def test_the_suite_of_one_memory_refuses_several() -> None:
     result = invoke("bench", "--suite", "titans", "--heads", "8")
     assert result.exit_code == 2 and "times one memory" in result.stderr
-
-
-def test_the_suite_of_one_memory_runs_where_it_is_asked_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both sides, forward and backward: what a case is made with says sizes and device."""
-    asked: list[tuple[object, str]] = []
-
-    def case(label: str, *rest: object, backward: bool, device: str) -> Case:
-        asked.append((rest[-1], device))
-        return Case(name=label, make=lambda: lambda: None)
-
-    for name in ("own_case", "titans_case"):
-        monkeypatch.setattr(f"recollect.benchmarks.suites.registry.{name}", case)
-    suite = SUITES["titans"]
-    cases = suite.cases(replace(suite.shape, device="cuda"))
-    assert asked == [((2, 256, 64), "cuda")] * len(cases) and len(cases) == 12
-    asked.clear()
-    suite.cases(replace(suite.shape, B=3, T=32, K=8, V=8))
-    assert asked == [((3, 32, 8), "cpu")] * 12
-
-
-def test_what_bench_times_is_what_the_recipe_means() -> None:
-    shape = Shape(T=16, H=2, K=4, V=4)
-    cases = {case.name: case for case in SUITES["linear"].cases(shape)}
-    recipe = rc.zoo.get("gated_delta_net").recipe
-    q, k, v = tensors(shape, grad=True)
-    gates = gates_of(recipe, shape, grad=True)
-    expected, _ = rc.recall(recipe, q, k, v, gates, engine="reference")
-    # float32, 16 tokens: rounding only.
-    torch.testing.assert_close(cases["gated_delta_net"].make()(), expected, rtol=1e-4, atol=1e-5)
-    leaves = [q, k, v, *gates.values()]
-    slopes = torch.autograd.grad(expected, leaves, torch.ones_like(expected))
-    found = cases["gated_delta_net, fwd+bwd"].make()()
-    assert isinstance(found, tuple)
-    for got, wanted in zip(found, slopes, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
-
-
-def test_bench_times_every_row_of_a_matrix_memory() -> None:
-    """Each row runs at its own sizes, and what is timed is what the recipe means."""
-    shape = Shape(T=12, H=2, K=8, V=8)
-    cases = {case.name: case for case in SUITES["matrix"].cases(shape)}
-    rows = [name for name in rc.zoo.names() if rc.zoo.get(name).family in FAMILIES]
-    assert list(cases) == [label for name in rows for label in (name, f"{name}, fwd+bwd")]
-    for name in rows:
-        recipe = rc.zoo.get(name).recipe
-        decay = recipe.retention.decay
-        K = 16 if decay is not None and decay.per == "entry" else 8
-        sizes = replace(shape, K=K)
-        q, k, v = tensors(sizes, grad=False, n=recipe.associations_per_token)
-        gates, params = gates_of(recipe, sizes, grad=False), params_of(recipe, sizes)
-        expected, _ = rc.recall(recipe, q, k, v, gates, params=params, engine="reference")
-        found = cases[name].make()()
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-        slopes = cases[f"{name}, fwd+bwd"].make()()
-        assert isinstance(slopes, tuple)
-        assert all(x is None or torch.isfinite(x).all() for x in slopes)
-
-
-FAMILIES = (
-    *("linear_attention", "feature_maps", "decay", "state_space", "rwkv", "xlstm"),
-    *("delta_rule", "least_mean_squares"),
-)
 
 
 def test_bench_times_a_few_of_a_suite(tmp_path: Path) -> None:

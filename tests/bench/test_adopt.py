@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from recollect.benchmarks.cases import adopt
 from recollect.benchmarks.harness import run
-from recollect.benchmarks.suites import SUITES, Shape, ratios
-from recollect.benchmarks.suites import adopt as suite
+from recollect.benchmarks.suites import SUITES, Shape, build_cases, compute_ratios
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,19 +36,16 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def test_adopted_layers_compute_what_the_originals_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = tuple(
-        dataclasses.replace(layer, sizes={**layer.sizes, **SMALL[layer.model]})
-        for layer in suite.LAYERS
-    )
-    monkeypatch.setattr(suite, "LAYERS", layers)
-    adopt, shape = SUITES["adopt"], Shape(T=8)
-    cases = adopt.cases(shape)
-    errors = adopt.errors(shape)
+    for layer, (model, sizes) in adopt.LAYERS.items():
+        monkeypatch.setitem(adopt.LAYERS, layer, (model, {**sizes, **SMALL[model]}))
+    suite, shape = SUITES["adopt"], Shape(T=8)
+    cases = build_cases(suite, shape)
+    errors = suite.errors(shape)
     assert errors.keys() == {case.name for case in cases if case.name.endswith("adopted")}
     assert 0 < max(errors.values()) < 1e-5
-    result = run(cases, baseline=adopt.baseline, rounds=1, min_seconds=0.0, device="cpu")
+    result = run(cases, baseline=suite.baseline, rounds=1, min_seconds=0.0, device="cpu")
     assert len(result.timings) == 16
-    assert len(ratios(adopt, shape, result)) == 8
+    assert len(compute_ratios(suite, result)) == 8
 
 
 def test_stored_times_are_within_the_limits_and_those_of_the_page() -> None:
@@ -57,15 +53,13 @@ def test_stored_times_are_within_the_limits_and_those_of_the_page() -> None:
     stored = json.loads((ROOT / "results" / "bench" / "adopt-cpu.json").read_text("utf-8"))
     assert stored["suite"] == "adopt" and stored["environment"]["threads"] == 1
     assert max(stored["errors"].values()) < 1e-5
-    expected = SUITES["adopt"].pairs(Shape())
-    assert list(stored["ratios"]) == [what for what, _, _ in expected]
-    for what, ratio in stored["ratios"].items():
-        assert ratio <= (1.0 if "prefill" in what else 1.2), what
+    assert list(stored["ratios"]) == [label for label, _, _ in SUITES["adopt"].ratios]
+    for label, ratio in stored["ratios"].items():
+        assert ratio <= (1.0 if "prefill" in label else 1.2), label
     page = (ROOT / "results" / "README.md").read_text("utf-8")
-    for layer in suite.LAYERS:
-        row = re.search(rf"^\| `{layer.layer}` \|(.*)\|$", page, re.MULTILINE)
-        assert row is not None, layer.layer
+    for layer in adopt.LAYERS:
+        row = re.search(rf"^\| `{layer}` \|(.*)\|$", page, re.MULTILINE)
+        assert row is not None, layer
         printed = [float(cell) for cell in row[1].split("|")[-2:]]
-        for phase, ratio in zip(suite.PHASES, printed, strict=True):
-            what = f"{layer.layer}, {phase}: adopted / original"
-            assert ratio == round(stored["ratios"][what], 2)
+        for phase, ratio in zip(("prefill", "token"), printed, strict=True):
+            assert ratio == round(stored["ratios"][f"{layer}, {phase}: adopted / original"], 2)

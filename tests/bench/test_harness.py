@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from recollect.benchmarks import BenchResult, Case, Ceiling, run
-from recollect.benchmarks.results import summarise
+from recollect.benchmarks.results import summarize
 from recollect.report import Environment
 
-HERE = Environment(
+ENVIRONMENT = Environment(
     device="a device",
     device_type="cpu",
     threads=2,
@@ -25,12 +25,21 @@ HERE = Environment(
 )
 
 
+ROOT = Path(__file__).parents[2]
+STORED = [
+    path
+    for folder in ("bench", "kernel")
+    for path in sorted(ROOT.glob(f"results/{folder}/*.json"))
+    if {"suite", "timings"} <= json.loads(path.read_text("utf-8")).keys()
+]
+
+
 def nothing() -> Callable[[], object]:
     return lambda: None
 
 
 def a_result() -> BenchResult:
-    return summarise(
+    return summarize(
         [
             Case(name="base", make=nothing, flops=4e9, bytes=2e6),
             Case(name="fast", make=nothing),
@@ -39,10 +48,13 @@ def a_result() -> BenchResult:
         [[0.1, 0.1, 0.2, 0.2, 0.2], [0.05, 0.05, 0.1, 0.1, 0.1]],
         baseline="base",
         seed=3,
-        ceilings=[Ceiling(name="large", gflops=80.0), Ceiling(name="small", gflops=40.0)],
+        ceilings=[
+            Ceiling(name="large", gflops=80.0),
+            Ceiling(name="small", gflops=40.0, dtype="bfloat16"),
+        ],
         calls=[1, 2],
         peaks=[None, 3_000_000],
-        environment=HERE,
+        environment=ENVIRONMENT,
     )
 
 
@@ -64,7 +76,7 @@ class TestSummary:
     def test_the_ratio_is_taken_within_rounds(self) -> None:
         # Each round disturbs one case more than the other, so the ratio of medians (0.5) misleads
         # where the median of the ratios (2) does not.
-        result = summarise(
+        result = summarize(
             [Case(name="a", make=nothing), Case(name="b", make=nothing)],
             [[1.0, 4.0, 9.0], [2.0, 2.0, 18.0]],
             baseline="a",
@@ -72,47 +84,48 @@ class TestSummary:
             ceilings=[],
             calls=[1, 1],
             peaks=[None, None],
-            environment=HERE,
+            environment=ENVIRONMENT,
         )
         assert result["b"].ratio == 2.0
         assert result["b"].median / result["a"].median == 0.5
 
     def test_the_table_shows_every_number_and_where_it_was_measured(self) -> None:
-        lines = a_result().table().splitlines()
-        assert lines[2].split() == (
+        lines = str(a_result()).splitlines()
+        assert lines[1].split() == (
             "base 200 ms 100 ms … 200 ms 1 4 2 20 25% –".split()  # noqa: SIM905
         )
-        assert lines[3].split()[-6:] == ["0.5", "–", "–", "–", "–", "3"]
+        assert lines[2].split()[-6:] == ["0.5", "–", "–", "–", "–", "3"]
         text = "\n".join(lines)
-        for fact in ("of base", "5 alternating rounds", "large 80 GFLOP/s", "0123456789ab-dirty"):
+        for fact in ("of base", "5 alternating rounds", "0123456789ab-dirty"):
             assert fact in text
+        assert "large float32 80 GFLOP/s, small bfloat16 40 GFLOP/s" in text
 
-    def test_printing_without_rich_falls_back_to_the_table(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-        a_result().print()
-        assert capsys.readouterr().out == a_result().table() + "\n"
+    def test_a_narrow_table_leaves_out_quartiles_first(self) -> None:
+        text = a_result().to_table().to_text(60)
+        table, left_out = text.split("left out at 60 columns: ")
+        assert "200 ms" in table and "quartiles" not in table
+        assert left_out.startswith("quartiles")
 
-    def test_printing_with_rich_drops_empty_columns(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        pytest.importorskip("rich")
-        monkeypatch.setenv("COLUMNS", "60")
-        a_result().print()
-        shown = capsys.readouterr().out
-        assert "200 ms" in shown
-        table, lost = shown.split("left out at 60 columns: ")
-        assert "quartiles" not in table and lost.startswith("quartiles")
+    def test_columns_without_values_are_left_out(self) -> None:
+        result = dataclasses.replace(a_result(), timings=a_result().timings[1:])
+        columns = [column.name for column in result.to_table().columns]
+        assert columns == ["case", "median", "quartiles", "ratio", "peak MB"]
 
-    def test_json_holds_everything_and_is_replaced_whole(self, tmp_path: Path) -> None:
-        path = a_result().save(tmp_path / "deep" / "result.json")
-        a_result().save(path)
-        content = json.loads(path.read_text("utf-8"))
+    def test_json_contains_everything(self) -> None:
+        content = json.loads(a_result().to_json())
         assert content["schema"] == 1
         assert content["environment"]["commit"] == "0123456789ab-dirty"
         assert content["timings"][1]["seconds"] == [0.05, 0.05, 0.1, 0.1, 0.1]
-        assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+        assert [ceiling["dtype"] for ceiling in content["ceilings"]] == ["float32", "bfloat16"]
+        assert BenchResult.from_dict(content) == a_result()
+
+    @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+    def test_stored_results_have_a_table(self, path: Path) -> None:
+        content = json.loads(path.read_text("utf-8"))
+        text = str(BenchResult.from_dict(content))
+        assert all(timing["name"] in text for timing in content["timings"])
+        # Files without a dtype were measured in float32.
+        assert "matmul 1024³ float32" in text
 
 
 class TestRun:
@@ -149,44 +162,34 @@ class TestRun:
         assert trace(1) != trace_0
 
     def test_a_case_is_made_once_and_short_ones_are_called_often(self) -> None:
-        made: list[str] = []
+        calls: list[str] = []
 
         def make() -> Callable[[], object]:
-            made.append("x")
+            calls.append("x")
             return lambda: None
 
-        seen: list[tuple[int, int]] = []
+        reports: list[tuple[int, int]] = []
         result = run(
             [Case(name="x", make=make)],
             baseline="x",
             rounds=2,
             min_seconds=1e-3,
             device="cpu",
-            progress=lambda done, total: seen.append((done, total)),
+            progress=lambda done, total: reports.append((done, total)),
         )
-        assert made == ["x"]
+        assert calls == ["x"]
         assert result["x"].calls > 10
         assert len(result["x"].seconds) == 2
-        assert seen == [(1, 2), (2, 2)]
+        assert reports == [(1, 2), (2, 2)]
         assert [c.gflops > 0 for c in result.ceilings] == [True, True]
         assert result.environment.torch == torch.__version__
 
-    def test_cases_that_fail_can_be_left_out(self) -> None:
-        def broken() -> Callable[[], object]:
-            raise ValueError("no kernel for this device")
-
-        cases = [Case(name="a", make=broken), Case(name="b", make=nothing)]
-        fast = {"baseline": "a", "rounds": 1, "min_seconds": 0, "device": "cpu"}
-        with pytest.raises(RuntimeError, match="case 'a' failed before it could be timed"):
-            run(cases, **fast)
-        left_out: dict[str, str] = {}
-        result = run(cases, left_out=left_out, dtype=torch.float64, **fast)
-        assert left_out == {"a": "ValueError: no kernel for this device"}
-        assert [one.name for one in result.timings] == ["b"]
-        assert result.baseline == "b"
-        assert result.ceilings[0].name == "matmul 1024³ float64"
-        with pytest.raises(RuntimeError, match="no case is left"):
-            run(cases[:1], left_out=left_out, **fast)
+    def test_ceilings_have_the_dtype_of_the_cases(self) -> None:
+        case = Case(name="a", make=nothing)
+        options = {"rounds": 1, "min_seconds": 0, "device": "cpu"}
+        result = run([case], baseline="a", dtype=torch.float64, **options)  # type: ignore[arg-type]
+        assert [ceiling.dtype for ceiling in result.ceilings] == ["float64"] * 2
+        assert "matmul 1024³ float64" in result.footer()
 
     def test_a_slower_case_has_the_larger_ratio(self) -> None:
         def sleeper(seconds: float) -> Callable[[], Callable[[], object]]:

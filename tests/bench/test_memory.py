@@ -1,4 +1,4 @@
-"""What the counting of live tensors counts, and that a row's segments bound it."""
+"""Live tensors are counted until they are freed, and segments of a row bound the peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recollect.lm.memory_estimate.live_memory import LiveMemory
 
 pytest.importorskip("transformers")
 
-from recollect.benchmarks.suites.memory import measured
+from recollect.benchmarks.cases.memory import measure_peak
 
 
 def test_live_tensors_are_counted_while_they_live() -> None:
@@ -31,7 +31,7 @@ def test_live_tensors_are_counted_while_they_live() -> None:
 
 @functools.cache
 def peak(context: int, **read: str | int) -> int:
-    return measured(
+    return measure_peak(
         {
             "model": {"recipe": "gated_delta_net", "width": 32, "depth": 2, "heads": 1},
             "data": {"context": context, **read},

@@ -26,7 +26,7 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from typer.testing import CliRunner
 
 from recollect import plugins as modules
-from recollect.benchmarks.suites.memory import CASES, measure, measured, planned, ranks_of
+from recollect.benchmarks.cases.memory import CASES, measure, measure_peak, num_ranks, plan_peak
 from recollect.choices import member
 from recollect.cli import plan as plan_command
 from recollect.cli.app import build
@@ -129,13 +129,13 @@ def test_rows_and_tokens_beyond_what_is_run_are_counted() -> None:
     ["gated_delta_net, recomputed", "softmax_attention, bfloat16", "mamba2, bfloat16", "titans"],
 )
 def test_plans_agree_with_what_runs_take(name: str) -> None:
-    assert planned(CASES[name]) == pytest.approx(measured(CASES[name]).live, rel=0.15)
+    assert plan_peak(CASES[name]) == pytest.approx(measure_peak(CASES[name]).live, rel=0.15)
 
 
 @pytest.mark.slow
 def test_plans_agree_with_what_ranks_of_a_row_take() -> None:
     """Keys gathered, decays gathered, associations gathered, and a state handed over."""
-    names = [name for name in CASES if ranks_of(CASES[name]) > 1]
+    names = [name for name in CASES if num_ranks(CASES[name]) > 1]
     ratios = measure(names)["ratios"]
     assert len(ratios) == 4
     for name, ratio in ratios.items():
@@ -424,7 +424,7 @@ def test_a_member_that_looks_at_numbers_is_refused(
 
 @pytest.mark.parametrize(
     ("code", "stderr", "words"),
-    [(-9, "", "-9: nothing was said"), (1, "a\nOSError: full\n", "1: OSError: full")],
+    [(-9, "", "-9: no error message"), (1, "a\nOSError: full\n", "1: OSError: full")],
 )
 def test_a_case_whose_process_dies_is_said_so(
     monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, words: str

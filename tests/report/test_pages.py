@@ -54,7 +54,7 @@ def test_a_benchmark_begins_with_the_fastest_and_the_slowest(tmp_path: Path) -> 
         "c is the slowest and takes 4 times as long."
     ) in said(*cases)
     assert "b, the baseline, is the fastest of 2 with 4 ms. c is the slowest" in said(*cases[1:])
-    assert "a takes 2 ms. There is nothing beside it" in said(cases[0])
+    assert "a takes 2 ms. There is no other case" in said(cases[0])
 
 
 def trained(folder: Path, **more: Any) -> Any:

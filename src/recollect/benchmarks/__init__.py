@@ -1,4 +1,4 @@
-"""Speed and memory, measured side by side in one run."""
+"""Measurements of speed and memory: all implementations in one run."""
 
 from recollect.benchmarks.harness import run
 from recollect.benchmarks.results import BenchResult, Case, Ceiling, Timing

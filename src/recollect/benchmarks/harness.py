@@ -1,19 +1,17 @@
-"""Time several implementations alternately, beside what the device can do at best.
+"""Time several cases in alternation, together with the device's matrix products.
 
-A machine slows down and speeds up while it is measured: other work, heat, clocks. Implementations
-that are timed one after the other therefore differ even when they are the same. Here every round
-times each of them once, in an order drawn anew for each round, so that whatever happens to the
-machine happens to all of them, and the ratio to the baseline is taken within each round before the
-median over rounds.
+The speed of a machine changes during a measurement: other programs, heat, clocks. Cases that are
+timed one after the other differ even if they are equal. The harness therefore times each case once
+per round, in a new random order for each round. Changes of the machine affect all cases alike, and
+ratios to the baseline are taken within each round before the median over rounds.
 
-Where the C library is glibc, memory that a case frees is kept for the next one, as in a training
-loop under a caching allocator; without that, what is timed of a case with large tensors is mostly
-the kernel handing out zeroed pages (two fifths of the processor time of the ``matrix`` suite).
+With glibc, freed memory is kept for the next case, as in a training loop with a caching allocator.
+Otherwise the time of a case with large tensors is mostly that of zeroed pages from the kernel (two
+fifths of the processor time of the suite ``matrix``).
 
-The matmul ceiling (one large product, 1024³ on a CPU, and a batch of 64 x 64 x 64 products; float32
-where nothing else is asked for) is timed in the same rounds, on random numbers: a GPU multiplies
-zeros faster, because it stays cooler. A share of it says how far an implementation is from the
-device's best.
+The ceilings are a large matrix product and a batch of 64 × 64 × 64 products, timed in the same
+rounds. Their inputs are random, because a GPU multiplies zeros faster. The fraction of a ceiling
+shows how close a case is to the best that the device can do.
 """
 
 from __future__ import annotations
@@ -30,12 +28,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.benchmarks.results import BenchResult, Case, Ceiling, summarise
+from recollect.benchmarks.results import BenchResult, Case, Ceiling, summarize
 from recollect.report.environment import describe_environment
 
 __all__ = ["run"]
 
-_SMALL, _SMALL_BATCH = 64, 512
+_SMALL_SIZE, _SMALL_BATCH = 64, 512
+
+Timer = Callable[[], float]
 
 
 def run(
@@ -48,41 +48,36 @@ def run(
     min_seconds: float = 0.02,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    left_out: dict[str, str] | None = None,
-    timer: Callable[[], float] = time.perf_counter,
+    timer: Timer = time.perf_counter,
     progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
-    """Time the cases alternately.
+    """Time cases in alternation.
 
-    Each case is made once and called ``warmup`` times (compilation, allocation); how many calls
-    make a round of at least ``min_seconds`` is found from one more call. Then every round times
-    every case and both ceilings, in an order shuffled by ``seed``. On a GPU the clock waits for the
-    device. Python's garbage collector rests while a clock runs.
+    Each case is made once and called ``warmup`` times for compilation and allocation. One more call
+    determines how many calls take at least ``min_seconds``. Every round then times all cases and
+    both ceilings. The clock waits for the device, and Python's garbage collector is off while it
+    runs.
 
     Args:
-        cases: what to time; names must differ.
+        cases: cases with different names.
         baseline: name of the case that ratios refer to.
-        rounds: how many rounds; medians of fewer than five mean little.
-        seed: of the order of cases within rounds, not of their inputs.
-        warmup: calls before the first timing.
-        min_seconds: how long the calls of one case in one round should take together.
-        device: where the cases run; by default a GPU if there is one, else the CPU.
-        dtype: of the ceilings' products.
-        left_out: where it is given, cases that cannot be made or called are left out and put there
-            with the reason, in place of ending the run. The first that can be is then the baseline
-            if the baseline itself is among them.
-        timer: clock in seconds. `time.process_time` leaves out the time that other programs take of
-            the processor, and adds up the time of all threads.
-        progress: called after each round with the rounds done and the rounds in all.
+        rounds: number of rounds; at least five for stable medians.
+        seed: seed of the order within rounds; inputs do not depend on it.
+        warmup: number of calls before the first timing.
+        min_seconds: smallest time of the calls of one case in one round.
+        device: device of the cases; by default a GPU if there is one, else the CPU.
+        dtype: dtype of the ceilings: that of the cases.
+        timer: clock in seconds. `time.process_time` excludes other programs, and adds up the time
+            of all threads.
+        progress: function that gets the number of finished rounds and of all rounds.
 
     Returns:
         The result.
 
     Raises:
-        ValueError: if there are no cases, names repeat, the baseline is not among them, or a
-            number is out of range.
-        RuntimeError: if a case fails, naming the case, and is not left out; the cause is chained.
-            If no case is left.
+        ValueError: there are no cases, names repeat, the baseline is not among them, or a number is
+            out of range.
+        RuntimeError: a case failed; the message names it.
     """
     names = [case.name for case in cases]
     _check(names, baseline, rounds, warmup, min_seconds)
@@ -90,56 +85,50 @@ def run(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     _keep_freed_memory()
-    probes = _ceiling_cases(device, dtype)
+    products = _ceiling_cases(device, dtype)
 
-    works: list[_Work] = []
-    made: list[Case] = []
-    for case in (*cases, *probes):
+    prepared: list[_Prepared] = []
+    for case in (*cases, *products):
         try:
-            works.append(_prepare(case, device, warmup, min_seconds, timer))
-            made.append(case)
+            prepared.append(_prepare(case, device, warmup, min_seconds, timer))
         except Exception as error:
-            if left_out is None or case in probes:
-                raise RuntimeError(
-                    f"bench: case {case.name!r} failed before it could be timed: {error}"
-                ) from error
-            left_out[case.name] = f"{type(error).__name__}: {error}"
-            _forget(device)
-    cases = made[: len(made) - len(probes)]
-    if not cases:
-        raise RuntimeError(f"bench: no case is left; {left_out}")
-    if baseline not in {case.name for case in cases}:
-        baseline = cases[0].name
+            raise RuntimeError(
+                f"bench: case {case.name!r} failed before it could be timed: {error}"
+            ) from error
 
-    seconds: list[list[float]] = [[] for _ in works]
-    order = list(range(len(works)))
+    seconds: list[list[float]] = [[] for _ in prepared]
+    order = list(range(len(prepared)))
     shuffler = random.Random(seed)
-    for done in range(rounds):
+    for num_done in range(1, rounds + 1):
         shuffler.shuffle(order)
-        for index in order:
-            work = works[index]
-            seconds[index].append(_clock(work.call, work.calls, device, timer) / work.calls)
+        for i in order:
+            call, calls = prepared[i].call, prepared[i].calls
+            seconds[i].append(_measure_seconds(call, calls, device, timer) / calls)
         if progress is not None:
-            progress(done + 1, rounds)
+            progress(num_done, rounds)
 
-    return summarise(
+    return summarize(
         cases,
         seconds[: len(cases)],
         baseline=baseline,
         seed=seed,
         ceilings=[
-            Ceiling(name=probe.name, gflops=(probe.flops or 0) / statistics.median(times) / 1e9)
-            for probe, times in zip(probes, seconds[len(cases) :], strict=True)
+            Ceiling(
+                name=case.name,
+                gflops=(case.flops or 0) / statistics.median(times) / 1e9,
+                dtype=str(dtype).removeprefix("torch."),
+            )
+            for case, times in zip(products, seconds[len(cases) :], strict=True)
         ],
-        calls=[work.calls for work in works[: len(cases)]],
-        peaks=[work.peak for work in works[: len(cases)]],
+        calls=[x.calls for x in prepared[: len(cases)]],
+        peaks=[x.peak_bytes for x in prepared[: len(cases)]],
         environment=describe_environment(device),
     )
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc's allocator reuse what is freed; elsewhere, do nothing."""
-    trim_threshold, mmap_max = -1, -4  # the names of mallopt(3)
+    """Let glibc's allocator reuse freed memory; other C libraries are left as they are."""
+    trim_threshold, mmap_max = -1, -4  # parameters of mallopt(3)
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
@@ -149,99 +138,80 @@ def _keep_freed_memory() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
-    """A case made and warmed up."""
+class _Prepared:
+    """A case after its warm-up."""
 
     call: Callable[[], object]
     calls: int
-    peak: int | None
+    peak_bytes: int | None
 
 
 def _prepare(
-    case: Case,
-    device: torch.device,
-    warmup: int,
-    min_seconds: float,
-    timer: Callable[[], float],
-) -> _Work:
+    case: Case, device: torch.device, warmup: int, min_seconds: float, timer: Timer
+) -> _Prepared:
     call = case.make()
     for _ in range(warmup):
         call()
-    peak = _peak(call, device)
-    seconds = max(_clock(call, 1, device, timer), 1e-7)
-    return _Work(call=call, calls=max(1, math.ceil(min_seconds / seconds)), peak=peak)
+    peak_bytes = _measure_peak(call, device)
+    seconds = max(_measure_seconds(call, 1, device, timer), 1e-7)
+    calls = max(1, math.ceil(min_seconds / seconds))
+    return _Prepared(call=call, calls=calls, peak_bytes=peak_bytes)
 
 
-def _clock(
-    call: Callable[[], object], calls: int, device: torch.device, timer: Callable[[], float]
+def _measure_seconds(
+    call: Callable[[], object], calls: int, device: torch.device, timer: Timer
 ) -> float:
-    """Seconds that so many calls take, from an idle device to an idle device."""
-    collecting = gc.isenabled()
+    """Return the seconds of several calls, from an idle device to an idle device."""
+    was_collecting = gc.isenabled()
     gc.disable()
     try:
-        _wait(device)
+        _synchronize(device)
         start = timer()
         for _ in range(calls):
             call()
-        _wait(device)
-        # A clock of coarse resolution may not have moved; no rate is infinite.
+        _synchronize(device)
+        # A coarse clock may not have advanced; rates must be finite.
         return max(timer() - start, 1e-9)
     finally:
-        if collecting:
+        if was_collecting:
             gc.enable()
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def _peak(call: Callable[[], object], device: torch.device) -> int | None:
+def _measure_peak(call: Callable[[], object], device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
-    _wait(device)
+    _synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    allocated = torch.cuda.memory_allocated(device)
     call()
-    _wait(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _forget(device: torch.device) -> None:
-    """Give back what a case that failed had allocated."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    _synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - allocated
 
 
 def _ceiling_cases(device: torch.device, dtype: torch.dtype) -> list[Case]:
-    """One large matrix product, and many small ones as chunked recurrences make them."""
-    # A GPU is not full with 1024³: that takes as long as launching it.
-    side = 1024 if device.type == "cpu" else 8192 if dtype.itemsize < 4 else 4096
-    suffix = "" if dtype == torch.float32 else f" {str(dtype).removeprefix('torch.')}"
+    """Return a large matrix product, and many small ones as in chunked recurrences."""
+    # A product of 1024³ does not occupy a GPU.
+    size = 1024 if device.type == "cpu" else 8192 if dtype.itemsize < 4 else 4096
 
-    def product(*shape: int) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
+    def product(name: str, *shape: int) -> Case:
+        def make() -> Callable[[], Tensor]:
             generator = torch.Generator(device).manual_seed(0)
-            left, right = (
+            a, b = (
                 torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2)
             )
-            out = torch.empty_like(left)
+            out = torch.empty_like(a)
+            return lambda: torch.matmul(a, b, out=out)
 
-            def call() -> Tensor:
-                return torch.matmul(left, right, out=out)
-
-            return call
-
-        return make
+        return Case(name=name, make=make, flops=2.0 * math.prod(shape) * shape[-1])
 
     return [
-        Case(name=f"matmul {side}³{suffix}", make=product(side, side), flops=2.0 * side**3),
-        Case(
-            name=f"matmul {_SMALL_BATCH} × 64³{suffix}",
-            make=product(_SMALL_BATCH, _SMALL, _SMALL),
-            flops=2.0 * _SMALL_BATCH * _SMALL**3,
-        ),
+        product(f"matmul {size}³", size, size),
+        product(f"matmul {_SMALL_BATCH} × {_SMALL_SIZE}³", _SMALL_BATCH, _SMALL_SIZE, _SMALL_SIZE),
     ]
 
 

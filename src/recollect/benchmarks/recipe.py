@@ -1,4 +1,4 @@
-"""The speed of one recipe next to Gated DeltaNet and SDPA: forward, training and decoding."""
+"""Speed of a recipe next to Gated DeltaNet and SDPA: forward, training and decoding."""
 
 from __future__ import annotations
 
@@ -9,27 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
 
+from recollect.benchmarks.cases.baselines import sdpa_case, sdpa_inputs
+from recollect.benchmarks.cases.recall import Shape, initial_arguments, recall_case
 from recollect.benchmarks.harness import run
-from recollect.benchmarks.results import BenchResult, Case, duration
-from recollect.benchmarks.suites.calls import (
-    Shape,
-    gates_of,
-    init_of,
-    params_of,
-    recall_case,
-    sdpa_case,
-    tensors,
-)
+from recollect.benchmarks.results import BenchResult, Case, format_duration
 from recollect.fields import int_check, validate
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe, resolve_name
 from recollect.report.devices import resolve_device
-from recollect.report.tables import Column, Table
-from recollect.zoo.preset import get
+from recollect.report.tables import Table
 
 __all__ = ["PASSES", "PEERS", "RecipeBenchmark", "bench"]
 
@@ -60,7 +51,7 @@ class RecipeBenchmark:
     result: BenchResult
 
     def seconds(self, name: str, of: str = _RECIPE) -> float:
-        """Median time of a pass.
+        """Return the median time of a pass.
 
         Args:
             name: one of `PASSES`.
@@ -72,7 +63,7 @@ class RecipeBenchmark:
         return self.result[f"{of}, {name}"].median
 
     def ratio(self, name: str, peer: str) -> float:
-        """Time of the recipe over the time of a peer: the median of the ratios within rounds.
+        """Return the time of the recipe divided by that of a peer: the median over rounds.
 
         Args:
             name: one of `PASSES`.
@@ -84,40 +75,38 @@ class RecipeBenchmark:
         times, peer_times = (self.result[f"{of}, {name}"].seconds for of in (_RECIPE, peer))
         return statistics.median(a / b for a, b in zip(times, peer_times, strict=True))
 
-    def columns(self) -> list[str]:
-        """Headings of :meth:`rows`."""
-        return ["pass", _RECIPE, *PEERS, *(f"× {peer}" for peer in PEERS)]
-
-    def rows(self) -> list[list[str]]:
-        """The table as text, one row per pass."""
-        return [
-            [
-                name,
-                *(duration(self.seconds(name, of)) for of in (_RECIPE, *PEERS)),
-                *(f"{self.ratio(name, peer):.3g}" for peer in PEERS),
-            ]
-            for name in PASSES
-        ]
-
-    def footer(self) -> tuple[str, ...]:
-        """The meaning of rows and columns, sizes, rounds, device, versions and commit."""
-        sizes = ", ".join(f"{name} = {getattr(self.shape, name)}" for name in "BTHKV")
+    def to_table(self) -> Table:
+        """Return one row per pass, with sizes, device and versions in the caption."""
         facts = self.result.environment.facts()
-        return (
+        sizes = ", ".join(f"{name} = {size}" for name, size in self.shape.sizes.items())
+        caption = (
             "training: forward and backward; decode: one token after T",
             f"×: time of the {_RECIPE} over the time of a peer",
             f"{sizes}, float32; medians over {self.result.rounds} alternating rounds",
             f"{facts['device']}; {facts['software']}; commit {facts['commit']}",
         )
+        rows = [
+            [
+                name,
+                *(format_duration(self.seconds(name, of)) for of in (_RECIPE, *PEERS)),
+                *(f"{self.ratio(name, peer):.3g}" for peer in PEERS),
+            ]
+            for name in PASSES
+        ]
+        return Table(
+            columns=["pass", _RECIPE, *PEERS, *(f"× {peer}" for peer in PEERS)],
+            rows=rows,
+            title=self.title,
+            caption="\n".join(caption),
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers with the recipe, the sizes, and the environment, ready for JSON."""
-        shape = {name: getattr(self.shape, name) for name in "BTHKV"}
+        """Return all numbers with the recipe, the sizes and the environment, ready for JSON."""
         return {
             "suite": _RECIPE,
             "title": self.title,
             "recipe": self.recipe.to_dict(),
-            "shape": {**shape, "dtype": str(self.shape.dtype), "device": self.shape.device},
+            "shape": self.shape.to_dict(),
             **json.loads(self.result.to_json()),
             "ratios": {
                 f"{name}: {_RECIPE} / {peer}": self.ratio(name, peer)
@@ -127,19 +116,10 @@ class RecipeBenchmark:
         }
 
     def __str__(self) -> str:
-        return self._table(self.title).to_text()
+        return self.to_table().to_text()
 
     def _repr_html_(self) -> str:
-        return self._table(f"`{self.title}`").to_html(notebook=True)
-
-    def _table(self, title: str) -> Table:
-        first, *others = self.columns()
-        return Table(
-            title=title,
-            columns=[first, *(Column(name=name, align="right") for name in others)],
-            rows=self.rows(),
-            caption="\n".join(self.footer()),
-        )
+        return replace(self.to_table(), title=f"`{self.title}`").to_html(notebook=True)
 
 
 def bench(
@@ -180,7 +160,7 @@ def bench(
 
     Examples:
         >>> timed = rc.bench(rc.Recipe(bias=rc.bias.Huber()), K=8, V=8, H=1, T=16, rounds=1)
-        >>> timed.columns()[:4]
+        >>> timed.to_table().columns[:4]
         ['pass', 'recipe', 'gated_delta_net', 'SDPA']
     """
     numbers = {"K": K, "V": V, "H": H, "T": T, "B": B, "rounds": rounds}
@@ -190,63 +170,57 @@ def bench(
     timed = as_recipe(recipe, "bench")
     shape = Shape(B=B, T=T, H=H, K=K, V=V, device=device)
     cases: list[Case] = []
-    for of, one in ((_RECIPE, timed), (PEERS[0], get(PEERS[0]).recipe)):
-        forward, training, decode = (f"{of}, {name}" for name in PASSES)
-        cases.append(recall_case(one, forward, shape))
-        cases.append(recall_case(one, training, shape, backward=True))
-        cases.append(_decode_case(one, decode, shape))
+    for prefix, other in ((_RECIPE, timed), (PEERS[0], as_recipe(PEERS[0], "bench"))):
+        forward, training, decode = (f"{prefix}, {name}" for name in PASSES)
+        cases += [
+            recall_case(other, shape, name=forward),
+            recall_case(other, shape, name=training, backward=True),
+            _decode_case(other, shape, name=decode),
+        ]
     forward, training, decode = (f"{PEERS[1]}, {name}" for name in PASSES)
-    cases.append(sdpa_case(forward, shape))
-    cases.append(sdpa_case(training, shape, backward=True))
-    cases.append(_sdpa_decode_case(decode, shape))
+    cases += [
+        sdpa_case(shape, name=forward),
+        sdpa_case(shape, name=training, backward=True),
+        _sdpa_decode_case(shape, name=decode),
+    ]
     result = run(
         cases,
         baseline=f"{PEERS[0]}, {PASSES[0]}",
         rounds=rounds,
         warmup=1,
         device=device,
+        dtype=shape.dtype,
         progress=progress,
     )
     title = getattr(resolve_name(recipe), "name", timed.brief)
     return RecipeBenchmark(title=title, recipe=timed, shape=shape, result=result)
 
 
-def _decode_case(recipe: Recipe, label: str, shape: Shape) -> Case:
-    """One token that goes on from the state after T tokens."""
+def _decode_case(recipe: Recipe, shape: Shape, *, name: str) -> Case:
+    """Return a case of one token that continues the state after T tokens."""
 
     @torch.no_grad()
     def make() -> Callable[[], object]:
-        longer = replace(shape, T=shape.T + 1)
-        q, k, v = tensors(longer, grad=False, n=recipe.associations_per_token)
-        gates, params = gates_of(recipe, longer, grad=False), params_of(recipe, shape)
-        init = init_of(recipe, shape, grad=False)
+        arguments = initial_arguments(recipe, replace(shape, T=shape.T + 1))
+        memory, params = arguments["initial_memory"], arguments["params"]
 
-        def part(at: slice, **options: Any) -> Any:
-            taken = {name: x[:, at] for name, x in gates.items()}
-            return recall(recipe, q[:, at], k[:, at], v[:, at], taken, params=params, **options)
+        def part(tokens: slice, **options: Any) -> Any:
+            q, k, v = (arguments[name][:, tokens] for name in "qkv")
+            gates = {name: x[:, tokens] for name, x in arguments["gates"].items()}
+            return recall(recipe, q, k, v, gates, params=params, **options)
 
-        _, state = part(slice(shape.T), initial_memory=init)
+        _, state = part(slice(shape.T), initial_memory=memory)
+        return torch.no_grad()(lambda: part(slice(shape.T, None), state=state))
 
-        @torch.no_grad()
-        def call() -> object:
-            return part(slice(shape.T, None), state=state)
-
-        return call
-
-    return Case(name=label, make=make)
+    return Case(name=name, make=make)
 
 
-def _sdpa_decode_case(label: str, shape: Shape) -> Case:
-    """One query over T + 1 keys and values that are stored already."""
+def _sdpa_decode_case(shape: Shape, *, name: str) -> Case:
+    """Return a case of one query over T + 1 stored keys and values."""
 
     def make() -> Callable[[], object]:
-        longer = replace(shape, T=shape.T + 1)
-        q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(longer, grad=False))
+        q, k, v = sdpa_inputs(replace(shape, T=shape.T + 1))
         query = q[:, :, -1:].contiguous()
+        return lambda: scaled_dot_product_attention(query, k, v)
 
-        def call() -> Tensor:
-            return functional.scaled_dot_product_attention(query, k, v)
-
-        return call
-
-    return Case(name=label, make=make)
+    return Case(name=name, make=make)

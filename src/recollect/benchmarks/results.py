@@ -1,53 +1,34 @@
-"""Results of a benchmark: times, ratios within rounds, rates, and their JSON and tables."""
+"""Results of a benchmark: times, ratios within rounds, and rates; their JSON and their table."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from recollect.report.environment import Environment
-from recollect.report.files import write_atomic
 from recollect.report.tables import Column, Table
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["BenchResult", "Case", "Ceiling", "Timing", "duration", "summarise"]
+__all__ = ["BenchResult", "Case", "Ceiling", "Timing", "format_duration", "summarize"]
 
 SCHEMA = 1
-"""Version of the JSON that :meth:`BenchResult.to_json` writes."""
-
-_DASH = "–"
-_RANKS = {
-    **dict.fromkeys(("case", "median", "ratio"), 0),
-    "GFLOP/s": 1,
-    "of ceiling": 2,
-    "GFLOP": 3,
-    "MB": 4,
-    "peak MB": 5,
-    "quartiles": 6,
-}
-"""When a column is left out where there is no room."""
+"""Version of the JSON that `BenchResult.to_json` writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One implementation to time.
+    """An implementation to time.
 
     Args:
-        name: how the table calls it; different for every case of a run.
-        make: builds the inputs and returns the function to time, which takes no argument and
-            whose result is dropped. It is called once, outside the timing; for forward plus
-            backward let the returned function do both. To be fair, let every case of a run build
-            the same inputs.
-        flops: floating-point operations of one call, a multiply-add counting two, or None.
-        bytes: bytes that one call must at least read and write, or None.
+        name: name of the case, different for all cases of a run.
+        make: function that creates the inputs and returns the function to time, which takes no
+            argument and whose result is dropped. It is called once and is not timed. All cases of a
+            run should create equal inputs.
+        flops: floating-point operations of one call, two for a multiply-add, or ``None``.
+        bytes: smallest number of bytes that one call reads and writes, or ``None``.
     """
 
     name: str
@@ -58,35 +39,37 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """What the device's own matrix product reached in this run.
+    """Speed of a matrix product of torch in the same rounds.
 
     Args:
-        name: the shape of the product.
+        name: shape of the product.
         gflops: median over rounds, 10⁹ operations per second.
+        dtype: dtype of the product. Files without it were measured in float32.
     """
 
     name: str
     gflops: float
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What one case took.
+    """Time of one case.
 
     Args:
-        name: of the case.
-        median: seconds per call, over rounds.
+        name: name of the case.
+        median: seconds per call, median over rounds.
         lower: first quartile.
         upper: third quartile.
-        ratio: median over rounds of this case's time by the baseline's in the same round.
-        calls: calls per round, so many that a round is long against the clock's resolution.
-        flops: as the case gave it.
-        bytes: as the case gave it.
-        gflops: achieved, 10⁹ operations per second, or None without ``flops``.
-        share: of the higher ceiling, between 0 and about 1, or None without ``flops``.
-        peak_bytes: the most memory that one call allocated on a GPU beyond what was there before;
-            None on the CPU, where torch does not count it.
-        seconds: the time per call in each round, in the order of the rounds.
+        ratio: median over rounds of this case's time divided by the baseline's in the same round.
+        calls: calls per round, so many that the clock's resolution is negligible.
+        flops: FLOPs of the case.
+        bytes: bytes of the case.
+        gflops: 10⁹ operations per second, or ``None`` without ``flops``.
+        share: ``gflops`` as a fraction of the higher ceiling, or ``None`` without ``flops``.
+        peak_bytes: largest memory that one call allocated on a GPU in addition to its inputs;
+            ``None`` on a CPU.
+        seconds: time per call in each round, in the order of the rounds.
     """
 
     name: str
@@ -103,16 +86,34 @@ class Timing:
     seconds: tuple[float, ...]
 
 
+def _format(value: float | None, unit: float = 1.0) -> str | None:
+    return None if value is None else f"{value / unit:.3g}"
+
+
+_COLUMNS: tuple[tuple[str, int, Callable[[Timing], str | None]], ...] = (
+    ("case", 0, lambda t: t.name),
+    ("median", 0, lambda t: format_duration(t.median)),
+    ("quartiles", 6, lambda t: f"{format_duration(t.lower)} … {format_duration(t.upper)}"),
+    ("ratio", 0, lambda t: _format(t.ratio)),
+    ("GFLOP", 3, lambda t: _format(t.flops, 1e9)),
+    ("MB", 4, lambda t: _format(t.bytes, 1e6)),
+    ("GFLOP/s", 1, lambda t: _format(t.gflops)),
+    ("of ceiling", 2, lambda t: None if t.share is None else f"{t.share:.0%}"),
+    ("peak MB", 5, lambda t: _format(t.peak_bytes, 1e6)),
+)
+"""Heading, priority in narrow terminals, and cell of each column."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """A finished run.
+    """Result of a run.
 
     Args:
-        timings: one per case, in the cases' order.
-        ceilings: the device's matrix products, measured in the same rounds.
+        timings: one per case, in the order of the cases.
+        ceilings: matrix products, timed in the same rounds.
         baseline: name of the case that ratios refer to.
-        rounds: how many rounds there were.
-        seed: of the order within rounds.
+        rounds: number of rounds.
+        seed: seed of the order within rounds.
         environment: device, versions, commit, date.
     """
 
@@ -124,100 +125,53 @@ class BenchResult:
     environment: Environment
 
     def __getitem__(self, name: str) -> Timing:
-        """The timing of the case of this name.
+        """Return the timing of a case.
 
         Raises:
-            KeyError: if there is none, naming those there are.
+            KeyError: there is no such case.
         """
         for timing in self.timings:
             if timing.name == name:
                 return timing
         raise KeyError(f"no case {name!r}; there are {', '.join(t.name for t in self.timings)}")
 
-    def columns(self) -> list[str]:
-        """Headings of :meth:`rows`."""
-        return [
-            "case",
-            "median",
-            "quartiles",
-            "ratio",
-            "GFLOP",
-            "MB",
-            "GFLOP/s",
-            "of ceiling",
-            "peak MB",
-        ]
+    def to_table(self, *, title: str = "", caption: str | None = None) -> Table:
+        """Return one row per case; columns without any value are left out.
 
-    def rows(self) -> list[list[str]]:
-        """The table as text, one row per case; what was not given or measured is a dash."""
-        return [
-            [
-                t.name,
-                duration(t.median),
-                f"{duration(t.lower)} … {duration(t.upper)}",
-                f"{t.ratio:.3g}",
-                _or_dash(t.flops, lambda v: f"{v / 1e9:.3g}"),
-                _or_dash(t.bytes, lambda v: f"{v / 1e6:.3g}"),
-                _or_dash(t.gflops, lambda v: f"{v:.3g}"),
-                _or_dash(t.share, lambda v: f"{v:.0%}"),
-                _or_dash(t.peak_bytes, lambda v: f"{v / 1e6:.3g}"),
-            ]
-            for t in self.timings
+        Args:
+            title: heading above the table.
+            caption: text below the table; by default `footer`.
+        """
+        columns = [
+            (Column(name=name, align="right" if i else "left", priority=priority), cells)
+            for i, (name, priority, format_cell) in enumerate(_COLUMNS)
+            if any(cells := [format_cell(timing) for timing in self.timings])
         ]
+        return Table(
+            columns=[column for column, _ in columns],
+            rows=list(zip(*(cells for _, cells in columns), strict=True)),
+            title=title,
+            caption=self.footer() if caption is None else caption,
+        )
 
     def footer(self) -> str:
-        """Where it was measured and what the device's ceilings were, in three lines."""
-        ceilings = ", ".join(f"{c.name} {c.gflops:,.0f} GFLOP/s" for c in self.ceilings)
+        """Return the meaning of the ratios, the ceilings and the environment, in three lines."""
         facts = self.environment.facts()
         return (
             f"ratio: time by that of {self.baseline}; {self.rounds} alternating rounds\n"
-            f"ceilings in float32, what matrix products reached in the same rounds: {ceilings}\n"
+            f"ceilings, matrix products in the same rounds: {self.describe_ceilings()}\n"
             f"{facts['device']}; {facts['software']}; commit {facts['commit']}"
         )
 
-    def table(self) -> str:
-        """The whole result as plain text in aligned columns."""
-        lines = [self.columns(), *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join(
-                cell.ljust(width) if index == 0 else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "─" * max(map(len, text)))
-        return "\n".join([*text, self.footer()])
+    def describe_ceilings(self) -> str:
+        """Return shape, dtype and speed of the ceilings."""
+        return ", ".join(f"{c.name} {c.dtype} {c.gflops:,.0f} GFLOP/s" for c in self.ceilings)
 
-    def print(self, console: Console | None = None) -> None:
-        """Print the result, with rich if it is installed, else as plain text.
-
-        Columns without any value are left out, and so are, where the terminal is narrow, the
-        quartiles, then memory, then counts: the table never breaks a number.
-
-        Args:
-            console: rich's, where to; the standard output when omitted.
-        """
-        try:
-            from rich.console import Console
-        except ImportError:
-            print(self.table())
-            return
-        console = console or Console(markup=False, emoji=False)
-        names, rows = self.columns(), self.rows()
-        here = [i for i in range(len(names)) if any(row[i] != _DASH for row in rows)]
-        table = Table(
-            columns=[
-                Column(name=names[i], align="right" if i > 0 else "left", priority=_RANKS[names[i]])
-                for i in here
-            ],
-            rows=[[row[i] for i in here] for row in rows],
-        )
-        table.print(console, also_in="--json")
-        console.print(self.footer(), style="dim", highlight=False)
+    def __str__(self) -> str:
+        return self.to_table().to_text()
 
     def to_json(self) -> str:
-        """All numbers, with where they were measured."""
+        """Return all numbers with the environment as JSON."""
         content = {
             "schema": SCHEMA,
             "baseline": self.baseline,
@@ -229,12 +183,21 @@ class BenchResult:
         }
         return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
-    def save(self, path: str | PathLike[str]) -> Path:
-        """Write :meth:`to_json` atomically; missing folders are made."""
-        return write_atomic(path, self.to_json())
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BenchResult:
+        """Return the result that `to_json` wrote; other keys are ignored."""
+        timings = (Timing(**{**x, "seconds": tuple(x["seconds"])}) for x in data["timings"])
+        return cls(
+            timings=tuple(timings),
+            ceilings=tuple(Ceiling(**ceiling) for ceiling in data["ceilings"]),
+            baseline=data["baseline"],
+            rounds=data["rounds"],
+            seed=data["seed"],
+            environment=Environment(**data["environment"]),
+        )
 
 
-def summarise(
+def summarize(
     cases: Sequence[Case],
     seconds: Sequence[Sequence[float]],
     *,
@@ -245,23 +208,26 @@ def summarise(
     peaks: Sequence[int | None],
     environment: Environment,
 ) -> BenchResult:
-    """Medians, quartiles, ratios and rates from raw times; apart from :func:`run` for testing.
+    """Return medians, quartiles, ratios and rates of raw times.
 
     Args:
         cases: the cases.
         seconds: for each case, the time per call in each round.
         baseline: name of the case that ratios refer to.
-        seed: of the order within rounds.
-        ceilings: what the device's matrix products reached.
-        calls: calls per round of each case.
-        peaks: memory of each case, or None.
-        environment: where it was measured.
+        seed: seed of the order within rounds.
+        ceilings: speed of matrix products.
+        calls: for each case, the number of calls per round.
+        peaks: for each case, its memory or ``None``.
+        environment: environment of the measurement.
     """
     reference = next(s for case, s in zip(cases, seconds, strict=True) if case.name == baseline)
-    top = max((ceiling.gflops for ceiling in ceilings), default=math.nan)
+    ceiling = max((ceiling.gflops for ceiling in ceilings), default=math.nan)
     timings: list[Timing] = []
-    for case, times, count, peak in zip(cases, seconds, calls, peaks, strict=True):
-        lower, median, upper = _quartiles(times)
+    for case, times, num_calls, peak in zip(cases, seconds, calls, peaks, strict=True):
+        quartiles = [times[0]] * 3
+        if len(times) > 1:
+            quartiles = statistics.quantiles(times, n=4, method="inclusive")
+        lower, median, upper = quartiles
         gflops = None if case.flops is None else case.flops / median / 1e9
         timings.append(
             Timing(
@@ -270,11 +236,11 @@ def summarise(
                 lower=lower,
                 upper=upper,
                 ratio=statistics.median(a / b for a, b in zip(times, reference, strict=True)),
-                calls=count,
+                calls=num_calls,
                 flops=case.flops,
                 bytes=case.bytes,
                 gflops=gflops,
-                share=None if gflops is None or not top > 0 else gflops / top,
+                share=None if gflops is None or not ceiling > 0 else gflops / ceiling,
                 peak_bytes=peak,
                 seconds=tuple(times),
             )
@@ -289,20 +255,9 @@ def summarise(
     )
 
 
-def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return lower, median, upper
-
-
-def duration(seconds: float) -> str:
-    """A time with three digits and its unit."""
+def format_duration(seconds: float) -> str:
+    """Return a time with three digits and its unit."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
-
-
-def _or_dash(value: float | None, show: Callable[[float], str]) -> str:
-    return _DASH if value is None else show(value)

@@ -35,7 +35,7 @@ Suite = StrEnum(
 )
 
 Measured = tuple[dict[str, Any], "BenchResult | None", list[str]]
-"""Data of a result, its table, and the lines below the table."""
+"""Data of a result, its times, and the lines below their table."""
 
 
 def bench(
@@ -107,11 +107,11 @@ def _bench_suite(
 ) -> Measured:
     """Time the cases of a suite."""
     from recollect.benchmarks.harness import run
-    from recollect.benchmarks.suites.registry import SUITES, chosen_cases, document, ratios
+    from recollect.benchmarks.suites import SUITES, build_cases, compute_ratios, to_report
 
     suite = SUITES[name]
     shape = replace(suite.shape, device=device, **sizes)
-    cases = chosen_cases(suite, shape, only)
+    cases = build_cases(suite, shape, only)
     errors = suite.errors(shape)
     with CountDisplay(make_console(stderr=True), f"timing {name}", rounds) as display:
         result = run(
@@ -120,14 +120,15 @@ def _bench_suite(
             min_seconds=suite.min_seconds,
             rounds=rounds,
             device=device,
+            dtype=shape.dtype,
             timer=suite.timer,
             progress=display.update,
         )
-    extra = ratios(suite, shape, result)
-    data = document(name, shape, result, extra)
+    ratios = compute_ratios(suite, result)
+    data = to_report(name, shape, result, ratios)
     if errors:
         data["errors"] = errors
-    lines = [f"{label}: {ratio:.2f}" for label, ratio in extra.items()]
+    lines = [f"{label}: {ratio:.2f}" for label, ratio in ratios.items()]
     lines += [f"{label}: relative error {error:.1e}" for label, error in errors.items()]
     return data, result, lines
 
@@ -147,23 +148,23 @@ def _bench_recipe(name: str, device: str, rounds: int, sizes: Mapping[str, int])
 
 def _bench_train(rounds: int, context: int) -> Measured:
     """Time whole training steps, of a run and of a bare loop."""
-    from recollect.benchmarks.suites.train import BARE, RUN, measure
+    from recollect.benchmarks.cases.train import PLAIN_LOOP, TRAIN, measure
 
     with CountDisplay(make_console(stderr=True), "timing train", rounds) as display:
         result = measure(rounds=rounds, context=context, progress=display.update)
-    ratio = 1 / result[RUN].ratio
+    ratio = 1 / result[TRAIN].ratio
     data = {
         "suite": "train",
         "shape": {"context": context, "batch": 4, "parameters": 3_000_000},
         **json.loads(result.to_json()),
         "ratios": {"tokens per second: recollect train / bare loop": ratio},
     }
-    return data, result, [f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}"]
+    return data, result, [f"tokens per second of {TRAIN} by the {PLAIN_LOOP}'s: {ratio:.2f}"]
 
 
 def _bench_memory(only: Sequence[str]) -> Measured:
     """Measure the peak memory of training steps, each in a separate process."""
-    from recollect.benchmarks.suites.memory import CASES, measure
+    from recollect.benchmarks.cases.memory import CASES, measure
     from recollect.report.formatting import format_si
 
     cases = [name for name in CASES if not only or any(word in name for word in only)]
@@ -194,7 +195,7 @@ def _check_save(save: Path | None) -> None:
 
 def _emit(
     data: dict[str, Any],
-    table: BenchResult | None,
+    result: BenchResult | None,
     lines: Sequence[str],
     save: Path | None,
     as_json: bool,
@@ -203,8 +204,11 @@ def _emit(
     text = json.dumps(data, indent=2, allow_nan=False)
     if as_json:
         lines = [text]
-    elif table is not None:
-        table.print(make_console())
+    elif result is not None:
+        console = make_console()
+        table = result.to_table()
+        table.print(console, also_in="--json")
+        console.print(table.caption, style="dim", markup=False, highlight=False)
     for line in lines:
         typer.echo(line)
     if save is not None:

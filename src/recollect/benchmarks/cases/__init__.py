@@ -1,0 +1,1 @@
+"""Cases that the suites of `recollect bench` time."""
