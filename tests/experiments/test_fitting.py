@@ -14,16 +14,23 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import recollect as rc
-from recollect.experiments.framework.fitting import LOST, Budget, accuracy, fit, training_steps
+from recollect.experiments.framework.fitting import (
+    MAX_SKIPPED_STEPS,
+    Budget,
+    Stage,
+    accuracy,
+    fit,
+    training_steps,
+)
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.tasks import IGNORE
 
 SIZES = 4
 
 
-def copying(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
-    """Say the token that is shown; the first position is not asked."""
-    tokens = torch.randint(SIZES, (8, max(2, level)), generator=generator)
+def copying(generator: torch.Generator, length: int = 2) -> tuple[Tensor, Tensor]:
+    """Repeat the current token; the first position has no label."""
+    tokens = torch.randint(SIZES, (8, length), generator=generator)
     labels = tokens.clone()
     labels[:, 0] = IGNORE
     return tokens, labels
@@ -48,10 +55,16 @@ def test_it_learns_and_stops_when_the_task_is_solved() -> None:
 
 def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
     budget = Budget(steps=60, lrs=(1e-7, 0.1, 0.2), evaluations=6)
-    found = fit(model, copying, measure, budget, seed=0)
+    models: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        models.append(model())
+        return models[-1]
+
+    found = fit(make, copying, measure, budget, seed=0)
     assert found.lr == 0.1
     assert found.value == 1.0
-    assert found.spent == 60 + found.steps, "0.2 was not tried"
+    assert len(models) == 2, "0.2 was not tried"
 
 
 def infinite(at: set[int]) -> Callable[[Tensor], Tensor]:
@@ -77,16 +90,16 @@ class Hooked(nn.Module):
 
 
 def test_a_rate_that_diverges_is_survived() -> None:
-    budget = Budget(steps=2 * LOST + 20, lrs=(0.1, 0.2), evaluations=2)
+    budget = Budget(steps=2 * MAX_SKIPPED_STEPS + 20, lrs=(0.1, 0.2), evaluations=2)
     found = fit(lambda: Hooked(set(range(100))), copying, measure, budget, seed=0)
     assert math.isnan(found.value)
-    assert (found.steps, found.lost, found.spent) == (LOST, LOST, 2 * LOST)
+    assert (found.lr, found.steps, found.skipped_steps) == (0.1, *[MAX_SKIPPED_STEPS] * 2)
 
 
 def test_a_step_without_a_finite_gradient_is_not_taken() -> None:
     budget = Budget(steps=100, lrs=(0.05,), evaluations=2)
     found = fit(lambda: Hooked({3, 4, 30}), copying, measure, budget, seed=0)
-    assert found.lost == 3
+    assert found.skipped_steps == 3
     assert found.value == 1.0
     assert all(bool(weight.isfinite().all()) for weight in found.model.parameters())
 
@@ -94,18 +107,26 @@ def test_a_step_without_a_finite_gradient_is_not_taken() -> None:
 def test_lengths_grow_when_the_last_batches_were_right() -> None:
     seen: list[int] = []
 
-    def drawn(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
-        seen.append(level)
-        return copying(generator, level)
+    def stage(length: int, steps: int | None = None) -> Stage:
+        def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            seen.append(length)
+            return copying(generator, length)
+
+        return Stage(draw=draw, steps=steps)
 
     budget = Budget(steps=300, lrs=(0.05,), evaluations=10)
-    found = fit(model, drawn, measure, budget, seed=0, levels=(2, 4, 8))
+    found = fit(model, [stage(2), stage(4), stage(8)], measure, budget, seed=0)
     assert seen[0] == 2
     assert seen == sorted(seen)
-    assert [level for _, level in found.levels] == [4, 8]
-    assert seen[found.levels[0][0] - 1] == 2
-    assert seen[found.levels[0][0]] == 4
+    first, second = found.stage_starts
+    assert (seen[first - 1], seen[first], seen[second - 1], seen[second]) == (2, 4, 4, 8)
     assert found.value == 1.0
+    seen.clear()
+    budget = Budget(steps=9, lrs=(0.05,))
+    found = fit(model, [stage(2, 2), stage(4, 3), stage(8, 4)], None, budget, seed=0)
+    assert seen == [2] * 2 + [4] * 3 + [8] * 4
+    assert found.stage_starts == [2, 5]
+    assert (found.curve, math.isnan(found.value)) == ([], True)
 
 
 def test_the_same_seed_trains_the_same_model() -> None:
@@ -125,6 +146,17 @@ def test_the_rate_warms_up_and_falls(decay: str) -> None:
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert all(a >= b for a, b in pairwise(rates[10:]))
     assert rates[-1] == 1.0 if decay == "none" else rates[-1] < 0.02
+
+
+def test_the_decay_begins_after_a_constant_rate() -> None:
+    budget = Budget(steps=100, lrs=(1.0,), warmup=0.1, decay="linear", decay_start=0.75)
+    rates = [budget.rate(step) for step in (0, 9, 10, 75, 80, 99)]
+    assert rates == pytest.approx([0.1, 1, 1, 1, 0.8, 0.04])
+
+
+def test_a_budget_reads_a_configuration() -> None:
+    config = {"steps": 7, "lrs": [0.1, 0.2], "width": 3, "solved": 0.9}
+    assert Budget.from_config(config, solved=0.5) == Budget(steps=7, lrs=(0.1, 0.2), solved=0.5)
 
 
 def test_accuracy_counts_what_is_asked() -> None:

@@ -17,11 +17,18 @@ pytest.importorskip("transformers")
 
 from recollect.experiments import Results
 from recollect.experiments.framework.records import NotMeasured
-from recollect.experiments.papers import language
+from recollect.experiments.framework.rules import below, less_than
+from recollect.experiments.papers import language_models as language
 from recollect.experiments.papers.am import heads
 from recollect.experiments.papers.atlas import ablations as atlas
-from recollect.experiments.papers.language import BIGRAM, BITS, COMMON_SENSE, SMOKE, language_model
-from recollect.experiments.papers.language_results import bits, learned, told
+from recollect.experiments.papers.language_models import (
+    BIGRAM,
+    BITS,
+    COMMON_SENSE,
+    SMOKE,
+    if_learned,
+    language_model,
+)
 from recollect.experiments.papers.miras import ablations as miras
 from recollect.lm.memory_estimate.flops import model_flops
 from recollect.lm.model.counts import parameter_count
@@ -51,7 +58,7 @@ def corpus(tmp_path: Path, paragraphs: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bits_by_position_against_a_loop(corpus: TextCorpus) -> None:
-    made = language.model_of(TERMS, "delta_net")
+    made = language.model_for_cell(TERMS, "delta_net")
     torch.manual_seed(0)
     net = RecollectForCausalLM(made).eval()
     size = language._sizes(TERMS)
@@ -70,9 +77,9 @@ def test_bits_by_position_against_a_loop(corpus: TextCorpus) -> None:
 
 
 def test_spans_of_positions_are_the_whole_row() -> None:
-    assert language._edges(1) == [0]
-    assert language._edges(16) == [0, 1, 2, 4, 8]
-    assert language._edges(17) == [0, 1, 2, 4, 8, 16]
+    assert language._span_starts(1) == [0]
+    assert language._span_starts(16) == [0, 1, 2, 4, 8]
+    assert language._span_starts(17) == [0, 1, 2, 4, 8, 16]
 
 
 def test_a_model_is_trained_and_measured(corpus: TextCorpus) -> None:
@@ -80,7 +87,7 @@ def test_a_model_is_trained_and_measured(corpus: TextCorpus) -> None:
         language_model(TERMS, "delta_net", seed=seed, device=CPU) for seed in (0, 0, 1)
     )
     assert first[BITS] == again[BITS] != other[BITS]
-    made = language.model_of(TERMS, "delta_net")
+    made = language.model_for_cell(TERMS, "delta_net")
     assert first["parameters"] == parameter_count(made)
     assert abs(parameter_count(made) - TERMS["parameters"]) <= 12 * 16
     assert first["tokens"] == 3 * 32
@@ -94,10 +101,12 @@ def test_a_model_is_trained_and_measured(corpus: TextCorpus) -> None:
 
 
 def test_what_the_grid_varies_is_the_model_s(corpus: TextCorpus) -> None:
-    config = language.model_of(TERMS, "delta_net", width=32, heads=4, parameters=40_000)
+    config = language.model_for_cell(TERMS, "delta_net", width=32, heads=4, parameters=40_000)
     assert (config.hidden_size, config.num_attention_heads) == (32, 4)
     assert abs(parameter_count(config) - 40_000) <= 12 * 32
-    config = language.model_of({**TERMS, "channels": 8}, "delta_net", width=32, parameters=40_000)
+    config = language.model_for_cell(
+        {**TERMS, "channels": 8}, "delta_net", width=32, parameters=40_000
+    )
     assert config.num_attention_heads == 4
     found = language_model(TERMS, "delta_net", seed=0, device=CPU, length=8)
     assert len(found["bits by position"]) == 4  # type: ignore[arg-type]
@@ -109,25 +118,28 @@ def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> No
     assert math.isnan(found[BITS])  # type: ignore[arg-type]
     assert found["diverged at step"] in (2.0, 3.0)
     results = Results.from_rows([({"model": "a"}, 0, found), ({"model": "b"}, 0, {BITS: 9.0})])
-    assert bits(results, model="a") == math.inf > bits(results, model="b")
-    assert told({"a": math.inf, "b": 9.0}) == "b 9.000, a diverged"
+    outcome = below(BITS, lower=("b",), upper=("a",)).judge(results)
+    assert (outcome.status, "a diverged" in outcome.evidence) == ("holds", True)
     with pytest.raises(NotMeasured):
-        bits(results, model="c")
+        below(BITS, lower=("b",), upper=("c",)).judge(results)
 
 
-def test_what_knows_less_than_a_bigram_is_not_judged() -> None:
+def test_models_worse_than_a_bigram_have_no_verdict() -> None:
     few = [({"model": "a"}, 0, {BITS: 3.7, BIGRAM: 3.6}), ({"model": "b"}, 0, {BITS: 4.0})]
-    with pytest.raises(
-        NotMeasured, match=r"3\.700 bits per byte at best, and 3\.600 of the bigram"
-    ):
-        learned(Results.from_rows(few), model="a")
-    learned(Results.from_rows(few), model="b")
-    learned(Results.from_rows([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})]), model="a")
+
+    def status(rows: Any, models: tuple[str, ...] = (), **cell: Any) -> str:
+        rule = if_learned(less_than(BITS, 9.0), models=models, **cell)
+        return rule.judge(Results.from_rows(rows)).status
+
+    untestable = if_learned(less_than(BITS, 9.0), model="a").judge(Results.from_rows(few))
+    assert untestable.status == "not testable at this scale"
+    assert "3.700 bits per byte, and a byte bigram has 3.600" in untestable.evidence
+    assert status(few, model="b") == "holds"
+    assert status([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})], model="a") == "holds"
     with pytest.raises(NotMeasured, match="were not measured"):
-        learned(Results.from_rows(few), model="c")
-    with pytest.raises(NotMeasured, match="bigram"):
-        learned(Results.from_rows(few), models=["a"])
-    learned(Results.from_rows(few), models=["a", "b"])
+        status(few, model="c")
+    assert status(few, models=("a",)) == "not testable at this scale"
+    assert status(few, models=("a", "b")) == "holds"
     two = [({"kernel": "exp", "heads": n}, 0, {BITS: 4.0, BIGRAM: 3.6}) for n in (1, 4)]
     (claim,) = [c for c in heads.FIG2.claims if "exponential" in c.name]
     assert claim.verdict(Results.from_rows(two)).status == "not testable at this scale"
@@ -189,13 +201,13 @@ WIKITEXT = {"bits_per_byte": 1.25, "word_perplexity": 80.0}
 def test_numbers_of_tasks() -> None:
     tasks = COMMON_SENSE.items()
     accuracies = {task: {name: i / 10, "other": 9.0} for i, (task, name) in enumerate(tasks)}
-    found = language._of_tasks({"wikitext": {"bits_per_byte": 0.9}, **accuracies})
+    found = language._task_metrics({"wikitext": {"bits_per_byte": 0.9}, **accuracies})
     assert found[BITS] == 0.9
     assert found["accuracy"] == pytest.approx(0.35)
     assert found["piqa other"] == 9.0
     del accuracies["boolq"]
-    assert "accuracy" not in language._of_tasks(accuracies)
-    assert BITS not in language._of_tasks(accuracies)
+    assert "accuracy" not in language._task_metrics(accuracies)
+    assert BITS not in language._task_metrics(accuracies)
 
 
 # -- variants differ in what they say, and in nothing else -----------------------------------------

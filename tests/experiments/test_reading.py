@@ -11,21 +11,24 @@ from torch import Tensor, nn
 
 from recollect.blocks.compositions import MemoryAsContext
 from recollect.blocks.mixers import RecipeMixer
-from recollect.experiments.papers.reading.course import (
-    Course,
-    answered,
-    copies,
-    mixer_named,
-    taught,
+from recollect.experiments.framework.fitting import Batch, fit
+from recollect.experiments.papers.reading.curriculum import (
+    ReadingModel,
+    answer_accuracy,
+    copy_batch,
+    curriculum,
+    get_mixer,
 )
-from recollect.experiments.papers.reading.documents import FORMS, _documents, _words
-from recollect.experiments.papers.reading.questions import (
+from recollect.experiments.papers.reading.documents import FORMS, _documents, _vocabulary
+from recollect.experiments.papers.reading.texts import (
+    Background,
+    Vocabulary,
+    insert_sentences,
     needle_batch,
-    needle_words,
+    needle_vocabulary,
     story_batch,
-    story_words,
+    story_vocabulary,
 )
-from recollect.experiments.papers.reading.words import Asked, Haystack, Words, hidden_among
 from recollect.tasks import IGNORE, StoryConfig
 from recollect.tasks.needles import NeedleName
 
@@ -44,7 +47,7 @@ def within(part: list[int], whole: list[int]) -> list[int]:
 
 
 def test_words_marks_and_pairs_of_digits() -> None:
-    words = Words(["The sea is wide.", "12345 01", "The cup."])
+    words = Vocabulary(["The sea is wide.", "12345 01", "The cup."])
     assert len(words("The sea is 12345.")) == 7  # 1, 23 and 45 are three
     assert words("1")[0] != words("01")[0]
     assert words("seas cups") == [0, 0]
@@ -53,23 +56,22 @@ def test_words_marks_and_pairs_of_digits() -> None:
 
 
 def test_codes_in_capitals_are_spelled_where_that_is_asked() -> None:
-    words = Words(["The code is ABC."], spelled=True)
+    words = Vocabulary(["The code is ABC."], spell_capitals=True)
     assert words("CAB") == words("C A B")
     assert 0 not in words("CAB")
     assert words("code") != words("C O D E")
-    assert Words(["The code is ABC."])("CAB") == [0]
+    assert Vocabulary(["The code is ABC."])("CAB") == [0]
 
 
 def test_the_answers_of_documents_hold_no_unknown_word() -> None:
     """Their words are found in other documents than those asked."""
-    words = _words(600)
     for form in FORMS:
-        _, labels = _documents(words, form, 600, 400, 100, drawn(11))
+        _, labels = _documents(form, 600, 400, 100, drawn(11))
         assert bool((labels != 0).all()), form
 
 
 def test_a_uuid_is_sixteen_pairs_and_four_dashes() -> None:
-    words = needle_words(0)
+    words = needle_vocabulary(0)
     tokens = words("00ff10ab-0000-4000-8000-0123456789ab")
     assert len(tokens) == 20
     assert 0 not in tokens
@@ -78,7 +80,7 @@ def test_a_uuid_is_sixteen_pairs_and_four_dashes() -> None:
 
 
 def test_every_word_of_a_needle_is_known() -> None:
-    words = needle_words(0)
+    words = needle_vocabulary(0)
     names: tuple[NeedleName, ...] = ("passkey", "number", "uuid")
     for name in names:
         inputs, labels = needle_batch(words, name, 80, 20, drawn(9))
@@ -88,41 +90,41 @@ def test_every_word_of_a_needle_is_known() -> None:
 
 
 def test_the_most_frequent_words_of_a_text_are_known() -> None:
-    words = Words(["cup"], ["sea sea sea", "sea hill hill", "cup road"], frequent=1)
+    words = Vocabulary(["cup"], ["sea sea sea", "sea hill hill", "cup road"], num_frequent=1)
     assert words("cup sea")[0] != words("cup sea")[1]
     assert words("hill road") == [0, 0]
 
 
 def test_sentences_stand_where_others_begin() -> None:
     """The background around them is whole, in order, and each stands at a border."""
-    words = Words(["a b c d e f g h", "x y", "q", "z"])
-    hay = Haystack.of(words, ["a b c.", "d e f.", "g h."])
-    one = Asked(hidden=(words("x y"), words("y x")), question=words("q"), answer=words("z"))
+    words = Vocabulary(["a b c d e f g h", "x y", "q", "z"])
+    hay = Background(words, ["a b c.", "d e f.", "g h."])
+    parts = [words("x y"), words("y x")], words("q"), words("z")
     for start in (0, 4, 8):
         for depths in ([0.0, 0.0], [0.2, 0.6], [0.5, 1.0], [1.0, 1.0]):
-            text = hidden_among(one, hay, depths, start=start, length=20)
+            text = insert_sentences(parts, hay, depths, start=start, length=20)
             assert len(text) == 20
             assert text[-2:] == [*words("q"), *words("z")]
             (first,), (second,) = within(words("x y"), text), within(words("y x"), text)
             assert first < second
             rest = text[:first] + text[first + 2 : second] + text[second + 2 : -2]
-            assert rest == hay.piece(start, 14).tolist()
+            assert rest == hay.read(start, 14)
             for at in (first, second - 2):
-                sentence_begins = (start + at) % len(hay.tokens) in hay.borders.tolist()
+                sentence_begins = (start + at) % len(hay.tokens) in hay.sentence_starts.tolist()
                 assert sentence_begins or at == 14
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    words = Words(["a b", "q"])
-    one = Asked(hidden=(words("a b"),), question=words("q"), answer=words("a"))
-    with pytest.raises(ValueError, match="3 tokens do not hold"):
-        hidden_among(one, Haystack.of(words, ["a."]), [0.5], start=0, length=3)
+    words = Vocabulary(["a b", "q"])
+    parts = [words("a b")], words("q"), words("a")
+    with pytest.raises(ValueError, match="3 tokens are too few"):
+        insert_sentences(parts, Background(words, ["a."]), [0.5], start=0, length=3)
 
 
 @pytest.mark.parametrize(("name", "asked"), [("passkey", 5), ("number", 5), ("uuid", 21)])
 @pytest.mark.parametrize("length", [80, 200])
 def test_the_value_of_a_needle_is_asked(name: NeedleName, asked: int, length: int) -> None:
-    words = needle_words(20)
+    words = needle_vocabulary(20)
     inputs, labels = needle_batch(words, name, length, 5, drawn())
     assert inputs.shape == labels.shape == (5, length - 1)
     for row, wanted in zip(inputs.tolist(), labels, strict=True):
@@ -137,7 +139,7 @@ def test_the_value_of_a_needle_is_asked(name: NeedleName, asked: int, length: in
 
 
 def test_needles_are_everywhere_in_the_text() -> None:
-    words = needle_words(20)
+    words = needle_vocabulary(20)
     inputs, labels = needle_batch(words, "number", 300, 60, drawn())
     places = []
     for row, wanted in zip(inputs.tolist(), labels, strict=True):
@@ -148,7 +150,7 @@ def test_needles_are_everywhere_in_the_text() -> None:
 
 
 def test_a_story_is_whole_and_in_order() -> None:
-    words, config = story_words(1, 20), StoryConfig(task=1, facts=3, people=3)
+    words, config = story_vocabulary(1, 20), StoryConfig(task=1, facts=3, people=3)
     inputs, labels = story_batch(words, config, 120, 4, drawn())
     went = words("went to the")
     for row, wanted in zip(inputs.tolist(), labels, strict=True):
@@ -162,8 +164,8 @@ def test_a_story_is_whole_and_in_order() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_documents_end_with_their_answer(form: str) -> None:
-    words = _words(600)
-    inputs, labels = _documents(words, form, 600, 216, 3, drawn(5))  # type: ignore[arg-type]
+    words = _vocabulary(600)
+    inputs, labels = _documents(form, 600, 216, 3, drawn(5))  # type: ignore[arg-type]
     assert inputs.shape == (3, 215)
     known = (inputs != 0).float().mean()
     assert known > 0.35
@@ -173,7 +175,7 @@ def test_documents_end_with_their_answer(form: str) -> None:
 
 
 def test_copies_ask_for_the_second_time_but_for_what_begins_it() -> None:
-    inputs, labels = copies(9, 16, 3, drawn())
+    inputs, labels = copy_batch(9, 16, 3, drawn())
     assert inputs.shape == labels.shape == (3, 15)
     assert bool((inputs[:, 4:12] == 0).all())
     assert torch.equal(inputs[:, 12:], inputs[:, :3])
@@ -181,22 +183,24 @@ def test_copies_ask_for_the_second_time_but_for_what_begins_it() -> None:
     assert torch.equal(labels[:, 12:], inputs[:, 1:4])
 
 
-def test_a_course_has_its_lessons_in_order_and_ends_at_rate_zero() -> None:
-    course = Course.of({"lessons": [["copy 9", 8, 3, 2], ["task", 12, 2, 4]], "lr": 0.5})
+def test_a_curriculum_has_its_lessons_in_order_and_ends_at_rate_zero() -> None:
+    config = {"lessons": [["copy 9", 8, 3, 50], ["task", 12, 2, 40]], "lr": 0.5}
     asked: list[tuple[str, int, int]] = []
 
-    def draw(
-        kind: str, length: int, batch: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def draw(kind: str, length: int, batch: int, generator: torch.Generator) -> Batch:
         asked.append((kind, length, batch))
-        return copies(5, length, batch, generator)
+        return copy_batch(5, length, batch, generator)
 
-    shapes = [tuple(x.shape) for x, _ in course.batches(9, draw, drawn())]
-    assert shapes == [(3, 7)] * 2 + [(2, 11)] * 4
-    assert asked == [("task", 12, 2)] * 4
-    rates = [course.rate(step) for step in range(course.steps + 1)]
-    assert rates[0] == pytest.approx(0.5 / 20)
-    assert rates[-1] == 0
+    stages, budget = curriculum(config, 9, draw)
+    shapes = [tuple(stage.draw(drawn())[0].shape) for stage in stages]
+    assert shapes == [(3, 7), (2, 11)]
+    assert [stage.steps for stage in stages] == [50, 40]
+    assert asked == [("task", 12, 2)]
+    rates = [budget.rate(step) for step in range(91)]
+    assert rates[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
+    assert rates[20:51] == [1.0] * 31
+    assert rates[50:] == pytest.approx([1 - step / 40 for step in range(41)])
+    assert (budget.steps, budget.lrs) == (90, (0.5,))
 
 
 class _Knows(nn.Module):
@@ -215,37 +219,34 @@ class _Knows(nn.Module):
 
 
 def test_an_answer_is_right_as_a_whole() -> None:
-    inputs, labels = copies(9, 12, 4, drawn())
-    found = answered(_Knows(labels), inputs, labels, at_once=24)
-    assert found.right == 3 / 4
-    assert found.tokens == 7 / 8
+    inputs, labels = copy_batch(9, 12, 4, drawn())
+    assert answer_accuracy(_Knows(labels), inputs, labels, max_tokens=24) == (3 / 4, 7 / 8)
 
 
-def test_a_reader_learns_in_its_course() -> None:
+def test_a_reading_model_learns_on_its_curriculum() -> None:
     """Repeating one of four tokens, within a few dozen steps."""
     config = SIZES | {"width": 16, "lessons": [["task", 8, 16, 60]]}
 
-    def draw(
-        kind: str, length: int, batch: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def draw(kind: str, length: int, batch: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(4, (batch, 1), generator=generator).expand(-1, length)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    mixer = mixer_named("gated_delta_net", config)
-    reader, lost = taught(config, mixer, 8, draw, 0, torch.device("cpu"))
-    assert lost == 0
-    assert answered(reader, *draw("task", 8, 16, drawn(7))).right == 1.0
+    mixer = get_mixer("gated_delta_net", config)
+    stages, budget = curriculum(config, 8, draw)
+    found = fit(lambda: ReadingModel(mixer, 8, config), stages, None, budget, seed=0)
+    assert found.skipped_steps == 0
+    assert answer_accuracy(found.model, *draw("task", 8, 16, drawn(7)))[0] == 1.0
 
 
 def test_convolutions_and_segments_are_given() -> None:
     config = SIZES | {"segment": 32}
-    softmax = mixer_named("softmax_attention", config)
+    softmax = get_mixer("softmax_attention", config)
     assert isinstance(softmax, RecipeMixer)
     assert softmax.options.conv_size == 4
-    mac = mixer_named("titans_mac", config)
+    mac = get_mixer("titans_mac", config)
     assert isinstance(mac, MemoryAsContext)
     assert (mac.segment, mac.persistent) == (32, 0)
     assert all(leaf.options.conv_size for leaf in mac.leaves.values())
-    kept = mixer_named("titans_mac", SIZES)
+    kept = get_mixer("titans_mac", SIZES)
     assert isinstance(kept, MemoryAsContext)
     assert kept.persistent == 8

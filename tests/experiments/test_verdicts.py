@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 
 from recollect.experiments import EXPERIMENTS, Results
 from recollect.experiments.papers.atlas.learnability import MAPPINGS
-from recollect.experiments.papers.miras.ablations import PARTS
-from recollect.experiments.papers.reading.documents import ORDER
+from recollect.experiments.papers.miras.ablations import COMPONENTS
+from recollect.experiments.papers.reading.documents import EXPECTED_ORDER
 from recollect.experiments.papers.ttr.recall import mean_named_pairs
 
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -340,7 +340,8 @@ def facts(titans: float, atlas: float, *, middle: float = 0.95, learned: float =
 
 
 def documents(*found: float) -> Rows:
-    return [({"model": model}, {"average": x}) for model, x in zip(ORDER, found, strict=True)]
+    pairs = zip(EXPECTED_ORDER, found, strict=True)
+    return [({"model": model}, {"average": x}) for model, x in pairs]
 
 
 TWO, FOUR = "β in [0, 2], n = 2", "β in [0, 2], n = 4"
@@ -457,7 +458,7 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
     ),
     ("am-fig2", "fewer heads hurt the exponential kernel"): (
         heads("exp", 2.1, 2.0),
-        [heads("exp", 2.0, 2.1), heads("exp", 2.0, 2.0)],
+        [heads("exp", 2.0, 2.1), heads("exp", 2.0, 2.0), heads("exp", 2.0, math.nan)],
     ),
     ("miras-table2", "below all recurrent baselines"): (
         table2(2.0, 2.1),
@@ -484,7 +485,7 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
             parts(2.0, 2.1, name),
             [parts(2.1, 2.0, name), parts(math.nan, 2.0, name)],
         )
-        for name in PARTS
+        for name in COMPONENTS
     },
     ("atlas-table2", "below Titans"): (
         models(titans=2.1, omega_net=2.0, atlas=1.9),
@@ -502,7 +503,7 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
     ),
     ("atlas-window", "a larger window helps"): (
         windows(2.1, 0.0),
-        [windows(1.9, 0.0), windows(2.1, 0.3)],
+        [windows(1.9, 0.0), windows(2.1, 0.3), windows(2.1, math.nan)],
     ),
     ("atlas-ablation", "every part contributes"): (
         atlas(linear=0.1, muon=0.1, one=0.1, polynomials=0.1),

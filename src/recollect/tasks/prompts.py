@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch import Tensor
 from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus
 
-__all__ = ["Dice", "Prompt", "as_bytes", "hide", "sentences"]
+__all__ = ["Dice", "Prompt", "as_bytes", "hide", "insert_at", "label_answers", "sentences"]
+
+T = TypeVar("T")
 
 _BORDER = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
@@ -140,16 +143,32 @@ def hide(
         filler.append(sentence)
         size, at = size + len(sentence.encode()) + 1, at + 1
     _cut(filler, size - room)
-    borders = [min(len(filler), int(depth * (len(filler) + 1))) for depth in depths]
-    text, places = lead, []
-    for index in range(len(filler) + 1):
-        for sentence, border in zip(hidden, borders, strict=True):
-            if border == index:
-                places.append(len(text))
-                text += sentence + " "
-        if index < len(filler):
-            text += filler[index] + " "
-    return Prompt(text=text + question, answer=answer, places=tuple(places))
+    positions = [min(len(filler), int(depth * (len(filler) + 1))) for depth in depths]
+    merged, indices = insert_at(filler, [[sentence] for sentence in hidden], positions)
+    places = tuple(len(lead) + sum(len(s) + 1 for s in merged[:index]) for index in indices)
+    text = lead + "".join(f"{sentence} " for sentence in merged)
+    return Prompt(text=text + question, answer=answer, places=places)
+
+
+def insert_at(
+    background: Sequence[T], inserted: Sequence[Sequence[T]], positions: Sequence[int]
+) -> tuple[list[T], list[int]]:
+    """Insert sequences into a background, and return the result and the index of each sequence.
+
+    Args:
+        background: sentences or tokens.
+        inserted: sequences of sentences or tokens.
+        positions: number of background elements before each sequence, in ascending order.
+    """
+    merged: list[T] = []
+    indices: list[int] = []
+    end = 0
+    for items, position in zip(inserted, positions, strict=True):
+        merged += background[end:position]
+        indices.append(len(merged))
+        merged += items
+        end = position
+    return [*merged, *background[end:]], indices
 
 
 def _cut(filler: list[str], surplus: int) -> None:
@@ -173,11 +192,24 @@ def as_bytes(prompts: Sequence[Prompt], length: int) -> tuple[Tensor, Tensor]:
         int64 ``[B, length − 1]``: the bytes but the last, and the next ones where they belong to
         the answer, :data:`IGNORE` elsewhere. An answer is right when all of its bytes are.
     """
-    inputs = torch.zeros(len(prompts), length, dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORE)
-    for row, prompt in enumerate(prompts):
-        data = list(f"{prompt.text} {prompt.answer}".encode())
-        asked = len(prompt.answer.encode())
-        inputs[row] = torch.tensor(data)
-        labels[row, -asked:] = inputs[row, -asked:]
-    return inputs[:, :-1], labels[:, 1:]
+    texts = [(list(f"{p.text} {p.answer}".encode()), len(p.answer.encode())) for p in prompts]
+    return label_answers(texts, length)
+
+
+def label_answers(texts: Sequence[tuple[Sequence[int], int]], length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels of texts of one length, whose last tokens are the answer.
+
+    Args:
+        texts: tokens, and the number of tokens of the answer.
+        length: number of tokens of every text.
+
+    Returns:
+        int64 ``[B, length − 1]``: all tokens but the last, and the next tokens at the answer,
+        :data:`IGNORE` elsewhere.
+    """
+    tokens = torch.zeros(len(texts), length, dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORE)
+    for row, (text, size) in enumerate(texts):
+        tokens[row] = torch.tensor(text)
+        labels[row, -size:] = tokens[row, -size:]
+    return tokens[:, :-1], labels[:, 1:]

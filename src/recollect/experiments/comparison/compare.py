@@ -29,6 +29,7 @@ from recollect.experiments.comparison.training import (
     run_jobs,
     training_environment,
 )
+from recollect.experiments.framework.task_models import with_short_conv
 from recollect.fields import int_check, validate
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
@@ -316,12 +317,12 @@ def _prepare_mixer(mixer: Mixer, size: Sizes, *, conv: bool) -> Mixer:
 
     If one part of a composition has a convolution, the others are unchanged.
     """
-    adds_conv = conv and not any(leaf.options.conv_size for leaf in mixer.leaves.values())
+    if conv and not any(leaf.options.conv_size for leaf in mixer.leaves.values()):
+        mixer = with_short_conv(mixer)
 
     def prepare(leaf: RecipeMixer) -> RecipeMixer:
-        changes: dict[str, Any] = {"conv_size": 4} if adds_conv else {}
-        if leaf.options.key_dim is None and size.key_dim is not None:
-            changes["key_dim"] = size.key_dim
-        return replace(leaf, options=replace(leaf.options, **changes))
+        if leaf.options.key_dim is not None or size.key_dim is None:
+            return leaf
+        return replace(leaf, options=replace(leaf.options, key_dim=size.key_dim))
 
     return mixer.map_leaves(prepare)

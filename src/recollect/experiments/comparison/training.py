@@ -19,7 +19,7 @@ from recollect.experiments.comparison.results import (
     Sizes,
 )
 from recollect.experiments.comparison.tasks import CompareTask, compare_task
-from recollect.experiments.framework.fitting import TrainingStep, asked_loss, training_steps
+from recollect.experiments.framework.fitting import TrainingStep, training_steps
 from recollect.experiments.framework.workers import (
     POLL_SECONDS,
     WorkerFailure,
@@ -39,6 +39,7 @@ from recollect.lm.training.divergence import (
 from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.devices import resolve_device
 from recollect.report.environment import Environment, describe_environment
+from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus
 
 __all__ = ["Job", "RunOrError", "run_jobs", "state_bytes", "train", "training_environment"]
@@ -324,10 +325,15 @@ def _until_nonfinite(
 
     def diverged(step: int) -> Diverged:
         inputs, labels = (x.to(next(model.parameters()).device) for x in batch(step))
+
+        def loss() -> list[Tensor]:
+            logits = model(input_ids=inputs).logits.flatten(0, 1).float()
+            return [nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE)]
+
         return Diverged(
             step=step,
             lr=schedule.lr_at(step - 1),
-            origin=find_origin(model, lambda: [asked_loss(model(input_ids=inputs).logits, labels)]),
+            origin=find_origin(model, loss),
             advice="take a lower lr",
         )
 

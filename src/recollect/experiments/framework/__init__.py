@@ -1,7 +1,7 @@
 """Parts of experiments: claims with rules, figures, records and training."""
 
 from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.fitting import Budget, accuracy, fit, heldout_generator
+from recollect.experiments.framework.fitting import Batch, Budget, accuracy, fit, heldout_generator
 from recollect.experiments.framework.plots import Lines, lines, plot_panels, ranking
 from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
 from recollect.experiments.framework.rules import (
@@ -26,6 +26,7 @@ from recollect.experiments.framework.rules import (
 )
 
 __all__ = [
+    "Batch",
     "Budget",
     "Cell",
     "Claim",

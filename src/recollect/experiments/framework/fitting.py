@@ -1,8 +1,8 @@
-"""One training loop for all task models: a grid of learning rates, early stop, lengths that grow.
+"""Training loop of task models: a grid of learning rates, early stopping and training in stages.
 
-A task model maps a batch of inputs to logits ``[B, T, classes]``. `training_steps` is the loop;
-`fit` takes its batches from a generator of their own, so that every model of a grid sees the same
-ones, and `recollect.experiments.comparison.training` from examples drawn beforehand.
+A task model maps a batch of inputs to logits ``[B, T, classes]``. `training_steps` is the loop.
+`fit` draws its batches from a seeded generator, so that all models of a grid have the same batches.
+`recollect.experiments.comparison.training` passes examples that were drawn in advance.
 """
 
 from __future__ import annotations
@@ -21,37 +21,43 @@ from recollect.fields import Validated, integer, number, option
 from recollect.tasks.mqar import IGNORE
 
 __all__ = [
+    "Batch",
     "Budget",
-    "Fit",
+    "FitResult",
+    "Stage",
     "TrainingStep",
     "accuracy",
-    "asked_loss",
     "fit",
     "heldout_generator",
     "rate_at",
     "training_steps",
 ]
 
-LOST = 20
-"""So many steps in a row without a finite gradient, and training has diverged."""
+MAX_SKIPPED_STEPS = 20
+"""Number of consecutive steps without a finite gradient after which training has diverged."""
 
-Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
-"""Draws a batch (inputs, labels) at a level of the curriculum."""
+Batch = tuple[Tensor, Tensor]
+"""Inputs and labels. Labels equal to `recollect.tasks.IGNORE` do not count."""
+
+BatchFunction = Callable[[torch.Generator], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Validated):
-    """How a task model is trained: AdamW with warm-up.
+    """Training configuration of a task model: AdamW with warm-up and decay.
 
     Attributes:
-        steps: of the optimizer, for each learning rate.
-        lrs: peak learning rates to try, in this order.
-        weight_decay: AdamW's. clip: largest gradient norm.
-        warmup: share of the steps spent warming up. decay: after it, ``"cosine"`` or ``"linear"``
-            to zero, or ``"none"``.
-        evaluations: how often the model is measured.
-        solved: a measured value that ends training, and the search for a learning rate.
-        promoted: accuracy on the last batches that lengthens the task, where it has several levels.
+        steps: number of optimizer steps for each learning rate.
+        lrs: peak learning rates, in the order in which they are tried.
+        weight_decay: weight decay of AdamW.
+        clip: maximum norm of the gradient.
+        warmup: fraction of the steps for the warm-up.
+        decay: schedule after the warm-up: ``"cosine"`` or ``"linear"`` to zero, or ``"none"``.
+        decay_start: fraction of the steps after which the decay begins. The learning rate is
+            constant between warm-up and decay.
+        evaluations: number of evaluations during training.
+        solved: value of an evaluation that ends the training and the search of a learning rate.
+        promoted: training accuracy that starts the next `Stage`.
     """
 
     steps: int = integer(at_least=1)
@@ -60,6 +66,7 @@ class Budget(Validated):
     clip: float = 1.0
     warmup: float = number(0.05, at_least=0, at_most=1)
     decay: str = option("cosine", "linear", "none")
+    decay_start: float = number(0.0, at_least=0, at_most=1)
     evaluations: int = integer(10, at_least=1)
     solved: float = 0.999
     promoted: float = 0.99
@@ -80,41 +87,48 @@ class Budget(Validated):
         return cls(**{**known, "lrs": tuple(known["lrs"])})
 
     def rate(self, step: int) -> float:
-        """The learning rate at a step, in units of the peak."""
-        return rate_at(step, self.steps, self.warmup, self.decay)
+        """Return the learning rate of a step as a multiple of the peak."""
+        return rate_at(step, self.steps, self.warmup, self.decay, decay_start=self.decay_start)
 
 
 def rate_at(
-    step: int, steps: int, warmup: float, decay: str = "cosine", *, from_zero: bool = False
+    step: int,
+    steps: int,
+    warmup: float,
+    decay: str = "cosine",
+    *,
+    decay_start: float = 0.0,
+    from_zero: bool = False,
 ) -> float:
-    """The learning rate at a step, in units of the peak.
+    """Return the learning rate of a step as a multiple of the peak.
 
     Args:
-        step: from 0.
-        steps: of the whole run.
-        warmup: share of the steps spent warming up, one at least.
-        decay: after it, ``"cosine"`` or ``"linear"`` to zero, or ``"none"``.
-        from_zero: whether the first step has the rate 0; otherwise the last of the warm-up has the
-            peak.
+        step: index of the step, from 0.
+        steps: number of steps of the run.
+        warmup, decay, decay_start: as in `Budget`; the warm-up has at least one step.
+        from_zero: whether the rate of the first step is 0. Otherwise the last step of the warm-up
+            has the peak rate.
     """
     warm = max(1, round(warmup * steps))
     if step < warm:
         return (step if from_zero else step + 1) / warm
-    share = (step - warm) / max(1, steps - warm)
+    start = max(warm, round(decay_start * steps))
+    progress = max(0, step - start) / max(1, steps - start)
     if decay == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * share))
-    return 1 - share if decay == "linear" else 1.0
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if decay == "linear" else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A step of the loop.
+    """One step of the training loop.
 
     Attributes:
-        number: of the step, from 1.
-        loss: mean cross entropy of its batch in nats, before the step.
-        logits, labels: of its batch.
-        finite: whether loss and gradient were.
+        number: number of the step, from 1.
+        loss: mean cross entropy of the batch in nats, before the update.
+        logits: logits of the batch.
+        labels: labels of the batch.
+        finite: whether the loss and the gradient are finite.
     """
 
     number: int
@@ -126,27 +140,26 @@ class TrainingStep:
 
 def training_steps(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     optimizer: torch.optim.Optimizer,
     rate: Callable[[int], float],
     *,
     clip: float,
     predict: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[TrainingStep]:
-    """Train a model, and give every step as it is taken.
+    """Train a model in place and yield every step.
 
-    A step without a finite loss and gradient leaves the weights as they are. Where tokens are
-    routed to memories, what is minimised holds the routers' load-balancing loss too, as in a
-    language model's own training; the loss that is told does not.
+    A step without a finite loss and gradient leaves the weights unchanged. If the model routes
+    tokens to memories, the objective includes the load-balancing loss of the routers. The loss of a
+    `TrainingStep` excludes it.
 
     Args:
-        model: trained in place, on the device where it is.
-        batches: (inputs, labels) of each step, drawn when it begins; labels
-            `recollect.tasks.IGNORE` ask nothing.
-        optimizer: of the model's parameters.
-        rate: the learning rate of a step, counted from 0.
-        clip: largest gradient norm.
-        predict: logits ``[B, T, classes]`` of inputs; the model itself if omitted.
+        model: the model, on the device of the training.
+        batches: inputs and labels of each step.
+        optimizer: optimizer of the model's parameters.
+        rate: function from the index of a step, from 0, to its learning rate.
+        clip: maximum norm of the gradient.
+        predict: function from inputs to logits ``[B, T, classes]``; by default, the model.
     """
     device = next(model.parameters()).device
     for step, (inputs, labels) in enumerate(batches):
@@ -155,9 +168,11 @@ def training_steps(
         model.train()
         with record_routing(model) as routings:
             logits, labels = (predict or model)(inputs.to(device)), labels.to(device)
-        loss = asked_loss(logits, labels)
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
+        )
         optimizer.zero_grad()
-        (loss + _balance(model, routings)).backward()
+        (loss + _router_balance_loss(model, routings)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         value = float(loss.detach())
         finite = math.isfinite(value) and math.isfinite(float(norm))
@@ -168,44 +183,12 @@ def training_steps(
         )
 
 
-def _balance(model: nn.Module, routings: Sequence[Routing]) -> Tensor | float:
-    """The routers' mean balance loss, times what a language model's configuration says."""
-    share = getattr(getattr(model, "config", None), "router_aux_loss_coef", 0.0)
-    if not routings or not share:
+def _router_balance_loss(model: nn.Module, routings: Sequence[Routing]) -> Tensor | float:
+    """Return the mean balance loss of the routers times ``config.router_aux_loss_coef``."""
+    coefficient = getattr(getattr(model, "config", None), "router_aux_loss_coef", 0.0)
+    if not routings or not coefficient:
         return 0.0
-    return share * torch.stack([routing.balance_loss for routing in routings]).mean()
-
-
-def asked_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits ``[B, T, classes]`` in nats, over the labels that ask."""
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
-    )
-
-
-@dataclass(kw_only=True)
-class Fit:
-    """A trained model and how it came about.
-
-    Attributes:
-        value: the best measured on the way; NaN when training diverged at every rate before it
-            was measured.
-        lr: the learning rate that reached it. steps: begun at that rate, lost ones among them;
-            spent: at all rates.
-        curve: (step, value) of that rate.
-        levels: (step, level) of every lengthening.
-        lost: steps that were not taken, for their gradient was not finite; `LOST` in a row end
-            training.
-    """
-
-    model: nn.Module
-    value: float
-    lr: float
-    steps: int
-    spent: int = 0
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    levels: list[tuple[int, int]] = field(default_factory=list)
-    lost: int = 0
+    return coefficient * torch.stack([routing.balance_loss for routing in routings]).mean()
 
 
 def heldout_generator(seed: int) -> torch.Generator:
@@ -214,96 +197,138 @@ def heldout_generator(seed: int) -> torch.Generator:
 
 
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor, *, batch: int = 256) -> float:
-    """The share of labels that the model's largest logit names; 0 where nothing is asked."""
-    right = asked = 0
+    """Return the fraction of labels with the largest logit; 0 if no label counts."""
+    correct = total = 0
     device = next(model.parameters()).device
-    was = model.training
+    was_training = model.training
     model.eval()
     with torch.no_grad():
-        for some, wanted in zip(inputs.split(batch), labels.split(batch), strict=True):
-            wanted = wanted.to(device)
-            here = wanted != IGNORE
-            right += int(((model(some.to(device)).argmax(-1) == wanted) & here).sum())
-            asked += int(here.sum())
-    model.train(was)
-    return right / max(1, asked)
+        for x, y in zip(inputs.split(batch), labels.to(device).split(batch), strict=True):
+            has_label = y != IGNORE
+            correct += int(((model(x.to(device)).argmax(-1) == y) & has_label).sum())
+            total += int(has_label.sum())
+    model.train(was_training)
+    return correct / max(1, total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a training, for example one length of the texts.
+
+    Attributes:
+        draw: function that draws a batch from a generator.
+        steps: number of steps after which the next stage begins. If None, the next stage begins
+            when the running accuracy on the training batches reaches ``Budget.promoted``.
+    """
+
+    draw: BatchFunction
+    steps: int | None = None
+
+
+@dataclass(kw_only=True)
+class FitResult:
+    """A trained model and its learning curve.
+
+    Attributes:
+        model: the model after its last step.
+        value: the largest value of an evaluation; NaN without an evaluation.
+        lr: peak learning rate.
+        steps: number of steps, including skipped steps.
+        curve: step and value of each evaluation.
+        stage_starts: step after which each stage but the first began.
+        skipped_steps: number of steps that were skipped because their gradient was not finite.
+    """
+
+    model: nn.Module
+    lr: float
+    value: float = math.nan
+    steps: int = 0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    stage_starts: list[int] = field(default_factory=list)
+    skipped_steps: int = 0
 
 
 def fit(
     make: Callable[[], nn.Module],
-    draw: Draw,
-    evaluate: Callable[[nn.Module], float],
+    stages: BatchFunction | Sequence[Stage],
+    evaluate: Callable[[nn.Module], float] | None,
     budget: Budget,
     *,
     seed: int,
     device: torch.device | str = "cpu",
-    levels: Sequence[int] = (0,),
-) -> Fit:
-    """Train a model at each learning rate until one solves the task; the best one is returned.
+) -> FitResult:
+    """Train a model at each learning rate until one solves the task, and return the best result.
 
     Args:
-        make: a new model; its weights follow torch's global generator, which is seeded here.
-        draw: batches.
-        evaluate: measures a model, higher is better.
-        seed: of weights and batches.
-        levels: of the curriculum; with several, the next begins when the last batches were
-            answered as well as ``budget.promoted`` says.
+        make: function that returns a new model. Its weights follow the global generator of torch,
+            which this function seeds.
+        stages: function that draws a batch, or the stages of the training.
+        evaluate: function from a model to a value, higher is better; None for no evaluation.
+        budget: steps and learning rates.
+        seed: seed of the weights and of the batches.
+        device: device of the training.
     """
-    best: Fit | None = None
-    spent = 0
+    if not isinstance(stages, Sequence):
+        stages = [Stage(draw=stages)]
+    best: FitResult | None = None
     for lr in budget.lrs:
         torch.manual_seed(seed)
-        found = _at_rate(make().to(device), draw, evaluate, budget, lr, seed, levels)
-        spent += found.steps
-        if best is None or not found.value <= best.value:
-            best = found if best is None or not math.isnan(found.value) else best
-        if best.value >= budget.solved and len(levels) == 1:
+        result = _train_at_lr(make().to(device), stages, evaluate, budget, lr, seed)
+        if (
+            best is None
+            or result.value > best.value
+            or (math.isnan(best.value) and not math.isnan(result.value))
+        ):
+            best = result
+        if best.value >= budget.solved and len(stages) == 1:
             break
     assert best is not None
-    best.spent = spent
     return best
 
 
-def _at_rate(
+def _train_at_lr(
     model: nn.Module,
-    draw: Draw,
-    evaluate: Callable[[nn.Module], float],
+    stages: Sequence[Stage],
+    evaluate: Callable[[nn.Module], float] | None,
     budget: Budget,
     lr: float,
     seed: int,
-    levels: Sequence[int],
-) -> Fit:
+) -> FitResult:
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=budget.weight_decay)
-    every = max(1, budget.steps // budget.evaluations)
-    found = Fit(model=model, value=math.nan, lr=lr, steps=0)
-    recent, lost = 0.0, 0
+    interval = max(1, budget.steps // budget.evaluations)
+    result = FitResult(model=model, lr=lr)
+    starts = result.stage_starts
+    running_accuracy, num_consecutive = 0.0, 0
     for step in training_steps(
         model,
-        (draw(generator, levels[len(found.levels)]) for _ in range(budget.steps)),
+        (stages[len(starts)].draw(generator) for _ in range(budget.steps)),
         optimizer,
-        lambda at: lr * budget.rate(at),
+        lambda index: lr * budget.rate(index),
         clip=budget.clip,
     ):
-        found.steps = step.number
-        # No weight becomes NaN, so that what was learned before can be measured.
-        lost = 0 if step.finite else lost + 1
-        found.lost += not step.finite
-        if lost == LOST:
+        result.steps = step.number
+        num_consecutive = 0 if step.finite else num_consecutive + 1
+        result.skipped_steps += not step.finite
+        if num_consecutive == MAX_SKIPPED_STEPS:
             break
-        level = len(found.levels)
-        if level + 1 < len(levels):
-            asked = step.labels != IGNORE
-            right = float((step.logits.argmax(-1) == step.labels)[asked].float().mean())
-            recent = 0.8 * recent + 0.2 * right
-            if recent >= budget.promoted:
-                recent = 0.0
-                found.levels.append((step.number, levels[level + 1]))
-        if found.steps % every == 0 or found.steps == budget.steps:
+        if len(starts) + 1 < len(stages):
+            stage_steps = stages[len(starts)].steps
+            if stage_steps is None:
+                has_label = step.labels != IGNORE
+                correct = (step.logits.argmax(-1) == step.labels)[has_label]
+                running_accuracy = 0.8 * running_accuracy + 0.2 * float(correct.float().mean())
+                is_over = running_accuracy >= budget.promoted
+            else:
+                is_over = step.number - (starts[-1] if starts else 0) == stage_steps
+            if is_over:
+                running_accuracy = 0.0
+                starts.append(step.number)
+        if evaluate is not None and (step.number % interval == 0 or step.number == budget.steps):
             value = evaluate(model)
-            found.curve.append((found.steps, value))
-            if not value <= found.value:
-                found.value = value
-            if value >= budget.solved and len(found.levels) + 1 == len(levels):
+            result.curve.append((step.number, value))
+            if not value <= result.value:
+                result.value = value
+            if value >= budget.solved and len(starts) + 1 == len(stages):
                 break
-    return found
+    return result

@@ -1,13 +1,16 @@
-"""Small models for tasks: an embedding, memory layers, a read-out; nothing that is not asked."""
+"""Small models for tasks: an embedding, memory layers and a linear read-out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.base import Probe
 from recollect.choices.bias.losses import L2
@@ -21,48 +24,87 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["BARE", "Mixer", "RecallModel", "TaskModel", "delta_former"]
+__all__ = [
+    "LEARNED_GATES",
+    "PLAIN_LAYER",
+    "LayerFunction",
+    "RecallModel",
+    "TaskModel",
+    "delta_former_recipe",
+    "memory_layer",
+    "with_short_conv",
+]
 
-BARE = LayerOptions(
+M = TypeVar("M", bound=Mixer)
+
+LayerFunction = Callable[[int], nn.Module]
+"""Function from the width of a model to a layer."""
+
+PLAIN_LAYER = LayerOptions(
     conv_size=0,
     conv_activation="none",
     qk_norm="none",
     output_norm="none",
     output_gate="none",
 )
-"""Projections and the memory: no convolution, norm, position or gate."""
+"""A layer of projections and the memory, without convolution, norm, position or gate."""
+
+LEARNED_GATES = {
+    name: GateOptions(source="learned", activation="softplus", init=1.0) for name in ("lr", "erase")
+}
+"""α and β of the listing in the AM paper: one learned number each, initially 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixer:
-    """A memory layer by recipe and options.
+def memory_layer(
+    recipe: Recipe,
+    options: LayerOptions = PLAIN_LAYER,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> LayerFunction:
+    """Return a function from the width of a model to a memory layer.
 
-    Attributes:
-        heads: of queries; kv_heads: memories, as many when ``None``.
-        head_dim: K and V, width / heads when ``None``.
+    Args:
+        recipe, options, num_heads, num_kv_heads, head_dim: as in `recollect.MemoryLayer`.
+    """
+    return partial(
+        MemoryLayer,
+        num_heads=num_heads,
+        recipe=recipe,
+        options=options,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def with_short_conv(mixer: M) -> M:
+    """Return the mixer with a short convolution in every recipe that has none.
+
+    Recall benchmarks such as zoology give every model a short convolution.
     """
 
-    recipe: Recipe
-    options: LayerOptions = BARE
-    heads: int = 1
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    def change(leaf: RecipeMixer) -> RecipeMixer:
+        size = leaf.options.conv_size or 4
+        return replace(leaf, options=replace(leaf.options, conv_size=size))
+
+    return mixer.map_leaves(change)  # type: ignore[return-value]
 
 
 class TaskModel(nn.Module):
-    """x + layer(x) for each layer, between an embedding and a linear read-out.
+    """Layers with residual connections between an embedding and a linear read-out.
 
     Args:
-        inputs: tokens of the vocabulary, or channels of input vectors when ``vectors``.
-        classes: of the read-out.
-        width: of the residual stream.
-        mixers: the layers.
-        mlp: hidden width of a SwiGLU after each layer, 0 for none.
-        norm: whether layers and read-out see an RMS norm.
+        inputs: number of tokens, or number of input channels if ``vectors``.
+        classes: number of classes of the read-out.
+        width: width of the residual stream.
+        layers: functions from the width to a layer, as `memory_layer` returns them.
+        mlp: hidden width of the SwiGLU after each layer, 0 for none.
+        norm: whether layers and read-out have an RMS norm before them.
         vectors: whether inputs are vectors ``[B, T, inputs]`` instead of tokens ``[B, T]``.
-        unpacked: positions to read from the last token's output alone, each through an MLP of it
-            and an embedding of the position (the decoder of MAD's compression task); 0 reads every
-            token from its own output.
+        unpacked: number of positions that are decoded from the output of the last token, each by an
+            MLP of that output and an embedding of the position (the decoder of MAD's compression
+            task). 0 decodes every token from its output.
     """
 
     def __init__(
@@ -70,7 +112,7 @@ class TaskModel(nn.Module):
         inputs: int,
         classes: int,
         width: int,
-        mixers: Sequence[Mixer],
+        layers: Sequence[LayerFunction],
         *,
         mlp: int = 0,
         norm: bool = False,
@@ -79,31 +121,21 @@ class TaskModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = nn.Linear(inputs, width) if vectors else nn.Embedding(inputs, width)
-        self.layers = nn.ModuleList(
-            MemoryLayer(
-                width,
-                mixer.heads,
-                mixer.recipe,
-                mixer.options,
-                num_kv_heads=mixer.kv_heads,
-                head_dim=mixer.head_dim,
-            )
-            for mixer in mixers
-        )
+        self.layers = nn.ModuleList(layer(width) for layer in layers)
 
-        def normed() -> nn.Module:
+        def make_norm() -> nn.Module:
             return nn.RMSNorm(width, eps=1e-6) if norm else nn.Identity()
 
-        self.norms = nn.ModuleList(normed() for _ in mixers)
+        self.norms = nn.ModuleList(make_norm() for _ in layers)
         self.mlps = nn.ModuleList(
-            nn.Sequential(normed(), SwiGLU(width, mlp)) for _ in (mixers if mlp else ())
+            nn.Sequential(make_norm(), SwiGLU(width, mlp)) for _ in (layers if mlp else ())
         )
-        self.unpack = _Unpack(width, unpacked) if unpacked else None
-        self.last = normed()
+        self.unpack = _PositionDecoder(width, unpacked) if unpacked else None
+        self.last = make_norm()
         self.read_out = nn.Linear(width, classes, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits ``[B, T, classes]``."""
+        """Return the logits ``[B, T, classes]``."""
         x = self.embed(inputs)
         for index, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
             x = x + layer(norm(x), output_final_state=False)[0]
@@ -114,8 +146,8 @@ class TaskModel(nn.Module):
         return self.read_out(self.last(x))
 
 
-class _Unpack(nn.Module):
-    """Positions from one vector: h + MLP(RMS(h + p_t)) for every t."""
+class _PositionDecoder(nn.Module):
+    """Several positions from one vector: h + MLP(RMS(h + p_t)) for every t."""
 
     def __init__(self, width: int, positions: int) -> None:
         super().__init__()
@@ -123,49 +155,36 @@ class _Unpack(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.mlp = SwiGLU(width, 2 * width)
 
-    def forward(self, last: Tensor) -> Tensor:
-        """``[B, 1, width]`` to ``[B, positions, width]``."""
-        return last + self.mlp(self.norm(last + self.positions.weight))
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, positions, width]`` for an input ``[B, 1, width]``."""
+        return x + self.mlp(self.norm(x + self.positions.weight))
 
 
-def delta_former(
-    kernel: Kernel,
-    *,
-    normalize: str = "none",
-    heads: int = 1,
-    read: Kernel | None = None,
-) -> Recipe:
-    """DeltaFormer with κ₁ of the erasure, softmax reading and one learned α and β (AM 41–42, 111).
+def delta_former_recipe(kernel: Kernel, *, normalize: str = "none", num_heads: int = 1) -> Recipe:
+    """Return DeltaFormer with softmax attention and one learned α and β (AM 41–42, 111).
 
     Args:
-        kernel: κ₁. normalize: ``"sum"`` makes it a softmax over the past.
-        heads: w-heads.
-        read: κ₂, which is read as a softmax when it is the exponential, as by default.
+        kernel: κ₁, the kernel of the erasure.
+        normalize: ``"sum"`` for a softmax over the past.
+        num_heads: number of w-heads.
     """
-    positive = read is None
     return Recipe(
-        memory=Matrix(read=Read(normalize="sum" if positive else "none")),
-        features=Exponential() if read is None else read,
-        bias=L2(probe=Probe(at="token", kernel=kernel, heads=heads, normalize=normalize)),
+        memory=Matrix(read=Read(normalize="sum")),
+        features=Exponential(),
+        bias=L2(probe=Probe(at="token", kernel=kernel, heads=num_heads, normalize=normalize)),
         algorithm=GradientDescent(),
     )
 
 
-LEARNED = {
-    name: GateOptions(source="learned", activation="softplus", init=1.0) for name in ("lr", "erase")
-}
-"""α and β as the paper's listing has them: one learned number each, 1 at the start."""
-
-
 class RecallModel(nn.Module):
-    """One layer of test-time regression and one key convolution over two tokens (TTR 56–58).
+    """One layer of test-time regression with a convolution of keys over two tokens (TTR 56–58).
 
     k_t = w_0 ⊙ W_K x_t + w_1 ⊙ W_K x_{t−1}, q_t = W_Q x_t, v_t = W_V x_t, logits = W_O RMS(y_t).
-    No residual stream, no MLP, no positions.
+    The model has no residual stream, MLP or positions.
 
     Args:
-        vocab: tokens.
-        width: d, of embeddings, keys and values.
+        vocab: number of tokens.
+        width: d, width of embeddings, keys and values.
         recipe: the memory, without gates.
     """
 
@@ -179,13 +198,12 @@ class RecallModel(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.read_out = nn.Linear(width, vocab, bias=False)
         with torch.no_grad():
-            eye = torch.eye(width)
-            self.project.weight.copy_(torch.cat([eye, eye, eye]))
+            self.project.weight.copy_(torch.eye(width).repeat(3, 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``[B, T, vocab]``."""
+        """Return the logits ``[B, T, vocab]``."""
         q, k, v = self.project(self.embed(tokens)).chunk(3, dim=-1)
-        before = nn.functional.pad(k, (0, 0, 1, 0))[:, :-1]
-        k = self.filter[0] * k + self.filter[1] * before
+        previous = nn.functional.pad(k, (0, 0, 1, 0))[:, :-1]
+        k = self.filter[0] * k + self.filter[1] * previous
         y, _ = recall(self.recipe, *(x.unsqueeze(2) for x in (q, k, v)), output_final_state=False)
         return self.read_out(self.norm(y.squeeze(2)))

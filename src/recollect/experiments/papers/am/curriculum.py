@@ -44,7 +44,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
         **fit_metrics(result, config),
         "accuracy": result.curve[-1][1] if result.curve else math.nan,
         "at twice the length": accuracy(result.model, *longer),
-        "last length": float(result.levels[-1][1] if result.levels else lengths[0]),
+        "last length": float(lengths[len(result.stage_starts)]),
     }
 
 

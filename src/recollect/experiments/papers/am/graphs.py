@@ -51,7 +51,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     heldout = draw(heldout_generator(seed), config["tested"])
     result = fit(
         lambda: TaskModel(task.nodes, 2, width, layers, vectors=True),
-        lambda generator, level: draw(generator, config["batch"]),
+        lambda generator: draw(generator, config["batch"]),
         lambda model: accuracy(model, *heldout),
         Budget.from_config(config),
         seed=seed,

@@ -5,79 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
 from recollect.choices.features.kernels import Exponential
-from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.framework.rules import Verdict, special, verdict
-from recollect.experiments.papers.language import (
+from recollect.experiments.framework import Cell, Claim, decreasing, increasing, lines
+from recollect.experiments.papers.language_models import (
+    BIGRAM,
     BITS,
-    FINEWEB,
-    LOCAL,
-    SMOKE,
-    language_model,
+    TRAINED,
+    if_learned,
+    language_models,
 )
-from recollect.experiments.papers.language_results import beside_bigram, bits, curves_by, learned
-from recollect.report.figures import Panel, RenderedFigure, panel_figure
 from recollect.zoo.preset import get
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.compare import ModelSpec as Named
+    from recollect.experiments.comparison.compare import ModelSpec
 
 __all__ = ["FIG2"]
 
 KERNELS: dict[str, Features] = {"linear": Identity(), "exp": Exponential()}
 
 
-def _model(cell: Cell) -> Named:
-    """Attention without a denominator, the kernel as told, and nothing else apart."""
+def _model(cell: Cell) -> ModelSpec:
+    """Return attention without a denominator and with the kernel of the cell."""
     preset, kernel = get("unnormalized_attention"), str(cell["kernel"])
     return f"{kernel} kernel", replace(preset.recipe, features=KERNELS[kernel]), preset.options
 
 
-def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    return language_model(config, _model(cell), seed=seed, device=device, heads=cell["heads"])
-
-
-def _ends(results: Results, kernel: str) -> tuple[float, float, str]:
-    """Bits with the fewest heads and with the most, and both in words."""
-    learned(results, kernel=kernel)
-    heads = sorted(results.axis_values("heads", kernel=kernel))
-    few, many = (bits(results, kernel=kernel, heads=at) for at in (heads[0], heads[-1]))
-    told = f"Bits per byte: {few:.3f} with heads = {heads[0]}, {many:.3f} with {heads[-1]}."
-    return few, many, told
-
-
-def _linear(results: Results) -> Verdict:
-    few, many, told = _ends(results, "linear")
-    return verdict(few < many, told)
-
-
-def _softmax(results: Results) -> Verdict:
-    few, many, told = _ends(results, "exp")
-    return verdict(few > many, told)
-
-
-def _draw(results: Results) -> RenderedFigure:
-    return panel_figure(
-        [
-            Panel(
-                y=BITS,
-                series=curves_by(results, line="kernel", along="heads"),
-                baselines=beside_bigram(results),
-                log_x=True,
-            )
-        ],
-        x="heads",
-        title=f"Heads at width {results.config['width']}",
-        height=4.0,
-    )
-
-
-FIG2 = Experiment(
+FIG2 = language_models(
     name="am-fig2",
     title="Heads of linear and softmax attention",
     source="AM 3.1, figure 2",
@@ -95,51 +50,46 @@ FIG2 = Experiment(
         Claim(
             name="fewer heads help the linear kernel",
             text="Linear attention benefits from fewer heads.",
-            rule=special(
-                "The linear kernel's mean bits per byte with one head are below those with the "
-                "most heads.",
-                _linear,
+            rule=if_learned(
+                increasing(BITS, along="heads", ends=True, kernel="linear"), kernel="linear"
             ),
-            scales=("small", "paper"),
+            scales=TRAINED,
         ),
         Claim(
             name="fewer heads hurt the exponential kernel",
             text="Softmax attention degrades with fewer heads.",
-            rule=special(
-                "The exponential kernel's mean bits per byte with one head are above those with "
-                "the most heads.",
-                _softmax,
+            rule=if_learned(
+                decreasing(BITS, along="heads", ends=True, lower_is_better=True, kernel="exp"),
+                kernel="exp",
             ),
-            scales=("small", "paper"),
+            scales=TRAINED,
         ),
     ),
-    configs={
-        "smoke": {**SMOKE, "grid": [1, 2]},
-        "small": {**LOCAL, "seeds": 3, "steps": 400, "grid": [1, 2, 4, 8]},
-        "paper": {
-            **FINEWEB,
-            "depth": 12,
-            "width": 768,
-            "parameters": 162_000_000,
-            "vocab": 50_257,
-            "length": 1024,
-            "step_tokens": 2**19,
-            "tokens": 27 * 10**8,
-            "lr": 1e-3,
-            "data": {
-                "dataset": "HuggingFaceFW/fineweb",
-                "name": "sample-10BT",
-                "tokenizer": "openai-community/gpt2",
-            },
-            "tasks": ["wikitext"],
-            "grid": [1, 2, 3, 4, 6, 12],
-        },
+    smoke={"grid": [1, 2]},
+    small={"steps": 400, "grid": [1, 2, 4, 8]},
+    paper={"depth": 12, "width": 768, "parameters": 162_000_000, "vocab": 50_257, "length": 1024}
+    | {"tokens": 27 * 10**8, "lr": 1e-3, "tasks": ["wikitext"], "grid": [1, 2, 3, 4, 6, 12]}
+    | {
+        "data": {
+            "dataset": "HuggingFaceFW/fineweb",
+            "name": "sample-10BT",
+            "tokenizer": "openai-community/gpt2",
+        }
     },
+    model=_model,
     cells=lambda config: [
         {"kernel": kernel, "heads": heads} for kernel in KERNELS for heads in config["grid"]
     ],
-    measure=_measure,
-    figure=_draw,
+    figure=lines(
+        x="heads",
+        y=BITS,
+        by="kernel",
+        baselines={BIGRAM: BIGRAM},
+        log_x=True,
+        x_label="heads",
+        title="Heads at width {width}",
+        height=4.0,
+    ),
     notes=(
         "100 steps of 512 bytes (one seed), after which no model knows more than a byte bigram, so "
         "there was nothing to judge; 150 steps of 1,024 at a learning rate of 0.004, where the "

@@ -57,7 +57,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     outputs, items = _recall_after_swaps(kernel, n, d, config["streams"], generator)
     heldout = _recall_after_swaps(kernel, n, d, config["tested"], generator)
 
-    def draw(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         rows = torch.randint(len(outputs), (config["batch"],), generator=generator)
         return outputs[rows], items[rows]
 

@@ -19,13 +19,14 @@ from recollect.experiments.framework import (
     heldout_generator,
     lines,
 )
-from recollect.experiments.framework.fitting import Fit
+from recollect.experiments.framework.fitting import FitResult, Stage
 from recollect.experiments.framework.task_models import (
-    BARE,
-    LEARNED,
-    Mixer,
+    LEARNED_GATES,
+    PLAIN_LAYER,
+    LayerFunction,
     TaskModel,
-    delta_former,
+    delta_former_recipe,
+    memory_layer,
 )
 from recollect.tasks.swaps import SwapConfig, swaps
 from recollect.zoo.preset import get
@@ -51,43 +52,51 @@ KERNELS: dict[str, tuple[Kernel, str]] = {
 
 def delta_former_layer(
     kernel: str, *, heads: int = 1, size: int | None = None, w_heads: int = 1, rope: bool = False
-) -> Mixer:
+) -> LayerFunction:
     """Return DeltaFormer's layer: ``heads`` queries and ``w_heads`` probes over one memory."""
     kappa, normalize = KERNELS[kernel]
-    return Mixer(
-        recipe=delta_former(kappa, normalize=normalize, heads=w_heads),
-        options=replace(BARE, gate_options=LEARNED, rope_theta=10_000.0 if rope else None),
-        heads=heads,
-        kv_heads=1,
+    theta = 10_000.0 if rope else None
+    return memory_layer(
+        delta_former_recipe(kappa, normalize=normalize, num_heads=w_heads),
+        replace(PLAIN_LAYER, gate_options=LEARNED_GATES, rope_theta=theta),
+        num_heads=heads,
+        num_kv_heads=1,
         head_dim=size,
     )
 
 
-def attention_layer(heads: int, size: int, kv_heads: int | None = None) -> Mixer:
+def attention_layer(heads: int, size: int, kv_heads: int | None = None) -> LayerFunction:
     """Return a layer of softmax attention."""
     recipe = get("softmax_attention").recipe
-    return Mixer(recipe=recipe, heads=heads, kv_heads=kv_heads, head_dim=size)
+    return memory_layer(recipe, num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
 
 
 def train_on_swaps(
-    config: Config, layers: list[Mixer], seed: int, device: torch.device, lengths: Sequence[int]
-) -> Fit:
+    config: Config,
+    layers: list[LayerFunction],
+    seed: int,
+    device: torch.device,
+    lengths: Sequence[int],
+) -> FitResult:
     """Train a model of width 12 on a number of swaps, or on growing ones, and test the last."""
     tasks = {length: SwapConfig(length=length) for length in lengths}
     task = tasks[lengths[-1]]
     heldout = swaps(task, config["tested"], heldout_generator(seed))
+
+    def stage(length: int) -> Stage:
+        return Stage(draw=lambda generator: swaps(tasks[length], config["batch"], generator))
+
     return fit(
         lambda: TaskModel(task.vocab, task.items, 12, layers),
-        lambda generator, length: swaps(tasks[length], config["batch"], generator),
+        [stage(length) for length in lengths],
         lambda model: accuracy(model, *heldout),
         Budget.from_config(config, decay="linear"),
         seed=seed,
         device=device,
-        levels=lengths,
     )
 
 
-def fit_metrics(result: Fit, config: Config) -> dict[str, Any]:
+def fit_metrics(result: FitResult, config: Config) -> dict[str, Any]:
     """Return the best accuracy, and the learning curve, extended with its last value."""
     interval = max(1, config["steps"] // config["evaluations"])
     curve = [value for _, value in result.curve]
@@ -96,7 +105,7 @@ def fit_metrics(result: Fit, config: Config) -> dict[str, Any]:
         "accuracy": result.value,
         "lr": result.lr,
         "steps": float(result.steps),
-        "lost steps": float(result.lost),
+        "lost steps": float(result.skipped_steps),
         "accuracy by steps": curve,
     }
 

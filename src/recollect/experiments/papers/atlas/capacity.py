@@ -1,19 +1,31 @@
-"""How many pairs a memory stores exactly: ATLAS section 3.1, propositions 1 and 2, theorem 1."""
+"""Number of pairs that a memory stores exactly: ATLAS section 3.1, propositions 1, 2, theorem 1."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from recollect.choices.features.finite import Polynomial
 from recollect.choices.memory.maps import MLP
-from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.framework.rules import Verdict, special, verdict
+from recollect.experiments.framework import (
+    Cell,
+    Claim,
+    Config,
+    Experiment,
+    Results,
+    Values,
+    Verdict,
+    for_each,
+    increasing,
+    lines,
+    special,
+    verdict,
+)
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
+from recollect.report.figures import RenderedFigure, Series, panel_figure
 from recollect.theory import capacity
 from recollect.theory.capacity import capacity_bound, fit_error
 
@@ -31,89 +43,64 @@ def _recipe(cell: Cell) -> Recipe:
 def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
     recipe, size = _recipe(cell), int(cell["d_k"])
     bound = capacity_bound(recipe, size, size).pairs
-    most = round(bound) + 2
-    tolerance = config["tolerance"]
-    found = capacity(
-        lambda n: fit_error(recipe, n, K=size, V=size, seed=seed), most=most, tolerance=tolerance
+    pairs = capacity(
+        lambda n: fit_error(recipe, n, K=size, V=size, seed=seed),
+        most=round(bound) + 2,
+        tolerance=config["tolerance"],
     )
     weights = sum(math.prod(shape) for shape in recipe.shapes(size, size))
-    return {"pairs": float(found), "bound": float(bound), "weights": float(weights)}
+    return {"pairs": float(pairs), "bound": float(bound), "weights": float(weights)}
 
 
-def _matrix(results: Results) -> Verdict:
-    told, holding = [], True
-    for d in results.axis_values("d_k", memory="matrix"):
-        found = results.values("pairs", memory="matrix", d_k=d)
-        holding = holding and set(found) == {float(d)}
-        told.append(f"{_one(found)} at d_k = {d}")
-    return verdict(bool(told) and holding, f"Stored: {', '.join(told)}.")
-
-
-def _polynomial(results: Results) -> Verdict:
-    told, holding = [], True
-    for cell in results.select(memory="polynomial").cells():
-        d, p = int(cell["d_k"]), int(cell["order"])
-        found = results.values("pairs", **cell)
-        wanted = math.comb(d + p, p)
-        holding = holding and set(found) == {float(wanted)}
-        told.append(f"{_one(found)} of C({d + p}, {p}) = {wanted}")
-    return verdict(bool(told) and holding, f"Stored: {', '.join(told)}.")
-
-
-def _deep(results: Results) -> Verdict:
-    told, holding = [], True
-    for cell in results.select(memory="MLP").cells():
-        found = results.values("pairs", **cell)
-        matrix = results.mean("pairs", memory="matrix", d_k=cell["d_k"])
-        holding = holding and min(found) > matrix
-        told.append(
-            f"{cell['order']} maps {_one(found)} against {matrix:.0f} (d_k = {cell['d_k']})"
-        )
-    return verdict(bool(told) and holding, f"Stored by an MLP: {', '.join(told)}.")
-
-
-def _deeper(results: Results) -> Verdict:
-    told, holding = [], True
-    for d in results.axis_values("d_k", memory="MLP"):
-        depths = sorted(results.axis_values("order", memory="MLP", d_k=d))
-        means = [results.mean("pairs", memory="MLP", d_k=d, order=depth) for depth in depths]
-        holding = holding and all(a < b for a, b in pairwise(means))
-        told.append(f"d_k = {d}: {', '.join(f'{m:.1f}' for m in means)} with {depths} maps")
-    return verdict(bool(told) and holding, f"Mean over seeds: {'; '.join(told)}.")
-
-
-def _one(found: list[float]) -> str:
-    low, high = min(found), max(found)
+def _format_range(values: list[float]) -> str:
+    low, high = min(values), max(values)
     return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
-def _draw(results: Results) -> RenderedFigure:
-    series = []
-    lines = dict.fromkeys((cell["memory"], cell["order"]) for cell in results.cells())
-    for memory, order in lines:
-        cell = {"memory": memory, "order": order}
-        sizes = results.axis_values("d_k", **cell)
-        each = [results.values("pairs", d_k=d, **cell) for d in sizes]
-        name = {"matrix": "matrix", "polynomial": f"polynomial, p = {order}"}.get(
-            str(memory), f"MLP of {order} maps"
+def _stores(results: Results, memory: str) -> Verdict:
+    """Compare with C(d + p, p) pairs of a polynomial of degree p, or with d pairs of a matrix."""
+    parts, satisfied = [], True
+    for cell in results.select(memory=memory).cells():
+        d, p = int(cell["d_k"]), int(cell["order"])
+        values = results.values("pairs", **cell)
+        expected = math.comb(d + p, p) if memory == "polynomial" else d
+        satisfied = satisfied and set(values) == {float(expected)}
+        parts.append(f"{_format_range(values)} of {expected} at d_k = {d}, p = {p}")
+    return verdict(bool(parts) and satisfied, f"Stored: {', '.join(parts)}.")
+
+
+def _more_than_matrix(results: Results) -> Verdict:
+    parts, satisfied = [], True
+    for cell in results.select(memory="MLP").cells():
+        values = results.values("pairs", **cell)
+        matrix = results.mean("pairs", memory="matrix", d_k=cell["d_k"])
+        satisfied = satisfied and min(values) > matrix
+        parts.append(
+            f"{cell['order']} maps {_format_range(values)} against {matrix:.0f} "
+            f"(d_k = {cell['d_k']})"
         )
-        series.append(
-            Series(
-                name=name,
-                x=sizes,
-                y=[sum(some) / len(some) for some in each],
-                low=[min(some) for some in each],
-                high=[max(some) for some in each],
-                style=len(series),
-            )
-        )
+    return verdict(bool(parts) and satisfied, f"Stored by an MLP: {', '.join(parts)}.")
+
+
+_NAMES = {"matrix": "matrix", "polynomial": "polynomial, p = {order}", "MLP": "MLP of {order} maps"}
+
+
+def _figure(results: Results) -> RenderedFigure:
+    (panel,) = lines(
+        x="d_k",
+        y="pairs",
+        by=("memory", "order"),
+        name=lambda cell: _NAMES[cell["memory"]].format(**cell),
+        y_label="pairs stored exactly",
+        log_y=True,
+    ).make_panels(results)
+    series = [replace(line, style=index) for index, line in enumerate(panel.series)]
     sizes = results.axis_values("d_k", memory="polynomial")
     for p in results.axis_values("order", memory="polynomial"):
-        wanted = [math.comb(d + p, p) for d in sizes]
-        # Below the others, so that what was measured lies above it.
-        series.insert(0, Series(name="C(d + p, p)", x=sizes, y=wanted, style=6))
+        y = [math.comb(d + p, p) for d in sizes]
+        series.insert(0, Series(name="C(d + p, p)", x=sizes, y=y, style=6))  # below the others
     return panel_figure(
-        [Panel(y="pairs stored exactly", series=series, log_y=True)],
+        [replace(panel, series=series)],
         x="size of keys d_k",
         title="Capacity by fitting, keys and values of one size",
         height=4.0,
@@ -125,28 +112,27 @@ CAPACITY = Experiment(
     title="Pairs that a memory stores exactly",
     source="ATLAS section 3.1, propositions 1 and 2, theorem 1",
     protocol=(
-        "N random keys and values of one size; the weights are fitted (least squares where the "
-        "memory is linear in them, Levenberg–Marquardt from three starts otherwise), and N grows "
-        "by bisection while the largest relative error stays within a tolerance. Matrix, "
-        "polynomial features of degree p on a matrix, MLPs without residual whose hidden layers "
-        "are as wide as the key. float64. What an MLP was not found to store it may still be able "
-        "to: its numbers are from below."
+        "N random keys and values of one size; the weights are fitted (least squares if the memory "
+        "is linear in them, Levenberg–Marquardt from three starts otherwise), and N grows by "
+        "bisection while the largest relative error stays within a tolerance. Matrix, polynomial "
+        "features of degree p on a matrix, MLPs without residual whose hidden layers are as wide "
+        "as the key. float64. The numbers of an MLP are lower bounds, because a fit can fail."
     ),
     claims=(
         Claim(
             name="matrix",
             text="A matrix memory stores d_k pairs.",
             rule=special(
-                "The number found is d_k for every size and seed.",
-                _matrix,
+                "The number of pairs is d_k for every size and seed.",
+                partial(_stores, memory="matrix"),
             ),
         ),
         Claim(
             name="polynomial",
             text="With polynomial features of degree p it stores O(d_k^p): C(d_k + p, p).",
             rule=special(
-                "The number found is C(d_k + p, p) for every size, degree and seed.",
-                _polynomial,
+                "The number of pairs is C(d_k + p, p) for every size, degree and seed.",
+                partial(_stores, memory="polynomial"),
             ),
         ),
         Claim(
@@ -154,16 +140,13 @@ CAPACITY = Experiment(
             text="A deep memory stores more than a matrix of the same width.",
             rule=special(
                 "Every MLP stores more pairs than the matrix at its d_k, with every seed.",
-                _deep,
+                _more_than_matrix,
             ),
         ),
         Claim(
             name="depth",
             text="The advantage grows with depth.",
-            rule=special(
-                "At every d_k the mean over seeds grows with the number of maps.",
-                _deeper,
-            ),
+            rule=for_each("d_k", increasing("pairs", along="order"), memory="MLP"),
         ),
     ),
     configs={
@@ -188,8 +171,7 @@ CAPACITY = Experiment(
         ),
     ],
     measure=_measure,
-    figure=_draw,
+    figure=_figure,
 )
-
 
 EXPERIMENTS = (CAPACITY,)

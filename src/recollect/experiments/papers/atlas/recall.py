@@ -2,170 +2,156 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from torch import nn
 
 from recollect.blocks.cost import cost
-from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.fitting import Budget, accuracy, fit
-from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.framework.rules import Verdict, special, verdict
-from recollect.experiments.framework.task_models import Mixer, TaskModel
+from recollect.blocks.mixers import RecipeMixer
+from recollect.experiments.framework import (
+    Batch,
+    Budget,
+    Cell,
+    Claim,
+    Config,
+    Experiment,
+    Results,
+    Values,
+    Verdict,
+    accuracy,
+    all_of,
+    differs,
+    fit,
+    for_any,
+    for_each,
+    heldout_generator,
+    special,
+    verdict,
+)
+from recollect.experiments.framework.task_models import (
+    LayerFunction,
+    TaskModel,
+    memory_layer,
+    with_short_conv,
+)
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.tasks.mqar import MqarConfig, mqar
 from recollect.zoo.preset import get
 
-__all__ = ["ATTENTION", "EXPERIMENTS", "zoo_mixer"]
-
-
-def zoo_mixer(architecture: str, *, heads: int = 1) -> Mixer:
-    """A row of the zoo as its preset has it; recall is told to all with a short convolution."""
-    preset = get(architecture)
-    options = preset.options
-    return Mixer(
-        recipe=preset.recipe,
-        options=options if options.conv_size else replace(options, conv_size=4),
-        heads=heads,
-    )
-
-
-def _state_bytes(mixer: Mixer, width: int, length: int) -> int:
-    """What a decoder keeps of one sequence after so many tokens."""
-    size = width // mixer.heads
-    price = cost(mixer.recipe, B=1, T=length, H=mixer.heads, K=size, V=size)
-    return price.state_bytes
-
-
-# -- mqar ------------------------------------------------------------------------------------------
+__all__ = ["ATTENTION", "EXPERIMENTS", "preset_layer"]
 
 ATTENTION = "softmax_attention"
+DEEP = ("titans", "omega_net", "atlas")
+SMALL = ("linear_attention", "delta_net", "gated_delta_net", *DEEP, ATTENTION)
+MODELS = ("linear_attention", "based", "gla", "mamba2", *SMALL[1:])
 
 
-def _mqar_measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    width, vocab = int(cell["width"]), config["vocab"]
+def preset_layer(name: str, *, num_heads: int = 1) -> LayerFunction:
+    """Return a layer with the options of a preset and a short convolution."""
+    preset = get(name)
+    mixer = with_short_conv(RecipeMixer(recipe=preset.recipe, options=preset.options))
+    return memory_layer(mixer.recipe, mixer.options, num_heads=num_heads)
 
-    def task(pairs: int) -> MqarConfig:
-        return MqarConfig(vocab=vocab, pairs=pairs, length=config["length"])
 
-    def draw(generator: torch.Generator, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-        which = int(torch.randint(len(config["pairs"]), (), generator=generator))
-        return mqar(task(config["pairs"][which]), config["batch"], generator)
+def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
+    name, width = str(cell["architecture"]), int(cell["width"])
+    vocab, length = config["vocab"], config["length"]
 
-    test = torch.Generator().manual_seed(1_000_003 + seed)
-    held = {pairs: mqar(task(pairs), config["tested"], test) for pairs in config["asked"]}
+    def draw_pairs(pairs: int, batch: int, generator: torch.Generator) -> Batch:
+        return mqar(MqarConfig(vocab=vocab, pairs=pairs, length=length), batch, generator)
 
-    def measured(model: torch.nn.Module) -> dict[int, float]:
-        return {pairs: accuracy(model, *some) for pairs, some in held.items()}
+    def draw(generator: torch.Generator) -> Batch:
+        index = int(torch.randint(len(config["pairs"]), (), generator=generator))
+        return draw_pairs(config["pairs"][index], config["batch"], generator)
 
-    mixer = zoo_mixer(str(cell["architecture"]))
-    found = fit(
-        lambda: TaskModel(vocab, vocab, width, [mixer], norm=True),
+    generator = heldout_generator(seed)
+    tests = {pairs: draw_pairs(pairs, config["tested"], generator) for pairs in config["asked"]}
+
+    def accuracies(model: nn.Module) -> dict[int, float]:
+        return {pairs: accuracy(model, *test) for pairs, test in tests.items()}
+
+    layer = preset_layer(name)
+    result = fit(
+        lambda: TaskModel(vocab, vocab, width, [layer], norm=True),
         draw,
-        lambda model: sum(measured(model).values()) / len(held),
-        Budget(
-            steps=config["steps"],
-            lrs=tuple(config["lrs"]),
-            evaluations=config["evaluations"],
-            solved=config["solved"],
-        ),
+        lambda model: sum(accuracies(model).values()) / len(tests),
+        Budget.from_config(config),
         seed=seed,
         device=device,
     )
-    final = measured(found.model)
+    by_pairs = accuracies(result.model)
     return {
-        "accuracy": sum(final.values()) / len(final),
-        "state bytes": float(_state_bytes(mixer, width, config["length"])),
-        "lr": found.lr,
-        "steps": float(found.steps),
-        "lost steps": float(found.lost),
-        **{f"{pairs} pairs": value for pairs, value in final.items()},
+        "accuracy": sum(by_pairs.values()) / len(by_pairs),
+        "state bytes": float(cost(get(name).recipe, T=length, K=width, V=width).state_bytes),
+        "lr": result.lr,
+        "steps": float(result.steps),
+        "lost steps": float(result.skipped_steps),
+        **{f"{pairs} pairs": value for pairs, value in by_pairs.items()},
     }
 
 
-def _mqar_delta(results: Results) -> Verdict:
-    told, gaps = [], []
-    for width in results.axis_values("width"):
-        delta = results.mean("accuracy", architecture="delta_net", width=width)
-        hebbian = results.mean("accuracy", architecture="linear_attention", width=width)
-        gaps.append(delta - hebbian)
-        told.append(f"width {width}: {delta:.3f} against {hebbian:.3f}")
-    return verdict(
-        all(gap > -0.01 for gap in gaps) and any(gap > 0.01 for gap in gaps),
-        f"Delta rule against Hebbian: {'; '.join(told)}.",
-    )
-
-
-def _mqar_atlas(results: Results) -> Verdict:
-    told, holding, seen = [], True, 0
+def _best_per_state(results: Results) -> Verdict:
+    parts, satisfied = [], True
     for width in results.axis_values("width", architecture="atlas"):
-        own = results.mean("accuracy", architecture="atlas", width=width)
-        size = results.mean("state bytes", architecture="atlas", width=width)
-        rivals = {
-            (str(cell["architecture"]), int(cell["width"])): results.mean("accuracy", **cell)
-            for cell in results.cells()
-            if cell["architecture"] not in ("atlas", ATTENTION)
-            and results.mean("state bytes", **cell) <= size
-        }
-        if not rivals:
-            continue
-        seen += 1
-        best = max(rivals, key=lambda rival: rivals[rival])
-        holding = holding and own >= rivals[best]
-        told.append(
-            f"{own:.3f} at {size / 1024:.1f} KiB against {rivals[best]:.3f} ({best[0]}, width "
-            f"{best[1]})"
-        )
-    return verdict(
-        bool(seen) and holding, f"Atlas against the best with no more state: {'; '.join(told)}."
-    )
-
-
-def _mqar_draw(results: Results) -> RenderedFigure:
-    series = []
-    for architecture in results.axis_values("architecture"):
-        widths = sorted(results.axis_values("width", architecture=architecture))
-        each = [results.values("accuracy", architecture=architecture, width=w) for w in widths]
-        sizes = [
-            results.mean("state bytes", architecture=architecture, width=w) / 1024 for w in widths
+        cell = {"architecture": "atlas", "width": width}
+        value = results.mean("accuracy", **cell)
+        size = results.mean("state bytes", **cell)
+        rivals = [
+            (results.mean("accuracy", **other), f"{other['architecture']}, width {other['width']}")
+            for other in results.cells()
+            if other["architecture"] not in ("atlas", ATTENTION)
+            and results.mean("state bytes", **other) <= size
         ]
+        if rivals:
+            best, name = max(rivals, key=lambda rival: rival[0])
+            satisfied = satisfied and value >= best
+            parts.append(f"{value:.3f} at {size / 1024:.1f} KiB against {best:.3f} ({name})")
+    evidence = f"Atlas against the best with no more state: {'; '.join(parts)}."
+    return verdict(bool(parts) and satisfied, evidence)
+
+
+def _figure(results: Results) -> RenderedFigure:
+    series = []
+    for name in results.axis_values("architecture"):
+        selected = results.select(architecture=name)
+        widths = sorted(selected.axis_values("width"))
         series.append(
             Series(
-                name=f"{architecture} (cache)" if architecture == ATTENTION else str(architecture),
-                x=sizes,
-                y=[sum(some) / len(some) for some in each],
-                low=[min(some) for some in each],
-                high=[max(some) for some in each],
+                name=f"{name} (cache)" if name == ATTENTION else name,
+                x=[selected.mean("state bytes", width=w) / 1024 for w in widths],
+                y=[selected.mean("accuracy", width=w) for w in widths],
+                low=[selected.min("accuracy", width=w) for w in widths],
+                high=[selected.max("accuracy", width=w) for w in widths],
             )
         )
+    pairs = results.config["asked"]
     return panel_figure(
         [Panel(y="recall accuracy", series=series, log_x=True, y_range=(0.0, 1.05))],
         x="state per sequence (KiB)",
-        title=f"Multi-query recall of {min(results.config['asked'])} to "
-        f"{max(results.config['asked'])} pairs",
+        title=f"Multi-query recall of {min(pairs)} to {max(pairs)} pairs",
         height=4.0,
     )
 
+
+_DELTA, _HEBBIAN = {"architecture": "delta_net"}, {"architecture": "linear_attention"}
 
 MQAR = Experiment(
     name="mqar",
     title="Recall against the size of the state",
     source="ATLAS section 6.5, figure 7; Arora et al. 2023",
     protocol=(
-        "Zoology's multi-query recall: pairs first, then each key asked once in slots drawn with "
-        "probability ∝ i^(a−1), a = 0.01. One layer of the row of the zoo with its preset's "
-        "options and a short convolution, one head, norms, residual stream, no MLP; trained on a "
-        "mix of numbers of pairs and tested on each. AdamW, cosine. Smaller than the benchmark: "
-        "one layer, vocabulary 64 and sequences of 48 tokens instead of 8192 and 64 to 1024."
+        "Zoology's multi-query recall: the pairs, then each key once in slots drawn with "
+        "probability ∝ i^(a−1), a = 0.01. One layer of the zoo with the options of its preset and "
+        "a short convolution, one head, norms, residual stream, no MLP; trained on a mix of "
+        "numbers of pairs and tested on each. AdamW, cosine. Smaller than the benchmark: one "
+        "layer, vocabulary 64 and sequences of 48 tokens instead of 8192 and 64 to 1024."
     ),
     claims=(
         Claim(
             name="delta rule above Hebbian",
             text="The delta rule recalls more than Hebbian updates.",
-            rule=special(
-                "At no width is DeltaNet's mean accuracy over seeds 0.01 below linear "
-                "attention's, and at one it is 0.01 above.",
-                _mqar_delta,
+            rule=all_of(
+                for_each("width", differs("accuracy", _DELTA, _HEBBIAN, by=-0.01)),
+                for_any("width", differs("accuracy", _DELTA, _HEBBIAN, by=0.01)),
             ),
             scales=("small", "paper"),
         ),
@@ -175,7 +161,7 @@ MQAR = Experiment(
             rule=special(
                 "At every width, no recurrent architecture with as much state or less has a "
                 "higher mean accuracy than Atlas.",
-                _mqar_atlas,
+                _best_per_state,
             ),
             scales=("small", "paper"),
         ),
@@ -187,49 +173,27 @@ MQAR = Experiment(
         "small": {"seeds": 3, "vocab": 64, "length": 48, "pairs": [4, 8, 12], "asked": [4, 8, 12]}
         | {"widths": [8, 16], "steps": 800, "batch": 16, "lrs": [1e-2, 3e-3], "tested": 128}
         | {"evaluations": 10, "solved": 0.995}
-        | {
-            "architectures": [
-                "linear_attention",
-                "delta_net",
-                "gated_delta_net",
-                "titans",
-                "omega_net",
-                "atlas",
-                "softmax_attention",
-            ]
-        },
+        | {"architectures": list(SMALL)},
         "paper": {"seeds": 3, "vocab": 8192, "length": 512, "pairs": [4, 8, 16, 32, 64]}
         | {"asked": [4, 8, 16, 32, 64, 128], "widths": [64, 128, 256, 512], "steps": 50_000}
         | {"batch": 256, "lrs": [1e-4, 4.6e-4, 2.2e-3, 1e-2], "tested": 1000, "evaluations": 64}
         | {"solved": 0.999}
-        | {
-            "architectures": [
-                "linear_attention",
-                "based",
-                "gla",
-                "mamba2",
-                "delta_net",
-                "gated_delta_net",
-                "titans",
-                "omega_net",
-                "atlas",
-                "softmax_attention",
-            ]
-        },
+        | {"architectures": list(MODELS)},
     },
     cells=lambda config: [
         {"architecture": name, "width": width}
         for name in config["architectures"]
         for width in config["widths"]
     ],
-    measure=_mqar_measure,
-    figure=_mqar_draw,
+    measure=_measure,
+    figure=_figure,
     notes=(
-        "120 steps, where every recurrent row was at chance. With steps of a fixed size Atlas was "
-        "at chance after 800 (0.045 at width 16), also with steps 8 and 32 times as large or "
-        "batches of 4 tokens; with steps that are searched along its direction it has 0.741. Its "
-        "tokens read the memory of their batch's start, so what a batch of 16 was told cannot be "
-        "answered in it. OmegaNet, which reads at every token, has 0.999."
+        "After 120 steps every recurrent architecture was at chance. With steps of a fixed size "
+        "Atlas was at chance after 800 (0.045 at width 16), also with steps 8 and 32 times as "
+        "large or batches of 4 tokens; with a search of the step size along its direction it has "
+        "0.741. Its tokens read the memory as of the start of their inner batch of 16 tokens, so "
+        "it cannot recall a pair within that batch. OmegaNet reads the memory of every token and "
+        "has 0.999."
     ),
 )
 

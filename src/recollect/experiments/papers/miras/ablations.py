@@ -1,4 +1,4 @@
-"""What MONETA's powers and YAAD's parts do for language models: MIRAS figure 4 and table 4."""
+"""Language models with MONETA's powers and without YAAD's parts: MIRAS figure 4 and table 4."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from recollect.choices.bias.losses import L2, Lp
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep
 from recollect.choices.retention.links import Lq
-from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
-from recollect.experiments.framework.rules import Verdict, special, verdict
-from recollect.experiments.papers.language import (
-    BITS,
-    FINEWEB,
-    LOCAL,
-    SMOKE,
-    language_model,
+from recollect.experiments.framework import (
+    Cell,
+    Claim,
+    Config,
+    NotMeasured,
+    Results,
+    Verdict,
+    below,
+    lines,
+    plot_panels,
+    special,
+    verdict,
 )
-from recollect.experiments.papers.language_results import (
-    beside_bigram,
-    bits,
-    curves_by,
-    learned,
-    ranked_models,
-    told,
+from recollect.experiments.papers.language_models import (
+    BIGRAM,
+    BITS,
+    C4,
+    TRAINED,
+    bits_ranking,
+    if_learned,
+    language_models,
 )
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import Panel, RenderedFigure, panel_figure
 from recollect.zoo.preset import get
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.compare import ModelSpec as Named
+    from recollect.experiments.comparison.compare import ModelSpec
 
-__all__ = ["EXPERIMENTS", "PARTS", "yaad_variant"]
+__all__ = ["COMPONENTS", "EXPERIMENTS", "yaad_variant"]
 
 # -- figure 4 --------------------------------------------------------------------------------------
 
 P, Q = 3.0, 4.0
-"""MONETA's own."""
+"""Powers of MONETA."""
 
 
-def _moneta(cell: Cell) -> Named:
+def _moneta(cell: Cell) -> ModelSpec:
     preset, p, q = get("moneta"), float(cell["p"]), float(cell["q"])
     retention = preset.recipe.retention
     assert isinstance(retention, Lq)
@@ -61,142 +62,115 @@ def _pq_cells(config: Config) -> list[Cell]:
     return [{"p": p, "q": q, "length": T} for p, q in powers for T in config["lengths"]]
 
 
-def _pq_measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    return language_model(config, _moneta(cell), seed=seed, device=device, length=cell["length"])
-
-
-def _over_lengths(results: Results, p: float) -> float:
-    lengths = results.axis_values("length", p=p, q=Q)
-    return sum(bits(results, p=p, q=Q, length=T) for T in lengths) / len(lengths)
-
-
-def _pq_best(results: Results) -> Verdict:
-    learned(results)
-    found = {p: _over_lengths(results, p) for p in results.axis_values("p", q=Q)}
+def _best_and_worst_p(results: Results) -> Verdict:
+    bits = {p: results.mean(BITS, p=p, q=Q) for p in results.axis_values("p", q=Q)}
+    bits = {p: math.inf if math.isnan(x) else x for p, x in bits.items()}
+    ranked = sorted(bits, key=lambda p: bits[p])
     return verdict(
-        min(found, key=lambda p: found[p]) == P and max(found, key=lambda p: found[p]) == 4.0,
-        f"Bits per byte, mean over lengths: {told({f'p = {p:g}': x for p, x in found.items()})}.",
+        (ranked[0], ranked[-1]) == (P, 4.0),
+        "Mean bits per byte: " + ", ".join(f"p = {p:g} {bits[p]:.3f}" for p in ranked) + ".",
     )
 
 
 def _gain(results: Results, p: float, q: float) -> float:
-    """Bits by which the longest rows are better than the shortest."""
-    lengths = sorted(results.axis_values("length", p=p, q=q))
-    short, long = (results.mean(BITS, p=p, q=q, length=at) for at in (lengths[0], lengths[-1]))
+    """Return the decrease in bits from the shortest to the longest sequences."""
+    lengths = results.axis_values("length", p=p, q=q)
+    short, long = (results.mean(BITS, p=p, q=q, length=f(lengths)) for f in (min, max))
     if not math.isfinite(short - long):
         raise NotMeasured(f"p = {p:g}, q = {q:g} diverged, and has no gain from length")
     return short - long
 
 
-def _pq_slope(results: Results) -> Verdict:
-    learned(results)
+def _spread_over_q(results: Results) -> Verdict:
     over_p = [_gain(results, p, Q) for p in results.axis_values("p", q=Q)]
     over_q = [_gain(results, P, q) for q in results.axis_values("q", p=P)]
-    apart_p, apart_q = statistics.stdev(over_p), statistics.stdev(over_q)
+    spread_p, spread_q = statistics.stdev(over_p), statistics.stdev(over_q)
     return verdict(
-        apart_q > apart_p,
-        f"From the shortest to the longest rows bits per byte fall by {min(over_q):.3f} to "
-        f"{max(over_q):.3f} over q (standard deviation {apart_q:.3f}) and by {min(over_p):.3f} to "
-        f"{max(over_p):.3f} over p ({apart_p:.3f}).",
+        spread_q > spread_p,
+        f"From the shortest to the longest sequences bits per byte fall by {min(over_q):.3f} to "
+        f"{max(over_q):.3f} over q (standard deviation {spread_q:.3f}) and by {min(over_p):.3f} to "
+        f"{max(over_p):.3f} over p ({spread_p:.3f}).",
     )
 
 
-def _pq_draw(results: Results) -> RenderedFigure:
-    panels = []
-    for axis, other, value in (("p", "q", Q), ("q", "p", P)):
-        lines = curves_by(results, line="length", along=axis, **{other: value})
-        panels.append(
-            Panel(
-                y=BITS,
-                series=[replace(line, name=f"rows of {line.name}") for line in lines],
-                baselines=beside_bigram(results),
-                x=axis,
-                title=f"{other} = {value:g}",
-            )
-        )
-    return panel_figure(panels, x="", title="MONETA's powers", height=3.6)
+_POWERS = {
+    "y": BITS,
+    "by": "length",
+    "name": "rows of {length}",
+    "baselines": {BIGRAM: BIGRAM},
+}
 
-
-PQ = Experiment(
+PQ = language_models(
     name="miras-pq",
     title="Powers of bias and retention",
     source="MIRAS figure 4",
     protocol=(
         "MONETA with the loss ℓ_p and the retention L_q, at equal parameters and tokens: p "
-        "varies at q = 4 and q at p = 3, each trained anew for every length of rows. The "
-        "preset's steps, measured by what they correct, are those of every power. The paper: 2K "
-        "to 16K tokens, the size of the models is not printed. Small scale: rows of 64 and 256 "
-        "bytes, two layers of width 64, 80 steps of 512 bytes. The paper's scale: 340M "
-        "parameters, 15 · 10⁹ tokens of C4, as its scaling figures have."
+        "varies at q = 4 and q at p = 3, with one training for every length of the sequences. All "
+        "powers use the step sizes of the preset, which are relative to the correction. The paper: "
+        "2K to 16K tokens; it does not print the size of the models. Small scale: sequences of 64 "
+        "and 256 bytes, two layers of width 64, 80 steps of 512 bytes. The paper's scale: 340M "
+        "parameters, 15 · 10⁹ tokens of C4, as in its scaling figures."
     ),
     claims=(
         Claim(
             name="p = 3 best, 4 worst",
             text="The best performance is achieved at p = 3, and the worst at p = 4.",
-            rule=special(
-                "Of the mean bits per byte over lengths and seeds those at p = 3 are the smallest "
-                "and those at p = 4 the largest.",
-                _pq_best,
+            rule=if_learned(
+                special(
+                    "Of the mean bits per byte over lengths and seeds those at p = 3 are the "
+                    "smallest and those at p = 4 the largest.",
+                    _best_and_worst_p,
+                )
             ),
-            scales=("small", "paper"),
+            scales=TRAINED,
         ),
         Claim(
             name="q changes the scaling",
             text="The scaling with the length of the context is almost the same for all p, and q "
             "changes it.",
-            rule=special(
-                "The bits per byte gained from the shortest to the longest rows have a larger "
-                "standard deviation over q than over p.",
-                _pq_slope,
+            rule=if_learned(
+                special(
+                    "The bits per byte gained from the shortest to the longest sequences have a "
+                    "larger standard deviation over q than over p.",
+                    _spread_over_q,
+                )
             ),
-            scales=("small", "paper"),
+            scales=TRAINED,
         ),
     ),
-    configs={
-        "smoke": {**SMOKE, "p": [1.0, 3.0], "q": [2.0, 4.0], "lengths": [16, 32]},
-        "small": {**LOCAL, "seeds": 3, "steps": 80, "lengths": [64, 256]}
-        | {"p": [1.0, 1.5, 2.0, 2.8, 3.0, 3.2, 4.0], "q": [2.0, 3.0, 4.0, 5.0]},
-        "paper": {
-            **FINEWEB,
-            "depth": 24,
-            "width": 1024,
-            "parameters": 340_000_000,
-            "tokens": 15 * 10**9,
-            "lr": 1.5e-3,
-            "lengths": [2048, 4096, 8192, 16_384],
-            "p": [1.0, 1.5, 2.0, 2.8, 3.0, 3.2, 4.0],
-            "q": [2.0, 3.0, 4.0, 5.0],
-            "data": {
-                "dataset": "allenai/c4",
-                "name": "en",
-                "heldout_split": "validation",
-                "tokenizer": "fla-hub/gla-1.3B-100B",
-            },
-            "tasks": [],
-        },
-    },
+    smoke={"p": [1.0, 3.0], "q": [2.0, 4.0], "lengths": [16, 32]},
+    small={"steps": 80, "lengths": [64, 256]}
+    | {"p": [1.0, 1.5, 2.0, 2.8, 3.0, 3.2, 4.0], "q": [2.0, 3.0, 4.0, 5.0]},
+    paper=C4
+    | {"width": 1024, "parameters": 340_000_000, "tokens": 15 * 10**9, "lr": 1.5e-3}
+    | {"lengths": [2048, 4096, 8192, 16_384]}
+    | {"p": [1.0, 1.5, 2.0, 2.8, 3.0, 3.2, 4.0], "q": [2.0, 3.0, 4.0, 5.0]},
+    model=_moneta,
     cells=_pq_cells,
-    measure=_pq_measure,
-    figure=_pq_draw,
+    figure=plot_panels(
+        lines(x="p", q=Q, panel_x="p", panel_title=f"q = {Q:g}", **_POWERS),
+        lines(x="q", p=P, panel_x="q", panel_title=f"p = {P:g}", **_POWERS),
+        title="MONETA's powers",
+        height=3.6,
+    ),
     notes=(
-        "p = 1 alone makes the spread over p the larger one: without it the standard deviations "
-        "are 0.031 over p and 0.110 over q (one seed). With equal tokens longer rows are fewer "
-        "rows in a step, and after so few steps every power predicts worse with them."
+        "The spread over p is larger only because of p = 1: without it the standard deviations "
+        "are 0.031 over p and 0.110 over q (one seed). At equal tokens a step has fewer of the "
+        "longer sequences, and after so few steps every power predicts them worse."
     ),
 )
 
 # -- table 4 ---------------------------------------------------------------------------------------
 
-WHOLE = "YAAD"
+FULL = "YAAD"
+
+RecipeEdit = Callable[[Recipe, LayerOptions], tuple[Recipe, LayerOptions]]
 
 
 def _without_gates(options: LayerOptions, *names: str) -> LayerOptions:
     gates = {name: gate for name, gate in dict(options.gate_options).items() if name not in names}
     return replace(options, gate_options=gates)
-
-
-def _no_retention(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
-    return replace(recipe, retention=Keep()), _without_gates(options, "log_decay")
 
 
 def _learned_threshold(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
@@ -205,97 +179,71 @@ def _learned_threshold(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, L
     return recipe, replace(options, gate_options=gates)
 
 
-def _far_alone(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
-    # The smoothing of value_less, through which values can be learned.
-    return replace(recipe, bias=Lp(p=1, eps=1e-2)), _without_gates(options, "threshold")
-
-
-def _near_alone(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
-    return replace(recipe, bias=L2()), _without_gates(options, "threshold")
-
-
-def _linear(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
+def _linear_memory(recipe: Recipe, options: LayerOptions) -> tuple[Recipe, LayerOptions]:
     plain = replace(_without_gates(options, "norm_weight"), last_map_init_scale=1.0)
     return replace(recipe, memory=Matrix()), plain
 
 
-Change = Callable[[Recipe, LayerOptions], tuple[Recipe, LayerOptions]]
-
-PARTS: Mapping[str, Change] = {
-    "without retention gate": _no_retention,
+COMPONENTS: Mapping[str, RecipeEdit] = {
+    "without retention gate": lambda recipe, options: (
+        replace(recipe, retention=Keep()),
+        _without_gates(options, "log_decay"),
+    ),
     "without input-dependent threshold": _learned_threshold,
-    "without ℓ₂": _far_alone,
-    "without ℓ₁": _near_alone,
-    "without deep memory": _linear,
+    # The smoothing of value_less, with which values can be learned.
+    "without ℓ₂": lambda recipe, options: (
+        replace(recipe, bias=Lp(p=1, eps=1e-2)),
+        _without_gates(options, "threshold"),
+    ),
+    "without ℓ₁": lambda recipe, options: (
+        replace(recipe, bias=L2()),
+        _without_gates(options, "threshold"),
+    ),
+    "without deep memory": _linear_memory,
 }
-"""What is taken from YAAD, and how."""
+"""Functions that remove one part of YAAD."""
 
 
-def yaad_variant(name: str) -> Named:
-    """YAAD, or YAAD without one of its `PARTS`, as a model.
+def yaad_variant(name: str) -> ModelSpec:
+    """Return YAAD, or YAAD without one of its `COMPONENTS`.
 
     Args:
-        name: of `PARTS`, or ``"YAAD"``.
+        name: a name of `COMPONENTS`, or ``"YAAD"``.
     """
     preset = get("yaad")
-    if name == WHOLE:
-        return WHOLE, preset.recipe, preset.options
-    return name, *PARTS[name](preset.recipe, preset.options)
+    if name == FULL:
+        return FULL, preset.recipe, preset.options
+    return name, *COMPONENTS[name](preset.recipe, preset.options)
 
 
-def _parts_measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    return language_model(config, yaad_variant(str(cell["model"])), seed=seed, device=device)
-
-
-def _helps(less: str) -> Callable[[Results], Verdict]:
-    def judge(results: Results) -> Verdict:
-        learned(results)
-        found = {name: bits(results, model=name) for name in (WHOLE, less)}
-        return verdict(found[WHOLE] < found[less], f"Bits per byte: {told(found)}.")
-
-    return judge
-
-
-def _parts_draw(results: Results) -> RenderedFigure:
-    return ranked_models(
-        results, axis="model", title="YAAD without its parts", marked={"whole": [WHOLE]}
-    )
-
-
-ABLATION = Experiment(
+ABLATION = language_models(
     name="miras-ablation",
     title="YAAD without its parts",
     source="MIRAS table 4",
     protocol=(
         "YAAD, and YAAD without one part, at equal parameters and tokens: without its retention "
-        "gate (α = 1), with a threshold δ that is learned and no function of the token, with the "
-        "ℓ₁ loss alone (smoothed as in value_less), with the ℓ₂ loss alone, with a matrix for a "
-        "memory. Nothing else changes; an option of what was taken away goes with it. The "
-        "paper's measure is the mean score of its tasks, ours the held-out bits per byte; its "
-        "size is not printed. Small scale: two layers of width 64, 100 steps of 512 bytes, rows "
-        "of 128. The paper's scale: 760M parameters on FineWeb-Edu, bits per byte of WikiText, "
-        "and the tasks."
+        "gate (α = 1), with a learned threshold δ that does not depend on the token, with the ℓ₁ "
+        "loss alone (smoothed as in value_less), with the ℓ₂ loss alone, with a matrix memory. "
+        "Nothing else changes, except that options of a removed part are removed. The paper "
+        "measures the mean score of its tasks, this experiment the held-out bits per byte; the "
+        "paper does not print the size. Small scale: two layers of width 64, 100 steps of 512 "
+        "bytes, sequences of 128. The paper's scale: 760M parameters on FineWeb-Edu, bits per byte "
+        "of WikiText, and the tasks."
     ),
     claims=tuple(
         Claim(
-            name=f"{less.removeprefix('without ')} helps",
+            name=f"{name.removeprefix('without ')} helps",
             text="All design choices contribute to the performance.",
-            rule=special(
-                f"YAAD's mean bits per byte are below those of YAAD {less}.",
-                _helps(less),
-            ),
-            scales=("small", "paper"),
+            rule=if_learned(below(BITS, lower=(FULL,), upper=(name,))),
+            scales=TRAINED,
         )
-        for less in PARTS
+        for name in COMPONENTS
     ),
-    configs={
-        "smoke": {**SMOKE, "models": [WHOLE, *PARTS]},
-        "small": {**LOCAL, "seeds": 3, "models": [WHOLE, *PARTS]},
-        "paper": {**FINEWEB, "models": [WHOLE, *PARTS]},
-    },
-    cells=lambda config: [{"model": name} for name in config["models"]],
-    measure=_parts_measure,
-    figure=_parts_draw,
+    smoke={"models": [FULL, *COMPONENTS]},
+    small={"models": [FULL, *COMPONENTS]},
+    paper={"models": [FULL, *COMPONENTS]},
+    model=lambda cell: yaad_variant(str(cell["model"])),
+    figure=bits_ranking("YAAD without its parts", {"whole": [FULL]}),
     tables=("miras_table4",),
 )
 

@@ -1,21 +1,34 @@
-"""Needles in a haystack: short texts are learned, long ones asked (MIRAS and ATLAS, tables 3)."""
+"""Needles in a haystack, learned in short texts and tested in long ones: MIRAS, ATLAS, tables 3."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
-from recollect.experiments.framework.experiment import Claim, Config, Experiment
-from recollect.experiments.framework.records import Cell, Results, Values
-from recollect.experiments.framework.rules import Verdict, not_testable, special, verdict
-from recollect.experiments.papers.reading.course import answered, mixer_named, taught
-from recollect.experiments.papers.reading.questions import needle_batch, needle_words
-from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
+import torch
+
+from recollect.experiments.framework import (
+    Batch,
+    Cell,
+    Claim,
+    Config,
+    Experiment,
+    Results,
+    Values,
+    Verdict,
+    heldout_generator,
+    lines,
+    not_testable,
+    plot_panels,
+    special,
+    verdict,
+)
+from recollect.experiments.papers.reading.curriculum import measures_by_length, train_and_test
+from recollect.experiments.papers.reading.texts import needle_batch, needle_vocabulary
 from recollect.tasks.needles import NeedleName
 
 __all__ = ["EXPERIMENTS"]
 
-NAMES: dict[NeedleName, str] = {
+TITLES: dict[NeedleName, str] = {
     "passkey": "S-NIAH-1 (passkey)",
     "number": "S-NIAH-2 (number)",
     "uuid": "S-NIAH-3 (UUID)",
@@ -24,147 +37,122 @@ LESSONS: dict[str, tuple[NeedleName, ...]] = {
     "numbers": ("passkey", "number"),
     "all": ("passkey", "number", "uuid"),
 }
-IN_TEXT = ("number", "uuid")
+NEEDLES_IN_TEXT = ("number", "uuid")
 DEEP = ("titans", "atlas")
 SHALLOW = ("delta_net", "ttt_linear", "ttt_mlp")
+MEMORIES = ("titans", "titans_mac", "atlas", "atlas_mag")
+MODELS = ("softmax_attention", "gated_delta_net", *SHALLOW, *MEMORIES)
 LEARNED = 0.5
-"""Of the texts as long as those of the training, the share that tells that a task was learned."""
-
-
-def _tested(config: Config) -> dict[int, int]:
-    return {int(length): count for length, count in config["tested"]}
+"""Accuracy in texts of the training's length from which a task counts as learned."""
 
 
 def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    words = needle_words(config["frequent"])
-    mixer = mixer_named(str(cell["model"]), config)
+    vocabulary = needle_vocabulary(config["frequent"])
 
-    def draw(
-        kind: str, length: int, batch: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def draw(kind: str, length: int, batch: int, generator: torch.Generator) -> Batch:
         names = LESSONS[kind]
-        parts = [
-            needle_batch(words, name, length, batch // len(names), generator) for name in names
-        ]
-        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        count = batch // len(names)
+        parts = (needle_batch(vocabulary, name, length, count, generator) for name in names)
+        inputs, labels = zip(*parts, strict=True)
+        return torch.cat(inputs), torch.cat(labels)
 
-    reader, lost = taught(config, mixer, len(words), draw, seed, device)
-    values = {"lost steps": float(lost)}
-    for length, count in _tested(config).items():
-        test = torch.Generator().manual_seed(1_000_003 + seed)
-        for name in NAMES:
-            texts = needle_batch(words, name, length, count, test, heldout=True)
-            found = answered(reader, *texts)
-            values[f"{name} {length}"] = found.right
-            values[f"{name} {length}, tokens"] = found.tokens
-    return values
+    def tests() -> Iterator[tuple[str, Batch]]:
+        for length, count in config["tested"]:
+            test = heldout_generator(seed)
+            for name in TITLES:
+                batch = needle_batch(vocabulary, name, length, count, test, heldout=True)
+                yield f"{name} {length}", batch
+
+    name = str(cell["model"])
+    return train_and_test(config, name, len(vocabulary), draw, tests(), seed, device)
 
 
-def _ends(results: Results) -> tuple[int, int]:
-    lengths = [int(length) for length, _ in results.config["tested"]]
+def _first_and_last(results: Results) -> tuple[int, int]:
+    lengths = [length for length, _ in results.config["tested"]]
     return lengths[0], lengths[-1]
 
 
-def _kept(results: Results, task: str, model: str) -> float | None:
-    """The share of the accuracy that is left at the longest; nothing where it was not learned."""
-    first, last = _ends(results)
-    learned = results.mean(f"{task} {first}", model=model)
-    return results.mean(f"{task} {last}", model=model) / learned if learned >= LEARNED else None
+def _retained(results: Results, task: str) -> dict[str, float]:
+    """Return the fraction of its accuracy that each model retains, if it learned the task."""
+    first, last = _first_and_last(results)
+    retained = {}
+    for model in (*DEEP, *SHALLOW):
+        learned = results.mean(f"{task} {first}", model=model)
+        if learned >= LEARNED:
+            retained[model] = results.mean(f"{task} {last}", model=model) / learned
+    return retained
 
 
-def _holds_with_length(results: Results) -> Verdict:
-    told: list[str] = []
-    wrong = compared = 0
-    for task in IN_TEXT:
-        kept = {model: _kept(results, task, model) for model in (*DEEP, *SHALLOW)}
-        shares = {model: share for model, share in kept.items() if share is not None}
-        if not shares.keys() & set(DEEP) or not shares.keys() & set(SHALLOW):
-            told.append(f"{task}: learned by {', '.join(shares) or 'none'}")
-            continue
-        compared += 1
-        wrong += sum((share >= 0.5) != (model in DEEP) for model, share in shares.items())
-        told.append(f"{task}: " + ", ".join(f"{m} {share:.2f}" for m, share in shares.items()))
-    first, last = _ends(results)
-    because = f"Of the accuracy at {first:,} tokens is left at {last:,}: {'; '.join(told)}."
-    return verdict(not wrong, because) if compared else not_testable(because)
+def _deep_memories_hold(results: Results) -> Verdict:
+    parts: list[str] = []
+    failures = compared = 0
+    for task in NEEDLES_IN_TEXT:
+        retained = _retained(results, task)
+        if retained.keys() & set(DEEP) and retained.keys() & set(SHALLOW):
+            compared += 1
+            failures += sum((x >= 0.5) != (model in DEEP) for model, x in retained.items())
+            parts.append(f"{task}: " + ", ".join(f"{m} {x:.2f}" for m, x in retained.items()))
+        else:
+            parts.append(f"{task}: learned by {', '.join(retained) or 'none'}")
+    first, last = _first_and_last(results)
+    evidence = (
+        f"Fraction of the accuracy at {first:,} tokens that is retained at {last:,}: "
+        f"{'; '.join(parts)}."
+    )
+    return verdict(not failures, evidence) if compared else not_testable(evidence)
 
 
 def _hybrid_reaches_further(results: Results) -> Verdict:
-    lengths = [int(length) for length, _ in results.config["tested"]][1:]
-    found: dict[str, float] = {}
-    for model in ("atlas_mag", "atlas"):
-        each = [results.mean(f"{t} {n}", model=model) for t in NAMES for n in lengths]
-        found[model] = sum(each) / len(each)
-    learned = max(results.mean(f"{t} {_ends(results)[0]}", model=m) for t in NAMES for m in found)
-    because = (
-        f"Beyond the training's length, mean over tasks and lengths: Atlas (MAG) "
-        f"{found['atlas_mag']:.3f}, Atlas {found['atlas']:.3f}."
+    (first, _), *longer = results.config["tested"]
+    hybrid, atlas = (
+        sum(results.mean(f"{task} {n}", model=model) for task in TITLES for n, _ in longer)
+        / (len(TITLES) * len(longer))
+        for model in ("atlas_mag", "atlas")
     )
-    return verdict(found["atlas_mag"] > found["atlas"], because) if learned >= LEARNED else (
-        not_testable(f"Neither learned a task. {because}")
-    )  # fmt: skip
-
-
-def _draw(results: Results) -> RenderedFigure:
-    lengths = [int(length) for length, _ in results.config["tested"]]
-    panels = []
-    shown = [(title, "right answers", f"{name} {{}}") for name, title in NAMES.items()]
-    shown.append(("S-NIAH-3, token by token", "right tokens", "uuid {}, tokens"))
-    for title, y, measure in shown:
-        series = []
-        for model in results.axis_values("model"):
-            each = [results.values(measure.format(length), model=model) for length in lengths]
-            series.append(
-                Series(
-                    name=str(model),
-                    x=lengths,
-                    y=[sum(some) / len(some) for some in each],
-                    low=[min(some) for some in each],
-                    high=[max(some) for some in each],
-                )
-            )
-        panels.append(Panel(y=y, series=series, title=title, log_x=True, y_range=(0.0, 1.05)))
-    return panel_figure(
-        panels,
-        x="length of the text (tokens)",
-        title=f"Needles, learned in texts of {lengths[0]} tokens",
-        height=2.8,
+    evidence = (
+        "Beyond the training's length, mean over tasks and lengths: Atlas (MAG) "
+        f"{hybrid:.3f}, Atlas {atlas:.3f}."
     )
+    best = max(
+        results.mean(f"{task} {first}", model=model)
+        for task in TITLES
+        for model in ("atlas_mag", "atlas")
+    )
+    if best < LEARNED:
+        return not_testable(f"Neither learned a task. {evidence}")
+    return verdict(hybrid > atlas, evidence)
 
 
-MODELS = (
-    *("softmax_attention", "gated_delta_net", "delta_net", "ttt_linear", "ttt_mlp"),
-    *("titans", "titans_mac", "atlas", "atlas_mag"),
-)
+_LINES = {"by": "model", "log_x": True, "y_range": (0.0, 1.05)}
 
 NIAH = Experiment(
     name="niah",
     title="Needles in a haystack, by length",
     source="MIRAS section 6.3, table 3; ATLAS section 6.2, table 3",
     protocol=(
-        "RULER's single needles in words of our own: a number in a filler paragraph (1), a number "
-        "in text (2), a UUID in text (3). The text is the documentation of Python and torch, its "
-        "held-out part for the test. Tokens are words, of which the most frequent are known, "
-        "marks, and pairs of digits, so that a number is four tokens and a UUID twenty. The papers "
-        "measure language models trained on text; here small models of each row learn the tasks "
-        "themselves, with the loss on the answer, in a course that is the same for all: random "
-        "tokens to be repeated, of ever more different ones, then needles with numbers, then all "
-        "three in texts that grow to 512 tokens and never further. Every model has its preset's "
-        "options and a short convolution around each memory and attention; its read-out is its "
-        "embedding. AdamW, one rate. An answer counts where every token of it has the largest "
-        "logit after the ones before it, so where greedy decoding writes it; a text is read in "
-        "one pass. One seed, 45 minutes of a core at most."
+        "RULER's single needles with other words: a number in a filler paragraph (1), a number in "
+        "text (2), a UUID in text (3). The text is the documentation of Python and torch, with its "
+        "held-out part for the test. Tokens are the most frequent words, other characters, and "
+        "pairs of digits, so that a number has four tokens and a UUID twenty. The papers measure "
+        "language models trained on text. Here small models learn the tasks, with a loss on the "
+        "answer, in one curriculum for all models: the repetition of random tokens from a growing "
+        "vocabulary, then needles with numbers, then all three in texts that grow to 512 tokens. "
+        "Every model has the options of its preset, a short convolution around each memory and "
+        "attention, and tied embeddings. AdamW, one learning rate. An answer is correct if each of "
+        "its tokens has the largest logit after the tokens before it, as in greedy decoding; a "
+        "model reads a text in one pass. One seed, at most 45 minutes of a core."
     ),
     claims=(
         Claim(
             name="deep memories hold",
             text="Deep memories hold with length where DeltaNet and TTT fall, in text.",
             rule=special(
-                "Of S-NIAH-2 and 3 those count that Titans or Atlas, and DeltaNet or TTT, answer "
-                "in at least half of the texts of the training's length. On each, whichever of "
-                "Titans and Atlas does so keeps at least half of its accuracy in the longest "
-                "texts, and whichever of DeltaNet, TTT-Linear and TTT-MLP less than half.",
-                _holds_with_length,
+                "A model has learned a task if it answers at least half of the texts of the "
+                "training's length. S-NIAH-2 and 3 count if Titans or Atlas, and DeltaNet or TTT, "
+                "have learned them. Titans and Atlas retain at least half of their accuracy in the "
+                "longest texts of each task that they learned, and DeltaNet, TTT-Linear and "
+                "TTT-MLP less than half.",
+                _deep_memories_hold,
             ),
             scales=("small", "paper"),
         ),
@@ -173,8 +161,8 @@ NIAH = Experiment(
             text="Atlas's hybrids further improve the effective context length.",
             rule=special(
                 "The mean accuracy of Atlas (MAG) over the three tasks and all lengths beyond the "
-                "training's is above that of Atlas, where one of them answers a task in at least "
-                "half of the texts of the training's length.",
+                "training's is above that of Atlas, if one of them answers a task in at least half "
+                "of the texts of the training's length.",
                 _hybrid_reaches_further,
             ),
             scales=("small", "paper"),
@@ -216,15 +204,34 @@ NIAH = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    figure=_draw,
+    figure=plot_panels(
+        *(
+            lines(
+                y=measures_by_length(f"{name} {{}}"),
+                y_label="right answers",
+                panel_title=title,
+                **_LINES,
+            )
+            for name, title in TITLES.items()
+        ),
+        lines(
+            y=measures_by_length("uuid {}, tokens"),
+            y_label="right tokens",
+            panel_title="S-NIAH-3, token by token",
+            **_LINES,
+        ),
+        x_label="length of the text (tokens)",
+        title=lambda config: f"Needles, learned in texts of {config['tested'][0][0]} tokens",
+        height=2.8,
+    ),
     notes=(
-        "Bytes in place of words: after 600 steps neither softmax attention nor Gated DeltaNet "
-        "named one whole value. Digits one by one: Gated DeltaNet learned more slowly. No "
-        "repetition first: Titans did not begin in 500 steps. Repetition of all tokens from the "
-        "first step on: Titans and Gated DeltaNet did not learn it in 250, and of ever more "
-        "different ones they did. Repetition without a pause: Atlas, which reads its memory as it "
-        "stood when an inner batch of 16 tokens began, cannot. Half as many steps on numbers and a "
-        "width of 48: Gated DeltaNet answered less than half of the texts of 512 tokens."
+        "Bytes instead of words: after 600 steps neither softmax attention nor Gated DeltaNet "
+        "gave one complete value. Single digits: Gated DeltaNet learned more slowly. No repetition "
+        "first: Titans learned nothing in 500 steps. Repetition of all tokens from the first step: "
+        "Titans and Gated DeltaNet did not learn it in 250 steps, but they did with a growing "
+        "vocabulary. Repetition without a pause: Atlas cannot learn it, since it reads the memory "
+        "as of the start of an inner batch of 16 tokens. Half as many steps on numbers and a width "
+        "of 48: Gated DeltaNet answered less than half of the texts of 512 tokens."
     ),
     tables=("miras_table3", "atlas_table3"),
 )

@@ -63,7 +63,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     shown = replace(task, asks="repeats")
     result = fit(
         lambda: RecallModel(task.vocab, config["width"], recipe),
-        lambda generator, level: cues(shown, config["batch"], generator),
+        lambda generator: cues(shown, config["batch"], generator),
         lambda model: accuracy(model, *heldout),
         Budget.from_config(config, weight_decay=0.0),
         seed=seed,
