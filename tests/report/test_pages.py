@@ -101,7 +101,7 @@ def test_a_training_run_has_a_page(tmp_path: Path) -> None:
     text = check_page(page)
     assert (
         "After 4 steps (128 tokens) the held-out text is 3.250 bits per byte and the loss of the "
-        "last steps is 2.250 nats per token. It was still getting better: its last two held-out "
+        "last steps is 2.250 nats per token. It was still decreasing: the last two held-out "
         "values, after 64 and 128 tokens, are 3.500 and 3.250."
     ) in text
     for here in (
@@ -124,10 +124,10 @@ def test_a_run_that_got_worse_or_has_no_curve_says_so(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     worse = tuple({"step": n, "eval_bits_per_byte": x} for n, x in ((2, 3.0), (4, 3.5)))
     text = check_page(run_page(tmp_path, history=worse, heldout=3.5))
-    assert "Its least held-out value, 3.000, was that after 64 tokens." in text
+    assert "The smallest held-out value is 3.000, after 64 tokens." in text
     bare = {"loss": None, "heldout": None, "heldout_loss": None, "history": ()}
     page = run_page(tmp_path, **bare)
-    assert "The run has taken 4 steps (128 tokens)." in check_page(page)
+    assert "The run has 4 steps (128 tokens)." in check_page(page)
     assert "<figure>" not in page
 
 
@@ -139,7 +139,7 @@ def test_without_matplotlib_a_run_has_its_page_and_says_what_is_missing(
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = check_page(run_page(tmp_path))
-    assert "Its curves are not drawn: figures need matplotlib" in text
+    assert "There is no figure: figures need matplotlib" in text
 
 
 def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
 
     text = said(papers)
     assert (
-        "m was asked 150 documents of 3 tasks (none gave no finite number). Of 2 numbers that "
-        "papers report too, 1 is better than one at least of the papers' rows."
+        "m was evaluated on 150 documents of 3 tasks (none gave no finite number). 1 of 2 numbers "
+        "that papers report too is better than at least one model of the papers."
     ) in text
     for here in (
         "0.7 ± 0.01",
@@ -185,7 +185,7 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
         "abababababab…",
     ):
         assert str(here) in text
-    assert "No paper that is kept here reports these tasks." in said(())
+    assert "None of the stored papers reports these tasks." in said(())
 
 
 def test_the_gallery_has_the_same_look(tmp_path: Path) -> None:

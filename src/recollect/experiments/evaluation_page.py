@@ -1,4 +1,4 @@
-"""The report of an evaluation: numbers with their errors, and what the papers report beside."""
+"""Report of an evaluation: metrics with their standard errors, and the values of the papers."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ def save_evaluation_page(
     """Write ``report.html`` into a folder.
 
     Args:
-        result: what was measured.
-        papers: the papers' columns beside it, as `beside` finds them.
-        folder: it is made where it is missing.
-        command: the command line to print on the page.
+        result: the evaluation.
+        papers: values of the papers for its metrics.
+        folder: folder of the page, created if it does not exist.
+        command: command line that the page prints.
 
     Raises:
         OSError: the folder cannot be written.
     """
     names = Environment.__dataclass_fields__
-    about = Environment(**{name: result.environment[name] for name in names})
-    more = {name: str(value) for name, value in result.environment.items() if name not in names}
-    sections: list[Table | Note] = [_measured(result, papers)]
+    environment = Environment(**{name: result.environment[name] for name in names})
+    others = {name: str(value) for name, value in result.environment.items() if name not in names}
+    sections: list[Table | Note] = [_metrics_table(result, papers)]
     if result.notes:
-        sections.append(Note(title="What a reader must know", text="\n".join(result.notes)))
+        sections.append(Note(title="Notes", text="\n".join(result.notes)))
     for task, reason in result.failures.items():
         sections.append(Note(title=f"{task} was not measured", text=reason))
-    sections.append(_how(result))
+    sections.append(_settings_table(result))
     report = Report(
         kind="evaluation",
         title=f"Evaluation of {result.model}",
         command=command,
-        summary=_found(result, papers),
-        facts=about.facts() | more,
+        summary=_summary(result, papers),
+        facts=environment.facts() | others,
         sections=sections,
     )
     return report.save(Path(folder) / "report.html")
 
 
-def _measured(result: Evaluation, papers: Sequence[PaperComparison]) -> Table:
+def _metrics_table(result: Evaluation, papers: Sequence[PaperComparison]) -> Table:
     rows: list[list[CellValue]] = []
-    for one in (*result.tasks, *result.groups):
-        for metric in one.metrics:
-            here = [x for x in papers if (x.task, x.metric) == (one.task, metric)]
-            better = "less" if metric in one.lower_is_better else "more"
-            row: list[CellValue] = [one.task, metric, one.format(metric), better, one.documents]
-            rows.append([*row, "; ".join(map(str, here))] if papers else row)
+    for task in (*result.tasks, *result.groups):
+        for metric in task.metrics:
+            values = [str(x) for x in papers if (x.task, x.metric) == (task.task, metric)]
+            better = "less" if metric in task.lower_is_better else "more"
+            row = [task.task, metric, task.format(metric), better, task.documents]
+            rows.append([*row, "; ".join(values)] if papers else row)
     columns = ["task", "metric", "measured", "better", "documents"]
     return Table(
         title="Measured",
@@ -71,56 +71,42 @@ def _measured(result: Evaluation, papers: Sequence[PaperComparison]) -> Table:
     )
 
 
-def _how(result: Evaluation) -> Table:
-    """Under which settings each task was measured."""
-    names = list(dict.fromkeys(name for one in result.tasks for name in one.settings))
-    return Table(
-        title="How",
-        columns=["task", "version", *names, "batch", "seconds"],
-        rows=[
-            [
-                one.task,
-                one.version,
-                *(_plain(one.settings.get(name)) for name in names),
-                one.batch,
-                round(one.seconds, 1),
-            ]
-            for one in result.tasks
-        ],
-    )
+def _settings_table(result: Evaluation) -> Table:
+    names = list(dict.fromkeys(name for task in result.tasks for name in task.settings))
+    rows = []
+    for task in result.tasks:
+        settings = [_format_setting(task.settings.get(name)) for name in names]
+        rows.append([task.task, task.version, *settings, task.batch, round(task.seconds, 1)])
+    columns = ["task", "version", *names, "batch", "seconds"]
+    return Table(title="Settings", columns=columns, rows=rows)
 
 
-def _plain(value: object) -> CellValue:
-    """A setting as a cell; of a digest the beginning, as the results have it whole."""
+def _format_setting(value: object) -> CellValue:
+    """Return a setting as a cell. A digest is cut, since the results file contains all of it."""
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
         return f"{value[:12]}…"
     return value if value is None or isinstance(value, int | float) else str(value)
 
 
-def _found(result: Evaluation, papers: Sequence[PaperComparison]) -> str:
-    """Two sentences: what was asked, and how it stands to the papers."""
-    documents = sum(one.documents for one in result.tasks)
-    empty = [one.task for one in result.tasks if not one.finite]
-    missing = f" ({', '.join(empty)} gave no finite number)" if empty else ""
+def _summary(result: Evaluation, papers: Sequence[PaperComparison]) -> str:
+    """Return a sentence about the documents, and one about the values of the papers."""
+    documents = sum(task.documents for task in result.tasks)
+    empty = [task.task for task in result.tasks if not task.finite]
+    details = f" ({', '.join(empty)} gave no finite number)" if empty else ""
     if result.failures:
-        missing += f", and {', '.join(result.failures)} failed"
-    count = f"{len(result.tasks)} task{'' if len(result.tasks) == 1 else 's'}"
-    first = f"{result.model} was asked {documents:,} documents of {count}{missing}."
+        details += f", and {', '.join(result.failures)} failed"
+    tasks = f"{len(result.tasks)} task{'' if len(result.tasks) == 1 else 's'}"
+    summary = f"{result.model} was evaluated on {documents:,} documents of {tasks}{details}."
     if not papers:
-        return f"{first} No paper that is kept here reports these tasks."
-    below = {
-        (one.task, one.metric): any(
-            one.value > value if _more(result, one) else one.value < value for _, value in one.rows
+        return f"{summary} None of the stored papers reports these tasks."
+    is_better: dict[tuple[str, str], bool] = {}
+    for paper in papers:
+        sign = -1 if paper.metric in result[paper.task].lower_is_better else 1
+        is_better[paper.task, paper.metric] = any(
+            sign * paper.value > sign * value for _, value in paper.rows
         )
-        for one in papers
-    }
-    count = sum(below.values())
-    verb = "is" if count == 1 else "are"
+    count = sum(is_better.values())
     return (
-        f"{first} Of {len(below)} numbers that papers report too, {count} {verb} better than one "
-        "at least of the papers' rows."
+        f"{summary} {count} of {len(is_better)} numbers that papers report too "
+        f"{'is' if count == 1 else 'are'} better than at least one model of the papers."
     )
-
-
-def _more(result: Evaluation, one: PaperComparison) -> bool:
-    return one.metric not in result[one.task].lower_is_better
