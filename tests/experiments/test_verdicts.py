@@ -604,6 +604,24 @@ def test_readers_that_learned_nothing_are_not_judged(experiment: str, rows: Rows
         assert verdict.status == "not testable at this scale", verdict.evidence
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_diverged_run_counts_in_any_order_of_the_cells(order: int) -> None:
+    widths: Rows = [
+        ({"architecture": name, "width": width}, {"accuracy": x})
+        for width, delta in ((8, math.nan), (16, 0.9))
+        for name, x in (("linear_attention", 0.3), ("delta_net", delta))
+    ]
+    positive = [({"group": "parity", "model": POSITIVE}, {"accuracy": x}) for x in (0.6, math.nan)]
+    parity: Rows = [*positive, ({"group": "parity", "model": ONE}, {"accuracy": 1.0})]
+    for name, claim, rows in (
+        ("mqar", "delta rule above Hebbian", widths),
+        ("word-problems", "parity", parity),
+    ):
+        (found,) = [c for c in EXPERIMENTS[name].claims if c.name == claim]
+        verdict = found.verdict(made(name, rows[::order]))
+        assert verdict.status == "does not hold", verdict.evidence
+
+
 def test_how_many_pairs_are_named() -> None:
     """Against the sum over pairs of the chance to be drawn."""
     assert mean_named_pairs(1, 2) == pytest.approx(1.0)
