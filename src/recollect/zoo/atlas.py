@@ -7,6 +7,8 @@ Examples:
 
 from __future__ import annotations
 
+from typing import Any
+
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.algorithm.muon import Muon
 from recollect.choices.bias.losses import DotProduct
@@ -17,7 +19,7 @@ from recollect.choices.memory.maps import MLP, GatedMLP
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo.fidelity import Sentences, approximation, exact, reconstruction
+from recollect.zoo.fidelity import approximation, exact, reconstruction
 from recollect.zoo.preset import decay_from, limit_multiple, preset
 from recollect.zoo.references import ATLAS
 
@@ -44,20 +46,14 @@ _MUON_EQUATION = (
 )
 
 
-def _muon_deviations(*steps: str) -> dict[str, Sentences]:
+def _muon_deviations(steps: str) -> dict[str, Any]:
     return {
-        "step": (
-            *steps,
-            (
-                "η_t multiplies after Newton–Schulz, as in eq. 32; before it, as in eq. 58, it "
-                "would cancel."
-            ),
-            (
-                "λ_t is the length of the orthogonalised step with the least error to first "
-                "order; the papers print no length."
-            ),
-        ),
-        "features": ("The features are the polynomials of eq. 58; eq. 33 prints φ*.", _POLYNOMIAL),
+        "step": f"{steps}\n"
+        "η_t multiplies after Newton–Schulz, as in eq. 32; before it, as in eq. 58, it would "
+        "cancel.\n"
+        "λ_t is the length of the orthogonalised step with the least error to first order; the "
+        "papers print no length.",
+        "features": f"The features are the polynomials of eq. 58; eq. 33 prints φ*.\n{_POLYNOMIAL}",
         "sign": "The signs are those of eqs. 57–58, which lead to the same memory.",
         "memory": "The memory has no layer norm, which appendix E mentions.",
         "half_loss": True,
@@ -174,13 +170,9 @@ def omega_net() -> tuple[Recipe, LayerOptions]:
     fidelity=approximation(
         "ATLAS eq. 10, in inner batches as eq. 16, with a memory of recollect",
         source_equation=_OMEGA_EQUATION,
-        memory=(
-            (
-                "The memory has learned weights W̄ that are not memory; only W is written and "
-                "decays, where all weights of omega_net decay."
-            ),
-            "The memory has no layer norm.",
-        ),
+        memory="The memory has learned weights W̄ that are not memory; only W is written and "
+        "decays, where all weights of omega_net decay.\n"
+        "The memory has no layer norm.",
         decay="α_t starts near 0.98; that of omega_net starts near 0.999.",
         normalized_step=True,
         key_overlap=True,
@@ -210,8 +202,7 @@ def omega_net_with_base() -> tuple[Recipe, LayerOptions]:
         source_equation=_MUON_EQUATION,
         **_muon_deviations(
             "Newton–Schulz runs once per inner batch, at its end; atlas_per_token runs it at every "
-            "token.",
-            "Tokens read the memory of the start of their inner batch.",
+            "token.\nTokens read the memory of the start of their inner batch."
         ),
     ),
 )
@@ -248,8 +239,8 @@ def atlas_per_token() -> tuple[Recipe, LayerOptions]:
         "ATLAS eqs. 32–33 with the memory of eq. 43",
         source_equation=f"{_MUON_EQUATION}\nM(·) = (·) + W_1(σ(W_2(·)) ⊗ W_3(·))  (ATLAS eq. 43)",
         **_muon_deviations(
-            "Newton–Schulz runs once per inner batch, at its end.",
-            "Tokens read the memory of the start of their inner batch.",
+            "Newton–Schulz runs once per inner batch, at its end.\n"
+            "Tokens read the memory of the start of their inner batch."
         ),
     ),
 )

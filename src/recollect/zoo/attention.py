@@ -157,13 +157,9 @@ def fox() -> tuple[Recipe, LayerOptions]:
         source_equation="o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
         "g_i(x_(i:t)) = W_G(x_i)ᵀ x_t  (AM, after eq. 31)",
         normalizer="The weights are divided by their sum; the paper omits the normaliser.",
-        gates=(
-            (
-                "The bilinear form passes through a sigmoid, because the weights of a mean must "
-                "not be negative."
-            ),
-            "The bilinear form is one per head, divided by √K.",
-        ),
+        gates="The bilinear form passes through a sigmoid, because the weights of a mean must "
+        "not be negative.\n"
+        "The bilinear form is one per head, divided by √K.",
         other_forms="The paper's own form is context.Bilinear() with bias.DotProduct(); the "
         "paper tests none.",
     ),
@@ -191,10 +187,8 @@ def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
         "g_e = 1 if s_e(q_t) ∈ Topk({s_e′(q_t) | e′ ∈ [E]}, k), 0 otherwise  (AM eq. 26)\n"
         "s_e(q_t) = ⟨q_t, mean-pool({k_i}_(i∈Expert(e)))⟩  (AM eq. 27)",
         normalizer="The weights are divided by their sum; AM omits the normaliser.",
-        blocks=(
-            "The current block is always among the top, as in Lu et al.",
-            "Blocks hold 64 tokens, and a query reads 3 of them.",
-        ),
+        blocks="The current block is always among the top, as in Lu et al.\n"
+        "Blocks hold 64 tokens, and a query reads 3 of them.",
     ),
 )
 def moba() -> tuple[Recipe, LayerOptions]:

@@ -70,7 +70,7 @@ def _kernel_rule(kernel: str) -> str:
     ),
     fidelity=exact(
         "Choromanski et al. lemma 1, orthogonal directions (FAVOR+)",
-        features=("The 4K directions are drawn once, before training.", "The features have no ε."),
+        features="The 4K directions are drawn once, before training.\nThe features have no ε.",
         no_qk_norm=True,
     ),
 )
@@ -239,13 +239,9 @@ def dpfp() -> tuple[Recipe, LayerOptions]:
     fidelity=approximation(
         "Kacham et al. algorithm 1 at degree 4",
         normalizer="The weights are divided by their sum; the authors divide by 1 plus it.",
-        features=(
-            (
-                "All weights are sketched; the authors take exact ones within blocks of the "
-                "sequence."
-            ),
-            "The sketches are Gaussian, not learned.",
-        ),
+        features="All weights are sketched; the authors take exact ones within blocks of the "
+        "sequence.\n"
+        "The sketches are Gaussian, not learned.",
         query_key_norm="Queries and keys have length 1; the authors have a layer norm.",
     ),
 )

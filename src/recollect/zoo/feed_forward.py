@@ -115,13 +115,9 @@ def ffn_multi_head() -> tuple[Recipe, LayerOptions]:
         "AM eq. 18",
         source_equation="S_t φ(q_t) = Σ_(i=1)^t v_i exp(q_tᵀ k_i) / Σ_(i=1)^t exp(q_tᵀ k_i)  "
         "(AM eq. 18)",
-        normalizer=(
-            (
-                "AM mentions a denominator and prints none; this is the one of attention (eq. 18), "
-                "over learned pairs."
-            ),
-            "The exponent is divided by √K.",
-        ),
+        normalizer="AM mentions a denominator and prints none; this is the one of attention (eq. "
+        "18), over learned pairs.\n"
+        "The exponent is divided by √K.",
     ),
     twin_of="ffn_relu",
 )

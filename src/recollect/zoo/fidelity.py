@@ -140,8 +140,8 @@ class Fidelity:
         return "\n".join(lines)
 
 
-Sentences = bool | float | str | tuple[float | str, ...]
-"""True for a shared sentence, its numbers, or sentences of the preset."""
+Sentences = bool | float | str | tuple[float, ...]
+"""True for a shared sentence, its numbers, or sentences of the preset, one per line."""
 
 
 def deviation_items(**sentences: Sentences) -> tuple[Deviation, ...]:
@@ -149,15 +149,14 @@ def deviation_items(**sentences: Sentences) -> tuple[Deviation, ...]:
 
     Args:
         **sentences: by key: True for the shared sentence of `SENTENCES`, the number or the tuple of
-            numbers that it needs, or one or several sentences of the preset.
+            numbers that it needs, or the sentences of the preset, one per line.
     """
     items: list[Deviation] = []
     for key, value in sentences.items():
-        values = value if isinstance(value, tuple) else (value,)
-        texts = [text for text in values if isinstance(text, str)]
-        if not texts:
-            texts = [SENTENCES[key].format(*(f"{number:g}" for number in values))]
-        items += [Deviation(key=key, text=text) for text in texts]
+        if not isinstance(value, str):
+            numbers = value if isinstance(value, tuple) else (value,)
+            value = SENTENCES[key].format(*(f"{number:g}" for number in numbers))
+        items += [Deviation(key=key, text=text) for text in value.split("\n")]
     return tuple(items)
 
 

@@ -100,20 +100,15 @@ def _in_turns(
 
 
 def _as_context(
-    title: str, *references: Reference, sizes: tuple[str, ...] = (_SIZES,)
+    title: str, *references: Reference, sizes: str = _SIZES
 ) -> Callable[[Factory], Factory]:
     """Decorate a hybrid whose memory adds its outputs to the context of an attention."""
     fidelity = reconstruction(
         "Titans eqs. 21–25",
-        layer=(
-            (
-                "M_(t−1) is read through the memory layer's own queries (with their convolution), "
-                "norm and gate."
-            ),
-            "M*_t(y) is read token by token, each after its own write, as a causal model must.",
-            "⊗ is the gate that the paper states for MAG.",
-            _ROTARY,
-        ),
+        layer="M_(t−1) is read through the memory layer's own queries (with their convolution), "
+        "norm and gate.\n"
+        "M*_t(y) is read token by token, each after its own write, as a causal model must.\n"
+        f"⊗ is the gate that the paper states for MAG.\n{_ROTARY}",
         sizes=sizes,
     )
     rule = "h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)"
@@ -168,7 +163,7 @@ def titans_mal() -> Mixer:
 @_as_context(
     "Atlas, memory as context (MAC)",
     ATLAS.at("section 5.1"),
-    sizes=("There are no persistent tokens, as in ATLAS section 6.3.", _SIZES),
+    sizes=f"There are no persistent tokens, as in ATLAS section 6.3.\n{_SIZES}",
 )
 def atlas_mac() -> Mixer:
     """Outputs of a memory are context of an attention, and the memory learns its outputs."""
@@ -267,13 +262,9 @@ def residual_delta_net() -> Mixer:
     ),
     fidelity=approximation(
         "Du et al. section 3.2, with Gated DeltaNet as the memories",
-        layer=(
-            (
-                "Every memory is a layer with its own queries, convolution, norm, gate and output "
-                "map; the paper shares these."
-            ),
-            "The outputs of the layers are summed; the paper normalises the sum of the reads.",
-        ),
+        layer="Every memory is a layer with its own queries, convolution, norm, gate and output "
+        "map; the paper shares these.\n"
+        "The outputs of the layers are summed; the paper normalises the sum of the reads.",
     ),
 )
 def mixture_of_memories() -> Mixer:

@@ -48,16 +48,10 @@ def leaky_lms() -> tuple[Recipe, LayerOptions]:
     references=(TTR.at("eqs. 30–31"), _LONGHORN),
     fidelity=exact(
         "TTR eq. 31",
-        gates=(
-            (
-                "δ_t is one number per head, as in TTR; Longhorn's layer has one per value channel "
-                "(longhorn_diagonal)."
-            ),
-            (
-                "The gate of δ_t is a softplus in place of a sigmoid, because an implicit step is "
-                "stable at any δ_t."
-            ),
-        ),
+        gates="δ_t is one number per head, as in TTR; Longhorn's layer has one per value channel "
+        "(longhorn_diagonal).\n"
+        "The gate of δ_t is a softplus in place of a sigmoid, because an implicit step is stable "
+        "at any δ_t.",
         common_layer=True,
     ),
 )

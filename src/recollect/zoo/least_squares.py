@@ -32,10 +32,9 @@ _MESA = Paper(
         "TTR eq. 11",
         source_equation="M_t = V_tᵀ K_t (K_tᵀ K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
         "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 11)",
-        ridge=(
-            "A ridge λ takes the place of the pseudoinverse, with an error in proportion to λ.",
-            "λ is learned per head and starts at 1.",
-        ),
+        ridge="A ridge λ takes the place of the pseudoinverse, with an error in proportion to "
+        "λ.\n"
+        "λ is learned per head and starts at 1.",
         common_layer=True,
     ),
 )
@@ -54,16 +53,10 @@ def rls() -> tuple[Recipe, LayerOptions]:
         "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 15)",
         unpublished="No layer of this recurrence is published.",
         decay="The decay is a gate of the token.",
-        ridge=(
-            (
-                "A ridge ρ_t takes the place of the pseudoinverse, with an error in proportion to "
-                "it."
-            ),
-            (
-                "The ridge is refreshed every 64 tokens, because one that only decays leaves "
-                "unexcited directions without a bound."
-            ),
-        ),
+        ridge="A ridge ρ_t takes the place of the pseudoinverse, with an error in proportion to "
+        "it.\n"
+        "The ridge is refreshed every 64 tokens, because one that only decays leaves unexcited "
+        "directions without a bound.",
         common_layer=True,
     ),
 )

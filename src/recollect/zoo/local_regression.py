@@ -26,11 +26,12 @@ from recollect.zoo.references import TTR, Paper
 
 __all__ = ["kernel_regression_attention", "local_linear_attention", "local_quadratic_attention"]
 
-_DEVIATIONS = (
-    "The slopes have a ridge λ of 1, in units of the total weight; without one there is no "
-    "solution before D_k tokens.",
-    "Queries and keys have length √K, at which the exponential's weights are the Gaussian's.",
-)
+_DEVIATIONS = {
+    "ridge": "The slopes have a ridge λ of 1, in units of the total weight; without one there is "
+    "no solution before D_k tokens.",
+    "query_key_norm": "Queries and keys have length √K, at which the exponential's weights are the "
+    "Gaussian's.",
+}
 
 
 def _local(degree: int) -> tuple[Recipe, LayerOptions]:
@@ -50,10 +51,7 @@ def _local(degree: int) -> tuple[Recipe, LayerOptions]:
         "TTR eqs. 52–54",
         source_equation="[M^[0] M^[1]] = (V_tᵀ W_t X_t)(X_tᵀ W_t X_t)⁻¹,  "
         "W_t ≜ diag(s(k_1, q), …, s(k_t, q))  (TTR eq. 52)",
-        ridge="The slopes have a ridge λ of 1, in units of the total weight; without one there "
-        "is no solution before D_k tokens.",
-        query_key_norm="Queries and keys have length √K, at which the exponential's weights are "
-        "the Gaussian's.",
+        **_DEVIATIONS,
     ),
 )
 def local_linear_attention() -> tuple[Recipe, LayerOptions]:
@@ -69,10 +67,7 @@ def local_linear_attention() -> tuple[Recipe, LayerOptions]:
         "TTR eq. 49",
         source_equation="m̂_q(k) = M^[0] + M^[1](k − q) + M^[2](k − q, k − q) + … "
         "+ M^[p](k − q, …, k − q)  (TTR eq. 49)",
-        ridge="The slopes have a ridge λ of 1, in units of the total weight; without one there "
-        "is no solution before D_k tokens.",
-        query_key_norm="Queries and keys have length √K, at which the exponential's weights are "
-        "the Gaussian's.",
+        **_DEVIATIONS,
     ),
 )
 def local_quadratic_attention() -> tuple[Recipe, LayerOptions]:

@@ -29,14 +29,10 @@ _LINK_AT_THE_END = (
     "in section 5.4."
 )
 _SIMPLEX = (
-    (
-        "The softmax runs over the inputs of each unit; eq. 20 has one sum over all weights, and "
-        "eq. 27 leaves it open."
-    ),
-    (
-        "The softmax is scaled by c = 64, with which weights are near 1; eq. 21 has c and eq. 27 "
-        "does not."
-    ),
+    "The softmax runs over the inputs of each unit; eq. 20 has one sum over all weights, and "
+    "eq. 27 leaves it open.\n"
+    "The softmax is scaled by c = 64, with which weights are near 1; eq. 21 has c and eq. 27 does "
+    "not.\n"
 )
 _MONETA_EQUATION = (
     "A_t = α_t A_(t−1) − η_t ∇ℓ_p(W_(i−1); k_t, v_t)  and  W_t = A_t / ‖A_t‖_q^(q−2)  "
@@ -55,13 +51,8 @@ _NORMALIZED_DESCENT = GradientDescent(
     fidelity=reconstruction(
         "MIRAS eq. 24 as printed, p = 3 and q = 4",
         source_equation=_MONETA_EQUATION,
-        link=(
-            (
-                "The link divides by at least 0.1^(q−2): as A_t vanishes, the printed one grows "
-                "without bound."
-            ),
-            _LINK_AT_THE_END,
-        ),
+        link="The link divides by at least 0.1^(q−2): as A_t vanishes, the printed one grows "
+        f"without bound.\n{_LINK_AT_THE_END}",
         initial_memory="The initial memory is not zero.",
         normalized_step=True,
         key_overlap=True,
@@ -94,13 +85,9 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     fidelity=exact(
         "the mirror map of ½‖W‖²_(q/(q−1)), of which MIRAS eq. 24 prints a simplification",
         source_equation=_MONETA_EQUATION,
-        link=(
-            (
-                "The link is the mirror map of ½‖W‖²_(q/(q−1)), of which eq. 24 prints a "
-                "simplification."
-            ),
-            "The link acts at every token, also inside an inner batch.",
-        ),
+        link="The link is the mirror map of ½‖W‖²_(q/(q−1)), of which eq. 24 prints a "
+        "simplification.\n"
+        "The link acts at every token, also inside an inner batch.",
         rate="η_t is a gate between 0 and 30: keys and values 30 to 100 times too long can "
         "diverge, which rc.diagnose reports.",
         inner_batches=16,
@@ -126,13 +113,9 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
         source_equation="W_t = α_t W_(t−1) − { η_t ∇ℓ_2(W_(t−1); k_t, v_t)      "
         "if ‖M(k_t) − v_t‖ ≤ δ_t,\n"
         "                      η_t δ_t ∇ℓ_1(W_(t−1); k_t, v_t)  otherwise  (MIRAS eq. 26)",
-        gates=(
-            (
-                "δ_t is compared with the length of the error, so that it is one number per head; "
-                "the paper has one per channel."
-            ),
-            "δ_t starts at 4 √V, beyond the errors of a layer that is learning.",
-        ),
+        gates="δ_t is compared with the length of the error, so that it is one number per head; "
+        "the paper has one per channel.\n"
+        "δ_t starts at 4 √V, beyond the errors of a layer that is learning.",
         normalized_step=True,
         key_overlap=True,
         inner_batches=16,
@@ -161,7 +144,7 @@ def yaad() -> tuple[Recipe, LayerOptions]:
     fidelity=reconstruction(
         "MIRAS eq. 27, in inner batches as eq. 30",
         source_equation=_MEMORA_EQUATION,
-        link=(*_SIMPLEX, _LINK_AT_THE_END),
+        link=_SIMPLEX + _LINK_AT_THE_END,
         inner_batches="Gradients are taken at the memory after the first token of an inner batch "
         "of 16 tokens, as in eqs. 30–32.",
         rate_per_head=True,
@@ -183,13 +166,8 @@ def memora() -> tuple[Recipe, LayerOptions]:
     fidelity=reconstruction(
         "MIRAS eq. 27",
         source_equation=_MEMORA_EQUATION,
-        link=(
-            *_SIMPLEX,
-            (
-                "Every token reads c softmax(A_t); inside an inner batch eqs. 30–32, and memora, "
-                "read the memory without the softmax."
-            ),
-        ),
+        link=f"{_SIMPLEX}Every token reads c softmax(A_t); inside an inner batch eqs. 30–32, and "
+        "memora, read the memory without the softmax.",
         normalized_step=True,
         inner_batches=16,
         rate_per_head=True,

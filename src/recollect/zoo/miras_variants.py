@@ -55,14 +55,10 @@ def _steps(high: float) -> GateOptions:
         source_equation="A_t = A_(t−1) − η ∇ℓ(W_(t−1); k_t, v_t)\n"
         "W_t = S_(η/α)(A_t)  (MIRAS eq. 23)",
         decay="A_t decays by a gate α_t; eq. 23 has no decay.",
-        link=(
-            "The threshold is a gate τ_t; eq. 23 has η/α.",
-            (
-                "The regulariser is (1/2η)‖W‖²; the paper prints (1/η)‖W‖², from which eq. 23 does "
-                "not follow."
-            ),
-            "The threshold acts at the end of an inner batch.",
-        ),
+        link="The threshold is a gate τ_t; eq. 23 has η/α.\n"
+        "The regulariser is (1/2η)‖W‖²; the paper prints (1/η)‖W‖², from which eq. 23 does not "
+        "follow.\n"
+        "The threshold acts at the end of an inner batch.",
         inner_batches=16,
         **_MATRIX_MEMORY,
     ),
@@ -101,10 +97,8 @@ def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
         "MIRAS section 5.2, variant 5: f' = logit, so W_t = σ(logit W_(t−1) − η ∇ℓ)",
         source_equation="W_t = σ(ln(W_t / (1 − W_t)) − η ∇ℓ(W_(t−1); k_t, v_t))  "
         "(MIRAS section 5.2, variant 5)",
-        link=(
-            "The logit is that of W_(t−1); the paper prints W_t.",
-            "The sigmoid acts at the end of an inner batch.",
-        ),
+        link="The logit is that of W_(t−1); the paper prints W_t.\n"
+        "The sigmoid acts at the end of an inner batch.",
         decay="The logit decays by a gate α_t; the paper has no decay.",
         initial_memory="The memory starts at one half.",
         inner_batches=16,
@@ -127,13 +121,9 @@ def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
     fidelity=exact(
         "MIRAS eq. 18 with f = (√x − 1)², normalised per slice: each row a measure",
         source_equation="W_t = W_(t−1) ⊙ g(−ζ_t − η_t ∇ℓ(W_(t−1); k_t, v_t))  (MIRAS eq. 18)",
-        link=(
-            "f is (√x − 1)²; the paper leaves it open.",
-            (
-                "Each row is a measure of mass c = 8; eq. 18 has one sum over the whole matrix "
-                "(axis='all')."
-            ),
-        ),
+        link="f is (√x − 1)²; the paper leaves it open.\n"
+        "Each row is a measure of mass c = 8; eq. 18 has one sum over the whole matrix "
+        "(axis='all').",
         decay="The memory decays to W_(t−1)^(α_t), as under MIRAS's KL gate; eq. 18 has no decay.",
         solver="ζ_t is computed by bisection.",
         rate="η_t is a gate between 0 and 1.",
@@ -175,13 +165,9 @@ def value_robust() -> tuple[Recipe, LayerOptions]:
         "MIRAS eq. 12",
         source_equation="W_t = W_t − η_t Sign(W_t k_t − v_t) k_tᵀ  (MIRAS eq. 12)",
         decay="The memory decays by a gate α_t; eq. 12 has no decay.",
-        loss=(
-            (
-                "The sign is smoothed to e/√(e² + 0.01), so that its gradient reaches the values; "
-                "the paper takes tanh(αe)."
-            ),
-            "The error is that of W_(t−1); eq. 12 prints W_t.",
-        ),
+        loss="The sign is smoothed to e/√(e² + 0.01), so that its gradient reaches the values; "
+        "the paper takes tanh(αe).\n"
+        "The error is that of W_(t−1); eq. 12 prints W_t.",
         inner_batches=16,
         **_MATRIX_MEMORY,
     ),

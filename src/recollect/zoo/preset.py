@@ -228,7 +228,7 @@ class Preset:
             fidelity=Fidelity(
                 kind="reconstruction",
                 source=self.name,
-                deviations=deviation_items(changed=tuple(sentences)),
+                deviations=deviation_items(changed="\n".join(sentences)),
             ),
             summary="",
             twin_of=self.name,

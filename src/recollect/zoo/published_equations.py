@@ -286,7 +286,7 @@ _MUON_RULE = (
     "S_t = θ_t S_(t−1) + ∇Σ_(i=t−c+1)^t γ_i^(t) ‖M_(t−1)(φ(k_i)) − v_i‖²,  "
     "M_t = α_t M_(t−1) − η_t NewtonSchulz5(S_t)"
 )
-_MUON_FEATURES = ("The features are the polynomials of eq. 58; eq. 33 prints φ*.", _POLYNOMIAL)
+_MUON_FEATURES = f"The features are the polynomials of eq. 58; eq. 33 prints φ*.\n{_POLYNOMIAL}"
 
 
 @published(

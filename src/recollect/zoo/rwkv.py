@@ -40,10 +40,8 @@ _PLAIN_LAYER = LayerOptions(conv_size=0, conv_activation="none", qk_norm="none")
     ),
     fidelity=exact(
         "Finch's time mixing: w = exp(−exp(·)) low-rank, bonus u, shifts from the token",
-        layer=(
-            "The shift of each gate has its own low-rank map.",
-            "The output norm is RMS per head; the authors have a group norm.",
-        ),
+        layer="The shift of each gate has its own low-rank map.\n"
+        "The output norm is RMS per head; the authors have a group norm.",
     ),
 )
 def rwkv6() -> tuple[Recipe, LayerOptions]:
@@ -72,10 +70,8 @@ def rwkv6() -> tuple[Recipe, LayerOptions]:
         "the official recurrence: erase −κ̂, a ⊙ κ̂; w = exp(−e^(−1/2) σ(·)), k̃ and κ̂ of k",
         other_forms="MIRAS and ATLAS print two other forms; MIRAS's is this one at κ̂ = k and a "
         "= β α.",
-        layer=(
-            "Values are not mixed with those of the first layer.",
-            "The output norm is RMS per head and its gate SiLU; the authors have a group norm.",
-        ),
+        layer="Values are not mixed with those of the first layer.\n"
+        "The output norm is RMS per head and its gate SiLU; the authors have a group norm.",
     ),
 )
 def rwkv7() -> tuple[Recipe, LayerOptions]:

@@ -44,14 +44,10 @@ def _vector(decay: Decay, algorithm: GradientDescent) -> Recipe:
     fidelity=exact(
         "the recurrence of LRU; λ and √(1 − |λ|²) as there",
         decay="The angles start as those of RoPE; the authors draw them uniformly.",
-        layer=(
-            "The feedthrough D is one number per channel of v.",
-            "The layer has the common convolution and output gate.",
-            (
-                "Channels i and i + D/2 are real and imaginary part; B and C are the linear maps "
-                "around the memory."
-            ),
-        ),
+        layer="The feedthrough D is one number per channel of v.\n"
+        "The layer has the common convolution and output gate.\n"
+        "Channels i and i + D/2 are real and imaginary part; B and C are the linear maps around "
+        "the memory.",
     ),
 )
 def lru() -> tuple[Recipe, LayerOptions]:

@@ -66,13 +66,9 @@ def titans() -> tuple[Recipe, LayerOptions]:
     fidelity=approximation(
         "ATLAS eqs. 12–13, with a memory of recollect",
         source_equation=_EQUATION,
-        memory=(
-            (
-                "The memory has learned weights W̄ that are not memory; only W is written and "
-                "decays, where all weights of titans decay."
-            ),
-            "The memory has no layer norm.",
-        ),
+        memory="The memory has learned weights W̄ that are not memory; only W is written and "
+        "decays, where all weights of titans decay.\n"
+        "The memory has no layer norm.",
         decay="α_t starts near 0.98; that of titans starts near 0.999.",
         normalized_step=True,
         key_overlap=True,

@@ -27,22 +27,14 @@ def _fidelity(source_equation: str, max_rate: str) -> Fidelity:
     return reconstruction(
         "TTT section 2.7 and its published code",
         source_equation=source_equation,
-        memory=(
-            (
-                "The memory is f with biases, a layer norm and the key added: it learns v − k, as "
-                "in TTT section 2.7."
-            ),
-            "The weights of the norm are learned and are not part of the memory.",
-        ),
+        memory="The memory is f with biases, a layer norm and the key added: it learns v − k, as "
+        "in TTT section 2.7.\n"
+        "The weights of the norm are learned and are not part of the memory.",
         inner_batches="W° is the memory at the start of the inner batch of 16 tokens.",
-        step=(
-            "τ_t averages over the tokens of the batch, as in the published code.",
-            (
-                "The learned correction o is one per head and position; the published code has one "
-                "per position."
-            ),
-            "τ_t keeps at least a fifth of the mean; the published code lets it reach 0.",
-        ),
+        step="τ_t averages over the tokens of the batch, as in the published code.\n"
+        "The learned correction o is one per head and position; the published code has one per "
+        "position.\n"
+        "τ_t keeps at least a fifth of the mean; the published code lets it reach 0.",
         query_key_norm="Keys have length √K, as in the published code at its start.",
         normalized_step=True,
         no_qk_norm=True,

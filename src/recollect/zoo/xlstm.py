@@ -28,10 +28,7 @@ __all__ = ["mlstm"]
     references=(Paper("Beck et al., xLSTM", 2024).at("eqs. 19–27"), TTR.at("section 3.1")),
     fidelity=exact(
         "xLSTM eqs. 19–27, i = exp(·), f = sigmoid(·), keys divided by √K",
-        layer=(
-            "The output gate is SiLU; xLSTM has a sigmoid.",
-            "The convolution is also on values.",
-        ),
+        layer="The output gate is SiLU; xLSTM has a sigmoid.\nThe convolution is also on values.",
     ),
 )
 def mlstm() -> tuple[Recipe, LayerOptions]:
