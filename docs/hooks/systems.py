@@ -112,7 +112,7 @@ def _page(name: str, results: Path) -> str:
     lines += ["## Equation", "", *_equations(system)]
     lines += _hybrid_sections(system) if system.kind == "hybrid" else _preset_sections(system)
     lines += ["## Sources", "", *(f"- {_escape(str(x))}" for x in system.references), ""]
-    lines += [*_fidelity(system), "## Measured", ""]
+    lines += [*_fidelity(system), *_printed_variant(system), "## Measured", ""]
     tables = results_for(name, results)
     if not tables:
         lines += [f"Nothing yet. `recollect compare --models {name} --task text` trains one.", ""]
@@ -138,6 +138,28 @@ def _fidelity(system: Preset) -> list[str]:
         lines += ["", "Deviations, and choices that the source leaves open:", ""]
         lines += [f"- {_escape(str(item))}" for item in fidelity.deviations]
     return [*lines, ""]
+
+
+def _printed_variant(system: Preset) -> list[str]:
+    """Return the section of the variant ``"published"``; empty without one."""
+    name = f"{system.twin_of or system.name}:published"
+    if name not in zoo.variants():
+        return []
+    variant = zoo.get(name)
+    options = (
+        "" if variant.options == LayerOptions() else f"\noptions = {as_python(variant.options)}"
+    )
+    code = (
+        f'import recollect as rc\n\nlayer = rc.zoo.get("{name}").build(d_model=64, num_heads=4)\n'
+        f"recipe = {as_python(variant.recipe)}{options}"
+    )
+    return [
+        *("## Printed equation", ""),
+        f"`{name}`: {_escape(variant.summary)} **Exact**, from {_escape(variant.fidelity.source)}.",
+        *("", *_fenced("text", variant.rule), "", *_fenced("python", code), ""),
+        *(f"- {_escape(str(item))}" for item in variant.fidelity.deviations),
+        *("", "[Published equations](../zoo.md#published-equations)", ""),
+    ]
 
 
 def _front_matter(name: str) -> list[str]:

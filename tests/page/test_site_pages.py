@@ -40,6 +40,18 @@ def test_every_system_has_a_page_and_a_row(pages: dict[str, str]) -> None:
         assert all(str(reference) in unescaped for reference in system.references)
 
 
+def test_a_page_has_the_printed_equation_of_a_variant(pages: dict[str, str]) -> None:
+    with_section = {name for name in SYSTEMS if "## Printed equation" in pages[f"zoo/{name}.md"]}
+    deep = set(rc.zoo.names(kind="deep"))
+    assert with_section == deep
+    for name in deep:
+        variant = rc.zoo.get(name, variant="published")
+        section = pages[f"zoo/{name}.md"].partition("## Printed equation")[2].partition("\n## ")[0]
+        assert variant.rule in section and f"`{variant.name}`" in section
+        items = [line for line in section.splitlines() if line.startswith("- ")]
+        assert len(items) == len(variant.fidelity.deviations)
+
+
 PRINTED = {
     "titans": (
         "M_t = α_t M_(t−1) + S_t  (ATLAS eq. 12)",
@@ -114,7 +126,13 @@ def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str
 def test_the_code_of_a_page_makes_its_system(family: str, pages: dict[str, str]) -> None:
     pytest.importorskip("transformers")
     for name in families()[family]:
-        (code,) = CODE.findall(pages[f"zoo/{name}.md"])
+        code, *variants = CODE.findall(pages[f"zoo/{name}.md"])
+        for variant in variants:
+            names: dict[str, Any] = {}
+            exec(compile(variant, name, "exec"), names)
+            published = rc.zoo.get(name, variant="published")
+            assert (names["recipe"], names["options"]) == (published.recipe, published.options)
+            assert names["layer"].options == published.options
         made: dict[str, Any] = {}
         exec(compile(code, name, "exec"), made)
         system = rc.zoo.get(name)
