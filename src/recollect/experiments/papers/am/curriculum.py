@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 
@@ -60,6 +61,7 @@ def _nope_keeps_more(results: Results) -> Verdict:
     )
 
 
+CURRICULUM, DIRECT = {"training": "curriculum"}, {"training": "direct"}
 CURVE = {"accuracy by steps": "accuracy over training"}
 SMALL = {"seeds": 3, "from": 8, "length": 32, "steps": 1000, "batch": 32, "lrs": [0.01]} | {
     "tested": 128, "evaluations": 20
@@ -82,10 +84,7 @@ FIG6 = Experiment(
             name="curriculum wins",
             text="Curriculum learning achieves better performance with fewer computation and "
             "samples.",
-            rule=for_each(
-                "position",
-                differs("accuracy", {"training": "curriculum"}, {"training": "direct"}, by=0.01),
-            ),
+            rule=for_each("position", differs("accuracy", CURRICULUM, DIRECT, by=0.01)),
             scales=("small", "paper"),
         ),
         Claim(
@@ -108,20 +107,15 @@ FIG6 = Experiment(
         ),
     ),
     configs={
-        "smoke": {
-            **SMALL, "seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8, "tested": 8,
-            "evaluations": 2,
-        },
+        "smoke": {**SMALL, "seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8}
+        | {"tested": 8, "evaluations": 2},
         "small": SMALL,
-        "paper": {
-            **SMALL, "from": 32, "length": 256, "steps": 10_000, "batch": 128, "tested": 512,
-            "evaluations": 100,
-        },
+        "paper": {**SMALL, "from": 32, "length": 256, "steps": 10_000, "batch": 128}
+        | {"tested": 512, "evaluations": 100},
     },
     cells=lambda config: [
         {"position": position, "training": training}
-        for position in ("RoPE", "NoPE")
-        for training in ("curriculum", "direct")
+        for position, training in product(("RoPE", "NoPE"), ("curriculum", "direct"))
     ],
     measure=_measure,
     figure=learning_curves(

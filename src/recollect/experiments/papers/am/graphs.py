@@ -108,15 +108,11 @@ FIG7 = Experiment(
         ),
     ),
     configs={
-        "smoke": {
-            **SMALL, "seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8, "lrs": [3e-3],
-            "tested": 16, "evaluations": 2, "layers": [1, 2],
-        },
+        "smoke": {**SMALL, "seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8}
+        | {"lrs": [3e-3], "tested": 16, "evaluations": 2, "layers": [1, 2]},
         "small": SMALL,
-        "paper": {
-            **SMALL, "steps": 10_000, "batch": 128, "lrs": [1e-3, 3e-3, 1e-2], "tested": 2048,
-            "evaluations": 100, "kernels": list(KERNELS), "layers": [1, 2, 3, 4, 6],
-        },
+        "paper": {**SMALL, "steps": 10_000, "batch": 128, "lrs": [1e-3, 3e-3, 1e-2]}
+        | {"tested": 2048, "evaluations": 100, "kernels": list(KERNELS), "layers": [1, 2, 3, 4, 6]},
     },
     cells=lambda config: [
         *({"model": "DeltaFormer", "layers": 1, "kernel": name} for name in config["kernels"]),
@@ -125,16 +121,12 @@ FIG7 = Experiment(
     measure=_measure,
     figure=plot_panels(
         learning_curves(
-            by="kernel",
-            name="DeltaFormer, κ₁ {kernel}",
-            panel_title="DeltaFormer, 1 layer",
-            model="DeltaFormer",
+            by="kernel", name="DeltaFormer, κ₁ {kernel}",
+            panel_title="DeltaFormer, 1 layer", model="DeltaFormer",
         ),
         learning_curves(
-            by="layers",
-            name=lambda cell: f"Transformer, {depth_name(cell)}",
-            panel_title="Transformer",
-            model="Transformer",
+            by="layers", name=lambda cell: f"Transformer, {depth_name(cell)}",
+            panel_title="Transformer", model="Transformer",
         ),
         x_label="training steps",
         title="Reachability from the first of {nodes} nodes",
