@@ -115,7 +115,7 @@ def test_what_is_not_there_is_said() -> None:
 
 
 def test_files_without_a_source_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not say its source"):
+    with pytest.raises(ValueError, match="has no source"):
         _parse("mine", "# table: 1\n# units: %\nmodel,a\nx,1\n")
     with pytest.raises(ValueError, match="a row of 1 cells"):
         _parse("mine", "# source: s\n# table: 1\n# units: %\nmodel,a\nx\n")

@@ -1,7 +1,7 @@
-"""Tables of the papers as data, to stand beside a run: facts and figures, with their source.
+"""Tables of the papers as data, with their sources.
 
-Each CSV file here is one table. Lines that begin with ``#`` say where it is from, its units and
-what is to be known before it is compared; then follow a header and a row per model::
+Each CSV file in this folder is one table. Lines that begin with ``#`` have its source, its units
+and a note for comparisons. A header and a row per model follow::
 
     table = rc.experiments.published("atlas_table2")
     table.value("Titans (LMM)", "wikitext ppl", group="760M / 30B tokens")
@@ -27,8 +27,8 @@ class PublishedRow:
     """One model's numbers.
 
     Attributes:
-        model: as the table calls it.
-        group: the part of the table, ``""`` where it has none.
+        model: its name in the table.
+        group: part of the table, or ``""``.
         values: numbers by column.
     """
 
@@ -42,10 +42,12 @@ class Published:
     """A table of a paper.
 
     Attributes:
-        name: what `published` calls it.
-        source: the paper. table: its number there.
-        units: of the numbers. note: what is to be known before comparing, or ``""``.
-        grouping: what a row's group says, ``""`` where there are none.
+        name: argument of `published`.
+        source: the paper.
+        table: its number in the paper.
+        units: of the numbers.
+        note: differences to consider in comparisons, or ``""``.
+        grouping: meaning of the groups, or ``""``.
         columns: names of the numbers, in order.
         rows: in the table's order.
 
@@ -68,36 +70,36 @@ class Published:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the table, in order."""
+        """Names of the parts of the table, in order."""
         return tuple(dict.fromkeys(row.group for row in self.rows))
 
     def value(self, model: str, column: str, *, group: str | None = None) -> float:
-        """One number.
+        """Return one number.
 
         Args:
-            model: as the table calls it; unique within the group.
+            model: its name in the table; unique within the group.
             column: one of ``columns``.
-            group: the part of the table, where a model is in several.
+            group: part of the table, if it has several rows of the model.
 
         Raises:
-            KeyError: a model, column or group that the table does not have, or several rows.
+            KeyError: if the table has no such row or column, or several rows.
         """
         if column not in self.columns:
             raise KeyError(
                 f"{self.name} has no column {column!r}; it has {', '.join(self.columns)}"
             )
-        found = [row for row in self.rows if row.model == model and group in (None, row.group)]
-        if len(found) != 1:
+        matches = [row for row in self.rows if row.model == model and group in (None, row.group)]
+        if len(matches) != 1:
             models = ", ".join(sorted({row.model for row in self.rows}))
-            many = f"{len(found)} rows: give group=, one of {', '.join(self.groups)}"
+            many = f"{len(matches)} rows: give group=, one of {', '.join(self.groups)}"
             raise KeyError(
-                f"{self.name}, model {model!r}: " + (many if found else f"no row among {models}")
+                f"{self.name}, model {model!r}: " + (many if matches else f"no row among {models}")
             )
-        return found[0].values[column]
+        return matches[0].values[column]
 
 
 def published_names() -> tuple[str, ...]:
-    """The tables there are.
+    """Return the names of all tables.
 
     Examples:
         >>> "miras_table2" in rc.experiments.published_names()
@@ -109,11 +111,11 @@ def published_names() -> tuple[str, ...]:
 
 @lru_cache
 def published(name: str) -> Published:
-    """A table by name, e.g. ``"miras_table2"``.
+    """Return a table by name, such as ``"miras_table2"``.
 
     Raises:
-        KeyError: another name, listing these.
-        ValueError: a file without source, table or units, or with a number missing.
+        KeyError: if there is no such table.
+        ValueError: if its file has no source, table or units, or lacks a number.
 
     Examples:
         >>> rc.experiments.published("atlas_table4").units
@@ -127,11 +129,11 @@ def published(name: str) -> Published:
 
 def _parse(name: str, text: str) -> Published:
     lines = text.splitlines()
-    said = [line[1:].strip() for line in lines if line.startswith("#")]
-    facts = dict(line.split(": ", 1) for line in said)
+    comments = [line[1:].strip() for line in lines if line.startswith("#")]
+    facts = dict(line.split(": ", 1) for line in comments)
     for key in ("source", "table", "units"):
         if not facts.get(key):
-            raise ValueError(f"{name}.csv does not say its {key}: add a line '# {key}: ...'")
+            raise ValueError(f"{name}.csv has no {key}: add a line '# {key}: ...'")
     header, *body = csv.reader(line for line in lines if not line.startswith("#"))
     lead = header.index("model") + 1
     columns = tuple(header[lead:])
