@@ -5,15 +5,17 @@ No number here was measured; each is made up to stand on one side of its rule.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from recollect.experiments import EXPERIMENTS, Results
+from recollect.experiments import EXPERIMENTS, Record, Results
 from recollect.experiments.papers.atlas.learnability import MAPPINGS
 from recollect.experiments.papers.miras.ablations import COMPONENTS
 from recollect.experiments.papers.reading.documents import EXPECTED_ORDER
@@ -627,3 +629,14 @@ def test_how_many_pairs_are_named() -> None:
     assert mean_named_pairs(1, 2) == pytest.approx(1.0)
     assert mean_named_pairs(2, 4) == pytest.approx(1.5)
     assert mean_named_pairs(128, 128) < 64 < mean_named_pairs(128, 512)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_stored_verdicts_are_those_of_the_present_rules(name: str) -> None:
+    """`python results/reproduce/refresh.py` rewrites them after a change of a rule."""
+    path = Path(__file__).parents[2] / "results" / "reproduce" / name / "results.json"
+    data = json.loads(path.read_text("utf-8"))
+    records = tuple(map(Record.from_dict, data["records"]))
+    results = Results(records=records, scale=data["scale"], config=data["config"])
+    verdicts = EXPERIMENTS[name].verdicts(results)
+    assert data["claims"] == [claim.to_dict(verdict) for claim, verdict in verdicts]
