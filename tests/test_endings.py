@@ -325,7 +325,7 @@ def test_an_experiment_whose_folder_vanishes_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(ReproduceDisplay, "cell", vanishing(out, ReproduceDisplay.cell))
+    monkeypatch.setattr(ReproduceDisplay, "on_record", vanishing(out, ReproduceDisplay.on_record))
     asked = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(out)]
     found = CliRunner().invoke(build(), asked)
     assert found.exit_code == 0, found.output

@@ -41,8 +41,8 @@ class Lines:
         log_x, log_y, y_range: as `recollect.report.figures.Panel` takes them. The range may be a
             function of the results.
         baselines: horizontal lines by name: a number, or the name of a measure.
-        looks: values of the first axis of ``by`` in the order of their colours and markers.
-        look: colour and marker of all lines, as `recollect.report.figures.Series` takes ``style``.
+        style_order: values of the first axis of ``by`` in the order of their colours and markers.
+        style: colour and marker of all lines, as in `recollect.report.figures.Series`.
         band: whether a band runs from the smallest to the largest value.
         underlays, overlays: further lines of every panel, below and above these.
         cell: selects cells.
@@ -63,8 +63,8 @@ class Lines:
     log_y: bool | None = None
     y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None
     baselines: Mapping[str, float | str] = field(default_factory=dict)
-    looks: Sequence[Any] = ()
-    look: int | None = None
+    style_order: Sequence[Any] = ()
+    style: int | None = None
     band: bool = True
     underlays: Sequence[Lines] = ()
     overlays: Sequence[Lines] = ()
@@ -114,7 +114,7 @@ class Lines:
             y=y,
             low=low if self.band else None,
             high=high if self.band else None,
-            style=self.looks.index(first) if self.looks else self.look,
+            style=self.style_order.index(first) if self.style_order else self.style,
         )
 
     def _points(self, results: Results) -> tuple[Sequence[float], tuple[list[float], ...]]:
@@ -150,8 +150,8 @@ def lines(
     log_y: bool | None = None,
     y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None,
     baselines: Mapping[str, float | str] | None = None,
-    looks: Sequence[Any] = (),
-    look: int | None = None,
+    style_order: Sequence[Any] = (),
+    style: int | None = None,
     band: bool = True,
     underlays: Sequence[Lines] = (),
     overlays: Sequence[Lines] = (),
@@ -161,7 +161,7 @@ def lines(
     return Lines(
         y=y, x=x, by=by, panels=panels, name=name, panel_title=panel_title, x_label=x_label,
         panel_x=panel_x, y_label=y_label, title=title, height=height, log_x=log_x, log_y=log_y,
-        y_range=y_range, baselines=baselines or {}, looks=looks, look=look, band=band,
+        y_range=y_range, baselines=baselines or {}, style_order=style_order, style=style, band=band,
         underlays=underlays, overlays=overlays, cell=cell,
     )  # fmt: skip
 

@@ -152,13 +152,13 @@ def _needs_log_squared(results: Results) -> Verdict:
 def _noise_panel(axis: str, title: str, x: str, *, log_x: bool = True) -> Lines:
     """Return a panel of measured noise above the closed forms of all kernels."""
     theory = lines(
-        y="theory", x="at", by={"kernel": KERNELS[::-1]}, name="closed form", look=6, band=False
+        y="theory", x="at", by={"kernel": KERNELS[::-1]}, name="closed form", style=6, band=False
     )
     return lines(
         y="SNR⁻¹",
         x="at",
         by="kernel",
-        looks=KERNELS,
+        style_order=KERNELS,
         underlays=[theory],
         panel_title=title,
         panel_x=x,
@@ -249,10 +249,10 @@ SNR = Experiment(
             y="d",
             x="at",
             by="kernel",
-            looks=KERNELS,
+            style_order=KERNELS,
             band=False,
             underlays=[
-                lines(y="formula", x="at", name="closed form", look=6, band=False, kernel="exp")
+                lines(y="formula", x="at", name="closed form", style=6, band=False, kernel="exp")
             ],
             panel_title="d for SNR⁻¹ = 1",
             panel_x="N, other pairs stored",
