@@ -100,22 +100,21 @@ def make_table(
 ) -> dict[str, Any]:
     """Return presets, members, fields, explanations and errors as data for the page's script.
 
+    The dictionary has
+
+    - ``choices``: for each choice ``members`` (name, index of the default setting, fields with
+      values), ``settings`` (data of members) and ``near`` (indices of the settings that differ in
+      one field, by the index of a preset's setting);
+    - ``classes``: for each member its module under ``rc``, its fields and their defaults;
+    - ``presets``: with ``recipe`` (indices of settings), ``explanation`` (an index) and ``around``
+      (for each choice the results of the default settings, then of ``near``: the index of an
+      explanation, or −1 − the index of an error);
+    - ``explanations`` (indices of ``blocks``), ``blocks`` (the index of a label, then indices of
+      ``lines``), ``labels``, ``lines`` and ``errors``.
+
     Args:
         names: Names of presets; all presets of the zoo if omitted.
         progress: Function that is called with the number of finished presets and of all.
-
-    Returns:
-        A dictionary with
-
-        - ``choices``: for each choice ``members`` (name, index of the default setting, fields with
-          values), ``settings`` (data of members) and ``near`` (indices of the settings that differ
-          in one field, by the index of a preset's setting);
-        - ``classes``: for each member its module under ``rc``, its fields and their defaults;
-        - ``presets``: with ``recipe`` (indices of settings), ``explanation`` (an index) and
-          ``around`` (for each choice the results of the default settings, then of ``near``: the
-          index of an explanation, or −1 − the index of an error);
-        - ``explanations`` (indices of ``blocks``), ``blocks`` (the index of a label, then indices
-          of ``lines``), ``labels``, ``lines`` and ``errors``.
 
     Raises:
         RecipeError: Unknown name.
