@@ -346,7 +346,7 @@ def test_zoo_as_json() -> None:
     assert (row["kind"], row["engine"], row["bias"]) == ("matrix", "linear", "L2()")
     assert rows["titans_with_base"]["twin_of"] == "titans"
     assert row["properties"]["dynamic decay"] is True
-    assert row["write"] == list(rc.explain("gated_delta_net").write)
+    assert row["write"] == list(rc.explain("gated_delta_net").write_equations)
     assert rows["softmax_attention"]["state_bytes"] is None
     assert rows["softmax_attention"]["state_grows_per_token"] > 0
 
@@ -365,7 +365,10 @@ def test_explain_in_full() -> None:
 
 def test_explain_as_json() -> None:
     data = json.loads(call("explain", "retnet", "--json").stdout)
-    assert {match["name"] for match in data["named"]} == {"retnet", "lightning_attention"}
+    assert {match["name"] for match in data["same_recipe_systems"]} == {
+        "retnet",
+        "lightning_attention",
+    }
     assert rc.Recipe.from_dict(data["recipe"]) == rc.zoo.get("retnet").recipe
 
 

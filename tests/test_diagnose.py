@@ -44,11 +44,11 @@ def test_delta_net_by_hand() -> None:
         surprise.append(0.5 * e.square().sum(-1).mean(0))
         W = W - gates["lr"][:, t, :, None, None] * e.unsqueeze(-1) * k[:, t].unsqueeze(-2)
         norms.append(W.flatten(2).norm(dim=-1).mean(0))
-    assert found.places.tolist() == list(range(T + 1))
+    assert found.positions.tolist() == list(range(T + 1))
     torch.testing.assert_close(found.memory["W"].double(), torch.stack(norms), **TOL)
-    torch.testing.assert_close(found.surprise.double(), torch.stack(surprise), **TOL)
+    torch.testing.assert_close(found.loss.double(), torch.stack(surprise), **TOL)
     torch.testing.assert_close(found.step.double(), gates["lr"].mean(0), **TOL)
-    assert found.first is None
+    assert found.first_fault is None
     assert found.engine == "linear"
     assert not found.slots
 
@@ -63,7 +63,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
     )
     layer, x = build(recipe), tokens()
     found = rc.diagnose(layer, x)
-    assert found.places.tolist() == [0, 5, 10, 15, 20]
+    assert found.positions.tolist() == [0, 5, 10, 15, 20]
     assert list(found.memory) == ["W2", "W1"]
     inputs = layer.memory_inputs(x)
     q, k, v, gates, params = inputs.q, inputs.k, inputs.v, inputs.gates, inputs.params
@@ -75,7 +75,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         e = prediction - v[:, cut]
         near = e.norm(dim=-1) <= 2
         loss = torch.where(near, 0.5 * e.square().sum(-1), 2 * e.abs().sum(-1))
-        torch.testing.assert_close(found.surprise[cut].double(), loss.mean(0), **TOL)
+        torch.testing.assert_close(found.loss[cut].double(), loss.mean(0), **TOL)
         _, state = rc.recall(
             recipe,
             *(q[:, cut], k[:, cut], v[:, cut]),
@@ -96,7 +96,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         size = total.sqrt().mean(0)
         torch.testing.assert_close(found.slots["momentum"][p + 1].double(), size, **TOL)
     # The last batch is open: it was read, and has not written.
-    assert found.surprise[20:].isfinite().all()
+    assert found.loss[20:].isfinite().all()
     assert found.step[20:].isnan().all()
 
 
@@ -109,8 +109,8 @@ def test_every_architecture(name: str) -> None:
         return
     length = layer.recipe.algorithm.batch_size + 2
     found = rc.diagnose(layer, tokens(max(length, 6)))
-    assert found.first is None
-    assert found.surprise.isfinite().all()
+    assert found.first_fault is None
+    assert found.loss.isfinite().all()
     assert found.heads == layer.num_kv_heads
     assert bool(found.memory) == bool(layer.recipe.shapes(layer.head_dim, layer.value_dim))
     assert all(norm.isfinite().all() for norm in found.memory.values())
@@ -139,8 +139,8 @@ def test_every_architecture(name: str) -> None:
 )
 def test_every_kind_of_recipe(recipe: rc.Recipe) -> None:
     found = rc.diagnose(build(recipe), tokens(8))
-    assert found.first is None
-    assert found.surprise.isfinite().all()
+    assert found.first_fault is None
+    assert found.loss.isfinite().all()
     assert found.findings is not None
 
 
@@ -164,7 +164,7 @@ def test_a_memory_that_fades_is_told() -> None:
     found = rc.diagnose(build(recipe), tokens(33))
     first, last = found.memory["W1"][0, 0], found.memory["W1"][-1, 0]
     assert 1e-2 * first < last < 5e-2 * first
-    told = [line for line in found.findings if "head 0: the norm of W1 fades" in line]
+    told = [line for line in found.findings if "head 0: the norm of W1 decays" in line]
     assert len(told) == 1 and "within 33 tokens" in told[0]
     assert "nothing to report" not in str(found)
 
@@ -175,9 +175,9 @@ def test_a_memory_that_grew_and_faded_is_told() -> None:
     x[:, 4:] = 0  # no keys and no values any more
     found = rc.diagnose(layer, x)
     assert found.memory["W"][0].max() == 0
-    assert any("head 1: the norm of W fades" in line for line in found.findings)
+    assert any("head 1: the norm of W decays" in line for line in found.findings)
     diagnosis = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40))
-    assert not any("fades" in line for line in diagnosis.findings)
+    assert not any("decays from" in line for line in diagnosis.findings)
 
 
 def test_the_first_overflow_is_found_and_named() -> None:
@@ -189,16 +189,16 @@ def test_the_first_overflow_is_found_and_named() -> None:
     x = tokens(1).float().expand(B, 200, D)
     k = layer.memory_inputs(x).k
     found = rc.diagnose(layer, x)
-    fault = found.first
+    fault = found.first_fault
     assert fault is not None
     assert (fault.head, fault.gate) == (1, "lr")
-    assert fault.what in ("memory W", "output")
+    assert fault.quantity in ("memory W", "output")
     # The error grows 7-fold with every token whose key repeats: from 1 to 3e38 in 46 tokens.
     assert fault.token is not None
     assert 40 < fault.token < 56
     # Its square leaves the range before the error does: +inf is a surprise, NaN would be none.
-    assert not found.surprise[: fault.token - 1].isnan().any()
-    assert found.surprise[fault.token + 1 :].isnan().all()
+    assert not found.loss[: fault.token - 1].isnan().any()
+    assert found.loss[fault.token + 1 :].isnan().all()
     assert "lr = 8" in str(fault)
     assert str(fault) in str(found)
     y = layer(x[:, : fault.token])[0]
@@ -212,24 +212,24 @@ def test_an_overflow_of_a_rate_that_is_no_gate() -> None:
         memory=rc.memory.MLP(depth=2), algorithm=rc.algorithm.GradientDescent(batch_size=8, lr=4.0)
     )
     found = rc.diagnose(rc.MemoryLayer(32, 2, recipe), 3 * torch.randn(2, 64, 32))
-    assert found.first is not None
-    assert found.first.gate is None
-    assert "smaller steps" in found.first.why
+    assert found.first_fault is not None
+    assert found.first_fault.gate is None
+    assert "smaller steps" in found.first_fault.cause
 
 
 def test_what_was_given_is_looked_at_first() -> None:
     layer, x = build("gated_delta_net"), tokens()
     x[1, 7, 3] = torch.nan
-    fault = rc.diagnose(layer, x).first
+    fault = rc.diagnose(layer, x).first_fault
     assert fault is not None
-    assert (fault.what, fault.row, fault.token, fault.head) == ("x", 1, 7, None)
+    assert (fault.quantity, fault.row, fault.token, fault.head) == ("x", 1, 7, None)
 
     layer = build("gated_delta_net")
     with torch.no_grad():
         layer.out.weight[0, 0] = torch.inf
-    fault = rc.diagnose(layer, tokens()).first
+    fault = rc.diagnose(layer, tokens()).first_fault
     assert fault is not None
-    assert fault.what == "param out.weight"
+    assert fault.quantity == "param out.weight"
 
     # A gate that overflows at one token, in one head, from finite weights.
     log_rate = rc.Recipe(
@@ -242,11 +242,11 @@ def test_what_was_given_is_looked_at_first() -> None:
     x[:, :, :] = 0
     x[1, 5] = 100.0
     found = rc.diagnose(layer, x)
-    fault = found.first
+    fault = found.first_fault
     assert fault is not None
-    assert (fault.what, fault.row, fault.token, fault.head) == ("gate log_lr", 1, 5, 1)
+    assert (fault.quantity, fault.row, fault.token, fault.head) == ("gate log_lr", 1, 5, 1)
     assert fault.gate == "log_lr"
-    assert found.surprise.isnan().all()
+    assert found.loss.isnan().all()
 
 
 def test_saturated_gates() -> None:

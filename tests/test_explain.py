@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
@@ -19,10 +18,10 @@ import recollect as rc
 from recollect.choices.equation_terms import Term, format_number, parenthesise, power, render_sum
 from recollect.engines.base import Engine
 from recollect.engines.select import ENGINES
+from recollect.explanation.naming import properties, structure_key
 from recollect.recipe.recipe import CHOICES
 
 explain = rc.explain
-module = importlib.import_module("recollect.explanation.explain")
 
 R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
 features, memory, retention = rc.features, rc.memory, rc.retention
@@ -143,7 +142,7 @@ def test_moneta() -> None:
         "         W_t: W° before the first token of the inner batch, then moved as A_t is, without "
         "the link",
     ]
-    reasons = {name: why[0] for name, why in found.refused.items()}
+    reasons = {name: why[0] for name, why in found.engine_refusals.items()}
     assert reasons["linear"] == "memory.MLP is not linear in its parameters"
     assert f"         not linear: {reasons['linear']}" in str(found)
 
@@ -162,6 +161,19 @@ def test_huber_lq_muon() -> None:
     price = next(line for line in found.cost.notes if "orthogonalising" in line)
     times = int(re.search(r"(\d+) times", price)[1])
     assert 100 < times < 1000
+
+
+@pytest.mark.parametrize("name", ["titans", "titans_mac"])
+def test_blocks_are_the_printed_lines(name: str) -> None:
+    explanation = explain(name)
+    lines = [explanation.title]
+    for label, block in explanation.blocks:
+        first, *rest = block
+        lines += [f"{label:<9}{first}".rstrip(), *(f"{'':<9}{line}" for line in rest)]
+    assert str(explanation).splitlines() == lines
+    assert {label for label, _ in explanation.equations} <= {
+        "composes", "problem", "write", "read", "where",
+    }  # fmt: skip
 
 
 # -- one line each -------------------------------------------------------------------------------
@@ -314,7 +326,7 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", GOLDEN)
 def test_write(case: str) -> None:
     recipe, expected = GOLDEN[case]
-    assert explain(recipe).write == expected
+    assert explain(recipe).write_equations == expected
 
 
 PROBLEMS: dict[str, tuple[rc.Recipe, str]] = {
@@ -352,7 +364,9 @@ def test_problem(case: str) -> None:
 
 def test_read() -> None:
     def read(**options: object) -> str:
-        return explain(R(memory=memory.Matrix(read=memory.Read(**options)), **LINEAR)).read[0]
+        return explain(
+            R(memory=memory.Matrix(read=memory.Read(**options)), **LINEAR)
+        ).read_equations[0]
 
     assert read() == "y_t = W_t q_t"
     assert read(normalize="sum") == "y_t = W_t q_t / (n_t·q_t)"
@@ -360,8 +374,8 @@ def test_read() -> None:
     assert read(when="before", bonus="learned") == "y_t = W_(t−1) q_t + ⟨q_t, u ⊙ k_t⟩ v_t"
     assert read(bonus=-0.5) == "y_t = W_t q_t − 0.5 ⟨q_t, k_t⟩ v_t"
     softmax = explain("softmax_attention")
-    assert softmax.read == ("y_t = Σ_(i≤t) s(k_i, q_t) v_i / Σ_(i≤t) s(k_i, q_t)",)
-    assert softmax.where == ("s(k, q) = exp(k·q/√K)",)
+    assert softmax.read_equations == ("y_t = Σ_(i≤t) s(k_i, q_t) v_i / Σ_(i≤t) s(k_i, q_t)",)
+    assert softmax.symbols == ("s(k, q) = exp(k·q/√K)",)
 
 
 def test_a_system_of_the_zoo_states_its_fidelity() -> None:
@@ -400,12 +414,12 @@ def test_a_changed_preset_states_the_change_and_a_recipe_no_fidelity() -> None:
 def test_valid_recipes_explain() -> None:
     for _, recipe in generate.valid(150):
         found = explain(recipe)
-        equations = "\n".join((found.problem, *found.write, *found.read))
+        equations = "\n".join((found.problem, *found.write_equations, *found.read_equations))
         # No sign meets another, no factor of 1, no empty factor, no Python in an equation.
         assert not re.search(r"[−+] [−+]|\(\)|None|nan|inf\b|  [−+]|(?<![\w.])1 \w", equations), (
             found
         )
-        assert found.engine == "reference" or found.engine not in found.refused
+        assert found.engine == "reference" or found.engine not in found.engine_refusals
         json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -413,7 +427,7 @@ def test_valid_recipes_explain() -> None:
 def test_presets_explain(name: str) -> None:
     found = explain(name)
     assert str(found).startswith(f"{name}\nproblem  min  ")
-    assert name in [match.name for match in found.named]
+    assert name in [match.name for match in found.same_recipe_systems]
     assert found == explain(rc.zoo.get(name))
     blocks = [line[:9].strip() for line in str(found).split("\n")[1:]]
     order = [
@@ -436,7 +450,7 @@ def test_presets_explain(name: str) -> None:
 
 
 def names(recipe: rc.Recipe | str) -> set[str]:
-    return {match.name for match in explain(recipe).named}
+    return {match.name for match in explain(recipe).same_recipe_systems}
 
 
 def test_a_bare_recipe_says_that_its_system_has_options_beside_it() -> None:
@@ -448,18 +462,23 @@ def test_a_bare_recipe_says_that_its_system_has_options_beside_it() -> None:
 
 def test_systems_with_one_recipe_are_named_together() -> None:
     assert names("retnet") == {"retnet", "lightning_attention"}
-    apart = {match.name: dict(match.apart) for match in explain("retnet").named}
+    apart = {
+        match.name: dict(match.differing_options) for match in explain("retnet").same_recipe_systems
+    }
     schedules = {
         name: options["gate_options.decay.init_schedule"] for name, options in apart.items()
     }
     assert schedules == {"retnet": "dyadic", "lightning_attention": "alibi"}
     assert apart["retnet"]["rope_theta"] == 10000.0
     assert "rope_theta" not in apart["lightning_attention"]
-    assert explain("lightning_attention").named[0].name == "lightning_attention"
+    assert explain("lightning_attention").same_recipe_systems[0].name == "lightning_attention"
     # A normalised feed-forward network is attention over learned pairs.
     same = {"softmax_attention", "qk_norm_attention", "ffn_normalized"}
     assert names("softmax_attention") == same
-    apart = {match.name: dict(match.apart) for match in explain("ffn_normalized").named}
+    apart = {
+        match.name: dict(match.differing_options)
+        for match in explain("ffn_normalized").same_recipe_systems
+    }
     assert apart["ffn_normalized"] == {"qk_norm": "none", "persistent": 4.0, "joined": True}
     gla = R(bias=bias.DotProduct(), retention=retention.Decay(per="key"),
             algorithm=algorithm.GradientDescent(lr=1.0))  # fmt: skip
@@ -480,19 +499,18 @@ def test_names_ignore_sizes() -> None:
         )
 
     assert names(window(7)) == names(window(512)) == {"sliding_window_attention"}
-    fingerprint = module.fingerprint
     small, large = memory.MLP(expansion=2), memory.MLP(expansion=8)
-    assert fingerprint(R(memory=small)) == fingerprint(R(memory=large))
-    assert fingerprint(MONETA) == fingerprint(
+    assert structure_key(R(memory=small)) == structure_key(R(memory=large))
+    assert structure_key(MONETA) == structure_key(
         MONETA.replace(algorithm=algorithm.GradientDescent(batch_size=64))
     )
     # Several sub-steps or maps are another system than one; how many does not matter.
     one, two, four = (
         R(algorithm=algorithm.GradientDescent(updates_per_token=n)) for n in (1, 2, 4)
     )
-    assert fingerprint(one) != fingerprint(two) == fingerprint(four)
+    assert structure_key(one) != structure_key(two) == structure_key(four)
     # Numbers that are no sizes count.
-    assert fingerprint(R(bias=bias.Lp(p=3))) != fingerprint(R(bias=bias.Lp(p=4)))
+    assert structure_key(R(bias=bias.Lp(p=3))) != structure_key(R(bias=bias.Lp(p=4)))
 
 
 # -- properties ----------------------------------------------------------------------------------
@@ -500,7 +518,7 @@ def test_names_ignore_sizes() -> None:
 
 def test_properties() -> None:
     def having(recipe: rc.Recipe) -> set[str]:
-        return {name for name, holds in module.properties(recipe).items() if holds}
+        return {name for name, holds in properties(recipe).items() if holds}
 
     assert having(R()) == set()
     assert having(R(retention=retention.Decay(alpha=0.9))) == set()  # decays, whatever the token
@@ -561,22 +579,25 @@ def test_normalised_steps_are_described_and_unfolded(name: str) -> None:
         else explain(name, full=full).parts["memory"]
         for full in (False, True)
     )
-    letters = set(re.findall(r"r_t|ρ_\w+|λ_t", " ".join(short.write)))
+    letters = set(re.findall(r"r_t|ρ_\w+|λ_t", " ".join(short.write_equations)))
     assert letters
-    described = {line.partition(":")[0] for line in short.where}
+    described = {line.partition(":")[0] for line in short.symbols}
     assert letters <= described
-    defined = {line.partition(" = ")[0] for line in full.write}
-    assert letters <= defined and not letters & {x.partition(" = ")[0] for x in short.write}
-    assert ("v̂" in str(short)) == ("v̂" in "".join(full.write))
+    defined = {line.partition(" = ")[0] for line in full.write_equations}
+    assert letters <= defined and not letters & {
+        x.partition(" = ")[0] for x in short.write_equations
+    }
+    assert ("v̂" in str(short)) == ("v̂" in "".join(full.write_equations))
     assert (
-        max(map(len, (*short.problem.split("\n"), *short.write, *short.read))) <= 91
+        max(map(len, (*short.problem.split("\n"), *short.write_equations, *short.read_equations)))
+        <= 91
     )  # and a label
-    link = next(line for line in short.where if "docs/" in line).rpartition("docs/")[2]
+    link = next(line for line in short.symbols if "docs/" in line).rpartition("docs/")[2]
     page, _, anchor = link.partition("#")
     headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
-    assert set(short.where) - {line for line in short.where if "full=True" in line} <= set(
-        full.where
+    assert set(short.symbols) - {line for line in short.symbols if "full=True" in line} <= set(
+        full.symbols
     )
 
 
@@ -734,7 +755,7 @@ def test_the_tutorial_names_the_layers_of_its_table() -> None:
     first = re.search(r"```text\n(.*?)\n```", readme, re.DOTALL)
     assert first is not None
     assert str(explain(base)).startswith(first[1] + "\n")
-    assert [x.name for x in explain(base).named] == ["gated_delta_net"]
+    assert [x.name for x in explain(base).same_recipe_systems] == ["gated_delta_net"]
 
     tutorial = root / "docs" / "tutorials" / "state-a-layer.md"
     page = tutorial.read_text(encoding="utf-8")
@@ -748,6 +769,9 @@ def test_the_tutorial_names_the_layers_of_its_table() -> None:
     for same, changes, _, name in rows:
         given = eval(f"dict({changes})", {"rc": rc})
         recipe = (recipe if same else base).replace(**given)
-        named.append([x.name for x in explain(recipe).named if not x.apart] == [name] * bool(name))
+        named.append(
+            [x.name for x in explain(recipe).same_recipe_systems if not x.differing_options]
+            == [name] * bool(name)
+        )
         rc.MemoryLayer(16, 2, recipe)
     assert all(named), list(zip(rows, named, strict=True))

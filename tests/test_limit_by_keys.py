@@ -288,6 +288,6 @@ def test_what_does_not_add_up_is_refused(algorithm: rc.Algorithm, why: str) -> N
 
 
 def test_it_is_told() -> None:
-    write = rc.explain(RECIPES["momentum"], full=True).write
+    write = rc.explain(RECIPES["momentum"], full=True).write_equations
     assert "η_t r_t ρ_t" in write[0]
     assert "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / 4" in write[1]

@@ -134,7 +134,7 @@ def functions_of(legend: list[str]) -> dict[str, Any]:
 def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Tensor:
     """Outputs [T, V] of one head by the printed rule, from a memory of zeros."""
     printed = rc.explain(recipe)
-    blocks = (printed.write, printed.read, printed.where)
+    blocks = (printed.write_equations, printed.read_equations, printed.symbols)
     write, read, legend = ([line.replace("−", "-") for line in block] for block in blocks)
     b, several = recipe.algorithm.batch_size, recipe.associations_per_token > 1
     new, old = ("_(t,j)", "_(t,j-1)") if several else ("_t", "_(t-1)")
@@ -264,7 +264,7 @@ def test_the_error_is_taken_with_the_current_threshold() -> None:
     assert y.flatten().tolist() == [0.5, 1.0]
     inputs = {"q": one[0, :, 0], "k": one[0, :, 0], "v": one[0, :, 0], "τ": tau}
     assert printed_outputs(recipe, inputs, 2).flatten().tolist() == [0.5, 1.0]
-    assert rc.explain(recipe).write == (
+    assert rc.explain(recipe).write_equations == (
         "A_t = A_(t−1) − (W° k_t) k_tᵀ + v_t k_tᵀ,   W_t = soft(A_t, τ_t)",
         "W° = soft(A_(t−1), τ_t)",
     )

@@ -236,7 +236,7 @@ def test_what_routed_and_boosted_memories_receive() -> None:
     assert torch.equal(inputs["shared.first"], x)
     assert "shared.second" not in inputs
     for name, tokens in inputs.items():
-        assert rc.diagnose(layer.leaves[name], tokens).surprise.shape == (tokens.shape[1], 2)
+        assert rc.diagnose(layer.leaves[name], tokens).loss.shape == (tokens.shape[1], 2)
     other = torch.cat([x, x.flip(1) * torch.linspace(-1, 1, 10)[:, None]])
     with pytest.raises(ValueError, match="give leaf_inputs\\(\\) one row at a time"):
         leaf_inputs(layer, other)
@@ -248,7 +248,7 @@ def test_every_part_of_a_hybrid_is_diagnosed(name: str) -> None:
         layer = build(Sequential(mixer), 8, 2)
         for path, tokens in leaf_inputs(layer, torch.randn(1, 9, 8)).items():
             found = rc.diagnose(layer.leaves[path], tokens)
-            assert found.first is None and found.surprise.shape[0] == tokens.shape[1]
+            assert found.first_fault is None and found.loss.shape[0] == tokens.shape[1]
 
 
 def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
@@ -298,7 +298,7 @@ def test_what_a_memory_receives_can_be_diagnosed() -> None:
     hook.remove()
     assert torch.equal(inputs["memory"], torch.cat(learned, 1))
     diagnosis = rc.diagnose(layer.leaves["memory"], inputs["memory"])
-    assert diagnosis.surprise.shape == (10, 2)
+    assert diagnosis.loss.shape == (10, 2)
     with pytest.raises(rc.RecipeError, match="this layer composes memory, attention"):
         rc.diagnose(layer, x)  # type: ignore[arg-type]
 

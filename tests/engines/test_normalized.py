@@ -910,6 +910,8 @@ def test_it_is_data_and_says_itself() -> None:
         memory=memory.MLP(), algorithm=algorithm.Muon(ns_steps=0, normalized_steps=True)
     )
     assert rc.Recipe.from_json(muon.to_json()) == muon == muon.canonical()
-    assert any(line.startswith("λ_t = max(0, −") for line in rc.explain(muon, full=True).write)
-    assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe, full=True).write)
+    assert any(
+        line.startswith("λ_t = max(0, −") for line in rc.explain(muon, full=True).write_equations
+    )
+    assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe, full=True).write_equations)
     assert "scales gradients" in rc.select_engine(STRUCTURES["steps"]).rejected["linear"][0]

@@ -118,8 +118,8 @@ def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str
         found = rc.explain(name)
         for part in [found] if hasattr(found, "write") else found.parts.values():
             assert f"problem  min  {part.problem}" in page
-            assert all(line in page for line in part.write)
-            assert f"{part.engine} ({part.how})" in page
+            assert all(line in page for line in part.write_equations)
+            assert f"{part.engine} ({part.engine_mode})" in page
 
 
 @pytest.mark.parametrize("family", families())

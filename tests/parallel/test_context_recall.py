@@ -248,7 +248,7 @@ def test_ways_follow_from_structure() -> None:
         rc.parallel.strategy_for(rc.zoo.get("titans").recipe, "affine")
     with pytest.raises(ValueError, match=r"strategy must be auto, affine, gather or sequential"):
         rc.parallel.strategy_for(rc.Recipe(), "ring")
-    assert str(rc.parallel.strategy_for(rc.Recipe())) == rc.explain(rc.Recipe()).ranks
+    assert str(rc.parallel.strategy_for(rc.Recipe())) == rc.explain(rc.Recipe()).sequence_parallel
 
 
 def test_pieces_cover_rows_and_heads_once() -> None:

@@ -81,7 +81,7 @@ def _preset_row(preset: Any) -> dict[str, Any]:
     return {
         **_identity(preset),
         **{choice: getattr(preset.recipe, choice).brief for choice in _CHOICES},
-        "write": list(explained.write),
+        "write": list(explained.write_equations),
         **_state_size([explained.cost]),
         "properties": dict(explained.properties),
         "engine": explained.engine,

@@ -1,13 +1,13 @@
 """`diagnose`: runs a layer on a sequence and measures its memory, head by head.
 
-Inner batches are run one after the other, by whatever engine runs the layer. Before each, its keys
-are read from the memory as it stands: the loss of these predictions is the *surprise*. After it,
-they are read again: how much of the error has gone is the *effective step*
+Inner batches run one after the other, by the engine of the layer. The memory is read at the keys of
+each batch before and after the write. The loss is that of the predictions before the write. The
+*effective step* is the fraction of the error that the write removed:
 
-    s_t = ⟨p_before − p_after, e_t⟩ / ‖e_t‖²,    e_t = ∂ℓ/∂prediction before,
+    s_t = ⟨p_before − p_after, e_t⟩ / ‖e_t‖²,    e_t = ∂ℓ/∂prediction before.
 
-0 where nothing was written, 1 where the error is gone, above 2 where the write overshot. For
-DeltaNet it is η‖k‖². In an inner batch it counts what the batch's other tokens wrote too.
+It is 0 if nothing was written, 1 if the error is gone, and above 2 if the write overshot. For
+DeltaNet it is η‖k‖². It includes the writes of other tokens in the inner batch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from recollect.engines.common.problem import resolve_rates, state_dtype
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.select import select_engine
 from recollect.explanation.diagnosis import (
-    OVERSHOOT,
-    SMALLER_STEPS,
+    ADVICE_SMALLER_STEPS,
+    OVERSHOOT_LIMIT,
     Diagnosis,
     Fault,
     ModelDiagnosis,
-    short,
+    format_number,
 )
-from recollect.explanation.model_inputs import model_inputs, received_tokens
-from recollect.explanation.tangent import measured, top_eigenvalue
+from recollect.explanation.model_inputs import MemoryRun, model_inputs, received_tokens
+from recollect.explanation.tangent import supports_recipe, top_eigenvalue
 from recollect.functional.binding import bind
-from recollect.functional.read import read
-from recollect.functional.recall import recall
 from recollect.layer.gates import stability_limit
 from recollect.layer.inspection import InspectableLayer
 from recollect.layer.memory_layer import MemoryLayer
@@ -47,7 +45,8 @@ from recollect.state.state import State
 
 __all__ = ["Diagnosis", "Fault", "ModelDiagnosis", "diagnose"]
 
-EDGE = 0.01  # a gate this near to an end, in units of its range, hardly moves any more
+SATURATION = 0.01
+"""Distance from the ends of a gate's range, in units of the range, at which it is saturated."""
 
 
 @overload
@@ -78,15 +77,14 @@ def diagnose(layer: Any, x: Any) -> Diagnosis | ModelDiagnosis:
 
     Examples:
         >>> layer = rc.zoo.get("titans").build(d_model=8, num_heads=2)
-        >>> found = rc.diagnose(layer, torch.randn(1, 6, 8))
-        >>> sorted(found.memory), found.engine
+        >>> diagnosis = rc.diagnose(layer, torch.randn(1, 6, 8))
+        >>> sorted(diagnosis.memory), diagnosis.engine
         (['W1', 'W2'], 'deep')
     """
     if isinstance(layer, MixerLayer):
         raise RecipeError(
             f"diagnose looks at one memory, and this layer composes {', '.join(layer.leaves)}: "
-            "give one of layer.leaves and what rc.blocks.leaf_inputs(layer, x) says that it "
-            "receives"
+            "give one of layer.leaves and its tokens from rc.blocks.leaf_inputs(layer, x)"
         )
     layers = memory_layers(layer, "diagnose")
     if "" not in layers:
@@ -94,8 +92,8 @@ def diagnose(layer: Any, x: Any) -> Diagnosis | ModelDiagnosis:
     width = layer.memory_spec.d_model
     weights = [weight for weight in layer.parameters() if weight.is_floating_point()]
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a floating-point tensor [B, T, {width}], not {said}")
+        kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a floating-point tensor [B, T, {width}], not {kind}")
     if weights and all((x.dtype, x.device) != (w.dtype, w.device) for w in weights):
         raise ValueError(
             f"x is {x.dtype} on {x.device} and the layer {weights[0].dtype} on "
@@ -103,7 +101,7 @@ def diagnose(layer: Any, x: Any) -> Diagnosis | ModelDiagnosis:
         )
     if x.dim() != 3 or not x.shape[0] or x.shape[-1] != width or not x.shape[1]:
         raise ValueError(f"x must have shape [B, T, {width}] with B and T ≥ 1, not {list(x.shape)}")
-    return _Examination(layer, x).examine()
+    return _DiagnosisRun(layer, x).run()
 
 
 def _diagnose_model(
@@ -111,7 +109,7 @@ def _diagnose_model(
 ) -> ModelDiagnosis:
     """Run the model once, and diagnose each layer with the tokens that it received.
 
-    The model may refuse values of a layer that are not finite. Then that layer is the last.
+    The model may refuse values of a layer that are not finite. That layer is then the last one.
     """
     diagnoses: dict[str, Diagnosis] = {}
     refusal: ValueError | None = None
@@ -124,317 +122,280 @@ def _diagnose_model(
     for name, layer in layers.items():
         for x in calls[name]:
             if not isinstance(layer, MixerLayer):
-                diagnoses[name] = _Examination(layer, x).examine()
+                diagnoses[name] = _DiagnosisRun(layer, x).run()
                 continue
             for path, tokens in leaf_inputs(layer, x).items():
                 leaf = layer.leaves[path]
                 if isinstance(leaf, MemoryLayer):
-                    diagnoses[f"{name}.{path}"] = _Examination(leaf, tokens).examine()
-    if refusal is not None and all(one.first is None for one in diagnoses.values()):
+                    diagnoses[f"{name}.{path}"] = _DiagnosisRun(leaf, tokens).run()
+    if refusal is not None and all(x.first_fault is None for x in diagnoses.values()):
         raise refusal
     return ModelDiagnosis(model=type(model).__name__, layers=diagnoses)
 
 
-class _Examination:
-    """One examination: the layer's numbers, and the curves as they grow."""
+class _DiagnosisRun:
+    """The memory of a layer during a diagnosis, and the curves so far."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         assert isinstance(layer, InspectableLayer)
-        self.layer, self.x, self.spec = layer, x, layer.memory_spec
-        self.recipe = recipe = self.spec.recipe
-        self.b = recipe.algorithm.batch_size
-        inputs = layer.memory_inputs(x)
-        self.q, self.k, self.v, self.gates, self.params = (
-            *(inputs.q, inputs.k, inputs.v),
-            *(inputs.gates, inputs.params),
-        )
+        self.layer, self.x = layer, x
+        self.memory_run = run = MemoryRun(layer, x)
+        self.spec, self.recipe = run.spec, run.spec.recipe
+        self.q, self.k, self.v = run.inputs.q, run.inputs.k, run.inputs.v
+        self.gates, self.params = run.inputs.gates, run.inputs.params
+        self.batch_size = self.recipe.algorithm.batch_size
         self.T, self.H = x.shape[1], self.spec.num_kv_heads
         self.memory: dict[str, list[Tensor]] = {name: [] for name in self._map_names()}
-        self.slots: dict[str, list[Tensor]] = {name: [] for name in recipe.algorithm.slots}
-        self.places: list[int] = []
-        self.surprise = torch.full((self.T, self.H), torch.nan)
+        self.slots: dict[str, list[Tensor]] = {name: [] for name in self.recipe.algorithm.slots}
+        self.positions: list[int] = []
+        self.loss = torch.full((self.T, self.H), torch.nan)
         self.step = torch.full((self.T, self.H), torch.nan)
-        self.steep: list[Tensor] = []
+        self.curvature: list[Tensor] = []
 
     def _map_names(self) -> list[str]:
         recipe, K, V = self.recipe, self.spec.head_dim, self.spec.value_dim
         if recipe.nonparametric:
             return []
-        shapes = recipe.shapes(K, V)
         if isinstance(recipe.memory, Stack):
             return [m.name for m in recipe.memory.maps(recipe.axes(K, V)["F"], V)]
-        return (
-            [recipe.memory.weight_symbol]
-            if len(shapes) == 1
-            else [f"W{i}" for i in range(len(shapes))]
-        )
+        count = len(recipe.shapes(K, V))
+        return [recipe.memory.weight_symbol] if count == 1 else [f"W{i}" for i in range(count)]
 
-    def examine(self) -> Diagnosis:
+    def run(self) -> Diagnosis:
         """Run the sequence until its end or the first fault."""
-        first = self._given()
-        if first is None:
-            first = self._run_batches()
+        fault = self._check_inputs() or self._run_batches()
+        multiple = self._limit_multiple()
+        if multiple is not None:
+            multiple = multiple.float()
+            multiple = multiple if multiple.dim() == 3 else multiple.flatten(3).mean(-1)
+            multiple = multiple.mean(0).cpu()
         return Diagnosis(
             recipe=self.recipe,
             engine=select_engine(self.recipe, self.spec.engine).engine.name,
-            batch=self.b,
-            places=torch.tensor(self.places),
-            memory={n: torch.stack(x) for n, x in self.memory.items() if x},
-            slots={n: torch.stack(x) for n, x in self.slots.items() if x},
-            surprise=self.surprise,
+            batch=self.batch_size,
+            positions=torch.tensor(self.positions),
+            memory={name: torch.stack(norms) for name, norms in self.memory.items() if norms},
+            slots={name: torch.stack(norms) for name, norms in self.slots.items() if norms},
+            loss=self.loss,
             step=self.step,
+            limit_multiple=multiple,
+            curvature=torch.stack(self.curvature) if self.curvature else None,
             saturated=self._saturated(),
-            first=first,
-            share=self._shares(),
-            steep=torch.stack(self.steep) if self.steep else None,
+            first_fault=fault,
         )
 
-    # -- what is given -----------------------------------------------------------------------------
-
-    def _given(self) -> Fault | None:
-        """A fault before anything is memorised: x, then params, then gates, then q, k, v."""
+    def _check_inputs(self) -> Fault | None:
+        """Return the first value that is not finite among the weights and inputs."""
         for name, weight in self.layer.named_parameters():
             if not weight.isfinite().all():
-                why = "a weight of the layer has diverged: train with less"
-                return Fault(what=f"param {name}", why=why)
-        named = {
-            "x": self.x,
-            **{f"gate {name}": g for name, g in self.gates.items()},
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-        }
-        faults: list[Fault] = []
+                cause = "a weight of the layer has diverged: train with less"
+                return Fault(quantity=f"param {name}", cause=cause)
+        gates = {f"gate {name}": gate for name, gate in self.gates.items()}
         logs = {f"gate {name}" for name in self.recipe.log_gates}
-        for name, tensor in named.items():
-            # A log of −inf is a decay or a rate of 0, which is a value like others.
+        faults: list[Fault] = []
+        inputs = {"x": self.x, **gates, "q": self.q, "k": self.k, "v": self.v}
+        for name, tensor in inputs.items():
+            # A log of −inf is a decay or a rate of 0, which is valid.
             bad = ~(tensor < torch.inf) if name in logs else ~tensor.isfinite()
             if not bad.any():
                 continue
-            rows = bad.flatten(3).any(-1) if bad.dim() > 3 else bad  # [B, T, heads or channels]
-            token = int(rows.flatten(2).any(-1).any(0).nonzero()[0])
-            row = int(rows[:, token].flatten(1).any(-1).nonzero()[0])
-            head = None if name == "x" else int(rows[row, token].nonzero()[0])
-            gate = name.removeprefix("gate ") if name.startswith("gate") else None
-            why = "it comes from outside" if name == "x" else "its projection overflows"
-            faults.append(Fault(what=name, row=row, token=token, head=head, gate=gate, why=why))
+            bad = bad.flatten(3).any(-1) if bad.dim() > 3 else bad  # [B, T, heads or channels]
+            token = int(bad.flatten(2).any(-1).any(0).nonzero()[0])
+            row = int(bad[:, token].flatten(1).any(-1).nonzero()[0])
             if name == "x":
-                break
-        return min(faults, key=lambda fault: fault.token or 0) if faults else None
-
-    # -- batches -----------------------------------------------------------------------------------
+                cause = "it comes from outside"
+                return Fault(quantity=name, row=row, token=token, cause=cause)
+            head = int(bad[row, token].nonzero()[0])
+            gate = name.removeprefix("gate ") if name in gates else None
+            cause = "its projection overflows"
+            faults.append(
+                Fault(quantity=name, row=row, token=token, head=head, gate=gate, cause=cause)
+            )
+        return min(faults, key=lambda fault: fault.token or 0, default=None)
 
     def _run_batches(self) -> Fault | None:
-        state = self._recall(slice(0, 0), None)[1]
-        self._norms(state)
-        for start in range(0, self.T, self.b):
-            cut = slice(start, min(start + self.b, self.T))
-            error, before, loss = self._predict(cut, state, None)
-            self.surprise[cut] = loss
-            if measured(self.recipe):
-                self.steep.append(self._steepness(cut, state))
-            y, after = self._recall(cut, state)
-            fault = self._fault(cut, y, after)
+        """Run the inner batches, and return the first fault."""
+        state = self.memory_run.recall(slice(0, 0), None)[1]
+        self._record_norms(state)
+        for start in range(0, self.T, self.batch_size):
+            batch = slice(start, min(start + self.batch_size, self.T))
+            prediction, rates = self._predict(batch, state)
+            error, self.loss[batch] = self._error_and_loss(batch, prediction, rates)
+            if supports_recipe(self.recipe):
+                self.curvature.append(self._top_eigenvalue(batch, state))
+            y, next_state = self.memory_run.recall(batch, state)
+            fault = self._check_step(batch, y, next_state)
             if fault is not None:
                 return fault
-            if cut.stop - start == self.b:  # an open batch has not written yet
-                _, now, _ = self._predict(cut, after, error)
+            if batch.stop - start == self.batch_size:  # an open batch has not written yet
+                change = prediction - self._predict(batch, next_state)[0]
                 size = error.square().sum(-1)
-                gone = ((before - now) * error).sum(-1) / torch.where(size == 0, 1.0, size)
-                self.step[cut] = torch.where(size == 0, torch.nan, gone).nanmean((0, -1)).cpu()
-                self._norms(after)
-            state = after
+                removed = (change * error).sum(-1) / torch.where(size == 0, 1.0, size)
+                step = torch.where(size == 0, torch.nan, removed).nanmean((0, -1))
+                self.step[batch] = step.cpu()
+                self._record_norms(next_state)
+            state = next_state
         return None
 
-    def _recall(self, cut: slice, state: State | None) -> tuple[Tensor, State]:
-        y, after = recall(
-            self.recipe,
-            *(self.q[:, cut], self.k[:, cut], self.v[:, cut]),
-            {name: gate[:, cut] for name, gate in self.gates.items()},
-            params=self.params,
-            initial_memory=self.spec.initial_memory if state is None else None,
-            state=state,
-            engine=self.spec.engine,
-            precision=self.spec.precision,
-            chunk_size=self.spec.chunk_size,
-        )
-        assert after is not None
-        return y, after
-
-    def _steepness(self, cut: slice, state: State) -> Tensor:
-        """The top eigenvalue of diag(η) K of an inner batch ``[H]``, see `tangent`."""
-        k, v = self.k[:, cut], self.v[:, cut]
-        dtype, (B, t, H, K) = state_dtype(k, v), k.shape
-        gates = {name: gate[:, cut] for name, gate in self.gates.items()}
-        at = bind(self.recipe, H=H, K=K, V=v.shape[-1])
-        rates = resolve_rates(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
-        position = state.position[:, None] + torch.arange(t, device=k.device)
-        phi = self.recipe.features.phi(k.unsqueeze(3).to(dtype), self.params, "key", position)
-        bias = self.recipe.bias
-
-        def by_head(x: Tensor) -> Tensor:
-            return x.to(dtype).transpose(1, 2)
-
-        numbers = {name: by_head(rates[name]) for name in bias.quantity_axes}
-        points = Points(
-            phi=by_head(phi.squeeze(3)),
-            raw=by_head(k),
-            v=by_head(v),
-            gates={n: x if bias.quantity_axes[n] else x.unsqueeze(-1) for n, x in numbers.items()},
-        )
-        steps = {n: by_head(rates[n]) for n in ("lr", "momentum", "window") if n in rates}
-        W = [w.to(dtype) for w in state.weights]
-        return top_eigenvalue(self.recipe, W, points, self.params, steps).mean(0).float().cpu()
-
-    def _norms(self, state: State) -> None:
-        self.places.append(int(state.position[0]))
+    def _record_norms(self, state: State) -> None:
+        self.positions.append(int(state.position[0]))
         scale = 1.0 if state.log_scale is None else state.log_scale.exp()
 
-        def size(w: Tensor) -> Tensor:  # [B, H, ...] -> [B, H]
+        def norm(w: Tensor) -> Tensor:  # [B, H, ...] -> [B, H]
             return w.reshape(*w.shape[:2], -1).norm(dim=-1)
 
         for norms, weight in zip(self.memory.values(), state.weights, strict=False):
-            norms.append((scale * size(weight)).mean(0).float().cpu())
+            norms.append((scale * norm(weight)).mean(0).float().cpu())
         for name, slot in state.algorithm_state.items():
-            total = torch.stack([size(w).square() for w in slot]).sum(0).sqrt()
+            total = torch.stack([norm(w).square() for w in slot]).sum(0).sqrt()
             self.slots[name].append((scale * total).mean(0).float().cpu())
 
-    def _predict(
-        self, cut: slice, state: State, error: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(∂ℓ/∂prediction, predictions ``[B, t, H, n, V]``, loss ``[t, H]``) at the keys."""
-        k, v, bias = self.k[:, cut], self.v[:, cut], self.recipe.bias
-        if self.recipe.associations_per_token == 1:
-            k, v = k.unsqueeze(3), v.unsqueeze(3)
-        dtype = state_dtype(k, v)
-        B, t, H, n, _ = k.shape
-        gates = {name: gate[:, cut] for name, gate in self.gates.items()}
-        at = bind(self.recipe, H=H, K=k.shape[-1], V=v.shape[-1])
-        rates = resolve_rates(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
-        prediction = self._at_keys(k, gates, rates, state).to(dtype)
-        if error is not None:
-            return error, prediction, prediction
-        bias_numbers: dict[str, Tensor] = {}
-        per_association = {gate.name for gate in bias.gates()}  # one number per association
-        for name in bias.quantity_axes:
-            rate = rates[name]
-            if n > 1 and name in per_association:
-                bias_numbers[name] = rate if bias.quantity_axes[name] else rate.unsqueeze(-1)
-            else:
-                bias_numbers[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
-        v = v.to(dtype)
-        error = bias.error(prediction, v, bias_numbers)
-        # A bias that states an error and no loss: half its square is as good a measure.
-        loss = (
-            bias.loss(prediction, v, bias_numbers)
-            if bias.defines_loss
-            else 0.5 * error.square().sum(-1)
-        )
-        return error, prediction, loss.mean((0, -1)).float().cpu()
+    def _rates(self, batch: slice, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return all rates of a batch as ``[B, t, H, ...]``."""
+        B, t = self.k[:, batch].shape[:2]
+        gates = {name: gate[:, batch] for name, gate in self.gates.items()}
+        bound = bind(self.recipe, H=self.H, K=self.k.shape[-1], V=self.v.shape[-1])
+        device = self.k.device
+        return resolve_rates(bound, gates, self.params, B=B, T=t, dtype=dtype, device=device)
 
-    def _at_keys(
-        self, k: Tensor, gates: Mapping[str, Tensor], rates: Mapping[str, Tensor], state: State
-    ) -> Tensor:
-        """M(W; φ(k)) of keys ``[B, t, H, n, K]`` at the state, which is at a border."""
-        recipe, (B, t, H, n, K) = self.recipe, k.shape
-        weights = recipe.features.finite and state.weights and recipe.context.horizon is not None
-        if not weights:
-            read_gates = {
-                name: g.repeat_interleave(n, 1)
-                for name, g in gates.items()
-                if name in recipe.read_gates
+    def _features(self, keys: Tensor, state: State) -> Tensor:
+        """Return φ of keys ``[B, t, H, n, K]`` that follow the state."""
+        position = state.position[:, None] + torch.arange(keys.shape[1], device=keys.device)
+        return self.recipe.features.phi(keys, self.params, "key", position)
+
+    def _keys_and_values(self, batch: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a batch, ``[B, t, H, n, ·]``."""
+        k, v = self.k[:, batch], self.v[:, batch]
+        if self.recipe.associations_per_token == 1:
+            return k.unsqueeze(3), v.unsqueeze(3)
+        return k, v
+
+    def _predict(self, batch: slice, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the predictions ``[B, t, H, n, V]`` at the keys, and the rates."""
+        recipe, (k, v) = self.recipe, self._keys_and_values(batch)
+        dtype, (_, t, _, n, K) = state_dtype(k, v), k.shape
+        rates = self._rates(batch, dtype)
+        if not (recipe.features.finite and state.weights and recipe.context.horizon is not None):
+            gates = {
+                name: self.gates[name][:, batch].repeat_interleave(n, 1)
+                for name in recipe.read_gates
+                if name in self.gates
             }
-            flat = k.transpose(2, 3).reshape(B, t * n, H, K)
-            y = read(
-                recipe,
-                flat,
-                gates=read_gates,
-                state=state,
-                params=self.params,
-                precision=self.spec.precision,
-            )
-            return y.unflatten(1, (t, n)).transpose(2, 3)
-        position = state.position[:, None] + torch.arange(t, device=k.device)
+            y = self.memory_run.read(k.transpose(2, 3).flatten(1, 2), gates, state)
+            return y.unflatten(1, (t, n)).transpose(2, 3).to(dtype), rates
         W = [w.to(state_dtype(k)) for w in state.weights]
         if recipe.retention.has_link:
             first = {name: x[:, 0, :, None, None] for name, x in rates.items() if x.dim() == 3}
             W = [recipe.retention.link(w, first) for w in W]
-        phi = recipe.features.phi(k.to(W[0].dtype), self.params, "key", position)
-        F = recipe.features.dim(K)
+        phi = self._features(k.to(W[0].dtype), state)
 
         def by_head(x: Tensor) -> Tensor:  # [B, H, t·n, ·]
             return x.permute(0, 2, 1, 3, 4).flatten(2, 3)
 
-        forward = recipe.memory.bind(F, self.v.shape[-1])
-        y = forward(W, by_head(phi), by_head(k.to(phi.dtype)), self.params)
-        return y.unflatten(2, (t, n)).permute(0, 2, 1, 3, 4)
+        predict = recipe.memory.bind(recipe.features.dim(K), self.v.shape[-1])
+        y = predict(W, by_head(phi), by_head(k.to(phi.dtype)), self.params)
+        return y.unflatten(2, (t, n)).permute(0, 2, 1, 3, 4).to(dtype), rates
 
-    def _fault(self, cut: slice, y: Tensor, state: State) -> Fault | None:
-        """What an inner batch broke, if it broke anything."""
+    def _error_and_loss(
+        self, batch: slice, prediction: Tensor, rates: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return ∂ℓ/∂prediction ``[B, t, H, n, V]``, and the loss ``[t, H]``."""
+        bias, n = self.recipe.bias, prediction.shape[3]
+        v = self._keys_and_values(batch)[1].to(prediction.dtype)
+        per_association = {gate.name for gate in bias.gates()}
+        gates: dict[str, Tensor] = {}
+        for name, has_axis in bias.quantity_axes.items():
+            rate = rates[name]
+            if n > 1 and name in per_association:
+                gates[name] = rate if has_axis else rate.unsqueeze(-1)
+            else:
+                gates[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
+        error = bias.error(prediction, v, gates)
+        # A bias may define an error without a loss.
+        if bias.defines_loss:
+            loss = bias.loss(prediction, v, gates)
+        else:
+            loss = 0.5 * error.square().sum(-1)
+        return error, loss.mean((0, -1)).float().cpu()
+
+    def _top_eigenvalue(self, batch: slice, state: State) -> Tensor:
+        """Return the largest eigenvalue of diag(η) K of an inner batch ``[H]``, see `tangent`."""
+        k, v, bias = self.k[:, batch], self.v[:, batch], self.recipe.bias
+        dtype = state_dtype(k, v)
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.to(dtype).transpose(1, 2)
+
+        rates = {name: by_head(rate) for name, rate in self._rates(batch, dtype).items()}
+        points = Points(
+            phi=by_head(self._features(k.unsqueeze(3).to(dtype), state).squeeze(3)),
+            raw=by_head(k),
+            v=by_head(v),
+            gates={
+                name: rates[name] if has_axis else rates[name].unsqueeze(-1)
+                for name, has_axis in bias.quantity_axes.items()
+            },
+        )
+        steps = {name: rates[name] for name in ("lr", "momentum", "window") if name in rates}
+        W = [w.to(dtype) for w in state.weights]
+        return top_eigenvalue(self.recipe, W, points, self.params, steps).mean(0).float().cpu()
+
+    def _check_step(self, batch: slice, y: Tensor, state: State) -> Fault | None:
+        """Return a fault if outputs or weights after an inner batch are not finite."""
         y = y.unflatten(2, (self.H, -1)).flatten(3)  # [B, t, H, ·]
         bad = ~y.isfinite().all(-1)
-        names = list(self.memory)
-        broken = [(names[i], ~w.flatten(2).isfinite().all(-1)) for i, w in enumerate(state.weights)]
-        broken = [(name, rows) for name, rows in broken if rows.any()]
-        if not bad.any() and not broken:
+        weights = zip(self.memory, state.weights, strict=False)
+        bad_weights = {name: ~w.flatten(2).isfinite().all(-1) for name, w in weights}
+        bad_weights = {name: heads for name, heads in bad_weights.items() if heads.any()}
+        if not bad.any() and not bad_weights:
             return None
         if bad.any():
             token = int(bad.any(0).any(-1).nonzero()[0])
             row, head = (int(i) for i in bad[:, token].nonzero()[0])
         else:
-            token = cut.stop - cut.start - 1
-            row, head = (int(i) for i in broken[0][1].nonzero()[0])
-        largest = self.step[: cut.stop, head]
-        largest = largest[largest.isfinite()].abs().max().item() if cut.start else math.nan
+            token = batch.stop - batch.start - 1
+            row, head = (int(i) for i in next(iter(bad_weights.values())).nonzero()[0])
+        token += batch.start
+        steps = self.step[: batch.stop, head]
+        steps = steps[steps.isfinite()].abs()
+        largest = steps.max().item() if len(steps) else math.nan
         rates = [
             gate.name
             for gate in self.recipe.gates()
-            if gate.role == "rate" and "c" not in gate.axes
+            if gate.role == "rate" and "c" not in gate.axes and gate.name in self.gates
         ]
-        rate = next((name for name in reversed(rates) if name in self.gates), None)
-        eta = ""
+        rate, value = (rates[-1] if rates else None), ""
         if rate is not None:
-            size = float(self._rate(rate, row, cut.start + token, head))
-            eta = f" ({rate} = {short(size)})"
-        why = (
-            f"its writes grew without bound, the largest so far removed {short(largest)} times "
-            f"the error: smaller steps{eta}"
-            if not largest <= OVERSHOOT
-            else f"the memory's own steps left the range of {y.dtype}{eta}: {SMALLER_STEPS}"
-        )
-        what = f"memory {broken[0][0]}" if broken else "output"
-        return Fault(what=what, row=row, token=cut.start + token, head=head, gate=rate, why=why)
+            size = self.gates[rate][row, token, head].float().mean().item()
+            value = f" ({rate} = {format_number(size)})"
+        cause = f"the memory's own steps left the range of {y.dtype}{value}: {ADVICE_SMALLER_STEPS}"
+        if not largest <= OVERSHOOT_LIMIT:
+            cause = (
+                "its writes grew without bound, the largest so far removed "
+                f"{format_number(largest)} times the error: smaller steps{value}"
+            )
+        quantity = f"memory {next(iter(bad_weights))}" if bad_weights else "output"
+        return Fault(quantity=quantity, row=row, token=token, head=head, gate=rate, cause=cause)
 
-    def _rate(self, name: str, row: int, token: int, head: int) -> Tensor:
-        return self.gates[name][row, token, head].float().mean()
-
-    # -- gates -------------------------------------------------------------------------------------
+    def _limit_multiple(self) -> Tensor | None:
+        """Return the step size in multiples of the stability limit, if the layer has a limit."""
+        limit, values = self.spec.stability_limit, {**self.gates, **self.params}
+        return None if limit is None else values["lr"] / stability_limit(limit, values)
 
     def _saturated(self) -> dict[str, Tensor]:
+        """Return the fraction of saturated values of each gate ``[H]``."""
         saturated: dict[str, Tensor] = {}
         for name, gate in self.gates.items():
             if name not in self.spec.gate_ranges:
                 continue
-            share = self._share() if name == "lr" else None
-            gate = gate if share is None else share
-            at_end = self._at_an_end(name, gate.float(), *self.spec.gate_ranges[name])
+            multiple = self._limit_multiple() if name == "lr" else None
+            value = (gate if multiple is None else multiple).float()
+            if name in self.recipe.log_decays:
+                keeps_all = value * self.T > math.log(1 - SATURATION)
+                at_end = keeps_all | (value < math.log(SATURATION))
+            else:
+                low, high = self.spec.gate_ranges[name]
+                fraction = (value - low) / (high - low)
+                at_end = (fraction < SATURATION) | (fraction > 1 - SATURATION)
             saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
         return saturated
-
-    def _share(self) -> Tensor | None:
-        """The rate as a share of the stability limit, as the layer's gate has it."""
-        limit, values = self.spec.stability_limit, {**self.gates, **self.params}
-        return None if limit is None else values["lr"] / stability_limit(limit, values)
-
-    def _shares(self) -> Tensor | None:
-        share = self._share()
-        if share is None:
-            return None
-        share = share.float()
-        return (share if share.dim() == 3 else share.flatten(3).mean(-1)).mean(0).cpu()
-
-    def _at_an_end(self, name: str, gate: Tensor, low: float, high: float) -> Tensor:
-        if name in self.recipe.log_decays:
-            return (gate * self.T > math.log(1 - EDGE)) | (gate < math.log(EDGE))
-        share = (gate - low) / (high - low)
-        return (share < EDGE) | (share > 1 - EDGE)

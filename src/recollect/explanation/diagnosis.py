@@ -1,9 +1,9 @@
-"""Results of `diagnose`: curves by head, the first fault, and findings in words."""
+"""Results of `diagnose`: curves by head, the first fault, and findings as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,25 @@ from recollect.report.tables import Column, Table
 if TYPE_CHECKING:
     from recollect.report.figures import RenderedFigure
 
-__all__ = ["OVERSHOOT", "SMALLER_STEPS", "Diagnosis", "Fault", "ModelDiagnosis", "short"]
+__all__ = [
+    "ADVICE_SMALLER_STEPS",
+    "OVERSHOOT_LIMIT",
+    "Diagnosis",
+    "Fault",
+    "ModelDiagnosis",
+    "curves_to_json",
+    "format_change",
+    "format_number",
+    "text_table",
+]
 
-SMALLER_STEPS = (
+ADVICE_SMALLER_STEPS = (
     "measure them (normalized_steps=True of its algorithm), or take a smaller inner batch or rate"
 )
-"""What to do about steps of a memory that diverge."""
-OVERSHOOT = 2.0
-GROWS = 100.0  # times its start: a norm that is on its way out of every range
-FADES = 0.05  # of its largest: what was held is all but forgotten
+OVERSHOOT_LIMIT = 2.0
+NORM_GROWTH_LIMIT = 100.0  # final norm over initial norm
+NORM_DECAY_LIMIT = 0.05  # final norm over largest norm
+CURVE_LEGEND = "norms: first and last; loss and step: means of the first and last third"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,189 +42,178 @@ class Fault:
     """The first value that is not finite.
 
     Attributes:
-        what: which tensor: ``"x"``, ``"q"``, ``"gate lr"``, ``"param ..."``, ``"memory W1"``,
-            ``"output"``.
-        row, token, head: where; ``None`` where the tensor has no such axis. A memory's token is
-            that of the first output that is not finite, or else the last of its inner batch.
-        gate: the gate behind it, as far as can be told.
-        why: in words.
+        quantity: name of the tensor: ``"x"``, ``"q"``, ``"gate lr"``, ``"param ..."``,
+            ``"memory W1"``, ``"output"``.
+        row, token, head: position in the tensor; ``None`` for axes that it lacks. For a memory,
+            the token of the first output that is not finite, or the last token of the inner batch.
+        gate: name of the gate that caused it, if known.
+        cause: description of the cause.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
         >>> x = torch.randn(1, 6, 8)
         >>> x[0, 3] = torch.nan
-        >>> fault = rc.diagnose(layer, x).first
-        >>> fault.what, fault.token
+        >>> fault = rc.diagnose(layer, x).first_fault
+        >>> fault.quantity, fault.token
         ('x', 3)
     """
 
-    what: str
+    quantity: str
     row: int | None = None
     token: int | None = None
     head: int | None = None
     gate: str | None = None
-    why: str = ""
+    cause: str = ""
 
     def __str__(self) -> str:
-        named = (("token", self.token), ("head", self.head), ("row", self.row))
-        place = ", ".join(f"{name} {value}" for name, value in named if value is not None)
+        indices = (("token", self.token), ("head", self.head), ("row", self.row))
+        position = ", ".join(f"{name} {index}" for name, index in indices if index is not None)
+        position = f" at {position}" if position else ""
         gate = f", gate {self.gate!r}" if self.gate else ""
-        return f"{self.what} is not finite{' at ' + place if place else ''}{gate}: {self.why}"
-
-
-READING = "norms: first and last; surprise and step: means of the first and last third"
+        return f"{self.quantity} is not finite{position}{gate}: {self.cause}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was measured; curves are means over the rows of the batch, on the CPU.
+    """Measurements of a memory; curves are means over the batch, on the CPU.
 
     Attributes:
-        recipe: the layer's. engine: what ran it. batch: b, tokens per inner batch.
-        places: tokens written when norms were taken ``[P]``: the borders of inner batches.
-        memory: norm of the state A by map ``[P, H]``; empty where a memory keeps associations.
-        slots: norm of the algorithm's own state (momentum, moments) over all maps ``[P, H]``.
-        surprise: loss before the write ``[T, H]``. step: effective step ``[T, H]``, see the module.
-            NaN from the first fault on; the step also in an inner batch that is still open.
-        saturated: by gate, share of its values within a hundredth of an end of its range, ``[H]``.
-            A decay is at an end where it keeps 99 % over the whole sequence, or 1 % per token.
-        first: the first value that is not finite, or ``None``.
-        share: of the stability limit, that the token's rate is ``[T, H]``, where a layer has such.
-        steep: top eigenvalue of rates times the kernel of the tangent features, per inner batch
-            ``[batches, H]``, where a deep memory's steps add up linearly: beyond 2 what is written
-            again and again diverges.
+        recipe: recipe of the layer.
+        engine: name of the engine that ran it.
+        batch: b, number of tokens per inner batch.
+        positions: numbers of tokens after which norms were measured ``[P]``: the boundaries of
+            inner batches.
+        memory: norms of the state A by map ``[P, H]``; empty if the memory stores associations.
+        slots: norms of the state of the algorithm (momentum, moments) over all maps ``[P, H]``.
+        loss: loss of the prediction before the write ``[T, H]``; NaN after the first fault.
+        step: effective step ``[T, H]``, see `diagnose`; NaN after the first fault, and in an inner
+            batch without its last token.
+        saturated: by gate, fraction of its values within a hundredth of the ends of its range
+            ``[H]``. A decay is saturated if it keeps 99 % over the sequence, or 1 % per token.
+        first_fault: the first value that is not finite, or ``None``.
+        limit_multiple: step size of each token in multiples of the stability limit ``[T, H]``, if
+            the layer has a limit.
+        curvature: largest eigenvalue of step sizes times the tangent kernel, per inner batch
+            ``[batches, H]``, if the steps of a deep memory add up linearly. Repeated writes diverge
+            above 2.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
-        >>> found = rc.diagnose(layer, torch.randn(1, 6, 8))
-        >>> found.surprise.shape, found.first
+        >>> diagnosis = rc.diagnose(layer, torch.randn(1, 6, 8))
+        >>> diagnosis.loss.shape, diagnosis.first_fault
         (torch.Size([6, 2]), None)
     """
 
     recipe: Recipe
     engine: str
     batch: int
-    places: Tensor
+    positions: Tensor
     memory: Mapping[str, Tensor]
     slots: Mapping[str, Tensor]
-    surprise: Tensor
+    loss: Tensor
     step: Tensor
+    limit_multiple: Tensor | None = None
+    curvature: Tensor | None = None
     saturated: Mapping[str, Tensor] = field(default_factory=dict)
-    first: Fault | None = None
-    share: Tensor | None = None
-    steep: Tensor | None = None
+    first_fault: Fault | None = None
 
     @property
     def heads(self) -> int:
         """H, number of memories."""
-        return self.surprise.shape[1]
+        return self.loss.shape[1]
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What should be looked at, worst first; empty when nothing was found."""
-        findings = [] if self.first is None else [str(self.first)]
+        """Findings with advice, the worst first; empty if there are none."""
+        return tuple(self._findings())
+
+    def _findings(self) -> Iterator[str]:
+        if self.first_fault is not None:
+            yield str(self.first_fault)
         for head in range(self.heads):
-            steps = self.step[:, head]
-            steps = steps[steps.isfinite()]
-            over = (steps > OVERSHOOT).double().mean().item() if len(steps) else 0.0
-            if over:
-                findings.append(
-                    f"head {head}: {over:.0%} of the writes overshoot, the largest removes "
-                    f"{short(steps.max().item())} times the error: smaller steps, or shorter keys"
-                )
-            elif self.first is None and len(steps) and steps.abs().max() < 1e-3:
-                findings.append(f"head {head}: next to nothing is written: larger steps")
-            for name, norm in {**self.memory, **self.slots}.items():
-                there = norm[:, head].isfinite()
-                ends, places = norm[there, head], self.places[there]
-                if len(ends) < 2:
-                    continue
-                if ends[-1] > GROWS * ends[0].clamp_min(1.0):
-                    findings.append(
-                        f"head {head}: the norm of {name} grows from {short(ends[0].item())} to "
-                        f"{short(ends[-1].item())}: faster decays, or a retention that bounds it"
-                    )
-                elif name in self.memory and ends[-1] < FADES * ends.max():
-                    top = int(ends.argmax())
-                    findings.append(
-                        f"head {head}: the norm of {name} fades from {short(ends[top].item())} to "
-                        f"{short(ends[-1].item())} within {places[-1] - places[top]} tokens: "
-                        "slower decays, or larger steps"
-                    )
-        for head, top in enumerate([] if self.steep is None else self.steep.amax(0).tolist()):
-            if top > OVERSHOOT:
-                findings.append(
+            yield from (f"head {head}: {text}" for text in self._step_findings(head))
+            yield from (f"head {head}: {text}" for text in self._norm_findings(head))
+        tops = [] if self.curvature is None else self.curvature.amax(0).tolist()
+        for head, top in enumerate(tops):
+            if top > OVERSHOOT_LIMIT:
+                yield (
                     f"head {head}: the steps of one inner batch move its errors by up to "
-                    f"{short(top)} times themselves, and repeated writes diverge beyond 2: smaller "
-                    "steps, or normalized_steps=True, whose rate is a share of what is stable"
+                    f"{format_number(top)} times themselves, and repeated writes diverge beyond 2: "
+                    "smaller steps, or normalized_steps=True, whose rate is a multiple of the "
+                    "stability limit"
                 )
-        for name, share in self.saturated.items():
-            for head in (share > 0.5).nonzero().flatten().tolist():
-                findings.append(f"head {head}: gate {name!r} is saturated at {share[head]:.0%}")
-        return tuple(findings)
+        for name, fractions in self.saturated.items():
+            for head, fraction in enumerate(fractions.tolist()):
+                if fraction > 0.5:
+                    yield f"head {head}: gate {name!r} is saturated at {fraction:.0%}"
+
+    def _step_findings(self, head: int) -> Iterator[str]:
+        steps = self.step[:, head]
+        steps = steps[steps.isfinite()]
+        overshoots = (steps > OVERSHOOT_LIMIT).double().mean().item() if len(steps) else 0.0
+        if overshoots:
+            yield (
+                f"{overshoots:.0%} of the writes overshoot, the largest removes "
+                f"{format_number(steps.max().item())} times the error: smaller steps, or shorter "
+                "keys"
+            )
+        elif self.first_fault is None and len(steps) and steps.abs().max() < 1e-3:
+            yield "next to nothing is written: larger steps"
+
+    def _norm_findings(self, head: int) -> Iterator[str]:
+        for name, norms in {**self.memory, **self.slots}.items():
+            is_finite = norms[:, head].isfinite()
+            norm, positions = norms[is_finite, head], self.positions[is_finite]
+            if len(norm) < 2:
+                continue
+            last, top = format_number(norm[-1].item()), int(norm.argmax())
+            if norm[-1] > NORM_GROWTH_LIMIT * norm[0].clamp_min(1.0):
+                yield (
+                    f"the norm of {name} grows from {format_number(norm[0].item())} to {last}: "
+                    "faster decays, or a retention that bounds it"
+                )
+            elif name in self.memory and norm[-1] < NORM_DECAY_LIMIT * norm.max():
+                yield (
+                    f"the norm of {name} decays from {format_number(norm[top].item())} to {last} "
+                    f"within {positions[-1] - positions[top]} tokens: slower decays, or larger "
+                    "steps"
+                )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: lists, NaN as null."""
-        return {
-            "recipe": self.recipe.to_dict(),
-            "engine": self.engine,
-            "batch": self.batch,
-            "places": self.places.tolist(),
-            "memory": {name: _listed(x) for name, x in self.memory.items()},
-            "slots": {name: _listed(x) for name, x in self.slots.items()},
-            "surprise": _listed(self.surprise),
-            "step": _listed(self.step),
-            "share": None if self.share is None else _listed(self.share),
-            "steep": None if self.steep is None else _listed(self.steep),
-            "saturated": {name: _listed(x) for name, x in self.saturated.items()},
-            "first": None if self.first is None else vars(self.first),
-            "findings": list(self.findings),
-        }
+        """Return all fields as data for JSON: tensors as lists, NaN as null."""
+        fields = {name: curves_to_json(value) for name, value in vars(self).items()}
+        fault = None if self.first_fault is None else vars(self.first_fault)
+        return {**fields, "first_fault": fault, "findings": list(self.findings)}
 
     def __str__(self) -> str:
-        return self._table(READING, *(f"- {line}" for line in self._told())).to_text()
+        return self._table().to_text()
 
     def _repr_html_(self) -> str:
-        return self._table(*self._told(), READING).to_html(notebook=True)
+        return self._table().to_html(notebook=True)
 
-    def _table(self, *notes: str) -> Table:
-        columns = self._columns()
-        return Table(
-            title=self._title(),
-            columns=[Column(name=name, align="left") for name in columns],
-            rows=list(zip(*columns.values(), strict=True)),
-            caption="\n".join(notes),
-        )
-
-    def _title(self) -> str:
-        sizes = f"{self.heads} heads, {len(self.surprise)} tokens, inner batches of {self.batch}"
-        return f"engine {self.engine}, {sizes}"
-
-    def _told(self) -> tuple[str, ...]:
-        return self.findings or ("nothing to report: all values are finite",)
-
-    def _columns(self) -> dict[str, list[str]]:
-        return {
-            "head": [str(h) for h in range(self.heads)],
-            **{f"‖{name}‖": self._ends(norm) for name, norm in self.memory.items()},
-            **{f"‖{name}‖": self._ends(norm) for name, norm in self.slots.items()},
-            "surprise": self._thirds(self.surprise),
-            "step": self._thirds(self.step),
-            **({} if self.share is None else {"share": self._thirds(self.share)}),
-            **({} if self.steep is None else {"top of ηK": self._thirds(self.steep)}),
-            **{f"{name} at an end": _shares(x) for name, x in self.saturated.items()},
+    def _table(self) -> Table:
+        columns = {
+            "head": [str(head) for head in range(self.heads)],
+            **{
+                f"‖{name}‖": format_change(*norm[[0, -1]])
+                for name, norm in {**self.memory, **self.slots}.items()
+            },
+            "loss": _mean_by_third(self.loss),
+            "step": _mean_by_third(self.step),
         }
-
-    def _ends(self, norm: Tensor) -> list[str]:
-        return [f"{short(a)} → {short(b)}" for a, b in zip(*norm[[0, -1]].tolist(), strict=True)]
-
-    def _thirds(self, curve: Tensor) -> list[str]:
-        third = max(len(curve) // 3, 1)
-        ends = [part.nanmean(0).tolist() for part in (curve[:third], curve[-third:])]
-        return [f"{short(a)} → {short(b)}" for a, b in zip(*ends, strict=True)]
+        if self.limit_multiple is not None:
+            columns["of limit"] = _mean_by_third(self.limit_multiple)
+        if self.curvature is not None:
+            columns["top of ηK"] = _mean_by_third(self.curvature)
+        for name, fractions in self.saturated.items():
+            columns[f"{name} at an end"] = [f"{fraction:.0%}" for fraction in fractions.tolist()]
+        findings = self.findings or ("nothing to report: all values are finite",)
+        sizes = f"{self.heads} heads, {len(self.loss)} tokens, inner batches of {self.batch}"
+        notes = [CURVE_LEGEND, *(f"- {finding}" for finding in findings)]
+        return text_table(f"engine {self.engine}, {sizes}", columns, notes)
 
     def figure(self, title: str = "") -> RenderedFigure:
-        """Norms, surprise and steps over the tokens, one line per head.
+        """Plot norms, losses and steps over the tokens, one line per head.
 
         Raises:
             ImportError: if matplotlib is not installed.
@@ -222,28 +221,26 @@ class Diagnosis:
         from recollect.report.figures import Panel, Series, panel_figure
 
         def lines(x: Tensor, curves: Tensor) -> list[Series]:
-            places = x.tolist()
             return [
-                Series(name=f"head {h}", x=places, y=curves[:, h].tolist())
-                for h in range(self.heads)
+                Series(name=f"head {head}", x=x.tolist(), y=curves[:, head].tolist())
+                for head in range(self.heads)
             ]
 
-        tokens = torch.arange(1, len(self.surprise) + 1)
+        tokens = torch.arange(1, len(self.loss) + 1)
         panels = [
             *(
-                Panel(y=f"norm of {name}", series=lines(self.places, norm))
+                Panel(y=f"norm of {name}", series=lines(self.positions, norm))
                 for name, norm in {**self.memory, **self.slots}.items()
             ),
-            Panel(y="surprise", series=lines(tokens, _smooth(self.surprise))),
+            Panel(y="loss", series=lines(tokens, _running_mean(self.loss))),
             Panel(
                 y="effective step",
-                series=lines(tokens, _smooth(self.step)),
-                baselines={"error gone": 1.0, "overshoots": OVERSHOOT},
+                series=lines(tokens, _running_mean(self.step)),
+                baselines={"error gone": 1.0, "overshoots": OVERSHOOT_LIMIT},
             ),
         ]
-        return panel_figure(
-            panels, x="tokens", title=title or self.recipe.memory.prediction_text("k_t")
-        )
+        title = title or self.recipe.memory.prediction_text("k_t")
+        return panel_figure(panels, x="tokens", title=title)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +268,13 @@ class ModelDiagnosis:
     def findings(self) -> tuple[str, ...]:
         """Findings of all layers, each with the name of its layer."""
         return tuple(
-            f"{name}: {finding}" for name, one in self.layers.items() for finding in one.findings
+            f"{name}: {finding}"
+            for name, diagnosis in self.layers.items()
+            for finding in diagnosis.findings
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return all diagnoses as data for JSON."""
         layers = {name: diagnosis.to_dict() for name, diagnosis in self.layers.items()}
         return {"model": self.model, "layers": layers}
 
@@ -284,23 +283,47 @@ class ModelDiagnosis:
         return "\n\n".join([f"{self.model}: {len(self.layers)} memory layers", *sections])
 
 
-def _listed(x: Tensor) -> Any:
-    if x.dim() > 1:
-        return [_listed(row) for row in x]
-    return [v if math.isfinite(v) else None for v in x.tolist()]
+def curves_to_json(value: Any) -> Any:
+    """Return tensors as lists with ``None`` in place of NaN and infinities, and other data."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [curves_to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: curves_to_json(item) for key, item in value.items()}
+    return value.to_dict() if isinstance(value, Recipe) else value
 
 
-def short(value: float) -> str:
-    """Three digits, or a dash where there is nothing."""
+def text_table(title: str, columns: Mapping[str, list[str]], notes: list[str]) -> Table:
+    """Return a table of text columns, with notes below it."""
+    return Table(
+        title=title,
+        columns=[Column(name=name, align="left") for name in columns],
+        rows=[*zip(*columns.values(), strict=True)],
+        caption="\n".join(notes),
+    )
+
+
+def format_number(value: float) -> str:
+    """Return three digits, or a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.3g}"
 
 
-def _shares(x: Tensor) -> list[str]:
-    return [f"{share:.0%}" for share in x.tolist()]
+def format_change(first: Tensor, last: Tensor) -> list[str]:
+    """Return texts such as ``1.5 → 0.2`` for two vectors."""
+    pairs = zip(first.tolist(), last.tolist(), strict=True)
+    return [f"{format_number(a)} → {format_number(b)}" for a, b in pairs]
 
 
-def _smooth(curve: Tensor) -> Tensor:
-    """Running means over a fiftieth of the tokens: single tokens would hide the course."""
+def _mean_by_third(curve: Tensor) -> list[str]:
+    third = max(len(curve) // 3, 1)
+    return format_change(curve[:third].nanmean(0), curve[-third:].nanmean(0))
+
+
+def _running_mean(curve: Tensor) -> Tensor:
+    """Return means over a fiftieth of the tokens."""
     width = max(len(curve) // 50, 1)
     padded = torch.nn.functional.pad(curve.T, (width - 1, 0), value=torch.nan)
     return padded.unfold(-1, width, 1).nanmean(-1).T

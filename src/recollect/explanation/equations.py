@@ -1,6 +1,7 @@
-"""The equations of a recipe: what it solves, how it writes, how it reads.
+"""Equations of a recipe: its objective, its update, and its read rule.
 
-Every line is made of what the members say about themselves (`recollect.choices.equation_terms`).
+Each line is composed of the signed terms that the members state
+(`recollect.choices.equation_terms`).
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ def _index(recipe: Recipe) -> str:
 
 
 def objective(recipe: Recipe) -> str:
-    """What is minimised at time t."""
+    """Return the objective at time t."""
     if recipe.solves_from_gram:
         penalty = Term(("‖W‖²",), recipe.ridge / 2)
-        return f"{render_sum(_over(recipe, _loss(recipe)))} + {penalty}"
+        return f"{render_sum(_sum_over_context(recipe, _loss_terms(recipe)))} + {penalty}"
     i = _index(recipe)
     x = "k_i" if recipe.nonparametric else recipe.features.lift(f"k_{i}")
     loss = recipe.bias.term(recipe.memory.prediction_text(x, raw=f"k_{i}"), f"v_{i}")
     if i == "t":
-        return render_sum(_over(recipe, loss, apart=True))
+        return render_sum(_sum_over_context(recipe, loss, separate=True))
     if recipe.memory.degree:
-        return _local(recipe, render_sum(loss))
+        return _local_objective(recipe, render_sum(loss))
     if i == "tj":
         total = render_sum(loss)
         return f"Σ_(j≤{recipe.associations_per_token}) {total if len(loss) == 1 else f'({total})'}"
     penalty = recipe.algorithm.penalty_text(recipe)
-    return render_sum(_over(recipe, loss)) + (f" + {penalty}" if penalty else "")
+    return render_sum(_sum_over_context(recipe, loss)) + (f" + {penalty}" if penalty else "")
 
 
-def _loss(recipe: Recipe) -> Terms:
+def _loss_terms(recipe: Recipe) -> Terms:
     i = _index(recipe)
     x = recipe.features.lift(f"k_{i}")
     return recipe.bias.term(recipe.memory.prediction_text(x, raw=f"k_{i}"), f"v_{i}")
 
 
-def _local(recipe: Recipe, loss: str) -> str:
-    """A local polynomial's objective, with the ridge on its slopes."""
+def _local_objective(recipe: Recipe, loss: str) -> str:
+    """Return the objective of a local polynomial, with the ridge on its slopes."""
     ridge = recipe.algorithm.ridge
-    assert not isinstance(ridge, str)  # what solves for a query has a constant one
+    assert not isinstance(ridge, str)  # solvers for one query have a constant ridge
     slopes = " + ".join(f"‖M{j}‖²" for j in range(1, (recipe.memory.degree or 0) + 1))
     slopes = slopes if recipe.memory.degree == 1 else f"({slopes})"
     penalty = Term((slopes,), ridge / 2)
@@ -62,38 +63,38 @@ def _local(recipe: Recipe, loss: str) -> str:
     return recipe.context.total(f"({inside})" if ridge else loss)
 
 
-def _over(recipe: Recipe, terms: Terms, *, apart: bool = False) -> Terms:
-    """A sum of one association as terms of the whole context: one term, or one for each."""
+def _sum_over_context(recipe: Recipe, terms: Terms, *, separate: bool = False) -> Terms:
+    """Sum the terms of an association over the context, jointly or each separately."""
     total = recipe.context.total
-    if len(terms) > 1 and not apart:
+    if len(terms) > 1 and not separate:
         return (Term((total(f"({render_sum(terms)})"),)),)
     return tuple(Term((total(" ".join(t.factors)),), t.coefficient) for t in terms)
 
 
 def _gradient(recipe: Recipe, point: str) -> Gradient:
-    """g_t at the weights ``point``, over the context."""
+    """Return g_t at the weights ``point``, summed over the context."""
     memory, context = recipe.memory, recipe.context
     i = _index(recipe)
     x, v = recipe.features.lift(f"k_{i}"), f"v_{i}"
     share = f"ρ_{i} " if recipe.algorithm.uses_normalized_steps else ""
     if not memory.linear or memory.gradient_text("e", x) is None:
-        alone = Term((context.total(f"{share}∇ℓ({point}; {x}, {v})"),))
-        return Gradient(terms=(alone,), compact=(alone,))
+        terms = (Term((context.total(f"{share}∇ℓ({point}; {x}, {v})"),)),)
+        return Gradient(terms=terms, compact=terms)
     error = recipe.bias.error_terms(memory.prediction_text(x, W=point), v)
     error = tuple(term for term in error if term.coefficient != 0)
     written_at = [
         share + (memory.gradient_text(parenthesise(" ".join(term.factors)), x) or "")
         for term in error
     ]
-    parts = _over(
+    parts = _sum_over_context(
         recipe,
         tuple(Term((text,), t.coefficient) for text, t in zip(written_at, error, strict=True)),
-        apart=True,
+        separate=True,
     )
     compact = parts
     if len(error) > 1:
         gradient = share + (memory.gradient_text(f"({render_sum(error)})", x) or "")
-        compact = _over(recipe, (Term((gradient,)),))
+        compact = _sum_over_context(recipe, (Term((gradient,)),))
     sees = recipe.bias.is_affine and recipe.bias.sees_prediction
     return Gradient(
         terms=parts if context.horizon == 1 else compact,
@@ -103,15 +104,15 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
     )
 
 
-def _probed(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
-    """The erasure and the write of a probe, as terms added to the memory."""
+def _probe_terms(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
+    """Return the erasure and the write of a probe, as terms added to the memory."""
     probe, affine = recipe.bias.probe, recipe.bias.affine
     assert probe is not None and affine is not None  # a probe needs an affine bias
     lift, i = recipe.features.lift, _index(recipe)
-    key, own = lift(f"k_{i}"), lift(f"w_{i}" if probe.at == "token" else f"k_{i}")
-    into = own if probe.write == "probe" else key
+    key, query = lift(f"k_{i}"), lift(f"w_{i}" if probe.at == "token" else f"k_{i}")
+    into = query if probe.write == "probe" else key
     rate = probe.symbol("rate", i)
-    error = parenthesise(recipe.memory.prediction_text(own, W=point))
+    error = parenthesise(recipe.memory.prediction_text(query, W=point))
     if probe.per == "key" and isinstance(rate, str):
         erase = Term((error, f"({rate} ⊙ {into})ᵀ"), -affine[0])
     else:
@@ -121,11 +122,11 @@ def _probed(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
 
 
 def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
-    """Return the equations by which the memory moves at time t, one per line.
+    """Return the equations of the update at time t, one per line.
 
     Args:
         recipe: the recipe.
-        full: whether the scales of normalised steps have their equations, which `legend` describes.
+        full: whether to add the equations of the scales of normalised steps.
     """
     memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
     if recipe.nonparametric:
@@ -142,9 +143,9 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
         ridge = Term(("I",), recipe.ridge)
         return (f"W_t = Vᵀ {parenthesise(render_sum((Term(('κ(K, K)',)), ridge)))}⁻¹ {x}ᵀ",)
     if recipe.context.horizon is None:
-        return _full_pass(recipe)
+        return _full_history_update(recipe)
     if algorithm.reduction == "mean":
-        return _averaged(recipe, full=full)
+        return _batch_mean_update(recipe, full=full)
     linked = retention.has_link and retention.is_additive
     W, A = memory.weight_symbol, "A" if linked else memory.weight_symbol
     several = recipe.associations_per_token > 1
@@ -156,37 +157,37 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     if decay is not None and decay.when == "before":
         point = str(decay.decayed_text(point, at, vector=vector))
     if recipe.bias.probe is not None:
-        erase, write = _probed(recipe, point)
+        erase, write = _probe_terms(recipe, point)
         lines, step = (), (*erase, *write)
     else:
         gradient = _gradient(recipe, point)
         lines, step = algorithm.update_equations(gradient, at)
     equations = [*lines]
     if algorithm.update_every == "batch":
-        equations += _at_border(recipe, step, A)
+        equations += _batch_end_update(recipe, step, A)
     else:
         moves = retention.state_equations(old, new, step, at=at, vector=vector)
         if linked and not recipe.links_at_batch_end:
             read = f"{W}_(t,j)" if several else f"{W}_t"
-            moves = (f"{moves[0]},   {read} = {_link(recipe, new)}", *moves[1:])
+            moves = (f"{moves[0]},   {read} = {_link_text(recipe, new)}", *moves[1:])
         equations += [";   ".join((*lines, *moves))] if len(lines) == 1 else moves
         equations = equations[1:] if len(lines) == 1 else equations
     if several:
         n = recipe.associations_per_token
         ends = [f"{A}_(t,0) = {A}_(t−1)", f"{A}_t = {A}_(t,{n})"]
         if linked and not recipe.links_at_batch_end:
-            ends += [f"{W}_(t,0) = {_link(recipe, f'{A}_(t−1)')}", f"{W}_t = {W}_(t,{n})"]
+            ends += [f"{W}_(t,0) = {_link_text(recipe, f'{A}_(t−1)')}", f"{W}_t = {W}_(t,{n})"]
         equations.append(f"j = 1..{n};   {',   '.join(ends)}")
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
-    equations += [*_rate(recipe), *(_step_scales(recipe, point) if full else [])]
-    equations += _undivided(recipe)
-    equations += _start(recipe, " ".join((*equations, *read_rule(recipe))))
+    equations += [*_key_rate_line(recipe), *(_step_scales(recipe, point) if full else [])]
+    equations += _unnormalized_note(recipe)
+    equations += _boundary_notes(recipe, " ".join((*equations, *read_rule(recipe))))
     return tuple(equations)
 
 
-def _rate(recipe: Recipe) -> list[str]:
-    """η_t where it is made from the key."""
+def _key_rate_line(recipe: Recipe) -> list[str]:
+    """Return the equation of η_t if it depends on the key."""
     algorithm, affine = recipe.algorithm, recipe.bias.affine
     if not algorithm.rate_depends_on_key or affine is None:
         return []
@@ -194,7 +195,7 @@ def _rate(recipe: Recipe) -> list[str]:
 
 
 def _step_index(recipe: Recipe) -> str:
-    """The index of the associations that a normalised step measures."""
+    """Return the index of the associations of a normalised step."""
     algorithm = recipe.algorithm
     if algorithm.uses_line_search:
         return "i" if algorithm.update_every == "batch" else _index(recipe)
@@ -202,7 +203,7 @@ def _step_index(recipe: Recipe) -> str:
 
 
 def _step_symbols(recipe: Recipe, *, full: bool) -> list[str]:
-    """Descriptions of the scales of normalised steps, and their place in the documentation."""
+    """Return descriptions of the scales of normalised steps, and a link to the documentation."""
     algorithm, i, lines = recipe.algorithm, _step_index(recipe), list[str]()
     if measures_overlap(algorithm):
         lines.append(
@@ -222,7 +223,7 @@ def _step_symbols(recipe: Recipe, *, full: bool) -> list[str]:
 
 
 def _step_scales(recipe: Recipe, point: str) -> list[str]:
-    """The equations of the scales of normalised steps: r, ρ and λ."""
+    """Return the equations of the scales of normalised steps: r, ρ and λ."""
     lines: list[str] = []
     if measures_overlap(recipe.algorithm):
         lines.append(
@@ -266,39 +267,37 @@ def _step_scales(recipe: Recipe, point: str) -> list[str]:
     return [*lines, f"ρ_{i} = {above} / ({below}),   e_{i} = ∂ℓ_{i}/∂M at {point}", *bounds]
 
 
-def _undivided(recipe: Recipe) -> list[str]:
-    """Where a normalised read divides by a sum over keys that no gradient divides by."""
+def _unnormalized_note(recipe: Recipe) -> list[str]:
+    """Return a note if the read divides by a sum over keys, but the gradient does not."""
     if not recipe.uses_kernel_rows or recipe.memory.read.normalize != "sum":
         return []
-    (W, *others), key = _readers(recipe), f"k_{_index(recipe)}"
-    x = recipe.features.lift(key)
-    return [
-        f"∂({W} {x})/∂{W} counts as {x}{_likewise(others)}: {_mass(recipe, 'j', key)} divides what "
-        "is read, and no step"
-    ]
+    (W, *others), key = _reading_maps(recipe), f"k_{_index(recipe)}"
+    x, divisor = recipe.features.lift(key), _normalizer(recipe, "j", key)
+    gradient = f"∂({W} {x})/∂{W} counts as {x}{_same_for_other_maps(others)}"
+    return [f"{gradient}: {divisor} divides what is read, and no step"]
 
 
 def _has_link_gates(recipe: Recipe) -> bool:
-    """Whether the link has gates, which are those of the token whose error is taken."""
+    """Whether the link has gates. They are those of the token of the error."""
     retention = recipe.retention
     decay = {gate.name for gate in retention.decay.gates()} if retention.decay else set[str]()
     has_gates = any(gate.name not in decay for gate in retention.gates())
     return retention.has_link and retention.is_additive and has_gates
 
 
-def _link(recipe: Recipe, state: str, at: str = "_t") -> str:
-    """The link of a state, with the gates of the token ``at``."""
+def _link_text(recipe: Recipe, state: str, at: str = "_t") -> str:
+    """Return the link of a state, with the gates of the token ``at``."""
     return re.sub(r"_t\b", at, recipe.retention.link_text().replace("A_t", state))
 
 
-def _start(recipe: Recipe, text: str) -> list[str]:
-    """W°, the weights at which errors are taken, where the equations ``text`` have it."""
+def _boundary_notes(recipe: Recipe, text: str) -> list[str]:
+    """Return the equation of W°, the weights of the errors, if it occurs in ``text``."""
     W, b, retention = recipe.memory.weight_symbol, recipe.algorithm.batch_size, recipe.retention
     if f"{W}°" not in text:
         return []
     gated = _has_link_gates(recipe)
     if b == 1:
-        return [f"{W}° = {_link(recipe, 'A_(t−1)')}"]
+        return [f"{W}° = {_link_text(recipe, 'A_(t−1)')}"]
     start = f"at the start of the inner batch of {b}"
     if not (
         gated
@@ -306,14 +305,14 @@ def _start(recipe: Recipe, text: str) -> list[str]:
         or (retention.has_link and recipe.algorithm.update_every == "batch")
     ):
         return [f"{W}° = {W} {start}"]
-    line = f"{W}° = {_link(recipe, 'A°', '°')}: A {start}"
+    line = f"{W}° = {_link_text(recipe, 'A°', '°')}: A {start}"
     line += ", gates of its first token" if gated else ""
     first = recipe.links_at_batch_end and retention.links_after_first_token
     return [f"{line}; from its second token on, A after the first" if first else line]
 
 
-def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
-    """One update at the end of every inner batch; tokens in between read W°."""
+def _batch_end_update(recipe: Recipe, step: Terms, A: str) -> list[str]:
+    """Return one update at the end of each inner batch; its tokens read W°."""
     retention, algorithm, W = recipe.retention, recipe.algorithm, recipe.memory.weight_symbol
     decay, b = retention.decay, algorithm.batch_size
     start = f"{A}°"
@@ -328,8 +327,8 @@ def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
     return [line, *(over or [f"tokens in the inner batch of {b} read {W}°"])]
 
 
-def _averaged(recipe: Recipe, *, full: bool) -> tuple[str, ...]:
-    """TTT's mean over the open inner batch."""
+def _batch_mean_update(recipe: Recipe, *, full: bool) -> tuple[str, ...]:
+    """Return the update by the mean over the open inner batch, as in TTT."""
     algorithm, W, b = recipe.algorithm, recipe.memory.weight_symbol, recipe.algorithm.batch_size
     x = recipe.features.lift("k_s")
     share = "ρ_s " if algorithm.uses_normalized_steps else ""
@@ -346,8 +345,8 @@ def _averaged(recipe: Recipe, *, full: bool) -> tuple[str, ...]:
     )
 
 
-def _full_pass(recipe: Recipe) -> tuple[str, ...]:
-    """Gradient steps on all of the past, from the initial memory, at every token."""
+def _full_history_update(recipe: Recipe) -> tuple[str, ...]:
+    """Return gradient steps on all past tokens, from the initial memory, at each token."""
     W, n = recipe.memory.weight_symbol, recipe.algorithm.updates_per_token
     if n == 1:
         step = _gradient(recipe, f"{W}_0").scaled(recipe.algorithm.rate_factor_text(), -1.0)
@@ -357,20 +356,20 @@ def _full_pass(recipe: Recipe) -> tuple[str, ...]:
 
 
 def read_rule(recipe: Recipe) -> tuple[str, ...]:
-    """What is read at time t, then what its symbols mean."""
+    """Return the read rule at time t, then the meaning of its symbols."""
     memory, read, W = recipe.memory, recipe.memory.read, recipe.memory.weight_symbol
     if recipe.nonparametric:
-        return (_attend(recipe),)
+        return (_attention_rule(recipe),)
     if recipe.solves_from_gram:
         likeness = recipe.features.similarity("k", "q")
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
-    when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
-    line = memory.prediction_text(q, raw="q_t", W=when)
+    weights = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
+    line = memory.prediction_text(q, raw="q_t", W=weights)
     n = "n_(t−1)" if read.when == "before" else "n_t"
     notes: list[str] = []
     if recipe.uses_kernel_rows:
-        notes.append(_rows(recipe))
+        notes.append(_kernel_rows_note(recipe))
     elif read.normalize != "none":
         below = f"({n}·{q})" if read.normalize == "sum" else f"max(|{n}·{q}|, 1)"
         line = f"{line} / {below}"
@@ -386,43 +385,40 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
     elif recipe.links_at_batch_end:
         first = f"{W}° before the first token"
         if recipe.retention.links_after_first_token:
-            first = f"{_link(recipe, 'A_t')} at the first token"
+            first = f"{_link_text(recipe, 'A_t')} at the first token"
         notes.append(f"{W}_t: {first} of the inner batch, then moved as A_t is, without the link")
     return (f"y_t = {line}", *notes)
 
 
-def _rows(recipe: Recipe) -> str:
-    """What a map over infinitely many features is."""
+def _kernel_rows_note(recipe: Recipe) -> str:
+    """Return the meaning of a map over infinitely many features."""
     x, likeness = recipe.features.lift("x"), recipe.features.similarity("k_i", "x")
-    (W, *others), divided = _readers(recipe), ""
+    (W, *others), divided = _reading_maps(recipe), ""
     if recipe.memory.read.normalize == "sum":
-        divided = f" / {_mass(recipe, 'i', 'x')}"
+        divided = f" / {_normalizer(recipe, 'i', 'x')}"
         if recipe.retention.decay is not None:
             divided += ", m_i 1 at first and decayed like u_i"
-    rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_likewise(others)}"
+    rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_same_for_other_maps(others)}"
     return f"{W} {x} = Σ_i κ(k_i, x) u_i{divided}, {rows}"
 
 
-def _mass(recipe: Recipe, i: str, x: str) -> str:
-    """What a normalised read divides by."""
+def _normalizer(recipe: Recipe, i: str, x: str) -> str:
+    """Return the divisor of a normalised read."""
     weight = "" if recipe.retention.decay is None else f"m_{i} "
     return f"Σ_{i} {weight}κ(k_{i}, {x})"
 
 
-def _readers(recipe: Recipe) -> list[str]:
-    """The letters of the maps that read features."""
-    memory = recipe.memory
-    names = (
-        [m.name for m in memory.maps(1, 1) if m.reads_features] if isinstance(memory, Stack) else []
-    )
-    return names or [memory.weight_symbol]
+def _reading_maps(recipe: Recipe) -> list[str]:
+    """Return the symbols of the maps that read features."""
+    maps = recipe.memory.maps(1, 1) if isinstance(recipe.memory, Stack) else ()
+    return [m.name for m in maps if m.reads_features] or [recipe.memory.weight_symbol]
 
 
-def _likewise(others: list[str]) -> str:
+def _same_for_other_maps(others: list[str]) -> str:
     return f", likewise for {', '.join(others)}" if others else ""
 
 
-def _attend(recipe: Recipe) -> str:
+def _attention_rule(recipe: Recipe) -> str:
     if recipe.memory.degree:
         return "y_t = w"
     total = recipe.context.total("").rstrip()
@@ -439,7 +435,7 @@ def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     """
     notes = [note for part in recipe.members() for note in part.notes()]
     if full and recipe.algorithm.uses_normalized_steps and recipe.retention.link_lipschitz is None:
-        notes.append("gain(G): what a step of A along G does to W, ⟨G, J G⟩ with J = ∂W/∂A")
+        notes.append("gain(G): effect on W of a step of A along G, ⟨G, J G⟩ with J = ∂W/∂A")
     decay = recipe.retention.decay
     if not recipe.nonparametric and not recipe.memory.linear:
         maps = ", ".join(map_names(recipe))
@@ -455,6 +451,6 @@ def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
 
 
 def map_names(recipe: Recipe) -> list[str]:
-    """The names of a deep memory's maps; none for others."""
+    """Return the names of the maps of a deep memory; an empty list for other memories."""
     memory = recipe.memory
     return [m.name for m in memory.maps(1, 1)] if isinstance(memory, Stack) else []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recollect.blocks.layers import MixerLayer, layer_spec
+from recollect.explanation.labelled_text import fields_to_json
 
 if TYPE_CHECKING:
     from recollect.explanation.composition import Composition
@@ -38,7 +39,7 @@ class LayerGroup:
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
         lines = [
             f"{len(self.names)} × {self.title}",
-            f"layers   {_joined(self.names)}",
+            f"layers   {_join_names(self.names)}",
             f"sizes    {sizes}",
         ]
         return "\n".join([*lines, f"recipe   {self.explanation}"])
@@ -66,19 +67,8 @@ class ModelExplanation:
     groups: tuple[LayerGroup, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "model": self.model,
-            "groups": [
-                {
-                    "title": group.title,
-                    "names": list(group.names),
-                    "sizes": dict(group.sizes),
-                    "explanation": group.explanation.to_dict(),
-                }
-                for group in self.groups
-            ],
-        }
+        """Return all fields as data for JSON."""
+        return fields_to_json(self)
 
     def __str__(self) -> str:
         count = sum(len(group.names) for group in self.groups)
@@ -112,7 +102,7 @@ def layers_in_groups(
         yield layer, tuple(names)
 
 
-def _joined(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return names in one text; names that differ in one number, with the numbers in braces."""
     parts = [re.split(r"(?<=\.)(\d+)(?=\.|$)", name) for name in names]
     if len(names) > 1 and len({len(part) for part in parts}) == 1:

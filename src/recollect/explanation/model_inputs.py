@@ -1,4 +1,4 @@
-"""Inputs of a model, and the tokens that its layers receive for them."""
+"""Inputs of a model, the tokens that its layers receive, and runs of their memories."""
 
 from __future__ import annotations
 
@@ -10,9 +10,48 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.layers import layer_spec
+from recollect.functional.read import read
+from recollect.functional.recall import recall
+from recollect.layer.inspection import InspectableLayer
 from recollect.messages import RecipeError
+from recollect.state.state import State
 
-__all__ = ["model_inputs", "received_tokens"]
+__all__ = ["MemoryRun", "model_inputs", "received_tokens"]
+
+
+class MemoryRun:
+    """The memory of a layer that reads a sequence in pieces.
+
+    Args:
+        layer: the layer.
+        x: tokens ``[B, T, d_model]``.
+    """
+
+    def __init__(self, layer: InspectableLayer, x: Tensor) -> None:
+        self.spec, self.inputs = layer.memory_spec, layer.memory_inputs(x)
+
+    def recall(self, tokens: slice, state: State | None) -> tuple[Tensor, State]:
+        """Return the outputs of some tokens and the state after them."""
+        spec, inputs = self.spec, self.inputs
+        y, next_state = recall(
+            spec.recipe,
+            *(inputs.q[:, tokens], inputs.k[:, tokens], inputs.v[:, tokens]),
+            {name: gate[:, tokens] for name, gate in inputs.gates.items()},
+            params=inputs.params,
+            initial_memory=spec.initial_memory if state is None else None,
+            state=state,
+            engine=spec.engine,
+            precision=spec.precision,
+            chunk_size=spec.chunk_size,
+        )
+        assert next_state is not None
+        return y, next_state
+
+    def read(self, keys: Tensor, gates: Mapping[str, Tensor], state: State) -> Tensor:
+        """Return the outputs of a state for keys ``[B, S, H, K]``."""
+        spec, params = self.spec, self.inputs.params
+        precision = spec.precision
+        return read(spec.recipe, keys, gates=gates, state=state, params=params, precision=precision)
 
 
 def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.explanation.diagnosis import short
-from recollect.explanation.model_inputs import model_inputs, received_tokens
-from recollect.functional.read import read
-from recollect.functional.recall import recall
+from recollect.explanation.diagnosis import curves_to_json, format_change, text_table
+from recollect.explanation.model_inputs import MemoryRun, model_inputs, received_tokens
 from recollect.layer.checks import check_tokens
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
-from recollect.report.tables import Column, Table
+from recollect.report.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,11 +45,12 @@ class Trace:
     associations that are later than the token are NaN.
 
     Attributes:
-        recipe: of the layer.
+        recipe: recipe of the layer.
         layer: name of the layer in the model; empty if the layer itself was traced.
         tokens: T words.
-        cosine_similarity: of the returned value and the stored one, ``[T, T·n, H]``.
-        relative_error: norm of their difference by the norm of the stored one, ``[T, T·n, H]``.
+        cosine_similarity: cosine of the returned and the stored value, ``[T, T·n, H]``.
+        relative_error: norm of their difference over the norm of the stored value,
+            ``[T, T·n, H]``.
 
     Examples:
         >>> layer = rc.zoo.get("delta_net").build(d_model=8, num_heads=2)
@@ -80,21 +79,9 @@ class Trace:
         return tuple(f"{token} {i + 1}" for token in self.tokens for i in range(n))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: lists, NaN as null."""
-        tables = {name: getattr(self, name) for name in ("cosine_similarity", "relative_error")}
-        return {
-            "recipe": self.recipe.to_dict(),
-            "layer": self.layer,
-            "tokens": list(self.tokens),
-            "associations": list(self.associations),
-            **{
-                name: [
-                    [[x if x == x else None for x in heads] for heads in row]
-                    for row in table.tolist()
-                ]
-                for name, table in tables.items()
-            },
-        }
+        """Return all fields as data for JSON: tensors as lists, NaN as null."""
+        fields = {name: curves_to_json(value) for name, value in vars(self).items()}
+        return {**fields, "tokens": [*self.tokens], "associations": [*self.associations]}
 
     def __str__(self) -> str:
         return self._table().to_text()
@@ -103,38 +90,25 @@ class Trace:
         return self._table().to_html(notebook=True)
 
     def _table(self) -> Table:
-        columns = self._columns()
-        return Table(
-            title=self._title(),
-            columns=[Column(name=name, align="left") for name in columns],
-            rows=list(zip(*columns.values(), strict=True)),
-            caption=_NOTE,
-        )
-
-    def _title(self) -> str:
-        name = f"layer {self.layer}, " if self.layer else ""
-        heads, tokens = self.num_heads, len(self.tokens)
-        return f"{name}{heads} head{'s' * (heads != 1)}, {tokens} token{'s' * (tokens != 1)}"
-
-    def _columns(self) -> dict[str, list[str]]:
         """Each association after its own token and after the last one: means over the heads."""
         names = self.associations
-        n = len(names) // len(self.tokens)
-        place = torch.arange(len(names))
-        token, last = place // n, len(self.tokens) - 1
+        index = torch.arange(len(names))
+        token, last = index // (len(names) // len(self.tokens)), len(self.tokens) - 1
         columns = {"token": [str(t) for t in token.tolist()], "word": list(names)}
         for title, table in (("cosine", self.cosine_similarity), ("error", self.relative_error)):
             means = table.mean(-1)
-            pairs = zip(means[token, place].tolist(), means[last].tolist(), strict=True)
-            columns[title] = [f"{short(a)} → {short(b)}" for a, b in pairs]
-        return columns
+            columns[title] = format_change(means[token, index], means[last])
+        layer = f"layer {self.layer}, " if self.layer else ""
+        heads, tokens = self.num_heads, len(self.tokens)
+        sizes = f"{heads} head{'s' * (heads != 1)}, {tokens} token{'s' * (tokens != 1)}"
+        return text_table(f"{layer}{sizes}", columns, [_NOTE])
 
     def figure(self, title: str = "", *, head: int | None = None) -> RenderedFigure:
-        """The cosine similarities as a picture, with the words on both axes.
+        """Draw the cosine similarities as an image, with the words on both axes.
 
         Args:
-            title: of the figure; by default the memory's equation.
-            head: the memory to show; the mean over all of them if omitted.
+            title: title of the figure; the equation of the memory by default.
+            head: index of the memory; by default the mean over all memories.
 
         Raises:
             ImportError: if matplotlib is not installed.
@@ -145,14 +119,14 @@ class Trace:
         if head is not None and not 0 <= head < self.num_heads:
             raise ValueError(f"head must be from 0 to {self.num_heads - 1}, not {head}")
         table = self.cosine_similarity
-        shown = table.mean(-1) if head is None else table[..., head]
-        which = f"mean of {self.num_heads} heads" if head is None else f"head {head}"
+        values = table.mean(-1) if head is None else table[..., head]
+        label = f"mean of {self.num_heads} heads" if head is None else f"head {head}"
         with new_figure() as canvas:
             side = min(7.2, 2.4 + 0.22 * min(max(table.shape[:2]), MAX_LABELS))
             canvas.set_size_inches(side, side + 0.8)
             axes = canvas.subplots()
             image = axes.imshow(
-                shown.numpy(), cmap="PuOr", vmin=-1, vmax=1, aspect="auto", interpolation="none"
+                values.numpy(), cmap="PuOr", vmin=-1, vmax=1, aspect="auto", interpolation="none"
             )
             _label(axes, "x", self.associations)
             _label(axes, "y", self.tokens)
@@ -165,19 +139,21 @@ class Trace:
                 fontsize=11,
                 fontweight="bold",
             )
-            label = f"cosine similarity, {which}"
+            label = f"cosine similarity, {label}"
             canvas.colorbar(image, ax=axes, label=label, location="bottom", fraction=0.04)
             return render_figure(canvas)
 
 
-_NOTE = "cosine and error of what the memory returns: after its own token → after the last token"
+_NOTE = "cosine and error of the returned value: after its own token → after the last token"
 
 
 def _label(axes: Axes, axis: str, words: Sequence[str]) -> None:
-    """Words along an axis, every n-th of many."""
-    places = range(0, len(words), -(-len(words) // MAX_LABELS))
+    """Label an axis with words, of many with each n-th."""
+    positions = range(0, len(words), -(-len(words) // MAX_LABELS))
     rotation = {"rotation": 90} if axis == "x" else {}
-    getattr(axes, f"set_{axis}ticks")(places, [words[i] for i in places], fontsize=8, **rotation)
+    getattr(axes, f"set_{axis}ticks")(
+        positions, [words[i] for i in positions], fontsize=8, **rotation
+    )
 
 
 @torch.no_grad()
@@ -198,8 +174,8 @@ def trace(
         model: a `MemoryLayer`, or a model or composition that has some.
         text: tokens ``[1, T, d_model]`` of a layer or composition; of a language model a text, or
             token ids ``[T]`` or ``[1, T]``.
-        tokenizer: of the model: a text needs it, and it makes the words of token ids.
-        layer: index of a `MemoryLayer` among those of the model, or its name there.
+        tokenizer: tokenizer of the model, for a text, and for the words of token ids.
+        layer: index of a `MemoryLayer` among those of the model, or its name.
         tokens: T words; by default those of the tokenizer, or numbers from 0.
 
     Raises:
@@ -250,52 +226,37 @@ def trace(
 
 
 def _read_back(layer: MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine similarity and relative error ``[T, T·n, H]``."""
-    recipe, inputs = layer.recipe, layer.memory_inputs(x)
+    """Return cosine similarities and relative errors ``[T, T·n, H]``."""
+    run, recipe = MemoryRun(layer, x), layer.recipe
     T, H, n = x.shape[1], layer.num_kv_heads, recipe.associations_per_token
-    keys = inputs.k.view(1, T, H, n, -1).transpose(2, 3).flatten(1, 2)  # [1, T·n, H, K]
-    values = inputs.v.view(1, T, H, n, -1).transpose(2, 3).flatten(1, 2)  # [1, T·n, H, V]
+    keys, values = (
+        tensor.view(1, T, H, n, -1).transpose(2, 3).flatten(1, 2)  # [1, T·n, H, ·]
+        for tensor in (run.inputs.k, run.inputs.v)
+    )
     retained = {gate.name for gate in recipe.retention.gates()}
     cosine = torch.full((T, T * n, H), torch.nan)
     error = cosine.clone()
     state = None
     for t in range(T):
-        now, count = slice(t, t + 1), n * (t + 1)
-        _, state = recall(
-            recipe,
-            *(inputs.q[:, now], inputs.k[:, now], inputs.v[:, now]),
-            {name: gate[:, now] for name, gate in inputs.gates.items()},
-            params=inputs.params,
-            initial_memory=layer.initial_memory if state is None else None,
-            state=state,
-            engine=layer.engine,
-            precision=layer.precision,
-            chunk_size=layer.chunk_size,
-        )
+        count = n * (t + 1)
+        _, state = run.recall(slice(t, t + 1), state)
         # The link of the retention is that of token t, the similarity of a query that of token s.
         gates = {
-            name: gate[:, now].expand(-1, count, *gate.shape[2:])
+            name: gate[:, t : t + 1].expand(-1, count, *gate.shape[2:])
             if name in retained
             else gate[:, : t + 1].repeat_interleave(n, 1)
-            for name, gate in inputs.gates.items()
+            for name, gate in run.inputs.gates.items()
             if name in recipe.read_gates
         }
-        y = read(
-            recipe,
-            keys[:, :count],
-            gates=gates,
-            state=state,
-            params=inputs.params,
-            precision=layer.precision,
-        )
-        y, v = y[0].double(), values[0, :count].double()  # [n·(t + 1), H, V]
+        y = run.read(keys[:, :count], gates, state)[0].double()  # [n·(t + 1), H, V]
+        v = values[0, :count].double()
         cosine[t, :count] = functional.cosine_similarity(y, v, dim=-1).float().cpu()
         error[t, :count] = ((y - v).norm(dim=-1) / v.norm(dim=-1)).float().cpu()
     return cosine, error
 
 
 def _memory_of(model: nn.Module, layer: int | str) -> tuple[MemoryLayer, str]:
-    """A memory layer of a model, and its name there."""
+    """Return a memory layer of a model, and its name."""
     memories = {
         name: module for name, module in model.named_modules() if isinstance(module, MemoryLayer)
     }
@@ -313,7 +274,7 @@ def _memory_of(model: nn.Module, layer: int | str) -> tuple[MemoryLayer, str]:
 
 
 def _inputs(model: nn.Module, text: str | Tensor | Sequence[int], tokenizer: Any) -> Tensor:
-    """The input of a model: vectors as they are, or ids ``[1, T]`` on the device of the model."""
+    """Return the input of a model: vectors, or ids ``[1, T]`` on the device of the model."""
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError("a text needs its tokenizer: give tokenizer=..., or token ids [1, T]")
@@ -326,7 +287,7 @@ def _inputs(model: nn.Module, text: str | Tensor | Sequence[int], tokenizer: Any
 
 
 def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) -> Tensor:
-    """The tokens that a layer receives when the model reads the inputs."""
+    """Return the tokens that a layer receives when the model reads the inputs."""
     with received_tokens({name: memory}) as calls:
         model(inputs)
     if not calls[name]:
@@ -335,5 +296,5 @@ def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) 
 
 
 def _word(text: str) -> str:
-    """A token as a label: without spaces around it, and with escapes for line breaks."""
+    """Return a token as a label, without outer spaces, and with escapes for line breaks."""
     return repr(text.strip(" "))[1:-1] or "␣"

@@ -441,7 +441,7 @@ def get(name: str, *, variant: str | None = None) -> Preset:
         RecipeError: no preset or variant has the name.
 
     Examples:
-        >>> print(rc.explain(rc.zoo.get("gla")).write[0])
+        >>> print(rc.explain(rc.zoo.get("gla")).write_equations[0])
         W_t = W_(t−1) Diag(α_t) + v_t k_tᵀ
         >>> print(rc.zoo.get("titans", variant="published").rule)
         S_t = θ_t S_(t−1) − η_t ∇‖M_(t−1)(k_t) − v_t‖²,  M_t = α_t M_(t−1) + S_t

@@ -50,15 +50,15 @@ def test_norms_and_bytes_are_those_of_the_original_cache(name: str) -> None:
         diagnosed = diagnosis.layers[layer]
         norm = state.reshape(2, diagnosed.heads, -1).norm(dim=-1).mean(0)
         torch.testing.assert_close(diagnosed.memory["W"][-1], norm, rtol=1e-4, atol=1e-6)
-        assert diagnosed.first is None and diagnosed.surprise.isfinite().all()
-        assert diagnosed.places.tolist() == list(range(13))
+        assert diagnosed.first_fault is None and diagnosed.loss.isfinite().all()
+        assert diagnosed.positions.tolist() == list(range(13))
         assert price.layers[layer].state["memory"] == state[0].nbytes
     assert str(diagnosis).count("engine linear") == len(names)
     assert all(layer in str(diagnosis) for layer in names)
     assert [*diagnosis.to_dict()["layers"]] == names
     # The number of sequences is a factor, and the model takes a list of tokens as well.
     assert rc.cost(model, T=12, B=3).state_bytes == 3 * price.state_bytes
-    assert rc.diagnose(model, [3, 4, 5]).layers[names[0]].surprise.shape[0] == 3
+    assert rc.diagnose(model, [3, 4, 5]).layers[names[0]].loss.shape[0] == 3
     report.undo()
     with pytest.raises(rc.RecipeError, match=r"rc\.lm\.adopt"):
         rc.explain(model)
@@ -78,7 +78,7 @@ def test_equal_layers_of_an_adopted_model_are_explained_once() -> None:
     expected = rc.explain(rc.zoo.get("gated_delta_net").recipe)
     for name in EQUATIONS:
         assert text.count(f"\n{name}") == 1
-        assert getattr(group.explanation, name) == getattr(expected, name)
+        assert dict(group.explanation.blocks)[name] == dict(expected.blocks)[name]
     assert explanation.to_dict()["groups"][0]["explanation"]["engine"] == "linear"
     layer = model.get_submodule(group.names[0])
     assert str(rc.explain(layer)) == str(group.explanation)
@@ -120,13 +120,13 @@ def test_faults_and_dtypes_of_adopted_layers() -> None:
     layer = model.get_submodule("backbone.layers.1.mixer")
     assert isinstance(layer, InspectableLayer)
     half = rc.diagnose(model.bfloat16(), tokens(4))
-    assert all(one.first is None for one in half.layers.values())
+    assert all(one.first_fault is None for one in half.layers.values())
     model.float()
     with torch.no_grad():
         layer.dt_bias[3] = torch.nan
     first, second = rc.diagnose(model, tokens(4)).layers.values()
-    assert first.first is None
-    assert second.first is not None and second.first.what == "param dt_bias"
+    assert first.first_fault is None
+    assert second.first_fault is not None and second.first_fault.quantity == "param dt_bias"
     assert any(
         "backbone.layers.1.mixer: param dt_bias" in x
         for x in rc.diagnose(model, tokens(4)).findings
@@ -208,7 +208,7 @@ def test_a_layer_of_a_user(user_model: nn.Sequential) -> None:
     assert [*diagnosis.layers] == ["0", "2"]
     diagnosed = diagnosis.layers["0"]
     torch.testing.assert_close(diagnosed.memory["W"][:, 0], torch.tensor(norms))
-    torch.testing.assert_close(diagnosed.surprise[:, 0], torch.tensor(losses))
+    torch.testing.assert_close(diagnosed.loss[:, 0], torch.tensor(losses))
     torch.testing.assert_close(diagnosed.step, torch.full((5, 1), 0.5))
     assert not diagnosed.saturated
     assert str(rc.diagnose(user_model[0], x)) == str(diagnosed)

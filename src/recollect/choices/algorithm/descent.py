@@ -117,7 +117,7 @@ class GradientDescent(Descent):
             ``"measured"`` uses their cosines. It applies to normalised steps.
 
     Examples:
-        >>> print(*rc.explain(rc.Recipe(algorithm=rc.algorithm.GradientDescent())).write)
+        >>> print(*rc.explain(rc.Recipe(algorithm=rc.algorithm.GradientDescent())).write_equations)
         W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
         >>> k, v = torch.eye(4).view(1, 4, 1, 4), torch.randn(1, 4, 1, 3)
@@ -175,7 +175,7 @@ class Momentum(Descent):
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.Momentum())
         >>> [gate.name for gate in recipe.gates()]
         ['lr', 'momentum']
-        >>> print(*rc.explain(recipe).write)
+        >>> print(*rc.explain(recipe).write_equations)
         S_t = θ_t S_(t−1) − η_t (W_(t−1) k_t − v_t) k_tᵀ;   W_t = W_(t−1) + S_t
     """
 

@@ -240,7 +240,7 @@ class Keep(Retention):
 
     Examples:
         >>> recipe = rc.Recipe(retention=rc.retention.Keep())
-        >>> print(*rc.explain(recipe).write)
+        >>> print(*rc.explain(recipe).write_equations)
         W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
     """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recollect.explanation.diagnosis import SMALLER_STEPS
+from recollect.explanation.diagnosis import ADVICE_SMALLER_STEPS
 from recollect.layer.gates import GateProjection
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 
@@ -27,7 +27,7 @@ NUMERICAL_ERRORS = (
 """Errors that layers and solvers raise for inputs that are not finite."""
 
 
-INNER_STEPS_HINT = f"these are steps of the memory itself: {SMALLER_STEPS}"
+INNER_STEPS_HINT = f"these are steps of the memory itself: {ADVICE_SMALLER_STEPS}"
 
 
 LARGE_LR = 0.1
