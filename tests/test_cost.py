@@ -75,7 +75,7 @@ def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
     }
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
-        generate.run(recipe, x, **options)
+        generate.run_recall(recipe, x, **options)
     return counter.get_total_flops()
 
 
@@ -118,8 +118,8 @@ def test_linear_engine(name: str) -> None:
 def test_one_more_token(name: str) -> None:
     recipe = LINEAR[name]
     x = inputs(recipe, T=41, B=1)
-    _, state = generate.run(recipe, x.cut(0, 40))
-    counted = flops(recipe, x.cut(40, 41), state=state)
+    _, state = generate.run_recall(recipe, x.slice_tokens(0, 40))
+    counted = flops(recipe, x.slice_tokens(40, 41), state=state)
     assert priced(recipe, x).decode == pytest.approx(counted, rel=0.01)
 
 
@@ -131,7 +131,7 @@ def test_least_squares(name: str) -> None:
     # Strong decays make chunks shorter than the price assumes.
     gentle = {gate: 0.01 * g for gate, g in x.gates.items()}
     # One attempt: float32 may be followed by float64.
-    x = dataclasses.replace(x, gates=gentle).map(torch.Tensor.double)
+    x = dataclasses.replace(x, gates=gentle).map_tensors(torch.Tensor.double)
     found = priced(recipe, x)
     products = found.total - found.forward_flops["factor"]
     assert found.engine == "least_squares"
@@ -277,7 +277,7 @@ def operations(recipe: rc.Recipe, T: int, **options: object) -> int:
 
     x = generate.inputs(recipe, B=1, T=T, H=1, G=1, K=8, V=8, dtype=torch.float32)
     with Counter() as counter, torch.no_grad():
-        generate.run(recipe, x, **options)
+        generate.run_recall(recipe, x, **options)
     return counter.count
 
 
@@ -378,8 +378,8 @@ def test_state_bytes_are_exact() -> None:
     for index, recipe in generate.valid(120):
         x = unpaired(recipe, generate.small_inputs(recipe, index))
         for dtype in (torch.float32, torch.float64)[: 1 + (index % 4 == 0)]:
-            typed = x.map(lambda t, dtype=dtype: t.to(dtype))
-            _, state = generate.run(recipe, typed)
+            typed = x.map_tensors(lambda t, dtype=dtype: t.to(dtype))
+            _, state = generate.run_recall(recipe, typed)
             found = priced(recipe, typed, dtype_bytes=dtype.itemsize)
             assert found.state_bytes == state.nbytes, recipe
 
@@ -395,7 +395,7 @@ def test_state_bytes_are_exact() -> None:
 )
 def test_state_bytes_under_half_precision(recipe: rc.Recipe) -> None:
     x = generate.inputs(recipe, T=11, dtype=torch.bfloat16)
-    _, state = generate.run(recipe, x)
+    _, state = generate.run_recall(recipe, x)
     assert priced(recipe, x, dtype_bytes=2).state_bytes == state.nbytes
 
 
@@ -405,7 +405,7 @@ def test_state_of_presets(name: str) -> None:
     sizes = []
     for T in (130, 131):
         x = inputs(recipe, T=T)
-        _, state = generate.run(recipe, x)
+        _, state = generate.run_recall(recipe, x)
         found = priced(recipe, x)
         assert found.state_bytes == state.nbytes
         sizes.append(state.nbytes)

@@ -27,7 +27,7 @@ def test_state_bytes_are_those_of_a_state(name: str) -> None:
     else:
         x = dataclasses.replace(x, init=None)
     with torch.no_grad():
-        _, state = generate.run(recipe, x)
+        _, state = generate.run_recall(recipe, x)
     price = rc.cost(recipe, B=2, T=128, H=3, K=8, V=8)
     assert state.nbytes == price.state_bytes
     assert price.state_bytes_per_token == price.state["rows"] // 128
@@ -41,7 +41,7 @@ def test_attention_flops_are_those_that_torch_counts(name: str) -> None:
         recipe = recipe.replace(memory=rc.memory.Matrix())
     x = generate.inputs(recipe, B=1, T=T, H=1, K=32, V=32, dtype=torch.float32, zero=True)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        generate.run(recipe, x)
+        generate.run_recall(recipe, x)
     counted = counter.get_total_flops()
     assert counted == pytest.approx(rc.cost(recipe, T=T, H=1, K=32, V=32).total, rel=0.25)
 

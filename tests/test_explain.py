@@ -613,7 +613,7 @@ def one_graph(name: str, *, grad: bool = False, state: bool = False) -> bool:
     recipe = rc.zoo.get(name).recipe
     K, V = generate.sizes(recipe, random.Random(0))
     x = generate.inputs(recipe, T=5, K=K, V=V, dtype=torch.float32)
-    x = x.leaves() if grad else x
+    x = x.with_grad() if grad else x
     arguments = {"params": x.params, "initial_memory": x.init}
     initial_state = rc.recall(recipe, x.q, x.k, x.v, x.gates, **arguments)[1] if state else None
 

@@ -244,10 +244,10 @@ def test_cosine_counts_tokens_not_associations() -> None:
     fade = (math.pi * (t[:, None] - t[None]) / 40).cos().tril()
     want = torch.einsum("tk,snk,ts,snv->tv", q.relu(), k.relu(), fade, v)
     for method in ("reference", "linear"):
-        y, _ = generate.run(made, x, engine=method)
+        y, _ = generate.run_recall(made, x, engine=method)
         torch.testing.assert_close(y[0, :, 0], want, **EXACT)
-        first, first_state = generate.run(made, x.cut(0, 4), engine=method)
-        rest, _ = generate.run(made, x.cut(4, 7), engine=method, state=first_state)
+        first, first_state = generate.run_recall(made, x.slice_tokens(0, 4), engine=method)
+        rest, _ = generate.run_recall(made, x.slice_tokens(4, 7), engine=method, state=first_state)
         torch.testing.assert_close(torch.cat([first, rest], 1), y, **EXACT)
 
 

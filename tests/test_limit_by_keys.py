@@ -15,7 +15,7 @@ import recollect as rc
 from recollect.choices.algorithm.normalized_steps import MAX_OVERLAP, overlap_discount
 from recollect.recipe.stability import step_limit
 from recollect.state.state import join_states
-from recollect.testing import engines
+from recollect.testing import engines, sequences
 
 
 @rc.member
@@ -89,19 +89,25 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
 ) -> None:
     x = alike(generate.inputs(recipe, T=11))
     y, state, slopes = generate.gradients(recipe, x, engine=method)
-    leaves = x.leaves()
-    y2, state2 = generate.run(
+    leaves = x.with_grad()
+    y2, state2 = generate.run_recall(
         without(recipe), scaled(leaves, recipe.algorithm.batch_size), engine="reference"
     )
     named = leaves.tensors()
     found = torch.autograd.grad(
-        generate.loss(y2, state2), list(named.values()), allow_unused=True, materialize_grads=True
+        generate.random_projection(y2, state2),
+        list(named.values()),
+        allow_unused=True,
+        materialize_grads=True,
     )
-    assert generate.error(y, y2) < 1e-10
-    assert generate.worst(generate.parts(state), generate.parts(state2))[0] < 1e-10
-    assert generate.worst(slopes, dict(zip(named, found, strict=True)))[0] < 1e-9
-    plain, _ = generate.run(without(recipe), x, engine=method)
-    assert generate.error(y, plain) > 1e-3  # r is no factor of 1
+    assert generate.relative_error(y, y2) < 1e-10
+    assert (
+        generate.largest_error(generate.flatten_state(state), generate.flatten_state(state2))[0]
+        < 1e-10
+    )
+    assert generate.largest_error(slopes, dict(zip(named, found, strict=True)))[0] < 1e-9
+    plain, _ = generate.run_recall(without(recipe), x, engine=method)
+    assert generate.relative_error(y, plain) > 1e-3  # r is no factor of 1
 
 
 @pytest.mark.parametrize("lr", ["log_input", "learned", 0.3])
@@ -115,14 +121,14 @@ def test_rates_of_any_kind(lr: float | str) -> None:
         rate = x.gates["log_lr"].exp()
     elif lr == "learned":
         rate = x.params["lr"].expand(2, 11, 2)
-    expected, _ = generate.run(
+    expected, _ = generate.run_recall(
         RECIPES["matrix"].replace(algorithm=GD(batch_size=4, normalized_steps=True)),
         dataclasses.replace(x, gates={"lr": rate * definition(x.k, 4)}, params={}),
         engine="reference",
     )
     for cuts in ([], list(range(1, 11))):
-        y, _ = generate.split(recipe, x, cuts, ["auto"])
-        assert generate.error(y, expected) < 1e-10
+        y, _ = generate.run_in_pieces(recipe, x, cuts, ["auto"])
+        assert generate.relative_error(y, expected) < 1e-10
 
 
 def test_decoded_tokens_with_keys_of_other_strides() -> None:
@@ -132,35 +138,35 @@ def test_decoded_tokens_with_keys_of_other_strides() -> None:
     head_major = x.k.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     cuts = list(range(1, 6))
     with torch.no_grad():
-        expected, _ = generate.split(recipe, x, cuts, ["auto"])
-        y, _ = generate.split(recipe, dataclasses.replace(x, k=head_major), cuts, ["auto"])
-    assert generate.error(y, expected) < 1e-12
+        expected, _ = generate.run_in_pieces(recipe, x, cuts, ["auto"])
+        y, _ = generate.run_in_pieces(recipe, dataclasses.replace(x, k=head_major), cuts, ["auto"])
+    assert generate.relative_error(y, expected) < 1e-12
 
 
 def test_memories_over_kernels_in_pieces() -> None:
     """What they keep grows; the open batch stands in the buffer all the same."""
     recipe = RECIPES["matrix"].replace(features=rc.features.Exponential())
     x = alike(generate.inputs(recipe, T=11))
-    y, _ = generate.run(recipe, x)
-    y2, _ = generate.run(
+    y, _ = generate.run_recall(recipe, x)
+    y2, _ = generate.run_recall(
         without(recipe), scaled(x, recipe.algorithm.batch_size), engine="reference"
     )
-    assert generate.error(y, y2) < 1e-10
+    assert generate.relative_error(y, y2) < 1e-10
     engines.check_chunks_and_splits(recipe, x, "auto")
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_way_of_running_it_agrees(recipe: rc.Recipe) -> None:
     def x(T: int) -> generate.Inputs:
-        return alike(engines.fitting(recipe, B=2, T=T, K=4, V=4))
+        return alike(engines.inputs_for(recipe, B=2, T=T, K=4, V=4))
 
     engines.check_chunks_and_splits(recipe, x(11), "auto")
-    engines.check_turns(recipe, x(11), "auto")
-    engines.check_gradients_across_splits(recipe, x(9), "auto")
-    for where in engines.MASKS:
-        engines.check_masks(recipe, x(9), "auto", where)
-    one = x(12).rows(0)
-    engines.check_packing(recipe, one, "auto")
+    engines.check_handover(recipe, x(11), "auto")
+    sequences.check_gradients_across_splits(recipe, x(9), "auto", [4, 5])
+    for mask in engines.MASKS.values():
+        sequences.check_masks(recipe, x(9), "auto", mask, chunk_size=4)
+    one = x(12).select_row(0)
+    sequences.check_packing(recipe, one, engines.PACKED, "auto")
     engines.check_strides(recipe, x(7), "auto")
 
 
@@ -169,10 +175,11 @@ def test_rows_that_have_come_differently_far() -> None:
     x = alike(generate.inputs(recipe, T=13))
     starts = (2, 7)
     states = [
-        generate.run(recipe, x.rows(row).cut(0, start))[1] for row, start in enumerate(starts)
+        generate.run_recall(recipe, x.select_row(row).slice_tokens(0, start))[1]
+        for row, start in enumerate(starts)
     ]
     together = join_states(states)
-    rest = [x.rows(row).cut(start, start + 6) for row, start in enumerate(starts)]
+    rest = [x.select_row(row).slice_tokens(start, start + 6) for row, start in enumerate(starts)]
     assert together.host_position is None
     joined = dataclasses.replace(
         x,
@@ -181,10 +188,10 @@ def test_rows_that_have_come_differently_far() -> None:
         v=torch.cat([r.v for r in rest]),
         gates={n: torch.cat([r.gates[n] for r in rest]) for n in x.gates},
     )
-    y, _ = generate.run(recipe, joined, state=together)
+    y, _ = generate.run_recall(recipe, joined, state=together)
     for row in range(2):
-        whole, _ = generate.run(recipe, x.rows(row).cut(0, starts[row] + 6))
-        assert generate.error(y[row : row + 1], whole[:, starts[row] :]) < 1e-10
+        whole, _ = generate.run_recall(recipe, x.select_row(row).slice_tokens(0, starts[row] + 6))
+        assert generate.relative_error(y[row : row + 1], whole[:, starts[row] :]) < 1e-10
 
 
 def test_second_derivatives() -> None:
@@ -196,11 +203,11 @@ def test_second_derivatives() -> None:
         keys = dataclasses.replace(x, k=k)
         made = without(recipe) if lowered else recipe
         keys = scaled(keys, recipe.algorithm.batch_size) if lowered else keys
-        y, _ = generate.run(made, keys, engine="reference" if lowered else "auto")
+        y, _ = generate.run_recall(made, keys, engine="reference" if lowered else "auto")
         (g,) = torch.autograd.grad(y.square().sum(), k, create_graph=True)
         return torch.autograd.grad(g.square().sum(), k)[0]
 
-    assert generate.error(slope(lowered=False), slope(lowered=True)) < 1e-8
+    assert generate.relative_error(slope(lowered=False), slope(lowered=True)) < 1e-8
 
 
 def test_keys_of_zeros_and_of_any_length() -> None:
@@ -261,14 +268,14 @@ def test_a_layer_states_its_share_of_it() -> None:
 def test_modes(mode: type) -> None:
     recipe = RECIPES["momentum"]
     x = alike(generate.inputs(recipe, T=9))
-    y, _ = generate.run(recipe, x)
+    y, _ = generate.run_recall(recipe, x)
     with mode():
-        _, state = generate.run(recipe, x.cut(0, 5))
-    last, _ = generate.run(recipe, x.cut(5, 9), state=state)
-    assert generate.error(last, y[:, 5:]) < 1e-10
-    low = x.map(lambda a: a.float())
+        _, state = generate.run_recall(recipe, x.slice_tokens(0, 5))
+    last, _ = generate.run_recall(recipe, x.slice_tokens(5, 9), state=state)
+    assert generate.relative_error(last, y[:, 5:]) < 1e-10
+    low = x.map_tensors(lambda a: a.float())
     with torch.autocast("cpu", torch.bfloat16):
-        assert generate.error(generate.run(recipe, low)[0].double(), y) < 1e-5
+        assert generate.relative_error(generate.run_recall(recipe, low)[0].double(), y) < 1e-5
 
 
 @pytest.mark.parametrize(

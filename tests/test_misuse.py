@@ -55,7 +55,7 @@ ALL = {
 def refuse(match: str, recipe: rc.Recipe, x: generate.Inputs, **options: Any) -> None:
     """The call raises one sentence that holds ``match``."""
     with pytest.raises((rc.RecipeError, ValueError), match=match) as caught:
-        generate.run(recipe, x, **options)
+        generate.run_recall(recipe, x, **options)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 300, message
@@ -183,12 +183,12 @@ def test_borders_that_do_not_fit(borders: Any) -> None:
 
 def test_states_that_do_not_fit() -> None:
     x = generate.inputs(RICH)
-    _, state = generate.run(RICH, x)
+    _, state = generate.run_recall(RICH, x)
     with pytest.raises(rc.RecipeError, match="initial_memory and state exclude each other"):
         rc.recall(RICH, x.q, x.k, x.v, x.gates, params=x.params, initial_memory=x.init, state=state)
-    refuse("the state has 2 rows, and this call has 1", RICH, x.rows(0), state=state)
+    refuse("the state has 2 rows, and this call has 1", RICH, x.select_row(0), state=state)
     y = generate.inputs(GATED)
-    _, other = generate.run(GATED, y)
+    _, other = generate.run_recall(GATED, y)
     refuse("state.*another recipe", RICH, x, state=other)
     refuse("state.*another recipe", GATED, y, state=state)
     wide = generate.inputs(GATED, V=5)
@@ -204,7 +204,7 @@ def test_deep_memories_ask_for_init() -> None:
 
 def test_reads_that_do_not_fit() -> None:
     x = generate.inputs(GATED)
-    _, state = generate.run(GATED, x)
+    _, state = generate.run_recall(GATED, x)
     for match, call in (
         ("pass state=... or initial_memory=...", lambda: rc.read(GATED, x.q)),
         (
@@ -220,7 +220,7 @@ def test_reads_that_do_not_fit() -> None:
             call()
     ball = rc.Recipe(retention=rc.retention.Ball(radius="input"))
     x = generate.inputs(ball)
-    _, state = generate.run(ball, x)
+    _, state = generate.run_recall(ball, x)
     with pytest.raises(rc.RecipeError, match=r"needs the gate 'radius' of retention\.Ball"):
         rc.read(ball, x.q, state=state)
     with pytest.raises(rc.RecipeError, match=r"gate 'radius'.*shape \[2, 7, 2\]"):
@@ -362,14 +362,14 @@ def test_residual_memories_need_equal_sizes() -> None:
 def test_no_tokens_change_nothing(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, T=5, G=2)
-    empty = x.cut(0, 0)
-    y, state = generate.run(recipe, empty, engine=method)
+    empty = x.slice_tokens(0, 0)
+    y, state = generate.run_recall(recipe, empty, engine=method)
     assert y.shape == (2, 0, 4, 4)
-    outputs, final_state = generate.run(recipe, x, state=state, engine=method)
-    expected, expected_state = generate.run(recipe, x, engine=method)
+    outputs, final_state = generate.run_recall(recipe, x, state=state, engine=method)
+    expected, expected_state = generate.run_recall(recipe, x, engine=method)
     # A copy of an initial memory may be laid out in another way, and rounds in another.
     torch.testing.assert_close(outputs, expected, atol=1e-12, rtol=1e-12)
-    y, same = generate.run(recipe, empty, state=final_state, engine=method)
+    y, same = generate.run_recall(recipe, empty, state=final_state, engine=method)
     assert y.shape == (2, 0, 4, 4)
     for a, b in zip(same.tensors(), expected_state.tensors(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
@@ -391,7 +391,7 @@ def test_no_tokens_change_nothing(name: str, method: str) -> None:
 def test_no_rows(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, B=0, T=5)
-    y, state = generate.run(recipe, x, engine=method)
+    y, state = generate.run_recall(recipe, x, engine=method)
     assert y.shape == (0, 5, 2, 4)
     assert state.rows == 0
 
@@ -401,9 +401,9 @@ def test_no_rows(name: str, method: str) -> None:
 def test_one_token(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, T=3)
-    y, _ = generate.run(recipe, x, engine=method)
-    one, _ = generate.run(recipe, x.cut(0, 1), engine=method)
-    assert generate.error(one, y[:, :1]) < 1e-12  # the same operations on one token
+    y, _ = generate.run_recall(recipe, x, engine=method)
+    one, _ = generate.run_recall(recipe, x.slice_tokens(0, 1), engine=method)
+    assert generate.relative_error(one, y[:, :1]) < 1e-12  # the same operations on one token
 
 
 @pytest.mark.parametrize("method", ["auto", "reference"])
@@ -417,7 +417,9 @@ def test_poison_under_the_mask_stays_there(name: str, method: str) -> None:
     def poison(a: Tensor) -> Tensor:
         return a.masked_fill(gaps.view(2, 6, *(1,) * (a.dim() - 2)), torch.nan)
 
-    results = generate.gradients(recipe, x.tokens(poison), attention_mask=mask, engine=method)
+    results = generate.gradients(
+        recipe, x.map_token_tensors(poison), attention_mask=mask, engine=method
+    )
     clean = generate.gradients(recipe, x, attention_mask=mask, engine=method)
     assert torch.equal(results[0], clean[0])
     for name, slope in results[2].items():
@@ -430,25 +432,29 @@ def test_inference_mode(name: str, method: str) -> None:
     """Whole, continued, and read in inference mode; continued outside it from such a state."""
     recipe = ALL[name]
     x = generate.inputs(recipe, T=6)
-    expected, _ = generate.run(recipe, x, engine=method)
+    expected, _ = generate.run_recall(recipe, x, engine=method)
     with torch.inference_mode():
-        inside = x.map(torch.clone)  # made in inference mode, as a model's activations are
-        y, _ = generate.run(recipe, inside, engine=method)
-        first, state = generate.run(recipe, inside.cut(0, 4), engine=method)
-        second, _ = generate.run(recipe, inside.cut(4, 6), state=state, engine=method)
+        inside = x.map_tensors(torch.clone)  # made in inference mode, as a model's activations are
+        y, _ = generate.run_recall(recipe, inside, engine=method)
+        first, state = generate.run_recall(recipe, inside.slice_tokens(0, 4), engine=method)
+        second, _ = generate.run_recall(
+            recipe, inside.slice_tokens(4, 6), state=state, engine=method
+        )
         if recipe is not MODULE and not recipe.retention.gates():
             rc.read(recipe, inside.q, state=state, params=inside.params)
     assert torch.equal(y, expected)
-    assert generate.error(torch.cat([first, second], 1), expected) < 1e-10  # regrouped sums
+    assert (
+        generate.relative_error(torch.cat([first, second], 1), expected) < 1e-10
+    )  # regrouped sums
     with torch.no_grad():
-        outside, _ = generate.run(recipe, x.cut(4, 6), state=state, engine=method)
-    assert generate.error(outside, expected[:, 4:]) < 1e-10
+        outside, _ = generate.run_recall(recipe, x.slice_tokens(4, 6), state=state, engine=method)
+    assert generate.relative_error(outside, expected[:, 4:]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_graph_is_kept_where_nobody_asked(name: str) -> None:
     recipe = ALL[name]
-    y, state = generate.run(recipe, generate.inputs(recipe, T=4), engine="reference")
+    y, state = generate.run_recall(recipe, generate.inputs(recipe, T=4), engine="reference")
     assert not y.requires_grad
     assert not any(a.requires_grad for a in state.tensors())
 
@@ -520,7 +526,7 @@ def test_decays_that_forget_everything_are_legal() -> None:
     x = generate.inputs(GATED)
     x.gates["log_decay"][:, 2] = -torch.inf
     for method in ("auto", "reference"):
-        y, _ = generate.run(GATED, x, engine=method)
+        y, _ = generate.run_recall(GATED, x, engine=method)
         assert bool(y.isfinite().all())
 
 

@@ -626,14 +626,14 @@ def test_a_floor_without_a_decay_forgot_its_scale(rate: float | None, method: st
 def test_float64_inputs_widen_a_float32_state(name: str, method: str) -> None:
     recipe = rc.zoo.get(name).recipe
     x = generate.inputs(recipe, T=6)
-    single, rest = x.cut(0, 4).map(Tensor.float), x.cut(4, 6)
-    _, state = generate.run(recipe, single)
-    y, final_state = generate.run(recipe, rest, state=state, engine=method)
+    single, rest = x.slice_tokens(0, 4).map_tensors(Tensor.float), x.slice_tokens(4, 6)
+    _, state = generate.run_recall(recipe, single)
+    y, final_state = generate.run_recall(recipe, rest, state=state, engine=method)
     wide = state.to(dtype=torch.float64)
-    expected, _ = generate.run(recipe, rest, state=wide, engine=method)
+    expected, _ = generate.run_recall(recipe, rest, state=wide, engine=method)
     assert y.dtype == wide.dtype == torch.float64
     assert all(w.dtype == torch.float64 for w in final_state.weights)
-    assert generate.error(y, expected) < 1e-10
+    assert generate.relative_error(y, expected) < 1e-10
 
 
 def test_reading_afterwards_took_one_association_per_token() -> None:

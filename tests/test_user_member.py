@@ -124,25 +124,33 @@ def test_they_run_differentiate_decode_and_round_trip(name: str) -> None:
     assert selection.engine.name in {engine, *(("deep",) if engine == "reference" else ())}
     x = generate.inputs(recipe, T=9)
     if recipe.needs_init():
-        x = generate.smaller(recipe, x, 0.3)  # cosh overflows once a deep memory diverges
+        x = generate.scaled_down(recipe, x, 0.3)  # cosh overflows once a deep memory diverges
     y, state, slopes = generate.gradients(recipe, x, engine="auto")
     assert all(torch.isfinite(slope).all() for slope in slopes.values())
     assert slopes["k"].abs().max() > 0
     expected, expected_state, twins = generate.gradients(recipe, x, engine="reference")
     # Another grouping of the same float64 sums.
-    assert generate.error(y, expected) < 1e-10
-    assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < 1e-10
-    assert generate.worst(slopes, twins)[0] < 1e-9
-    decoded, last = generate.split(recipe, x, list(range(1, 9)), ["auto"])
-    assert generate.error(decoded, y) < 1e-10
-    assert generate.worst(generate.parts(last), generate.parts(state))[0] < 1e-10
+    assert generate.relative_error(y, expected) < 1e-10
+    assert (
+        generate.largest_error(
+            generate.flatten_state(state), generate.flatten_state(expected_state)
+        )[0]
+        < 1e-10
+    )
+    assert generate.largest_error(slopes, twins)[0] < 1e-9
+    decoded, last = generate.run_in_pieces(recipe, x, list(range(1, 9)), ["auto"])
+    assert generate.relative_error(decoded, y) < 1e-10
+    assert (
+        generate.largest_error(generate.flatten_state(last), generate.flatten_state(state))[0]
+        < 1e-10
+    )
 
 
 def test_log_cosh_follows_its_own_slope() -> None:
     """The oracle: error = s tanh(e/s), by hand."""
     recipe = RECIPES["log cosh"][0]
     x = generate.inputs(recipe, B=1, T=6, H=1)
-    y, _ = generate.run(recipe, x)
+    y, _ = generate.run_recall(recipe, x)
     assert x.init is not None
     W, outputs = x.init[0][0], []
     for t in range(6):
@@ -157,8 +165,8 @@ def test_overshoot_is_the_delta_rule_on_larger_values() -> None:
     recipe = RECIPES["overshoot"][0]
     x = generate.inputs(recipe)
     larger = dataclasses.replace(x, v=1.5 * x.v)
-    y, _ = generate.run(recipe, x)
-    twin, _ = generate.run(recipe.replace(bias=rc.bias.L2()), larger)
+    y, _ = generate.run_recall(recipe, x)
+    twin, _ = generate.run_recall(recipe.replace(bias=rc.bias.L2()), larger)
     torch.testing.assert_close(y, twin, atol=1e-12, rtol=1e-12)
 
 

@@ -13,9 +13,18 @@ from tests.contracts import outside
 
 import recollect as rc
 from recollect.choices.member import all_members
-from recollect.testing.compare import error, gradients, loss, parts, random_cuts, run, split, worst
+from recollect.testing.compare import (
+    flatten_state,
+    gradients,
+    largest_error,
+    random_cuts,
+    random_projection,
+    relative_error,
+    run_in_pieces,
+    run_recall,
+)
 from recollect.testing.draws import FACTORY, Pool, parts_of
-from recollect.testing.inputs import Inputs, ill_posed, inputs, sizes, small_inputs, smaller
+from recollect.testing.inputs import Inputs, inputs, is_ill_posed, scaled_down, sizes, small_inputs
 
 __all__ = [
     "FACTORY",
@@ -26,30 +35,30 @@ __all__ = [
     "draw",
     "draw_member",
     "drawn",
-    "error",
     "first_presets",
+    "flatten_state",
     "gradients",
-    "ill_posed",
     "inputs",
-    "loss",
+    "is_ill_posed",
+    "largest_error",
     "members",
-    "parts",
     "parts_of",
     "presets",
     "random_cuts",
-    "run",
+    "random_projection",
+    "relative_error",
+    "run_in_pieces",
+    "run_recall",
+    "scaled_down",
     "sizes",
     "small_inputs",
-    "smaller",
-    "split",
     "valid",
-    "worst",
 ]
 
-POOL = Pool(also=tuple(c for c in all_members() if c.__module__ == outside.__name__))
+POOL = Pool(extra_members=tuple(c for c in all_members() if c.__module__ == outside.__name__))
 """The library's members, and those of `outside`; what single tests make stays out."""
 
-draw, draw_member, drawn = POOL.recipe, POOL.member, POOL.holds
+draw, draw_member, drawn = POOL.recipe, POOL.member, POOL.contains
 members, valid = POOL.members, POOL.valid
 
 VARIANTS = (

@@ -19,11 +19,11 @@ import recollect as rc
 from recollect.choices.member import Member
 from recollect.recipe.canonical import REWRITES
 from recollect.testing import declared, structure
-from recollect.testing.declared import EXACT, KINDS, normal
+from recollect.testing.declared import MEMBER_KINDS, ROUNDING, normal
 from recollect.testing.draws import variants
-from recollect.testing.structure import lift
+from recollect.testing.structure import apply_features
 
-MEMBERS = [cls for kind in KINDS for cls in generate.members(kind)]
+MEMBERS = [cls for kind in MEMBER_KINDS for cls in generate.members(kind)]
 
 
 def of(kind: str, count: int = 6) -> list[pytest.param]:
@@ -96,7 +96,7 @@ def test_a_loss_alone_supplies_its_error() -> None:
     p, v = normal(5, 3, seed=1), normal(5, 3, seed=2)
     with torch.no_grad():
         found = Quartic().error(p, v, {})
-    torch.testing.assert_close(found, (p - v).pow(3), atol=EXACT, rtol=EXACT)
+    torch.testing.assert_close(found, (p - v).pow(3), atol=ROUNDING, rtol=ROUNDING)
 
 
 # -- retention ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_link_gradients_are_those_of_finite_differences(
 @pytest.mark.parametrize("retention", of("retention", 8))
 def test_what_a_step_does_to_weights(retention: rc.retention.Retention) -> None:
     """`link_lipschitz` bounds the link; `step_gain` of a matrix and of its factors agree."""
-    structure.check_gain(retention)
+    structure.check_link_gain(retention)
 
 
 @pytest.mark.parametrize("retention", of("retention", 8))
@@ -133,7 +133,7 @@ def test_simplex_sums_to_its_scale(axis: str) -> None:
     W = rc.retention.Simplex(scale=2.5, axis=axis).link(normal(2, 3, 4), {})
     torch.testing.assert_close(W.sum(-1 if axis == "in" else -2) - 2.5, torch.zeros(()).expand(
         2, 3 if axis == "in" else 4
-    ).double(), atol=EXACT, rtol=0)  # fmt: skip
+    ).double(), atol=ROUNDING, rtol=0)  # fmt: skip
     assert (W >= 0).all()
 
 
@@ -153,7 +153,7 @@ def test_f_divergence_keeps_its_mass(kind: str, axis: str) -> None:
 
 def test_f_divergence_starts_uniform_from_nothing() -> None:
     W = rc.retention.FDivergence(scale=2.0).link(torch.zeros(3, 4).double(), {})
-    torch.testing.assert_close(W, torch.full((3, 4), 0.5).double(), atol=EXACT, rtol=0)
+    torch.testing.assert_close(W, torch.full((3, 4), 0.5).double(), atol=ROUNDING, rtol=0)
 
 
 def test_chi_square_reaches_exact_zeros() -> None:
@@ -182,7 +182,9 @@ def test_kl_divergence_is_the_simplex_recurrence() -> None:
         x = generate.inputs(dual, T=9)
         assert x.init is not None
         start = dataclasses.replace(x, init=(x.init[0].softmax(-1),))
-        y, y2 = (generate.run(r, a, engine="reference")[0] for r, a in ((dual, x), (kl, start)))
+        y, y2 = (
+            generate.run_recall(r, a, engine="reference")[0] for r, a in ((dual, x), (kl, start))
+        )
         torch.testing.assert_close(y2, y, atol=1e-10, rtol=0)  # root finding to rounding, 9 times
 
 
@@ -201,7 +203,7 @@ def test_ball_projects() -> None:
         A = size * normal(2, 3, 4)
         W = rc.retention.Ball().link(A, gates)
         norms = W.flatten(1).norm(dim=1)
-        assert (norms <= 0.7 + EXACT).all()
+        assert (norms <= 0.7 + ROUNDING).all()
         assert torch.equal(W, A) == (size < 0.1)
     zero = torch.zeros(3, 4).double().requires_grad_()
     (slope,) = torch.autograd.grad(rc.retention.Ball().link(zero, gates).sum(), zero)
@@ -223,7 +225,7 @@ def test_lq_mirror_inverts_the_gradient_of_its_potential(q: float) -> None:
     A = normal(3, 4).requires_grad_()
     W = rc.retention.Lq(q=q).link(A, {})
     (slope,) = torch.autograd.grad(0.5 * (A.abs() ** q).sum() ** (2 / q), A)
-    torch.testing.assert_close(W, slope, atol=EXACT, rtol=EXACT)
+    torch.testing.assert_close(W, slope, atol=ROUNDING, rtol=ROUNDING)
     dual, point = q / (q - 1), W.detach().requires_grad_()
     (back,) = torch.autograd.grad(0.5 * (point.abs() ** dual).sum() ** (2 / dual), point)
     torch.testing.assert_close(back, A, atol=1e-10, rtol=1e-10)
@@ -274,8 +276,8 @@ def test_polynomial_features_are_their_kernel(degree: int) -> None:
     raw = 0.3 * normal(1, degree + 1, seed=3)
     q, k = normal(5, K, seed=1), normal(6, K, seed=2)
     found = (
-        lift(features, q, {"log_coefficients": raw})
-        @ lift(features, k, {"log_coefficients": raw}).T
+        apply_features(features, q, {"log_coefficients": raw})
+        @ apply_features(features, k, {"log_coefficients": raw}).T
     )
     expected = sum(raw[0, i].exp() * (q @ k.T) ** i for i in range(degree + 1))
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)  # up to 35 terms
@@ -290,7 +292,7 @@ def test_taylor_features_are_the_exponentials_series(order: int, temperature: fl
     q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
     x = q @ k.T / (2.0 if temperature is None else temperature)
     expected = sum(x**i / math.factorial(i) for i in range(order + 1))
-    found = lift(features, q, {}) @ lift(features, k, {}).T
+    found = apply_features(features, q, {}) @ apply_features(features, k, {}).T
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
 
 
@@ -364,13 +366,13 @@ def test_rewrites_are_identities(
     x = generate.inputs(recipe, K=4, V=3, T=7, zero=zero and not recipe.needs_init())
 
     def outputs(which: rc.Recipe) -> tuple[Tensor, dict[str, Tensor]]:
-        leaves = x.leaves()
+        leaves = x.with_grad()
         asked = {gate.name for gate in which.gates()}
         gates = {name: a for name, a in leaves.gates.items() if name in asked}
         wanted = {param.name for param in which.params()}
         params = {name: a for name, a in leaves.params.items() if name in wanted}
         part = dataclasses.replace(leaves, gates=gates, params=params)
-        y, _ = generate.run(which, part, engine="reference")
+        y, _ = generate.run_recall(which, part, engine="reference")
         named = leaves.tensors()
         slopes = torch.autograd.grad(
             (y * normal(*y.shape, seed=5)).sum(),
@@ -381,8 +383,8 @@ def test_rewrites_are_identities(
         return y, dict(zip(named, slopes, strict=True))
 
     (y, slopes), (twin, twins) = outputs(recipe), outputs(simple)
-    assert generate.error(twin, y) < EXACT
-    wrong, name = generate.worst(twins, slopes)
+    assert generate.relative_error(twin, y) < ROUNDING
+    wrong, name = generate.largest_error(twins, slopes)
     assert wrong < 1e-11, f"gradient of {name}"  # a longer sum than the outputs'
 
 

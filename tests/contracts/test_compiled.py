@@ -231,7 +231,7 @@ def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None
 @pytest.mark.parametrize("mode", cases("plain", "inference", slow=("no gradients",)))
 def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> None:
     recipe = FOLLOWED["table"][0]
-    x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).leaves()  # of batches of four
+    x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).with_grad()  # of batches of four
     _, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, params=x.params, initial_memory=x.init)
 
     def read(q: Tensor) -> Tensor:

@@ -21,19 +21,22 @@ import recollect as rc
 from recollect.engines.base import Engine
 from recollect.engines.select import ENGINES
 from recollect.testing.engines import (
-    EXACT,
     MASKS,
-    agree,
+    PACKED,
+    check_agrees,
     check_chunks_and_splits,
-    check_gradients_across_splits,
+    check_handover,
     check_lengths,
-    check_masks,
-    check_packing,
     check_refusal,
     check_single_gradients,
     check_strides,
-    check_turns,
-    fitting,
+    inputs_for,
+)
+from recollect.testing.sequences import (
+    EXACT,
+    check_gradients_across_splits,
+    check_masks,
+    check_packing,
 )
 
 SINGLE, SINGLE_GRADIENT, HALF = 1e-5, 1e-4, 2e-2
@@ -399,7 +402,7 @@ def test_named_systems_need_no_reference(name: str) -> None:
 @pytest.mark.parametrize(("method", "recipe"), able(RECIPES))
 def test_equals_the_reference(method: str, recipe: rc.Recipe) -> None:
     """13 tokens in chunks of 4: three whole ones and an odd rest."""
-    agree(recipe, fitting(recipe, B=1, T=13, H=2), method, chunk_size=4)
+    check_agrees(recipe, inputs_for(recipe, B=1, T=13, H=2), method, chunk_size=4)
 
 
 # 65 tokens are a chunk and a rest of one.
@@ -408,7 +411,7 @@ def test_equals_the_reference(method: str, recipe: rc.Recipe) -> None:
 )
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
-    check_lengths(recipe, fitting(recipe, B=1, T=T, H=1), method)
+    check_lengths(recipe, inputs_for(recipe, B=1, T=T, H=1), method)
 
 
 LONG = {
@@ -423,14 +426,14 @@ LONG = {
 @pytest.mark.parametrize("T", [1, 2, 65])
 @pytest.mark.parametrize(("method", "recipe"), able(LONG))
 def test_gradients_at_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
-    agree(recipe, fitting(recipe, B=1, T=T, H=1), method)
+    check_agrees(recipe, inputs_for(recipe, B=1, T=T, H=1), method)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [63, 64, 200])
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_gradients_at_all_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
-    agree(recipe, fitting(recipe, B=1, T=T, H=1), method)
+    check_agrees(recipe, inputs_for(recipe, B=1, T=T, H=1), method)
 
 
 SOME = {**ZOO, **dict(list(STRUCTURES.items())[::4]), **dict(list(SOLVERS.items())[::3])}
@@ -439,59 +442,64 @@ SOME = {**ZOO, **dict(list(STRUCTURES.items())[::4]), **dict(list(SOLVERS.items(
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_any_split_and_chunk(method: str, recipe: rc.Recipe) -> None:
     """Pieces of 0, 1 and more tokens, one token at a time, and chunks of any size."""
-    check_chunks_and_splits(recipe, fitting(recipe, B=2, T=19, H=2), method)
+    check_chunks_and_splits(recipe, inputs_for(recipe, B=2, T=19, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_engines_continue_each_others_states(method: str, recipe: rc.Recipe) -> None:
-    check_turns(recipe, fitting(recipe, B=1, T=11, H=2), method)
+    check_handover(recipe, inputs_for(recipe, B=1, T=11, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(LONG))
 def test_gradients_cross_splits(method: str, recipe: rc.Recipe) -> None:
-    check_gradients_across_splits(recipe, fitting(recipe, B=1, T=11, H=1), method)
+    check_gradients_across_splits(recipe, inputs_for(recipe, B=1, T=11, H=1), method, [4, 5])
 
 
 @pytest.mark.parametrize("where", MASKS)
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_masked_rows_run_alone(method: str, recipe: rc.Recipe, where: str) -> None:
-    check_masks(recipe, fitting(recipe, B=2, T=9, H=2), method, where)
+    check_masks(recipe, inputs_for(recipe, B=2, T=9), method, MASKS[where], chunk_size=4)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_packed_documents_run_alone(method: str, recipe: rc.Recipe) -> None:
     """Lengths 1, 0, 7 and 4, twice in a row: the second time they continue."""
-    check_packing(recipe, fitting(recipe, B=1, T=12, H=2), method)
+    check_packing(recipe, inputs_for(recipe, B=1, T=12), PACKED, method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_grouped_heads(method: str, recipe: rc.Recipe) -> None:
-    agree(recipe, fitting(recipe, B=1, T=6, H=2, G=3), method, chunk_size=4)
+    check_agrees(recipe, inputs_for(recipe, B=1, T=6, H=2, G=3), method, chunk_size=4)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_strides_do_not_matter(method: str, recipe: rc.Recipe) -> None:
     """Every second channel of a wider tensor, as a fused projection would hand over."""
-    check_strides(recipe, fitting(recipe, B=2, T=9, H=2), method)
+    check_strides(recipe, inputs_for(recipe, B=2, T=9, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_each_input_differentiates_alone(method: str, recipe: rc.Recipe) -> None:
     """A gradient does not depend on which other inputs ask for one."""
-    x = fitting(recipe, B=1, T=6, H=2)
+    x = inputs_for(recipe, B=1, T=6, H=2)
     check_single_gradients(recipe, x, engine=method, chunk_size=4)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_single_precision(method: str, recipe: rc.Recipe) -> None:
     """Against the same engine in float64, which the tests above hold to the reference."""
-    x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
+    x = inputs_for(recipe, B=1, T=200, H=2, K=16, V=16)
     expected, expected_state, slopes = generate.gradients(recipe, x, engine=method)
-    y, state, grads = generate.gradients(recipe, x.map(Tensor.float), engine=method)
+    y, state, grads = generate.gradients(recipe, x.map_tensors(Tensor.float), engine=method)
     assert y.dtype == torch.float32
-    assert generate.error(y, expected) < SINGLE
-    assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < SINGLE
-    wrong, name = generate.worst(grads, slopes)
+    assert generate.relative_error(y, expected) < SINGLE
+    assert (
+        generate.largest_error(
+            generate.flatten_state(state), generate.flatten_state(expected_state)
+        )[0]
+        < SINGLE
+    )
+    wrong, name = generate.largest_error(grads, slopes)
     assert wrong < SINGLE_GRADIENT, f"gradient of {name}: {wrong:.1e}"
 
 
@@ -501,15 +509,15 @@ SMOOTH = {name: recipe for name, recipe in ZOO.items() if name != "moba"}
 
 @pytest.mark.parametrize(("method", "recipe"), able(SMOOTH))
 def test_half_precision(method: str, recipe: rc.Recipe) -> None:
-    x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
-    expected, _ = generate.run(recipe, x, engine=method)
-    low = x.map(Tensor.bfloat16)
-    y, state = generate.run(recipe, low, engine=method)
+    x = inputs_for(recipe, B=1, T=200, H=2, K=16, V=16)
+    expected, _ = generate.run_recall(recipe, x, engine=method)
+    low = x.map_tensors(Tensor.bfloat16)
+    y, state = generate.run_recall(recipe, low, engine=method)
     assert y.dtype == torch.bfloat16
     assert all(w.dtype == torch.float32 for w in state.weights)
     # A kernel of degree p multiplies the relative errors of its inputs by p.
     degree = max(1, getattr(recipe.features, "degree", 1))
-    assert generate.error(y, expected) < HALF * degree
+    assert generate.relative_error(y, expected) < HALF * degree
 
 
 DECAYING = {
@@ -529,10 +537,10 @@ DECAYING = {
 @pytest.mark.parametrize(("method", "recipe"), able(DECAYING))
 def test_extreme_decays_are_finite(method: str, recipe: rc.Recipe, T: int) -> None:
     """−50 per token, mixed with 0 and −1e-3, in float32: no NaN, no overflow, also backwards."""
-    x = fitting(recipe, B=1, T=T, H=1, K=8, V=8).map(Tensor.float)
+    x = inputs_for(recipe, B=1, T=T, H=1, K=8, V=8).map_tensors(Tensor.float)
     x.gates["log_decay"].copy_(_mixed(x.gates["log_decay"], -50.0))
     y, state, slopes = generate.gradients(recipe, x, engine=method)
-    for name, tensor in {"y": y, **generate.parts(state), **slopes}.items():
+    for name, tensor in {"y": y, **generate.flatten_state(state), **slopes}.items():
         assert torch.isfinite(tensor).all(), name
 
 
@@ -546,15 +554,15 @@ def _mixed(like: Tensor, extreme: float) -> Tensor:
 @pytest.mark.parametrize(("method", "recipe"), able(DECAYING))
 def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread: str) -> None:
     """Per-channel decays down to −20 per token: float32 within 1e-5 of the float64 reference."""
-    x = fitting(recipe, B=1, T=70, H=1, K=8, V=8)
+    x = inputs_for(recipe, B=1, T=70, H=1, K=8, V=8)
     decay = x.gates["log_decay"]
     strong = -20 * torch.rand(decay.shape, generator=torch.Generator().manual_seed(4)).to(decay)
     decay.copy_(_mixed(decay, -20.0) if spread == "mixed" else strong)
-    expected, _ = generate.run(recipe, x, engine="reference")
-    exact, _ = generate.run(recipe, x, engine=method)
-    assert generate.error(exact, expected) < EXACT
-    single, _ = generate.run(recipe, x.map(Tensor.float), engine=method)
-    assert generate.error(single, expected) < SINGLE
+    expected, _ = generate.run_recall(recipe, x, engine="reference")
+    exact, _ = generate.run_recall(recipe, x, engine=method)
+    assert generate.relative_error(exact, expected) < EXACT
+    single, _ = generate.run_recall(recipe, x.map_tensors(Tensor.float), engine=method)
+    assert generate.relative_error(single, expected) < SINGLE
 
 
 @pytest.mark.parametrize("engine", FAST, ids=lambda engine: engine.name)

@@ -36,8 +36,8 @@ def inputs(name: str, T: int = 5) -> generate.Inputs:
 
 def bend(name: str, x: generate.Inputs) -> dict[str, Tensor]:
     """Gradients of the squared gradient of the outputs."""
-    leaves = x.leaves()
-    y, _ = generate.run(PRESETS[name], leaves)
+    leaves = x.with_grad()
+    y, _ = generate.run_recall(PRESETS[name], leaves)
     named = {n: a for n, a in leaves.tensors().items() if n in ("q", "k", "v")}
     slopes = torch.autograd.grad(
         y.square().sum(), list(named.values()), create_graph=True, materialize_grads=True
@@ -64,8 +64,8 @@ def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> No
         found = bend(name, x)
 
         def squared(q: Tensor) -> float:
-            leaves = x.put({"q": q}).leaves()
-            y, _ = generate.run(PRESETS[name], leaves)
+            leaves = x.replace_tensors({"q": q}).with_grad()
+            y, _ = generate.run_recall(PRESETS[name], leaves)
             slopes = torch.autograd.grad(y.square().sum(), [leaves.q, leaves.k, leaves.v])
             return float(sum(g.square().sum() for g in slopes))
 
@@ -79,17 +79,19 @@ def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> No
 def test_a_state_made_in_inference_mode_is_trained_through(name: str) -> None:
     x = inputs(name, T=6)
     with torch.inference_mode():
-        _, inside = generate.run(PRESETS[name], x.cut(0, 3).map(torch.clone))
+        _, inside = generate.run_recall(
+            PRESETS[name], x.slice_tokens(0, 3).map_tensors(torch.clone)
+        )
     with torch.no_grad():
-        _, outside = generate.run(PRESETS[name], x.cut(0, 3))
+        _, outside = generate.run_recall(PRESETS[name], x.slice_tokens(0, 3))
     slopes = []
     for state in (inside, outside):
-        leaves = x.cut(3, 6).leaves()
-        y, _ = generate.run(PRESETS[name], leaves, state=state)
+        leaves = x.slice_tokens(3, 6).with_grad()
+        y, _ = generate.run_recall(PRESETS[name], leaves, state=state)
         given = [leaves.q, leaves.k, leaves.v]
         slopes.append(torch.autograd.grad(y.square().sum(), given, materialize_grads=True))
     for found, expected in zip(*slopes, strict=True):
-        assert generate.error(found, expected) < ROUNDING
+        assert generate.relative_error(found, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("name", ["rls", "geometric_rls", "mesa_net", "local_linear_attention",
@@ -98,7 +100,7 @@ def test_checkpoints_under_create_graph(name: str) -> None:
     """A checkpoint hands saved tensors out once."""
     recipe, slopes = PRESETS[name], []
     for kept in (False, True):
-        leaves = inputs(name).leaves()
+        leaves = inputs(name).with_grad()
 
         def call(q: Tensor, k: Tensor, v: Tensor, x: generate.Inputs = leaves) -> Tensor:
             return rc.recall(recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init)[0]
@@ -107,7 +109,7 @@ def test_checkpoints_under_create_graph(name: str) -> None:
         y = checkpoint(call, *given, use_reentrant=False) if kept else call(*given)
         slopes.append(torch.autograd.grad(y.square().sum(), given, create_graph=kept))
     for found, expected in zip(slopes[1], slopes[0], strict=True):
-        assert generate.error(found, expected) < ROUNDING
+        assert generate.relative_error(found, expected) < ROUNDING
 
 
 def test_reading_on_meta_has_a_shape() -> None:
@@ -121,7 +123,7 @@ def test_reading_on_meta_has_a_shape() -> None:
 def test_one_graph_holds_a_call_of_softmax_attention() -> None:
     """Neither a cached property's lock, nor a look at a field, nor at a mode breaks it."""
     recipe = rc.zoo.get("softmax_attention").recipe
-    x = inputs("softmax_attention", T=8).map(Tensor.float)
+    x = inputs("softmax_attention", T=8).map_tensors(Tensor.float)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rc.recall(recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init)[0]

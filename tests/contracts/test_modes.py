@@ -41,8 +41,8 @@ def inputs(recipe: rc.Recipe, name: str) -> generate.Inputs:
         K, V = generate.sizes(recipe, random.Random(0))
         return generate.inputs(recipe, B=1, T=5, H=2, K=K, V=V)
     x = generate.small_inputs(recipe, int(name), longest=5)
-    y, _ = generate.run(recipe, x)
-    return x if y.abs().amax() < 1e3 else generate.smaller(recipe, x)
+    y, _ = generate.run_recall(recipe, x)
+    return x if y.abs().amax() < 1e3 else generate.scaled_down(recipe, x)
 
 
 def every(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
@@ -77,8 +77,8 @@ def test_autocast_copies_and_subsets(name: str, recipe: rc.Recipe) -> None:
 def test_a_gradient_asked_for_inside_of_autocast(name: str, recipe: rc.Recipe) -> None:
     """Written-out backward passes keep their precision; torch rounds the products of its own."""
     K, V = generate.sizes(recipe, random.Random(0))
-    x = generate.inputs(recipe, B=1, T=5, H=2, K=K, V=V, dtype=torch.float32).leaves()
-    y, _ = generate.run(recipe, x)
+    x = generate.inputs(recipe, B=1, T=5, H=2, K=K, V=V, dtype=torch.float32).with_grad()
+    y, _ = generate.run_recall(recipe, x)
     leaves = [x.q, x.k, x.v]
     outside = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True, allow_unused=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -96,7 +96,7 @@ def test_a_gradient_asked_for_inside_of_autocast(name: str, recipe: rc.Recipe) -
 @pytest.mark.parametrize(("name", "recipe"), every(DRAWN))
 def test_random_recipes_in_every_mode(name: str, recipe: rc.Recipe) -> None:
     x = inputs(recipe, name)
-    if generate.ill_posed(recipe):
+    if generate.is_ill_posed(recipe):
         return
     check_create_graph(recipe, x, METHODS[int(name) % 2])
     check_inference(recipe, x, METHODS[int(name) % 2])
@@ -193,7 +193,7 @@ def test_forward_mode_derivatives_are_refused_in_a_sentence() -> None:
 @pytest.mark.slow
 def test_many_random_recipes_in_every_mode() -> None:
     for index, recipe in generate.valid(ALL, seed=8):
-        if generate.ill_posed(recipe):
+        if generate.is_ill_posed(recipe):
             continue
         x = inputs(recipe, str(index))
         for method in METHODS:

@@ -91,18 +91,26 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> None:
     """Outputs, state and gradients of the engine equal the reference's; so does any split."""
     y, state, slopes = generate.gradients(recipe, x, engine="reference")
     y2, state2, slopes2 = generate.gradients(recipe, x, engine="kernel")
-    assert generate.error(y2, y) < EXACT
-    assert generate.worst(generate.parts(state2), generate.parts(state))[0] < EXACT
-    wrong, name = generate.worst(slopes2, slopes)
+    assert generate.relative_error(y2, y) < EXACT
+    assert (
+        generate.largest_error(generate.flatten_state(state2), generate.flatten_state(state))[0]
+        < EXACT
+    )
+    wrong, name = generate.largest_error(slopes2, slopes)
     assert wrong < EXACT, f"gradient of {name}: {wrong:.1e}"
     with torch.no_grad():
         for cuts, methods in (
             ([1, 1, 6, 9], ["kernel", "reference"]),
             (list(range(1, x.T)), ["kernel"]),
         ):
-            pieces, end = generate.split(recipe, x, cuts, methods)
-            assert generate.error(pieces, y) < EXACT, cuts
-            assert generate.worst(generate.parts(end), generate.parts(state))[0] < EXACT
+            pieces, end = generate.run_in_pieces(recipe, x, cuts, methods)
+            assert generate.relative_error(pieces, y) < EXACT, cuts
+            assert (
+                generate.largest_error(generate.flatten_state(end), generate.flatten_state(state))[
+                    0
+                ]
+                < EXACT
+            )
 
 
 @pytest.mark.parametrize("G", [1, 2])
@@ -121,8 +129,8 @@ def test_pieces_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(pieces, "ENTRIES", 5 * 2 * 17)
     monkeypatch.setattr(local_regression, "ENTRIES", 5 * 2 * 17 * 4)
     y2, _, slopes2 = generate.gradients(recipe, x, engine="kernel")
-    assert generate.error(y2, y) < EXACT
-    assert generate.worst(slopes2, slopes)[0] < EXACT
+    assert generate.relative_error(y2, y) < EXACT
+    assert generate.largest_error(slopes2, slopes)[0] < EXACT
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -133,18 +141,20 @@ def test_masked_and_packed_rows_run_alone(name: str) -> None:
     mask[0, :4], mask[1, [2, 3, 9, 10]] = False, False
     y, state, slopes = generate.gradients(recipe, x, engine="kernel", attention_mask=mask)
     assert all(slope.isfinite().all() for slope in slopes.values())
-    more = generate.run(recipe, x.cut(0, 3), state=state, engine="kernel")[0]
+    more = generate.run_recall(recipe, x.slice_tokens(0, 3), state=state, engine="kernel")[0]
     for row in range(2):
-        alone = x.rows(row).tokens(lambda a, row=row: a[:, mask[row]])
-        want, end = generate.run(recipe, alone, engine="kernel")
-        assert generate.error(y[row : row + 1, mask[row]], want) < EXACT
-        then = generate.run(recipe, x.rows(row).cut(0, 3), state=end, engine="kernel")[0]
-        assert generate.error(more[row : row + 1], then) < EXACT
-    one, borders = x.rows(0), torch.tensor([0, 4, 4, 5, 11])
-    packed, _ = generate.run(recipe, one, cu_seqlens=borders, engine="kernel")
+        alone = x.select_row(row).map_token_tensors(lambda a, row=row: a[:, mask[row]])
+        want, end = generate.run_recall(recipe, alone, engine="kernel")
+        assert generate.relative_error(y[row : row + 1, mask[row]], want) < EXACT
+        then = generate.run_recall(
+            recipe, x.select_row(row).slice_tokens(0, 3), state=end, engine="kernel"
+        )[0]
+        assert generate.relative_error(more[row : row + 1], then) < EXACT
+    one, borders = x.select_row(0), torch.tensor([0, 4, 4, 5, 11])
+    packed, _ = generate.run_recall(recipe, one, cu_seqlens=borders, engine="kernel")
     for start, stop in ((0, 4), (4, 5), (5, 11)):
-        want, _ = generate.run(recipe, one.cut(start, stop), engine="kernel")
-        assert generate.error(packed[:, start:stop], want) < EXACT
+        want, _ = generate.run_recall(recipe, one.slice_tokens(start, stop), engine="kernel")
+        assert generate.relative_error(packed[:, start:stop], want) < EXACT
 
 
 # -- precision -------------------------------------------------------------------------------------
@@ -159,13 +169,13 @@ def test_decays_keep_their_digits_in_single_precision(low: float) -> None:
     pick = torch.randint(0, 4, x.gates["log_decay"].shape, generator=g)
     x.gates["log_decay"].copy_(torch.tensor([low, 0.0, -1e-3, 0.2 * low]).double()[pick])
     y, _, slopes = generate.gradients(recipe, x, engine="kernel")
-    single, _, grads = generate.gradients(recipe, x.map(Tensor.float), engine="kernel")
-    assert generate.error(single, y) < 1e-5
-    wrong, name = generate.worst(grads, slopes)
+    single, _, grads = generate.gradients(recipe, x.map_tensors(Tensor.float), engine="kernel")
+    assert generate.relative_error(single, y) < 1e-5
+    wrong, name = generate.largest_error(grads, slopes)
     assert wrong < 1e-4, f"gradient of {name}: {wrong:.1e}"
     with torch.no_grad():
-        want, _ = generate.run(recipe, x.cut(0, 300), engine="reference")
-    assert generate.error(y[:, :300], want) < EXACT
+        want, _ = generate.run_recall(recipe, x.slice_tokens(0, 300), engine="reference")
+    assert generate.relative_error(y[:, :300], want) < EXACT
 
 
 def test_forgetting_everything_is_no_nan() -> None:
@@ -173,9 +183,9 @@ def test_forgetting_everything_is_no_nan() -> None:
     x = generate.inputs(recipe, B=1, T=9, H=1, K=3, V=3)
     x.gates["log_decay"][:, 4] = -torch.inf
     for method in ("kernel", "reference"):
-        y, _ = generate.run(recipe, x, engine=method)
-        fresh, _ = generate.run(recipe, x.cut(4, 9), engine=method)
-        assert generate.error(y[:, 4:], fresh) < EXACT
+        y, _ = generate.run_recall(recipe, x, engine=method)
+        fresh, _ = generate.run_recall(recipe, x.slice_tokens(4, 9), engine=method)
+        assert generate.relative_error(y[:, 4:], fresh) < EXACT
 
 
 def test_weights_of_zero_hide_an_association() -> None:
@@ -186,8 +196,10 @@ def test_weights_of_zero_hide_an_association() -> None:
     for method in ("kernel", "reference"):
         y, _, slopes = generate.gradients(recipe, x, engine=method)
         assert not y[:, 0].any()  # nothing to take a mean of
-        want, _ = generate.run(recipe, x.tokens(lambda a: a[:, kept]), engine=method)
-        assert generate.error(y[:, kept], want) < EXACT
+        want, _ = generate.run_recall(
+            recipe, x.map_token_tensors(lambda a: a[:, kept]), engine=method
+        )
+        assert generate.relative_error(y[:, kept], want) < EXACT
         assert all(slope.isfinite().all() for slope in slopes.values())
 
 
@@ -204,8 +216,8 @@ def test_conjugate_gradients_are_the_dense_solve(degree: int, monkeypatch: objec
             monkeypatch.setattr(local_regression, "DENSE", limit)  # type: ignore[attr-defined]
             found.append(generate.gradients(recipe, x, engine="kernel"))
         (y, _, slopes), (y2, _, slopes2) = found
-        assert generate.error(y2, y) < EXACT
-        assert generate.worst(slopes2, slopes)[0] < EXACT
+        assert generate.relative_error(y2, y) < EXACT
+        assert generate.largest_error(slopes2, slopes)[0] < EXACT
 
 
 def test_the_shifted_basis_is_the_basis_of_the_difference() -> None:
@@ -255,8 +267,8 @@ def test_local_linear_trains_in_memory_linear_in_tokens() -> None:
 def test_decoding_extends_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES["gram, weighted"]
     x = generate.inputs(recipe, B=2, T=12, H=2, K=3, V=3)
-    whole, end = generate.run(recipe, x)
-    _, state = generate.run(recipe, x.cut(0, 9))
+    whole, end = generate.run_recall(recipe, x)
+    _, state = generate.run_recall(recipe, x.slice_tokens(0, 9))
     sizes: list[int] = []
     factor = kernel_regression._factor
 
@@ -267,21 +279,21 @@ def test_decoding_extends_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_regression, "_factor", noted)
     outputs = []
     for t in range(9, 12):
-        y, state = generate.run(recipe, x.cut(t, t + 1), state=state)
+        y, state = generate.run_recall(recipe, x.slice_tokens(t, t + 1), state=state)
         outputs.append(y)
     assert sizes == [1, 1, 1]
-    assert generate.error(torch.cat(outputs, 1), whole[:, 9:]) < EXACT
+    assert generate.relative_error(torch.cat(outputs, 1), whole[:, 9:]) < EXACT
     for name in end.cache:
-        assert generate.error(state.cache[name], end.cache[name]) < EXACT
+        assert generate.relative_error(state.cache[name], end.cache[name]) < EXACT
     # The cache is spared, not needed: without it, or in other rows, the answer is the same.
     bare = rc.State.from_dict(state.to_dict())
     assert not bare.cache
     asked = generate.inputs(recipe, B=2, T=2, H=2, K=3, V=3, seed=5)
-    y, _ = generate.run(recipe, asked, state=state)
-    assert generate.error(generate.run(recipe, asked, state=bare)[0], y) < EXACT
+    y, _ = generate.run_recall(recipe, asked, state=state)
+    assert generate.relative_error(generate.run_recall(recipe, asked, state=bare)[0], y) < EXACT
     swapped = state.select(torch.tensor([1, 0]))
-    y2, _ = generate.run(recipe, asked.tokens(lambda a: a.flip(0)), state=swapped)
-    assert generate.error(y2.flip(0), y) < EXACT
+    y2, _ = generate.run_recall(recipe, asked.map_token_tensors(lambda a: a.flip(0)), state=swapped)
+    assert generate.relative_error(y2.flip(0), y) < EXACT
 
 
 def test_a_gram_matrix_that_is_not_positive_is_named() -> None:
@@ -292,7 +304,7 @@ def test_a_gram_matrix_that_is_not_positive_is_named() -> None:
     )
     x = generate.inputs(recipe, B=1, T=200, H=1, K=4, V=4, dtype=torch.float32)
     with pytest.raises(ValueError, match="larger ridge"):
-        generate.run(recipe, x)
+        generate.run_recall(recipe, x)
 
 
 def test_the_cost_grows_with_the_past() -> None:
@@ -314,7 +326,7 @@ def test_a_nan_is_named_where_it_stands(name: str) -> None:
     x = generate.inputs(RECIPES[name], B=2, T=6, H=1, K=3, V=3)
     x.k[1, 4] = torch.nan
     with pytest.raises(ValueError, match="k has a NaN at row 1, token 4"):
-        generate.run(RECIPES[name], x)
+        generate.run_recall(RECIPES[name], x)
 
 
 def test_routed_blocks_of_a_fit_without_a_ridge() -> None:
@@ -326,7 +338,7 @@ def test_routed_blocks_of_a_fit_without_a_ridge() -> None:
         algorithm=rc.algorithm.Analytic(ridge=0.0),
     )
     x = generate.inputs(recipe, T=9, K=2, V=2)
-    y, _ = generate.run(recipe, x)
-    single, _ = generate.run(recipe, x.map(lambda t: t.float()))
+    y, _ = generate.run_recall(recipe, x)
+    single, _ = generate.run_recall(recipe, x.map_tensors(lambda t: t.float()))
     assert single.dtype == torch.float32
-    assert generate.error(single[:, 6:], y[:, 6:]) < 1e-3
+    assert generate.relative_error(single[:, 6:], y[:, 6:]) < 1e-3

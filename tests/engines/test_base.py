@@ -115,7 +115,7 @@ def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
     recipe = rc.zoo.get("titans_with_base").recipe
     x = generate.inputs(recipe, B=2, T=48, H=2, K=8, V=8, dtype=torch.float32)
     with torch.no_grad():
-        _, initial_state = generate.run(recipe, x, engine="deep")
+        _, initial_state = generate.run_recall(recipe, x, engine="deep")
         mask = torch.ones(2, T, dtype=torch.bool)
         mask[1, T // 2 :] = False
         some = {one: t[:, :T] for one, t in x.gates.items()}

@@ -166,9 +166,11 @@ def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
         y2, state2, slopes2 = generate.gradients(recipe, near, engine="reference")
         most = max(
             most,
-            generate.error(y2, y),
-            generate.worst(generate.parts(state2), generate.parts(state))[0],
-            generate.worst(slopes2, slopes)[0],
+            generate.relative_error(y2, y),
+            generate.largest_error(generate.flatten_state(state2), generate.flatten_state(state))[
+                0
+            ],
+            generate.largest_error(slopes2, slopes)[0],
         )
     return most
 
@@ -178,7 +180,7 @@ def check(recipe: rc.Recipe, index: int) -> None:
     x = generate.small_inputs(recipe, index, longest=15)
     expected, expected_state, slopes = generate.gradients(recipe, x, engine="reference")
     if not expected.abs().amax() < 1e6:
-        x = generate.smaller(recipe, x)
+        x = generate.scaled_down(recipe, x)
         expected, expected_state, slopes = generate.gradients(recipe, x, engine="reference")
     # A power below 2 and a division by the root of moments amplify rounding.
     moments = isinstance(recipe.algorithm, algorithm.Adam | algorithm.RMSProp)
@@ -186,22 +188,24 @@ def check(recipe: rc.Recipe, index: int) -> None:
     tolerance = ROUGH if rough else EXACT
     chunk = 1 + index % 9
     y, state, grads = generate.gradients(recipe, x, engine="deep", chunk_size=chunk)
-    wrong = max(generate.error(y, expected), generate.worst(grads, slopes)[0])
+    wrong = max(generate.relative_error(y, expected), generate.largest_error(grads, slopes)[0])
     if tolerance <= wrong < ROUGH:  # measured only where it decides: four runs of the reference
         tolerance = max(tolerance, AMPLIFIED * moved(recipe, x))
-    assert generate.error(y, expected) < tolerance
+    assert generate.relative_error(y, expected) < tolerance
     for what, a, b in (
-        ("state", generate.parts(state), generate.parts(expected_state)),
+        ("state", generate.flatten_state(state), generate.flatten_state(expected_state)),
         ("gradient", grads, slopes),
     ):
-        wrong, name = generate.worst(a, b)
+        wrong, name = generate.largest_error(a, b)
         assert wrong < tolerance, f"{what} {name}: {wrong:.1e}"
     cuts = generate.random_cuts(x.T, index)
     with torch.no_grad():
         for order in (["deep"], ["deep", "reference"], ["reference", "deep"]):
-            y, state = generate.split(recipe, x, cuts, order)
-            assert generate.error(y, expected) < tolerance, f"split at {cuts} by {order}"
-            wrong, name = generate.worst(generate.parts(state), generate.parts(expected_state))
+            y, state = generate.run_in_pieces(recipe, x, cuts, order)
+            assert generate.relative_error(y, expected) < tolerance, f"split at {cuts} by {order}"
+            wrong, name = generate.largest_error(
+                generate.flatten_state(state), generate.flatten_state(expected_state)
+            )
             assert wrong < tolerance, f"state {name} after {cuts} by {order}: {wrong:.1e}"
 
 
@@ -280,14 +284,14 @@ def test_chains_equal_programs(rule: Any, window: int) -> None:
     x = generate.inputs(recipe, B=2, T=11, H=2, G=2)
     y, state, slopes = generate.gradients(recipe, x, engine="deep")
     y2, state2, slopes2 = generate.gradients(other, x, engine="deep")
-    assert generate.error(y2, y) < 1e-12
+    assert generate.relative_error(y2, y) < 1e-12
     # A memory of one's own has no read, and so no constant of one in its open tokens.
-    found, expected = generate.parts(state2), generate.parts(state)
+    found, expected = generate.flatten_state(state2), generate.flatten_state(state)
     shared = found.keys() & expected.keys()
     assert expected.keys() - shared <= {"buffer.rates.bonus"}
     for name in shared:
-        assert generate.error(found[name], expected[name]) < 1e-12, name
-    assert generate.worst(slopes2, slopes)[0] < 1e-12
+        assert generate.relative_error(found[name], expected[name]) < 1e-12, name
+    assert generate.largest_error(slopes2, slopes)[0] < 1e-12
 
 
 @pytest.mark.parametrize("way", ["table", "tokens", "border"])
@@ -320,12 +324,12 @@ def test_gradcheck(chunk_size: int, base: bool) -> None:
         retention=retention.Decay(),
         algorithm=algorithm.Momentum(batch_size=2),
     )
-    x = generate.inputs(recipe, B=1, T=3, H=1, K=2, V=2).leaves()
+    x = generate.inputs(recipe, B=1, T=3, H=1, K=2, V=2).with_grad()
     names = list(x.tensors())
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        y, state = generate.run(
-            recipe, x.put(dict(zip(names, tensors, strict=True))), chunk_size=chunk_size
+        y, state = generate.run_recall(
+            recipe, x.replace_tensors(dict(zip(names, tensors, strict=True))), chunk_size=chunk_size
         )
         return y, *state.weights
 
@@ -375,7 +379,7 @@ def test_no_token_has_weights_of_its_own(recipe: rc.Recipe) -> None:
     """Weights are made per border (A and S), never per token, where A is linear."""
     assert execution_mode(recipe) == "table"
     x = generate.inputs(recipe, B=1, T=64, H=1, K=16, V=16)
-    generate.run(recipe, x, engine="deep")  # what is done once per process
+    generate.run_recall(recipe, x, engine="deep")  # what is done once per process
     with Largest() as seen:
         generate.gradients(recipe, x, engine="deep")
     smallest = min(out * inp for out, inp in recipe.shapes(16, 16))
@@ -441,7 +445,7 @@ def test_the_state_does_not_grow() -> None:
     )
     sizes = set()
     for T in (1, 4, 7, 50):
-        _, state = generate.run(recipe, generate.inputs(recipe, T=T), engine="deep")
+        _, state = generate.run_recall(recipe, generate.inputs(recipe, T=T), engine="deep")
         # What the next token may be spared is no part of what is remembered.
         sizes.add(dataclasses.replace(state, cache={}).nbytes)
     assert len(sizes) == 1
@@ -457,8 +461,8 @@ def test_a_simplex_stays_one_at_every_token() -> None:
         )
         assert DeepEngine().unsupported_reasons(recipe) == []
         x = generate.inputs(recipe, B=2, T=50, H=2, dtype=torch.float32)
-        ones = x.put({"q": torch.ones_like(x.q)})
-        y, _ = generate.run(recipe, ones, engine="deep")
+        ones = x.replace_tensors({"q": torch.ones_like(x.q)})
+        y, _ = generate.run_recall(recipe, ones, engine="deep")
         assert (y - 1).abs().amax() < 1e-6
 
 
@@ -470,9 +474,9 @@ def test_orthogonalised_steps_depend_on_the_rate() -> None:
             memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=4, lr_position=scale, lr=lr)
         )
         x = generate.inputs(recipe, T=9)
-        outputs[scale, lr] = generate.run(recipe, x, engine="deep")[0]
-    assert generate.error(outputs["outside", 0.1], outputs["outside", 0.05]) > 1e-3
-    assert generate.error(outputs["inside", 0.1], outputs["inside", 0.05]) < 1e-5
+        outputs[scale, lr] = generate.run_recall(recipe, x, engine="deep")[0]
+    assert generate.relative_error(outputs["outside", 0.1], outputs["outside", 0.05]) > 1e-3
+    assert generate.relative_error(outputs["inside", 0.1], outputs["inside", 0.05]) < 1e-5
 
 
 # -- costs ---------------------------------------------------------------------------------------
@@ -546,7 +550,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     x = generate.inputs(recipe, B=2, T=32, H=2, G=2, K=16, V=16, dtype=torch.float32)
     mapping = {torch.ops.aten.baddbmm_: add}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
-        generate.run(recipe, x, engine="deep")
+        generate.run_recall(recipe, x, engine="deep")
     expected = cost(recipe, B=2, T=32, H=2, G=2, K=16, V=16, engine="deep").total
     rel = 1e-3 if "base" in name else 0.02
     assert counter.get_total_flops() == pytest.approx(expected, rel=rel)

@@ -166,20 +166,30 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
             recipe, x, engine="reference", **options
         )
         y, state, grads = generate.gradients(recipe, x, engine="deep", **options)
-        assert generate.error(y, expected) < EXACT
-        assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < EXACT
-        assert generate.worst(grads, slopes)[0] < EXACT
+        assert generate.relative_error(y, expected) < EXACT
+        assert (
+            generate.largest_error(
+                generate.flatten_state(state), generate.flatten_state(expected_state)
+            )[0]
+            < EXACT
+        )
+        assert generate.largest_error(grads, slopes)[0] < EXACT
         with torch.no_grad():
-            y, state = generate.run(recipe, x, engine="deep", **options)
-        assert generate.error(y, expected) < EXACT
-        assert generate.worst(generate.parts(state), generate.parts(expected_state))[0] < EXACT
+            y, state = generate.run_recall(recipe, x, engine="deep", **options)
+        assert generate.relative_error(y, expected) < EXACT
+        assert (
+            generate.largest_error(
+                generate.flatten_state(state), generate.flatten_state(expected_state)
+            )[0]
+            < EXACT
+        )
 
 
 def test_a_second_pass_over_the_same_graph() -> None:
     """What the backward pass gathers is its own: asked for twice, the gradient is the same."""
     recipe = CHAINS["momentum"]
-    x = generate.inputs(recipe, B=1, T=8, H=2).leaves()
-    y, _ = generate.run(recipe, x, engine="deep")
+    x = generate.inputs(recipe, B=1, T=8, H=2).with_grad()
+    y, _ = generate.run_recall(recipe, x, engine="deep")
     leaves = [t for t in x.tensors().values() if t.requires_grad]
     weight = torch.randn_like(y)
 
@@ -197,11 +207,11 @@ def test_single_precision_agrees() -> None:
     recipe = CHAINS["momentum"]
     x = generate.inputs(recipe, B=2, T=33, H=2, K=8, V=8, dtype=torch.float64)
     expected, _, slopes = generate.gradients(recipe, x, engine="deep")
-    low = x.put({name: t.float() for name, t in x.tensors().items()})
+    low = x.replace_tensors({name: t.float() for name, t in x.tensors().items()})
     y, _, grads = generate.gradients(recipe, low, engine="deep")
     assert y.dtype == torch.float32
-    assert generate.error(y, expected) < 1e-5
-    assert generate.worst(grads, slopes)[0] < 1e-4
+    assert generate.relative_error(y, expected) < 1e-5
+    assert generate.largest_error(grads, slopes)[0] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def recipe_of(way: str) -> rc.Recipe:
 def slopes(recipe: rc.Recipe, x: Any, of: str, method: str) -> dict[str, Tensor]:
     """Gradients of outputs, memory or both, and of the squared length of those gradients."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.tensors().items()}
-    y, state = generate.run(recipe, x.put(leaves), engine=method, **sizes(method))
+    y, state = generate.run_recall(
+        recipe, x.replace_tensors(leaves), engine=method, **sizes(method)
+    )
     total = torch.zeros((), dtype=y.dtype)
     if of != "memory":
         total = total + (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
@@ -63,7 +65,9 @@ def sizes(method: str) -> dict[str, int]:
 def test_gradients_of_what_is_read(way: str, of: str, T: int) -> None:
     recipe = recipe_of(way)
     x = generate.inputs(recipe, B=1, T=T, H=1)
-    wrong, name = generate.worst(slopes(recipe, x, of, "deep"), slopes(recipe, x, of, "reference"))
+    wrong, name = generate.largest_error(
+        slopes(recipe, x, of, "deep"), slopes(recipe, x, of, "reference")
+    )
     assert wrong < 1e-8, f"{name}: {wrong:.1e}"
 
 
@@ -80,7 +84,7 @@ def test_the_last_step_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     original = muon.newton_schulz
     monkeypatch.setattr(muon, "newton_schulz", counted)
     leaves = {name: t.detach().requires_grad_() for name, t in x.tensors().items()}
-    y, state = generate.run(recipe, x.put(leaves), engine="deep", chunk_size=4)
+    y, state = generate.run_recall(recipe, x.replace_tensors(leaves), engine="deep", chunk_size=4)
     maps = len(state.weights)
     assert len(calls) == 3 * maps
     torch.autograd.grad(y.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)

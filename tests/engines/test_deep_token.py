@@ -82,7 +82,7 @@ def _call(bound: BoundRecipe, x: generate.Inputs, t: int, state: State, **more: 
 
 
 def _prompt(recipe: rc.Recipe, x: generate.Inputs, tokens: int) -> State:
-    _, state = generate.run(recipe, x.cut(0, tokens), engine="deep")
+    _, state = generate.run_recall(recipe, x.slice_tokens(0, tokens), engine="deep")
     return state
 
 
@@ -92,7 +92,7 @@ def _prompt(recipe: rc.Recipe, x: generate.Inputs, tokens: int) -> State:
 @torch.no_grad()
 def test_tokens_over_borders_are_the_references(recipe: rc.Recipe, start: int, G: int) -> None:
     x = generate.inputs(recipe, B=2, T=11, H=2, G=G, K=4, V=4)
-    expected, end = generate.run(recipe, x, engine="reference")
+    expected, end = generate.run_recall(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, start)
     outputs: list[Tensor] = []
     for t in range(start, 11):
@@ -100,8 +100,8 @@ def test_tokens_over_borders_are_the_references(recipe: rc.Recipe, start: int, G
         assert after is not None
         outputs.append(y)
         state = after
-    assert generate.error(torch.cat(outputs, dim=1), expected[:, start:]) < EXACT
-    wrong, name = generate.worst(generate.parts(state), generate.parts(end))
+    assert generate.relative_error(torch.cat(outputs, dim=1), expected[:, start:]) < EXACT
+    wrong, name = generate.largest_error(generate.flatten_state(state), generate.flatten_state(end))
     assert wrong < EXACT, name
     assert state.host_position == 11
 
@@ -110,10 +110,10 @@ def test_tokens_over_borders_are_the_references(recipe: rc.Recipe, start: int, G
 @torch.no_grad()
 def test_a_token_of_other_recipes_is_the_references(recipe: rc.Recipe) -> None:
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=4)
-    expected, _ = generate.run(recipe, x, engine="reference")
+    expected, _ = generate.run_recall(recipe, x, engine="reference")
     bound = bind(recipe, H=2, K=4, V=4, engine="deep")
     y, _ = memorise(_call(bound, x, 4, _prompt(recipe, x, 4)))
-    assert generate.error(y, expected[:, 4:]) < EXACT
+    assert generate.relative_error(y, expected[:, 4:]) < EXACT
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -146,12 +146,12 @@ def test_a_decay_of_everything_is_a_number_like_others() -> None:
     recipe = CHAINS["titans"]
     x = generate.inputs(recipe, B=2, T=7, H=2, K=4, V=4)
     x.gates["log_decay"][:, 5:, 0] = -torch.inf
-    expected, _ = generate.run(recipe, x, engine="reference")
+    expected, _ = generate.run_recall(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 7):
         y, after = memorise(_call(bound, x, t, state))
         assert after is not None
-        assert generate.error(y, expected[:, t : t + 1]) < EXACT
+        assert generate.relative_error(y, expected[:, t : t + 1]) < EXACT
         state = after
 
 
@@ -159,12 +159,12 @@ def test_a_decay_of_everything_is_a_number_like_others() -> None:
 def test_a_loss_of_ones_own() -> None:
     recipe = CHAINS["neither"].replace(bias=Quartic())
     x = generate.inputs(recipe, B=1, T=7, H=2, K=4, V=4)
-    expected, _ = generate.run(recipe, x, engine="reference")
+    expected, _ = generate.run_recall(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 7):
         y, after = memorise(_call(bound, x, t, state))
         assert after is not None
-        assert generate.error(y, expected[:, t : t + 1]) < EXACT
+        assert generate.relative_error(y, expected[:, t : t + 1]) < EXACT
         state = after
 
 

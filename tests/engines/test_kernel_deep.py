@@ -14,8 +14,8 @@ import recollect as rc
 from recollect.engines.kernel.delta_rule import KernelDeltaRule
 from recollect.engines.kernel.inner_batches import DeepKernelMemory
 from recollect.engines.select import select_engine
-from recollect.testing.compare import same
-from recollect.testing.engines import agree
+from recollect.testing.compare import assert_states_equal
+from recollect.testing.engines import check_agrees
 
 F, Read = rc.features, rc.memory.Read
 LIMIT = 1e-9
@@ -56,7 +56,7 @@ def test_equals_the_reference(name: str) -> None:
     """An odd number of tokens, so that the last inner batch stays open."""
     recipe = RECIPES[name]
     assert select_engine(recipe).engine.name == "kernel"
-    agree(recipe, generate.inputs(recipe, B=2, T=9, H=2, G=2, K=4, V=4), "kernel", LIMIT)
+    check_agrees(recipe, generate.inputs(recipe, B=2, T=9, H=2, G=2, K=4, V=4), "kernel", LIMIT)
 
 
 def test_an_error_of_zero_has_one_subgradient() -> None:
@@ -67,7 +67,7 @@ def test_an_error_of_zero_has_one_subgradient() -> None:
     *first, last = x.init
     x = dataclasses.replace(x, init=(*first, torch.zeros_like(last)), v=x.v.clone())
     x.v[:, :2] = 0.0
-    agree(recipe, x, "kernel", LIMIT)
+    check_agrees(recipe, x, "kernel", LIMIT)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -75,10 +75,14 @@ def test_any_split_and_other_engines(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
-        complete = generate.run(recipe, x, engine="reference")
+        complete = generate.run_recall(recipe, x, engine="reference")
         for cuts in ([1, 1, 4, 7], list(range(1, 9))):
-            same(generate.split(recipe, x, cuts, ["kernel"]), complete, LIMIT)
-        same(generate.split(recipe, x, [2, 3, 7], ["reference", "kernel"]), complete, LIMIT)
+            assert_states_equal(
+                generate.run_in_pieces(recipe, x, cuts, ["kernel"]), complete, LIMIT
+            )
+        assert_states_equal(
+            generate.run_in_pieces(recipe, x, [2, 3, 7], ["reference", "kernel"]), complete, LIMIT
+        )
 
 
 MASK = torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1, 1, 1]])
@@ -90,20 +94,24 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
-        y, state = generate.run(recipe, x, attention_mask=MASK, engine="kernel")
-        late, _ = generate.run(recipe, x, state=state, engine="kernel")
-        one, borders = x.rows(0), [0, 4, 4, 5, 9]
-        packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel")
+        y, state = generate.run_recall(recipe, x, attention_mask=MASK, engine="kernel")
+        late, _ = generate.run_recall(recipe, x, state=state, engine="kernel")
+        one, borders = x.select_row(0), [0, 4, 4, 5, 9]
+        packed, _ = generate.run_recall(
+            recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel"
+        )
         for row in range(2):
             real = MASK[row].bool()
-            alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-            z, final_state = generate.run(recipe, alone, engine="reference")
-            assert generate.error(y[row : row + 1, real], z) < LIMIT
-            z, _ = generate.run(recipe, x.rows(row), state=final_state, engine="reference")
-            assert generate.error(late[row : row + 1], z) < LIMIT
+            alone = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
+            z, final_state = generate.run_recall(recipe, alone, engine="reference")
+            assert generate.relative_error(y[row : row + 1, real], z) < LIMIT
+            z, _ = generate.run_recall(
+                recipe, x.select_row(row), state=final_state, engine="reference"
+            )
+            assert generate.relative_error(late[row : row + 1], z) < LIMIT
         for start, stop in itertools.pairwise(borders):
-            z, _ = generate.run(recipe, one.cut(start, stop), engine="reference")
-            assert generate.error(packed[:, start:stop], z) < LIMIT
+            z, _ = generate.run_recall(recipe, one.slice_tokens(start, stop), engine="reference")
+            assert generate.relative_error(packed[:, start:stop], z) < LIMIT
 
 
 @pytest.mark.parametrize("name", ["deep_transformer", "swdt", "dot"])
@@ -112,14 +120,14 @@ def test_gradients_cross_splits(name: str) -> None:
     x = generate.inputs(recipe, B=1, T=9, H=1, K=4, V=4)
     slopes = []
     for cuts in ([], [4, 5]):
-        leaves = x.leaves()
-        y, _ = generate.split(recipe, leaves, cuts, ["kernel"])
+        leaves = x.with_grad()
+        y, _ = generate.run_in_pieces(recipe, leaves, cuts, ["kernel"])
         named = leaves.tensors()
         found = torch.autograd.grad(
             y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
         )
         slopes.append(dict(zip(named, found, strict=True)))
-    assert generate.worst(slopes[1], slopes[0])[0] < LIMIT
+    assert generate.largest_error(slopes[1], slopes[0])[0] < LIMIT
 
 
 @pytest.mark.parametrize("name", ["deep_transformer", "swdt", "dot"])
@@ -129,9 +137,9 @@ def test_presets_in_single_precision_at_their_own_batch(name: str) -> None:
     x = generate.inputs(recipe, B=1, T=130, H=2, K=8, V=8)
     x = dataclasses.replace(x, gates={**x.gates, "lr": x.gates["lr"] / 64})
     with torch.no_grad():
-        y, _ = generate.run(recipe, x, engine="kernel")
-        single, _ = generate.run(recipe, x.map(lambda a: a.float()), engine="kernel")
-    assert generate.error(single, y) < 1e-5
+        y, _ = generate.run_recall(recipe, x, engine="kernel")
+        single, _ = generate.run_recall(recipe, x.map_tensors(lambda a: a.float()), engine="kernel")
+    assert generate.relative_error(single, y) < 1e-5
 
 
 def test_large_logits_do_not_overflow() -> None:

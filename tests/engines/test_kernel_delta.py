@@ -12,8 +12,8 @@ from torch.nn import functional
 import recollect as rc
 from recollect.engines.kernel.delta_rule import KernelDeltaRule
 from recollect.engines.select import select_engine
-from recollect.testing.compare import same
-from recollect.testing.engines import agree
+from recollect.testing.compare import assert_states_equal
+from recollect.testing.engines import check_agrees
 
 F, Read, Matrix = rc.features, rc.memory.Read, rc.memory.Matrix
 Probe, L2, Dot = rc.bias.Probe, rc.bias.L2, rc.bias.DotProduct
@@ -76,7 +76,7 @@ def test_equals_the_reference(name: str) -> None:
     recipe = RECIPES[name]
     assert select_engine(recipe).engine.name == "kernel"
     x = generate.inputs(recipe, B=1, T=13, H=2, G=2, K=4, V=3, zero=len(name) % 2 == 0)
-    agree(recipe, x, "kernel", chunk_size=4)
+    check_agrees(recipe, x, "kernel", chunk_size=4)
 
 
 SOME = dict(list(RECIPES.items())[::5])
@@ -87,12 +87,18 @@ def test_splits_blocks_and_other_engines(name: str) -> None:
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=11, H=2, K=4, V=3)
     with torch.no_grad():
-        complete = generate.run(recipe, x, engine="reference")
-        same(generate.split(recipe, x, [1, 1, 6, 9], ["kernel"]), complete)
-        same(generate.split(recipe, x, list(range(1, 11)), ["kernel"]), complete)
-        same(generate.split(recipe, x, [3, 4, 8], ["reference", "kernel"]), complete)
+        complete = generate.run_recall(recipe, x, engine="reference")
+        assert_states_equal(generate.run_in_pieces(recipe, x, [1, 1, 6, 9], ["kernel"]), complete)
+        assert_states_equal(
+            generate.run_in_pieces(recipe, x, list(range(1, 11)), ["kernel"]), complete
+        )
+        assert_states_equal(
+            generate.run_in_pieces(recipe, x, [3, 4, 8], ["reference", "kernel"]), complete
+        )
         for block in (1, 2, 5, 16):
-            same(generate.run(recipe, x, engine="kernel", chunk_size=block), complete)
+            assert_states_equal(
+                generate.run_recall(recipe, x, engine="kernel", chunk_size=block), complete
+            )
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -101,14 +107,14 @@ def test_gradients_cross_splits(name: str) -> None:
     x = generate.inputs(recipe, B=1, T=9, H=1, K=4, V=3)
     slopes = []
     for cuts in ([], [4, 5]):
-        leaves = x.leaves()
-        y, _ = generate.split(recipe, leaves, cuts, ["kernel"], chunk_size=3)
+        leaves = x.with_grad()
+        y, _ = generate.run_in_pieces(recipe, leaves, cuts, ["kernel"], chunk_size=3)
         named = leaves.tensors()
         found = torch.autograd.grad(
             y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
         )
         slopes.append(dict(zip(named, found, strict=True)))
-    assert generate.worst(slopes[1], slopes[0])[0] < LIMIT
+    assert generate.largest_error(slopes[1], slopes[0])[0] < LIMIT
 
 
 MASK = torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1, 1, 1]])
@@ -119,34 +125,36 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
     """Tokens under the mask hold NaN; states are compared by what they answer."""
     recipe = SOME[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=3)
-    hidden = x.tokens(
+    hidden = x.map_token_tensors(
         lambda a: torch.where(MASK.bool().view(2, 9, *(1,) * (a.dim() - 2)), a, torch.nan)
     )
     with torch.no_grad():
-        y, state = generate.run(recipe, hidden, attention_mask=MASK, engine="kernel")
+        y, state = generate.run_recall(recipe, hidden, attention_mask=MASK, engine="kernel")
         held = rc.read(recipe, x.q, state=state, params=x.params)
         for row in range(2):
             real = MASK[row].bool()
-            alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
-            z, final_state = generate.run(recipe, alone, engine="reference")
-            assert generate.error(y[row : row + 1, real], z) < LIMIT
+            alone = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
+            z, final_state = generate.run_recall(recipe, alone, engine="reference")
+            assert generate.relative_error(y[row : row + 1, real], z) < LIMIT
             assert not y[row, ~real].any()
             answer = rc.read(recipe, x.q[row : row + 1], state=final_state, params=x.params)
-            assert generate.error(held[row : row + 1], answer) < LIMIT
-        one, borders = x.rows(0), [0, 4, 4, 5, 9]
-        packed, _ = generate.run(recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel")
+            assert generate.relative_error(held[row : row + 1], answer) < LIMIT
+        one, borders = x.select_row(0), [0, 4, 4, 5, 9]
+        packed, _ = generate.run_recall(
+            recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel"
+        )
         for start, stop in itertools.pairwise(borders):
-            z, _ = generate.run(recipe, one.cut(start, stop), engine="reference")
-            assert generate.error(packed[:, start:stop], z) < LIMIT
+            z, _ = generate.run_recall(recipe, one.slice_tokens(start, stop), engine="reference")
+            assert generate.relative_error(packed[:, start:stop], z) < LIMIT
 
 
 def test_gradients_of_gradients() -> None:
     recipe = rc.zoo.get("delta_former").recipe
-    x = generate.inputs(recipe, B=1, T=4, H=1, K=3, V=2, zero=True).leaves()
+    x = generate.inputs(recipe, B=1, T=4, H=1, K=3, V=2, zero=True).with_grad()
     named = x.tensors()
 
     def f(*values: torch.Tensor) -> torch.Tensor:
-        given = x.put(dict(zip(named, values, strict=True)))
+        given = x.replace_tensors(dict(zip(named, values, strict=True)))
         return rc.recall(
             recipe, given.q, given.k, given.v, given.gates, engine="kernel", chunk_size=2
         )[0]
@@ -166,15 +174,15 @@ def test_lengths_in_single_precision(T: int) -> None:
     recipe = rc.zoo.get("delta_former").recipe
     x = generate.inputs(recipe, B=1, T=T, H=2, K=8, V=6)
     with torch.no_grad():
-        y, _ = generate.run(recipe, x, engine="reference")
-        z, _ = generate.run(recipe, x.map(lambda a: a.float()), engine="kernel")
-    assert generate.error(z, y) < 1e-5
+        y, _ = generate.run_recall(recipe, x, engine="reference")
+        z, _ = generate.run_recall(recipe, x.map_tensors(lambda a: a.float()), engine="kernel")
+    assert generate.relative_error(z, y) < 1e-5
 
 
 def test_large_logits_do_not_overflow() -> None:
     recipe = rc.zoo.get("delta_former").recipe
     x = generate.inputs(recipe, B=1, T=30, H=1, K=8, V=6, dtype=torch.float32)
-    x = x.tokens(lambda a: 100 * a if a.shape[-1] == 8 else a)
+    x = x.map_token_tensors(lambda a: 100 * a if a.shape[-1] == 8 else a)
     y, _, slopes = generate.gradients(recipe, x, engine="kernel")
     assert torch.isfinite(y).all()
     assert all(torch.isfinite(slope).all() for slope in slopes.values())
@@ -222,7 +230,7 @@ def test_without_erasure_it_is_softmax_attention() -> None:
         x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2),
         is_causal=True, enable_gqa=True,
     ).transpose(1, 2)  # fmt: skip
-    assert generate.error(y, expected) < LIMIT
+    assert generate.relative_error(y, expected) < LIMIT
 
 
 def test_with_linear_kernels_it_is_the_delta_net() -> None:
@@ -231,7 +239,7 @@ def test_with_linear_kernels_it_is_the_delta_net() -> None:
     gates = {"lr": x.gates["lr"], "erase": x.gates["lr"], "probe": x.k}
     y, _ = rc.recall(recipe, x.q, x.k, x.v, gates)
     expected, _ = rc.recall(rc.Recipe(), x.q, x.k, x.v, {"lr": x.gates["lr"]}, engine="linear")
-    assert generate.error(y, expected) < LIMIT
+    assert generate.relative_error(y, expected) < LIMIT
 
 
 def test_dot_with_a_linear_memory_and_one_association_is_delta_former() -> None:
@@ -245,7 +253,7 @@ def test_dot_with_a_linear_memory_and_one_association_is_delta_former() -> None:
     gates = {"lr": x.gates["lr"], "erase": x.gates["lr"], "probe": x.k}
     y, _ = rc.recall(recipe, x.q, x.k, x.v, gates, engine="kernel")
     expected, _ = rc.recall(linear, x.q, x.k, x.v, {"lr": x.gates["lr"]}, engine="reference")
-    assert generate.error(y, expected) < LIMIT
+    assert generate.relative_error(y, expected) < LIMIT
 
 
 @pytest.mark.parametrize("normalize", ["none", "sum"])
@@ -261,4 +269,4 @@ def test_deep_transformer_with_a_linear_memory_is_attention(normalize: str) -> N
         if normalize == "sum":
             weights = weights / weights.sum(-1, keepdim=True)
         expected = torch.einsum("bhts,bshv->bthv", weights, x.v)
-        assert generate.error(y, expected) < LIMIT
+        assert generate.relative_error(y, expected) < LIMIT

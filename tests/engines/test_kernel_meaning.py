@@ -86,10 +86,10 @@ def _given(recipe: rc.Recipe, T: int = 5) -> generate.Inputs:
 
 def _compare(recipe: rc.Recipe, x: generate.Inputs, method: str) -> None:
     """Outputs and the gradient of every input, against `written_out`."""
-    leaves = x.leaves()
-    y, _ = generate.run(recipe, leaves, engine=method)
+    leaves = x.with_grad()
+    y, _ = generate.run_recall(recipe, leaves, engine=method)
     expected = written_out(recipe, leaves)
-    assert generate.error(y, expected) < EXACT
+    assert generate.relative_error(y, expected) < EXACT
     named = leaves.tensors()
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
     slopes = (
@@ -98,7 +98,7 @@ def _compare(recipe: rc.Recipe, x: generate.Inputs, method: str) -> None:
     )
     for what, a, e in zip(named, *slopes, strict=True):
         assert a is not None and e is not None, what
-        assert generate.error(a, e) < 10 * EXACT, what
+        assert generate.relative_error(a, e) < 10 * EXACT, what
 
 
 @pytest.mark.parametrize("method", ["reference", "kernel"])
@@ -108,9 +108,9 @@ def test_the_step_of_w2_lacks_the_sum_and_explain_says_so(name: str, method: str
     recipe = RECIPES[name]
     x = _given(recipe)
     _compare(recipe, x, method)
-    leaves = x.leaves()
+    leaves = x.with_grad()
     plain, times_the_sum = (written_out(recipe, leaves, sums=sums) for sums in (False, True))
-    assert generate.error(plain, times_the_sum) > 0.02
+    assert generate.relative_error(plain, times_the_sum) > 0.02
     mass = "Σ_j m_j κ" if name == "swdt" else "Σ_j κ"
     i = "t" if name == "deep_transformer" else "i"
     text = str(rc.explain(name))
@@ -160,7 +160,7 @@ def _zeroed(x: generate.Inputs) -> dict[str, generate.Inputs]:
             z[:] = 0
         else:
             z[:, [0, 2]] = 0
-        found[name] = x.put({name: z})
+        found[name] = x.replace_tensors({name: z})
     return found
 
 
@@ -171,8 +171,8 @@ def test_rows_of_exact_zeros_lost_their_gradient(name: str) -> None:
     for what, x in _zeroed(generate.inputs(recipe, B=1, T=7, H=1, K=4, V=4)).items():
         y, _, slopes = generate.gradients(recipe, x, engine="reference")
         z, _, grads = generate.gradients(recipe, x, engine="kernel")
-        assert generate.error(z, y) < EXACT, what
-        wrong = generate.worst(grads, slopes)
+        assert generate.relative_error(z, y) < EXACT, what
+        wrong = generate.largest_error(grads, slopes)
         assert wrong[0] < 10 * EXACT, (what, wrong)
 
 
@@ -188,7 +188,7 @@ def test_zeros_of_swdt_against_autograd(number: str) -> None:
 def _forgetting(x: generate.Inputs, log_decay: float, tokens: slice) -> generate.Inputs:
     decay = x.gates["log_decay"].clone()
     decay[:, tokens] = log_decay
-    return x.put({"gate log_decay": decay})
+    return x.replace_tensors({"gate log_decay": decay})
 
 
 @pytest.mark.parametrize("log_decay", FORGOTTEN)
@@ -210,11 +210,11 @@ def test_engine_and_reference_forget_alike(name: str) -> None:
         x = _forgetting(given, log_decay, tokens)
         y, _, slopes = generate.gradients(recipe, x, engine="reference")
         z, _, grads = generate.gradients(recipe, x, engine="kernel")
-        assert generate.error(z, y) < EXACT
-        assert generate.worst(grads, slopes)[0] < 10 * EXACT
-        whole = generate.run(recipe, x)[0]
-        split = generate.split(recipe, x, [1, 3], ["kernel", "reference"])[0]
-        assert generate.error(split, whole) < EXACT
+        assert generate.relative_error(z, y) < EXACT
+        assert generate.largest_error(grads, slopes)[0] < 10 * EXACT
+        whole = generate.run_recall(recipe, x)[0]
+        split = generate.run_in_pieces(recipe, x, [1, 3], ["kernel", "reference"])[0]
+        assert generate.relative_error(split, whole) < EXACT
 
 
 @pytest.mark.parametrize("log_decay", [-1.0, *FORGOTTEN])
@@ -229,7 +229,7 @@ def test_a_mean_over_the_past_lost_it_when_the_decay_came_before(
         retention=rc.retention.Decay(when="before"),
     )
     x = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=3, zero=True)
-    x = _forgetting(x, log_decay, slice(3, 4)).leaves()
+    x = _forgetting(x, log_decay, slice(3, 4)).with_grad()
     k, logs = x.k[0, :, 0], x.gates["log_decay"][0, :, 0]
     rows: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -246,11 +246,11 @@ def test_a_mean_over_the_past_lost_it_when_the_decay_came_before(
         rows.append(x.gates["lr"][0, t, 0] * step)
         outputs.append(mean(x.q[0, t, 0], t + 1, t))
     expected = torch.stack(outputs)[None, :, None]
-    y, _ = generate.run(recipe, x, engine=method)
-    assert generate.error(y, expected) < 1e-12
+    y, _ = generate.run_recall(recipe, x, engine=method)
+    assert generate.relative_error(y, expected) < 1e-12
     inputs = [x.q, x.k, x.v, x.gates["lr"]]
     for a, e in zip(
         *(torch.autograd.grad(z.sum(), inputs, retain_graph=True) for z in (y, expected)),
         strict=True,
     ):
-        assert generate.error(a, e) < 1e-12
+        assert generate.relative_error(a, e) < 1e-12

@@ -60,8 +60,8 @@ def given(recipe: rc.Recipe, scale: float, log_decay: float, seed: int) -> gener
     decay = x.gates["log_decay"].clone()
     places = [slice(1, None), slice(3, 4), slice(2, None, 3)][seed % 3]
     decay[:, places] = log_decay
-    x = x.put({"q": scale * x.q, "k": scale * x.k, "gate log_decay": decay})
-    return x.map(lambda a: a.double())
+    x = x.replace_tensors({"q": scale * x.q, "k": scale * x.k, "gate log_decay": decay})
+    return x.map_tensors(lambda a: a.double())
 
 
 def digits(recipe: rc.Recipe, x: generate.Inputs) -> list:
@@ -175,7 +175,9 @@ def test_large_keys_whose_mass_decayed_gave_nan_or_were_not_read(
     for scale, log_decay, seed in asked:
         x, expected = case(name, scale, log_decay, seed)
         y = answer(
-            lambda x=x: generate.run(RECIPES[name], x.map(lambda a: a.to(dtype)), engine=method)
+            lambda x=x: generate.run_recall(
+                RECIPES[name], x.map_tensors(lambda a: a.to(dtype)), engine=method
+            )
         )
         if y is None:
             assert scale == 40.0
@@ -195,8 +197,8 @@ def test_gradients_by_decayed_keys_were_nan(
     """Along a random direction of every input, against a difference in 60 digits."""
     recipe = RECIPES[name]
     x, expected = case(name, 12.0, log_decay, 2)
-    leaves = x.map(lambda a: a.to(dtype)).leaves()
-    y, _ = generate.run(recipe, leaves, engine=method)
+    leaves = x.map_tensors(lambda a: a.to(dtype)).with_grad()
+    y, _ = generate.run_recall(recipe, leaves, engine=method)
     # Tokens count by their size, or the largest alone would be seen; what overflows does not.
     size = expected.abs().clamp_min(1e-2)
     held = (size < torch.finfo(dtype).max ** 0.4).all(-1, keepdim=True).expand_as(size)
@@ -221,8 +223,10 @@ def test_a_state_that_lost_what_is_read_was_silent(name: str, method: str) -> No
     refused = 0
     for scale, log_decay in itertools.product((1.0, 5.0, 12.0), (-1.0, -30.0, -110.0, -math.inf)):
         x, expected = case(name, scale, log_decay, 0)
-        single = x.map(lambda a: a.float())
-        y = answer(lambda x=single: generate.split(RECIPES[name], x, list(range(1, T)), [method]))
+        single = x.map_tensors(lambda a: a.float())
+        y = answer(
+            lambda x=single: generate.run_in_pieces(RECIPES[name], x, list(range(1, T)), [method])
+        )
         if y is None:
             assert scale == 12.0
             refused += 1
@@ -257,13 +261,17 @@ def test_deep_memories_of_large_keys_were_wrong_in_single_precision(name: str, m
     for scale, log_decay in itertools.product((8.0, 16.0), (-95.0, -math.inf)):
         decay = given.gates["log_decay"].clone()
         decay[:, 2:5:2] = log_decay
-        x = given.put({"q": scale * given.q, "k": scale * given.k, "gate log_decay": decay})
+        x = given.replace_tensors(
+            {"q": scale * given.q, "k": scale * given.k, "gate log_decay": decay}
+        )
         with torch.no_grad():
-            y, _ = generate.run(recipe, x.map(lambda a: a.double()), engine="reference")
-            z, _ = generate.run(recipe, x, engine=method)
+            y, _ = generate.run_recall(
+                recipe, x.map_tensors(lambda a: a.double()), engine="reference"
+            )
+            z, _ = generate.run_recall(recipe, x, engine=method)
         if not bool(y.isfinite().all()) or float(y.abs().max()) > 1e12:
             continue  # a window writes to rows of which nothing was left: W itself is as large
-        assert generate.error(z, y) < 1e-3, (scale, log_decay)
+        assert generate.relative_error(z, y) < 1e-3, (scale, log_decay)
 
 
 PROBED = rc.Recipe(
@@ -279,8 +287,8 @@ def test_strong_decays_inside_a_block_cost_three_digits() -> None:
     x = generate.inputs(PROBED, B=1, T=130, H=2, K=4, V=4, dtype=torch.float32)
     decay = x.gates["log_decay"].clone()
     decay[:, ::2] = -200.0
-    x = x.put({"gate log_decay": decay})
-    y, _, slopes = generate.gradients(PROBED, x.map(lambda a: a.double()), engine="kernel")
+    x = x.replace_tensors({"gate log_decay": decay})
+    y, _, slopes = generate.gradients(PROBED, x.map_tensors(lambda a: a.double()), engine="kernel")
     z, _, grads = generate.gradients(PROBED, x, engine="kernel")
-    assert generate.error(z, y) < 1e-6
-    assert generate.worst(grads, slopes)[0] < 3e-6
+    assert generate.relative_error(z, y) < 1e-6
+    assert generate.largest_error(grads, slopes)[0] < 3e-6

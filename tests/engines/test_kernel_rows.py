@@ -92,7 +92,7 @@ def test_the_delta_rule_is_the_papers_loop(
 ) -> None:
     recipe = delta_former(first, second, heads=heads, norms=norms)
     x = generate.inputs(recipe, B=1, T=6, H=2, G=2, K=4, V=3, zero=True)
-    y, _ = generate.run(recipe, x, engine="reference")
+    y, _ = generate.run_recall(recipe, x, engine="reference")
     torch.testing.assert_close(y, loop(x, first, second, norms, heads, "token"), atol=EXACT, rtol=0)
 
 
@@ -100,7 +100,7 @@ def test_a_probe_at_the_key_needs_no_gate() -> None:
     recipe = delta_former("exp", "exp", at="key", norms=("sum", "sum"))
     x = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=3, zero=True)
     assert set(x.gates) == {"lr", "erase"}
-    y, _ = generate.run(recipe, x, engine="reference")
+    y, _ = generate.run_recall(recipe, x, engine="reference")
     torch.testing.assert_close(
         y, loop(x, "exp", "exp", ("sum", "sum"), 1, "key"), atol=EXACT, rtol=0
     )
@@ -145,7 +145,7 @@ def test_rows_are_explicit_features(name: str) -> None:
     recipe = EXPLICIT[name]
     explicit = recipe.replace(features=F.Taylor(order=ORDER, temperature=1.0))
     x = generate.inputs(recipe, B=2, T=7, H=2, G=1, K=2, V=2)
-    leaves = x.leaves()
+    leaves = x.with_grad()
     assert leaves.init is not None
     widths = recipe.row_widths(2)
     keys, rows, rest = (
@@ -156,12 +156,12 @@ def test_rows_are_explicit_features(name: str) -> None:
     )  # [1, m, H, F]
     first = [torch.einsum("hmo,mhf->hof", u, phi[0]) for u in rows]
     init = (*first, *rest)
-    y, _ = generate.run(recipe, leaves, engine="reference")
+    y, _ = generate.run_recall(recipe, leaves, engine="reference")
     twin, _ = rc.recall(
         explicit, leaves.q, leaves.k, leaves.v, leaves.gates,
         params=leaves.params, initial_memory=init, engine="reference",
     )  # fmt: skip
-    assert generate.error(y, twin) < SERIES
+    assert generate.relative_error(y, twin) < SERIES
     named = leaves.tensors()
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
     found, expected = (
@@ -171,7 +171,7 @@ def test_rows_are_explicit_features(name: str) -> None:
         for z in (y, twin)
     )
     for what, a, b in zip(named, found, expected, strict=True):
-        assert generate.error(a, b) < SERIES, what
+        assert generate.relative_error(a, b) < SERIES, what
 
 
 NORMALISED = rc.Recipe(
@@ -189,15 +189,15 @@ def test_a_normalised_read_is_a_memory_of_ones(decay: Decay | None) -> None:
     recipe = recipe.replace(features=F.Exponential(temperature=1.0))
     x = generate.inputs(recipe, T=7, K=2, V=3, zero=True)
     twin = recipe.replace(features=F.Taylor(order=ORDER, temperature=1.0))
-    y, _ = generate.run(recipe, x, engine="reference")
+    y, _ = generate.run_recall(recipe, x, engine="reference")
     z, _ = rc.recall(twin, x.q, x.k, x.v, x.gates, engine="reference")
-    assert generate.error(y, z) < SERIES
+    assert generate.relative_error(y, z) < SERIES
 
 
 def test_nothing_written_reads_zero() -> None:
     recipe = delta_former("exp", "exp", norms=("sum", "sum"))
     x = generate.inputs(recipe, B=1, T=3, H=1, zero=True)
-    _, state = generate.run(recipe, x.cut(0, 0), engine="reference")
+    _, state = generate.run_recall(recipe, x.slice_tokens(0, 0), engine="reference")
     assert not rc.read(recipe, x.q, state=state).any()
 
 
@@ -205,7 +205,7 @@ def test_a_bundle_of_pairs_is_read_like_associations() -> None:
     """init = keys and rows: the memory that a dot product would have written from them."""
     recipe = NORMALISED.replace(memory=Matrix())
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=3, zero=True)
-    _, state = generate.run(recipe, x)
+    _, state = generate.run_recall(recipe, x)
     pairs = (x.k[0].transpose(0, 1), x.v[0].transpose(0, 1))
     y = rc.read(recipe, x.q, initial_memory=pairs)
     torch.testing.assert_close(y, rc.read(recipe, x.q, state=state), atol=EXACT, rtol=0)

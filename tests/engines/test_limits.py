@@ -39,12 +39,14 @@ def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
 def put(x: generate.Inputs, name: str, number: float, tokens: object = SOME) -> generate.Inputs:
     changed = x.tensors()[name].clone()
     changed[:, tokens] = number
-    return x.put({name: changed})
+    return x.replace_tensors({name: changed})
 
 
 def held(state: rc.State) -> dict[str, Tensor]:
     """What is remembered, with a number in place of −inf, of which no difference can be taken."""
-    return {n: x.masked_fill(x == -math.inf, -7.0) for n, x in generate.parts(state).items()}
+    return {
+        n: x.masked_fill(x == -math.inf, -7.0) for n, x in generate.flatten_state(state).items()
+    }
 
 
 def all_of(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> dict[str, Tensor]:
@@ -63,15 +65,17 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
     assert not [name for name, a in expected.items() if not a.isfinite().all()]
     for method in fast(recipe):
         results = all_of(recipe, x, engine=method, chunk_size=4)
-        wrong = {name: generate.error(results[name], a) for name, a in expected.items()}
+        wrong = {name: generate.relative_error(results[name], a) for name, a in expected.items()}
         if max(wrong.values()) < EXACT:
             continue
         rounded = dict.fromkeys(expected, EXACT / 10)
         for _ in range(4):
             noise = {n: 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
-            moved = x.put({n: x.tensors()[n] + a for n, a in noise.items()})
+            moved = x.replace_tensors({n: x.tensors()[n] + a for n, a in noise.items()})
             near = all_of(recipe, moved, engine="reference")
-            rounded = {n: max(e, generate.error(near[n], expected[n])) for n, e in rounded.items()}
+            rounded = {
+                n: max(e, generate.relative_error(near[n], expected[n])) for n, e in rounded.items()
+            }
         for name in expected:
             assert wrong[name] < 10 * rounded[name], name
     return {n.removeprefix("gradient of "): a for n, a in expected.items() if "gradient" in n}
@@ -90,8 +94,8 @@ def test_a_log_rate_of_minus_infinity_was_refused_by_the_reference(name: str) ->
         expected, _ = rc.recall(
             plain, x.q, x.k, x.v, gates, params=x.params, initial_memory=x.init, engine="reference"
         )
-        y, _ = generate.run(recipe, x, engine="reference")
-        assert generate.error(y, expected) < EXACT
+        y, _ = generate.run_recall(recipe, x, engine="reference")
+        assert generate.relative_error(y, expected) < EXACT
         assert (slopes["gate log_lr"][:, tokens] == 0).all()
 
 
@@ -101,7 +105,7 @@ def test_other_rates_that_are_not_finite_are_refused(method: str, bad: float) ->
     recipe = LOG_RATES["matrix"]
     x = put(inputs(recipe), "gate log_lr", bad)
     with pytest.raises(ValueError, match=r"gate 'log_lr' has an? (NaN|infinity) at row 0, token 0"):
-        generate.run(recipe, x, engine=method)
+        generate.run_recall(recipe, x, engine=method)
 
 
 @pytest.mark.parametrize("name", ["mamba", "rg_lru"])
@@ -112,7 +116,7 @@ def test_a_factored_decay_of_minus_infinity_had_nan_gradients(name: str) -> None
         slopes = agree(recipe, put(inputs(recipe), "gate log_decay", -math.inf, tokens))
         nearly = put(inputs(recipe), "gate log_decay", -1e6, tokens)
         _, _, expected = generate.gradients(recipe, nearly, engine="reference")
-        assert generate.worst(slopes, expected)[0] < EXACT
+        assert generate.largest_error(slopes, expected)[0] < EXACT
 
 
 def logs(recipe: rc.Recipe) -> Iterator[str]:
@@ -132,7 +136,7 @@ def test_a_log_of_minus_infinity(name: str) -> None:
         if x.tensors()[gate].dim() > 3:  # one channel alone
             changed = x.tensors()[gate].clone()
             changed[:, SOME, ..., 0] = -math.inf
-            agree(recipe, x.put({gate: changed}))
+            agree(recipe, x.replace_tensors({gate: changed}))
 
 
 def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
@@ -152,11 +156,11 @@ def test_exact_zeros_in_every_number(name: str) -> None:
     for number in may_be_zero(recipe):
         agree(recipe, put(x, number, 0.0))
     for i, a in enumerate(x.init or ()):
-        agree(recipe, x.put({f"init {i}": torch.zeros_like(a)}))
+        agree(recipe, x.replace_tensors({f"init {i}": torch.zeros_like(a)}))
     everything = {name: a.clone() for name, a in x.tensors().items()}
     for number in may_be_zero(recipe):
         everything[number][:, SOME] = 0.0
-    agree(recipe, x.put(everything))
+    agree(recipe, x.replace_tensors(everything))
 
 
 @pytest.mark.parametrize("name", generate.presets())
@@ -168,8 +172,8 @@ def test_no_rows_or_no_tokens_raised_a_raw_error(name: str) -> None:
         for method in ("auto", *fast(recipe), "reference"):
             y, state, _ = generate.gradients(recipe, x, engine=method)
             assert y.shape == (B, T, *x.q.shape[2:3], x.v.shape[-1])
-            y_continued, _ = generate.run(recipe, x, engine=method, state=state.detach())
+            y_continued, _ = generate.run_recall(recipe, x, engine=method, state=state.detach())
             assert y_continued.shape == y.shape
             if not any(part.horizon is not None for part in recipe.context.restrictions):
-                y_complete, _ = generate.run(recipe, x, engine=method, causal=False)
+                y_complete, _ = generate.run_recall(recipe, x, engine=method, causal=False)
                 assert y_complete.shape == y.shape

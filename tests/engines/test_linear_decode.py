@@ -20,8 +20,8 @@ from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import softmax
 from recollect.functional.binding import bind
 from recollect.functional.recall import memorise
-from recollect.testing.compare import gradients, same, worst
-from recollect.testing.engines import fitting
+from recollect.testing.compare import assert_states_equal, gradients, largest_error
+from recollect.testing.engines import inputs_for
 
 RETENTIONS = (
     Keep(),
@@ -52,11 +52,11 @@ def test_one_token_and_all_its_gradients(
 
 def check_one_token(recipe: rc.Recipe) -> None:
     assert decodes_in_one_step(recipe)
-    x = fitting(recipe, B=2, T=1, H=2, G=3)
+    x = inputs_for(recipe, B=2, T=1, H=2, G=3)
     y, state, slopes = gradients(recipe, x, engine="linear")
     expected, expected_state, expected_grads = gradients(recipe, x, engine="reference")
-    same((y, state), (expected, expected_state), 1e-12, "of one token")
-    assert worst(slopes, expected_grads)[0] < 1e-12
+    assert_states_equal((y, state), (expected, expected_state), 1e-12, "of one token")
+    assert largest_error(slopes, expected_grads)[0] < 1e-12
 
 
 @pytest.mark.parametrize("alpha", ["input", "input_scaled", "learned"])
@@ -101,7 +101,7 @@ def test_presets_that_decode_so_and_those_that_do_not() -> None:
 @torch.no_grad()
 def test_padded_rows_are_left_alone() -> None:
     recipe = rc.Recipe(retention=Decay())
-    x = fitting(recipe, B=2, T=1, H=2)
+    x = inputs_for(recipe, B=2, T=1, H=2)
     mask = torch.tensor([[1], [0]])
     y, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, initial_memory=x.init, attention_mask=mask)
     assert state is not None and x.init is not None
@@ -128,7 +128,7 @@ SOFTMAX = rc.zoo.get("softmax_attention").recipe
 
 def _decoded(recipe: rc.Recipe, *, G: int) -> None:
     """A layer's token after a prompt, straight from its numbers: the reference's."""
-    x = fitting(recipe, B=2, T=5, H=2, G=G, V=4 if recipe.nonparametric else 3)
+    x = inputs_for(recipe, B=2, T=5, H=2, G=G, V=4 if recipe.nonparametric else 3)
     q, k, v = (one.detach() for one in (x.q, x.k, x.v))
     gates = {name: one.detach() for name, one in x.gates.items()}
     params = {name: one.detach() for name, one in x.params.items()}
@@ -150,7 +150,7 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
         trusted=True,
     )
     y, after = memorise(call)
-    same((y, after), (expected, final_state), 1e-12, "of a layer's token")
+    assert_states_equal((y, after), (expected, final_state), 1e-12, "of a layer's token")
 
 
 @pytest.mark.parametrize("G", [1, 3])
@@ -186,7 +186,7 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
         rc.Recipe(memory=rc.memory.Matrix(read=rc.memory.Read(normalize="sum")), bias=DotProduct()),
     ):
         assert bind(recipe, H=2, K=4, V=4).decode_token is None, recipe
-    x = fitting(SOFTMAX, B=2, T=4, H=2, V=4)
+    x = inputs_for(SOFTMAX, B=2, T=4, H=2, V=4)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     _, state = rc.recall(SOFTMAX, q[:, :3], k[:, :3], v[:, :3], attention_mask=mask)

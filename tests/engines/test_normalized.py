@@ -22,15 +22,18 @@ from recollect.engines.deep.engine import DeepEngine
 from recollect.engines.deep.line_search import squared
 from recollect.testing.engines import (
     MASKS,
-    agree,
+    PACKED,
+    check_agrees,
     check_chunks_and_splits,
+    check_handover,
+    check_single_gradients,
+    inputs_for,
+    scale_if_divergent,
+)
+from recollect.testing.sequences import (
     check_gradients_across_splits,
     check_masks,
     check_packing,
-    check_single_gradients,
-    check_turns,
-    fitting,
-    tame,
 )
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention
@@ -172,9 +175,9 @@ def equals_by_hand(
         slopes = torch.autograd.grad((y * normal(T, D, seed=9)).sum(), [*leaves, *inputs.values()])
         both.append((y, slopes))
     (y, slopes), (expected, wanted) = both
-    assert generate.error(y, expected) < EXACT
+    assert generate.relative_error(y, expected) < EXACT
     for found, slope in zip(slopes, wanted, strict=True):
-        assert generate.error(found, slope) < EXACT
+        assert generate.relative_error(found, slope) < EXACT
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
@@ -358,16 +361,16 @@ def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
         algorithm=rule,
     )
     assert rc.select_engine(recipe).engine.name == "deep"
-    x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
-    agree(recipe, x, "deep", 1e-9, chunk_size=4)
-    short = fitting(recipe, B=2, T=9, H=2)
+    x = scale_if_divergent(recipe, inputs_for(recipe, B=1, T=13, H=2))
+    check_agrees(recipe, x, "deep", 1e-9, chunk_size=4)
+    short = inputs_for(recipe, B=2, T=9, H=2)
     check_chunks_and_splits(recipe, short, "deep")
-    check_turns(recipe, x, "deep")
-    check_packing(recipe, fitting(recipe, B=1, T=12, H=2), "deep")
-    for where in MASKS:
-        check_masks(recipe, short, "deep", where)
+    check_handover(recipe, x, "deep")
+    check_packing(recipe, inputs_for(recipe, B=1, T=12, H=2), PACKED, "deep")
+    for mask in MASKS.values():
+        check_masks(recipe, short, "deep", mask, chunk_size=4)
     other = recipe.replace(memory=Twice(), retention=retention.Decay())
-    agree(other, fitting(other, B=1, T=7, H=1), "deep", 1e-9)
+    check_agrees(other, inputs_for(other, B=1, T=7, H=1), "deep", 1e-9)
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
@@ -378,9 +381,9 @@ def test_a_searched_step_never_turns_around(method: str) -> None:
     v = torch.tensor([[5.0, 0, 0], [5.0, 0, 0], [4.0, 0, 0]]).double()[None, :, None]
     y, _ = rc.recall(recipe, k, k, v, {}, engine=method)
     # The first is stored. What is left of it in S, 4.9, outweighs the third's pull of 1.
-    assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, 5.0]).double()) < 1e-4
+    assert generate.relative_error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, 5.0]).double()) < 1e-4
     y, _ = rc.recall(recipe, k, k, v * torch.tensor([1, 1, -1])[:, None, None], {}, engine=method)
-    assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, -4.0]).double()) < 1e-4
+    assert generate.relative_error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, -4.0]).double()) < 1e-4
 
 
 @rc.member
@@ -409,8 +412,8 @@ class Signs(algorithm.Algorithm):
 def test_a_direction_is_the_step_at_rate_one_unless_it_is_said(every: str) -> None:
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=Signs(update_every=every))
     assert rc.select_engine(recipe).engine.name == "deep"
-    x = fitting(recipe, B=1, T=7, H=2)
-    agree(recipe, x, "deep", 1e-9)
+    x = inputs_for(recipe, B=1, T=7, H=2)
+    check_agrees(recipe, x, "deep", 1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp
@@ -460,7 +463,7 @@ def test_gains(name: str) -> None:
         gain = kept.step_gain(A, G, gates)
         fast = kept.rank_one_step_gain(A, h, delta, gates)
         if fast is not None:
-            assert generate.error(fast, gain) < 1e-13
+            assert generate.relative_error(fast, gain) < 1e-13
         assert bool((gain > 0).all())
         exact = torch.stack([curvature(lambda a: kept.link(a, gates), A, g) for g in G])
         ratios += (exact / gain).tolist()
@@ -500,7 +503,11 @@ def test_a_rate_of_one_corrects_the_error(method: str) -> None:
         k = size * x.k
         y, _ = rc.recall(recipe, k, k, 7 * x.v, {}, engine=method)
         # ε = 1e-6 beside |k|² ≥ 1e-4 of the smallest.
-        assert generate.error(y, 7 * x.v) < 2e-2 if size < 1 else generate.error(y, 7 * x.v) < 2e-6
+        assert (
+            generate.relative_error(y, 7 * x.v) < 2e-2
+            if size < 1
+            else generate.relative_error(y, 7 * x.v) < 2e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -511,8 +518,8 @@ def test_least_mean_squares_is_the_keyed_rule(made: Any) -> None:
     recipe = rc.Recipe(algorithm=made)
     x = generate.inputs(recipe, B=1, T=12, H=2, K=4, V=3)
     other = recipe.replace(algorithm=algorithm.NLMS(lr="input"))
-    found, expected = (generate.run(r, x)[0] for r in (recipe, other))
-    assert generate.error(found, expected) < 1e-5
+    found, expected = (generate.run_recall(r, x)[0] for r in (recipe, other))
+    assert generate.relative_error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
@@ -570,7 +577,7 @@ def test_second_derivatives_where_nothing_is_away_from_the_center(method: str) -
         memory=memory.MLP(expansion=1, norm="layer"),
         algorithm=GD(batch_size=3, normalized_steps=True),
     )
-    x = generate.inputs(recipe, B=1, T=7, H=1, K=3, V=3).leaves()
+    x = generate.inputs(recipe, B=1, T=7, H=1, K=3, V=3).with_grad()
     v = torch.cat([x.k[:, :2], x.v[:, 2:4], torch.zeros_like(x.v[:, :1]), x.v[:, 5:]], 1).detach()
     params = {n: torch.zeros_like(p) if "bias" in n else p for n, p in x.params.items()}
     params = {n: p.detach().requires_grad_() for n, p in params.items()}
@@ -635,19 +642,19 @@ def test_what_a_memory_of_ones_own_can_reach() -> None:
         retention=retention.Decay(),
         algorithm=Momentum(batch_size=3, normalized_steps=True),
     )
-    x = tame(recipe, fitting(recipe, B=1, T=10, H=2))
-    agree(recipe, x, "deep")
+    x = scale_if_divergent(recipe, inputs_for(recipe, B=1, T=10, H=2))
+    check_agrees(recipe, x, "deep")
     check_chunks_and_splits(recipe, x, "deep")
-    y, _ = generate.run(recipe, x)
-    other, _ = generate.run(recipe.replace(memory=memory.MLP(depth=1)), x)
-    assert generate.error(y, other) > 1e-3
+    y, _ = generate.run_recall(recipe, x)
+    other, _ = generate.run_recall(recipe.replace(memory=memory.MLP(depth=1)), x)
+    assert generate.relative_error(y, other) > 1e-3
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
 def test_nothing_to_correct(method: str) -> None:
     """Where the prediction is the value ρ is 0, and gradients are finite."""
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=Momentum(batch_size=2, normalized_steps=True))
-    x = generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3).leaves()
+    x = generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3).with_grad()
     # A residual that is all of the prediction, and values that are the keys.
     init = (x.init[0], torch.zeros_like(x.init[1])) if x.init is not None else None
     y, _ = rc.recall(recipe, x.q, x.k, x.k.detach(), x.gates, initial_memory=init, engine=method)
@@ -730,16 +737,16 @@ def test_the_engine_is_the_reference(name: str) -> None:
     recipe = STRUCTURES[name]
     assert DeepEngine().unsupported_reasons(recipe) == []
     assert rc.select_engine(recipe).engine.name == "deep"
-    x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
-    agree(recipe, x, "deep", chunk_size=4)
-    agree(recipe, fitting(recipe, B=2, T=8, H=1, G=3), "deep")
-    short = fitting(recipe, B=2, T=9, H=2)
+    x = scale_if_divergent(recipe, inputs_for(recipe, B=1, T=13, H=2))
+    check_agrees(recipe, x, "deep", chunk_size=4)
+    check_agrees(recipe, inputs_for(recipe, B=2, T=8, H=1, G=3), "deep")
+    short = inputs_for(recipe, B=2, T=9, H=2)
     check_chunks_and_splits(recipe, short, "deep")
-    check_gradients_across_splits(recipe, short, "deep")
-    check_turns(recipe, x, "deep")
-    check_packing(recipe, fitting(recipe, B=1, T=12, H=2), "deep")
-    for where in MASKS:
-        check_masks(recipe, short, "deep", where)
+    check_gradients_across_splits(recipe, short, "deep", [4, 5])
+    check_handover(recipe, x, "deep")
+    check_packing(recipe, inputs_for(recipe, B=1, T=12, H=2), PACKED, "deep")
+    for mask in MASKS.values():
+        check_masks(recipe, short, "deep", mask, chunk_size=4)
     check_single_gradients(recipe, x, engine="deep")
 
 
@@ -772,11 +779,11 @@ def test_kernels(name: str) -> None:
     """Over infinitely many features |φ(k)|² is κ(k, k)."""
     recipe = KERNELS[name]
     assert rc.select_engine(recipe).engine.name == "kernel"
-    x = tame(recipe, fitting(recipe, B=1, T=9, H=2))
-    agree(recipe, x, "kernel")
+    x = scale_if_divergent(recipe, inputs_for(recipe, B=1, T=9, H=2))
+    check_agrees(recipe, x, "kernel")
     check_chunks_and_splits(recipe, x, "kernel")
-    check_gradients_across_splits(recipe, x, "kernel")
-    check_turns(recipe, x, "kernel")
+    check_gradients_across_splits(recipe, x, "kernel", [4, 5])
+    check_handover(recipe, x, "kernel")
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -787,27 +794,30 @@ def test_a_linear_kernel_is_a_matrix(batch: int) -> None:
     x = generate.inputs(recipe, B=2, T=8, H=2, K=4, V=3, zero=True)
     other = recipe.replace(features=rc.features.LinearKernel())
     found, expected = (rc.recall(r, x.q, x.k, x.v, x.gates)[0] for r in (other, recipe))
-    assert generate.error(found, expected) < EXACT
+    assert generate.relative_error(found, expected) < EXACT
 
 
 @pytest.mark.parametrize("name", ["momentum", "huber", "affine", "norm", "gated, channels, window"])
 def test_gradients_of_gradients(name: str) -> None:
     """create_graph: second derivatives equal the reference's."""
     recipe = STRUCTURES[name]
-    x = fitting(recipe, B=1, T=7, H=1)
+    x = inputs_for(recipe, B=1, T=7, H=1)
     second: list[dict[str, Tensor]] = []
     for method in ("reference", "deep"):
-        leaves = x.leaves()
-        y, state = generate.run(recipe, leaves, engine=method)
+        leaves = x.with_grad()
+        y, state = generate.run_recall(recipe, leaves, engine=method)
         named = leaves.tensors()
         first = torch.autograd.grad(
-            generate.loss(y, state), list(named.values()), create_graph=True, allow_unused=True
+            generate.random_projection(y, state),
+            list(named.values()),
+            create_graph=True,
+            allow_unused=True,
         )
         total = sum(g.square().sum() for g in first if g is not None)
         assert isinstance(total, Tensor)
         found = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
         second.append(dict(zip(named, found, strict=True)))
-    wrong, what = generate.worst(second[1], second[0])
+    wrong, what = generate.largest_error(second[1], second[0])
     assert wrong < 1e-9, what
 
 
@@ -820,29 +830,34 @@ def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -
         retention=retention.Decay(),
         algorithm=Momentum(batch_size=3, normalized_steps=True),
     )
-    x = fitting(recipe, B=1, T=6, H=1).map(lambda t: t.to(dtype))
+    x = inputs_for(recipe, B=1, T=6, H=1).map_tensors(lambda t: t.to(dtype))
     empty = [name for name in x.tensors() if name.startswith("init") or name.endswith("norm_bias")]
     named = x.tensors()
     keys = 40 * named["k"]
-    given = x.put({"k": keys, "v": keys, **{name: torch.zeros_like(named[name]) for name in empty}})
+    given = x.replace_tensors(
+        {"k": keys, "v": keys, **{name: torch.zeros_like(named[name]) for name in empty}}
+    )
     expected, found = (
         generate.gradients(recipe, given, engine=method)[2] for method in ("reference", "deep")
     )
     assert all(bool(one.isfinite().all()) for one in found.values())
-    wrong, what = generate.worst(found, expected)
+    wrong, what = generate.largest_error(found, expected)
     assert wrong < (1e-4 if dtype == torch.float32 else 1e-9), what
 
 
 def test_the_cache_of_decoding_holds_what_is_written() -> None:
     """Token by token with the cache, as in one call; half precision and float32 stay finite."""
     recipe = STRUCTURES["window"]
-    x = fitting(recipe, B=2, T=11, H=2)
+    x = inputs_for(recipe, B=2, T=11, H=2)
     with torch.no_grad():
-        complete, end = generate.run(recipe, x, engine="deep")
-        pieces, state = generate.split(recipe, x, list(range(1, 11)), ["deep"])
+        complete, end = generate.run_recall(recipe, x, engine="deep")
+        pieces, state = generate.run_in_pieces(recipe, x, list(range(1, 11)), ["deep"])
     assert "factors" in state.cache
-    assert generate.error(pieces, complete) < EXACT
-    assert generate.worst(generate.parts(state), generate.parts(end))[0] < EXACT
+    assert generate.relative_error(pieces, complete) < EXACT
+    assert (
+        generate.largest_error(generate.flatten_state(state), generate.flatten_state(end))[0]
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("size", [1.0, 10.0, 100.0])

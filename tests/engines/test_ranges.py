@@ -47,7 +47,7 @@ def extreme(name: str, T: int) -> tuple[rc.Recipe, generate.Inputs]:
         elif param == "decay_scale":
             value.fill_(1.0)
     # The same numbers in both precisions.
-    return recipe, x.map(lambda a: a.float().double())
+    return recipe, x.map_tensors(lambda a: a.float().double())
 
 
 @LENGTHS
@@ -55,12 +55,12 @@ def extreme(name: str, T: int) -> tuple[rc.Recipe, generate.Inputs]:
 def test_float32_keeps_its_digits(name: str, T: int) -> None:
     recipe, x = extreme(name, T)
     with torch.no_grad():
-        want, end = generate.run(recipe, x)
-        got, last = generate.run(recipe, x.map(Tensor.float))
+        want, end = generate.run_recall(recipe, x)
+        got, last = generate.run_recall(recipe, x.map_tensors(Tensor.float))
     assert torch.isfinite(got).all()
-    assert generate.error(got, want) < LIMIT * min(1.0, float(want.norm()))
-    for name_, exact in generate.parts(end).items():
-        found = generate.parts(last)[name_].double()
+    assert generate.relative_error(got, want) < LIMIT * min(1.0, float(want.norm()))
+    for name_, exact in generate.flatten_state(end).items():
+        found = generate.flatten_state(last)[name_].double()
         assert float((found - exact).norm()) <= LIMIT * max(float(exact.norm()), 1e-30), name_
 
 
@@ -68,7 +68,7 @@ def test_float32_keeps_its_digits(name: str, T: int) -> None:
 @pytest.mark.parametrize("name", CHANNELS)
 def test_gradients_in_float32_are_finite(name: str, T: int) -> None:
     recipe, x = extreme(name, min(T, 2048))
-    _, _, slopes = generate.gradients(recipe, x.map(Tensor.float))
+    _, _, slopes = generate.gradients(recipe, x.map_tensors(Tensor.float))
     for what, slope in slopes.items():
         assert torch.isfinite(slope).all(), what
 
@@ -108,12 +108,12 @@ def test_mlstm_numerator_and_denominator(T: int, reach: float) -> None:
         return reach * (2 * torch.rand(1, T, 2, generator=g, dtype=torch.float64) - 1)
 
     gates = {"log_lr": gate(), "log_decay": torch.nn.functional.logsigmoid(gate())}
-    x = dataclasses.replace(x, gates=gates, init=None).map(lambda a: a.float().double())
-    single = x.map(Tensor.float)
+    x = dataclasses.replace(x, gates=gates, init=None).map_tensors(lambda a: a.float().double())
+    single = x.map_tensors(Tensor.float)
     with torch.no_grad():
         want, got = numerator_and_denominator(x), numerator_and_denominator(single)
-        whole, _ = generate.run(recipe, x)
-        found, _ = generate.run(recipe, single)
+        whole, _ = generate.run_recall(recipe, x)
+        found, _ = generate.run_recall(recipe, single)
     for what, exact, close in zip(("numerator", "denominator"), want, got, strict=True):
         assert torch.isfinite(close).all(), what
         off = float((close - exact).norm() / exact.norm())

@@ -88,7 +88,7 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
     start, stop = CUTS[ranks][rank], CUTS[ranks][rank + 1]
     recipe = rc.zoo.get(name).recipe
     x, where = _given(recipe, mode)
-    whole, own = x.leaves(), x.leaves()
+    whole, own = x.with_grad(), x.with_grad()
     y, state = rc.recall(
         recipe, whole.q, whole.k, whole.v, whole.gates,
         params=whole.params, initial_memory=whole.init, engine=method, **where,
@@ -99,7 +99,7 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
     ((y * weights).sum() + _state_loss(state)).backward()
     if "attention_mask" in where:
         where = {"attention_mask": where["attention_mask"][:, start:stop]}
-    piece = own.cut(start, stop)
+    piece = own.slice_tokens(start, stop)
     said, after = rc.parallel.recall(
         recipe, piece.q, piece.k, piece.v, piece.gates,
         params=own.params, initial_memory=own.init, strategy=way, **where,
@@ -164,7 +164,7 @@ def _continue(rank: int) -> None:
     for name in ("gated_delta_net", "softmax_attention", "titans", "sliding_window_attention"):
         recipe = rc.zoo.get(name).recipe
         x = _given(recipe, "rows")[0]
-        first, rest = x.cut(0, 4), x.cut(4, T)
+        first, rest = x.slice_tokens(0, 4), x.slice_tokens(4, T)
         named: dict[str, Any] = {"params": x.params}
         y, expected_state = rc.recall(
             recipe, x.q, x.k, x.v, x.gates, initial_memory=x.init, **named
@@ -172,7 +172,7 @@ def _continue(rank: int) -> None:
         _, previous_state = rc.recall(
             recipe, first.q, first.k, first.v, first.gates, initial_memory=x.init, **named
         )
-        own = rest.cut(2 * rank, 2 if rank == 0 else T)
+        own = rest.slice_tokens(2 * rank, 2 if rank == 0 else T)
         said, after = rc.parallel.recall(
             recipe, own.q, own.k, own.v, own.gates, state=previous_state, **named
         )

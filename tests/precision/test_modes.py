@@ -111,9 +111,9 @@ def test_drawn_recipes(count: int) -> None:
     num_with_products = 0
     for index, recipe in generate.valid(count, seed=11):
         x = generate.small_inputs(recipe, index, longest=5)
-        x = x.map(lambda t: t.float() if t.is_floating_point() else t).leaves()
+        x = x.map_tensors(lambda t: t.float() if t.is_floating_point() else t).with_grad()
         with Watch() as watch:
-            y, _ = generate.run(recipe, x, precision="float32")
+            y, _ = generate.run_recall(recipe, x, precision="float32")
             y.square().sum().backward()
         assert watch.forward <= {"ieee"}, recipe
         assert watch.written_out <= {"ieee"}, recipe

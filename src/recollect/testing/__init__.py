@@ -1,8 +1,8 @@
-"""Contract suites for members, presets and engines of anybody's package.
+"""Contract suites for members, presets, engines and families of any package.
 
-The library's own are held to the same functions. They need torch only (`check_family` also needs
-transformers), take seconds, and raise
-AssertionError with one sentence that names the member, preset or engine and what is false.
+The library runs these checks on its own members. They need torch only (`check_family` also needs
+transformers), take seconds, and raise AssertionError with one sentence that names the member,
+preset or engine and the false claim.
 
 Examples:
     >>> rc.testing.check_member(rc.bias.L2, count=1).member

@@ -1,7 +1,7 @@
-"""Random members and recipes, drawn from what members declare of their fields.
+"""Random members and recipes, drawn from the declarations of fields.
 
-A member is drawn by its declared fields (options, flags, numbers, quantities, slots) alone. Draws
-depend only on their seed and on the pool of members that they are taken from.
+A member is drawn by its declared fields (options, flags, numbers, quantities, slots) only. Draws
+depend only on their seed and on the pool of members.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from recollect.fields import Range, field_spec, quantity_of
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES, Recipe
 
-__all__ = ["FACTORY", "Pool", "hosts", "parts_of", "variants"]
+__all__ = ["FACTORY", "Pool", "parts_of", "slots_accepting", "variants"]
 
 FACTORY = "recollect.testing.two_layers"
-"""The name drawn where a member asks for a module."""
+"""Name of the module in draws of members that need one."""
 
 
 @module_factory(FACTORY)
 def two_layers(inputs: int, outputs: int) -> nn.Module:
-    """What is drawn where a member asks for a module."""
+    """Return the module in draws of members that need one."""
     return nn.Sequential(nn.Linear(inputs, 3), nn.Tanh(), nn.Linear(3, outputs, bias=False))
 
 
-def _number(rng: random.Random, span: Range, reach: float) -> float:
-    """A number not far (in units of ``reach``) from an end; now and then an end that belongs."""
-    low, high = span.low, span.high
-    ends = [end for end, is_open in ((low, span.low_open), (high, span.high_open))
+def _number(rng: random.Random, interval: Range, scale: float) -> float:
+    """Return a number at a distance of about ``scale`` from an end, or sometimes a closed end."""
+    low, high = interval.low, interval.high
+    ends = [end for end, is_open in ((low, interval.low_open), (high, interval.high_open))
             if end is not None and not is_open]  # fmt: skip
     if ends and rng.random() < 0.15:
         return float(rng.choice(ends))
     if low is not None and high is not None:
         return low + (0.05 + 0.9 * rng.random()) * (high - low)
     if low is not None:
-        return low + reach * (0.2 + rng.random() ** 2)
+        return low + scale * (0.2 + rng.random() ** 2)
     if high is not None:
-        return high - reach * (0.2 + rng.random() ** 2)
+        return high - scale * (0.2 + rng.random() ** 2)
     return rng.gauss(0.0, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Members that recipes are drawn from: the library's own, and those of ``also``.
+    """Members of which recipes are drawn: those of the library, and ``extra_members``.
 
-    Other registered members stay out, so that a draw does not depend on what else was imported.
+    Other registered members are left out, so that draws do not depend on imported modules.
     """
 
-    also: tuple[type[Member], ...] = ()
+    extra_members: tuple[type[Member], ...] = ()
 
-    def holds(self, cls: type[Member]) -> bool:
-        """Whether a member is drawn."""
-        return cls.__module__.startswith("recollect.") or cls in self.also
+    def contains(self, cls: type[Member]) -> bool:
+        """Whether a member may be drawn."""
+        return cls.__module__.startswith("recollect.") or cls in self.extra_members
 
     def members(self, choice: str) -> list[type[Member]]:
-        """Members that fit a choice (or ``"read"``, ``"probe"``), by name."""
-        fitting = [c for c in all_members() if self.holds(c) and choice in c.choices()]
-        return sorted(fitting, key=lambda c: c.__name__)
+        """Return the members of a choice (or ``"read"``, ``"probe"``), by name."""
+        members = [c for c in all_members() if self.contains(c) and choice in c.choices()]
+        return sorted(members, key=lambda c: c.__name__)
 
     def _value(self, rng: random.Random, field: dataclasses.Field[Any], depth: int) -> Any:
-        """A value that the field declares it would take."""
+        """Return a value that the field accepts by its declaration."""
         rule = field_spec(field)
         if rule is None or rule.kind == "other":
             spec = quantity_of(field)
@@ -97,7 +97,7 @@ class Pool:
                 for _ in range(rng.choice((0, 1, 2)))
             )
         for _ in range(4):
-            # A slot takes members of its kind that its owner may still refuse: try a few.
+            # The owner may refuse members of the kind of its slot.
             try:
                 return self.member(rng, rng.choice(choices), depth + 1)
             except RecipeError:
@@ -105,15 +105,15 @@ class Pool:
         return field.default
 
     def member(self, rng: random.Random, cls: type[Member], depth: int = 0) -> Member:
-        """A member with random fields.
+        """Return a member with random fields.
 
         Args:
-            rng: where the numbers come from.
-            cls: the member's class.
-            depth: of members around it; deep ones keep their defaults.
+            rng: source of randomness.
+            cls: class of the member.
+            depth: number of members around it; deep members keep their defaults.
 
         Raises:
-            RecipeError: fields that contradict each other.
+            RecipeError: the fields contradict each other.
         """
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -123,22 +123,29 @@ class Pool:
         return cls(**values)
 
     def recipe(self, index: int, seed: int = 0) -> Recipe:
-        """The recipe of that index.
+        """Return the recipe with an index.
 
         Raises:
             RecipeError: its choices contradict each other.
         """
         rng = random.Random(1_000_003 * seed + index)
-        chosen: dict[str, Any] = {}
-        for name in CHOICES:
-            if rng.random() < 0.6:
-                chosen[name] = self.member(rng, rng.choice(self.members(name)))
+        choices = self._random_choices(rng, 0.6)
         if rng.random() < 0.5:
-            chosen = self._advised(rng, chosen)
-        return Recipe(**chosen)
+            choices = self._repair_by_hints(rng, choices)
+        return Recipe(**choices)
+
+    def _random_choices(
+        self, rng: random.Random, share: float, fixed: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a share of the choices with random members, besides fixed ones."""
+        choices = dict(fixed or {})
+        for name in CHOICES:
+            if name not in choices and rng.random() < share:
+                choices[name] = self.member(rng, rng.choice(self.members(name)))
+        return choices
 
     def valid(self, count: int, seed: int = 0) -> Iterator[tuple[int, Recipe]]:
-        """The first ``count`` indices whose recipes are valid, with the recipes."""
+        """Iterate over the first ``count`` valid recipes, with their indices."""
         index = 0
         while count:
             try:
@@ -150,65 +157,62 @@ class Pool:
                 yield index, recipe
             index += 1
 
-    def holding(self, cls: type[Member], tries: int) -> Iterator[Recipe]:
-        """Different valid recipes that hold a member of ``cls``, itself or in another's slot.
+    def recipes_with(self, cls: type[Member], tries: int) -> Iterator[Recipe]:
+        """Iterate over different valid recipes with a member, also in a slot of another member.
 
         Args:
-            cls: the member's class.
-            tries: how many draws to make.
+            cls: class of the member.
+            tries: number of draws.
         """
         rng = random.Random(f"recipes with {cls.__name__}")
-        seen: set[Recipe] = set()
-        places: list[tuple[type[Member], str] | None] = [
-            *hosts(cls),
+        recipes: set[Recipe] = set()
+        slots: list[tuple[type[Member], str] | None] = [
+            *slots_accepting(cls),
             *[None] * (2 if cls.choices() & set(CHOICES) else 0),
         ]
         for _ in range(tries):
             try:
-                recipe = self._around(rng, cls, rng.choice(places))
+                recipe = self._recipe_with(rng, cls, rng.choice(slots))
             except RecipeError:
                 continue
-            if recipe not in seen and any(type(part) is cls for part in parts_of(recipe)):
-                seen.add(recipe)
+            if recipe not in recipes and any(type(part) is cls for part in parts_of(recipe)):
+                recipes.add(recipe)
                 yield recipe
 
-    def _around(
-        self, rng: random.Random, cls: type[Member], host: tuple[type[Member], str] | None
+    def _recipe_with(
+        self, rng: random.Random, cls: type[Member], slot: tuple[type[Member], str] | None
     ) -> Recipe:
-        current = self.member(rng, cls)
-        if host is not None:
-            owner, slot = host
-            (field,) = (f for f in dataclasses.fields(owner) if f.name == slot)  # type: ignore[arg-type]
+        member = self.member(rng, cls)
+        if slot is not None:
+            owner, name = slot
+            (field,) = (f for f in dataclasses.fields(owner) if f.name == name)  # type: ignore[arg-type]
             rule = field_spec(field)
-            members = (current,) if rule is not None and rule.is_tuple else current
-            current = dataclasses.replace(self.member(rng, owner), **{slot: members})  # type: ignore[type-var]
-        (place,) = current.choices() & set(CHOICES)
-        chosen: dict[str, Any] = {place: current}
-        for name in CHOICES:
-            if name != place and rng.random() < 0.35:
-                chosen[name] = self.member(rng, rng.choice(self.members(name)))
-        return Recipe(**self._advised(rng, chosen, keep=place))
+            value = (member,) if rule is not None and rule.is_tuple else member
+            member = dataclasses.replace(self.member(rng, owner), **{name: value})  # type: ignore[type-var]
+        (choice,) = member.choices() & set(CHOICES)
+        choices = self._random_choices(rng, 0.35, {choice: member})
+        return Recipe(**self._repair_by_hints(rng, choices, fixed=choice))
 
-    def _advised(
-        self, rng: random.Random, chosen: dict[str, Any], *, keep: str = ""
+    def _repair_by_hints(
+        self, rng: random.Random, choices: dict[str, Any], *, fixed: str = ""
     ) -> dict[str, Any]:
-        """Follow what refusals say would fit, a few times: some choices only stand together."""
+        """Replace members as error messages suggest, since some members need each other."""
         for _ in range(5):
             try:
-                Recipe(**chosen)
+                Recipe(**choices)
             except RecipeError as error:
-                advice = re.findall(rf"({'|'.join(CHOICES)})\.([A-Z]\w*)\(", str(error))
-                for choice, name in advice:
+                hints = re.findall(rf"({'|'.join(CHOICES)})\.([A-Z]\w*)\(", str(error))
+                for choice, name in hints:
                     cls = next((c for c in self.members(choice) if c.__name__ == name), None)
-                    if cls is not None and choice != keep and rng.random() < 0.7:
-                        chosen = {**chosen, choice: self.member(rng, cls)}
+                    if cls is not None and choice != fixed and rng.random() < 0.7:
+                        choices = {**choices, choice: self.member(rng, cls)}
             else:
                 break
-        return chosen
+        return choices
 
 
-def hosts(cls: type[Member]) -> list[tuple[type[Member], str]]:
-    """The library's members of a choice with a slot that may hold ``cls``, and the slot's field."""
+def slots_accepting(cls: type[Member]) -> list[tuple[type[Member], str]]:
+    """Return the members of the library with a slot for a member, and the names of the slots."""
     library = Pool()
     return [
         (owner, field.name)
@@ -222,39 +226,39 @@ def hosts(cls: type[Member]) -> list[tuple[type[Member], str]]:
 
 
 def variants(cls: type[Member], count: int, pool: Pool | None = None) -> list[Member]:
-    """Up to ``count`` different valid members of a class, always the same ones.
+    """Return up to ``count`` different valid members of a class, equal in each call.
 
     Args:
-        cls: the member's class.
-        count: how many.
-        pool: what its slots are filled from; the library's members when omitted.
+        cls: class of the members.
+        count: maximum number of members.
+        pool: members for its slots; those of the library by default.
 
     Raises:
         AssertionError: no draw is valid.
     """
     rng, pool = random.Random(cls.__name__), pool or Pool()
-    made: list[Member] = []
-    why = ""
+    members: list[Member] = []
+    reason = ""
     for _ in range(50 * count):
-        if len(made) == count:
+        if len(members) == count:
             break
         try:
-            one = pool.member(rng, cls)
+            member = pool.member(rng, cls)
         except RecipeError as error:
-            why = str(error)
+            reason = str(error)
             continue
-        if one not in made:
-            made.append(one)
-    if not made:
+        if member not in members:
+            members.append(member)
+    if not members:
         raise AssertionError(
             f"{cls.choice}.{cls.__name__} refuses every draw of values that its fields declare, "
-            f"the last with: {why}"
+            f"the last with: {reason}"
         )
-    return made
+    return members
 
 
 def parts_of(recipe: Recipe) -> Iterator[Member]:
-    """The members of a recipe, and their members."""
+    """Iterate over the members of a recipe, and over their parts."""
     pending: list[Member] = list(recipe.members())
     while pending:
         part = pending.pop()

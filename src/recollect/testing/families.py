@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recollect.testing.compare import label, require
+from recollect.testing.compare import describe_check, describe_failure, require
 
 if TYPE_CHECKING:
     from recollect.lm import AdoptionReport, Family
@@ -81,7 +81,7 @@ def check_family(
             can then continue.
 
     Raises:
-        AssertionError: what is false, in one sentence that names the family.
+        AssertionError: a check fails; one sentence that names the family.
 
     Examples:
         >>> from transformers import MambaConfig, MambaForCausalLM
@@ -111,17 +111,12 @@ def check_family(
     for check, bound in _CHECKS.items():
         if check in skipped:
             continue
-        try:
-            with torch.set_grad_enabled(check is same_gradients):
-                error = check(models)
-        except Exception as problem:
-            text = f"{type(problem).__name__}: {problem}"
-            raise AssertionError(f"family {family.name}: {label(check)}: {text}") from problem
-        errors[label(check)] = pair = error if isinstance(error, tuple) else (error, None)
-        require(
-            pair[0] <= bound,
-            f"family {family.name}: {label(check)}: error {pair[0]:.1e}, at most {bound:.0e}",
-        )
+        name = describe_check(check)
+        subject = f"family {family.name}: {name}"
+        with describe_failure(subject), torch.set_grad_enabled(check is same_gradients):
+            error = check(models)
+        errors[name] = pair = error if isinstance(error, tuple) else (error, None)
+        require(pair[0] <= bound, f"{subject}: error {pair[0]:.1e}, at most {bound:.0e}")
     _check_undo(original, adopted, adoption)
     return FamilyReport(adoption=adoption, errors=errors)
 

@@ -1,4 +1,4 @@
-"""Arguments of `recall` for any recipe: random, small, inside the ranges that members declare."""
+"""Random small arguments of `recall` for any recipe, inside the ranges that members declare."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = [
     "Inputs",
     "draw_gate",
     "draw_param",
-    "ill_posed",
     "inputs",
+    "is_ill_posed",
+    "scaled_down",
     "sizes",
     "small_inputs",
-    "smaller",
 ]
 
 
@@ -33,9 +33,10 @@ class Inputs:
     """Arguments of one call of `recall`.
 
     Attributes:
-        q: queries ``[B, T, H·G, K]``. k, v: keys and values ``[B, T, H, (n,) K]``, ``[..., V]``.
-        gates, params: by name, as `recall` takes them.
-        init: the initial memory; ``None`` where the recipe keeps associations instead.
+        q: queries ``[B, T, H·G, K]``.
+        k, v: keys ``[B, T, H, (n,) K]`` and values ``[B, T, H, (n,) V]``.
+        gates, params: tensors by name, as `recall` takes them.
+        init: initial memory; ``None`` if the recipe stores associations.
     """
 
     q: Tensor
@@ -47,11 +48,11 @@ class Inputs:
 
     @property
     def T(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.q.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by a name that says what it is."""
+        """Return all tensors by name, such as ``"gate lr"``."""
         return {
             "q": self.q,
             "k": self.k,
@@ -61,7 +62,7 @@ class Inputs:
             **{f"init {i}": x for i, x in enumerate(self.init or ())},
         }
 
-    def map(self, f: Any) -> Inputs:
+    def map_tensors(self, f: Any) -> Inputs:
         """Apply ``f`` to every tensor."""
         return Inputs(
             q=f(self.q),
@@ -72,39 +73,36 @@ class Inputs:
             init=None if self.init is None else tuple(f(x) for x in self.init),
         )
 
-    def put(self, changed: dict[str, Tensor]) -> Inputs:
-        """Other numbers under the names of `tensors`."""
-        named = iter({**self.tensors(), **changed}.values())
-        return self.map(lambda _: next(named))
+    def replace_tensors(self, tensors: dict[str, Tensor]) -> Inputs:
+        """Replace tensors by their names in `tensors`."""
+        values = iter({**self.tensors(), **tensors}.values())
+        return self.map_tensors(lambda _: next(values))
 
-    def tokens(self, f: Any) -> Inputs:
-        """Apply ``f`` to the tensors that have tokens."""
+    def map_token_tensors(self, f: Any) -> Inputs:
+        """Apply ``f`` to the tensors with an axis of tokens."""
         gates = {name: f(x) for name, x in self.gates.items()}
         return dataclasses.replace(self, q=f(self.q), k=f(self.k), v=f(self.v), gates=gates)
 
-    def cut(self, start: int, stop: int) -> Inputs:
-        """Tokens ``start`` to ``stop``."""
-        return self.tokens(lambda x: x[:, start:stop])
+    def slice_tokens(self, start: int, stop: int) -> Inputs:
+        """Return the tokens from ``start`` to ``stop``."""
+        return self.map_token_tensors(lambda x: x[:, start:stop])
 
-    def rows(self, row: int) -> Inputs:
-        """One row of the batch."""
-        return self.tokens(lambda x: x[row : row + 1])
+    def select_row(self, row: int) -> Inputs:
+        """Return one element of the batch."""
+        return self.map_token_tensors(lambda x: x[row : row + 1])
 
-    def leaves(self) -> Inputs:
-        """The same numbers as leaves that ask for gradients."""
-        return self.map(lambda x: x.detach().clone().requires_grad_())
+    def with_grad(self) -> Inputs:
+        """Return copies of all tensors that require gradients."""
+        return self.map_tensors(lambda x: x.detach().clone().requires_grad_())
 
 
-def ill_posed(recipe: Recipe) -> bool:
-    """Whether slopes are fitted to any number of associations without a ridge.
-
-    Then a draw may have fewer of them than coefficients, or barely as many: directions of rounding.
-    """
+def is_ill_posed(recipe: Recipe) -> bool:
+    """Whether slopes are fitted without a ridge, possibly to too few associations."""
     return bool(recipe.memory.degree) and recipe.algorithm.ridge == 0
 
 
 def sizes(recipe: Recipe, rng: random.Random) -> tuple[int, int]:
-    """Small K and V that the recipe's memory accepts; AssertionError where there are none."""
+    """Return small K and V that the recipe's memory accepts."""
     K, V = rng.randint(3, 5), rng.randint(3, 5)
     options = [(K, V), (K, K)]
     if recipe.features.finite:
@@ -119,7 +117,7 @@ def sizes(recipe: Recipe, rng: random.Random) -> tuple[int, int]:
 
 
 def draw_gate(gate: Gate, shape: Sequence[int], g: torch.Generator) -> Tensor:
-    """Random values of a gate, inside its range."""
+    """Return random values of a gate, inside its range."""
     u = torch.rand(*shape, generator=g, dtype=torch.float64)
     low, high = gate.range.low, gate.range.high
     if low is not None and high is not None:
@@ -132,7 +130,7 @@ def draw_gate(gate: Gate, shape: Sequence[int], g: torch.Generator) -> Tensor:
 
 
 def draw_param(param: Param, shape: Sequence[int], g: torch.Generator) -> Tensor:
-    """Random values of a param, inside its range."""
+    """Return random values of a param, inside its range."""
     u = torch.rand(*shape, generator=g, dtype=torch.float64)
     low, high = param.range.low, param.range.high
     if low is not None and high is not None:
@@ -156,15 +154,15 @@ def inputs(
     zero: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Inputs:
-    """Random arguments for a recipe: unit keys, gates and params inside their ranges.
+    """Return random arguments for a recipe: unit keys, gates and params inside their ranges.
 
     Args:
-        recipe: whose arguments.
-        B: batch rows. T: tokens. H: memories. G: query heads per memory.
-        K, V: sizes of keys and values, which the recipe must take.
-        seed: of every random number.
-        zero: start from a memory of zeros instead of a random one.
-        dtype: of every tensor.
+        recipe: the recipe.
+        B, T, H, G: batch size, and numbers of tokens, memories, and query heads per memory.
+        K, V: sizes of keys and values, which the recipe must accept.
+        seed: seed of all random numbers.
+        zero: whether the initial memory is zero instead of random.
+        dtype: dtype of all tensors.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -179,10 +177,10 @@ def inputs(
     axes = recipe.axes(K, V)
     gates: dict[str, Tensor] = {}
     for gate in recipe.gates():
-        several = (n,) if recipe.per_association(gate) else ()
-        shape = (B, T, H, *several, *(axes[axis] for axis in gate.axes))
+        associations = (n,) if recipe.per_association(gate) else ()
+        shape = (B, T, H, *associations, *(axes[axis] for axis in gate.axes))
         value = draw_gate(gate, shape, g)
-        # A gate over K is a key: of unit length, as keys are, or its erasures diverge.
+        # A gate over K is a key. Erasures diverge unless it has unit length.
         gates[gate.name] = unit(value, dim=-1) if gate.axes == ("K",) else value
     params = {
         param.name: draw_param(param, (H, *(axes[axis] for axis in param.axes)), g)
@@ -193,16 +191,17 @@ def inputs(
         size = 0.0 if zero else 0.4
         pairs = 0 if zero and not recipe.needs_init() else 3
         init = tuple(size * normal(H, *shape) for shape in recipe.init_shapes(K, V, pairs=pairs))
-    made = Inputs(q=q, k=k, v=v, gates=gates, params=params, init=init)
-    return made.map(lambda x: x.to(dtype))
+    arguments = Inputs(q=q, k=k, v=v, gates=gates, params=params, init=init)
+    return arguments.map_tensors(lambda x: x.to(dtype))
 
 
 def small_inputs(recipe: Recipe, index: int, *, longest: int = 9) -> Inputs:
-    """Inputs of random small sizes.
+    """Return random arguments of random small sizes.
 
     Args:
-        recipe: whose arguments.
-        index: of the draw. longest: the most tokens.
+        recipe: the recipe.
+        index: index of the draw.
+        longest: maximum number of tokens.
     """
     rng = random.Random(7 * index + 1)
     K, V = sizes(recipe, rng)
@@ -219,13 +218,9 @@ def small_inputs(recipe: Recipe, index: int, *, longest: int = 9) -> Inputs:
     )
 
 
-def smaller(recipe: Recipe, x: Inputs, size: float = 0.05) -> Inputs:
-    """The same inputs with smaller values, memories and positive gates.
-
-    Args:
-        recipe: whose arguments. x: the inputs. size: what they are multiplied by.
-    """
+def scaled_down(recipe: Recipe, x: Inputs, factor: float = 0.05) -> Inputs:
+    """Multiply values, memories and positive gates by a factor."""
     scaled = {gate.name for gate in recipe.gates() if gate.range.low == 0 and not gate.range.high}
-    gates = {name: size * a if name in scaled else a for name, a in x.gates.items()}
-    init = None if x.init is None else tuple(size * a for a in x.init)
-    return dataclasses.replace(x, v=size * x.v, gates=gates, init=init)
+    gates = {name: factor * a if name in scaled else a for name, a in x.gates.items()}
+    init = None if x.init is None else tuple(factor * a for a in x.init)
+    return dataclasses.replace(x, v=factor * x.v, gates=gates, init=init)

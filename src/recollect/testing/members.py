@@ -1,47 +1,49 @@
-"""The contract of a member: data, true declarations, numbers that are read, recipes that run."""
+"""The contract of a member: data, true declarations, quantities that are used, valid recipes."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from recollect.choices.member import Member
-from recollect.engines.select import ENGINES
 from recollect.fields import Gate, Param
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES, Recipe
-from recollect.testing.compare import error, label, require, run
+from recollect.testing.compare import (
+    describe_check,
+    describe_failure,
+    relative_error,
+    require,
+    run_recall,
+)
 from recollect.testing.declared import (
     check_data,
     check_fields,
     check_keywords,
     check_numbers,
-    named,
+    qualified_name,
 )
 from recollect.testing.draws import Pool, parts_of, variants
-from recollect.testing.engines import agree, tame
-from recollect.testing.inputs import Inputs, ill_posed, small_inputs
-from recollect.testing.recipes import ENGINE, check_recipe
+from recollect.testing.engines import check_agrees, scale_if_divergent, supported_engines
+from recollect.testing.inputs import Inputs, is_ill_posed, small_inputs
+from recollect.testing.recipes import ENGINE_TOLERANCE, Result, check_recipe
 from recollect.testing.structure import check_structure
 
 __all__ = ["Check", "MemberReport", "check_member", "check_numbers_are_read"]
 
-Result = TypeVar("Result")
+MAX_DRAWS = 600
+"""Number of random recipes with a member."""
 
-TRIES = 600
-"""Draws of recipes that a member may need until enough of them are valid."""
+MIN_RECIPES = 3
+"""Number of recipes with a quantity after which it counts as unused."""
 
-FEW = 3
-"""Recipes that must ask for a number before it is said that nothing reads it."""
-
-ENOUGH = 6
-"""Recipes in which each entry of a number is tried by itself."""
+MAX_RECIPES = 6
+"""Number of recipes in which each entry of a quantity is changed separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,27 +120,25 @@ def check_member(
     count: int = 10,
     also: Sequence[type[Member]] = (),
 ) -> MemberReport:
-    """Hold a member of anybody's package to what the library's own are held to.
+    """Check a member like those of the library.
 
-    It is data: frozen, hashable, the same after JSON, with a sentence for every value it refuses.
-    What it declares is true, numerically, in float64: `affine`, `linear`, a `chain`, `has_link`,
-    `recursion`, `is_positive_definite` and the rest, because engines run what is declared.
-    Every number that it declares is read, each entry along its axes by itself. And ``count``
-    recipes with it, drawn with the library's members in the other choices, keep every promise: the
-    same split anywhere, masked and packed; gradients that are slopes; every engine that accepts it
-    equal to the reference in outputs, state and all gradients. Takes seconds.
+    The member is data: frozen, hashable, equal after JSON, with a sentence for each value that it
+    refuses. Its declarations (`affine`, `linear`, `has_link`, `recursion`, ...) are true in
+    float64, because engines rely on them. Each of its quantities is used, with each entry along
+    its axes. Random recipes with the member pass all checks of recipes, and each engine that
+    accepts one equals the reference in outputs, state and all gradients. Takes seconds.
 
     Args:
-        cls: the member's class, decorated with `recollect.member`.
-        recipes: more recipes that hold it, for what random draws would not find.
-        count: how many recipes are drawn.
-        also: further members of yours that its slots and its recipes may be filled with.
+        cls: class of the member, decorated with `recollect.member`.
+        recipes: further recipes with the member, if random ones are not enough.
+        count: number of random recipes.
+        also: further members of yours for its slots and its recipes.
 
     Returns:
         The checks that passed, and those that do not apply with the reason. Its ``str`` is a table.
 
     Raises:
-        AssertionError: what is false, in one sentence that names the member.
+        AssertionError: a check fails; one sentence that names the member.
         RecipeError: it is no member.
 
     Example:
@@ -147,212 +147,183 @@ def check_member(
         >>> {check.skipped for check in report.checks if check.name.startswith("affine")}
         {None}
     """
-    if not (isinstance(cls, type) and issubclass(cls, Member)) or "__dataclass_fields__" not in (
-        cls.__dict__
-    ):
+    is_member = isinstance(cls, type) and issubclass(cls, Member)
+    if not is_member or "__dataclass_fields__" not in cls.__dict__:
         raise RecipeError(
             f"check_member takes the class of a member, decorated with @rc.member, not {cls!r}"
         )
-    pool, checks = Pool(also=(cls, *also)), list[Check]()
+    name, pool, checks = qualified_name(cls), Pool(extra_members=(cls, *also)), list[Check]()
 
-    def add(subject: str, results: Sequence[tuple[str, str | None]]) -> None:
-        checks.extend(Check(name=n, subject=subject, skipped=reason) for n, reason in results)
+    def add(subject: str, results: Sequence[Result]) -> None:
+        checks.extend(Check(name=x, subject=subject, skipped=reason) for x, reason in results)
 
     for check in (check_data, check_keywords, check_fields):
-        _naming(named(cls), lambda check=check: check(cls, pool))
-        add(named(cls), [(label(check), None)])
+        with describe_failure(name, name):
+            check(cls, pool)
+        add(name, [(describe_check(check), None)])
     for instance in variants(cls, 8, pool):
         subject = f"{cls.choice}.{instance.brief}"
-        _naming(instance.title, lambda instance=instance: check_numbers(instance))
-        add(subject, [(label(check_numbers), None)])
-        add(subject, _naming(subject, lambda instance=instance: check_structure(instance)))
-    drawn = list(itertools.islice(pool.holding(cls, TRIES), max(count, 2 * FEW)))
+        with describe_failure(subject, name):
+            check_numbers(instance)
+            add(subject, [(describe_check(check_numbers), None), *check_structure(instance)])
+    draws = [*itertools.islice(pool.recipes_with(cls, MAX_DRAWS), max(count, 2 * MIN_RECIPES))]
     for recipe in recipes:
-        held = any(type(part) is cls for part in parts_of(recipe))
-        require(held, f"{named(cls)} stands nowhere in the given {_brief(recipe)}")
+        has_member = any(type(part) is cls for part in parts_of(recipe))
+        require(has_member, f"{name} stands nowhere in the given {_brief(recipe)}")
     require(
-        drawn or recipes,
-        f"{named(cls)} stands in no valid recipe among {TRIES} draws: hand recipes=[...] that hold "
+        draws or recipes,
+        f"{name} stands in no valid recipe among {MAX_DRAWS} draws: hand recipes=[...] that hold "
         "it, or refuse less in requires",
     )
-    add(named(cls), check_numbers_are_read(cls, [*recipes, *drawn], pool))
-    for index, recipe in enumerate([*recipes, *drawn[:count]]):
-        where = f"{named(cls)} in {_brief(recipe)}"
-        add(where, _naming(where, lambda recipe=recipe, i=index: check_recipe(recipe, i)))
-        if not ill_posed(recipe):
-            add(where, _naming(where, lambda recipe=recipe, i=index: _engines(recipe, i)))
-    return MemberReport(member=named(cls), checks=tuple(checks))
+    add(name, check_numbers_are_read(cls, [*recipes, *draws], pool))
+    for index, recipe in enumerate([*recipes, *draws[:count]]):
+        subject = f"{name} in {_brief(recipe)}"
+        with describe_failure(subject, name):
+            add(subject, check_recipe(recipe, index))
+            if not is_ill_posed(recipe):
+                add(subject, _check_engines(recipe, index))
+    return MemberReport(member=name, checks=tuple(checks))
 
 
-def _engines(recipe: Recipe, index: int) -> list[tuple[str, str | None]]:
+def _check_engines(recipe: Recipe, index: int) -> list[Result]:
     """Check that every engine that accepts a recipe agrees with the reference."""
-    x, checks = tame(recipe, small_inputs(recipe, index)), list[tuple[str, str | None]]()
-    for engine in ENGINES:
-        if engine.name != "reference":
-            reasons = engine.unsupported_reasons(recipe)
-            if not reasons:
-                agree(recipe, x, engine.name, ENGINE, chunk_size=2 + index % 4)
-            reason = "; ".join(reasons) or None
-            checks.append((f"engine {engine.name} agrees with the reference", reason))
+    x, checks = scale_if_divergent(recipe, small_inputs(recipe, index)), list[Result]()
+    for engine, reason in supported_engines(recipe):
+        if reason is None:
+            check_agrees(recipe, x, engine, ENGINE_TOLERANCE, chunk_size=2 + index % 4)
+        checks.append((f"engine {engine} agrees with the reference", reason))
     return checks
 
 
 def _brief(recipe: Recipe) -> str:
-    plain = Recipe()
-    said = [
-        f"{name}={part.brief}"
-        for name, part, usual in zip(CHOICES, recipe.members(), plain.members(), strict=True)
-        if part != usual
-    ]
-    return f"Recipe({', '.join(said)})"
-
-
-def _naming(what: str, check: Callable[[], Result]) -> Result:
-    """Run a check; whatever it raises becomes an AssertionError that names the member."""
-    try:
-        return check()
-    except Exception as problem:
-        said = " ".join(str(problem).split()) or "an assertion fails"
-        if not isinstance(problem, AssertionError):
-            said = f"{type(problem).__name__}: {said}"
-        elif what.partition("(")[0].partition(" ")[0] in said:
-            raise
-        raise AssertionError(f"{what}: {said}") from problem
-
-
-# -- numbers are read --------------------------------------------------------------------------
+    """Return the members of a recipe that differ from the defaults."""
+    members = zip(CHOICES, recipe.members(), Recipe().members(), strict=True)
+    texts = [f"{name}={part.brief}" for name, part, default in members if part != default]
+    return f"Recipe({', '.join(texts)})"
 
 
 @dataclass
-class _Number:
-    """What was seen of one number.
+class _Quantity:
+    """Observations of one gate or param.
 
     Attributes:
-        axes: as it declares them.
-        recipes: how many asked for it.
-        moves: whether an output changed with it.
-        wide: axes of more than one entry, in recipes where it did.
-        told: how many of those had each entry matter by itself.
+        axes: declared axes.
+        num_recipes: number of recipes with it.
+        affects_output: whether an output changed with it.
+        num_axes: number of axes with several entries that were tried.
+        num_distinct: number of them along which each entry matters.
     """
 
     axes: tuple[str, ...]
-    recipes: int = 0
-    moves: bool = False
-    wide: int = 0
-    told: int = 0
+    num_recipes: int = 0
+    affects_output: bool = False
+    num_axes: int = 0
+    num_distinct: int = 0
 
     @property
-    def settled(self) -> bool:
-        """Whether enough was seen."""
-        return self.moves and (not self.axes or self.wide >= ENOUGH)
+    def is_decided(self) -> bool:
+        """Whether there are enough observations."""
+        return self.affects_output and (not self.axes or self.num_axes >= MAX_RECIPES)
 
 
 def check_numbers_are_read(
     cls: type[Member], recipes: Sequence[Recipe], pool: Pool | None = None
-) -> list[tuple[str, str | None]]:
-    """Every gate and param that a member declares matters, and along its axes each entry does.
+) -> list[Result]:
+    """Check that each gate and param of a member is used, with each entry along its axes.
 
-    A number is changed, and the outputs of the reference must change, in at least one recipe. One
-    with axes is then changed one entry at a time, and its entries are moved on by one place: where
-    an entry does not matter, or the outputs stay, axes are declared and not used. In some recipes
-    an entry may have nothing to act on, so that holds in half of them.
+    If the quantity changes, the outputs of the reference must change in at least one recipe. If it
+    has axes, its entries are then changed one by one and rolled. Outputs must change in at least
+    half of the recipes; in some recipes an entry may have no effect.
 
     Args:
-        cls: the member's class.
-        recipes: that hold it.
-        pool: where further recipes come from while a number was asked for only a few times.
+        cls: class of the member.
+        recipes: recipes with the member.
+        pool: source of further recipes while a quantity occurs in few recipes.
 
     Returns:
-        One check for each number, and the reason if it was skipped.
+        One check for each quantity, and the reason if it was skipped.
 
     Raises:
-        AssertionError: the number that nothing reads, or the axes that are ignored.
+        AssertionError: a quantity that is unused, or whose axes are ignored.
     """
-    numbers: dict[str, _Number] = {}
-
-    further = pool.holding(cls, TRIES) if pool is not None else iter(())
-    for index, recipe in enumerate(itertools.chain(recipes, further)):
-        if index >= len(recipes) and (
-            all(number.settled for number in numbers.values()) or index > 4 * ENOUGH
-        ):
+    quantities: dict[str, _Quantity] = {}
+    more = pool.recipes_with(cls, MAX_DRAWS) if pool is not None else iter(())
+    for index, recipe in enumerate(itertools.chain(recipes, more)):
+        is_decided = all(quantity.is_decided for quantity in quantities.values())
+        if index >= len(recipes) and (is_decided or index > 4 * MAX_RECIPES):
             break
-        asked = {item.name: item for item in _asked(cls, recipe)}
-        if all(name in numbers and numbers[name].settled for name in asked):
+        items = {item.name: item for item in _declared_quantities(cls, recipe)}
+        if all(name in quantities and quantities[name].is_decided for name in items):
             continue
-        x = tame(recipe, small_inputs(recipe, index))
+        x = scale_if_divergent(recipe, small_inputs(recipe, index))
         y = _outputs(recipe, x)
-        for name, item in asked.items():
-            _try(numbers.setdefault(name, _Number(axes=item.axes)), recipe, x, y, item)
-    checks: list[tuple[str, str | None]] = []
-    for name, number in numbers.items():
-        check = f"the quantity {name} changes outputs"
-        if number.recipes < FEW and not number.moves:
-            checks.append((check, f"only {number.recipes} of the recipes have it"))
+        for name, item in items.items():
+            _observe(quantities.setdefault(name, _Quantity(axes=item.axes)), recipe, x, y, item)
+    checks: list[Result] = []
+    for name, quantity in quantities.items():
+        check, declares = f"the quantity {name} changes outputs", f"{qualified_name(cls)} declares"
+        if quantity.num_recipes < MIN_RECIPES and not quantity.affects_output:
+            checks.append((check, f"only {quantity.num_recipes} of the recipes have it"))
             continue
         checks.append((check, None))
         require(
-            number.moves,
-            f"{named(cls)} declares the quantity {name!r}, and nothing reads it: no output changes "
-            "with it",
+            quantity.affects_output,
+            f"{declares} the quantity {name!r}, and nothing reads it: no output changes with it",
         )
         require(
-            2 * number.told >= number.wide,
-            f"{named(cls)} declares the quantity {name!r} with axes {number.axes}, and ignores "
-            "them: no output changes when its entries change places or one by one",
+            2 * quantity.num_distinct >= quantity.num_axes,
+            f"{declares} the quantity {name!r} with axes {quantity.axes}, and ignores them: no "
+            "output changes when its entries change places or one by one",
         )
     return checks
 
 
-def _asked(cls: type[Member], recipe: Recipe) -> Iterator[Gate | Param]:
-    """Gates and params that the members of a class in a recipe ask for themselves."""
+def _declared_quantities(cls: type[Member], recipe: Recipe) -> Iterator[Gate | Param]:
+    """Iterate over gates and params of the members of a class, without those of their parts."""
     for part in parts_of(recipe):
         if type(part) is cls:
-            inside = {item.name for held in part.parts() for item in _needs(held)}
-            yield from (item for item in _needs(part) if item.name not in inside)
-
-
-def _needs(part: Member) -> tuple[Gate | Param, ...]:
-    return (*part.gates(), *part.params())
+            of_parts = {item.name for x in part.parts() for item in (*x.gates(), *x.params())}
+            items = (*part.gates(), *part.params())
+            yield from (item for item in items if item.name not in of_parts)
 
 
 def _outputs(recipe: Recipe, x: Inputs) -> Tensor:
     with torch.no_grad():
-        return run(recipe, x, engine="reference")[0]
+        return run_recall(recipe, x, engine="reference")[0]
 
 
-def _try(number: _Number, recipe: Recipe, x: Inputs, y: Tensor, item: Gate | Param) -> None:
-    """Change a number in one recipe, and note whether outputs follow."""
+def _observe(quantity: _Quantity, recipe: Recipe, x: Inputs, y: Tensor, item: Gate | Param) -> None:
+    """Change a quantity in one recipe, and record whether outputs change."""
     key = f"{'gate' if isinstance(item, Gate) else 'param'} {item.name}"
     value = x.tensors()[key]
-    number.recipes += 1
+    quantity.num_recipes += 1
 
-    def matters(changed: Tensor) -> bool:
-        # The same operations on the same numbers are the same to the last bit.
-        return error(_outputs(recipe, x.put({key: changed})), y) != 0.0
+    def output_error(changed: Tensor) -> float:
+        # Equal operations on equal numbers are equal to the last bit.
+        return relative_error(_outputs(recipe, x.replace_tensors({key: changed})), y)
 
-    # Towards where it starts to be learned: inside of its range, which is an interval. What only
-    # chooses (the best blocks) may stay; then the numbers of other tokens.
+    # Move towards the initial value, which stays in the range. A quantity that only selects (the
+    # best blocks) may then have no effect, so use the values of other tokens.
     other = value + 0.3 * (torch.tensor(item.init, dtype=value.dtype) - value)
-    if not matters(other) and isinstance(item, Gate):
+    if output_error(other) == 0.0 and isinstance(item, Gate):
         other = value.flip(1)
-    if not matters(other):
+    if output_error(other) == 0.0:
         return
-    number.moves = True
+    quantity.affects_output = True
+    learned = {name for part in recipe.members() for name in part.learned_quantities()}
     for axis in range(value.dim() - len(item.axes), value.dim()):
         size = value.shape[axis]
         if size == 1:
             continue
-        number.wide += 1
-        alone = 0
+        quantity.num_axes += 1
+        num_affecting = 0
         for j in range(size):
             changed = value.clone()
             changed.narrow(axis, j, 1).copy_(other.narrow(axis, j, 1))
-            alone += matters(changed)
-        # A mean sees every entry, and not which is which; its rounding may. A param of a map's own
-        # may be symmetric.
-        channels = isinstance(item, Gate) or item.name in {
-            n for part in recipe.members() for n in part.learned_quantities()
-        }
-        rolled = x.put({key: value.roll(1, axis)}) if channels else None
-        apart = rolled is None or not error(_outputs(recipe, rolled), y) < 1e-10
-        number.told += alone == size and apart
+            num_affecting += output_error(changed) != 0.0
+        # Permuting entries must change the output: a mean over the axis would not notice, except
+        # by rounding. Params of a map are skipped, since they may be symmetric.
+        differs = True
+        if isinstance(item, Gate) or item.name in learned:
+            differs = not output_error(value.roll(1, axis)) < 1e-10
+        quantity.num_distinct += num_affecting == size and differs

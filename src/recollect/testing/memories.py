@@ -1,4 +1,4 @@
-"""Declarations of a memory: linear, a chain and its end, bias, bases, a residual."""
+"""Checks of the declarations of a memory: linear, chain, output map, bias, bases, residual."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from recollect.choices.memory.maps import activation
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
-from recollect.testing.declared import normal, off
+from recollect.testing.declared import normal, require_equal
 from recollect.testing.inputs import draw_param
 
 __all__ = ["check_memory"]
 
 
 def check_memory(memory: Memory) -> str | None:
-    """``linear`` is W x alone; a chain is its maps and bases, its activation and ``output_map``.
+    """``linear`` is W x only; a chain is its maps and bases, its activation and ``output_map``.
 
-    A memory that needs no initial weights learns from zeros.
+    A memory without ``needs_init`` has a gradient at zero.
     """
     if memory.degree is not None:
         return "it keeps associations and has no weights"
-    if memory.has_field("read"):  # how it is read is not what it is
+    if memory.has_field("read"):  # the read rule is not part of the prediction
         memory = dataclasses.replace(memory, read=Read())  # type: ignore[call-arg]
     title = memory.title
     weights = [normal(1, 1, *shape, seed=3 + i) for i, shape in enumerate(memory.shapes(4, 4))]
@@ -39,25 +39,25 @@ def check_memory(memory: Memory) -> str | None:
         f"{title}: forward gives {tuple(prediction.shape)} and not [..., V]",
     )
     if memory.linear:
-        W = weights[0]
-        wrong = off(prediction, W.unsqueeze(-2) * x if memory.is_elementwise else x @ W.mT)
-        product = "w ⊙ x" if memory.is_elementwise else "W x"
-        require(
-            not wrong,
-            f"{title} declares linear, which is M(W; x) = {product}, and its forward is "
-            f"{wrong:.1e} off",
+        W, is_elementwise = weights[0], memory.is_elementwise
+        product = "w ⊙ x" if is_elementwise else "W x"
+        require_equal(
+            prediction,
+            W.unsqueeze(-2) * x if is_elementwise else x @ W.mT,
+            f"{title} declares linear, which is M(W; x) = {product}, and its forward is {{error}} "
+            "off",
         )
     if not memory.needs_init:
         zeros = [torch.zeros_like(w).requires_grad_() for w in weights]
         outputs = memory.bind(4, 4)(zeros, x, x, params)
-        moved = torch.autograd.grad(outputs.sum(), zeros, materialize_grads=True)
+        slopes = torch.autograd.grad(outputs.sum(), zeros, materialize_grads=True)
         require(
-            any(bool(g.any()) for g in moved),
+            any(bool(slope.any()) for slope in slopes),
             f"{title} declares needs_init=False, and a memory of zeros has no gradient",
         )
     if not isinstance(memory, Stack):
         return None
-    bias = any(one.bias for one in memory.maps(4, 4))
+    bias = any(linear_map.bias for linear_map in memory.maps(4, 4))
     require(memory.bias == bias, f"{title} declares bias={memory.bias}, and its maps do not")
     if memory.base_params:
         shapes = {name: tuple(x.shape[1:]) for name, x in params.items()}
@@ -73,19 +73,19 @@ def check_memory(memory: Memory) -> str | None:
         h = x @ maps[0].mT
         for W in maps[1:]:
             h = activation(memory.chain_activation)(h) @ W.mT
-        wrong = off(prediction, memory.output_map(h, x, params))
-        require(
-            not wrong,
+        require_equal(
+            prediction,
+            memory.output_map(h, x, params),
             f"{title} declares chain_activation={memory.chain_activation!r}, which is its maps "
             "with that activation between them and output_map after the last, and compute is "
-            f"{wrong:.1e} off",
+            "{error} off",
         )
         if not memory.has_output_map:
-            wrong = off(memory.output_map(h, x, params), x + h if memory.residual else h)
-            require(
-                not wrong,
+            require_equal(
+                memory.output_map(h, x, params),
+                x + h if memory.residual else h,
                 f"{title} declares has_output_map=False, and its output_map does more than add the "
-                f"raw key: it is {wrong:.1e} off",
+                "raw key: it is {error} off",
             )
         if memory.output_norm == "layer":
             axes = {param.name: param.axes for param in memory.params()}
@@ -96,16 +96,12 @@ def check_memory(memory: Memory) -> str | None:
             )
             weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
             normed = weight * functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS) + shift
-            wrong = off(prediction, x + normed if memory.residual else normed)
-            require(
-                not wrong,
-                f"{title} declares output_norm='layer', and compute is {wrong:.1e} off",
-            )
-    moved = memory.bind(4, 4)(weights, x, x + 1.0, params) - prediction
-    wrong = off(moved, torch.full_like(prediction, float(memory.residual)))
-    require(
-        not wrong,
-        f"{title} declares residual={memory.residual}, and what the raw key adds is {wrong:.1e} "
-        "off",
+            sentence = f"{title} declares output_norm='layer', and compute is {{error}} off"
+            require_equal(prediction, x + normed if memory.residual else normed, sentence)
+    change = memory.bind(4, 4)(weights, x, x + 1.0, params) - prediction
+    require_equal(
+        change,
+        torch.full_like(prediction, float(memory.residual)),
+        f"{title} declares residual={memory.residual}, and what the raw key adds is {{error}} off",
     )
     return None
