@@ -14,16 +14,18 @@ from recollect import tasks
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 CALLS = {
     "cues": lambda g: tasks.cues(tasks.CueConfig(pairs=4, length=8), 2, g),
-    "exchange": lambda g: tasks.exchange(6, 8, 3, g),
+    "swap_stream": lambda g: tasks.swap_stream(6, 8, 3, g),
     "mad": lambda g: tasks.mad(tasks.mad_settings("compression")[0].config, 2, g),
-    "mapping": lambda g: tasks.mapping(tasks.MappingConfig(name="mlp", size=32, length=3), 2, g),
+    "draw_mapping": lambda g: tasks.draw_mapping(
+        tasks.MappingConfig(name="mlp", size=32, length=3), 2, g
+    ),
     "mqar": lambda g: tasks.mqar(tasks.MqarConfig(vocab=64, pairs=8, length=64), 2, g),
     "needles": lambda g: tasks.needles(tasks.NeedleConfig(), (), 2, g),
-    "reach": lambda g: tasks.reach(tasks.ReachConfig(), 2, g),
+    "reachability": lambda g: tasks.reachability(tasks.ReachConfig(), 2, g),
     "story_bytes": lambda g: tasks.story_bytes(tasks.StoryConfig(task=2), ("A.", "B."), 2, g),
-    "swaps": lambda g: tasks.swaps(tasks.SwapConfig(), 2, g),
+    "swap_batch": lambda g: tasks.swap_batch(tasks.SwapConfig(), 2, g),
     "switching": lambda g: tasks.switching(tasks.SwitchingConfig(), 2, g),
-    "words": lambda g: tasks.words(tasks.word_problem("S5"), 2, g),
+    "word_batch": lambda g: tasks.word_batch(tasks.word_config("S5"), 2, g),
 }
 
 
@@ -51,4 +53,4 @@ def test_the_page_names_every_task() -> None:
     called = set(re.findall(r"`(\w+)\(", PAGE))
     assert called >= {*CALLS, "load_text"}
     for name in called:
-        assert hasattr(rc.tasks, name) or hasattr(tasks.exchange, name) or name == "welch", name
+        assert hasattr(rc.tasks, name) or name == "welch", name

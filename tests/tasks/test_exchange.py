@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.tasks import Exchange, exchange, spread_keys
+from recollect.tasks import Exchange, low_coherence_keys, swap_stream
 from recollect.tasks.exchange import welch
 
 SIZES = [(64, 36), (256, 128)]
@@ -29,16 +29,16 @@ def wrong(
     y, state = rc.recall(
         recipe, heads(stream.q), heads(stream.k), heads(stream.v), engine=method, **options
     )
-    asked = (y[0, :, 0].argmax(-1) != stream.holds).sum()
+    asked = (y[0, :, 0].argmax(-1) != stream.answer_index).sum()
     assert state is not None
     end = rc.read(recipe, heads(stream.keys), state=state)[0, :, 0]
-    return int(asked), int((end.argmax(-1) != stream.final).sum())
+    return int(asked), int((end.argmax(-1) != stream.final_assignment).sum())
 
 
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_keys_are_spread(n: int, d: int) -> None:
     """Below the theorem's 1/8, and more of them than dimensions."""
-    keys = spread_keys(n, d)
+    keys = low_coherence_keys(n, d)
     assert keys.shape == (n, d)
     gram = keys @ keys.T
     torch.testing.assert_close(gram.diagonal(), torch.ones(n).double(), atol=1e-12, rtol=0)
@@ -51,7 +51,7 @@ def test_keys_are_spread(n: int, d: int) -> None:
 )
 def test_other_keys_are_found(n: int, d: int) -> None:
     """By descent, or because they fit."""
-    keys = spread_keys(n, d)
+    keys = low_coherence_keys(n, d)
     gram = keys @ keys.T
     assert keys.shape == (n, d)
     torch.testing.assert_close(gram.diagonal(), torch.ones(n).double(), atol=1e-12, rtol=0)
@@ -64,37 +64,37 @@ def test_the_welch_bound() -> None:
     assert welch(64, 32) > 1 / 8 > welch(64, 33)
     assert welch(64, 36) == pytest.approx(1 / 9)
     with pytest.raises(ValueError, match="no keys are known"):
-        spread_keys(64, 32)
+        low_coherence_keys(64, 32)
 
 
 def test_questions_about_the_first_key() -> None:
-    stream = exchange(6, 8, 30, torch.Generator().manual_seed(0), ask="first")
+    stream = swap_stream(6, 8, 30, torch.Generator().manual_seed(0), ask="first")
     row, swapped = list(range(6)), stream.k[6:]
-    assert set(stream.asked.tolist()) == {0}
-    assert set(stream.holds[:6].tolist()) == {0}
+    assert set(stream.query_index.tolist()) == {0}
+    assert set(stream.answer_index[:6].tolist()) == {0}
     for t in range(30):
         a, b = (int(i) for i in (swapped[t].argmax(), swapped[t].argmin()))
         row[a], row[b] = row[b], row[a]
-        assert int(stream.holds[6 + t]) == row[0]
-    assert stream.final.tolist() == row
+        assert int(stream.answer_index[6 + t]) == row[0]
+    assert stream.final_assignment.tolist() == row
 
 
 @pytest.mark.parametrize("method", ["reference", "kernel"])
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_rounding_follows_400_swaps(n: int, d: int, method: str) -> None:
     """Float32, no error along the way and none at the end; the outputs are whole numbers."""
-    stream = exchange(n, d, 400, torch.Generator().manual_seed(n))
+    stream = swap_stream(n, d, 400, torch.Generator().manual_seed(n))
     with torch.no_grad():
         assert wrong(tracker(rc.features.Round()), stream, method) == (0, 0)
         y, _ = rc.recall(
             tracker(rc.features.Round()), heads(stream.q), heads(stream.k), heads(stream.v)
         )
-    assert torch.equal(y[0, :, 0], torch.nn.functional.one_hot(stream.holds, n).float())
+    assert torch.equal(y[0, :, 0], torch.nn.functional.one_hot(stream.answer_index, n).float())
 
 
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_the_linear_kernel_fails(n: int, d: int) -> None:
-    stream = exchange(n, d, 400, torch.Generator().manual_seed(n), dtype=torch.float64)
+    stream = swap_stream(n, d, 400, torch.Generator().manual_seed(n), dtype=torch.float64)
     with torch.no_grad():
         _, end = wrong(tracker(rc.features.LinearKernel()), stream)
     assert end > n // 2

@@ -8,13 +8,13 @@ from typing import get_args
 import pytest
 import torch
 
-from recollect.tasks import MappingConfig, mapping
+from recollect.tasks import MappingConfig, draw_mapping
 from recollect.tasks.learnability import MappingName
 
 
 def draw(name: str, seed: int = 0, **sizes: int):
     config = MappingConfig(name=name, **({"size": 6, "length": 24, "rank": 2, "window": 4} | sizes))  # type: ignore[arg-type]
-    return mapping(config, 2, torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return draw_mapping(config, 2, torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def weights(seed: int, length: int = 24, d: int = 6):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recollect.tasks import ReachConfig, reach
+from recollect.tasks import ReachConfig, reachability
 
 
 @pytest.mark.parametrize("nodes", [2, 6, 32])
 def test_walking_up_the_parents_finds_the_root(nodes: int) -> None:
-    found = reach(ReachConfig(nodes=nodes), 7, torch.Generator().manual_seed(nodes))
+    found = reachability(ReachConfig(nodes=nodes), 7, torch.Generator().manual_seed(nodes))
     assert found.x.shape == (7, nodes, nodes)
     for parents, labels, x in zip(
         found.parent.tolist(), found.labels.tolist(), found.x.tolist(), strict=True
@@ -29,14 +29,16 @@ def test_walking_up_the_parents_finds_the_root(nodes: int) -> None:
 
 
 def test_the_inverse_of_i_minus_a_solves_it() -> None:
-    found = reach(ReachConfig(nodes=16), 5, torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = reachability(
+        ReachConfig(nodes=16), 5, torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     child_of = found.x - torch.eye(16).double()  # row i names its parent
     paths = torch.linalg.inv(torch.eye(16).double() - child_of)
     assert torch.equal((paths[..., 0] > 0.5).long(), found.labels)
 
 
 def test_parents_are_uniform_among_earlier_nodes_of_the_class() -> None:
-    found = reach(ReachConfig(nodes=6), 20_000, torch.Generator().manual_seed(0))
+    found = reachability(ReachConfig(nodes=6), 20_000, torch.Generator().manual_seed(0))
     chain = found.labels[:, 1].bool() & found.labels[:, 5].bool()  # class one is {0, 1, 5}
     parents = found.parent[chain, 5]
     share = float((parents == 0).double().mean())

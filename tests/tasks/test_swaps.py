@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recollect.tasks import SwapConfig, swaps
-from recollect.tasks.swaps import pairs_of
+from recollect.tasks import SwapConfig, swap_batch
+from recollect.tasks.swaps import position_pairs
 
 
 @pytest.mark.parametrize("items", [2, 3, 5, 9])
 def test_labels_are_who_stands_first(items: int) -> None:
     config = SwapConfig(items=items, length=12)
-    inputs, labels = swaps(config, 6, torch.Generator().manual_seed(items))
+    inputs, labels = swap_batch(config, 6, torch.Generator().manual_seed(items))
     pairs = [(i, j) for i in range(items) for j in range(i + 1, items)]
     assert config.vocab == len(pairs)
     for tokens, answers in zip(inputs.tolist(), labels.tolist(), strict=True):
@@ -30,14 +30,14 @@ def test_the_published_defaults() -> None:
 
 def test_swaps_are_uniform_and_so_is_the_end() -> None:
     config = SwapConfig(items=3, length=24)
-    inputs, labels = swaps(config, 4000, torch.Generator().manual_seed(0))
+    inputs, labels = swap_batch(config, 4000, torch.Generator().manual_seed(0))
     for drawn in (inputs[:, 5], labels[:, -1]):
         share = drawn.bincount(minlength=3).double() / 4000
         assert (share - 1 / 3).abs().max() < 5 * (2 / 9 / 4000) ** 0.5  # five standard errors
 
 
 def test_pairs_are_ordered() -> None:
-    assert pairs_of(4).tolist() == [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
+    assert position_pairs(4).tolist() == [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
 
 
 def test_sizes_too_small_are_refused() -> None:

@@ -33,7 +33,7 @@ def test_keys_follow_the_recursion_and_values_are_the_next_keys() -> None:
     # The steps ε = (k_{t+1} − a_t k_t)/σ of the same generator do not depend on a.
     steps = {}
     for early, late in ((0.9, 0.999), (0.3, 0.5)):
-        data = draw(quiet(early=early, late=late, start="step"))
+        data = draw(quiet(early_scale=early, late_scale=late, start="step"))
         rows = []
         for t in range(1, 17):  # k_1 is index 0
             a = early if t < 16 / 4 else late
@@ -44,11 +44,11 @@ def test_keys_follow_the_recursion_and_values_are_the_next_keys() -> None:
 
 @pytest.mark.parametrize("length", [4, 5, 16, 18, 256])
 def test_the_switch_is_at_a_quarter(length: int) -> None:
-    assert quiet(length=length).switch == sum(t < length / 4 for t in range(1, length + 1))
+    assert quiet(length=length).switch_time == sum(t < length / 4 for t in range(1, length + 1))
 
 
 def test_noise_has_the_covariance_asked_for() -> None:
-    config = SwitchingConfig(size=4, length=4000, early=0.0, late=0.0, correlation=0.3)
+    config = SwitchingConfig(size=4, length=4000, early_scale=0.0, late_scale=0.0, correlation=0.3)
     noise = draw(config, batch=5).k.flatten(0, 1) / config.noise
     count = noise.shape[0]
     found = noise.T @ noise / count
@@ -58,7 +58,9 @@ def test_noise_has_the_covariance_asked_for() -> None:
 
 
 def test_a_drawn_covariance_has_a_unit_diagonal_and_differs_by_row() -> None:
-    config = SwitchingConfig(size=3, length=20_000, early=0.0, late=0.0, covariance="drawn")
+    config = SwitchingConfig(
+        size=3, length=20_000, early_scale=0.0, late_scale=0.0, covariance="drawn"
+    )
     noise = draw(config, batch=2).k / config.noise
     found = noise.mT @ noise / 20_000
     assert (found.diagonal(dim1=1, dim2=2) - 1).abs().max() < 5 * math.sqrt(2 / 20_000)
@@ -78,7 +80,7 @@ def test_losses() -> None:
     assert torch.equal(data.loss(data.target), torch.zeros(3, 16).double())
     torch.testing.assert_close(data.loss(torch.zeros_like(data.v)), torch.ones(3, 16).double())
     by_hand = [float(((data.v[0, t + 1] - data.v[0, t]) ** 2).sum()) for t in range(15)]
-    torch.testing.assert_close(data.loss(data.naive)[0, :15], torch.tensor(by_hand).double())
+    torch.testing.assert_close(data.loss(data.repeat_last)[0, :15], torch.tensor(by_hand).double())
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,10 @@ def test_losses() -> None:
     [
         ({"size": 0}, "size must be a whole number"),
         ({"length": 3}, "length must be a whole number >= 4, not 3"),
-        ({"early": 1.5}, r"early must be a finite number in \[0, 1\], not 1.5"),
+        ({"early_scale": 1.5}, r"early_scale must be a finite number in \[0, 1\], not 1.5"),
         ({"correlation": float("nan")}, "correlation must be"),
         ({"covariance": "none"}, "covariance must be one of 'equal', 'drawn', not 'none'"),
-        ({"early": 1.0}, "no stationary spread"),
+        ({"early_scale": 1.0}, "no stationary spread"),
     ],
 )
 def test_bad_numbers_are_refused(changes: dict[str, object], message: str) -> None:

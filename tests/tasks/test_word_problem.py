@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect as rc
-from recollect.tasks import IGNORE, WordConfig, word_problem, words
-from recollect.tasks.word_problem import permutations, products
+from recollect.tasks import IGNORE, WordConfig, word_batch, word_config
+from recollect.tasks.word_problem import cayley_table, permutations
 
 
 @pytest.mark.parametrize("items", [1, 2, 3, 4])
 def test_labels_are_running_products(items: int) -> None:
     """Three (or n) items are moved one permutation after the other."""
     config = WordConfig(items=items, length=9)
-    inputs, labels = words(config, 5, torch.Generator().manual_seed(1))
+    inputs, labels = word_batch(config, 5, torch.Generator().manual_seed(1))
     group = permutations(items)
     assert inputs.shape == labels.shape == (5, 10)
     assert bool((inputs[:, 0] == len(group)).all())
@@ -34,10 +34,10 @@ def test_labels_are_running_products(items: int) -> None:
 @pytest.mark.parametrize(("name", "size"), [("parity", 2), ("S3", 6), ("A4", 12), ("A5", 60)])
 def test_named_groups(name: str, size: int) -> None:
     """Items moved by hand, one permutation after the other; even ones only in Aₙ."""
-    config = word_problem(name, length=7)
+    config = word_config(name, length=7)
     group = permutations(config.items, config.group)
     assert len(group) == size == config.vocab - 1
-    inputs, labels = words(config, 4, torch.Generator().manual_seed(0))
+    inputs, labels = word_batch(config, 4, torch.Generator().manual_seed(0))
     for word, answers in zip(inputs[:, 1:].tolist(), labels[:, 1:].tolist(), strict=True):
         places = list(range(config.items))
         for p, answer in zip(word, answers, strict=True):
@@ -49,19 +49,19 @@ def test_named_groups(name: str, size: int) -> None:
 
 
 def test_parity_counts_ones() -> None:
-    inputs, labels = words(word_problem("parity", 20), 5, torch.Generator().manual_seed(0))
+    inputs, labels = word_batch(word_config("parity", 20), 5, torch.Generator().manual_seed(0))
     assert torch.equal(labels[:, 1:], inputs[:, 1:].cumsum(1) % 2)
 
 
 def test_s5_has_120_permutations() -> None:
-    assert word_problem("S5") == WordConfig(items=5, length=32)
-    assert word_problem("S5").vocab == 121
+    assert word_config("S5") == WordConfig(items=5, length=32)
+    assert word_config("S5").vocab == 121
     with pytest.raises(ValueError, match="'A4', 'A5', not 'M11'"):
-        word_problem("M11")
+        word_config("M11")
 
 
 def test_products_are_a_group() -> None:
-    table = products(3)
+    table = cayley_table(3)
     assert table.shape == (6, 6)
     everything = set(range(6))
     assert all(set(row) == everything for row in table.tolist())
@@ -75,7 +75,7 @@ def test_products_are_a_group() -> None:
 
 def test_words_depend_on_the_generator_alone() -> None:
     config = WordConfig()
-    one, two, other = (words(config, 4, torch.Generator().manual_seed(s)) for s in (3, 3, 4))
+    one, two, other = (word_batch(config, 4, torch.Generator().manual_seed(s)) for s in (3, 3, 4))
     assert torch.equal(one[0], two[0])
     assert not torch.equal(one[0], other[0])
 
@@ -114,7 +114,7 @@ def trained(steps: int, *, updates: int = 400, seed: int = 0) -> Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=updates)
     for _ in range(updates):
-        inputs, labels = words(config, 64, g)
+        inputs, labels = word_batch(config, 64, g)
         loss = functional.cross_entropy(
             model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
         )
@@ -123,7 +123,7 @@ def trained(steps: int, *, updates: int = 400, seed: int = 0) -> Tensor:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    inputs, labels = words(WordConfig(length=32), 256, g)
+    inputs, labels = word_batch(WordConfig(length=32), 256, g)
     with torch.no_grad():
         found = model(inputs).argmax(-1)[:, -8:]
     right = (found == labels[:, -8:]).double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.tasks import exchange, spread_keys
+from recollect.tasks import low_coherence_keys, swap_stream
 from recollect.theory import (
     conditioning,
     exchange_margin,
@@ -72,12 +72,12 @@ def rounding(kernel: rc.features.Kernel) -> rc.Recipe:
 
 @pytest.mark.parametrize(("n", "d"), [(64, 36), (192, 64)])
 def test_margins_promise_what_is_measured(n: int, d: int) -> None:
-    keys = spread_keys(n, d)
+    keys = low_coherence_keys(n, d)
     gram = keys @ keys.T - torch.eye(n)
     margin = exchange_margin(keys, torch.float32)
     assert margin.spread == float(gram.abs().max())
     assert margin.exact
-    stream = exchange(n, d, 60, torch.Generator().manual_seed(0))
+    stream = swap_stream(n, d, 60, torch.Generator().manual_seed(0))
     assert wrong_answers(rounding(rc.features.Round()), stream) == (0, 0)
     linear = wrong_answers(rounding(rc.features.LinearKernel()), stream)
     assert linear[1] > 0
@@ -85,7 +85,7 @@ def test_margins_promise_what_is_measured(n: int, d: int) -> None:
 
 def test_the_margin_s_two_parts() -> None:
     """Products of differences are within 4ε of whole numbers, and float32 is within its bound."""
-    keys = spread_keys(64, 36)
+    keys = low_coherence_keys(64, 36)
     margin = exchange_margin(keys, torch.float32)
     a, b = keys[:32] - keys[32:], keys[1:33] - keys[31:63]
     products = a @ b.T

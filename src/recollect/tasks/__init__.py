@@ -1,9 +1,10 @@
-"""What a model is trained and tested on: pure functions of a configuration and a generator.
+"""Training and test data of models: pure functions of a configuration and a generator.
 
 A task over tokens gives pairs ``(inputs, labels)`` of int64 tensors ``[B, T]`` in which
 ``labels[b, t]`` is the token that the model's output at position ``t`` should name: labels are
-already shifted. A label of :data:`IGNORE` asks for nothing at that position. A task over vectors
-gives a frozen dataclass of tensors.
+already shifted. Positions with the label :data:`IGNORE` do not count. A task over vectors gives a
+frozen dataclass of tensors. Functions that draw a batch take the batch size B (0 gives empty
+tensors) and a generator, which is the only source of randomness.
 
 Examples:
     >>> config = rc.tasks.MqarConfig(vocab=64, pairs=4, length=32)
@@ -13,9 +14,9 @@ Examples:
 """
 
 from recollect.tasks.cues import CueConfig, cues
-from recollect.tasks.exchange import Exchange, exchange, spread_keys
+from recollect.tasks.exchange import Exchange, low_coherence_keys, swap_stream
 from recollect.tasks.extraction import Extraction, ExtractionConfig, extractions
-from recollect.tasks.learnability import Mapping, MappingConfig, mapping
+from recollect.tasks.learnability import MappingBatch, MappingConfig, draw_mapping
 from recollect.tasks.mad import (
     MadCompression,
     MadConfig,
@@ -27,13 +28,13 @@ from recollect.tasks.mad import (
     mad,
     mad_settings,
 )
-from recollect.tasks.mqar import IGNORE, MqarConfig, MqarMix, mqar, mqar_mix
+from recollect.tasks.mqar import IGNORE, MqarConfig, MqarMixture, mqar, mqar_mix
 from recollect.tasks.needles import NeedleConfig, needle_prompts, needles
 from recollect.tasks.prompts import Prompt, sentences
-from recollect.tasks.reach import Reach, ReachConfig, reach
+from recollect.tasks.reach import ReachabilityBatch, ReachConfig, reachability
 from recollect.tasks.stories import Story, StoryConfig, stories, story_bytes, story_prompts
-from recollect.tasks.swaps import SwapConfig, swaps
-from recollect.tasks.switching import Switching, SwitchingConfig, switching
+from recollect.tasks.swaps import SwapConfig, swap_batch
+from recollect.tasks.switching import SwitchingBatch, SwitchingConfig, switching
 from recollect.tasks.text import (
     TextCorpus,
     batches,
@@ -49,7 +50,7 @@ from recollect.tasks.tracking import (
     frequent_words,
     variable_prompts,
 )
-from recollect.tasks.word_problem import WordConfig, word_problem, words
+from recollect.tasks.word_problem import WordConfig, word_batch, word_config
 
 __all__ = [
     "IGNORE",
@@ -66,18 +67,18 @@ __all__ = [
     "MadMemorization",
     "MadRecall",
     "MadSetting",
-    "Mapping",
+    "MappingBatch",
     "MappingConfig",
     "MqarConfig",
-    "MqarMix",
+    "MqarMixture",
     "NeedleConfig",
     "Prompt",
-    "Reach",
     "ReachConfig",
+    "ReachabilityBatch",
     "Story",
     "StoryConfig",
     "SwapConfig",
-    "Switching",
+    "SwitchingBatch",
     "SwitchingConfig",
     "TextCorpus",
     "VariableConfig",
@@ -86,27 +87,27 @@ __all__ = [
     "bigram_bits_per_byte",
     "common_words",
     "cues",
-    "exchange",
+    "draw_mapping",
     "extractions",
     "frequent_words",
     "heldout_windows",
     "load_text",
+    "low_coherence_keys",
     "mad",
     "mad_settings",
-    "mapping",
     "mqar",
     "mqar_mix",
     "needle_prompts",
     "needles",
-    "reach",
+    "reachability",
     "sentences",
-    "spread_keys",
     "stories",
     "story_bytes",
     "story_prompts",
-    "swaps",
+    "swap_batch",
+    "swap_stream",
     "switching",
     "variable_prompts",
-    "word_problem",
-    "words",
+    "word_batch",
+    "word_config",
 ]

@@ -19,28 +19,27 @@ import torch
 from torch import Tensor
 
 from recollect.fields import Validated, int_check, integer, option, validate
-from recollect.tasks.drawn import distinct
-from recollect.tasks.mqar import IGNORE
+from recollect.tasks.mqar import IGNORE, sample_without_replacement
 
 __all__ = ["CueConfig", "cues"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CueConfig(Validated):
-    """What an instance looks like.
+    """Layout of an instance.
 
     Left open by the paper: whether the map is drawn for each sequence (here it is, or nothing would
-    have to be recalled), how many cues there are beside the P of an instance (none by default: the
+    have to be recalled), the number of cues beside the P of an instance (none by default: the
     P keys can be orthogonal in P dimensions), and whether repeated cues are trained on.
 
     Args:
         pairs: P, the pairs an instance draws from.
         length: T, the tokens before the first question; even.
-        vocab_pairs: how many cues there are, and how many responses; P when ``None``.
+        vocab_pairs: number of cues, and of responses; P when ``None``.
         queries: cues asked at the end. All but the last are followed by their response, so that
             every bigram that begins with a cue stays true.
-        asks: what has a label: ``"end"``, the questions; ``"repeats"``, also every cue among the T
-            tokens that was named before, which trains on more positions of the same sequences.
+        asks: labelled positions: ``"end"``, the questions; ``"repeats"``, also every repeated cue
+            among the T tokens, which trains on more positions of the same sequences.
 
     Raises:
         ValueError: if no instance has this shape, saying which number to change.
@@ -90,8 +89,8 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
     """Draw a batch of instances.
 
     Args:
-        config: what an instance looks like.
-        batch: B, how many instances; 0 gives empty tensors.
+        config: layout of an instance.
+        batch: number of instances B; 0 gives empty tensors.
         generator: the only source of randomness; the result lives on its device.
 
     Returns:
@@ -109,8 +108,8 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
     """
     validate("cues: batch", int_check(), batch)
     P, C, device = config.pairs, config.cues, generator.device
-    cue = distinct(batch, C, P, generator)
-    response = C + distinct(batch, C, P, generator)
+    cue = sample_without_replacement(batch, C, P, generator)
+    response = C + sample_without_replacement(batch, C, P, generator)
     named = torch.randint(P, (batch, config.length // 2), generator=generator, device=device)
     # A seen cue: uniform over the tokens named, as "j was drawn earlier" reads, so that a pair that
     # was named twice is asked twice as often.
@@ -124,7 +123,7 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
     labels[:, config.length :: 2] = pair[:, config.length // 2 :, 1]
     if config.asks == "repeats":
         same = order[:, :, None] == order[:, None, :]
-        seen = same.tril(-1).any(-1)[:, : config.length // 2]
+        is_repeated = same.tril(-1).any(-1)[:, : config.length // 2]
         repeats = pair[:, : config.length // 2, 1]
-        labels[:, : config.length : 2] = torch.where(seen, repeats, IGNORE)
+        labels[:, : config.length : 2] = torch.where(is_repeated, repeats, IGNORE)
     return inputs, labels

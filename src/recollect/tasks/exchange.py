@@ -1,8 +1,8 @@
 """State exchange: n values under n keys, and a stream of swaps that a memory must follow (AM 10).
 
 With keys of length 1 whose inner products stay below 1/8, the token k = k_a − k_b with value 0
-makes u_t = v_t − Σ_i f(k_i·k_t) u_i exchange what stands under k_a and k_b, for any f that rounds
-to the nearest whole number (AM theorem 1). Nothing is learned.
+makes u_t = v_t − Σ_i f(k_i·k_t) u_i exchange the values of k_a and k_b, for any f that rounds to
+the nearest whole number (AM theorem 1). Nothing is learned.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from recollect.fields import choice_check, int_check, validate
 
-__all__ = ["Exchange", "exchange", "spread_keys", "welch"]
+__all__ = ["Exchange", "low_coherence_keys", "swap_stream", "welch"]
 
 
 def _signs(power: int) -> Tensor:
-    """The Kronecker power of [[1, 1], [1, −1]]: a symmetric ±1 matrix with H² = 2^power I."""
+    """Return the Kronecker power of [[1, 1], [1, −1]], a symmetric H with H² = 2^power I."""
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     H = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(power):
@@ -29,8 +29,8 @@ def _signs(power: int) -> Tensor:
     return H
 
 
-def spread_keys(n: int, d: int) -> Tensor:
-    """n unit vectors of size d with inner products below 1/8, ``[n, d]`` in float64.
+def low_coherence_keys(n: int, d: int) -> Tensor:
+    """Return n unit vectors of size d with inner products below 1/8, ``[n, d]`` in float64.
 
     n ≤ d: unit vectors of the axes. (64, 36): with M = 2I₄ − J₄ and H = M⊗M⊗M, H² = 64 I and H has
     36 eigenvalues 8, so that I + (H − I)/9 is a Gram matrix of rank 36; inner products ±1/9.
@@ -47,7 +47,7 @@ def spread_keys(n: int, d: int) -> Tensor:
         ValueError: sizes for which no such keys are known.
 
     Examples:
-        >>> keys = rc.tasks.spread_keys(64, 36)
+        >>> keys = rc.tasks.low_coherence_keys(64, 36)
         >>> off = keys @ keys.T - torch.eye(64)
         >>> round(float(off.abs().max()), 4)
         0.1111
@@ -65,9 +65,9 @@ def spread_keys(n: int, d: int) -> Tensor:
         eye = torch.eye(d, dtype=torch.float64)
         return torch.cat([eye, _signs(power) / math.sqrt(d)])
     if d >= 1 and welch(n, d) < 1 / 8 and n <= 1024:
-        found = _descend(n, d)
-        if found is not None:
-            return found.clone()
+        keys = _minimize_coherence(n, d)
+        if keys is not None:
+            return keys.clone()
     raise ValueError(
         f"no keys are known for n = {n}, d = {d}: use n ≤ d, (64, 36), (128, 56), (192, 64), "
         "(512, 128), or (2d, d), d = 128 2^i"
@@ -75,13 +75,13 @@ def spread_keys(n: int, d: int) -> Tensor:
 
 
 def welch(n: int, d: int) -> float:
-    """The least that the largest |inner product| of n unit vectors of size d can be."""
+    """Return the lower bound of the largest |inner product| of n unit vectors of size d."""
     return math.sqrt(max(0, n - d) / (d * max(1, n - 1)))
 
 
 @lru_cache(maxsize=8)
-def _descend(n: int, d: int) -> Tensor | None:
-    """Unit vectors whose largest |inner product| descent has brought below 1/8, or None."""
+def _minimize_coherence(n: int, d: int) -> Tensor | None:
+    """Return unit vectors with inner products below 1/8, found by descent, or None."""
     generator = torch.Generator().manual_seed(0)
     free = torch.randn(n, d, generator=generator, dtype=torch.float64).requires_grad_()
     optimizer = torch.optim.Adam([free], lr=0.02)
@@ -107,15 +107,16 @@ class Exchange:
     Attributes:
         k, v: ``[n + swaps, d]`` and ``[n + swaps, n]``; values are one-hot, those of swaps are 0.
         keys: ``[n, d]``.
-        q: the key that is asked for at every token, ``[n + swaps, d]``.
-        asked: its index; ``holds``: which value stands under it after that token.
-        final: which value stands under every key after the last token, ``[n]``.
+        q: key of the question at each token, ``[n + swaps, d]``.
+        query_index, answer_index: index of that key, and of its value after the token,
+            ``[n + swaps]``.
+        final_assignment: index of the value of each key after the last token, ``[n]``.
 
     Examples:
-        >>> stream = rc.tasks.exchange(4, 8, 3, torch.Generator().manual_seed(0))
+        >>> stream = rc.tasks.swap_stream(4, 8, 3, torch.Generator().manual_seed(0))
         >>> stream.k.shape, stream.v.shape  # four writes, three swaps
         (torch.Size([7, 8]), torch.Size([7, 4]))
-        >>> stream.final.sort().values  # the four values, in another order
+        >>> stream.final_assignment.sort().values  # the four values, in another order
         tensor([0, 1, 2, 3])
     """
 
@@ -123,12 +124,12 @@ class Exchange:
     v: Tensor
     keys: Tensor
     q: Tensor
-    asked: Tensor
-    holds: Tensor
-    final: Tensor
+    query_index: Tensor
+    answer_index: Tensor
+    final_assignment: Tensor
 
 
-def exchange(
+def swap_stream(
     n: int,
     d: int,
     swaps: int,
@@ -137,54 +138,54 @@ def exchange(
     ask: Literal["any", "first"] = "any",
     dtype: torch.dtype = torch.float32,
 ) -> Exchange:
-    """A stream of random swaps, each of two different keys, with a question per token.
+    """Draw a stream of random swaps of two different keys, with a question per token.
 
     Args:
         n, d, swaps: sizes.
         generator: the only source of randomness.
-        ask: ``"any"`` key already there, at random, or always the ``"first"``, as AM figures 4 to 6
-            do, where the read-out has to be learned.
-        dtype: of keys and values.
+        ask: question about ``"any"`` earlier key at random, or always about the ``"first"``, as in
+            AM figures 4 to 6, in which the read-out is learned.
+        dtype: dtype of keys and values.
 
     Raises:
-        ValueError: sizes for which `spread_keys` knows no keys, a negative number of swaps, or
+        ValueError: sizes without known keys, a negative number of swaps, or
             swaps of fewer than two keys.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
-        >>> stream = rc.tasks.exchange(4, 8, 3, draw)
-        >>> stream.k.shape, stream.final.shape
+        >>> stream = rc.tasks.swap_stream(4, 8, 3, draw)
+        >>> stream.k.shape, stream.final_assignment.shape
         (torch.Size([7, 8]), torch.Size([4]))
     """
-    validate("exchange: ask", choice_check("any", "first"), ask)
-    validate("exchange: swaps", int_check(), swaps)
+    validate("swap_stream: ask", choice_check("any", "first"), ask)
+    validate("swap_stream: swaps", int_check(), swaps)
     if swaps > 0 and n < 2:
-        raise ValueError(f"exchange: swaps need two keys, and n is {n}")
-    keys = spread_keys(n, d).to(dtype)
+        raise ValueError(f"swap_stream: swaps need two keys, and n is {n}")
+    keys = low_coherence_keys(n, d).to(dtype)
 
-    def question(keys_there: int) -> int:
-        return 0 if ask == "first" else int(torch.randint(keys_there, (), generator=generator))
+    def question(num_keys: int) -> int:
+        return 0 if ask == "first" else int(torch.randint(num_keys, (), generator=generator))
 
-    stands = list(range(n))
-    k, asked, holds = [keys], [], []
+    assignment = list(range(n))
+    k, queries, answers = [keys], [], []
     for t in range(n):
         index = question(t + 1)
-        asked.append(index)
-        holds.append(stands[index])
+        queries.append(index)
+        answers.append(assignment[index])
     for _ in range(swaps):
         a, b = torch.randperm(n, generator=generator)[:2].tolist()
-        stands[a], stands[b] = stands[b], stands[a]
+        assignment[a], assignment[b] = assignment[b], assignment[a]
         k.append(keys[a : a + 1] - keys[b : b + 1])
         index = question(n)
-        asked.append(index)
-        holds.append(stands[index])
+        queries.append(index)
+        answers.append(assignment[index])
     values = torch.cat([torch.eye(n, dtype=dtype), torch.zeros(swaps, n, dtype=dtype)])
     return Exchange(
         k=torch.cat(k),
         v=values,
         keys=keys,
-        q=keys[asked],
-        asked=torch.tensor(asked),
-        holds=torch.tensor(holds),
-        final=torch.tensor(stands),
+        q=keys[queries],
+        query_index=torch.tensor(queries),
+        answer_index=torch.tensor(answers),
+        final_assignment=torch.tensor(assignment),
     )

@@ -1,9 +1,9 @@
 """Five maps that a memory has to learn online (ATLAS section 6.4, figure 6).
 
 A sequence of pairs (i_1, o_1), (i_2, o_2), … of vectors is shown once, and a memory takes one step
-of an optimiser per pair on ‖M(i_t) − o_t‖²/‖o_t‖². What the outputs are made of:
+of an optimiser per pair on ‖M(i_t) − o_t‖²/‖o_t‖². The outputs are:
 
-| mapping | o_t | what has to be remembered |
+| mapping | o_t | required memory |
 |---|---|---|
 | ``low_rank`` | Wᵀ i_t, W = X Y of rank k | nothing but the map |
 | ``mlp`` | N(i_t) | nothing but the map |
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from recollect.fields import Validated, int_check, integer, option, validate
 
-__all__ = ["Mapping", "MappingConfig", "MappingName", "mapping"]
+__all__ = ["MappingBatch", "MappingConfig", "MappingName", "draw_mapping"]
 
 MappingName = Literal["low_rank", "mlp", "attention", "attention_inputs", "sliding"]
 
@@ -49,8 +49,8 @@ class MappingConfig(Validated):
 
     Examples:
         >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
-        >>> found = rc.tasks.mapping(config, 2, torch.Generator().manual_seed(0))
-        >>> torch.linalg.matrix_rank(found.outputs, rtol=1e-4)  # [B, T, d] of rank k
+        >>> batch = rc.tasks.draw_mapping(config, 2, torch.Generator().manual_seed(0))
+        >>> torch.linalg.matrix_rank(batch.outputs, rtol=1e-4)  # [B, T, d] of rank k
         tensor([2, 2])
     """
 
@@ -68,7 +68,7 @@ class MappingConfig(Validated):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Mapping:
+class MappingBatch:
     """One map per row.
 
     Attributes:
@@ -76,8 +76,8 @@ class Mapping:
 
     Examples:
         >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
-        >>> found = rc.tasks.mapping(config, 2, torch.Generator().manual_seed(0))
-        >>> found.inputs.shape, found.outputs.shape
+        >>> batch = rc.tasks.draw_mapping(config, 2, torch.Generator().manual_seed(0))
+        >>> batch.inputs.shape, batch.outputs.shape
         (torch.Size([2, 16, 8]), torch.Size([2, 16, 8]))
     """
 
@@ -90,20 +90,20 @@ class Mapping:
         return error / self.outputs.square().sum(-1)
 
 
-def mapping(
+def draw_mapping(
     config: MappingConfig,
     batch: int,
     generator: torch.Generator,
     *,
     dtype: torch.dtype = torch.float32,
-) -> Mapping:
+) -> MappingBatch:
     """Draw a map and a sequence for each row; O(B T² d) with attention, O(B T d²) without.
 
     Args:
         config: which map.
-        batch: B.
+        batch: batch size B.
         generator: the only source of randomness; the result lives on its device.
-        dtype: of the result, and of the arithmetic.
+        dtype: dtype of the arithmetic and of the result.
 
     Raises:
         ValueError: a negative batch.
@@ -111,28 +111,28 @@ def mapping(
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
         >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
-        >>> drawn = rc.tasks.mapping(config, 2, draw)
-        >>> drawn.inputs.shape, drawn.outputs.shape
+        >>> batch = rc.tasks.draw_mapping(config, 2, draw)
+        >>> batch.inputs.shape, batch.outputs.shape
         (torch.Size([2, 16, 8]), torch.Size([2, 16, 8]))
     """
-    validate("mapping: batch", int_check(), batch)
+    validate("draw_mapping: batch", int_check(), batch)
     d, device = config.size, generator.device
 
     def normal(*shape: int, fan: int = 1) -> Tensor:
-        drawn = torch.randn(batch, *shape, generator=generator, device=device, dtype=dtype)
-        return drawn / fan**0.5
+        weights = torch.randn(batch, *shape, generator=generator, device=device, dtype=dtype)
+        return weights / fan**0.5
 
     x = normal(config.length, d)
     if config.name == "low_rank":
         X, Y = normal(d, config.rank, fan=d), normal(config.rank, d, fan=config.rank)
-        return Mapping(inputs=x, outputs=x @ X @ Y)  # rows: (XY)ᵀ i, seen from the right
-    up, down = normal(d, d, fan=d), normal(d, d, fan=d)
+        return MappingBatch(inputs=x, outputs=x @ X @ Y)  # rows: (XY)ᵀ i, seen from the right
+    first, second = normal(d, d, fan=d), normal(d, d, fan=d)
 
     def network(inputs: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(inputs @ up) @ down
+        return torch.nn.functional.gelu(inputs @ first) @ second
 
     if config.name == "mlp":
-        return Mapping(inputs=x, outputs=network(x))
+        return MappingBatch(inputs=x, outputs=network(x))
     q, k, v = (x @ normal(d, d, fan=d) for _ in range(3))
     t = torch.arange(config.length, device=device)
     hidden = t[None, :] > t[:, None]
@@ -141,4 +141,4 @@ def mapping(
     scores = (q @ k.mT / d**0.5).masked_fill(hidden, float("-inf"))
     attended = scores.softmax(-1) @ v
     inputs = attended if config.name == "attention_inputs" else x
-    return Mapping(inputs=inputs, outputs=network(attended))
+    return MappingBatch(inputs=inputs, outputs=network(attended))

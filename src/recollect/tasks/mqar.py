@@ -1,4 +1,4 @@
-"""Multi-query associative recall (MQAR): hear key-value pairs, then answer keys with values.
+"""Multi-query associative recall (MQAR): read key-value pairs, then answer keys with values.
 
 An instance of length T with P pairs is laid out as in the zoology benchmark (Arora et al. 2023)::
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from recollect.fields import Validated, choice_check, int_check, integer, number, option, validate
 
 IGNORE = -100
-"""The label of a position at which nothing is asked; PyTorch's cross entropy skips it.
+"""Label of positions without a question; PyTorch's cross entropy skips it.
 
 Examples:
     >>> logits, labels = torch.zeros(2, 8), torch.tensor([3, rc.tasks.IGNORE])
@@ -31,23 +31,30 @@ Examples:
 """
 
 
-__all__ = ["IGNORE", "MqarConfig", "MqarMix", "mqar", "mqar_mix"]
+__all__ = [
+    "IGNORE",
+    "MqarConfig",
+    "MqarMixture",
+    "mqar",
+    "mqar_mix",
+    "sample_without_replacement",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MqarConfig(Validated):
-    """What an instance looks like.
+    """Layout of an instance.
 
     Args:
         vocab: V, the number of tokens: 0 is filler, the lower half keys, the upper half values.
         pairs: P, the number of key-value pairs, each of which is asked once.
         length: T, the number of tokens of an instance; even, and at least 4 P.
         power: a, the exponent of the distribution of query slots; above 0. At 1 it is uniform.
-        fill: what stands where nothing is asked: token 0, or tokens drawn from the whole
-            vocabulary, which may collide with keys and is harder. Both are published (`mqar_mix`).
+        fill: tokens at other positions: token 0, or tokens drawn from the full vocabulary, which
+            may collide with keys and is harder. Both are published (`mqar_mix`).
 
     Raises:
-        ValueError: if no instance has this shape, saying which number to change.
+        ValueError: if no instance has this layout; names the number to change.
 
     Examples:
         >>> config = rc.tasks.MqarConfig(vocab=32, pairs=4, length=32)
@@ -81,21 +88,21 @@ class MqarConfig(Validated):
 
     @property
     def keys(self) -> int:
-        """How many different keys there are: the tokens 1 .. V/2 - 1."""
+        """Number of different keys: the tokens 1 .. V/2 - 1."""
         return self.vocab // 2 - 1
 
     @property
-    def slots(self) -> int:
-        """How many places a query can take after the pairs."""
+    def num_query_slots(self) -> int:
+        """Number of positions for queries after the pairs."""
         return self.length // 2 - self.pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class MqarMix:
-    """What one model of an experiment is trained and tested on.
+class MqarMixture:
+    """Training and test data of one model.
 
     Attributes:
-        train, test: shapes of instances, each with how many there are.
+        train, test: layouts of instances, with the number of instances.
 
     Examples:
         >>> mix = rc.tasks.mqar_mix("mixed")
@@ -117,7 +124,7 @@ _MIXED_TEST = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (10
 
 def mqar_mix(
     recipe: Literal["one length", "mixed"], *, length: int = 64, vocab: int = 8192
-) -> MqarMix:
+) -> MqarMixture:
     """The two published recipes of training and test data, both with power 0.01.
 
     ``"one length"`` is of the benchmark's first paper (Arora et al. 2023, figure 2): 100,000
@@ -127,7 +134,7 @@ def mqar_mix(
     fillers are random. Both train two layers of mixers without feed-forward networks.
 
     Args:
-        recipe: which.
+        recipe: name of the recipe.
         length: T of ``"one length"``.
         vocab: V; both papers have 8,192.
 
@@ -147,12 +154,12 @@ def mqar_mix(
                 f"mqar_mix: length must be one of {', '.join(map(str, _ONE_LENGTH))}, got {length}"
             )
         config = MqarConfig(vocab=vocab, pairs=_ONE_LENGTH[length], length=length)
-        return MqarMix(train=((config, 100_000),), test=((config, 3_000),))
+        return MqarMixture(train=((config, 100_000),), test=((config, 3_000),))
 
     def shape(tokens: int, pairs: int) -> MqarConfig:
         return MqarConfig(vocab=vocab, pairs=pairs, length=tokens, fill="random")
 
-    return MqarMix(
+    return MqarMixture(
         train=tuple((shape(T, P), count) for T, P, count in _MIXED_TRAIN),
         test=tuple((shape(T, P), 1_000) for T, P in _MIXED_TEST),
     )
@@ -161,12 +168,12 @@ def mqar_mix(
 def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw a batch of instances.
 
-    The result depends on nothing but ``config``, ``batch`` and the state of ``generator``.
+    The result depends only on ``config``, ``batch`` and the state of ``generator``.
 
     Args:
-        config: what an instance looks like.
-        batch: B, how many instances; 0 gives empty tensors.
-        generator: where the randomness comes from; the result lives on its device.
+        config: layout of an instance.
+        batch: number of instances B; 0 gives empty tensors.
+        generator: source of randomness; the result is on its device.
 
     Returns:
         ``(inputs, labels)``, both int64 ``[B, T]``. A query's label stands at the query's own
@@ -185,8 +192,8 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
     validate("mqar: batch", int_check(), batch)
     device, pairs, half = generator.device, config.pairs, config.vocab // 2
 
-    def choose(count: int, log_weight: Tensor | None = None) -> Tensor:
-        """``pairs`` different indices below ``count`` per row, in random order: [B, P]."""
+    def sample_indices(count: int, log_weight: Tensor | None = None) -> Tensor:
+        """Return ``pairs`` different indices below ``count`` per row, in random order: [B, P]."""
         # The largest of log-weight plus Gumbel noise are a sample without replacement (Gumbel
         # top-k). float64 makes ties, which would favour low indices, too rare to matter.
         noise = torch.rand(batch, count, generator=generator, device=device, dtype=torch.float64)
@@ -195,10 +202,12 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
             score = score + log_weight
         return score.topk(pairs, dim=1).indices
 
-    keys = 1 + choose(config.keys)
-    values = half + choose(config.vocab - half)
-    ranks = torch.arange(1, config.slots + 1, device=device, dtype=torch.float64)
-    positions = 2 * pairs + 2 * choose(config.slots, (config.power - 1) * ranks.log())
+    keys = 1 + sample_indices(config.keys)
+    values = half + sample_indices(config.vocab - half)
+    ranks = torch.arange(1, config.num_query_slots + 1, device=device, dtype=torch.float64)
+    positions = 2 * pairs + 2 * sample_indices(
+        config.num_query_slots, (config.power - 1) * ranks.log()
+    )
 
     shape = (batch, config.length)
     if config.fill == "random":
@@ -211,3 +220,17 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
     labels = torch.full(shape, IGNORE, dtype=torch.int64, device=device)
     labels.scatter_(1, positions, values)
     return inputs, labels
+
+
+def sample_without_replacement(
+    rows: int, size: int, count: int, generator: torch.Generator
+) -> Tensor:
+    """Return ``count`` different integers below ``size`` per row, in random order.
+
+    They are the indices ``[rows, count]`` of the largest of ``size`` independent numbers. In
+    float64 ties, which would favour low indices, are too rare to matter.
+    """
+    noise = torch.rand(
+        rows, size, generator=generator, device=generator.device, dtype=torch.float64
+    )
+    return noise.topk(count, dim=1).indices

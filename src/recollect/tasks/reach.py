@@ -1,7 +1,7 @@
-"""Reachability in a directed acyclic graph: two trees, and which nodes hang below the first root.
+"""Reachability in a directed acyclic graph: two trees, and the nodes below the first root.
 
 AM section 3.3: n nodes in topological order are divided into two classes of equal size with a tree
-on each; a node's vector names itself and its parent; the label says whether the first node reaches
+on each; a node's vector contains itself and its parent; the label is whether the first node reaches
 it. One powers-of-the-adjacency computation solves it: reachable = row 1 of (I − A)⁻¹ > 0.
 """
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from recollect.fields import Validated, int_check, integer, validate
-from recollect.tasks.drawn import distinct
+from recollect.tasks.mqar import sample_without_replacement
 
-__all__ = ["Reach", "ReachConfig", "reach"]
+__all__ = ["ReachConfig", "ReachabilityBatch", "reachability"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class ReachConfig(Validated):
     """Two trees over the nodes; AM has 32 nodes.
 
     Left open by the paper: the trees' law (here a node's parent is uniform among the earlier nodes
-    of its class) and what a root's vector says of a parent (here nothing).
+    of its class) and the parent in a root's vector (here none).
 
     Args:
         nodes: n, even, so that the classes are of equal size.
@@ -33,7 +33,7 @@ class ReachConfig(Validated):
 
     Examples:
         >>> config, draw = rc.tasks.ReachConfig(nodes=8), torch.Generator().manual_seed(0)
-        >>> rc.tasks.reach(config, 3, draw).labels.sum(-1)  # half of the nodes
+        >>> rc.tasks.reachability(config, 3, draw).labels.sum(-1)  # half of the nodes
         tensor([4, 4, 4])
     """
 
@@ -47,18 +47,18 @@ class ReachConfig(Validated):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reach:
+class ReachabilityBatch:
     """Graphs, one per row.
 
     Attributes:
         x: ``[B, n, n]``, node i's vector: onehot(i) + onehot(parent of i).
         parent: ``[B, n]``, int64, −1 for the two roots. Parents come before children.
-        labels: ``[B, n]``, int64, 1 where node 0 reaches node i (itself included), else 0.
+        labels: ``[B, n]``, int64, 1 if node 0 reaches node i or is node i, else 0.
 
     Examples:
         >>> config, draw = rc.tasks.ReachConfig(nodes=8), torch.Generator().manual_seed(0)
-        >>> found = rc.tasks.reach(config, 3, draw)
-        >>> found.x.shape, (found.parent < 0).sum(-1)  # two roots
+        >>> graphs = rc.tasks.reachability(config, 3, draw)
+        >>> graphs.x.shape, (graphs.parent < 0).sum(-1)  # two roots
         (torch.Size([3, 8, 8]), tensor([2, 2, 2]))
     """
 
@@ -67,20 +67,20 @@ class Reach:
     labels: Tensor
 
 
-def reach(
+def reachability(
     config: ReachConfig,
     batch: int,
     generator: torch.Generator,
     *,
     dtype: torch.dtype = torch.float32,
-) -> Reach:
+) -> ReachabilityBatch:
     """Draw graphs, O(B n²).
 
     Args:
         config: sizes.
-        batch: B.
+        batch: batch size B.
         generator: the only source of randomness; the result lives on its device.
-        dtype: of the node vectors.
+        dtype: dtype of the node vectors.
 
     Raises:
         ValueError: a negative batch.
@@ -88,20 +88,20 @@ def reach(
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
         >>> config = rc.tasks.ReachConfig(nodes=8)
-        >>> graphs = rc.tasks.reach(config, 2, draw)
+        >>> graphs = rc.tasks.reachability(config, 2, draw)
         >>> graphs.x.shape, graphs.labels.sum(1)
         (torch.Size([2, 8, 8]), tensor([4, 4]))
     """
-    validate("reach: batch", int_check(), batch)
+    validate("reachability: batch", int_check(), batch)
     n, device = config.nodes, generator.device
     # Node 0 is in the first class; n/2 of the other n − 1 are in the second.
     second = torch.zeros(batch, n, dtype=torch.bool, device=device)
-    second.scatter_(1, 1 + distinct(batch, n - 1, n // 2, generator), True)
-    same = (second[:, :, None] == second[:, None, :]).tril(-1)  # earlier nodes of one's class
+    second.scatter_(1, 1 + sample_without_replacement(batch, n - 1, n // 2, generator), True)
+    same = (second[:, :, None] == second[:, None, :]).tril(-1)  # earlier nodes of the class
     noise = torch.rand(batch, n, n, generator=generator, device=device, dtype=torch.float64)
     parent = noise.masked_fill(~same, -1).argmax(-1)
     parent = torch.where(same.any(-1), parent, -1)
     eye = torch.eye(n, device=device, dtype=dtype)
-    has = (parent >= 0)[..., None]
-    x = eye + torch.where(has, eye[parent.clamp_min(0)], 0)
-    return Reach(x=x, parent=parent, labels=(~second).long())
+    has_parent = (parent >= 0)[..., None]
+    x = eye + torch.where(has_parent, eye[parent.clamp_min(0)], 0)
+    return ReachabilityBatch(x=x, parent=parent, labels=(~second).long())

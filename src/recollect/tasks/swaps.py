@@ -1,10 +1,10 @@
-"""Swaps as tokens: n items stand in n places, each token swaps two, say which item stands first.
+"""Swaps as tokens: n items in n positions, each token swaps two, and the label is the first item.
 
 AM section 3.2 and listing 2: with n = 5 there are C(5, 2) = 10 tokens and 5 answers; the label at
 every step is the item at the first place after it. The state is a permutation, so a model that
 answers at every length tracks S_n. AM figure 6 is the same task at lengths 32, 64, 128 and 256: a
 `SwapConfig` per length. Figure 5 gives the layer keys instead of tokens:
-`recollect.tasks.exchange` with ``ask="first"``.
+`recollect.tasks.swap_stream` with ``ask="first"``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recollect.fields import Validated, int_check, integer, validate
 
-__all__ = ["SwapConfig", "pairs_of", "swaps"]
+__all__ = ["SwapConfig", "position_pairs", "swap_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class SwapConfig(Validated):
 
     Examples:
         >>> config = rc.tasks.SwapConfig(items=5, length=16)
-        >>> inputs, labels = rc.tasks.swaps(config, 2, torch.Generator().manual_seed(0))
+        >>> inputs, labels = rc.tasks.swap_batch(config, 2, torch.Generator().manual_seed(0))
         >>> inputs.shape, labels.shape
         (torch.Size([2, 16]), torch.Size([2, 16]))
     """
@@ -42,26 +42,27 @@ class SwapConfig(Validated):
 
     @property
     def vocab(self) -> int:
-        """Input tokens: the n(n−1)/2 swaps, as `pairs_of` orders them. Answers are 0..n−1."""
+        """Input tokens: the n(n−1)/2 swaps, as `position_pairs` orders them. Answers are 0..n−1."""
         return self.items * (self.items - 1) // 2
 
 
-def pairs_of(items: int) -> Tensor:
-    """``[n(n−1)/2, 2]``: the places i < j that each token swaps, in lexicographic order."""
+def position_pairs(items: int) -> Tensor:
+    """``[n(n−1)/2, 2]``: the positions i < j that each token swaps, in lexicographic order."""
     return torch.combinations(torch.arange(items))
 
 
-def swaps(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Uniform swaps, and who stands first after each.
+def swap_batch(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw uniform swaps, and the first item after each.
 
     Args:
         config: sizes.
-        batch: B, sequences.
+        batch: batch size B.
         generator: the only source of randomness; the result lives on its device.
 
     Returns:
         ``(inputs, labels)``, int64 ``[B, length]``: swaps below ``config.vocab`` and items below
-        ``config.items``. Item i stands at place i before the first swap, and place 0 is asked.
+        ``config.items``. Item i is at position i before the first swap, and
+        the label is the item at position 0.
 
     Raises:
         ValueError: a negative batch.
@@ -69,18 +70,18 @@ def swaps(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[T
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
         >>> config = rc.tasks.SwapConfig(items=3, length=6)
-        >>> inputs, labels = rc.tasks.swaps(config, 2, draw)
+        >>> inputs, labels = rc.tasks.swap_batch(config, 2, draw)
         >>> inputs.shape, int(labels[labels >= 0].max())
         (torch.Size([2, 6]), 2)
     """
-    validate("swaps: batch", int_check(), batch)
+    validate("swap_batch: batch", int_check(), batch)
     device = generator.device
     tokens = torch.randint(config.vocab, (batch, config.length), generator=generator, device=device)
-    places = pairs_of(config.items).to(device)
-    stands = torch.arange(config.items, device=device).repeat(batch, 1)
+    pairs = position_pairs(config.items).to(device)
+    permutation = torch.arange(config.items, device=device).repeat(batch, 1)
     labels = torch.empty_like(tokens)
     for t in range(config.length):
-        pair = places[tokens[:, t]]  # [B, 2]
-        stands = stands.scatter(1, pair.flip(1), stands.gather(1, pair))
-        labels[:, t] = stands[:, 0]
+        pair = pairs[tokens[:, t]]  # [B, 2]
+        permutation = permutation.scatter(1, pair.flip(1), permutation.gather(1, pair))
+        labels[:, t] = permutation[:, 0]
     return tokens, labels

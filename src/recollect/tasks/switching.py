@@ -4,7 +4,7 @@
 
 The association of time t is k_t → v_t = k_{t+1}/‖k_{t+1}‖ and the query is q_t = k_{t+1}, so that a
 layer's output y_t = m_t(k_{t+1}) forecasts v_{t+1} from what it memorised up to t. Nothing is
-learned. The naive forecaster answers v_t, which it has seen.
+learned. The naive forecaster repeats v_t.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from recollect.fields import Validated, int_check, integer, number, option, validate
 
-__all__ = ["Switching", "SwitchingConfig", "switching"]
+__all__ = ["SwitchingBatch", "SwitchingConfig", "switching"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchingConfig(Validated):
-    """The process; the defaults are the published ones where the paper says them.
+    """The process; the defaults are those of the paper, if it has any.
 
     Left open by the paper: Σ beyond "unit diagonals and non-zero off-diagonals", and k_1.
 
     Args:
         size: K, the size of keys and values.
         length: T, the associations memorised.
-        early, late: the factor a before and after the switch, 0 to 1.
+        early_scale, late_scale: factor a before and after the switch, 0 to 1.
         noise: σ.
         covariance: Σ. ``"equal"`` has ``correlation`` everywhere off the diagonal; ``"drawn"`` is
             AAᵀ scaled to a unit diagonal for a K × K matrix A of standard normal numbers, drawn
-            anew for every sequence.
+            again for every sequence.
         correlation: of two coordinates when ``"equal"``; 0 to 1.
         start: k_1 is ``"stationary"`` (the early process's own spread, σ/√(1 − a²)) or one
             ``"step"`` of noise from 0.
@@ -49,40 +49,40 @@ class SwitchingConfig(Validated):
 
     size: int = integer(64, at_least=1)
     length: int = integer(256, at_least=4)
-    early: float = number(0.9, at_least=0, at_most=1)
-    late: float = number(0.999, at_least=0, at_most=1)
+    early_scale: float = number(0.9, at_least=0, at_most=1)
+    late_scale: float = number(0.999, at_least=0, at_most=1)
     noise: float = number(0.02, at_least=1e-12, at_most=1e12)
     covariance: Literal["equal", "drawn"] = option("equal", "drawn")
     correlation: float = number(0.5, at_least=0, at_most=1)
     start: Literal["stationary", "step"] = option("stationary", "step")
 
     def validate(self) -> None:
-        if self.start == "stationary" and self.early == 1:
+        if self.start == "stationary" and self.early_scale == 1:
             raise ValueError(
-                "SwitchingConfig: early = 1 has no stationary spread; use start='step'"
+                "SwitchingConfig: early_scale = 1 has no stationary spread; use start='step'"
             )
 
     @property
-    def switch(self) -> int:
-        """How many of the factors a_1, a_2, … are the early one: those of t < T/4."""
+    def switch_time(self) -> int:
+        """Number of factors a_t before the switch, with t < T/4."""
         return -(-self.length // 4) - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Switching:
+class SwitchingBatch:
     """Sequences to memorise and forecast.
 
     Attributes:
         k, v: ``[B, T, K]``, the associations; values have length 1.
         q: ``[B, T, K]``, the next key.
-        target: ``[B, T, K]``, the next value: what y_t forecasts.
+        target: ``[B, T, K]``, the next value, which y_t forecasts.
 
     Examples:
         >>> config = rc.tasks.SwitchingConfig(size=4, length=8)
-        >>> found = rc.tasks.switching(config, 2, torch.Generator().manual_seed(0))
-        >>> torch.allclose(found.v.norm(dim=-1), torch.ones(2, 8))
+        >>> batch = rc.tasks.switching(config, 2, torch.Generator().manual_seed(0))
+        >>> torch.allclose(batch.v.norm(dim=-1), torch.ones(2, 8))
         True
-        >>> torch.equal(found.q[:, :-1], found.k[:, 1:])  # the next key
+        >>> torch.equal(batch.q[:, :-1], batch.k[:, 1:])  # the next key
         True
     """
 
@@ -92,8 +92,8 @@ class Switching:
     target: Tensor
 
     @property
-    def naive(self) -> Tensor:
-        """The forecast that repeats the value seen last ``[B, T, K]``."""
+    def repeat_last(self) -> Tensor:
+        """Forecast that repeats the last value ``[B, T, K]``."""
         return self.v
 
     def loss(self, y: Tensor) -> Tensor:
@@ -107,14 +107,14 @@ def switching(
     generator: torch.Generator,
     *,
     dtype: torch.dtype = torch.float32,
-) -> Switching:
+) -> SwitchingBatch:
     """Draw sequences, O(B T K²).
 
     Args:
         config: the process.
-        batch: B.
+        batch: batch size B.
         generator: the only source of randomness; the result lives on its device.
-        dtype: of the result; the process runs in float64.
+        dtype: dtype of the result; the process runs in float64.
 
     Raises:
         ValueError: a negative batch.
@@ -122,8 +122,8 @@ def switching(
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
         >>> config = rc.tasks.SwitchingConfig(size=4, length=16)
-        >>> drawn = rc.tasks.switching(config, 2, draw)
-        >>> drawn.k.shape, torch.equal(drawn.q[:, :-1], drawn.k[:, 1:])
+        >>> sample = rc.tasks.switching(config, 2, draw)
+        >>> sample.k.shape, torch.equal(sample.q[:, :-1], sample.k[:, 1:])
         (torch.Size([2, 16, 4]), True)
     """
     validate("switching: batch", int_check(), batch)
@@ -142,14 +142,14 @@ def switching(
     noise = config.noise * normal(batch, config.length + 2, K) @ root.mT
     k = noise[:, 0]
     if config.start == "stationary":
-        k = k / (1 - config.early**2) ** 0.5
+        k = k / (1 - config.early_scale**2) ** 0.5
     keys = [k]
     for t in range(1, config.length + 2):
-        k = (config.early if t <= config.switch else config.late) * k + noise[:, t]
+        k = (config.early_scale if t <= config.switch_time else config.late_scale) * k + noise[:, t]
         keys.append(k)
     path = torch.stack(keys, dim=1).to(dtype)  # [B, T + 2, K]
     units = path / path.norm(dim=-1, keepdim=True)
-    return Switching(k=path[:, :-2], v=units[:, 1:-1], q=path[:, 1:-1], target=units[:, 2:])
+    return SwitchingBatch(k=path[:, :-2], v=units[:, 1:-1], q=path[:, 1:-1], target=units[:, 2:])
 
 
 def _root(sigma: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The word problem of a permutation group: say the product of all permutations so far.
+"""The word problem of a permutation group: the product of all permutations so far.
 
 S₃, S₅ and A₅ are groups of 3 and 5 items, parity is S₂: its two permutations are 0 and 1, and a
-product says whether the number of ones is odd. `word_problem` gives them by name.
+product says whether the number of ones is odd. `word_config` gives them by name.
 
 A model that tracks it keeps a state that permutes n items. One generalised Householder factor per
 token is a reflection at best, and a rotation of S₃ is a product of two: a single layer of a delta
@@ -20,7 +20,7 @@ from torch import Tensor
 from recollect.fields import Validated, choice_check, int_check, integer, option, validate
 from recollect.tasks.mqar import IGNORE
 
-__all__ = ["WordConfig", "permutations", "products", "word_problem", "words"]
+__all__ = ["WordConfig", "cayley_table", "permutations", "word_batch", "word_config"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class WordConfig(Validated):
 
     Examples:
         >>> config = rc.tasks.WordConfig(items=3, length=4)
-        >>> inputs, labels = rc.tasks.words(config, 2, torch.Generator().manual_seed(0))
+        >>> inputs, labels = rc.tasks.word_batch(config, 2, torch.Generator().manual_seed(0))
         >>> inputs.shape  # the token that begins a word, and four permutations
         torch.Size([2, 5])
     """
@@ -62,8 +62,8 @@ _NAMES: dict[str, tuple[int, Literal["symmetric", "alternating"]]] = {
 }
 
 
-def word_problem(name: str, length: int = 32) -> WordConfig:
-    """The word problem that the literature calls by a name.
+def word_config(name: str, length: int = 32) -> WordConfig:
+    """Return the configuration of a word problem by its name in the literature.
 
     Args:
         name: ``"parity"``, ``"S3"``, ``"S4"``, ``"S5"``, ``"A4"`` or ``"A5"``.
@@ -73,40 +73,40 @@ def word_problem(name: str, length: int = 32) -> WordConfig:
         ValueError: another name, listing these.
 
     Examples:
-        >>> config = rc.tasks.word_problem("S3", length=8)
+        >>> config = rc.tasks.word_config("S3", length=8)
         >>> config.items, config.group
         (3, 'symmetric')
     """
-    validate("word_problem: name", choice_check(*_NAMES), name)
+    validate("word_config: name", choice_check(*_NAMES), name)
     items, group = _NAMES[name]
     return WordConfig(items=items, length=length, group=group)
 
 
 def permutations(items: int, group: str = "symmetric") -> list[tuple[int, ...]]:
-    """The group's permutations of 0..n−1 in lexicographic order; the first is the identity."""
+    """Return the permutations of a group in lexicographic order, the identity first."""
     everything = itertools.permutations(range(items))
-    return [p for p in everything if group == "symmetric" or _even(p)]
+    return [p for p in everything if group == "symmetric" or _is_even(p)]
 
 
-def _even(p: tuple[int, ...]) -> bool:
-    """Whether an even number of pairs stand in the wrong order."""
+def _is_even(p: tuple[int, ...]) -> bool:
+    """Whether a permutation has an even number of inversions."""
     return sum(a > b for a, b in itertools.combinations(p, 2)) % 2 == 0
 
 
-def products(items: int, group: str = "symmetric") -> Tensor:
-    """``[g, g]``: the index of a ∘ b (first b, then a) in row a and column b."""
+def cayley_table(items: int, group: str = "symmetric") -> Tensor:
+    """Return the table ``[g, g]``: the index of a ∘ b (first b, then a) in row a and column b."""
     members = permutations(items, group)
     index = {p: i for i, p in enumerate(members)}
     rows = [[index[tuple(a[b[i]] for i in range(items))] for b in members] for a in members]
     return torch.tensor(rows)
 
 
-def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Uniform words and their running products.
+def word_batch(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw uniform words and their running products.
 
     Args:
-        config: of the words.
-        batch: words.
+        config: configuration of the words.
+        batch: number of words.
         generator: the only source of randomness.
 
     Returns:
@@ -119,13 +119,13 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
-        >>> config = rc.tasks.word_problem("S3", length=8)
-        >>> inputs, labels = rc.tasks.words(config, 2, draw)
+        >>> config = rc.tasks.word_config("S3", length=8)
+        >>> inputs, labels = rc.tasks.word_batch(config, 2, draw)
         >>> inputs.shape, int(labels[0, 0]) == rc.tasks.IGNORE
         (torch.Size([2, 9]), True)
     """
-    validate("words: batch", int_check(), batch)
-    compose = products(config.items, config.group)
+    validate("word_batch: batch", int_check(), batch)
+    compose = cayley_table(config.items, config.group)
     size = compose.shape[0]
     picks = torch.randint(size, (batch, config.length), generator=generator)
     product, labels = torch.zeros(batch, dtype=torch.long), [torch.full((batch,), IGNORE)]

@@ -61,7 +61,7 @@ def exchange_margin(keys: Tensor, dtype: torch.dtype) -> Margin:
         dtype: of keys and of their products.
 
     Examples:
-        >>> keys = rc.tasks.spread_keys(64, 36)
+        >>> keys = rc.tasks.low_coherence_keys(64, 36)
         >>> margin = rc.theory.exchange_margin(keys, torch.float32)
         >>> round(margin.spread, 4), margin.total < 0.5
         (0.1111, True)
@@ -77,11 +77,11 @@ def wrong_answers(recipe: RecipeLike, stream: Exchange, *, engine: str = "auto")
 
     Args:
         recipe: one that asks for no gates, e.g. a kernel with constant rates.
-        stream: of `recollect.tasks.exchange`.
+        stream: of `recollect.tasks.swap_stream`.
         engine: as for `recall`.
 
     Examples:
-        >>> stream = rc.tasks.exchange(4, 8, 3, torch.Generator().manual_seed(0))
+        >>> stream = rc.tasks.swap_stream(4, 8, 3, torch.Generator().manual_seed(0))
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
         >>> rc.theory.wrong_answers(recipe, stream)
         (0, 0)
@@ -91,6 +91,6 @@ def wrong_answers(recipe: RecipeLike, stream: Exchange, *, engine: str = "auto")
     with torch.no_grad():
         y, state = recall(recipe, q, k, v, engine=engine)
         end = read(recipe, stream.keys[None, :, None], state=state)
-    asked = y[0, :, 0].argmax(-1) != stream.holds
-    final = end[0, :, 0].argmax(-1) != stream.final
+    asked = y[0, :, 0].argmax(-1) != stream.answer_index
+    final = end[0, :, 0].argmax(-1) != stream.final_assignment
     return int(asked.sum()), int(final.sum())

@@ -27,7 +27,7 @@ from recollect.experiments.framework.task_models import TaskModel, memory_layer
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.mqar import IGNORE
-from recollect.tasks.word_problem import permutations, word_problem, words
+from recollect.tasks.word_problem import permutations, word_batch, word_config
 
 __all__ = ["EXPERIMENTS"]
 
@@ -38,7 +38,7 @@ MODELS = {POSITIVE: (1, 1.0), ONE_STEP: (1, 2.0), TWO_STEPS: (2, 2.0), FOUR_STEP
 
 
 def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    task = word_problem(str(cell["group"]), config["length"])
+    task = word_config(str(cell["group"]), config["length"])
     steps, largest = MODELS[str(cell["model"])]
     beta = GateOptions(low=0.0, high=largest, init=0.5 * largest)
     layer = memory_layer(
@@ -49,14 +49,14 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 
     def heldout(length: int) -> tuple[torch.Tensor, torch.Tensor]:
         longer = replace(task, length=length)
-        return words(longer, config["tested"], heldout_generator(seed))
+        return word_batch(longer, config["tested"], heldout_generator(seed))
 
     test = heldout(config["length"])
     result = fit(
         lambda: TaskModel(
             task.vocab, task.vocab - 1, config["width"], [layer], mlp=config["mlp"], norm=True
         ),
-        lambda generator: words(task, config["batch"], generator),
+        lambda generator: word_batch(task, config["batch"], generator),
         lambda model: accuracy(model, *test),
         Budget.from_config(config),
         seed=seed,

@@ -29,7 +29,7 @@ from recollect.experiments.papers.am.swap_models import (
     learning_curves,
     train_on_swaps,
 )
-from recollect.tasks.swaps import SwapConfig, swaps
+from recollect.tasks.swaps import SwapConfig, swap_batch
 
 __all__ = ["FIG6"]
 
@@ -40,7 +40,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     lengths = [first * 2**i for i in doublings] if cell["training"] == "curriculum" else [length]
     layer = delta_former_layer("round", size=12, rope=cell["position"] == "RoPE")
     result = train_on_swaps(config, [layer], seed, device, lengths)
-    longer = swaps(SwapConfig(length=2 * length), config["tested"], heldout_generator(seed))
+    longer = swap_batch(SwapConfig(length=2 * length), config["tested"], heldout_generator(seed))
     return {
         **fit_metrics(result, config),
         "accuracy": result.curve[-1][1] if result.curve else math.nan,

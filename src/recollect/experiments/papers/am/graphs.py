@@ -32,7 +32,7 @@ from recollect.experiments.papers.am.swap_models import (
     fit_metrics,
     learning_curves,
 )
-from recollect.tasks.reach import ReachConfig, reach
+from recollect.tasks.reach import ReachConfig, reachability
 
 __all__ = ["FIG7"]
 
@@ -45,7 +45,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
         layers = [delta_former_layer(cell["kernel"])]
 
     def draw(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        graphs = reach(task, count, generator)
+        graphs = reachability(task, count, generator)
         return graphs.x, graphs.labels
 
     heldout = draw(heldout_generator(seed), config["tested"])

@@ -22,7 +22,7 @@ from recollect.experiments.framework import (
 )
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.tasks.exchange import exchange, welch
+from recollect.tasks.exchange import swap_stream, welch
 
 __all__ = ["EXCHANGE"]
 
@@ -34,14 +34,14 @@ WINDOW = 40
 
 def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
     n, generator = cell["n"], torch.Generator().manual_seed(seed)
-    stream = exchange(n, cell["d"], config["swaps"], generator, dtype=DTYPES[cell["dtype"]])
+    stream = swap_stream(n, cell["d"], config["swaps"], generator, dtype=DTYPES[cell["dtype"]])
     q, k, v = (x[None, :, None].to(device) for x in (stream.q, stream.k, stream.v))
     # The delta rule on κ: u_t = v_t − Σ_{i<t} κ(k_i, k_t) u_i, y_t = Σ_{i≤t} κ(k_i, q_t) u_i.
     recipe = Recipe(features=KERNELS[cell["kernel"]], algorithm=GradientDescent(lr=1.0))
     y, _ = recall(recipe, q, k, v, output_final_state=False)
     y = y[0, n:, 0].float().cpu()
-    is_right = (y.argmax(-1) == stream.holds[n:]).float()
-    error = (y - functional.one_hot(stream.holds[n:], n).float()).abs().amax(-1)
+    is_right = (y.argmax(-1) == stream.answer_index[n:]).float()
+    error = (y - functional.one_hot(stream.answer_index[n:], n).float()).abs().amax(-1)
     return {
         "accuracy": float(is_right.mean()),
         "last quarter": float(is_right[-len(is_right) // 4 :].mean()),

@@ -23,7 +23,7 @@ from recollect.experiments.framework import (
 from recollect.experiments.papers.am.swap_models import fit_metrics, learning_curves
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.tasks.exchange import exchange
+from recollect.tasks.exchange import swap_stream
 
 __all__ = ["FIG5"]
 
@@ -40,7 +40,7 @@ def _recall_after_swaps(
 
     Values are the items' own keys, vectors of size d.
     """
-    streams = [exchange(n, d, n, generator) for _ in range(count)]
+    streams = [swap_stream(n, d, n, generator) for _ in range(count)]
     k = torch.stack([s.k for s in streams]).unsqueeze(2)
     v = torch.stack([s.v @ s.keys for s in streams]).unsqueeze(2)
     q = torch.stack([s.q for s in streams]).unsqueeze(2)
@@ -48,7 +48,7 @@ def _recall_after_swaps(
         y, _ = recall(TRACKING_RECIPES[kernel], q, k, v, output_final_state=False)
     # Some linear runs overflow; a read-out can be trained on the clamped outputs.
     y = y[:, n:, 0].nan_to_num().clamp(-1e4, 1e4)
-    return y, torch.stack([s.holds[n:] for s in streams])
+    return y, torch.stack([s.answer_index[n:] for s in streams])
 
 
 def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:

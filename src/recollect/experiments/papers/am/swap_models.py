@@ -28,7 +28,7 @@ from recollect.experiments.framework.task_models import (
     delta_former_recipe,
     memory_layer,
 )
-from recollect.tasks.swaps import SwapConfig, swaps
+from recollect.tasks.swaps import SwapConfig, swap_batch
 from recollect.zoo.preset import get
 
 __all__ = [
@@ -81,10 +81,10 @@ def train_on_swaps(
     """Train a model of width 12 on a number of swaps, or on growing ones, and test the last."""
     tasks = {length: SwapConfig(length=length) for length in lengths}
     task = tasks[lengths[-1]]
-    heldout = swaps(task, config["tested"], heldout_generator(seed))
+    heldout = swap_batch(task, config["tested"], heldout_generator(seed))
 
     def stage(length: int) -> Stage:
-        return Stage(draw=lambda generator: swaps(tasks[length], config["batch"], generator))
+        return Stage(draw=lambda generator: swap_batch(tasks[length], config["batch"], generator))
 
     return fit(
         lambda: TaskModel(task.vocab, task.items, 12, layers),

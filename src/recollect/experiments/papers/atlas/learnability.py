@@ -31,7 +31,7 @@ from recollect.experiments.framework import (
 )
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.tasks.learnability import MappingConfig, MappingName, mapping
+from recollect.tasks.learnability import MappingConfig, MappingName, draw_mapping
 
 __all__ = ["EXPERIMENTS"]
 
@@ -70,7 +70,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
         rank=max(1, size // 8),
         window=config["window"],
     )
-    pairs = mapping(task, 1, torch.Generator().manual_seed(seed))
+    pairs = draw_mapping(task, 1, torch.Generator().manual_seed(seed))
     rates = config["lrs"][optimizer]
     i, o = (
         x.to(device).unsqueeze(2).expand(len(rates), -1, -1, -1)

@@ -22,8 +22,7 @@ from recollect.experiments.framework import (
 )
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.experiments.papers.atlas.recall import ATTENTION, preset_layer
-from recollect.tasks.mad import mad
-from recollect.tasks.mad_config import MadCompression, mad_settings
+from recollect.tasks.mad import MadCompression, mad, mad_settings
 
 __all__ = ["EXPERIMENTS"]
 

@@ -66,9 +66,9 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     sample = switching(process, config["sequences"], generator, dtype=torch.float64)
     q, k, v = (x.to(device) for x in (sample.q, sample.k, sample.v))
     layer = cell["layer"]
-    y = sample.naive if layer == NAIVE else _predict(layer, config, q, k, v).cpu()
+    y = sample.repeat_last if layer == NAIVE else _predict(layer, config, q, k, v).cpu()
     loss = sample.loss(y).mean(0)  # [T]
-    switch = process.switch + 1
+    switch = process.switch_time + 1
     return {
         "before": float(loss[:switch].mean()),
         "after": float(loss[switch:].mean()),
