@@ -50,7 +50,8 @@ class Probe(Member):
         >>> recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()))
         >>> [(gate.name, gate.axes) for gate in recipe.gates()]
         [('probe', ('K',)), ('erase', ()), ('lr', ())]
-        >>> print(*rc.explain(recipe.replace(algorithm=rc.algorithm.GradientDescent(lr=1.0))).write_equations)
+        >>> simple = recipe.replace(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+        >>> print(*rc.explain(simple).write_equations)
         W_t = W_(t−1) − a_t (W_(t−1) w_t) k_tᵀ + v_t k_tᵀ
     """
 
