@@ -81,7 +81,7 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         names=tuple(tokens),
         affine=p.affine,
         decays_first=p.decays_first,
-        separate=p.probe is not None or (p.momentum is not None and p.momentum_on == "value"),
+        separate=p.erase is not None or (p.momentum is not None and p.momentum_on == "value"),
     )
     states = p.A0 if p.S0 is None else torch.cat([p.A0, p.S0], dim=-1)
     y, Z = run_chunks(equations.layout, equations, states.mT.flatten(0, 1), *tokens.values())
@@ -247,8 +247,8 @@ class ChunkEquations:
             p = self._fixed_writes(p, steps.products(queries, writes), writes.outer, c, x)
         if a == 0:
             return p
+        probe = split(x["probe"].unsqueeze(3)) if "probe" in x else keys
         if self.separate:
-            probe = split(x["probe"].unsqueeze(3)) if "probe" in x else keys
             probe = steps.read(probe, before_write=True)
             c = -(steps.products(probe, writes) @ c)
             if "erase" in x:
@@ -256,7 +256,7 @@ class ChunkEquations:
             else:
                 writes = steps.write(keys, a * weight, bypass=True)
         else:
-            probe = steps.read(keys if a == 1 else a * keys, before_write=True)
+            probe = steps.read(probe if a == 1 else a * probe, before_write=True)
         return p._replace(
             system=ChunkSystem(
                 L=steps.products(probe, writes),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LinearPlan",
     "decodes_in_one_step",
+    "erases_along_key",
     "one_token",
     "per_value_systems",
     "scans",
@@ -44,12 +45,14 @@ class LinearPlan:
             the scale of a decay.
         decays_first: whether the error is measured after the decay.
         split_values: whether value channels are separate memories (`per_value_systems`).
+        erases_along_key: whether a probe has one rate and erases along the key.
     """
 
     plain: bool
     bare: bool
     decays_first: bool
     split_values: bool
+    erases_along_key: bool
 
 
 def scans(recipe: Recipe) -> bool:
@@ -72,10 +75,18 @@ def per_value_systems(recipe: Recipe) -> bool:
     if decay is not None and decay.per == "entry" and not scans(recipe):
         return True
     if recipe.bias.sees_prediction:
-        rows = decay is not None and decay.per in ("value", "key_value", "entry")
-        return rows or recipe.algorithm.per_value
+        if decay is not None and decay.per in ("value", "key_value", "entry"):
+            return True
+        # The rate of the algorithm also scales the erasure, unless a probe has its own rate.
+        return recipe.algorithm.per_value and recipe.bias.probe is None
     # The write of a dot product is η ⊙ v; in a window, one η scales the values of several tokens.
     return recipe.context.horizon != 1 and recipe.algorithm.per_value
+
+
+def erases_along_key(recipe: Recipe) -> bool:
+    """Whether a probe has one rate and erases along the key of the write."""
+    probe = recipe.bias.probe
+    return probe is not None and probe.write == "key" and probe.per == "head"
 
 
 def decodes_in_one_step(recipe: Recipe) -> bool:

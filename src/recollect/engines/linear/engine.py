@@ -30,6 +30,7 @@ from recollect.engines.linear.cost import (
 from recollect.engines.linear.decode import (
     LinearPlan,
     decodes_in_one_step,
+    erases_along_key,
     one_token,
     per_value_systems,
     scans,
@@ -114,6 +115,7 @@ class LinearEngine(Engine):
             and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
             decays_first=decay is not None and decay.when == "before",
             split_values=per_value_systems(recipe),
+            erases_along_key=erases_along_key(recipe),
         )
 
     def run(self, problem: Problem) -> tuple[Tensor, State]:
@@ -191,7 +193,7 @@ class LinearEngine(Engine):
             notes.append(f"one triangular system per value channel: {V} of them in place of one")
             heads, V, per = sizes.H * V, 1, "key" if per in ("key_value", "entry") else "head"
         T, c = sizes.T * sizes.n, sizes.c
-        probe = recipe.bias.probe is not None
+        probe = recipe.bias.probe is not None and not erases_along_key(recipe)
         has_value_momentum = has_error and algorithm.recursion == "value"
         token = (
             token_flops(
@@ -253,12 +255,15 @@ def _matrix(problem: Problem, p: LinearProblem) -> Solved:
     read, shape, bonus_output = problem.recipe.memory.read, p.A0.shape, None
     if read.bonus != 0.0:
         bonus_output = bonus(p, problem.rates["bonus"])
-    split = problem.bound.plan.split_values
+    plan: LinearPlan = problem.bound.plan
+    if plan.erases_along_key:
+        p = _one_direction(p, problem.rates["erase"])
+    split = plan.split_values
     if split:
         p = _split_values(p)
     elif p.lr.dim() == 4:
-        # The write of the dot product is η ⊙ v: fold a gate per value channel into the value.
-        p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
+        # η acts on the write alone: fold a gate per value channel into the value.
+        p = _fold_rate(p)
     by_entry = p.log_decay is not None and (p.log_decay.dim() == 5 or p.decay_scale is not None)
     y, A, S = read_in_order(p, read.when, _scan_entries if by_entry else chunked)
     if split:
@@ -299,6 +304,21 @@ def _scan_entries(p: LinearProblem) -> Solved:
     u = p.affine[1] * (p.v * p.lr.unsqueeze(-1))
     x = ScanInputs(p.A0, p.q, p.k, u, p.log_decay, p.decay_scale)
     return *scan(x, chunk_size=p.chunk_size), None
+
+
+def _fold_rate(p: LinearProblem) -> LinearProblem:
+    """Fold the rate of a write into the value."""
+    rate = p.lr if p.lr.dim() == 4 else p.lr.unsqueeze(-1)
+    return replace(p, v=p.v * rate, lr=torch.ones_like(p.k[..., 0]))
+
+
+def _one_direction(p: LinearProblem, erase: Tensor) -> LinearProblem:
+    """Fold the rate of an erasure along the key into the probe, and that of the write into v.
+
+    Erasure and write then have one direction, and a chunk has the system of the delta rule.
+    """
+    assert p.probe is not None
+    return replace(_fold_rate(p), probe=erase.unsqueeze(-1) * p.probe, erase=None)
 
 
 def _repeat_per_value(x: Tensor | None, V: int) -> Tensor | None:

@@ -38,11 +38,12 @@ class LinearProblem:
         S_t = θ_t S_{t−1} − η_t g_t           (momentum_on="value": on the part −b v kᵀ only)
         A_t = D_t A_{t−1} + S_t               (no momentum: D_t A_{t−1} − η_t g_t)
         A_t = D_t A_{t−1} − a (P_t w_t) e_tᵀ + η_t b v_t k_tᵀ       with a probe w and direction e
+        A_t = D_t A_{t−1} − η_t (a P_t w_t − b v_t) k_tᵀ            with a probe w alone
         y_t = A_t q_t
 
     Attributes:
         q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. v: ``[B, T, H, V]``.
-        lr: η ``[B, T, H]``.
+        lr: η ``[B, T, H]``; also ``[B, T, H, V]`` until the engine folds it into the values.
         A0: ``[B, H, V, F]``. S0: ``[B, H, V, F]``, or ``None`` without momentum.
         log_decay: ``[B, T, H]``, or ``[B, T, H, F]`` over columns of A; ≤ 0, −inf erases A.
             For `recollect.engines.linear.scan` only: ``[B, T, H, V, F]`` over entries.
@@ -52,7 +53,7 @@ class LinearProblem:
         momentum: θ in [0, 1), ``[B, T, H]``.
         window: γ ``[B, T, H, c]``, entry m for association t − m.
         past: associations before the first token, or ``None``.
-        probe, erase: w and e, ``[B, T, H, F]``, or both ``None``.
+        probe, erase: w and e, ``[B, T, H, F]``, or ``None``.
         token_mask: ``[B, T]``, False only on the right. Masked tokens change nothing.
         affine: (a, b).
         decays_first: whether the error is measured after the decay.

@@ -50,7 +50,8 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
             erase = -a * (p.probe[:, t].unsqueeze(-2) @ predictor.mT)  # [B, H, 1, V]
             erase_keys = p.erase[:, t].unsqueeze(-2)
         elif a != 0:
-            predicted = keys @ predictor.mT  # [B, H, m, V]
+            probes = keys if p.probe is None else p.probe[:, t].unsqueeze(-2)
+            predicted = probes @ predictor.mT  # [B, H, m, V]
             if S is not None and p.momentum_on == "value":
                 erase = -a * (weight * predicted)
             else:
