@@ -118,7 +118,7 @@ def test_deviations_state_the_rate_that_a_layer_starts_with(name: str) -> None:
     (start,) = re.findall(r"starts at ([\d.]+)\.$", stated[0].text)
     layer = rc.zoo.get(name).build(16, 2)
     assert isinstance(layer, rc.MemoryLayer)
-    share = rc.diagnose(layer, torch.zeros(1, 4, 16)).share
+    share = rc.diagnose(layer, torch.zeros(1, 4, 16)).limit_multiple
     assert share is not None
     assert torch.allclose(share, torch.tensor(float(start)), atol=1e-4)
 
