@@ -116,7 +116,7 @@ def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str
     for name in ("titans", "lru", "samba", "delta_former"):
         page = pages[f"zoo/{name}.md"].replace("\\", "")
         found = rc.explain(name)
-        for part in [found] if hasattr(found, "write") else found.parts.values():
+        for part in [found] if hasattr(found, "write_equations") else found.parts.values():
             assert f"problem  min  {part.problem}" in page
             assert all(line in page for line in part.write_equations)
             assert f"{part.engine} ({part.engine_mode})" in page
