@@ -135,7 +135,7 @@ def test_the_walk_reaches_functions_methods_and_constructors() -> None:
         "recollect.layer.memory_layer.MemoryLayer",
         "recollect.lm.prompt.CachedPrompt.load",
         "recollect.tasks.mqar.mqar",
-        "recollect.theory.snr.needed_size",
+        "recollect.theory.snr.min_key_dim",
         "recollect.zoo.preset.Preset.build",
     } <= set(PUBLIC)
     assert len(PUBLIC) > 200

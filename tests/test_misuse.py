@@ -566,7 +566,7 @@ ASKED: dict[str, Callable[[Any], object]] = {
     "stream": lambda x: rc.theory.stream_error(x, 4, K=8, V=8),
     "findings": lambda x: rc.theory.findings(x, 8, 8),
     "noise": lambda x: rc.theory.measured_inverse_snr(
-        x, others=4, K=8, V=8, generator=torch.Generator()
+        x, num_distractors=4, K=8, V=8, generator=torch.Generator()
     ),
     "kernel": lambda x: rc.theory.recipe_kernel(x, 8)(torch.ones(2, 8), torch.ones(2, 8)),
 }

@@ -9,11 +9,11 @@ import torch
 
 import recollect as rc
 from recollect.theory import (
+    atlas_upper_bound,
     capacity,
     capacity_bound,
     feature_rank,
     fit_error,
-    stated_bound,
     stream_error,
 )
 
@@ -64,7 +64,7 @@ def test_a_deep_memory_stores_more_than_a_matrix_of_its_keys() -> None:
     # soon as K > 4, whatever the constant below 1 that is chosen for a given K.
     wide = capacity_bound(recipe, 64, 64)
     assert wide.pairs == 256 < 64 * 64
-    assert stated_bound([6, 3], 3, 3) == 9 * 6 * 3
+    assert atlas_upper_bound([6, 3], 3, 3) == 9 * 6 * 3
 
 
 def test_what_is_written_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import recollect as rc
-from recollect.theory import approach, best_memory, normalized_update_norms
+from recollect.theory import best_memory, normalized_update_norms, relative_distance
 
 D = torch.float64
 
@@ -59,21 +59,23 @@ def test_delta_net_converges_with_one_head_and_wanders_with_small_ones() -> None
     at = [100, 300, 1000, 2000, 3000]
     w_k, w_v = weights(1, 4, 4)
     w_k = torch.linalg.qr(w_k).Q  # no slow direction beside those of the inputs
-    one = approach(rc.Recipe(), x, w_k, w_v, at=at, gates=steps(T, 1, 0.3))[:, 0]
+    one = relative_distance(rc.Recipe(), x, w_k, w_v, at=at, gates=steps(T, 1, 0.3))[:, 0]
     assert one[0] > 1e-3 > 1e-4 > one[1] > one[2]
     assert one[2:].max() < 1e-12, "nothing but rounding is left"
-    heads = approach(rc.Recipe(), x, *weights(4, 2, 4), at=at, gates=steps(T, 4, 0.3))
+    heads = relative_distance(rc.Recipe(), x, *weights(4, 2, 4), at=at, gates=steps(T, 4, 0.3))
     assert heads.shape == (5, 4)
     assert heads[2:].min() > 0.01, "an error that does not go away"
     assert heads[0].mean() < 1.5
-    small = approach(rc.Recipe(), x, *weights(4, 2, 4), at=at, gates=steps(T, 4, 0.01))
+    small = relative_distance(rc.Recipe(), x, *weights(4, 2, 4), at=at, gates=steps(T, 4, 0.01))
     assert small[-1].mean() < heads[-1].mean(), "smaller steps wander less"
 
 
 def test_pieces_do_not_matter() -> None:
     x = inputs(60, 4)
-    all_at = approach(rc.Recipe(), x, *weights(1, 4, 4), at=[60], gates=steps(60, 1, 0.2))
-    pieces = approach(rc.Recipe(), x, *weights(1, 4, 4), at=[7, 30, 60], gates=steps(60, 1, 0.2))
+    all_at = relative_distance(rc.Recipe(), x, *weights(1, 4, 4), at=[60], gates=steps(60, 1, 0.2))
+    pieces = relative_distance(
+        rc.Recipe(), x, *weights(1, 4, 4), at=[7, 30, 60], gates=steps(60, 1, 0.2)
+    )
     torch.testing.assert_close(all_at[-1], pieces[-1])
 
 

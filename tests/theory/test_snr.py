@@ -14,7 +14,7 @@ from recollect.theory import (
     inverse_snr,
     kernel_inverse_snr,
     measured_inverse_snr,
-    needed_size,
+    min_key_dim,
     recipe_kernel,
     truncation_order,
 )
@@ -45,11 +45,11 @@ def test_closed_forms_agree_with_sampled_kernels(kernel, size: int, tau: float |
     """AM 10 with X ~ N(0, K): within five standard errors of 200,000 products."""
     g = torch.Generator().manual_seed(size)
     f = kappa(kernel, tau or math.sqrt(size))
-    found = kernel_inverse_snr(f, others=50, size=size, generator=g, trials=200_000)
-    expected = inverse_snr(kernel, others=50, size=size, temperature=tau)
-    assert found.agrees(expected), (found, expected)
+    found = kernel_inverse_snr(f, num_distractors=50, size=size, generator=g, trials=200_000)
+    expected = inverse_snr(kernel, num_distractors=50, size=size, temperature=tau)
+    assert found.is_within(expected), (found, expected)
     assert found.error < 0.1 * expected, "sharp enough to tell"
-    assert not found.agrees(1.6 * expected)
+    assert not found.is_within(1.6 * expected)
 
 
 FEATURES = {
@@ -67,9 +67,9 @@ def test_closed_forms_agree_with_recipes(kernel) -> None:
     known = recipe_kernel(recipe, 16)
     assert known is not None and known[0] == kernel
     g = torch.Generator().manual_seed(1)
-    found = measured_inverse_snr(recipe, others=40, K=16, V=8, generator=g, trials=400)
-    expected = inverse_snr(kernel, others=40, size=16, temperature=known[1])
-    assert found.agrees(expected), (found, expected)
+    found = measured_inverse_snr(recipe, num_distractors=40, K=16, V=8, generator=g, trials=400)
+    expected = inverse_snr(kernel, num_distractors=40, size=16, temperature=known[1])
+    assert found.is_within(expected), (found, expected)
     assert found.error < 0.3 * expected
 
 
@@ -77,13 +77,15 @@ def test_the_error_is_that_of_repeated_measurements() -> None:
     """Forty measurements spread as their standard errors say, within what forty can tell."""
     recipe, g = hebbian(rc.features.Identity()), torch.Generator().manual_seed(0)
     runs = [
-        measured_inverse_snr(recipe, others=10, K=8, V=4, generator=g, trials=100)
+        measured_inverse_snr(recipe, num_distractors=10, K=8, V=4, generator=g, trials=100)
         for _ in range(40)
     ]
     values = torch.tensor([run.value for run in runs])
     claimed = sum(run.error for run in runs) / len(runs)
     assert 0.6 < float(values.std()) / claimed < 1.5
-    assert Sampled(value=float(values.mean()), error=claimed / 40**0.5, trials=4000).agrees(10 / 8)
+    assert Sampled(value=float(values.mean()), error=claimed / 40**0.5, trials=4000).is_within(
+        10 / 8
+    )
 
 
 def test_other_recipes_are_measured_too() -> None:
@@ -92,7 +94,7 @@ def test_other_recipes_are_measured_too() -> None:
     def of(name: str, **gates: float) -> float:
         g = torch.Generator().manual_seed(2)
         recipe = rc.zoo.get(name).recipe
-        options = {"others": 8, "K": 16, "V": 8, "generator": g, "trials": 200}
+        options = {"num_distractors": 8, "K": 16, "V": 8, "generator": g, "trials": 200}
         return measured_inverse_snr(recipe, gates=gates, **options).value  # type: ignore[arg-type]
 
     linear = of("linear_attention")
@@ -123,35 +125,35 @@ def test_the_size_that_a_kernel_needs() -> None:
     """Linear takes K ~ N, exp takes K ~ log² N at τ = √K."""
     for N in (100, 10_000):
         for kernel in ("linear", "relu"):
-            size = needed_size(kernel, others=N, level=0.01)
-            assert inverse_snr(kernel, others=N, size=int(size)) == pytest.approx(0.01)
-        size = needed_size("exp", others=N, level=0.01)
+            size = min_key_dim(kernel, num_distractors=N, level=0.01)
+            assert inverse_snr(kernel, num_distractors=N, size=int(size)) == pytest.approx(0.01)
+        size = min_key_dim("exp", num_distractors=N, level=0.01)
         noise = N * math.exp(-2 * (math.sqrt(size) - 1))  # the closed form at a size of any value
         assert noise == pytest.approx(0.01)
-        fixed = needed_size("exp", others=N, level=0.01, temperature=4.0)
+        fixed = min_key_dim("exp", num_distractors=N, level=0.01, temperature=4.0)
         assert N * math.exp(-2 * 3 * fixed / 16) == pytest.approx(0.01)
-    roots = [math.sqrt(needed_size("exp", others=10.0**e, level=0.01)) for e in (2, 4, 6)]
+    roots = [math.sqrt(min_key_dim("exp", num_distractors=10.0**e, level=0.01)) for e in (2, 4, 6)]
     assert roots[2] - roots[1] == pytest.approx(roots[1] - roots[0])
     with pytest.raises(ValueError, match="no closed form"):
-        needed_size("solu", others=9, level=0.1)
+        min_key_dim("solu", num_distractors=9, level=0.1)
     with pytest.raises(ValueError, match="above 1"):
-        needed_size("exp", others=9, level=0.1, temperature=1.0)
+        min_key_dim("exp", num_distractors=9, level=0.1, temperature=1.0)
 
 
 def test_two_is_the_most_precise_temperature() -> None:
     """AM: lower is more precise while above 1. That holds down to 2, and no further."""
     noise = {
-        tau: inverse_snr("exp", others=10, size=16, temperature=tau)
+        tau: inverse_snr("exp", num_distractors=10, size=16, temperature=tau)
         for tau in (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
     }
     assert noise[8.0] > noise[4.0] > noise[3.0] > noise[2.0] < noise[1.5] < noise[1.0]
     assert noise[1.0] == 10
-    assert inverse_snr("exp", others=10, size=16, temperature=0.9) > 10
+    assert inverse_snr("exp", num_distractors=10, size=16, temperature=0.9) > 10
     g = torch.Generator().manual_seed(0)
     for tau in (3.0, 4.0, 8.0):
         f = kappa("exp", tau)
-        found = kernel_inverse_snr(f, others=10, size=4, generator=g, trials=100_000)
-        assert found.agrees(inverse_snr("exp", others=10, size=4, temperature=tau))
+        found = kernel_inverse_snr(f, num_distractors=10, size=4, generator=g, trials=100_000)
+        assert found.is_within(inverse_snr("exp", num_distractors=10, size=4, temperature=tau))
 
 
 @pytest.mark.parametrize(
@@ -173,17 +175,19 @@ def test_averaged_heads(kernel, sliced: bool) -> None:
     found = Sampled(
         value=float(noise.mean()), error=float(noise.std()) / trials**0.5, trials=trials
     )
-    expected = averaged_inverse_snr(kernel, others=N, size=K, heads=heads, sliced=sliced)
-    assert found.agrees(expected), (found, expected)
+    expected = averaged_inverse_snr(kernel, num_distractors=N, size=K, heads=heads, sliced=sliced)
+    assert found.is_within(expected), (found, expected)
     if sliced and kernel == "linear":
-        assert expected == pytest.approx(inverse_snr("linear", others=N, size=K))
+        assert expected == pytest.approx(inverse_snr("linear", num_distractors=N, size=K))
     if kernel == "exp":
-        assert expected > 5 * inverse_snr("exp", others=N, size=K), "slices are less precise"
-        many = averaged_inverse_snr("exp", others=N, size=K, heads=10**6, sliced=False)
-        one = inverse_snr("exp", others=N, size=K)
+        assert expected > 5 * inverse_snr("exp", num_distractors=N, size=K), (
+            "slices are less precise"
+        )
+        many = averaged_inverse_snr("exp", num_distractors=N, size=K, heads=10**6, sliced=False)
+        one = inverse_snr("exp", num_distractors=N, size=K)
         assert many == pytest.approx(one / math.e, rel=1e-4), "the mean does not average out"
     with pytest.raises(ValueError, match="do not divide"):
-        averaged_inverse_snr("linear", others=1, size=16, heads=3)
+        averaged_inverse_snr("linear", num_distractors=1, size=16, heads=3)
 
 
 def test_where_the_exponential_series_ends() -> None:
@@ -205,8 +209,8 @@ def test_where_the_exponential_series_ends() -> None:
 
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="kernel must be one of"):
-        inverse_snr("cosine", others=1, size=1)  # type: ignore[arg-type]
+        inverse_snr("cosine", num_distractors=1, size=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="size ≥ 1"):
-        inverse_snr("exp", others=1, size=0)
+        inverse_snr("exp", num_distractors=1, size=0)
     with pytest.raises(ValueError, match="temperature must be above 0"):
-        inverse_snr("exp", others=1, size=2, temperature=0.0)
+        inverse_snr("exp", num_distractors=1, size=2, temperature=0.0)

@@ -9,11 +9,11 @@ import recollect as rc
 from recollect.tasks import low_coherence_keys, swap_stream
 from recollect.theory import (
     conditioning,
+    count_errors,
     exchange_margin,
     findings,
     linear_attention_growth,
     output_bound,
-    wrong_answers,
 )
 
 D = torch.float64
@@ -75,11 +75,11 @@ def test_margins_promise_what_is_measured(n: int, d: int) -> None:
     keys = low_coherence_keys(n, d)
     gram = keys @ keys.T - torch.eye(n)
     margin = exchange_margin(keys, torch.float32)
-    assert margin.spread == float(gram.abs().max())
+    assert margin.coherence == float(gram.abs().max())
     assert margin.exact
     stream = swap_stream(n, d, 60, torch.Generator().manual_seed(0))
-    assert wrong_answers(rounding(rc.features.Round()), stream) == (0, 0)
-    linear = wrong_answers(rounding(rc.features.LinearKernel()), stream)
+    assert count_errors(rounding(rc.features.Round()), stream) == (0, 0)
+    linear = count_errors(rounding(rc.features.LinearKernel()), stream)
     assert linear[1] > 0
 
 
@@ -90,9 +90,9 @@ def test_the_margin_s_two_parts() -> None:
     a, b = keys[:32] - keys[32:], keys[1:33] - keys[31:63]
     products = a @ b.T
     off = (products - products.round()).abs().max()
-    assert 2 * margin.spread < off <= 4 * margin.spread + 1e-12
+    assert 2 * margin.coherence < off <= 4 * margin.coherence + 1e-12
     rounded = (a.float() @ b.float().T).double()
-    assert (rounded - products).abs().max() < margin.arithmetic < 1e-4
+    assert (rounded - products).abs().max() < margin.rounding_error < 1e-4
     assert not exchange_margin(keys, torch.bfloat16).exact, "the worst case of bfloat16"
     close = torch.nn.functional.normalize(drawn(20, 8), dim=-1)
     assert not exchange_margin(close, torch.float32).exact
@@ -111,8 +111,8 @@ def test_errors_stay_under_their_bounds(scale: float) -> None:
         by_hand.append(v[t] - sum(((k[t] @ k[i]) * by_hand[i] for i in range(t)), start=0 * v[t]))
     torch.testing.assert_close(found.u, torch.stack(by_hand))
     error = 1e-7 * drawn(T, T, seed=3).tril(-1)
-    assert found.moved_write(error) <= found.write_bound(error) * (1 + 1e-4)
-    assert found.moved_read(error) <= found.read_bound(error)
+    assert found.write_change(error) <= found.write_bound(error) * (1 + 1e-4)
+    assert found.read_change(error) <= found.read_bound(error)
     assert found.number >= found.inverse_norm >= 1 - 1e-9
     half = conditioning(k @ k.T, v, rate=0.5)
     assert half.inverse_norm <= found.inverse_norm
@@ -124,7 +124,7 @@ def test_writing_is_worse_conditioned_than_reading() -> None:
     k, v = drawn(T, 4, seed=1), drawn(T, 3, seed=2)
     error = 1e-9 * torch.ones(T, T, dtype=D).tril(-1)
     small, large = (conditioning(s * (k @ k.T), v) for s in (0.1, 1.0))
-    assert large.moved_write(error) > 100 * large.moved_read(error) / large.inverse_norm
+    assert large.write_change(error) > 100 * large.read_change(error) / large.inverse_norm
     assert large.inverse_norm > 1000 * small.inverse_norm
     mask = torch.ones(T, T).tril(-1).bool()
     soft = torch.where(mask, (k @ k.T).masked_fill(~mask, -torch.inf).softmax(-1), 0).nan_to_num()

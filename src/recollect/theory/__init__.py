@@ -1,35 +1,38 @@
-"""What is known about associative memories, as functions that agree with what is measured.
+"""Results about associative memories, as functions that agree with measurements.
 
-| module | says |
+| module | content |
 |---|---|
-| `snr` | how noisy a retrieval is (AM 2.1) |
-| `capacity` | how many pairs a memory stores (ATLAS 3.1) |
-| `norms` | how large an output can be (TTR 13) |
+| `snr` | noise of a retrieval (AM 2.1) |
+| `capacity` | number of pairs that a memory stores (ATLAS 3.1) |
+| `norms` | bounds of outputs (TTR 13) |
 | `recurrence` | S_t = A S B + C and its objective (AM 35, 36) |
-| `limits` | what is left of the context after many tokens (AM 2.2.2) |
+| `limits` | memories after many tokens (AM 2.2.2) |
 | `viewpoints` | FTRL and learning–retaining are one (MIRAS 3.2) |
-| `exchange` | when exchanged states are followed exactly (AM theorem 1) |
-| `conditioning` | how errors of similarities spread (AM 50–52) |
-| `findings` | which of these speak of a given recipe |
+| `exchange` | exact tracking of exchanged states (AM theorem 1) |
+| `conditioning` | propagation of errors of similarities (AM 50–52) |
+| `findings` | the results that apply to a recipe |
+
+The library uses `snr`, `capacity` and `findings`, and its experiments use `limits`. Only tests and
+the documentation use `norms`, `recurrence`, `viewpoints`, `exchange` and `conditioning`.
 
 Examples:
-    >>> rc.theory.inverse_snr("linear", others=32, size=64)
+    >>> rc.theory.inverse_snr("linear", num_distractors=32, size=64)
     0.5
 """
 
 from recollect.theory.capacity import (
     Capacity,
+    atlas_upper_bound,
     capacity,
     capacity_bound,
     feature_rank,
     fit_error,
-    stated_bound,
     stream_error,
 )
 from recollect.theory.conditioning import Conditioning, conditioning
-from recollect.theory.exchange import Margin, exchange_margin, wrong_answers
+from recollect.theory.exchange import Margin, count_errors, exchange_margin
 from recollect.theory.findings import findings
-from recollect.theory.limits import approach, best_memory, normalized_update_norms
+from recollect.theory.limits import best_memory, normalized_update_norms, relative_distance
 from recollect.theory.norms import linear_attention_growth, output_bound
 from recollect.theory.recurrence import GeneralForm, general_form
 from recollect.theory.snr import (
@@ -39,7 +42,7 @@ from recollect.theory.snr import (
     inverse_snr,
     kernel_inverse_snr,
     measured_inverse_snr,
-    needed_size,
+    min_key_dim,
     recipe_kernel,
     truncation_order,
 )
@@ -59,12 +62,13 @@ __all__ = [
     "Loss",
     "Margin",
     "Sampled",
-    "approach",
+    "atlas_upper_bound",
     "averaged_inverse_snr",
     "best_memory",
     "capacity",
     "capacity_bound",
     "conditioning",
+    "count_errors",
     "exchange_margin",
     "feature_rank",
     "findings",
@@ -78,12 +82,11 @@ __all__ = [
     "linearized",
     "measured_inverse_snr",
     "memory_losses",
-    "needed_size",
+    "min_key_dim",
     "normalized_update_norms",
     "output_bound",
     "recipe_kernel",
-    "stated_bound",
+    "relative_distance",
     "stream_error",
     "truncation_order",
-    "wrong_answers",
 ]

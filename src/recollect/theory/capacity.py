@@ -1,4 +1,4 @@
-"""How many pairs a memory can store exactly: ATLAS section 3.1.
+"""Number of pairs that a memory stores exactly: ATLAS section 3.1.
 
 *Fitting.* The most pairs (k_i, v_i) for which some weights give M(k_i) = v_i, whatever found them.
 A memory that is linear in its weights stores exactly as many pairs as its features are independent:
@@ -9,7 +9,7 @@ free values.
 
 ATLAS's theorem 1 gives a deep memory "at least O(K V)" pairs. Counting says otherwise while its
 hidden width is of the order of K: h (K + V) weights store at most h (K + V)/V pairs, and V numbers
-each. Its upper bound, a count of weights times K V, is `stated_bound`.
+each. Its upper bound, a count of weights times K V, is `atlas_upper_bound`.
 
 *Streaming.* The most pairs that are recalled after a recipe wrote them once, in sequence, with its
 own steps: what a layer can do.
@@ -27,15 +27,15 @@ from torch import Tensor
 from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.resolve import RecipeLike, as_recipe
-from recollect.theory.given import lifted, write
+from recollect.theory.helpers import apply_features, write_and_read
 
 __all__ = [
     "Capacity",
+    "atlas_upper_bound",
     "capacity",
     "capacity_bound",
     "feature_rank",
     "fit_error",
-    "stated_bound",
     "stream_error",
 ]
 
@@ -48,7 +48,7 @@ class Capacity:
         pairs: the most; ``math.inf`` where every pair is kept.
         exact: whether generic pairs are known to reach it; otherwise it is an upper bound, which
             `feature_rank` sharpens where the memory is linear in its weights.
-        why: in words.
+        reason: in words.
 
     Examples:
         >>> bound = rc.theory.capacity_bound(rc.Recipe(), 8, 8)
@@ -58,11 +58,11 @@ class Capacity:
 
     pairs: float
     exact: bool
-    why: str
+    reason: str
 
 
 def capacity_bound(recipe: RecipeLike, K: int, V: int) -> Capacity:
-    """How many pairs fitting weights can store, by counting.
+    """Number of pairs that fitted weights can store, by counting.
 
     Args:
         recipe: the memory and features of it.
@@ -77,20 +77,24 @@ def capacity_bound(recipe: RecipeLike, K: int, V: int) -> Capacity:
     """
     recipe = as_recipe(recipe, "capacity_bound")
     if recipe.nonparametric:
-        return Capacity(pairs=math.inf, exact=False, why="every pair is kept, and none is averaged")
+        return Capacity(
+            pairs=math.inf, exact=False, reason="every pair is kept, and none is averaged"
+        )
     if not recipe.features.finite:
-        return Capacity(pairs=math.inf, exact=True, why="infinitely many features")
+        return Capacity(pairs=math.inf, exact=True, reason="infinitely many features")
     shapes = recipe.shapes(K, V)
     weights = sum(math.prod(shape) for shape in shapes)
     if recipe.memory.linear:
         F = weights // V
         plain = recipe.features.lift("k") == "k"
-        return Capacity(pairs=F, exact=plain, why=f"{F} features")
-    return Capacity(pairs=weights // V, exact=False, why=f"{weights} weights for {V} numbers each")
+        return Capacity(pairs=F, exact=plain, reason=f"{F} features")
+    return Capacity(
+        pairs=weights // V, exact=False, reason=f"{weights} weights for {V} numbers each"
+    )
 
 
 def feature_rank(recipe: RecipeLike, K: int, *, unit: bool = False, seed: int = 0) -> int:
-    """How many of a recipe's features are independent on random keys: the pairs it stores exactly.
+    """Return the number of independent features on random keys: the pairs that a recipe stores.
 
     Args:
         recipe: finite features with params as they start.
@@ -109,10 +113,10 @@ def feature_rank(recipe: RecipeLike, K: int, *, unit: bool = False, seed: int = 
     k, _ = _pairs(count, K, 1, seed, unit=unit)
     generator = torch.Generator().manual_seed(seed)
     params = initial_params(recipe, H=1, K=K, V=K, generator=generator, dtype=torch.float64)
-    return int(torch.linalg.matrix_rank(lifted(recipe, k, params, "key")))
+    return int(torch.linalg.matrix_rank(apply_features(recipe, k, params, "key")))
 
 
-def stated_bound(widths: list[int], K: int, V: int) -> float:
+def atlas_upper_bound(widths: list[int], K: int, V: int) -> float:
     """ATLAS theorem 1's upper bound up to a constant: K V Σ_i min_{j≥i}(d_h^(j)) d_h^(j+1).
 
     Args:
@@ -120,7 +124,7 @@ def stated_bound(widths: list[int], K: int, V: int) -> float:
         K, V: sizes of keys and values.
 
     Examples:
-        >>> rc.theory.stated_bound([8, 8], 8, 8)
+        >>> rc.theory.atlas_upper_bound([8, 8], 8, 8)
         4096
     """
     total = sum(min(widths[i:-1]) * widths[i + 1] for i in range(len(widths) - 1))
@@ -177,7 +181,7 @@ def fit_error(
     params = initial_params(
         recipe, H=1, K=K, V=V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    x = lifted(recipe, k, params, "key")
+    x = apply_features(recipe, k, params, "key")
     if recipe.memory.linear and not recipe.memory.is_elementwise:
         return _largest(x @ torch.linalg.lstsq(x, v, driver="gelsd").solution, v)
     shapes = recipe.shapes(K, V)
@@ -225,9 +229,9 @@ def _marquardt(predict: Callable[[Tensor], Tensor], flat: Tensor, v: Tensor) -> 
         right = residual if wide else J.T @ residual
         solved = torch.linalg.solve(normal + damping * eye, right)
         step = J.T @ solved if wide else solved
-        tried = (predict(flat - step) - v).flatten()
-        if tried.square().sum() < residual.square().sum():
-            flat, residual, damping = flat - step, tried, damping / 4
+        candidate = (predict(flat - step) - v).flatten()
+        if candidate.square().sum() < residual.square().sum():
+            flat, residual, damping = flat - step, candidate, damping / 4
             J = jacobian(flat)
         else:
             damping *= 4
@@ -271,7 +275,7 @@ def stream_error(
             raise ValueError(f"stream_error: {count} keys of size {K} cannot be orthogonal")
         k = torch.linalg.qr(k.T).Q.T
     with torch.no_grad():
-        y = write(recipe, k[None], k[None], v[None], gates=gates)[0]
+        y = write_and_read(recipe, k[None], k[None], v[None], gates=gates)[0]
     return _largest(y, v)
 
 
@@ -296,9 +300,9 @@ def capacity(error: Callable[[int], float], *, most: int, tolerance: float = 1e-
         raise ValueError(f"capacity: most must be at least 1, got {most}")
     low, high = 0, most + 1  # low is recalled, high is not looked at or not recalled
     while high - low > 1:
-        middle = (low + high) // 2
-        if error(middle) <= tolerance:
-            low = middle
+        midpoint = (low + high) // 2
+        if error(midpoint) <= tolerance:
+            low = midpoint
         else:
-            high = middle
+            high = midpoint
     return low

@@ -54,12 +54,12 @@ class Conditioning:
         """AM 52: how far o moves at most for an error of A₂."""
         return _norm(error) * float(self.u.norm())
 
-    def moved_write(self, error: Tensor) -> float:
+    def write_change(self, error: Tensor) -> float:
         """How far u does move."""
         changed = torch.linalg.solve(self.write + error, self.v)
         return float((changed - self.u).norm())
 
-    def moved_read(self, error: Tensor) -> float:
+    def read_change(self, error: Tensor) -> float:
         """How far o does move."""
         return float((error @ self.u).norm())
 

@@ -1,7 +1,7 @@
 """When a memory follows exchanged states exactly: AM theorem 1.
 
 Unit keys with inner products of at most ε in size and values v_a: the token k_a − k_b exchanges
-what stands under a and b, if κ rounds to whole numbers. Every product that it rounds is a sum of at
+the values of a and b, if κ rounds to whole numbers. Every product that it rounds is a sum of at
 most four inner products, so that 4ε and the error of the arithmetic must stay below ½ together.
 """
 
@@ -17,31 +17,31 @@ from recollect.functional.recall import recall
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.tasks.exchange import Exchange
 
-__all__ = ["Margin", "exchange_margin", "wrong_answers"]
+__all__ = ["Margin", "count_errors", "exchange_margin"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """What rounding has to cope with.
+    """Errors of inner products before rounding.
 
     Attributes:
-        spread: ε, the largest |inner product| of two keys.
-        arithmetic: a bound on the error of a product of two differences of keys in a dtype.
-        total: 4ε + arithmetic, which must be below ½.
+        coherence: ε, the largest |inner product| of two keys.
+        rounding_error: a bound on the error of a product of two differences of keys in a dtype.
+        total: 4ε + rounding_error, which must be below ½.
 
     Examples:
-        >>> margin = rc.theory.Margin(spread=0.12, arithmetic=0.01)
+        >>> margin = rc.theory.Margin(coherence=0.12, rounding_error=0.01)
         >>> round(margin.total, 2)  # below ½: rounding tracks every swap
         0.49
     """
 
-    spread: float
-    arithmetic: float
+    coherence: float
+    rounding_error: float
 
     @property
     def total(self) -> float:
-        """4ε + arithmetic."""
-        return 4 * self.spread + self.arithmetic
+        """4ε + rounding_error."""
+        return 4 * self.coherence + self.rounding_error
 
     @property
     def exact(self) -> bool:
@@ -63,34 +63,34 @@ def exchange_margin(keys: Tensor, dtype: torch.dtype) -> Margin:
     Examples:
         >>> keys = rc.tasks.low_coherence_keys(64, 36)
         >>> margin = rc.theory.exchange_margin(keys, torch.float32)
-        >>> round(margin.spread, 4), margin.total < 0.5
+        >>> round(margin.coherence, 4), margin.total < 0.5
         (0.1111, True)
     """
     n, d = keys.shape
     gram = (keys.double() @ keys.double().T) - torch.eye(n, dtype=torch.float64)
     u = torch.finfo(dtype).eps / 2
-    return Margin(spread=float(gram.abs().max()), arithmetic=2 * ((1 + u) ** (d + 4) - 1))
+    return Margin(coherence=float(gram.abs().max()), rounding_error=2 * ((1 + u) ** (d + 4) - 1))
 
 
-def wrong_answers(recipe: RecipeLike, stream: Exchange, *, engine: str = "auto") -> tuple[int, int]:
-    """How many answers of a recipe are wrong, along the way and about every key at the end.
+def count_errors(recipe: RecipeLike, stream: Exchange, *, engine: str = "auto") -> tuple[int, int]:
+    """Count the wrong answers of a recipe, after each token and about every key at the end.
 
     Args:
-        recipe: one that asks for no gates, e.g. a kernel with constant rates.
-        stream: of `recollect.tasks.swap_stream`.
+        recipe: a recipe without gates, such as a kernel with constant rates.
+        stream: stream of `recollect.tasks.swap_stream`.
         engine: as for `recall`.
 
     Examples:
         >>> stream = rc.tasks.swap_stream(4, 8, 3, torch.Generator().manual_seed(0))
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
-        >>> rc.theory.wrong_answers(recipe, stream)
+        >>> rc.theory.count_errors(recipe, stream)
         (0, 0)
     """
-    recipe = as_recipe(recipe, "wrong_answers")
+    recipe = as_recipe(recipe, "count_errors")
     q, k, v = (x[None, :, None] for x in (stream.q, stream.k, stream.v))
     with torch.no_grad():
         y, state = recall(recipe, q, k, v, engine=engine)
         end = read(recipe, stream.keys[None, :, None], state=state)
-    asked = y[0, :, 0].argmax(-1) != stream.answer_index
+    wrong = y[0, :, 0].argmax(-1) != stream.answer_index
     final = end[0, :, 0].argmax(-1) != stream.final_assignment
-    return int(asked.sum()), int(final.sum())
+    return int(wrong.sum()), int(final.sum())

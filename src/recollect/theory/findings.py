@@ -1,4 +1,4 @@
-"""What theory says of a recipe, in lines: what `explain` prints under "theory"."""
+"""Results of theory for a recipe, which `explain` prints under "theory"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.theory.capacity import capacity_bound
-from recollect.theory.snr import inverse_snr, needed_size, recipe_kernel
+from recollect.theory.snr import inverse_snr, min_key_dim, recipe_kernel
 
 __all__ = ["findings"]
 
@@ -38,25 +38,25 @@ def _findings(recipe: Recipe, K: int, V: int) -> Iterator[str]:
     if not recipe.nonparametric and not recipe.memory.is_elementwise:
         bound = capacity_bound(recipe, K, V)
         if math.isfinite(bound.pairs):
-            most = "" if bound.exact else "at most "
-            yield f"can hold {most}{int(bound.pairs)} pairs exactly: {bound.why} (ATLAS 3.1)"
+            prefix = "" if bound.exact else "at most "
+            yield f"can hold {prefix}{int(bound.pairs)} pairs exactly: {bound.reason} (ATLAS 3.1)"
     kernel = recipe_kernel(recipe, K)
     if kernel is not None:
         name, temperature = kernel
-        noise = inverse_snr(name, others=1, size=K, temperature=temperature)
+        noise = inverse_snr(name, num_distractors=1, size=K, temperature=temperature)
         line = f"‖noise‖²/‖signal‖² = {noise:.2g} for every other pair"
         if name == "exp" and temperature is not None and abs(temperature - math.sqrt(K)) < 1e-9:
-            size = math.ceil(needed_size("exp", others=4096, level=_LEVEL))
+            size = math.ceil(min_key_dim("exp", num_distractors=4096, level=_LEVEL))
             line += f"; 1 % among 4,096 takes K = {size}"
         elif name in ("linear", "relu"):
-            size = math.ceil(needed_size(name, others=4096, level=_LEVEL))
+            size = math.ceil(min_key_dim(name, num_distractors=4096, level=_LEVEL))
             line += f"; 1 % among 4,096 takes K = {size}"
         yield f"{line} (AM 10)"
     if _grows(recipe):
         yield "nothing is forgotten or erased: the output grows with T (TTR 13)"
     if _solves(recipe):
         yield "‖y‖ ≤ ‖q‖ Σ‖v_i‖‖k_i‖ / (λ_min(KᵀK) + λ), whatever T (TTR 13)"
-    if _settles(recipe):
+    if _limit_lines(recipe):
         yield "with one head the memory tends to W_v W_k⁻¹ and forgets the context (AM 47)"
     if _exchanges(recipe):
         yield "follows any exchange of states under unit keys with |k_i·k_j| < 1/8 (AM theorem 1)"
@@ -89,7 +89,7 @@ def _solves(recipe: Recipe) -> bool:
     return recipe.algorithm.inverse is not None and alike and recipe.features.lift("k") == "k"
 
 
-def _settles(recipe: Recipe) -> bool:
+def _limit_lines(recipe: Recipe) -> bool:
     plain = recipe.features.finite and recipe.features.lift("k") == "k"
     return plain and _affine(recipe) and not _grows(recipe)
 

@@ -1,4 +1,4 @@
-"""What a memory becomes after infinitely many tokens: AM section 2.2.2, equations 45 to 49.
+"""Limit of a memory after infinitely many tokens: AM section 2.2.2, equations 45 to 49.
 
 Keys and values are made of one input, k = W_k x and v = W_v x, with Σ = E[x xᵀ]. The delta rule's
 best memory is
@@ -22,7 +22,7 @@ from recollect.messages import RecipeError
 from recollect.recipe.resolve import RecipeLike, as_recipe
 from recollect.typing import Gates
 
-__all__ = ["approach", "best_memory", "normalized_update_norms"]
+__all__ = ["best_memory", "normalized_update_norms", "relative_distance"]
 
 
 def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
@@ -42,11 +42,11 @@ def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
         True
     """
     cross = w_v @ second_moment @ w_k.mT
-    own = w_k @ second_moment @ w_k.mT
-    return torch.linalg.solve(own, cross.mT).mT
+    gram = w_k @ second_moment @ w_k.mT
+    return torch.linalg.solve(gram, cross.mT).mT
 
 
-def approach(
+def relative_distance(
     recipe: RecipeLike,
     x: Tensor,
     w_k: Tensor,
@@ -63,7 +63,7 @@ def approach(
         x: inputs ``[T, D]``.
         w_k: ``[H, K, D]``, one head or several.
         w_v: ``[H, V, D]``.
-        at: the times t at which to look, increasing, up to T.
+        at: numbers of tokens t, increasing, up to T.
         gates: as `recall` takes them, ``[1, T, H, ...]``.
         second_moment: Σ; that of ``x`` when omitted.
 
@@ -78,14 +78,14 @@ def approach(
         >>> x = torch.randn(64, 6, dtype=torch.float64)
         >>> w_k, w_v = torch.randn(2, 1, 4, 6, dtype=torch.float64) / 6
         >>> gates = {"lr": torch.full((1, 64, 1), 0.1, dtype=torch.float64)}
-        >>> rc.theory.approach(recipe, x, w_k, w_v, at=[8, 64], gates=gates).shape
+        >>> rc.theory.relative_distance(recipe, x, w_k, w_v, at=[8, 64], gates=gates).shape
         torch.Size([2, 1])
     """
-    recipe = as_recipe(recipe, "approach")
+    recipe = as_recipe(recipe, "relative_distance")
     k, v = (torch.einsum("hkd,td->thk", w, x)[None] for w in (w_k, w_v))
     sigma = x.mT @ x / len(x) if second_moment is None else second_moment
     best = best_memory(w_k, w_v, sigma)
-    state, start, found = None, 0, []
+    state, start, distances = None, 0, []
     for end in at:
         piece = slice(start, end)
         now = {name: g[:, piece] for name, g in (gates or {}).items()}
@@ -94,9 +94,9 @@ def approach(
         if len(state.weights) != 1 or state.weights[0][0].shape != best.shape:
             raise RecipeError(f"{recipe.memory.title} is no single matrix to compare with S*")
         distance = (state.weights[0][0] - best).flatten(1).norm(dim=-1)
-        found.append(distance / best.flatten(1).norm(dim=-1))
+        distances.append(distance / best.flatten(1).norm(dim=-1))
         start = end
-    return torch.stack(found)
+    return torch.stack(distances)
 
 
 def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tensor:
@@ -125,8 +125,8 @@ def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tens
     values = v @ v.mT
     both = kappa * values  # ⟨v_i φ_iᵀ, v_j φ_jᵀ⟩
     t = torch.arange(1, len(k) + 1, dtype=k.dtype)
-    before = torch.clamp(t - 1, min=1)
-    cross = both.tril(-1).sum(-1) / before  # ⟨v_t φ_tᵀ, S_{t−1}⟩
+    count = torch.clamp(t - 1, min=1)
+    cross = both.tril(-1).sum(-1) / count  # ⟨v_t φ_tᵀ, S_{t−1}⟩
     inner = both.cumsum(0).cumsum(1).diagonal()  # Σ_{i,j ≤ t}
-    previous = torch.cat([inner.new_zeros(1), inner[:-1]]) / before.square()
+    previous = torch.cat([inner.new_zeros(1), inner[:-1]]) / count.square()
     return (both.diagonal() - 2 * cross + previous).clamp_min(0).sqrt() / t

@@ -1,4 +1,4 @@
-"""How much noise a retrieval carries: AM section 2.1, equations 6 to 17.
+"""Noise of a retrieval: AM section 2.1, equations 6 to 17.
 
 N + 1 pairs are stored and one is asked for: o = c v_i + r, and SNR⁻¹ = E ‖r‖²/(c² ‖v_i‖²). Keys and
 values are standard normal; the asked key and its value have ‖k_i‖² = K, ‖v_i‖² = V exactly, which
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from recollect.messages import RecipeError
 from recollect.recipe.resolve import RecipeLike, as_recipe
-from recollect.theory.given import lifted, write
+from recollect.theory.helpers import apply_features, write_and_read
 
 __all__ = [
     "KernelName",
@@ -39,7 +39,7 @@ __all__ = [
     "inverse_snr",
     "kernel_inverse_snr",
     "measured_inverse_snr",
-    "needed_size",
+    "min_key_dim",
     "recipe_kernel",
     "truncation_order",
 ]
@@ -65,7 +65,7 @@ class Sampled:
 
     Examples:
         >>> sampled = rc.theory.Sampled(value=0.52, error=0.01, trials=100)
-        >>> sampled.agrees(0.5), sampled.agrees(0.6)
+        >>> sampled.is_within(0.5), sampled.is_within(0.6)
         (True, False)
     """
 
@@ -73,7 +73,7 @@ class Sampled:
     error: float
     trials: int
 
-    def agrees(self, expected: float, *, errors: float = 5.0) -> bool:
+    def is_within(self, expected: float, *, errors: float = 5.0) -> bool:
         """Whether ``expected`` is within so many standard errors.
 
         Args:
@@ -84,13 +84,13 @@ class Sampled:
 
 
 def inverse_snr(
-    kernel: KernelName, *, others: float, size: int, temperature: float | None = None
+    kernel: KernelName, *, num_distractors: float, size: int, temperature: float | None = None
 ) -> float:
     """The closed forms of the table above.
 
     Args:
         kernel: κ.
-        others: N, the pairs beside the one that is asked for.
+        num_distractors: N, the pairs beside the one that is asked for.
         size: K.
         temperature: τ > 0 of ``"exp"`` and ``"solu"``; ``None`` is √K. (τ − 1)/τ² is largest at
             τ = 2: above it a lower temperature is more precise, below it a higher one (AM asks
@@ -100,28 +100,30 @@ def inverse_snr(
         ValueError: a number out of range, or another kernel.
 
     Examples:
-        >>> rc.theory.inverse_snr("linear", others=32, size=64)
+        >>> rc.theory.inverse_snr("linear", num_distractors=32, size=64)
         0.5
-        >>> rc.theory.inverse_snr("exp", others=32, size=64) < 1e-4
+        >>> rc.theory.inverse_snr("exp", num_distractors=32, size=64) < 1e-4
         True
     """
     if kernel not in get_args(KernelName):
         raise ValueError(f"inverse_snr: kernel must be one of {get_args(KernelName)}, not {kernel}")
-    if others < 0 or size < 1:
-        raise ValueError(f"inverse_snr: others ≥ 0 and size ≥ 1, got {others} and {size}")
+    if num_distractors < 0 or size < 1:
+        raise ValueError(
+            f"inverse_snr: num_distractors ≥ 0 and size ≥ 1, got {num_distractors} and {size}"
+        )
     tau = math.sqrt(size) if temperature is None else temperature
     if tau <= 0:
         raise ValueError(f"inverse_snr: temperature must be above 0, got {tau}")
     if kernel == "linear":
-        return others / size
+        return num_distractors / size
     if kernel == "relu":
-        return others / (2 * size)
-    noise = others * math.exp(-2 * (tau - 1) * size / tau**2)
+        return num_distractors / (2 * size)
+    noise = num_distractors * math.exp(-2 * (tau - 1) * size / tau**2)
     return noise if kernel == "exp" else noise * (1 + 4 * size / tau**2) / size
 
 
-def needed_size(
-    kernel: KernelName, *, others: float, level: float, temperature: float | None = None
+def min_key_dim(
+    kernel: KernelName, *, num_distractors: float, level: float, temperature: float | None = None
 ) -> float:
     """The K at which SNR⁻¹ falls to ``level``: N/level for linear, O(log² N) for exp at τ = √K.
 
@@ -130,7 +132,7 @@ def needed_size(
 
     Args:
         kernel: ``"linear"``, ``"relu"`` or ``"exp"``.
-        others: N, associations beside the one asked for.
+        num_distractors: N, associations beside the one asked for.
         level: the SNR⁻¹ to reach, > 0.
         temperature: τ; ``None`` is √K.
 
@@ -138,25 +140,25 @@ def needed_size(
         ValueError: SoLU, which has no closed form, or τ ≤ 1, at which no size is enough.
 
     Examples:
-        >>> rc.theory.needed_size("linear", others=64, level=0.5)
+        >>> rc.theory.min_key_dim("linear", num_distractors=64, level=0.5)
         128.0
     """
-    ratio = others / level
+    ratio = num_distractors / level
     if kernel in ("linear", "relu"):
         return ratio / (1 if kernel == "linear" else 2)
     if kernel != "exp":
-        raise ValueError(f"needed_size: no closed form for {kernel!r}; search with inverse_snr")
+        raise ValueError(f"min_key_dim: no closed form for {kernel!r}; search with inverse_snr")
     if temperature is None:
         return (1 + max(0.0, math.log(ratio)) / 2) ** 2
     if temperature <= 1:
-        raise ValueError(f"needed_size: temperature must be above 1, got {temperature}")
+        raise ValueError(f"min_key_dim: temperature must be above 1, got {temperature}")
     return max(0.0, math.log(ratio)) * temperature**2 / (2 * (temperature - 1))
 
 
 def averaged_inverse_snr(
     kernel: KernelName,
     *,
-    others: float,
+    num_distractors: float,
     size: int,
     heads: int,
     sliced: bool = True,
@@ -174,7 +176,7 @@ def averaged_inverse_snr(
 
     Args:
         kernel: ``"linear"``, ``"relu"``, ``"exp"`` or ``"solu"``.
-        others: N, associations beside the one asked for.
+        num_distractors: N, associations beside the one asked for.
         size: K, channels of all heads together when ``sliced``, else of each.
         heads: h; a divisor of ``size`` when ``sliced``.
         sliced: whether heads share K channels or have K each.
@@ -184,19 +186,21 @@ def averaged_inverse_snr(
         ValueError: heads that do not divide the size.
 
     Examples:
-        >>> rc.theory.averaged_inverse_snr("linear", others=32, size=64, heads=4)
+        >>> rc.theory.averaged_inverse_snr("linear", num_distractors=32, size=64, heads=4)
         0.5
-        >>> rc.theory.averaged_inverse_snr("linear", others=32, size=64, heads=4, sliced=False)
+        >>> rc.theory.averaged_inverse_snr(
+        ...     "linear", num_distractors=32, size=64, heads=4, sliced=False
+        ... )
         0.125
     """
     if heads < 1 or (sliced and size % heads):
         raise ValueError(f"averaged_inverse_snr: {heads} heads do not divide a size of {size}")
     own = size // heads if sliced else size
-    alone = inverse_snr(kernel, others=others, size=own, temperature=temperature)
-    return alone * (1 + (heads - 1) * _share_of_mean(kernel, own, temperature)) / heads
+    alone = inverse_snr(kernel, num_distractors=num_distractors, size=own, temperature=temperature)
+    return alone * (1 + (heads - 1) * _squared_mean_ratio(kernel, own, temperature)) / heads
 
 
-def _share_of_mean(kernel: KernelName, size: int, temperature: float | None) -> float:
+def _squared_mean_ratio(kernel: KernelName, size: int, temperature: float | None) -> float:
     """E[κ]²/E[κ²] of a product X ~ N(0, K)."""
     if kernel == "linear":
         return 0.0
@@ -212,7 +216,7 @@ def _share_of_mean(kernel: KernelName, size: int, temperature: float | None) -> 
 def kernel_inverse_snr(
     kappa: Callable[[Tensor], Tensor],
     *,
-    others: float,
+    num_distractors: float,
     size: int,
     generator: torch.Generator,
     trials: int = 100_000,
@@ -221,20 +225,20 @@ def kernel_inverse_snr(
 
     Args:
         kappa: a function of a tensor of products q·k.
-        others, size: N and K.
+        num_distractors, size: N and K.
         generator: the only source of randomness.
         trials: products drawn.
 
     Examples:
         >>> sampled = rc.theory.kernel_inverse_snr(
-        ...     lambda x: x, others=8, size=16, generator=torch.Generator().manual_seed(0)
+        ...     lambda x: x, num_distractors=8, size=16, generator=torch.Generator().manual_seed(0)
         ... )
-        >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
+        >>> sampled.is_within(rc.theory.inverse_snr("linear", num_distractors=8, size=16))
         True
     """
     x = torch.randn(trials, generator=generator, dtype=torch.float64) * math.sqrt(size)
     peak = float(kappa(torch.tensor([float(size)], dtype=torch.float64)).square())
-    found: Tensor = others * kappa(x).square() / peak
+    found: Tensor = num_distractors * kappa(x).square() / peak
     return Sampled(
         value=float(found.mean()),
         error=float(found.std()) / math.sqrt(trials),
@@ -245,7 +249,7 @@ def kernel_inverse_snr(
 def measured_inverse_snr(
     recipe: RecipeLike,
     *,
-    others: int,
+    num_distractors: int,
     K: int,
     V: int,
     generator: torch.Generator,
@@ -259,7 +263,7 @@ def measured_inverse_snr(
 
     Args:
         recipe: any; its gates are the same at every token.
-        others: N.
+        num_distractors: N.
         K, V: sizes of keys and values.
         generator: the only source of randomness.
         trials: memories written, each with pairs of its own.
@@ -273,24 +277,26 @@ def measured_inverse_snr(
     Examples:
         >>> recipe = rc.zoo.get("linear_attention").recipe
         >>> sampled = rc.theory.measured_inverse_snr(
-        ...     recipe, others=8, K=16, V=16, generator=torch.Generator().manual_seed(0)
+        ...     recipe, num_distractors=8, K=16, V=16, generator=torch.Generator().manual_seed(0)
         ... )
-        >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
+        >>> sampled.is_within(rc.theory.inverse_snr("linear", num_distractors=8, size=16))
         True
     """
     recipe = as_recipe(recipe, "measured_inverse_snr")
 
     def normal(size: int) -> Tensor:
-        return torch.randn(trials, others + 1, size, generator=generator, dtype=torch.float64)
+        return torch.randn(
+            trials, num_distractors + 1, size, generator=generator, dtype=torch.float64
+        )
 
     k, v = normal(K), normal(V)
     row = torch.arange(trials)
-    place = torch.randint(others + 1, (trials,), generator=generator)
+    place = torch.randint(num_distractors + 1, (trials,), generator=generator)
     for x in (k, v):
         asked = x[row, place]
         x[row, place] = asked * (x.shape[-1] ** 0.5 / asked.norm(dim=-1, keepdim=True))
     with torch.no_grad():
-        o = write(recipe, k[row, place][:, None], k, v, gates=gates)[:, 0]
+        o = write_and_read(recipe, k[row, place][:, None], k, v, gates=gates)[:, 0]
     value = v[row, place]
     factor = (o * value).sum(-1) / V
     c = factor.mean()
@@ -343,7 +349,9 @@ def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None]
     k[:, 0], k[:, 1] = products, 1.5  # the length must not matter
     try:
         if recipe.features.finite:
-            found = (lifted(recipe, q, {}, "query") @ lifted(recipe, k, {}, "key").T)[0]
+            found = (
+                apply_features(recipe, q, {}, "query") @ apply_features(recipe, k, {}, "key").T
+            )[0]
         else:
             found = recipe.features.kappa(q, k)[0]
     except (RecipeError, NotImplementedError):

@@ -24,7 +24,7 @@ from recollect.experiments.framework import (
 )
 from recollect.experiments.papers.ttr.stability import loglog_slope
 from recollect.recipe.recipe import Recipe
-from recollect.theory.limits import approach, normalized_update_norms
+from recollect.theory.limits import normalized_update_norms, relative_distance
 
 __all__ = ["ICL"]
 
@@ -55,7 +55,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
         w_k = _rotation(normal(D, D)).view(heads, D // heads, D)
         w_v = normal(heads, D // heads, D) / math.sqrt(D)
         recipe = Recipe(algorithm=GradientDescent(lr=config["lr"] / (D // heads)))
-        distances = approach(recipe, x, w_k, w_v, at=steps)
+        distances = relative_distance(recipe, x, w_k, w_v, at=steps)
         curve = distances.mean(1).tolist()
     late = len(steps) // 2
     power = loglog_slope(steps[late:], curve[late:])

@@ -37,7 +37,7 @@ from recollect.theory.snr import (
     inverse_snr,
     kernel_inverse_snr,
     measured_inverse_snr,
-    needed_size,
+    min_key_dim,
     truncation_order,
 )
 
@@ -98,7 +98,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
         # Products alone: at low temperatures whole memories would need millions of draws.
         d, tau = config["d of τ"], at
         noise = kernel_inverse_snr(
-            _function(kernel, tau), others=N, size=d, generator=generator, trials=draws
+            _function(kernel, tau), num_distractors=N, size=d, generator=generator, trials=draws
         )
     else:
         N, d = (round(at), d) if axis == "N" else (N, round(at))
@@ -107,22 +107,22 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
             features=_kernel(kernel, tau), bias=DotProduct(), algorithm=GradientDescent(lr=1.0)
         )
         noise = measured_inverse_snr(
-            recipe, others=N, K=d, V=d, generator=generator, trials=config["trials"]
+            recipe, num_distractors=N, K=d, V=d, generator=generator, trials=config["trials"]
         )
-    theory = inverse_snr(kernel, others=N, size=d, temperature=tau)
+    theory = inverse_snr(kernel, num_distractors=N, size=d, temperature=tau)
     errors = abs(noise.value - theory) / noise.error
     return {"SNR⁻¹": noise.value, "theory": theory, "standard errors apart": errors}
 
 
 def _needed_dim(kernel: Any, others: int, generator: torch.Generator, draws: int) -> Values:
     """Return the least d at which sampled noise is at most as large as the signal."""
-    formula = needed_size(kernel, others=others, level=1.0)
+    formula = min_key_dim(kernel, num_distractors=others, level=1.0)
     low, high = 0, 2 * math.ceil(formula) + 2  # noise falls with d
     while high - low > 1:
         size = (low + high) // 2
         kappa = _function(kernel, math.sqrt(size))
         noise = kernel_inverse_snr(
-            kappa, others=others, size=size, generator=generator, trials=draws
+            kappa, num_distractors=others, size=size, generator=generator, trials=draws
         )
         low, high = (size, high) if noise.value > 1.0 else (low, size)
     return {"d": float(high), "formula": formula}

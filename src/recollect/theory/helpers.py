@@ -1,4 +1,4 @@
-"""Gate values for a recipe that is measured without a layer."""
+"""Arguments and calls of recipes without a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
 
-__all__ = ["constant_gates", "lifted", "write"]
+__all__ = ["apply_features", "constant_gates", "write_and_read"]
 
 
 def constant_gates(
@@ -28,28 +28,28 @@ def constant_gates(
     values: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Every gate of a recipe at one value everywhere: ``values[name]``, or where a layer starts.
+    """Return constant gates: ``values[name]``, or the initial value of a layer.
 
     Raises:
         RecipeError: a value for a gate that the recipe does not have.
     """
     values = dict(values or {})
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
-    found: dict[str, Tensor] = {}
+    gates: dict[str, Tensor] = {}
     for gate in recipe.gates():
         shape = [B, T, H, *(sizes[axis] for axis in gate.axes)]
         value = values.pop(gate.name, gate.init)
-        found[gate.name] = torch.full(shape, value, dtype=dtype)
+        gates[gate.name] = torch.full(shape, value, dtype=dtype)
     if values:
         raise RecipeError(
             f"gate {sorted(values)[0]!r} is unknown to this recipe, which has "
-            f"{', '.join(sorted(found)) or 'none'}"
+            f"{', '.join(sorted(gates)) or 'none'}"
         )
-    return found
+    return gates
 
 
-def lifted(recipe: Recipe, x: Tensor, params: Params, side: str) -> Tensor:
-    """φ(x) of vectors ``[N, K]``, ``[N, F]``.
+def apply_features(recipe: Recipe, x: Tensor, params: Params, side: str) -> Tensor:
+    """Return φ(x) of vectors ``[N, K]``, ``[N, F]``.
 
     Raises:
         RecipeError: features that cannot be written down.
@@ -60,7 +60,7 @@ def lifted(recipe: Recipe, x: Tensor, params: Params, side: str) -> Tensor:
     return recipe.features.phi(x[None, None, None], params, side, position)[0, 0, 0]
 
 
-def write(
+def write_and_read(
     recipe: Recipe,
     q: Tensor,
     k: Tensor,
@@ -70,7 +70,7 @@ def write(
     params: Params | None = None,
     engine: str = "auto",
 ) -> Tensor:
-    """What queries ``[B, M, K]`` read after pairs ``[B, T, K]``, ``[B, T, V]`` were memorised.
+    """Return the outputs for queries ``[B, M, K]`` after pairs ``[B, T, K]``, ``[B, T, V]``.
 
     Args:
         gates: numbers for every token, or tensors as `recall` takes them.
@@ -87,10 +87,10 @@ def write(
     B, T, K = k.shape
     V = v.shape[-1]
     numbers = {name: x for name, x in (gates or {}).items() if not isinstance(x, Tensor)}
-    given = {name: x for name, x in (gates or {}).items() if isinstance(x, Tensor)}
-    if numbers or not given:
+    tensors = {name: x for name, x in (gates or {}).items() if isinstance(x, Tensor)}
+    if numbers or not tensors:
         filled = constant_gates(recipe, B=B, T=T, K=K, V=V, values=numbers, dtype=k.dtype)
-        given = filled | given
+        tensors = filled | tensors
     if params is None:
         params = initial_params(recipe, H=1, K=K, V=V, dtype=k.dtype)
     _, state = recall(
@@ -98,13 +98,13 @@ def write(
         k[:, :, None],
         k[:, :, None],
         v[:, :, None],
-        given,
+        tensors,
         params=params,
         engine=engine,  # type: ignore[arg-type]
     )
-    asked = {
+    read_gates = {
         name: x[:, :1].expand(B, q.shape[1], *x.shape[2:])
-        for name, x in given.items()
+        for name, x in tensors.items()
         if name in {"radius", "tau"}
     }
-    return read(recipe, q[:, :, None], gates=asked, state=state, params=params)[:, :, 0]
+    return read(recipe, q[:, :, None], gates=read_gates, state=state, params=params)[:, :, 0]
