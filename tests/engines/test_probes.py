@@ -59,6 +59,6 @@ def test_the_rate_of_a_write_needs_no_system_per_value_channel() -> None:
     """It does where it also scales the erasure, or where the decay is per value channel."""
     for name, one in RECIPES.items():
         several = name == "a decay per value channel"
-        assert ("per value channel" in rc.explain(one).how) == several
+        assert ("per value channel" in rc.explain(one).engine_mode) == several
     rate = rc.Recipe(algorithm=GD(per="value"))
-    assert "per value channel" in rc.explain(rate).how
+    assert "per value channel" in rc.explain(rate).engine_mode
