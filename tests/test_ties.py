@@ -25,11 +25,14 @@ def build(options: LayerOptions, **choices: object) -> MemoryLayer:
         ({"target": "lr", "source": "log_decay", "rule": "complement"}, "cannot make 'lr'"),
         ({"target": "k", "source": "log_decay", "rule": "negative"}, "cannot make 'k'"),
         ({"target": "probe", "source": "k", "rule": "rate"}, "cannot make 'probe'"),
-        ({"target": "probe", "source": "erase", "rule": "direction"}, "follow the key"),
-        ({"target": "lr", "source": "log_decay", "rule": "implicit"}, "follow the key"),
-        ({"target": "lr", "source": "k", "rule": "negative"}, "the others a gate"),
+        ({"target": "probe", "source": "erase", "rule": "direction"}, "its source is 'k'"),
+        ({"target": "lr", "source": "log_decay", "rule": "implicit"}, "its source is 'k'"),
+        ({"target": "lr", "source": "k", "rule": "negative"}, "its source is a gate or param"),
         ({"target": "lr", "source": "lr", "rule": "negative"}, "follow itself"),
         ({"target": "lr", "source": "log_decay", "rule": "guess"}, "'complement'"),
+        ({"target": "probe", "source": "k", "rule": "sum"}, "its source is 'q'"),
+        ({"target": "lr", "source": "k", "rule": "copy"}, "k to a probe and a gate to a gate"),
+        ({"target": "q", "source": "k", "rule": "previous"}, "it makes 'k'"),
     ],
 )
 def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
@@ -75,6 +78,31 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
             {"algorithm": GD(updates_per_token=2)},
             "one association per token",
         ),
+        (
+            {"target": "k", "source": "k", "rule": "previous"},
+            {"algorithm": GD(updates_per_token=2)},
+            "one association per token",
+        ),
+        (
+            {"target": "window", "source": "log_decay", "rule": "trapezoid"},
+            {"context": rc.context.Window(size=3), "retention": Decay()},
+            "a window of two associations",
+        ),
+        (
+            {"target": "lr", "source": "log_decay", "rule": "shrink"},
+            {"retention": Decay()},
+            "needs a decay as target",
+        ),
+        (
+            {"target": "erase", "source": "lr", "rule": "copy"},
+            {"bias": rc.bias.L2(probe=rc.bias.Probe(per="key"))},
+            "of one shape",
+        ),
+        (
+            {"target": "angle", "source": "lr", "rule": "rate"},
+            {"retention": Decay()},
+            "needs complex_decay",
+        ),
     ],
 )
 def test_ties_that_this_recipe_does_not_allow(
@@ -106,6 +134,13 @@ def test_ties_follow_what_was_tied_before() -> None:
         ({"complex_decay": "input", "qk": "ones"}, {"memory": rc.memory.Vector()}, "DotProduct"),
         ({"value_skip": True}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"qk": "ones"}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
+        ({"zero_values": 1}, {}, "leaves a token without a value"),
+        ({"qk_affine": True, "qk": "ones"}, {"bias": DOT}, "projections of queries and keys"),
+        (
+            {"complex_decay": "input", "partial_rotary_factor": 0.5},
+            {"bias": DOT, "retention": Decay(per="key")},
+            "a decay per head",
+        ),
     ],
 )
 def test_options_that_this_recipe_does_not_allow(
@@ -139,7 +174,8 @@ def test_options_of_the_wrong_kind(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba", "rwkv6", "rwkv7", "lru", "gateloop", "longhorn_diagonal"]
+    "name",
+    ["mamba", "rwkv6", "rwkv7", "lru", "gateloop", "longhorn_diagonal", "mamba3", "falcon_1"],
 )
 def test_options_survive_json(name: str) -> None:
     options = rc.zoo.get(name).options
@@ -173,3 +209,41 @@ def test_angles_of_grouped_heads_turn_with_their_memory() -> None:
     full.load_state_dict(weights)
     x = torch.randn(2, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(full(x)[0], shared(x)[0], atol=1e-10, rtol=1e-10)
+
+
+def test_ties_apply_in_their_order() -> None:
+    """A probe that is copied from keys has the keys before or after their own tie."""
+    recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()))
+    copy, previous = (
+        Tie(target="probe", source="k", rule="copy"),
+        Tie(target="k", source="k", rule="previous"),
+    )
+    x = torch.randn(1, 5, 8)
+    for ties, shift in (((copy, previous), 1), ((previous, copy), 0)):
+        inputs = MemoryLayer(8, 2, recipe, LayerOptions(ties=ties)).memory_inputs(x)
+        keys, probes = inputs.k[:, shift:], inputs.gates["probe"]
+        assert torch.equal(keys, probes[:, : 5 - shift])
+
+
+def test_an_explanation_has_the_equations_of_ties() -> None:
+    assert rc.explain("rwkv7").ties == (
+        "w_t = (k_t ⊙ ξ)/‖k_t ⊙ ξ‖",
+        "k_t ← k_t ⊙ (1 + ξ (erase − 1))",
+    )
+    assert "ties     k_t ← k_(t−1)\n" in str(rc.explain("falcon_1"))
+    assert rc.explain(rc.zoo.get("q_delta").recipe).ties == ()
+
+
+def test_part_of_the_channels_is_rotated() -> None:
+    torch.manual_seed(0)
+    full = MemoryLayer(16, 2, rc.Recipe(), LayerOptions(rope_theta=100.0)).double()
+    part = LayerOptions(rope_theta=100.0, partial_rotary_factor=0.5)
+    half = MemoryLayer(16, 2, rc.Recipe(), part).double()
+    half.load_state_dict(full.state_dict())
+    bare = MemoryLayer(16, 2, rc.Recipe(), LayerOptions()).double()
+    bare.load_state_dict(full.state_dict())
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    k, q = half.memory_inputs(x).k, bare.memory_inputs(x).k
+    torch.testing.assert_close(k[..., 4:], q[..., 4:])
+    assert not torch.allclose(k[:, 1:, :, :4], q[:, 1:, :, :4])
+    torch.testing.assert_close(k[..., :4].norm(dim=-1), q[..., :4].norm(dim=-1))

@@ -51,8 +51,18 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("retnet_xpos", "gla", "gateloop", "hgrn2"), (GATE, GATE)),
     **dict.fromkeys(("delta_net", "dpfp", "longhorn", "nlms"), (PLAIN, DELTA)),
-    **dict.fromkeys(("delta_product", "gated_delta_product"), ("chunk_gated_delta_product", DELTA)),
-    **dict.fromkeys(("leaky_lms", "rwkv7"), (ANY, ANY)),
+    **dict.fromkeys(
+        ("delta_product", "gated_delta_product", "erase_then_delta"),
+        ("chunk_gated_delta_product", DELTA),
+    ),
+    **dict.fromkeys(
+        (
+            "leaky_lms", "rwkv7", "falcon_1", "comba", "gated_delta_net_2", "q_delta",
+            "preconditioned_gated_delta_net", "preconditioned_kda",
+        ),
+        (ANY, ANY),
+    ),
+    "kimi_delta_attention": ("chunk_kda", "chunk_kda"),
     **dict.fromkeys(("lru", "rg_lru"), ("fused_recurrent_hgrn", "fused_recurrent_hgrn")),
     "gated_delta_net": (DELTA, DELTA),
     "rwkv6": ("chunk_rwkv6", "chunk_rwkv6"),
@@ -166,7 +176,7 @@ ON_HOPPER: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("delta_net", "dpfp", "longhorn", "nlms"), (PLAIN, KDA)),
     "gated_delta_net": (KDA, KDA),
     "delta_product": ("chunk_gated_delta_product", KDA),
-    "gated_delta_product": (KDA, KDA),
+    **dict.fromkeys(("gated_delta_product", "erase_then_delta"), (KDA, KDA)),
 }
 
 

@@ -113,6 +113,9 @@ LAYERS = (
     "rwkv7",  # a learned one
     "gateloop",  # an angle of the input
     "lru",  # a learned one
+    "preconditioned_gated_delta_net",  # a recurrence of keys
+    "mamba3",  # an angle that follows a gate
+    "gated_delta_net_2",  # a probe, and a rate per value channel
     "sliding_window_attention",  # a window and rotary positions
     "softmax_attention",
     "titans",

@@ -63,15 +63,25 @@ def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
         assert far < 1e-5 and held < whole
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_parts_of_a_layer_add_up(kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("system", "kv_heads"),
+    [
+        ("gated_delta_net", 4),
+        ("gated_delta_net", 2),
+        ("comba", 2),  # a tie of queries
+        ("mamba3", 4),  # factors and biases of queries and keys
+        ("erase_then_delta", 4),  # an association without a value
+        ("preconditioned_kda", 4),  # gates of a tie
+    ],
+)
+def test_parts_of_a_layer_add_up(system: str, kv_heads: int) -> None:
     """Without processes: what two layers say, each of a part of the heads, adds up."""
     torch.manual_seed(0)
-    undivided = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
+    undivided = rc.MemoryLayer(16, 4, system, num_kv_heads=kv_heads).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     total = torch.zeros_like(x)
     for index in range(2):
-        part = rc.MemoryLayer(16, 4, "gated_delta_net", num_kv_heads=kv_heads).double()
+        part = rc.MemoryLayer(16, 4, system, num_kv_heads=kv_heads).double()
         for name, weight in undivided.named_parameters():
             spec = shard_specs(undivided).get(name)
             owner, _, own = name.rpartition(".")

@@ -21,6 +21,7 @@ from recollect.blocks.state import MixerState
 from recollect.functional.packing import CompactedBatch, compact, scatter
 from recollect.functional.read import read
 from recollect.layer.checks import check_options, check_sizes
+from recollect.layer.key_recurrence import Sequences
 from recollect.layer.memory_layer import MemoryLayer, run_memory, state_after
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.state import LayerState, MemoryInputs
@@ -59,7 +60,7 @@ class SecondMemory(RecipeModule):
         self._bind(first.engine, first.precision)
         self._build_ties()
         self._build_gates(skip=share)
-        if self.key_like_gates or self.ties.key is not None:
+        if self.key_like_gates or self.ties.changes_qk:
             keys = ", ".join(self.key_like_gates) or "k"
             raise RecipeError(
                 "the second memory of ResidualMemory has the keys of the first, and its recipe or "
@@ -73,7 +74,7 @@ class SecondMemory(RecipeModule):
         """Compute gates and params of tokens; ``shared`` are gates of the first memory."""
         values = {**self.compute_gates(x, {}), **shared}
         if self.options.ties:
-            values = self.ties.apply_ties(values, k, self.gates)
+            values = self.ties.apply_ties(k, k, values, self.gates, Sequences()).values
         return self._apply_stability_limit(values)
 
 

@@ -63,6 +63,8 @@ class Explanation(LabelledText):
         problem: objective at time t.
         write_equations, read_equations: equations, one per line.
         symbols: descriptions of the symbols in the equations.
+        ties: equations of the layer's queries, keys, gates and params that are computed from others
+            (`recollect.Tie`).
         engine, engine_mode: the engine that runs the recipe, and its algorithm.
         matmul_precision: precision of matrix products, if one was requested.
         backend: the operator of flash-linear-attention that replaces the engine's products on
@@ -97,6 +99,7 @@ class Explanation(LabelledText):
     write_equations: tuple[str, ...]
     read_equations: tuple[str, ...]
     symbols: tuple[str, ...]
+    ties: tuple[str, ...] = ()
     engine: str
     engine_mode: str
     matmul_precision: str = ""
@@ -124,6 +127,7 @@ class Explanation(LabelledText):
             ("write", [*self.write_equations]),
             ("read", [*self.read_equations]),
             ("where", [*self.symbols]),
+            ("ties", [*self.ties]),
             ("engine", [f"{self.engine} ({self.engine_mode})", *precision]),
         ]
 
@@ -299,6 +303,7 @@ def _explain_recipe(
         write_equations=write_rule(recipe, full=full),
         read_equations=read_rule(recipe),
         symbols=legend(recipe, full=full),
+        ties=() if options is None else tuple(tie.equation for tie in options.ties),
         engine=selection.engine.name,
         engine_mode=selection.description,
         matmul_precision=_matmul_precision(selection.engine, recipe, precision),

@@ -15,7 +15,7 @@ __all__ = ["EQUATION_LABELS", "SIZE", "Block", "LabelledText", "fields_to_json",
 SIZE = 64
 """K and V of the numbers in an explanation."""
 
-EQUATION_LABELS = ("composes", "problem", "write", "read", "where")
+EQUATION_LABELS = ("composes", "problem", "write", "read", "where", "ties")
 """Labels of blocks with equations, or with the meaning of their symbols."""
 
 LABEL_WIDTH = 9

@@ -16,7 +16,7 @@ from recollect.functional.checks import DENSE, check_rows, layout_name
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.rotary import phase_misfit
 from recollect.layer.state import LayerState
-from recollect.layer.ties import tie_misfits
+from recollect.layer.ties import tie_gates, tie_misfits
 from recollect.messages import RecipeError, argument_name, short_repr
 from recollect.recipe.compatibility import check_size
 from recollect.recipe.recipe import Recipe
@@ -192,6 +192,16 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
             f"recipe takes {recipe.associations_per_token}"
         )
         resets.append((reason, {"value_skip": False, "qk": "input"}))
+    if options.zero_values >= recipe.associations_per_token:
+        reason = (
+            f"LayerOptions(zero_values={options.zero_values}) leaves a token without a value: this "
+            f"recipe takes {recipe.associations_per_token} per token, as updates_per_token sets"
+        )
+        resets.append((reason, {"zero_values": 0}))
+    makes_keys = any(tie.rule == "complement" for tie in options.ties)
+    if options.qk_affine and (options.qk == "ones" or makes_keys):
+        reason = "LayerOptions(qk_affine=True) needs projections of queries and keys: qk='input'"
+        resets.append((reason, {"qk_affine": False}))
     made_of_maps = isinstance(recipe.memory, Stack) and recipe.features.finite
     if options.last_map_init_scale != 1 and not (made_of_maps and recipe.needs_init()):
         reason = (
@@ -222,7 +232,8 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
 
 def _gate_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
     """Yield the options of gates and params that the recipe declares differently or not at all."""
-    declared = {item.name: item for item in (*recipe.gates(), *recipe.params())}
+    gates = (*recipe.gates(), *tie_gates(options))
+    declared = {item.name: item for item in (*gates, *recipe.params())}
     for name, gate_options in dict(options.gate_options).items():
         option, item = f"gates[{name!r}]", declared.get(name)
         if item is None:
@@ -267,18 +278,21 @@ def _without_unit(options: LayerOptions, name: str) -> LayerOptions:
 def _unit_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
     """Yield the gates and params with options in a unit that they do not have."""
     for name, gate_options in dict(options.gate_options).items():
-        if (reason := _unit_misfit(recipe, name, gate_options)) is not None:
+        if (reason := _unit_misfit(recipe, options, name, gate_options)) is not None:
             remedy = _without_unit(options, name)
             yield Misfit(
                 option=f"gates[{name!r}]", reason=f"options of {name!r}: {reason}", remedy=remedy
             )
 
 
-def _unit_misfit(recipe: Recipe, name: str, gate_options: GateOptions) -> str | None:
+def _unit_misfit(
+    recipe: Recipe, options: LayerOptions, name: str, gate_options: GateOptions
+) -> str | None:
     """Return the reason why a gate or param does not have the unit of its options."""
     if gate_options.unit in (None, "raw"):
         return None
-    declared = next(x for x in (*recipe.gates(), *recipe.params()) if x.name == name)
+    gates = (*recipe.gates(), *tie_gates(options))
+    declared = next(x for x in (*gates, *recipe.params()) if x.name == name)
     title = recipe.algorithm.title
     if gate_options.unit == "value_rms":
         return _value_unit_misfit(recipe, name, gate_options, declared)
@@ -380,6 +394,7 @@ def check_state(
     conv_state_shape: tuple[int, int] | None,
     phase: bool,
     shift: bool,
+    num_recurrences: int = 0,
 ) -> None:
     """Check that a state belongs to a layer with these parts."""
     if state is None:
@@ -404,3 +419,9 @@ def check_state(
             raise ValueError(
                 f"this state belongs to another layer: {name} is {'there' if has else 'missing'}"
             )
+    stored = 0 if state.keys is None else state.keys.shape[1]
+    if stored != num_recurrences:
+        raise ValueError(
+            f"this state belongs to another layer: it has {stored} recurrences of keys and this "
+            f"layer has {num_recurrences}"
+        )

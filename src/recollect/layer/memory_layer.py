@@ -26,11 +26,14 @@ from recollect.layer.checks import (
 )
 from recollect.layer.gates import GateProjection, normalize_to_length
 from recollect.layer.inspection import MemorySpec
+from recollect.layer.key_recurrence import Sequences
 from recollect.layer.options import LayerOptions
+from recollect.layer.qk_affine import QKAffine
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.rotary import (
     ComplexDecayPhase,
+    num_rotated,
     positions,
     rope_cos_sin,
     rotate_by_phase,
@@ -39,7 +42,7 @@ from recollect.layer.rotary import (
 from recollect.layer.short_conv import ShortConvolution
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.layer.token_shift import TokenShift
-from recollect.messages import suggest_arguments
+from recollect.messages import RecipeError, suggest_arguments
 from recollect.recipe.resolve import RecipeLike
 from recollect.state.state import State
 
@@ -122,7 +125,7 @@ class MemoryLayer(RecipeModule):
         self.qkv_sizes = [
             num_heads * self.head_dim,
             per_token * self.head_dim,
-            per_token * self.value_dim,
+            (per_token - self.num_kv_heads * options.zero_values) * self.value_dim,
         ]
         self.qk_heads = [num_heads, per_token]  # query heads, and keys of a token
         self._build_ties()
@@ -139,6 +142,11 @@ class MemoryLayer(RecipeModule):
         self.norm = nn.RMSNorm(self.value_dim, eps=NORM_EPS) if has_norm else None
         self.output_gate = nn.Linear(d_model, width, bias=False) if has_gate else None
         self.out = nn.Linear(width, d_model, bias=False)
+        self.qk_affine = QKAffine(sum(self.qk_heads), self.head_dim) if options.qk_affine else None
+        if self.num_heads != self.num_kv_heads and any(t.source == "q" for t in options.ties):
+            raise RecipeError(
+                "a tie that follows 'q' needs one query head per memory: leave num_kv_heads out"
+            )
         self._build_gates()
         self.phase = None
         if options.complex_decay != "none":
@@ -146,7 +154,7 @@ class MemoryLayer(RecipeModule):
                 options.complex_decay,
                 d_model=d_model,
                 heads=self.num_kv_heads,
-                size=self.value_dim if recipe.memory.is_elementwise else self.head_dim,
+                size=self.value_dim if recipe.memory.is_elementwise else self.num_rotated,
             )
         self.shift = None
         if options.token_shift != "none":
@@ -207,6 +215,7 @@ class MemoryLayer(RecipeModule):
             conv_state_shape=self.conv_state_shape,
             phase=self.phase is not None,
             shift=self.shift is not None,
+            num_recurrences=self.ties.num_recurrences,
         )
         batch, lengths, tokens = None, None, x
         if attention_mask is not None:
@@ -282,8 +291,11 @@ class MemoryLayer(RecipeModule):
             u = functional.silu(u)
         qk_width = self.qkv_sizes[0] + self.qkv_sizes[1]
         projected, v = u.split_with_sizes([qk_width, self.qkv_sizes[2]], dim=-1)
-        heads = (self.num_kv_heads, n) if n > 1 else (self.num_kv_heads,)
+        zeros = options.zero_values
+        heads = (self.num_kv_heads, n - zeros) if n > 1 else (self.num_kv_heads,)
         v = v.view(*x.shape[:2], *heads, self.value_dim)
+        if zeros:
+            v = functional.pad(v, (0, 0, zeros, 0))
         values = self.compute_gates(x, shifted)
         # Queries, then keys. If both are projected, they are heads of one tensor, so that each
         # operation below runs once.
@@ -293,33 +305,38 @@ class MemoryLayer(RecipeModule):
             qk = [projected.view(*x.shape[:2], sum(self.qk_heads), K)]
         else:
             q = projected.unflatten(-1, (self.num_heads, K))
-            qk = [q, self.ties.keys(None, values, q)]
+            qk = [q, self.ties.complement(values, q.dtype)]
+        if self.qk_affine is not None:
+            qk = [self.qk_affine(part) for part in self._normalize(qk, values)]
         if options.rope_theta is not None:
             start = None if state is None else state.position
-            cos, sin = rope_cos_sin(positions(x, start, cu_seqlens), K, options.rope_theta)
+            position, size = positions(x, start, cu_seqlens), self.num_rotated
+            cos, sin = rope_cos_sin(position, size, options.rope_theta)
             qk = [rotate_pairs(part, cos, sin) for part in qk]
             for name in self.key_like_gates:
                 values[name] = rotate_pairs(values[name], cos, sin)
         rotated_v, phase, final_phase = v, None, None
         if self.phase is not None:
             start = None if state is None else state.phase
-            phase, final_phase = self.phase(x, start, lengths=lengths, cu_seqlens=cu_seqlens)
+            factor = self.ties.angle_factor(values, self.gates)
+            phase, final_phase = self.phase(
+                x, start, lengths=lengths, cu_seqlens=cu_seqlens, factor=factor
+            )
             if self.recipe.memory.is_elementwise:
                 rotated_v = rotate_by_phase(v, phase)
             else:
                 qk = [rotate_by_phase(part, phase) for part in self._split_qk(qk)]
-        if options.qk_norm in ("l2", "rms"):
-            length = math.sqrt(K) if options.qk_norm == "rms" else 1.0
-            qk = [normalize_to_length(part, length) for part in qk]
-            for name in self.key_like_gates:
-                values[name] = normalize_to_length(values[name], length)
+        if self.qk_affine is None:
+            qk = self._normalize(qk, values)
         q, k = self._split_qk(qk)
         if options.qk_norm == "scaled":
             k = k * K**-0.5
+        history = None
         if options.ties:
-            values = self.ties.apply_ties(values, k, self.gates)
-        if self.ties.key is not None and not self.ties.makes_keys:
-            k = self.ties.keys(k, values, q)
+            start = None if state is None else state.keys
+            sequences = Sequences(keys=start, lengths=lengths, cu_seqlens=cu_seqlens)
+            tied = self.ties.apply_ties(q, k, values, self.gates, sequences)
+            q, k, values, history = tied.q, tied.k, tied.values, tied.history
         gates, params = self._apply_stability_limit(values)
         return MemoryInputs(
             q=q,
@@ -334,7 +351,19 @@ class MemoryLayer(RecipeModule):
             final_phase=final_phase,
             shift=last_token,
             conv_inputs=conv_inputs,
+            keys=None if history is None else history.per_token,
+            final_keys=None if history is None else history.final,
         )
+
+    def _normalize(self, qk: Sequence[Tensor], values: dict[str, Tensor]) -> Sequence[Tensor]:
+        """Return queries and keys of the length of ``qk_norm``; normalize gates that are keys."""
+        norm = self.options.qk_norm
+        if norm not in ("l2", "rms"):
+            return qk
+        length = math.sqrt(self.head_dim) if norm == "rms" else 1.0
+        for name in self.key_like_gates:
+            values[name] = normalize_to_length(values[name], length)
+        return [normalize_to_length(part, length) for part in qk]
 
     def _state_at(
         self,
@@ -367,7 +396,15 @@ class MemoryLayer(RecipeModule):
             earlier = None if state is None or state.phase is None else state.phase.unsqueeze(1)
             phase = _last(earlier, inputs.phase, 1, lengths)
             inputs.final_phase = phase.squeeze(1).remainder(2 * math.pi)
+        if inputs.keys is not None:
+            earlier = None if state is None or state.keys is None else state.keys.unsqueeze(1)
+            inputs.final_keys = _last(earlier, inputs.keys, 1, lengths).squeeze(1)
         return state_after(inputs, memory)
+
+    @property
+    def num_rotated(self) -> int:
+        """Number of channels of queries and keys that are rotated."""
+        return num_rotated(self.head_dim, self.options.partial_rotary_factor)
 
     def _split_qk(self, qk: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]``."""
@@ -403,7 +440,7 @@ class MemoryLayer(RecipeModule):
         """The recipe, sizes and engine, for `recollect.explain` and `recollect.diagnose`."""
         ranges: dict[str, tuple[float, float]] = {}
         for name, gate in self.gates.items():
-            if isinstance(gate, GateProjection):
+            if isinstance(gate, GateProjection) and name not in self.ties.own_gates:
                 activation = gate.activation
                 is_bounded = activation.kind == "sigmoid"
                 if is_bounded or name in self.recipe.log_decays:
@@ -545,4 +582,10 @@ def make_call(
 
 def state_after(inputs: MemoryInputs, memory: State) -> LayerState:
     """Return the state of a layer after its inputs, with the state of its memory."""
-    return LayerState(memory=memory, conv=inputs.conv, phase=inputs.final_phase, shift=inputs.shift)
+    return LayerState(
+        memory=memory,
+        conv=inputs.conv,
+        phase=inputs.final_phase,
+        shift=inputs.shift,
+        keys=inputs.final_keys,
+    )

@@ -31,17 +31,29 @@ if TYPE_CHECKING:
 
 __all__ = ["GateOptions", "LayerOptions", "Options", "Tie"]
 
-TIE_TARGETS = {
-    "complement": "k",
-    "blend": "k",
-    "direction": "probe",
-    "rate": "",
-    "negative": "",
-    "variance": "",
-    "implicit": "",
-    "diagonal": "",
+TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "complement": (("k",), ("gate",), "k_t = 1 − α_t"),
+    "blend": (("k",), ("gate",), "k_t ← k_t ⊙ (1 + ξ ({source} − 1))"),
+    "precondition": (("k",), ("k",), "k_t ← {s}^(−r/(1 + |r|)) ⊙ k_t, r = log A_t − ξ"),
+    "previous": (("k",), ("k",), "k_t ← k_(t−1)"),
+    "direction": (("probe",), ("k",), "w_t = (k_t ⊙ ξ)/‖k_t ⊙ ξ‖"),
+    "product": (("probe",), ("k",), "w_t = c_t ⊙ k_t"),
+    "sum": (("probe",), ("q",), "w_t = k_t + c_t q_t"),
+    "difference": (("q",), ("k",), "q_t ← q_t − ξ k_t"),
+    "copy": (("probe", "gate"), ("k", "gate"), "{target} = {source}"),
+    "rate": (("gate", "angle"), ("gate",), "{target} = c {source}"),
+    "negative": (("gate",), ("gate",), "{target} = −{source}"),
+    "variance": (("gate",), ("gate",), "{target} ← √(1 − α_t²) {target}"),
+    "implicit": (("gate",), ("k",), "{target} ← {target}/(1 + {target} ‖k_t‖²)"),
+    "normalize": (("gate",), ("k",), "{target} ← {target}/({s} + ‖k_t‖²)"),
+    "shrink": (("gate",), ("gate",), "{target} = log(1 − {s} {source})"),
+    "diagonal": (("gate",), ("gate",), "{target} = log(1 − {source} k_t²)"),
+    "trapezoid": (("gate",), ("gate",), "{target} = (c_t, (1 − c_t) α_t)"),
 }
-"""Targets of the rules of ties: keys, a probe, or (empty) a gate or param of the recipe."""
+"""Targets, sources and equation of each rule of a tie. ``"gate"`` is a gate or param."""
+
+KEY_RECURRENCES = ("precondition", "previous")
+"""Rules of keys that depend on earlier keys."""
 
 
 class Options(Validated):
@@ -223,23 +235,40 @@ class GateOptions(_SavedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Tie(_SavedOptions):
-    """A gate, param, key or probe that is computed from another one.
+    """A gate, param, query, key or probe that is computed from another one.
+
+    Ties apply in their order: a source has the value that earlier ties gave it.
 
     Args:
-        target: ``"k"``, or a gate or param of the recipe.
-        source: a gate or param of the recipe, or ``"k"``, the keys before their own tie.
-        rule: formula of the target, with a learned c (the target's own projection) and a learned ξ
-            (per head and channel):
+        target: ``"q"``, ``"k"``, a gate or param of the recipe, or ``"angle"``, the increment of
+            the angle of `LayerOptions.complex_decay`.
+        source: ``"q"``, ``"k"``, or a gate or param of the recipe.
+        rule: formula of the target, with a c (the target's own projection), a learned ξ and the
+            constant s:
 
             * ``"complement"``: k = 1 − α, α = exp(source) per key channel (HGRN2).
             * ``"blend"``: k ⊙ (1 + ξ (source − 1)), a source per key channel (RWKV-7's k̃).
+            * ``"precondition"``: k ⊙ M with M = s^(−r/(1 + |r|)) in (1/s, s), r = log(A + 1e-6) − ξ
+              and A_t = a_t A_(t−1) + b_t k_t², per key channel (preconditioned delta rules). a and
+              b are the gates ``"log_moment_decay"`` and ``"moment_rate"`` of the layer.
+            * ``"previous"``: k_(t−1), 0 at the first token (Falcon).
             * ``"direction"``: the probe (k ⊙ ξ)/‖k ⊙ ξ‖, source ``"k"`` (RWKV-7's κ̂).
-            * ``"rate"``: c · source (Mamba-2's one Δ drives ``lr``, and log α = −aΔ).
+            * ``"product"``: the probe c ⊙ k, source ``"k"``, c per key channel (Gated DeltaNet-2).
+            * ``"sum"``: the probe k + c q, source ``"q"``, c per head (Q-Delta).
+            * ``"difference"``: q − ξ k, source ``"k"``, ξ per head (Comba).
+            * ``"copy"``: the source: k for a probe, or a gate of the same shape.
+            * ``"rate"``: c · source, equal to c at the initial value of the source (Mamba-2's one Δ
+              drives ``lr``, and log α = −aΔ). c is a learned constant by default.
             * ``"negative"``: −source (Mamba's Δ).
             * ``"variance"``: target · √(1 − α²), α the source, a decay (LRU, RG-LRU).
             * ``"implicit"``: target/(1 + target ‖k‖²), source ``"k"`` (Longhorn).
+            * ``"normalize"``: target/(s + ‖k‖²), source ``"k"`` (NLMS with a ridge s).
+            * ``"shrink"``: the log decay log(1 − s · source) of a rate (a ridge s on the weights).
             * ``"diagonal"``: the decay per entry log(1 − source_v k_n²), of a rate η in [0, 1/‖k‖²)
               per value channel: the diagonal of a delta rule's erasure (Longhorn's layer).
+            * ``"trapezoid"``: the weights (c, (1 − c) α) of a window of two associations, α the
+              source, a decay: the trapezoidal rule of an integral (Mamba-3).
+        constant: s > 0.
 
     Raises:
         RecipeError: a value that its field refuses.
@@ -254,23 +283,45 @@ class Tie(_SavedOptions):
 
     target: str = text()
     source: str = text()
-    rule: str = option(dataclasses.MISSING, *TIE_TARGETS)
+    rule: str = option(dataclasses.MISSING, *TIE_RULES)
+    constant: float = number(1.0, above=0)
 
     def validate(self) -> None:
-        if self.target == self.source:
+        targets, sources, _ = TIE_RULES[self.rule]
+        if self.target == self.source and self.rule not in KEY_RECURRENCES:
             raise RecipeError(f"Tie: {self.target!r} cannot follow itself")
-        if self.target != (TIE_TARGETS[self.rule] or self.target) or (
-            self.target in ("k", "probe") and not TIE_TARGETS[self.rule]
-        ):
+        if _kind(self.target) not in targets:
             raise RecipeError(
-                f"Tie(rule={self.rule!r}) cannot make {self.target!r}: complement and blend make "
-                "keys, direction makes a probe, the others make gates"
+                f"Tie(rule={self.rule!r}) cannot make {self.target!r}: it makes "
+                f"{_kinds_text(targets)}"
             )
-        if (self.source == "k") != (self.rule in ("direction", "implicit")):
+        if _kind(self.source, probe="gate") not in sources:
             raise RecipeError(
-                f"Tie(rule={self.rule!r}) cannot follow {self.source!r}: direction and implicit "
-                "follow the key, the others a gate"
+                f"Tie(rule={self.rule!r}) cannot follow {self.source!r}: its source is "
+                f"{_kinds_text(sources)}"
             )
+        if self.rule == "copy" and (self.source == "k") == (_kind(self.target) == "gate"):
+            raise RecipeError(
+                "Tie(rule='copy') copies k to a probe and a gate to a gate, not "
+                f"{self.source!r} to {self.target!r}"
+            )
+
+    @property
+    def equation(self) -> str:
+        """The rule as an equation, with the names of gates and params."""
+        letters = {name: f"{name}_t" for name in ("q", "k")} | {"probe": "w_t"}
+        target, source = (letters.get(name, name) for name in (self.target, self.source))
+        equation = TIE_RULES[self.rule][2]
+        return equation.format(target=target, source=source, s=f"{self.constant:g}")
+
+
+def _kind(name: str, probe: str = "probe") -> str:
+    """Return the kind of a target or source: itself, or ``"gate"`` for a gate or param."""
+    return {"probe": probe}.get(name, name if name in ("q", "k", "angle") else "gate")
+
+
+def _kinds_text(kinds: tuple[str, ...]) -> str:
+    return " or ".join("a gate or param" if kind == "gate" else repr(kind) for kind in kinds)
 
 
 @suggest_arguments
@@ -286,14 +337,20 @@ class LayerOptions(_SavedOptions):
         qk: ``"input"``: queries and keys are projections; ``"ones"``: they are 1 in every channel
             (for a vector memory that sums).
         key_dim: K, if the layer has no ``head_dim`` (Mamba's 16); V stays d_model / num_heads.
+        qk_affine: whether queries and keys are multiplied by learned factors and added to learned
+            biases, per head and channel and initially 1, after the norm and before rotations.
         rope_theta: base of the rotary position embedding on q and k, e.g. 10000.0; ``None``: no
             embedding.
+        partial_rotary_factor: fraction of the channels of q and k that ``rope_theta`` and
+            ``complex_decay`` rotate; the others come last.
         complex_decay: angle of a complex decay per pair of channels: from the token (``"input"``),
             a learned constant (``"learned"``), or ``"none"``. Pairs (i, i + D/2) are real and
             imaginary parts, and share their decay; see `recollect.layer.rotary`.
         token_shift: the input of every projection is x_t + μ ⊙ (x_{t−1} − x_t), with a learned μ
             per channel (``"learned"``), one that also depends on the token (``"input"``), or none
             (``"none"``).
+        zero_values: number of the first associations of a token whose value is 0, without a
+            projection: they only erase.
         value_skip: whether to add D ⊙ v to the memory's output, D learned per channel, initially 1.
         output_norm: ``"rms"`` per head, or ``"none"``.
         output_gate: ``"silu"``: the output is multiplied by SiLU(linear(x)); or ``"none"``.
@@ -326,9 +383,12 @@ class LayerOptions(_SavedOptions):
     qk_norm: str = option("l2", "rms", "scaled", "none")
     qk: str = option("input", "ones")
     key_dim: int | None = integer(None, at_least=1, optional=True)
+    qk_affine: bool = flag(False)
     rope_theta: float | None = number(None, above=1, optional=True)
+    partial_rotary_factor: float = number(1.0, above=0, at_most=1)
     complex_decay: str = option("none", "input", "learned")
     token_shift: str = option("none", "learned", "input")
+    zero_values: int = integer(0)
     value_skip: bool = flag(False)
     output_norm: str = option("rms", "none")
     output_gate: str = option("silu", "none")
@@ -346,7 +406,7 @@ class LayerOptions(_SavedOptions):
         targets = [tie.target for tie in self.ties]
         later = [set(targets[i:]) for i in range(len(targets))]
         pairs = zip(self.ties, later, strict=True)
-        early = any(tie.source in rest - {"k"} for tie, rest in pairs)
+        early = any(tie.source in rest - {"q", "k"} for tie, rest in pairs)
         if len(set(targets)) < len(targets) or early:
             raise RecipeError(
                 "LayerOptions(ties=...): each target needs one tie, and the tie of its source must "

@@ -15,7 +15,7 @@ from recollect.functional.binding import bind, named
 from recollect.layer.gates import GateProjection, stability_limit
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotary import pairs_share
-from recollect.layer.ties import RULES_WITH_OWN_VALUE, Ties
+from recollect.layer.ties import RULES_WITH_OWN_VALUE, Ties, declared_for_tie, tie_gates
 from recollect.recipe.bound import BoundRecipe
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.stability import step_limit
@@ -150,14 +150,18 @@ class RecipeModule(nn.Module):
         recipe, options = self._recipe, self.options
         declared = (*recipe.gates(), *recipe.params())
         self.paired_gates = {d.name for d in declared if pairs_share(d, recipe, options)}
-        gates = [gate for gate in recipe.gates() if gate.name not in skip]
+        own = (*recipe.gates(), *tie_gates(options))
+        gates = [gate for gate in own if gate.name not in skip]
         self.gates, self.params = self._projections(gates), self._projections(recipe.params())
         is_limited = (
             "lr" in self.gates
             and options.gate("lr").resolve_unit("lr", recipe) == "stability_limit"
         )
         self.limit = step_limit(recipe) if is_limited else None
-        self.key_like_gates = [name for name, gate in self.gates.items() if gate.is_key]
+        tied = {tie.target for tie in options.ties}
+        self.key_like_gates = [
+            name for name, gate in self.gates.items() if gate.is_key and name not in tied
+        ]
 
     def _build_initial_memory(self) -> InitialMemory | InitialKernelRows | None:
         """Build A₀; ``None`` if memories start at zero."""
@@ -177,7 +181,7 @@ class RecipeModule(nn.Module):
     def _projections(self, declarations: Sequence[Gate] | Sequence[Param]) -> nn.ModuleDict:
         """Build a `GateProjection` for each declaration that no tie computes.
 
-        A gate that is tied to the rate of another gate is a learned constant.
+        A gate that is tied to the rate of another gate is a learned constant by default.
         """
         rules = {tie.target: tie.rule for tie in self.options.ties}
         projections: dict[str, nn.Module] = {}
@@ -186,8 +190,9 @@ class RecipeModule(nn.Module):
             rule = rules.get(declared.name)
             if rule is not None and rule not in RULES_WITH_OWN_VALUE:
                 continue
+            declared = declared_for_tie(declared, rule)
             if rule == "rate":
-                options = replace(options, source="learned")
+                options = replace(options, source=options.source or "learned")
             options = replace(options, unit=options.resolve_unit(declared.name, self.recipe))
             unit = 1.0
             if options.unit == "value_rms" and isinstance(declared.init, int | float):

@@ -31,6 +31,7 @@ from recollect.recipe.recipe import Recipe
 
 __all__ = [
     "ComplexDecayPhase",
+    "num_rotated",
     "pairs_share",
     "phase_misfit",
     "positions",
@@ -58,6 +59,13 @@ def phase_misfit(recipe: Recipe, options: LayerOptions) -> str | None:
         return f"{option} with memory.Vector needs queries and keys of ones: set qk='ones'"
     if recipe.memory.is_elementwise and recipe.bias.affine != (0.0, 1.0):
         return f"{option} with memory.Vector needs bias.DotProduct()"
+    decay = recipe.retention.decay
+    per_channel = decay is not None and decay.per in ("key", "key_value")
+    if options.partial_rotary_factor < 1 and (recipe.memory.is_elementwise or per_channel):
+        return (
+            f"{option} with partial_rotary_factor={options.partial_rotary_factor:g} rotates some "
+            "channels of keys, so it needs memory.Matrix and a decay per head"
+        )
     return None
 
 
@@ -105,17 +113,21 @@ class ComplexDecayPhase(nn.Module):
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return Θ ``[B, T, H, D/2]`` in float64, and Θ after the last token ``[B, H, D/2]``.
 
         Args:
             x: tokens ``[B, T, d_model]``; ``lengths`` and ``cu_seqlens`` as in `ShortConvolution`.
             start: Θ before the first token. Default: zeros.
+            factor: factor of every θ_t ``[B, T, H]``. Default: 1.
         """
         B, T = x.shape[:2]
         angle = self.bias.double()
         if self.weight is not None:
             angle = angle + functional.linear(x, self.weight).double().unflatten(-1, angle.shape)
+        if factor is not None:
+            angle = angle * factor.double().unsqueeze(-1)
         path = angle.expand(B, T, *angle.shape[-2:]).cumsum(1)
         path = functional.pad(path, (0, 0, 0, 0, 1, 0))  # 0 before the first token
         if cu_seqlens is not None:
@@ -175,14 +187,23 @@ def _frequencies(size: int, base: float) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D/2) of ``x [B, T, ..., D]`` by an angle ``[B, T, ..., D/2]``.
+    """Rotate each pair (i, i + r/2) of the first r channels of x by an angle.
 
-    Missing axes of the angle are inserted in front of its last one.
+    Args:
+        x: ``[B, T, ..., D]``, D ≥ r.
+        cos, sin: of the angles ``[B, T, ..., r/2]``. Missing axes are inserted in front of the last
+            one.
     """
-    shape = (*cos.shape[:-1], *(1,) * (x.dim() - cos.dim()), cos.shape[-1])
+    size = cos.shape[-1]
+    shape = (*cos.shape[:-1], *(1,) * (x.dim() - cos.dim()), size)
     cos, sin = cos.view(shape).to(x.dtype), sin.view(shape).to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b, *rest = x.split([size, size, *([x.shape[-1] - 2 * size] * (x.shape[-1] > 2 * size))], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, *rest], dim=-1)
+
+
+def num_rotated(K: int, factor: float) -> int:
+    """Return the number of channels that are rotated, which is even."""
+    return K if factor == 1 else max(2, int(K * factor) // 2 * 2)
 
 
 def rotate_by_phase(x: Tensor, phase: Tensor, *, inverse: bool = False) -> Tensor:

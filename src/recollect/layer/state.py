@@ -13,7 +13,7 @@ from recollect.typing import Init
 
 __all__ = ["LayerState", "MemoryInputs"]
 
-PER_TOKEN = ("q", "k", "v", "unrotated_values", "phase", "gate_input", "conv_inputs")
+PER_TOKEN = ("q", "k", "v", "unrotated_values", "phase", "gate_input", "conv_inputs", "keys")
 """Fields of `MemoryInputs` with an axis of tokens, besides the gates."""
 
 
@@ -37,6 +37,8 @@ class MemoryInputs:
         final_phase: last angles of a complex decay, or ``None``.
         shift: last token of the token shift, or ``None``.
         conv_inputs: inputs of the short convolution ``[B, T, D]``, if requested.
+        keys: states of n recurrences of keys after every token ``[B, T, n, H, K]``, or ``None``.
+        final_keys: the last ones ``[B, n, H, K]``, or ``None``.
     """
 
     q: Tensor
@@ -51,6 +53,8 @@ class MemoryInputs:
     final_phase: Tensor | None
     shift: Tensor | None
     conv_inputs: Tensor | None = None
+    keys: Tensor | None = None
+    final_keys: Tensor | None = None
 
     def first(self, n: int) -> MemoryInputs:
         """Return the inputs at the first n tokens; the final tensors remain those of the call."""
@@ -69,6 +73,7 @@ class LayerState(TensorTree):
             and v concatenated, or ``None``.
         phase: cumulated angle of a complex decay ``[B, H, D/2]`` in float64, or ``None``.
         shift: the last token ``[B, 1, d_model]`` for the token shift, or ``None``.
+        keys: states of n recurrences of keys ``[B, n, H, K]`` (`recollect.Tie`), or ``None``.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
@@ -87,11 +92,12 @@ class LayerState(TensorTree):
     conv: Tensor | None = None
     phase: Tensor | None = None
     shift: Tensor | None = None
+    keys: Tensor | None = None
 
     @property
     def layer_tensors(self) -> dict[str, Tensor]:
         """Tensors besides the state of the memory, by name."""
-        named = {"conv": self.conv, "phase": self.phase, "shift": self.shift}
+        named = {"conv": self.conv, "phase": self.phase, "shift": self.shift, "keys": self.keys}
         return {name: x for name, x in named.items() if x is not None}
 
     @property

@@ -1,39 +1,82 @@
-"""Ties: gates, keys and probes that are computed from other gates or keys (`options.Tie`)."""
+"""Ties: gates, queries, keys and probes that are computed from others (`options.Tie`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from recollect.choices.features.finite import Identity
-from recollect.fields import Gate, Param
+from recollect.fields import Gate, Param, Range
 from recollect.layer.gates import GateProjection, normalize_to_length
-from recollect.layer.options import LayerOptions, Tie
+from recollect.layer.key_recurrence import KeyHistory, Sequences, decayed_sums
+from recollect.layer.options import KEY_RECURRENCES, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["RULES_WITH_OWN_VALUE", "Ties", "tie_misfits"]
+__all__ = ["TiedInputs", "Ties", "declared_for_tie", "tie_gates", "tie_misfits"]
 
-RULES_WITH_OWN_VALUE = ("rate", "variance", "implicit")
+RULES_WITH_OWN_VALUE = (
+    *("rate", "variance", "implicit", "normalize"),
+    *("product", "sum", "trapezoid"),
+)
 """Rules that change a target with a projection of its own."""
+
+SCALAR_RULES = ("sum", "trapezoid")
+"""Rules whose own projection has one value per head."""
+
+FACTORS = {"blend": 1.0, "direction": 1.0, "precondition": -0.2, "difference": 1.0}
+"""Initial values of the learned ξ of rules; per channel for the first two, else per head."""
+
+MOMENT_EPS = 1e-6
+"""Added to a second moment of keys before its logarithm."""
 
 MAX_ERASURE = 1 - 1e-6
 """Largest fraction that a diagonal erasure removes in one step: log 0 has no gradient."""
+
+
+def tie_gates(options: LayerOptions) -> tuple[Gate, ...]:
+    """Return the gates that ties need and the recipe does not declare."""
+    if all(tie.rule != "precondition" for tie in options.ties):
+        return ()
+    owner = "Tie(rule='precondition')"
+    decay = Gate(
+        name="log_moment_decay",
+        owner=owner,
+        range=Range(high=0.0),
+        init=math.log(0.98),
+        role="decay",
+        is_log=True,
+    )
+    rate = Gate(name="moment_rate", owner=owner, range=Range(low=0.0), init=0.5, role="rate")
+    return (decay, rate)
+
+
+def declared_for_tie(declared: Gate | Param, rule: str | None) -> Gate | Param:
+    """Return the declaration of a target's own projection."""
+    return replace(declared, axes=()) if rule in SCALAR_RULES else declared
 
 
 def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, str]]:
     """Yield the ties that a recipe does not allow, each with the message of the error."""
     gates: dict[str, Gate | Param] = {gate.name: gate for gate in recipe.gates()}
     known = {**gates, **{param.name: param for param in recipe.params()}}
+    targets = {tie.target for tie in options.ties}
     for tie in options.ties:
-        sources = ["k"] if tie.source == "k" else known
-        if tie.source not in sources or tie.target not in [*known, "k"]:
+        sources = [tie.source] if tie.source in ("q", "k") else known
+        if tie.source not in sources or tie.target not in [*known, "q", "k", "angle"]:
             message = f"{tie} ties gates that this recipe does not have; it has: "
             yield tie, f"{message}{', '.join(sorted(known)) or 'none'}"
             continue
-        reason = _incompatibility(tie, recipe, gates, known)
+        if tie.target == "angle":
+            reason = None
+            if options.complex_decay == "none" or tie.source in targets:
+                reason = "needs complex_decay, and a source without a tie"
+        else:
+            reason = _incompatibility(tie, recipe, gates, known)
         if reason is not None:
             yield tie, f"{tie} {reason}"
 
@@ -53,16 +96,33 @@ def _incompatibility(
         return "needs a gate per key channel, and one association per token"
     if tie.rule == "direction" and not plain:
         return "needs keys that are their own features, and one association per token"
-    if tie.rule == "rate" and not (tie.source in gates and tie.target in gates):
+    if tie.rule in (*KEY_RECURRENCES, "difference") and recipe.associations_per_token > 1:
+        return "needs one association per token"
+    if (tie.rule in ("product", "sum") or (tie.source == "k" and tie.rule == "copy")) and (
+        target != ("K",) or recipe.associations_per_token > 1
+    ):
+        return "needs one probe of K channels, and one association per token"
+    both_gates = tie.source in gates and tie.target in gates
+    if tie.rule == "rate" and not both_gates:
         return "needs two gates"
-    if tie.rule in ("negative", "variance") and source != target:
+    if (
+        tie.rule in ("negative", "variance", "shrink", "copy")
+        and tie.source != "k"
+        and source != target
+    ):
         both = [f"[{', '.join(('H', *(axes or ())))}]" for axes in (target, source)]
         return f"needs quantities of one shape, not {' and '.join(both)}"
-    if tie.rule == "negative" and not (tie.source in gates and tie.target in gates):
+    if tie.rule in ("negative", "copy", "shrink") and tie.source != "k" and not both_gates:
         return "needs two gates"
-    if tie.rule == "variance" and known[tie.source].role != "decay":
+    if tie.rule == "shrink" and known[tie.target].role != "decay":
+        return f"needs a decay as target, not {tie.target!r}"
+    if tie.rule in ("variance", "trapezoid") and known[tie.source].role != "decay":
         return f"needs a decay as source, not {tie.source!r}"
-    if tie.rule == "implicit" and not plain:
+    if tie.rule == "trapezoid" and (
+        target != ("c",) or recipe.context.horizon != 2 or source or tie.source not in gates
+    ):
+        return "needs a window of two associations, and a decay per head"
+    if tie.rule in ("implicit", "normalize") and not plain:
         return "needs keys that are their own features, and one association per token"
     if tie.rule == "diagonal" and (target != ("V", "F") or source != ("V",) or not plain):
         return (
@@ -72,50 +132,128 @@ def _incompatibility(
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TiedInputs:
+    """Queries, keys, and gates and params by name, after all ties.
+
+    Attributes:
+        history: states of recurrences of keys, or ``None``.
+    """
+
+    q: Tensor
+    k: Tensor
+    values: dict[str, Tensor]
+    history: KeyHistory | None
+
+
 class Ties(nn.Module):
-    """Rules and learned factors ξ ``[H, K]`` of the ties of a layer."""
+    """Rules and learned factors ξ ``[H, K]`` or ``[H, 1]`` of the ties of a layer."""
 
     def __init__(self, options: LayerOptions, recipe: Recipe, *, heads: int, key_dim: int) -> None:
         super().__init__()
         self.ties, self.log_gates = options.ties, recipe.log_gates
+        self.own_gates = [gate.name for gate in tie_gates(options)]
+        factors = [tie for tie in options.ties if tie.rule in FACTORS]
+        self.initial = {tie.target: FACTORS[tie.rule] for tie in factors}
+        sizes = {t.target: key_dim if t.rule in ("blend", "direction") else 1 for t in factors}
         self.factors = nn.ParameterDict(
-            {tie.target: torch.empty(heads, key_dim) for tie in options.ties if _has_parameter(tie)}
+            {target: torch.empty(heads, size) for target, size in sizes.items()}
         )
-        self.key = next((tie for tie in options.ties if tie.target == "k"), None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set every factor to 1."""
-        for factor in self.factors.values():
-            nn.init.ones_(factor)
+        """Set every factor to its initial value."""
+        for target, factor in self.factors.items():
+            nn.init.constant_(factor, self.initial[target])
 
     @property
     def makes_keys(self) -> bool:
         """Whether keys have no projection."""
-        return self.key is not None and self.key.rule == "complement"
+        return any(tie.rule == "complement" for tie in self.ties)
 
-    def keys(self, k: Tensor | None, values: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Return the keys, after their tie if there is one."""
-        if self.key is None:
-            assert k is not None
-            return k
-        source = values[self.key.source]
-        if k is None:
-            return -torch.expm1(source).to(like.dtype)  # 1 − α
-        blend = 1 + self.factors["k"].to(source.dtype) * (source - 1)
-        return k * blend.to(k.dtype)
+    @property
+    def changes_qk(self) -> bool:
+        """Whether queries or keys are computed by a tie."""
+        return any(tie.target in ("q", "k") for tie in self.ties)
+
+    @property
+    def num_recurrences(self) -> int:
+        """Number of ties of keys that depend on earlier keys."""
+        return sum(tie.rule in KEY_RECURRENCES for tie in self.ties)
+
+    @property
+    def angle(self) -> Tie | None:
+        """The tie of the angle of a complex decay."""
+        return next((tie for tie in self.ties if tie.target == "angle"), None)
+
+    def complement(self, values: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the keys of a layer without a projection of keys."""
+        tie = next(tie for tie in self.ties if tie.rule == "complement")
+        return -torch.expm1(values[tie.source]).to(dtype)  # 1 − α
+
+    def angle_factor(self, values: Mapping[str, Tensor], gates: nn.ModuleDict) -> Tensor | None:
+        """Return the factor ``[B, T, H]`` of the angles of tokens."""
+        tie = self.angle
+        return None if tie is None else _ratio(tie.source, values[tie.source], gates)
 
     def apply_ties(
-        self, values: dict[str, Tensor], k: Tensor, gates: nn.ModuleDict
-    ) -> dict[str, Tensor]:
-        """Return all gates and params by name, with ties applied."""
-        tied = dict(values)
+        self,
+        q: Tensor,
+        k: Tensor,
+        values: Mapping[str, Tensor],
+        gates: nn.ModuleDict,
+        sequences: Sequences,
+    ) -> TiedInputs:
+        """Apply the ties in their order.
+
+        Args:
+            q: queries ``[B, T, heads, K]``.
+            k: keys ``[B, T, H, K]``, of several associations if no tie uses them.
+            values: gates and params by name.
+            gates: projections of the gates.
+            sequences: state and boundaries of the sequences.
+        """
+        tied, states = dict(values), list[tuple[Tensor, Tensor]]()
         for tie in self.ties:
-            if tie.target != "k":
-                source = k if tie.source == "k" else tied[tie.source]
+            if tie.rule == "complement" or tie.target == "angle":
+                continue
+            if tie.rule in KEY_RECURRENCES:
+                k, state = self._next_keys(tie, tied, k, sequences, len(states))
+                states.append(state)
+            elif tie.target == "k":
+                blend = 1 + self.factors["k"].to(tied[tie.source].dtype) * (tied[tie.source] - 1)
+                k = k * blend.to(k.dtype)
+            elif tie.target == "q":
+                shifted = self.factors["q"].to(k.dtype) * k
+                q = q - shifted.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+            else:
+                source = {"q": q, "k": k}.get(tie.source)
+                source = tied[tie.source] if source is None else source
                 tied[tie.target] = self._tied_value(tie, tied, source, k, gates)
-        return tied
+        for name in self.own_gates:
+            del tied[name]
+        return TiedInputs(q=q, k=k, values=tied, history=KeyHistory.stack(states))
+
+    def _next_keys(
+        self,
+        tie: Tie,
+        values: Mapping[str, Tensor],
+        k: Tensor,
+        sequences: Sequences,
+        index: int,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return keys after a recurrence, and its states after every token and the last one."""
+        if tie.rule == "previous":
+            shifted, last = sequences.previous(k, sequences.initial(index, k))
+            return shifted, (k, last)
+        log_decay, rate = values["log_moment_decay"], values["moment_rate"]
+        squares = rate.unsqueeze(-1) * k.to(rate.dtype).square()
+        initial = sequences.initial(index, squares)
+        A = decayed_sums(squares, log_decay, initial, sequences.cu_seqlens)
+        r = (A + MOMENT_EPS).log() - self.factors["k"].to(A.dtype)
+        M = (-math.log(tie.constant) * r / (1 + r.abs())).exp()
+        return k * M.to(k.dtype), (A, sequences.previous(A, initial)[1])
 
     def _tied_value(
         self,
@@ -125,6 +263,8 @@ class Ties(nn.Module):
         k: Tensor,
         gates: nn.ModuleDict,
     ) -> Tensor:
+        if tie.rule == "copy":
+            return source
         if tie.rule == "negative":
             return -source
         if tie.rule == "direction":
@@ -132,21 +272,35 @@ class Ties(nn.Module):
         if tie.rule == "diagonal":
             erased = source.unsqueeze(-1) * k.to(source.dtype).square().unsqueeze(-2)
             return torch.log1p(-erased.clamp_max(MAX_ERASURE))
+        if tie.rule == "shrink":
+            return torch.log1p(-(tie.constant * source).clamp_max(MAX_ERASURE))
         value = values[tie.target]
+        if tie.rule == "product":
+            return value.to(k.dtype) * k
+        if tie.rule == "sum":
+            return torch.addcmul(k, value.to(k.dtype).unsqueeze(-1), source)
         if tie.rule == "variance":
-            alpha = source
-            if tie.source in self.log_gates:
-                alpha = (source * values.get("decay_scale", source.new_ones(()))).exp()
+            alpha = self._alpha(tie.source, source, values)
             return value * (1 - alpha.square()).clamp_min(1e-12).sqrt()
-        if tie.rule == "implicit":
+        if tie.rule == "trapezoid":
+            alpha = self._alpha(tie.source, source, values)
+            return torch.stack([value, (1 - value) * alpha], dim=-1)
+        if tie.rule in ("implicit", "normalize"):
             size = k.to(value.dtype).square().sum(-1)
             size = size.view(*size.shape, *(1,) * (value.dim() - size.dim()))
-            return value / (1 + value * size)
+            return value / (1 + value * size if tie.rule == "implicit" else tie.constant + size)
         # The value is that of the target's own projection if the source is at its initial value.
-        projection = cast(GateProjection, gates[tie.source])
-        ratio = source / projection.value_at_zero(source.device, source.dtype)
+        ratio = _ratio(tie.source, source, gates)
         return value * ratio.view(*ratio.shape, *(1,) * (value.dim() - ratio.dim()))
 
+    def _alpha(self, name: str, source: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Return a decay from its gate, which may be a logarithm."""
+        if name not in self.log_gates:
+            return source
+        return (source * values.get("decay_scale", source.new_ones(()))).exp()
 
-def _has_parameter(tie: Tie) -> bool:
-    return tie.rule in ("blend", "direction")
+
+def _ratio(name: str, source: Tensor, gates: nn.ModuleDict) -> Tensor:
+    """Return a gate divided by its initial value."""
+    projection = cast(GateProjection, gates[name])
+    return source / projection.value_at_zero(source.device, source.dtype)

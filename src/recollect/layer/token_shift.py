@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recollect.functional.packing import last_tokens
 
-__all__ = ["TokenShift"]
+__all__ = ["TokenShift", "previous_tokens"]
 
 RANK = 32
 
@@ -68,7 +68,7 @@ class TokenShift(nn.Module):
             x: tokens ``[B, T, d_model]``; ``lengths`` and ``cu_seqlens`` as in `ShortConvolution`.
             last_token: last token of each sequence before this call.
         """
-        previous, last_token = _previous_tokens(x, last_token, lengths, cu_seqlens)
+        previous, last_token = previous_tokens(x, last_token, lengths, cu_seqlens)
         delta = previous - x
         shifted: dict[str, Tensor] = {}
         if self.first is not None:
@@ -87,10 +87,13 @@ class TokenShift(nn.Module):
         return f"{', '.join(self.streams)}, data-dependent={self.first is not None}"
 
 
-def _previous_tokens(
+def previous_tokens(
     x: Tensor, last_token: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the token before each token, and the last token of each sequence."""
+    """Return the token before each token, and the last token of each sequence ``[B, 1, D]``.
+
+    The arguments are those of `TokenShift.forward`, with x ``[B, T, D]``.
+    """
     B, T, D = x.shape
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     start = x.new_zeros(rows, 1, D) if last_token is None else last_token.to(x.dtype)

@@ -1,8 +1,8 @@
 """Layers whose tokens are one rank's segment of a sequence.
 
 The convolution, token shift, rotation and positions of a `MemoryLayer` exchange the tokens that
-they need first, in parallel. The memory then follows its strategy. Any other sequence layer waits
-for the state of the previous rank.
+they need first, in parallel. The memory then follows its strategy. Any other sequence layer, and a
+layer with recurrences of keys, waits for the state of the previous rank.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def run_layer(
 
 def forward_over_ranks(layer: nn.Module, context_ranks: ContextRanks) -> Callable[..., Any]:
     """Return the forward method of a sequence layer whose tokens are one rank's segment."""
-    if isinstance(layer, MemoryLayer):
+    if isinstance(layer, MemoryLayer) and not (layer.ties.num_recurrences or layer.ties.angle):
         return partial(run_memory_layer, context_ranks, layer)
     run: Any = run_feed_forward if isinstance(layer, FeedForward) else run_layer
     return partial(run, context_ranks, layer)

@@ -67,6 +67,9 @@ def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
             "output_gate.weight": ShardSpec(axis=0, section_sizes=(width,)),
             "out.weight": ShardSpec(axis=1, section_sizes=(width,)),
         }
+        heads = tuple(module.qk_heads)
+        for name in ("qk_affine.weight", "qk_affine.bias"):
+            specs[name] = ShardSpec(axis=0, section_sizes=heads)
         per_head.append(module.skip)
         if module.phase is not None:
             per_head += module.phase.parameters()

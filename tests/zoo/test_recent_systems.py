@@ -1,0 +1,275 @@
+"""Systems of 2025 and 2026 as loops over tokens, from the weights of their layers.
+
+Each loop is written from the equations of the paper, in float64. Outputs and the final memory agree
+to 1e-10, at an odd length, in any split, token by token, with padding and with packed documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.zoo.test_equivalences import TOL, normal, outer
+from tests.zoo.test_systems import D, around, finish, gate, layer
+from torch import Tensor
+from torch.nn import functional
+
+import recollect as rc
+
+N = 41
+Loop = Callable[[rc.MemoryLayer, Tensor], tuple[Tensor, Tensor]]
+"""Outputs of the memory ``[B, T, H, V]`` and its weights ``[B, H, V, K]`` after the last token."""
+
+
+def zeros(made: rc.MemoryLayer, x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape[0], made.num_heads, made.value_dim, made.head_dim)
+
+
+def read(M: Tensor, q: Tensor) -> Tensor:
+    return torch.einsum("bhvk,bhk->bhv", M, q)
+
+
+def column(number: Tensor, t: int) -> Tensor:
+    return number[:, t][..., None, None]
+
+
+def unit(x: Tensor) -> Tensor:
+    return functional.normalize(x, dim=-1)
+
+
+def decay(made: rc.MemoryLayer, x: Tensor, name: str = "log_decay") -> Tensor:
+    """α = sigmoid(linear(x))."""
+    return gate(made, name, x).sigmoid()
+
+
+def unit_inputs(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = around(made, x)
+    return unit(q), unit(k), v
+
+
+def kimi_delta_attention(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """S = (I − β k kᵀ) Diag(α) S + β k vᵀ, eq. 1 of Kimi Linear, transposed."""
+    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
+    M, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        M = M * alpha[:, t].unsqueeze(-2)
+        erased = outer(read(M, k[:, t]), k[:, t])
+        M = M - column(beta, t) * erased + column(beta, t) * outer(v[:, t], k[:, t])
+        outputs.append(read(M, q[:, t]))
+    return torch.stack(outputs, 1), M
+
+
+def comba(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """S = α S − β (α S p − v) kᵀ with p = d k, o = S (q − D k)."""
+    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
+    d = made.gates["erase"].bias.sigmoid()[:, None]
+    M, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        M = column(alpha, t) * M
+        M = M - column(beta, t) * outer(read(M, d * k[:, t]) - v[:, t], k[:, t])
+        outputs.append(read(M, q[:, t] - made.ties.factors["q"] * k[:, t]))
+    return torch.stack(outputs, 1), M
+
+
+def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """S = (I − k (b ⊙ k)ᵀ) Diag(α) S + k (w ⊙ v)ᵀ, transposed."""
+    (q, k, v), alpha = unit_inputs(made, x), decay(made, x)
+    b, w = (gate(made, name, x).sigmoid() for name in ("probe", "lr"))
+    M, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        M = M * alpha[:, t].unsqueeze(-2)
+        error = w[:, t] * v[:, t] - read(M, b[:, t] * k[:, t])
+        M = M + outer(error, k[:, t])
+        outputs.append(read(M, q[:, t]))
+    return torch.stack(outputs, 1), M
+
+
+def q_delta(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """S = α S − β (α S (k + λ q) − v) kᵀ."""
+    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
+    feedback = gate(made, "probe", x).sigmoid().unsqueeze(-1)
+    M, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        M = column(alpha, t) * M
+        error = read(M, k[:, t] + feedback[:, t] * q[:, t]) - v[:, t]
+        M = M - column(beta, t) * outer(error, k[:, t])
+        outputs.append(read(M, q[:, t]))
+    return torch.stack(outputs, 1), M
+
+
+def preconditioned(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A = a A + b k², P = 1.5^(−r/(1 + |r|)) with r = log(A + 1e-6) − c, write at P ⊙ k."""
+    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
+    a, b = decay(made, x, "log_moment_decay"), gate(made, "moment_rate", x).sigmoid()
+    alpha = alpha if alpha.dim() == 4 else alpha.unsqueeze(-1)
+    M, A, outputs = zeros(made, x), torch.zeros_like(k[:, 0]), []
+    for t in range(x.shape[1]):
+        A = a[:, t, :, None] * A + b[:, t, :, None] * k[:, t] ** 2
+        r = (A + 1e-6).log() - made.ties.factors["k"]
+        P = (-math.log(1.5) * r / (1 + r.abs())).exp()
+        M = M * alpha[:, t].unsqueeze(-2)
+        error = read(M, k[:, t]) - v[:, t]
+        M = M - column(beta, t) * outer(error, P * k[:, t])
+        outputs.append(read(M, q[:, t]))
+    return torch.stack(outputs, 1), M
+
+
+def erase_then_delta(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """S' = α S (I − a u uᵀ), S = S' (I − β k kᵀ) + β v kᵀ."""
+    projected = x @ made.qkv.weight.T
+    w, taps = made.conv.width, made.conv.weight
+    padded = functional.pad(projected, (0, 0, w - 1, 0))
+    mixed = sum(taps[j] * padded[:, j : j + x.shape[1]] for j in range(w))
+    q, keys, v = functional.silu(mixed).split(made.qkv_sizes, -1)  # type: ignore[union-attr,arg-type]
+    q, v = (unit(q.unflatten(-1, (made.num_heads, -1))), v.unflatten(-1, (made.num_heads, -1)))
+    u, k = unit(keys.unflatten(-1, (made.num_heads, 2, -1))).unbind(3)
+    rates, alpha = gate(made, "lr", x).sigmoid(), decay(made, x)
+    a, beta = rates.unbind(-1)
+    M, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        M = column(alpha, t) * M
+        M = M - column(a, t) * outer(read(M, u[:, t]), u[:, t])
+        M = M - column(beta, t) * outer(read(M, k[:, t]) - v[:, t], k[:, t])
+        outputs.append(read(M, q[:, t]))
+    return torch.stack(outputs, 1), M
+
+
+def mamba3(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """h = α h + (1 − λ) Δ α B_(t−1) x_(t−1) + λ Δ B x, α = exp(−Δ a), B and C turned by Σ Δ θ."""
+    q, k, v = around(made, x)
+    delta = functional.softplus(gate(made, "lr", x))
+    start = made.gates["lr"].initial()
+    a = functional.softplus(-gate(made, "log_decay", x)) / start
+    alpha, mix = (-delta * a).exp(), gate(made, "window", x).sigmoid()
+    theta = made.phase.bias + (x @ made.phase.weight.T).unflatten(-1, made.phase.bias.shape)
+    angle = (theta * (delta / start).unsqueeze(-1)).cumsum(1)
+    size, heads = angle.shape[-1], made.num_heads
+
+    def turned(part: Tensor, rows: slice) -> Tensor:
+        part = part * (part.square().mean(-1, keepdim=True)).rsqrt()
+        part = part * made.qk_affine.weight[rows] + made.qk_affine.bias[rows]
+        pair = torch.complex(part[..., :size], part[..., size : 2 * size]) * torch.exp(-1j * angle)
+        return torch.cat([pair.real, pair.imag, part[..., 2 * size :]], -1)
+
+    C, B = turned(q, slice(0, heads)), turned(k, slice(heads, None))
+    h, outputs, previous = zeros(made, x), [], torch.zeros_like(outer(v[:, 0], B[:, 0]))
+    for t in range(x.shape[1]):
+        now = outer(v[:, t], B[:, t])
+        before = column((1 - mix) * delta * alpha, t) * previous
+        h = column(alpha, t) * h + before + column(mix * delta, t) * now
+        outputs.append(read(h, C[:, t]))
+        previous = now
+    return torch.stack(outputs, 1) + made.skip * v, h
+
+
+def falcon(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """W = (1 − η λ) W + (η/B) Σ_i (v_i − W x_i) x_iᵀ, x_t = k_(t−1), η = β/(‖x_t‖² + λ)."""
+    q, k, v = unit_inputs(made, x)
+    keys = torch.cat([torch.zeros_like(k[:, :1]), k[:, :-1]], 1)
+    beta, ridge = gate(made, "lr", x).sigmoid(), 0.01
+    size = keys.square().sum(-1)
+    eta = beta / ((size if beta.dim() == 3 else size.unsqueeze(-1)) + ridge)
+    eta = eta if eta.dim() == 4 else eta.unsqueeze(-1)
+    count = made.recipe.context.horizon or 1
+    W, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        mean = torch.zeros_like(W)
+        for i in range(max(0, t - count + 1), t + 1):
+            mean = mean + outer(v[:, i] - read(W, keys[:, i]), keys[:, i]) / count
+        W = (1 - eta[:, t].unsqueeze(-1) * ridge) * W + eta[:, t].unsqueeze(-1) * mean
+        outputs.append(read(W, q[:, t]))
+    return torch.stack(outputs, 1), W
+
+
+LOOPS: dict[str, Loop] = {
+    "kimi_delta_attention": kimi_delta_attention,
+    "comba": comba,
+    "gated_delta_net_2": gated_delta_net_2,
+    "q_delta": q_delta,
+    "preconditioned_gated_delta_net": preconditioned,
+    "preconditioned_kda": preconditioned,
+    "erase_then_delta": erase_then_delta,
+    "mamba3": mamba3,
+    "falcon_1": falcon,
+    "falcon_2": falcon,
+    "falcon_3": falcon,
+}
+NAMES = pytest.mark.parametrize("name", LOOPS)
+
+
+def tokens(rows: int = 2) -> Tensor:
+    return normal(rows, N, D, seed=30)
+
+
+@NAMES
+def test_the_layer_is_the_loop_of_the_paper(name: str) -> None:
+    made, x = layer(name), tokens()
+    y, state = made(x)
+    memory, M = LOOPS[name](made, x)
+    torch.testing.assert_close(y, finish(made, memory, x), **TOL)
+    torch.testing.assert_close(state.memory.weights[0], M, **TOL)
+
+
+@NAMES
+def test_gradients_are_those_of_the_loop(name: str) -> None:
+    made, x = layer(name), tokens().requires_grad_()
+    weights = [x, *made.parameters()]
+    loss = made(x)[0].square().sum()
+    want = finish(made, LOOPS[name](made, x)[0], x).square().sum()
+    got = torch.autograd.grad(loss, weights, allow_unused=True)
+    for one, other in zip(got, torch.autograd.grad(want, weights, allow_unused=True), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
+
+
+@NAMES
+@pytest.mark.parametrize("split", [(1,) * 9 + (N - 9,), (17, 24), (40, 1)])
+def test_splits_and_tokens(name: str, split: tuple[int, ...]) -> None:
+    made, x = layer(name), tokens()
+    y, want = made(x)
+    parts, state = [], None
+    for piece in x.split(split, dim=1):
+        part, state = made(piece, state)
+        state = rc.LayerState.from_dict(state.to_dict())
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), y, **TOL)
+    for one, other in zip(state.flatten()[1], want.flatten()[1], strict=True):
+        torch.testing.assert_close(one, other, **TOL)
+
+
+@NAMES
+def test_padding_and_documents(name: str) -> None:
+    made, x = layer(name), tokens()
+    mask = torch.ones(2, N)
+    mask[0, :7], mask[1, 30:] = 0, 0
+    _, start = made(normal(2, 3, D, seed=31))
+    y, state = made(x, start, mask)
+    for row, valid in enumerate(mask.bool()):
+        alone, end = made(x[row : row + 1, valid], start.select(torch.tensor([row])))
+        torch.testing.assert_close(y[row : row + 1, valid], alone, **TOL)
+        mine = state.select(torch.tensor([row])).flatten()[1]
+        for one, other in zip(mine, end.flatten()[1], strict=True):
+            torch.testing.assert_close(one, other, **TOL)
+    _, start = made(normal(3, 3, D, seed=32))
+    y, state = made(x[:1], start, cu_seqlens=torch.tensor([0, 16, 16, N]))
+    for row, (first, last) in enumerate(((0, 16), (16, 16), (16, N))):
+        alone, end = made(x[:1, first:last], start.select(torch.tensor([row])))
+        torch.testing.assert_close(y[:, first:last], alone, **TOL)
+        mine = state.select(torch.tensor([row])).flatten()[1]
+        for one, other in zip(mine, end.flatten()[1], strict=True):
+            torch.testing.assert_close(one, other, **TOL)
+
+
+@NAMES
+def test_earlier_states_of_a_recorded_call(name: str) -> None:
+    made, x = layer(name), tokens()
+    _, start = made(normal(2, 3, D, seed=31))
+    calls: list[rc.layer.RecordedCall] = []
+    made(x, start, calls=calls)
+    state = calls[0].state_at(23)
+    _, want = made(x[:, :23], start)
+    for one, other in zip(state.flatten()[1], want.flatten()[1], strict=True):
+        torch.testing.assert_close(one, other, **TOL)
