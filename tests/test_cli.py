@@ -273,7 +273,8 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     from recollect.cli import compare as command
     from recollect.cli.console import make_console
     from recollect.cli.progress import CompareDisplay
-    from recollect.experiments.comparison.results import DEFAULTS, Comparison, ModelRun
+    from recollect.experiments.comparison.comparison import Comparison
+    from recollect.experiments.comparison.results import DEFAULTS, ModelRun
     from recollect.report import describe_environment
 
     name, reason = "mine[bold]", "see [mine/x] and [red]"
@@ -302,7 +303,8 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
 
 
 def test_a_reason_that_several_failures_share_is_said_once() -> None:
-    from recollect.experiments.comparison.results import DEFAULTS, Comparison
+    from recollect.experiments.comparison.comparison import Comparison
+    from recollect.experiments.comparison.results import DEFAULTS
     from recollect.report import describe_environment
 
     made = Comparison(

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from recollect.experiments import Schedule, Sizes, extend_table, write_rows_table
-from recollect.experiments.comparison.results import DEFAULTS, Comparison
+from recollect.experiments.comparison.comparison import Comparison
+from recollect.experiments.comparison.results import DEFAULTS
 from recollect.tasks import TextCorpus, load_text
 
 SMALL = Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=3, batch=2))

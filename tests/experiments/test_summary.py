@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import recollect as rc
+from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.report import summarize
-from recollect.experiments.comparison.results import DEFAULTS, Comparison, ModelRun
+from recollect.experiments.comparison.results import DEFAULTS, ModelRun
 from recollect.report import describe_environment
 
 

@@ -142,8 +142,9 @@ def test_every_preset_has_a_budget() -> None:
     ("name", "tokens", "limit"),
     [
         pytest.param("gated_delta_net", 4096, 400, marks=pytest.mark.slow),
-        # 27 launches forward and 27 backward in each of 32 inner batches, and 554 more.
-        pytest.param("titans", 512, 2300, marks=pytest.mark.slow),
+        # About 76 launches in each of 32 inner batches, and 554 more. On CUDA a Triton kernel
+        # takes their place.
+        pytest.param("titans", 512, 3050, marks=pytest.mark.slow),
     ],
 )
 def test_launches_of_a_long_sequence(name: str, tokens: int, limit: int) -> None:

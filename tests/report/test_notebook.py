@@ -110,7 +110,7 @@ def test_what_is_shown_is_escaped() -> None:
 
 def test_a_comparison() -> None:
     pytest.importorskip("transformers")
-    from recollect.experiments.comparison.results import Comparison
+    from recollect.experiments.comparison.comparison import Comparison
 
     schedule = rc.experiments.Schedule(steps=3, batch=4)
     small = rc.experiments.Sizes(width=16, depth=1, heads=1, length=48, schedule=schedule)

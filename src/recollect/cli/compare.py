@@ -29,7 +29,7 @@ from recollect.messages import renamed_arguments
 from recollect.report.lock import folder_lock
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.results import Comparison
+    from recollect.experiments.comparison.comparison import Comparison
 
 __all__ = ["Task", "compare"]
 

@@ -32,18 +32,13 @@ from recollect.experiments.reproduce import reproduce
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.compare import compare
+    from recollect.experiments.comparison.comparison import Comparison
     from recollect.experiments.comparison.ledger import (
         extend_table,
         load_comparison,
         write_rows_table,
     )
-    from recollect.experiments.comparison.results import (
-        Comparison,
-        ModelRun,
-        ProgressReporter,
-        Schedule,
-        Sizes,
-    )
+    from recollect.experiments.comparison.results import ModelRun, ProgressReporter, Schedule, Sizes
     from recollect.experiments.comparison.tasks import read_corpus
 
 __all__ = [
@@ -78,7 +73,7 @@ _TRAINING = {
     "extend_table": "comparison.ledger",
     "load_comparison": "comparison.ledger",
     "write_rows_table": "comparison.ledger",
-    "Comparison": "comparison.results",
+    "Comparison": "comparison.comparison",
     "ModelRun": "comparison.results",
     "ProgressReporter": "comparison.results",
     "Schedule": "comparison.results",

@@ -8,9 +8,9 @@ from os import PathLike
 from typing import Any
 
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
+from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.results import (
     DEFAULTS,
-    Comparison,
     ModelRun,
     NoProgress,
     ProgressReporter,

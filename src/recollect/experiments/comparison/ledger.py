@@ -23,13 +23,8 @@ from recollect.experiments.comparison.compare import (
     resolve_model,
     resolve_models,
 )
-from recollect.experiments.comparison.results import (
-    Comparison,
-    ModelRun,
-    NoProgress,
-    ProgressReporter,
-    Sizes,
-)
+from recollect.experiments.comparison.comparison import Comparison
+from recollect.experiments.comparison.results import ModelRun, NoProgress, ProgressReporter, Sizes
 from recollect.experiments.comparison.tasks import EVAL_SIZES, read_corpus
 from recollect.experiments.comparison.training import training_environment
 from recollect.layer.options import LayerOptions

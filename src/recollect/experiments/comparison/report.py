@@ -9,9 +9,9 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recollect.experiments.comparison.results import Comparison, Summary
+from recollect.experiments.comparison.results import Summary
 from recollect.experiments.comparison.tasks import RECALL_TASKS
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import backup_existing, save_to_temp_on_error, write_atomic
@@ -19,6 +19,9 @@ from recollect.report.lock import folder_lock
 from recollect.report.page import Figure, Note, Report
 from recollect.report.signals import defer_signals
 from recollect.report.tables import CellValue, Column, Table
+
+if TYPE_CHECKING:
+    from recollect.experiments.comparison.comparison import Comparison
 
 __all__ = [
     "comparison_caveats",
