@@ -359,9 +359,10 @@ def _matmul_precision(engine: Engine, recipe: Recipe, precision: str | None) -> 
 def _backend(recipe: Recipe, engine: str) -> str:
     """Return the operators of flash-linear-attention for a recipe, or the reason for none."""
     try:
-        return str(offer(bind(recipe, H=1, K=SIZE, V=SIZE), engine))
+        bound = bind(recipe, H=1, K=SIZE, V=SIZE)
     except RecipeError as error:
         return f"not {PACKAGE}: {error}"
+    return str(offer(bound, engine))
 
 
 def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:

@@ -150,8 +150,7 @@ class RecipeModule(nn.Module):
         recipe, options = self._recipe, self.options
         declared = (*recipe.gates(), *recipe.params())
         self.paired_gates = {d.name for d in declared if pairs_share(d, recipe, options)}
-        own = (*recipe.gates(), *tie_gates(options))
-        gates = [gate for gate in own if gate.name not in skip]
+        gates = [g for g in (*recipe.gates(), *tie_gates(options)) if g.name not in skip]
         self.gates, self.params = self._projections(gates), self._projections(recipe.params())
         is_limited = (
             "lr" in self.gates
