@@ -96,6 +96,7 @@ def _difference(
     """Return a description of a difference above ``bound`` or of an error, else ``None``."""
     R, Q, D, W, J = sizes
     N, P = 3, 2
+    spec = replace(spec, output_head=replace(spec.output_head, heads=1))  # as the norm's params
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 0.5) -> Tensor:
