@@ -153,6 +153,7 @@ class Ties(nn.Module):
         super().__init__()
         self.ties, self.log_gates = options.ties, recipe.log_gates
         self.own_gates = [gate.name for gate in tie_gates(options)]
+        self.num_recurrences = sum(tie.rule in KEY_RECURRENCES for tie in options.ties)
         factors = [tie for tie in options.ties if tie.rule in FACTORS]
         self.initial = {tie.target: FACTORS[tie.rule] for tie in factors}
         sizes = {t.target: key_dim if t.rule in ("blend", "direction") else 1 for t in factors}
@@ -176,11 +177,6 @@ class Ties(nn.Module):
     def changes_qk(self) -> bool:
         """Whether queries or keys are computed by a tie."""
         return any(tie.target in ("q", "k") for tie in self.ties)
-
-    @property
-    def num_recurrences(self) -> int:
-        """Number of ties of keys that depend on earlier keys."""
-        return sum(tie.rule in KEY_RECURRENCES for tie in self.ties)
 
     @property
     def angle(self) -> Tie | None:
