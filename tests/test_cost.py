@@ -365,7 +365,7 @@ def test_estimated_times_against_measured_ones(name: str) -> None:
         for one in data["timings"]
         for recipe, method in [MEASURED_RECIPES[one["name"]]]
     )
-    assert len(errors) > len(PRESETS)
+    assert len(errors) > 0.9 * len(PRESETS)
     assert math.exp(errors[len(errors) // 2]) < 1.35
     assert sum(error < math.log(2) for error in errors) > 0.8 * len(errors)
     assert sum(error < math.log(4) for error in errors) >= len(errors) - 1
