@@ -60,8 +60,9 @@ class SecondMemory(RecipeModule):
         self._bind(first.engine, first.precision)
         self._build_ties()
         self._build_gates(skip=share)
-        if self.key_like_gates or self.ties.changes_qk:
-            keys = ", ".join(self.key_like_gates) or "k"
+        follows_query = any(tie.source == "q" for tie in options.ties)
+        if self.key_like_gates or self.ties.changes_qk or follows_query:
+            keys = ", ".join(self.key_like_gates) or ("a value of q" if follows_query else "k")
             raise RecipeError(
                 "the second memory of ResidualMemory has the keys of the first, and its recipe or "
                 f"its ties compute {keys}: leave that out"
