@@ -103,6 +103,11 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
             {"retention": Decay()},
             "needs complex_decay",
         ),
+        (
+            {"target": "log_decay", "source": "lr", "rule": "shrink"},
+            {"retention": Decay(), "algorithm": GD(normalized_steps=True)},
+            "no multiple of the stability limit",
+        ),
     ],
 )
 def test_ties_that_this_recipe_does_not_allow(
@@ -135,6 +140,15 @@ def test_ties_follow_what_was_tied_before() -> None:
         ({"value_skip": True}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"qk": "ones"}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"zero_values": 1}, {}, "leaves a token without a value"),
+        ({"partial_rotary_factor": 0.5}, {}, "needs rope_theta or complex_decay"),
+        (
+            {
+                "complex_decay": "input",
+                "ties": (Tie(target="angle", source="log_decay", rule="rate"),),
+            },
+            {"bias": DOT, "retention": Decay(per="key")},
+            "needs a gate per head as source",
+        ),
         ({"qk_affine": True, "qk": "ones"}, {"bias": DOT}, "projections of queries and keys"),
         (
             {"complex_decay": "input", "partial_rotary_factor": 0.5},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,25 @@ def test_a_model_that_did_not_finish_is_not_ranked() -> None:
     stopped = a_run("text", "b", 1.0, finished=False)
     failures = (("text", "c", "it diverged"),)
     result = made(TEXT[0], stopped, a_run("text", "d", math.nan), failures=failures)
-    assert summarize(result).startswith("On text, a reaches 2.750")
+    assert summarize(result) == (
+        "On text, a reaches 2.750 held-out bits per byte; not finished: b, d, c."
+    )
     assert summarize(made(stopped, interrupted=True)) == "No model was trained to its end."
     runs = [a_run("text", "a", 2.5, seed=seed) for seed in (0, 1)]
     for second in ([a_run("text", "b", 1.0, seed=1, finished=False)], []):
         some = [*runs, a_run("text", "b", 1.0, seed=0), *second]
         assert summarize(made(*some, seeds=2)).startswith("On text, a reaches 2.500")
+
+
+def test_a_run_without_a_number_is_not_ranked_and_has_no_deviation() -> None:
+    """A stored NaN is null."""
+    runs = [a_run("text", "a", value, seed=seed) for seed, value in enumerate((2.5, math.nan, 2.6))]
+    runs += [a_run("text", "b", 2.9, seed=seed) for seed in range(3)]
+    comparison = made(*runs, seeds=3)
+    assert comparison.summaries("text")[0].sd is None
+    for each in (comparison, Comparison.from_dict(json.loads(json.dumps(comparison.to_dict())))):
+        assert summarize(each).startswith("On text, b reaches 2.900")
+        assert summarize(each).endswith("; not finished: a.")
 
 
 def test_a_saved_comparison_is_read_again_and_only_if_it_is_one(tmp_path: Path) -> None:
@@ -92,7 +106,8 @@ def test_a_saved_comparison_is_read_again_and_only_if_it_is_one(tmp_path: Path) 
     assert again == comparison
     assert again.save(tmp_path / "again")["report"].read_text("utf-8") == page
     path = tmp_path / "results.json"
-    for text in ('{"schema": 2}', '{"schema": 1, "runs": [{}]}', "[]", "<html>"):
+    unknown = json.dumps({**comparison.to_dict(), "colour": "red"})
+    for text in (unknown, '{"schema": 2}', '{"schema": 1, "runs": [{}]}', "[]", "<html>"):
         path.write_text(text)
         with pytest.raises(ValueError, match="is no comparison that this version reads"):
             rc.experiments.load_comparison(path)

@@ -202,6 +202,13 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
     if options.qk_affine and (options.qk == "ones" or makes_keys):
         reason = "LayerOptions(qk_affine=True) needs projections of queries and keys: qk='input'"
         resets.append((reason, {"qk_affine": False}))
+    rotates = options.rope_theta is not None or options.complex_decay != "none"
+    if options.partial_rotary_factor != 1 and not rotates:
+        reason = (
+            f"LayerOptions(partial_rotary_factor={options.partial_rotary_factor:g}) needs "
+            "rope_theta or complex_decay, which rotate queries and keys"
+        )
+        resets.append((reason, {"partial_rotary_factor": 1.0}))
     made_of_maps = isinstance(recipe.memory, Stack) and recipe.features.finite
     if options.last_map_init_scale != 1 and not (made_of_maps and recipe.needs_init()):
         reason = (

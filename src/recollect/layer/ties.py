@@ -72,11 +72,16 @@ def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, st
             yield tie, f"{message}{', '.join(sorted(known)) or 'none'}"
             continue
         if tie.target == "angle":
-            reason = None
+            reason, gate = None, gates.get(tie.source)
             if options.complex_decay == "none" or tie.source in targets:
                 reason = "needs complex_decay, and a source without a tie"
+            elif gate is None or gate.axes or recipe.associations_per_token > 1:
+                reason = "needs a gate per head as source, and one association per token"
         else:
             reason = _incompatibility(tie, recipe, gates, known)
+            is_limited = options.gate("lr").resolve_unit("lr", recipe) == "stability_limit"
+            if tie.rule in ("normalize", "shrink") and "lr" in known and is_limited:
+                reason = reason or "needs a rate that is no multiple of the stability limit"
         if reason is not None:
             yield tie, f"{tie} {reason}"
 

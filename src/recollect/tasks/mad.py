@@ -434,7 +434,7 @@ def _fuzzy_row(
     size = len(question) + len(answer)
     # Early enough to fit for any sizes of the pairs before it.
     start = int(position * (config.length - size - 4 * config.motif))
-    memory, written = {question: answer}, set[tuple[int, ...]]()
+    memory, used = {question: answer}, set[tuple[int, ...]]()
     tokens: list[int] = []
     answers: list[int] = []
 
@@ -442,12 +442,12 @@ def _fuzzy_row(
         value = memory[key]
         tokens.extend(key + value)
         answers.extend([IGNORE] * len(key))
-        answers.extend(value if key in written else [IGNORE] * len(value))
-        written.add(key)
+        answers.extend(value if key in used else [IGNORE] * len(value))
+        used.add(key)
 
     others = iter(pairs[:-1])
     while len(tokens) < config.length - size - 2 * config.motif:
-        if len(tokens) >= start and question not in written:
+        if len(tokens) >= start and question not in used:
             write(question)
             continue
         key, value = next(others)

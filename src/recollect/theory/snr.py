@@ -196,8 +196,8 @@ def averaged_inverse_snr(
     if heads < 1 or (sliced and size % heads):
         raise ValueError(f"averaged_inverse_snr: {heads} heads do not divide a size of {size}")
     own = size // heads if sliced else size
-    alone = inverse_snr(kernel, num_distractors=num_distractors, size=own, temperature=temperature)
-    return alone * (1 + (heads - 1) * _squared_mean_ratio(kernel, own, temperature)) / heads
+    single = inverse_snr(kernel, num_distractors=num_distractors, size=own, temperature=temperature)
+    return single * (1 + (heads - 1) * _squared_mean_ratio(kernel, own, temperature)) / heads
 
 
 def _squared_mean_ratio(kernel: KernelName, size: int, temperature: float | None) -> float:
@@ -238,10 +238,10 @@ def kernel_inverse_snr(
     """
     x = torch.randn(trials, generator=generator, dtype=torch.float64) * math.sqrt(size)
     peak = float(kappa(torch.tensor([float(size)], dtype=torch.float64)).square())
-    found: Tensor = num_distractors * kappa(x).square() / peak
+    ratios: Tensor = num_distractors * kappa(x).square() / peak
     return Sampled(
-        value=float(found.mean()),
-        error=float(found.std()) / math.sqrt(trials),
+        value=float(ratios.mean()),
+        error=float(ratios.std()) / math.sqrt(trials),
         trials=trials,
     )
 
@@ -349,21 +349,21 @@ def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None]
     k[:, 0], k[:, 1] = products, 1.5  # the length must not matter
     try:
         if recipe.features.finite:
-            found = (
+            kappa_x = (
                 apply_features(recipe, q, {}, "query") @ apply_features(recipe, k, {}, "key").T
             )[0]
         else:
-            found = recipe.features.kappa(q, k)[0]
+            kappa_x = recipe.features.kappa(q, k)[0]
     except (RecipeError, NotImplementedError):
         return None
     x = products
-    if torch.allclose(found, x):
+    if torch.allclose(kappa_x, x):
         return "linear", None
-    if torch.allclose(found, x.clamp_min(0)):
+    if torch.allclose(kappa_x, x.clamp_min(0)):
         return "relu", None
-    if bool((found > 0).all()) and torch.allclose(found.log() / x, found.log()[3].expand(5)):
-        return "exp", float(1 / found.log()[3])
-    ratio = found / x
+    if bool((kappa_x > 0).all()) and torch.allclose(kappa_x.log() / x, kappa_x.log()[3].expand(5)):
+        return "exp", float(1 / kappa_x.log()[3])
+    ratio = kappa_x / x
     if bool((ratio > 0).all()) and torch.allclose(ratio.log() / x, ratio.log()[3].expand(5)):
         return "solu", float(1 / ratio.log()[3])
     return None

@@ -120,9 +120,9 @@ class Comparison:
         """
         if data["schema"] != 1:
             raise ValueError(f"schema {data['schema']!r}")
-        unchanged = ("seed", "bigram", "text", "chance", "interrupted", "processes", "seeds")
+        converted = ("runs", "sizes", "environment", "failures", "measured")
         return cls(
-            **{name: data[name] for name in unchanged if name in data},
+            **{k: v for k, v in data.items() if k not in ("schema", "summary", *converted)},
             runs=tuple(map(ModelRun.from_dict, data["runs"])),
             sizes={
                 task: Sizes(**{**size, "schedule": Schedule(**size["schedule"])})

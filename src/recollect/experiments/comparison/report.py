@@ -317,10 +317,11 @@ def summarize(comparison: Comparison) -> str:
 
 
 def _sentence(comparison: Comparison, task: str) -> str:
+    summaries, seeds = comparison.summaries(task), comparison.seeds
     models = [
         x
-        for x in comparison.summaries(task)
-        if len(x.finished_runs) == comparison.seeds and math.isfinite(_mean(x))
+        for x in summaries
+        if len(x.finished_runs) == len(x.finished_values) == seeds and math.isfinite(_mean(x))
     ]
     if not models:
         return ""
@@ -331,12 +332,18 @@ def _sentence(comparison: Comparison, task: str) -> str:
     if others:
         margin = abs(_mean(best) - _mean(others[0]))
         spread = max(max(x.finished_values) - min(x.finished_values) for x in (best, others[0]))
-        seeds = "less" if margin > spread else "as much or more"
-        seeds = f"the seeds differ by {seeds}" if comparison.seeds > 1 else "one seed each"
-        text += f", {margin:.3f} ahead of {others[0].model} ({seeds})"
+        difference = "less" if margin > spread else "as much or more"
+        note = f"the seeds differ by {difference}" if seeds > 1 else "one seed each"
+        text += f", {margin:.3f} ahead of {others[0].model} ({note})"
     if task == "text" and comparison.bigram is not None:
         worse = sum(_mean(x) >= comparison.bigram for x in models)
         text += f"; no better than a byte bigram: {worse} of {len(models)} models"
+    names = [x.model for x in summaries if x not in models]
+    names += [
+        name.partition(", seed ")[0] for where, name, _ in comparison.failures if where == task
+    ]
+    if unfinished := dict.fromkeys(names):
+        text += f"; not finished: {', '.join(unfinished)}"
     return f"{text}."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -275,8 +276,10 @@ class Summary:
 
     @property
     def sd(self) -> float | None:
-        """Standard deviation (n − 1) of `finished_values`, ``None`` if there are fewer than 3."""
-        return statistics.stdev(self.finished_values) if len(self.finished_values) > 2 else None
+        """Standard deviation (n − 1) of at least 3 finite `finished_values`, or ``None``."""
+        values = self.finished_values
+        is_defined = len(values) > 2 and all(map(math.isfinite, values))
+        return statistics.stdev(values) if is_defined else None
 
     @property
     def by_pairs(self) -> dict[int, tuple[float, float, float]]:

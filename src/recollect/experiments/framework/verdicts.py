@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -54,12 +55,12 @@ def not_testable(evidence: str) -> Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(ABC):
     """A condition on results."""
 
+    @abstractmethod
     def judge(self, results: Results) -> Verdict:
         """Return the verdict on results, or raise `NotMeasured`."""
-        raise NotImplementedError
 
     @property
     def text(self) -> str:
@@ -67,9 +68,9 @@ class Rule:
         sentence = self.clause()
         return f"{sentence[0].upper()}{sentence[1:]}."
 
+    @abstractmethod
     def clause(self) -> str:
         """Return the condition as a clause of a sentence."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data that determines the verdicts."""
