@@ -184,7 +184,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path
         assert data in held, data
     needs = re.findall(r"^Requires-Dist: (.+)$", told, re.M)
     assert [x for x in needs if "extra ==" not in x] == [
-        "filelock>=3.12",
+        "filelock>=3.32",
         "jinja2>=3.1",
         "torch>=2.9",
     ]

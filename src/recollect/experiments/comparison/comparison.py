@@ -38,12 +38,12 @@ class Comparison:
 
     Examples:
         >>> sizes = rc.experiments.Sizes(
-        ...     width=8, depth=1, heads=1, length=9,
+        ...     width=8, depth=1, heads=1, length=48,
         ...     schedule=rc.experiments.Schedule(steps=1, batch=1, lr=1e-3),
         ... )
         >>> comparison = rc.compare(["linear_attention"], ["mqar"], sizes=sizes)
         >>> [(run.model, run.tokens) for run in comparison.of("mqar")]
-        [('linear_attention', 9)]
+        [('linear_attention', 48)]
     """
 
     runs: tuple[ModelRun, ...]

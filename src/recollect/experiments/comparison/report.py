@@ -339,9 +339,8 @@ def _sentence(comparison: Comparison, task: str) -> str:
         worse = sum(_mean(x) >= comparison.bigram for x in models)
         text += f"; no better than a byte bigram: {worse} of {len(models)} models"
     names = [x.model for x in summaries if x not in models]
-    names += [
-        name.partition(", seed ")[0] for where, name, _ in comparison.failures if where == task
-    ]
+    failures = [name for failed_task, name, _ in comparison.failures if failed_task == task]
+    names += [name.partition(", seed ")[0] for name in failures]
     if unfinished := dict.fromkeys(names):
         text += f"; not finished: {', '.join(unfinished)}"
     return f"{text}."
