@@ -28,6 +28,16 @@ import torch
 from gpu_tables import strip_folders
 from tests.gpu.parity import Waits
 from tests.gpu.passes import Unwatched, decode, distance, length, passes, pieces
+from tests.gpu.recurrence_cases import (
+    CASES,
+    TITANS,
+    Case,
+    errors_of,
+    expected_of,
+    inputs_of,
+    results_of,
+)
+from tests.gpu.recurrence_cases import recipe as deep_recipe
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -40,17 +50,20 @@ from recollect.benchmarks.cases.recall import (
     recall_case,
 )
 from recollect.choices.matmul_precision import matmul_precision
+from recollect.engines.deep.recurrence import trial
 from recollect.engines.fla.operators import function, gated_backward_raises
 from recollect.report.environment import describe_environment
 
 __all__ = [
     "OPERATORS",
     "StepContext",
+    "adoption",
     "backend",
     "device",
     "free_memory",
     "has_backend",
     "presets",
+    "recurrence",
     "recurrence_call",
     "recurrence_shape",
 ]
@@ -97,6 +110,10 @@ class StepContext:
             file.flush()
             os.fsync(file.fileno())
         print(text, end="", flush=True)
+
+    def write_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Append a line for a warning, in place of `warnings.showwarning`."""
+        self.write("warning", message=str(message)[:1500])
 
     def seconds_left(self) -> float:
         """Return the seconds until the deadline."""
@@ -307,6 +324,9 @@ CHANNEL_OPERATORS: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 """Operators with a decay per channel, for devices on which `gated_backward_raises`."""
 
+UNTIMED = ("kimi_delta_attention", "comba", "erase_then_delta", "gated_delta_net_2", "rwkv7")
+"""More presets with an operator, whose times are not measured."""
+
 
 def has_backend(device: str) -> bool:
     """Return whether flash-linear-attention can run on a device."""
@@ -361,7 +381,7 @@ def backend(context: StepContext) -> None:
         return
     if context.part == 0:
         context.write("guard", refuses_gated_backward=gated_backward_raises())
-    names = list(OPERATORS)[context.part :: context.num_parts]
+    names = [*OPERATORS, *UNTIMED][context.part :: context.num_parts]
     cases = [
         (name, D, backward)
         for backward in (False, True)
@@ -378,3 +398,91 @@ def backend(context: StepContext) -> None:
             pairs = zip(outputs, expected, strict=True) if backward else [(outputs, expected)]
             errors = [float(f"{distance(a, b):.2e}") for a, b in pairs]
             context.write("equal", name=name, method="fla", D=D, backward=backward, far=errors)
+
+
+# -- kernels of deep memories --------------------------------------------------------------------
+
+RECURRENCES = {
+    "titans": {75: TITANS, 150: TITANS},
+    "titans without its norm": {75: deep_recipe(), 150: deep_recipe()},
+    "rows that end early": {40: CASES["rows that end early"].recipe},
+    "without momentum": {40: CASES["without momentum"].recipe},
+    "another affine error": {24: CASES["another affine error"].recipe},
+    "no decay, no residual": {24: CASES["no decay, no residual"].recipe},
+    "a window of 17 tokens": {40: CASES["a window of 17 tokens"].recipe},
+}
+
+
+def recurrence(context: StepContext) -> None:
+    """Compare the Triton kernels of deep memories with the definition in float64."""
+    cases = [
+        (name, T, recipe, precision)
+        for name, recipes in RECURRENCES.items()
+        for T, recipe in recipes.items()
+        for precision in ("float32", "tf32")
+    ]
+    cases = cases[:1] if context.tiny else cases[context.part :: context.num_parts]
+    engine = importlib.import_module("recollect.engines.deep.chain.engine")
+    for name, T, recipe, precision in cases:
+        trials: list[bool] = []
+
+        def agrees(*args: Any, _trials: list[bool] = trials, **options: Any) -> bool:
+            _trials.append(trial.agrees(*args, **options))
+            return _trials[-1]
+
+        with context.guard(name, T=T, precision=precision):
+            padded = name in CASES and CASES[name].padded
+            case = Case(recipe, T=T, B=2, padded=padded, dtype=torch.float32)
+            inputs, expected = inputs_of(case), expected_of(case)
+
+            def errors(case: Case, inputs: Any = inputs) -> dict[str, Tensor]:
+                return results_of(case, inputs, case.engine, lambda x: x.to(context.device))
+
+            with matmul_precision(precision, context.device):
+                with patch.object(engine, "agrees", agrees):
+                    first, second = errors(case), errors(case)
+                plain = errors(replace(case, engine="torch"))
+            context.write(
+                "equal",
+                name=name,
+                T=T,
+                precision=precision,
+                kernels=bool(trials) and all(trials),
+                worst=max(errors_of(first, expected).values()),
+                torch_worst=max(errors_of(plain, expected).values()),
+                alike=all(torch.equal(first[key], second[key]) for key in first),
+            )
+
+
+# -- adopted models ------------------------------------------------------------------------------
+
+
+def adoption(context: StepContext) -> None:
+    """Compare adopted models of transformers with the originals on the device, in every mode."""
+    if importlib.util.find_spec("transformers") is None:
+        context.write("not run", why="transformers is missing")
+        return
+    from tests.lm.adoption.models import FAMILIES, IGNORE_DOCUMENTS, make_model
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    families = {family.name: family for family in rc.lm.families()}
+    kinds = [kind for group in FAMILIES.values() for kind in group if kind in CONFIG_MAPPING_NAMES]
+    kinds = ["mamba"] if context.tiny else kinds[context.part :: context.num_parts]
+    for kind in kinds:
+        with context.guard(kind):
+            name = rc.lm.adopt(make_model(kind)).adopted[0].family
+            start = time.time()
+            report = rc.testing.check_family(
+                families[name],
+                lambda kind=kind: make_model(kind).to(context.device),  # type: ignore[misc]
+                knows_documents=kind not in IGNORE_DOCUMENTS,
+            )
+            errors = {check: pair[0] for check, pair in report.errors.items()}
+            context.write(
+                "equal",
+                name=type(report.adoption.model).__name__,
+                checks=len(errors),
+                worst=float(f"{max(errors.values()):.2e}"),
+                check=max(errors, key=lambda check: errors[check]),
+                seconds=round(time.time() - start, 1),
+            )

@@ -71,8 +71,10 @@ class Step:
 
 STEPS = (
     Step(name="device", module="gpu_checks", seconds=60, exclusive=True),
-    Step(name="presets", module="gpu_checks", seconds=100, processes=5),
-    Step(name="backend", module="gpu_checks", seconds=100, processes=4),
+    Step(name="presets", module="gpu_checks", seconds=110, processes=7),
+    Step(name="backend", module="gpu_checks", seconds=110, processes=6),
+    Step(name="recurrence", module="gpu_checks", seconds=110, processes=2),
+    Step(name="adoption", module="gpu_checks", seconds=110, processes=3),
     Step(name="linear", seconds=100, processes=8, warm_up=True),
     Step(name="training", seconds=100, warm_up=True),
     Step(name="decoding", seconds=100, warm_up=True),
@@ -121,8 +123,11 @@ def run_step(index: int, **fields: Any) -> None:
         **fields: fields of `gpu_checks.StepContext`.
     """
     step = STEPS[index]
-    warnings.simplefilter("ignore")
     import torch
+
+    # The library warns where slower operations replace those of a device.
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", message=".*please report it")
 
     if fields["device"] == "cpu" or not step.exclusive:
         torch.set_num_threads(1)
@@ -130,6 +135,7 @@ def run_step(index: int, **fields: Any) -> None:
     if checks.has_backend(fields["device"]):
         limit_configurations(NUM_CONFIGURATIONS)
     context = checks.StepContext(**{**fields, "path": Path(fields["path"])})
+    warnings.showwarning = context.write_warning
     with context.guard(step.name):
         getattr(module, step.name)(context)
 

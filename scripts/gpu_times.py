@@ -175,18 +175,18 @@ def _tflops(name: str, shape: Shape, seconds: float, *, backward: bool) -> float
 # -- deep memories -------------------------------------------------------------------------------
 
 NO_NORM = "titans without its norm"
-DEEP = (("titans", None), ("ttt_mlp", None), ("yaad", None), ("atlas", "tf32"))
+DEEP = (("titans", None), ("titans", "tf32"), ("ttt_mlp", None), ("yaad", None), ("atlas", "tf32"))
 
 
 def deep(context: StepContext) -> None:
     """Time deep memories with the host and as one CUDA graph, then next to titans-pytorch."""
     B, presets = (1, ()) if context.tiny else (8, DEEP)
-    for backward in (False, True):
-        for name, precision in (*presets, (NO_NORM, None)):
+    for name, precision in (*presets[:2], (NO_NORM, None), *presets[2:]):
+        for backward in (False, True):
             _time_deep(context, name, precision, B, "auto", backward=backward)
     _time_titans_pytorch(context, B)
-    for backward in (False, True):
-        for name, precision in () if context.tiny else DEEP:
+    for name, precision in () if context.tiny else DEEP:
+        for backward in (False, True):
             _time_deep(context, name, precision, 1, "auto", backward=backward)
 
 

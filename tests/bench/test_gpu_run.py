@@ -49,6 +49,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 RESULTS = {
     "device": ["versions", "ceilings"],
     "presets": ["preset"] * 6,
+    "recurrence": ["equal"],
+    "adoption": ["equal"],
     "linear": ["speed"] * 10,
     "deep": ["deep"] * 2 + ["peer"] * 3,
     "decoding": ["token"] * 3,
@@ -80,7 +82,7 @@ def test_a_step_that_needs_a_gpu_writes_the_reason(context: Callable[..., Any]) 
     assert [line["what"] for line in lines_of(context("").path)] == ["not run"]
 
 
-def test_forward_lines_come_first(
+def test_the_most_valuable_cases_come_first(
     context: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_times, "has_backend", lambda device: True)
@@ -98,8 +100,10 @@ def test_forward_lines_come_first(
         lambda _, name, precision, B, engine, *, backward: timed.append((name, B, backward)),
     )
     gpu_times.deep(context("deep", device="cuda"))
-    first = [backward for _, B, backward in timed if B == 8]
-    assert first == sorted(first) and len(first) == 10
+    both = [(name, B) for name, B, backward in timed if backward]
+    assert both == [(name, B) for name, B, backward in timed if not backward]
+    assert len(both) == len(set(both)) + 2  # titans in two precisions
+    assert [name for name, _ in both[:3]] == ["titans", "titans", gpu_times.NO_NORM]
 
 
 def test_a_failure_is_a_line_without_folders(context: Callable[..., Any]) -> None:

@@ -74,7 +74,8 @@ def check_family(
 
     Args:
         family: the family of its recurrent layers, registered.
-        make_model: makes the model, a causal language model with more than 32 tokens, in float32.
+        make_model: makes the model, a causal language model with more than 32 tokens, in float32,
+            on any device.
         knows_documents: whether the rest of the model keeps packed documents apart; its attention
             may ignore their boundaries.
         exchanges_caches: whether the original stores its state in the cache, which either model
@@ -101,7 +102,8 @@ def check_family(
     require(family.name in names, f"family {family.name}: no layer of the model was adopted")
     config: Any = original.config
     low = config.get_text_config().vocab_size // 8  # above the tokens for padding and ends
-    ids = torch.randint(low, 8 * low, (2, LENGTH))
+    device = next(original.parameters()).device
+    ids = torch.randint(low, 8 * low, (2, LENGTH)).to(device)
     models = _Models(original=original, adopted=adopted, ids=ids)
     errors: dict[str, tuple[float, float | str | None]] = {}
     skipped = set() if knows_documents else {packed_documents}
@@ -113,7 +115,8 @@ def check_family(
             continue
         name = describe_check(check)
         subject = f"family {family.name}: {name}"
-        with describe_failure(subject), torch.set_grad_enabled(check is same_gradients):
+        grad = torch.set_grad_enabled(check is same_gradients)
+        with describe_failure(subject), device, grad:
             error = check(models)
         errors[name] = pair = error if isinstance(error, tuple) else (error, None)
         require(pair[0] <= bound, f"{subject}: error {pair[0]:.1e}, at most {bound:.0e}")
