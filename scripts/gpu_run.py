@@ -74,7 +74,7 @@ STEPS = (
     Step(name="presets", module="gpu_checks", seconds=110, processes=7),
     Step(name="backend", module="gpu_checks", seconds=110, processes=6),
     Step(name="recurrence", module="gpu_checks", seconds=110, processes=2),
-    Step(name="adoption", module="gpu_checks", seconds=110, processes=3),
+    Step(name="adoption", module="gpu_checks", seconds=110, processes=6),
     Step(name="linear", seconds=100, processes=8, warm_up=True),
     Step(name="training", seconds=100, warm_up=True),
     Step(name="decoding", seconds=100, warm_up=True),

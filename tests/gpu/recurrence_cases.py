@@ -78,6 +78,8 @@ CASES = {
     "without momentum": Case(recipe(momentum=False, memory=NORM), B=2, padded=True),
     "plain steps": Case(recipe(share=False, memory=NORM)),
     "without a norm": Case(recipe()),
+    "24 channels": Case(TITANS, K=24, T=56, B=2, padded=True),
+    "24 channels without a norm": Case(recipe(), K=24),
     "another affine error": Case(recipe(bias=TwiceLessThrice()), T=24),
     "no decay, no residual": Case(
         recipe(

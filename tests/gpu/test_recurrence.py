@@ -130,6 +130,7 @@ def test_structure_and_sizes_select(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recurrence.LAUNCHERS, "cpu", lambda *_: None)
     assert selected() and selected(norm="layer") and selected((512, 128)) and selected(R=32, Q=32)
     assert selected((96, 32)) and selected(share=False, bias=rc.bias.DotProduct())
+    assert selected((192, 48)) and selected((320, 80)) and not selected((72, 24))
     assert not selected(norm="rms") and not selected(bias=rc.bias.DotProduct())
     assert not selected(bias=rc.bias.Huber())
     assert not selected(R=18) and not selected(Q=48) and not selected(R=64) and not selected(N=1)
@@ -178,8 +179,9 @@ def agrees(monkeypatch: pytest.MonkeyPatch) -> Any:
         runner=object(),
     )
 
-    def call(run: trial.Run = without_kernels, device: torch.device = CPU) -> bool:
-        return trial.agrees(run, spec, (16, 16, 16, 32, 2), device)
+    def call(run: trial.Run = without_kernels, device: torch.device = CPU, **memory: bool) -> bool:
+        head = replace(spec.output_head, memory=rc.memory.MLP(**memory))
+        return trial.agrees(run, replace(spec, output_head=head), (16, 16, 16, 32, 2), device)
 
     return call
 
@@ -189,6 +191,12 @@ def without_kernels(
 ) -> tuple[Tensor, ...]:
     assert {(x.dtype, x.device) for x in (*inputs.values(), *start)} == {(torch.float32, CPU)}
     return engine._run_flat(replace(spec, runner=None), inputs, start)
+
+
+def test_a_trial_of_a_memory_without_a_residual(agrees: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert agrees(residual=False)
 
 
 def test_a_trial_sees_nan_after_equal_results(agrees: Any) -> None:

@@ -4,7 +4,7 @@ A and S of the two maps are in global memory, for the reads and the backward pas
 registers in tiles of BW hidden units, three times in a forward step and twice in a backward step.
 Sums have the type of the tensors. PRECISION is that of the factors of products. The module is
 imported at the first launch, so that Triton is optional. With R associations, D channels, W hidden
-units and J stacks (A, then S):
+units and J stacks (A, then S), where D is a power of two and channels from CHANNELS on are zeros:
 
     k, raw, v, nearest, d2, z2     [N, P, R, D]           T    [N, P, J, J]
     z1, u1, h1, d1              [N, P, R, W]           c    [N, P, R, J]
@@ -29,8 +29,17 @@ COUNTS = ["N", "P", "H"]
 
 
 @triton.jit
+def _round_to_tf32(x):
+    """Return x with 10 bits of mantissa, as tensor cores cut the others off."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
 def _dot(x, y, total, PRECISION: tl.constexpr):
     """Return total + x y."""
+    if PRECISION == "tf32":
+        x, y = _round_to_tf32(x), _round_to_tf32(y)
     return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
@@ -66,23 +75,33 @@ def _activation(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _mean(x, D: tl.constexpr):
+def _mean(x, CHANNELS: tl.constexpr):
     """Return the mean over channels."""
-    return tl.sum(x, 1)[:, None] / D
+    return tl.sum(x, 1)[:, None] / CHANNELS
 
 
 @triton.jit
-def _layer_norm(z, gain, shift, D: tl.constexpr, NORM_EPS: tl.constexpr):
+def _center(x, CHANNELS: tl.constexpr):
+    """Return x minus its mean, and zeros for the channels of padding."""
+    centered = x - _mean(x, CHANNELS)
+    if x.shape[1] == CHANNELS:
+        return centered
+    else:
+        return tl.where(tl.arange(0, x.shape[1])[None, :] < CHANNELS, centered, 0.0)
+
+
+@triton.jit
+def _layer_norm(z, gain, shift, CHANNELS: tl.constexpr, NORM_EPS: tl.constexpr):
     """Return the layer norm of z, its unit output before gain and shift, and its scale."""
-    center = z - _mean(z, D)
-    scale = 1.0 / tl.sqrt(_mean(center * center, D) + NORM_EPS)
+    center = _center(z, CHANNELS)
+    scale = 1.0 / tl.sqrt(_mean(center * center, CHANNELS) + NORM_EPS)
     return gain * (center * scale) + shift, center * scale, scale
 
 
 @triton.jit
-def _norm_vjp(x, unit, scale, D: tl.constexpr):
+def _norm_vjp(x, unit, scale, CHANNELS: tl.constexpr):
     """Return J x with the symmetric derivative J of a layer norm."""
-    return scale * (x - _mean(x, D) - unit * _mean(x * unit, D))
+    return scale * (_center(x, CHANNELS) - unit * _mean(x * unit, CHANNELS))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -91,7 +110,8 @@ def forward(
     M1, M2, z1, u1, h1, d1, d2, z2, scaled, rho, sizes,
     N, P, H,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, J: tl.constexpr, BW: tl.constexpr,
-    KEEP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, STEP_SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, KEEP: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, STEP_SCALES: tl.constexpr,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
     NORM_EPS: tl.constexpr, TINY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -128,13 +148,13 @@ def forward(
             z = _dot(h, tl.trans(tl.load(A2 + t + dw)), z, PRECISION)
         prediction, unit, scale = z, z, z
         if NORM:
-            prediction, unit, scale = _layer_norm(z, gain, shift, D, NORM_EPS)
+            prediction, unit, scale = _layer_norm(z, gain, shift, CHANNELS, NORM_EPS)
         if RESIDUAL:
             prediction += tl.load(raw + row_start + rd)
         g = SLOPE * prediction - OFFSET * value
         e = g
         if NORM:
-            e = _norm_vjp(gain * g, unit, scale, D)
+            e = _norm_vjp(gain * g, unit, scale, CHANNELS)
         tl.store(d2 + row_start + rd, e)
         if KEEP:
             tl.store(z2 + row_start + rd, z)
@@ -210,7 +230,8 @@ def backward(
     G1, G2, to_T, to_c, to_g, to_M, to_nearest, to_weight, spare,
     N, P, H,
     D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, J: tl.constexpr, BW: tl.constexpr,
-    Q: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, STEP_SCALES: tl.constexpr,
+    CHANNELS: tl.constexpr, Q: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, STEP_SCALES: tl.constexpr,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, EPS: tl.constexpr,
     NORM_EPS: tl.constexpr, TINY: tl.constexpr, FLOOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -288,7 +309,7 @@ def backward(
         z, value = tl.load(z2 + row_start + rd), tl.load(v + row_start + rd)
         prediction, unit, scale = z, z, z
         if NORM:
-            prediction, unit, scale = _layer_norm(z, gain, shift, D, NORM_EPS)
+            prediction, unit, scale = _layer_norm(z, gain, shift, CHANNELS, NORM_EPS)
         if RESIDUAL:
             prediction += tl.load(raw + row_start + rd)
         g = SLOPE * prediction - OFFSET * value
@@ -319,14 +340,16 @@ def backward(
         tl.store(to_k + row_start + rd, up_k)
         if NORM:
             s = gain * g
-            of_s_up = _norm_vjp(up_e, unit, scale, D)
+            of_s_up = _norm_vjp(up_e, unit, scale, CHANNELS)
             of_g = gain * of_s_up
             of_M = SLOPE * of_g
             if STEP_SCALES:
                 of_g += to_N * distance + to_size * g
                 of_M = SLOPE * of_g + to_N * g
-            inner = gain * of_M - scale * (_mean(s * unit, D) * up_e + _mean(up_e * unit, D) * s)
-            up_z = _norm_vjp(inner, unit, scale, D) - scale * _mean(up_e * e, D) * unit
+            from_s = _mean(s * unit, CHANNELS) * up_e + _mean(up_e * unit, CHANNELS) * s
+            inner = gain * of_M - scale * from_s
+            up_z = _norm_vjp(inner, unit, scale, CHANNELS)
+            up_z -= scale * _mean(up_e * e, CHANNELS) * unit
             tl.store(to_weight + row_start + rd, g * of_s_up + unit * of_M)
         else:
             of_g = up_e

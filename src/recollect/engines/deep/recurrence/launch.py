@@ -31,9 +31,9 @@ OLDEST = (8, 0)
 """Smallest compute capability, for products in TF32 and bfloat16."""
 
 
-def _is_size(n: int, smallest: int, largest: int) -> bool:
-    """Return whether n is a power of two in a range."""
-    return smallest <= n <= largest and n & (n - 1) == 0
+def _supports_batch(n: int) -> bool:
+    """Return whether an inner batch of n associations or queries is a tile."""
+    return SMALLEST <= n <= LARGEST and n & (n - 1) == 0
 
 
 def select_runner(
@@ -52,9 +52,9 @@ def select_runner(
     if affine is None or (output_head.target is not None and affine[0] == 0):
         return None
     W, D = A[0].shape[-2:]
-    if tuple(A[1].shape[-2:]) != (D, W) or W % 16 or not _is_size(D, NARROWEST, min(W, WIDEST)):
+    if tuple(A[1].shape[-2:]) != (D, W) or W % 16 or not NARROWEST <= D <= min(W, WIDEST):
         return None
-    if k.shape[0] < 2 or not all(_is_size(n, SMALLEST, LARGEST) for n in (k.shape[2], num_queries)):
+    if k.shape[0] < 2 or not all(map(_supports_batch, (k.shape[2], num_queries))):
         return None
     if {k.dtype, A[0].dtype, A[1].dtype} not in [{dtype} for dtype in DTYPES]:
         return None

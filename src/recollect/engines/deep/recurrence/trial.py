@@ -121,7 +121,11 @@ def _difference(
             out = run(spec, tensors | {"T": tensors["T"].triu()}, start)
             if not spec.save_for_backward:
                 return [*out]
-            return [*out, *torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out])]
+            ones = [torch.ones_like(x) for x in out]
+            grads = torch.autograd.grad(
+                out, leaves, ones, allow_unused=True, materialize_grads=True
+            )
+            return [*out, *grads]
 
         try:
             pairs = zip(results(spec), results(replace(spec, runner=None)), strict=True)
