@@ -24,6 +24,7 @@ IMPLEMENTATIONS = {
     "operator": "flash-linear-attention's operator alone",
     "channels": "flash-linear-attention's operator with a decay per channel",
 }
+PRECISIONS = ("float32", "tf32")  # files have lines of one that was removed since
 PASSES = {False: "forward", True: "forward + backward"}
 # torch prints it once in a process, when `torch.cuda.set_sync_debug_mode` is first called.
 NOTICE = re.compile(r"__init__\.py:\d+")
@@ -68,6 +69,7 @@ def _section(path: Path) -> str:
         _presets(lines),
         _backend(lines),
         _recurrence(lines),
+        _adoption(lines),
         _linear(lines),
         _deep(lines),
         _peers(lines),
@@ -119,7 +121,8 @@ def _ceilings(lines: Sequence[Line]) -> str:
 
 
 def _presets(lines: Sequence[Line]) -> str:
-    results = _last(_select(lines, "presets", "preset"), ("name", "precision"))
+    current = [x for x in _select(lines, "presets", "preset") if x["precision"] in PRECISIONS]
+    results = _last(current, ("name", "precision"))
     rows = []
     for precision in dict.fromkeys(line["precision"] for line in results):
         group = [line for line in results if line["precision"] == precision]
@@ -186,10 +189,27 @@ def _recurrence(lines: Sequence[Line]) -> str:
             _commit(line),
         ]
         for line in _last(_select(lines, "recurrence", "equal"), ("name", "T", "precision"))
+        if line["precision"] in PRECISIONS
     ]
     title = "Triton's recurrence of deep memories against PyTorch in float64 (relative errors)"
     columns = ["memory", "T", "precision", "largest error of outputs, states and gradients"]
     return _table(title, [*columns, "PyTorch's path", "two runs", "commit"], rows)
+
+
+def _adoption(lines: Sequence[Line]) -> str:
+    rows = [
+        [
+            f"`{line['name'].removesuffix('ForCausalLM')}`",
+            line["checks"],
+            f"{line['worst']:.1e}",
+            line["check"],
+            _commit(line),
+        ]
+        for line in _last(_select(lines, "adoption", "equal"), ("name",))
+    ]
+    title = "Adopted models against the originals, in float32 (relative errors of logits)"
+    columns = ["class of transformers", "checks passed", "largest error", "in the check", "commit"]
+    return _table(title, columns, rows)
 
 
 def _linear(lines: Sequence[Line]) -> str:

@@ -143,10 +143,10 @@ class RecurrenceRunner:
         to_h, to_d = read_gradients.h[1].contiguous(), read_gradients.delta[0].contiguous()
         reads = [
             x
-            for left, right in zip(
+            for left_factor, right_factor in zip(
                 read_gradients.left_factors, read_gradients.right_factors, strict=True
             )
-            for x in (_pad(left.unflatten(-1, (J, channels)), D), right.contiguous())
+            for x in (_pad(left_factor.unflatten(-1, (J, channels)), D), right_factor.contiguous())
         ]
         G = [_pad(x.reshape(P, J, channels, W), D, -2) for x in final_grads]
         to_T, to_c = torch.zeros_like(saved.T), torch.empty_like(trace.weights)
