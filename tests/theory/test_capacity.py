@@ -23,7 +23,7 @@ def test_a_matrix_stores_one_pair_per_channel(K: int) -> None:
     recipe = rc.Recipe()
     bound = capacity_bound(recipe, K, 3)
     assert (bound.pairs, bound.exact) == (K, True)
-    assert capacity(lambda n: fit_error(recipe, n, K=K, V=3), most=2 * K + 2) == K
+    assert capacity(lambda n: fit_error(recipe, n, K=K, V=3), max_pairs=2 * K + 2) == K
 
 
 @pytest.mark.parametrize(("degree", "K"), [(1, 4), (2, 3), (2, 5), (3, 3)])
@@ -33,9 +33,9 @@ def test_polynomials_store_all_their_monomials(degree: int, K: int) -> None:
     count = math.comb(K + degree, degree)
     assert capacity_bound(recipe, K, 2).pairs == count
     assert feature_rank(recipe, K) == count
-    assert capacity(lambda n: fit_error(recipe, n, K=K, V=2), most=count + 9) == count
+    assert capacity(lambda n: fit_error(recipe, n, K=K, V=2), max_pairs=count + 9) == count
     lost = math.comb(K + degree - 2, degree - 2) if degree > 1 else 0
-    unit = capacity(lambda n: fit_error(recipe, n, K=K, V=2, unit=True), most=count + 9)
+    unit = capacity(lambda n: fit_error(recipe, n, K=K, V=2, unit=True), max_pairs=count + 9)
     assert unit == feature_rank(recipe, K, unit=True) == count - lost
 
 
@@ -75,10 +75,10 @@ def test_what_is_written_once() -> None:
     def error(n: int, *, orthogonal: bool = True) -> float:
         return stream_error(recipe, n, K=6, V=4, orthogonal=orthogonal, gates=step)
 
-    assert capacity(error, most=6) == 6
+    assert capacity(error, max_pairs=6) == 6
     assert error(2, orthogonal=False) > 1e-3
     solved = rc.Recipe(context=rc.context.Prefix(), algorithm=rc.algorithm.LeastSquares(ridge=1e-9))
-    assert capacity(lambda n: stream_error(solved, n, K=6, V=4), most=9, tolerance=1e-4) == 6
+    assert capacity(lambda n: stream_error(solved, n, K=6, V=4), max_pairs=9, tolerance=1e-4) == 6
     with pytest.raises(ValueError, match="cannot be orthogonal"):
         error(7)
 
@@ -101,12 +101,12 @@ def test_bisection() -> None:
         looked.append(n)
         return 0.0 if n <= 13 else 1.0
 
-    assert capacity(error, most=100) == 13
+    assert capacity(error, max_pairs=100) == 13
     assert len(looked) <= 7
-    assert capacity(lambda n: 0.0, most=5) == 5
-    assert capacity(lambda n: 1.0, most=5) == 0
+    assert capacity(lambda n: 0.0, max_pairs=5) == 5
+    assert capacity(lambda n: 1.0, max_pairs=5) == 0
     with pytest.raises(ValueError, match="at least 1"):
-        capacity(error, most=0)
+        capacity(error, max_pairs=0)
 
 
 def test_fitting_is_the_least_squares_solution() -> None:

@@ -83,9 +83,9 @@ def test_table_2(name: str) -> None:
         A, B, C = by_hand(k[t], v[t], now)
         torch.testing.assert_close(product((form.A, form.B)), product((A, B)), atol=1e-10, rtol=0)
         torch.testing.assert_close(form.C, C, atol=1e-10, rtol=0)
-        torch.testing.assert_close(form.before, S, atol=1e-10, rtol=0)
+        torch.testing.assert_close(form.previous, S, atol=1e-10, rtol=0)
         S = A @ S @ B + C
-        torch.testing.assert_close(form.after, S, atol=1e-10, rtol=0)
+        torch.testing.assert_close(form.current, S, atol=1e-10, rtol=0)
 
 
 def test_one_side_is_the_identity_where_it_can_be() -> None:
@@ -174,4 +174,4 @@ def test_asymmetric_forms_have_no_objective() -> None:
     form = general_form(recipe, k, k.flip(0), gates=gates, params=params)[1]
     assert not form.symmetric
     with pytest.raises(rc.RecipeError, match="needs symmetric"):
-        form.objective(form.before)
+        form.objective(form.previous)

@@ -7,7 +7,7 @@
 | `norms` | bounds of outputs (TTR 13) |
 | `recurrence` | S_t = A S B + C and its objective (AM 35, 36) |
 | `limits` | memories after many tokens (AM 2.2.2) |
-| `viewpoints` | FTRL and learning–retaining are one (MIRAS 3.2) |
+| `viewpoints` | FTRL and learning–retaining are equivalent (MIRAS 3.2) |
 | `exchange` | exact tracking of exchanged states (AM theorem 1) |
 | `conditioning` | propagation of errors of similarities (AM 50–52) |
 | `findings` | the results that apply to a recipe |

@@ -1,22 +1,23 @@
 """Number of pairs that a memory stores exactly: ATLAS section 3.1.
 
-*Fitting.* The most pairs (k_i, v_i) for which some weights give M(k_i) = v_i, whatever found them.
-A memory that is linear in its weights stores exactly as many pairs as its features are independent:
-K for a matrix (proposition 1), C(K + p, p) for polynomials of degree p (proposition 2). Keys of one
-length lose C(K + p − 2, p − 2) of these, because ‖k‖² = 1 is a relation between them. A memory with
-P weights stores at most P/V, because a smooth map from P numbers does not fill the N·V numbers of N
-free values.
+*Fitting.* The largest number of pairs (k_i, v_i) for which weights with M(k_i) = v_i exist. A
+memory that is linear in its weights stores exactly as many pairs as it has independent features: K
+for a matrix (proposition 1), C(K + p, p) for polynomials of degree p (proposition 2). Keys of equal
+length lose C(K + p − 2, p − 2) of these features, because ‖k‖² = 1 is a relation between them. A
+memory with P weights stores at most P/V pairs, because a smooth map from P numbers does not fill
+the N·V numbers of N free values.
 
-ATLAS's theorem 1 gives a deep memory "at least O(K V)" pairs. Counting says otherwise while its
-hidden width is of the order of K: h (K + V) weights store at most h (K + V)/V pairs, and V numbers
-each. Its upper bound, a count of weights times K V, is `atlas_upper_bound`.
+ATLAS's theorem 1 gives a deep memory "at least O(K V)" pairs. The count of weights contradicts it
+while the hidden width h is of the order of K: h (K + V) weights store at most h (K + V)/V pairs of
+V numbers each. The theorem's upper bound, a count of weights times K V, is `atlas_upper_bound`.
 
-*Streaming.* The most pairs that are recalled after a recipe wrote them once, in sequence, with its
-own steps: what a layer can do.
+*Streaming.* The largest number of pairs that a recipe recalls after it wrote each of them once, in
+sequence. A layer achieves this number.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,10 +46,10 @@ class Capacity:
     """A bound on pairs stored exactly.
 
     Attributes:
-        pairs: the most; ``math.inf`` where every pair is kept.
-        exact: whether generic pairs are known to reach it; otherwise it is an upper bound, which
-            `feature_rank` sharpens where the memory is linear in its weights.
-        reason: in words.
+        pairs: Largest number of pairs; ``math.inf`` if the memory stores every pair.
+        exact: Whether generic pairs are known to reach the bound. Otherwise it is an upper bound,
+            which `feature_rank` sharpens for a memory that is linear in its weights.
+        reason: Reason for the bound, as text.
 
     Examples:
         >>> bound = rc.theory.capacity_bound(rc.Recipe(), 8, 8)
@@ -62,11 +63,11 @@ class Capacity:
 
 
 def capacity_bound(recipe: RecipeLike, K: int, V: int) -> Capacity:
-    """Number of pairs that fitted weights can store, by counting.
+    """Return the number of pairs that fitted weights can store, from a count of weights.
 
     Args:
-        recipe: the memory and features of it.
-        K, V: sizes of keys and values.
+        recipe: Recipe; its memory and its features count.
+        K, V: Sizes of keys and values.
 
     Examples:
         >>> rc.theory.capacity_bound(rc.Recipe(), 8, 8).pairs
@@ -97,10 +98,10 @@ def feature_rank(recipe: RecipeLike, K: int, *, unit: bool = False, seed: int = 
     """Return the number of independent features on random keys: the pairs that a recipe stores.
 
     Args:
-        recipe: finite features with params as they start.
-        K: size of keys.
-        unit: whether keys have length 1.
-        seed: of keys and params.
+        recipe: Recipe with finite features; their params have initial values.
+        K: Size of keys.
+        unit: Whether keys have length 1.
+        seed: Seed of keys and params.
 
     Cost: O(F³).
 
@@ -117,11 +118,11 @@ def feature_rank(recipe: RecipeLike, K: int, *, unit: bool = False, seed: int = 
 
 
 def atlas_upper_bound(widths: list[int], K: int, V: int) -> float:
-    """ATLAS theorem 1's upper bound up to a constant: K V Σ_i min_{j≥i}(d_h^(j)) d_h^(j+1).
+    """Return ATLAS theorem 1's bound up to a constant: K V Σ_i min_{j≥i}(d_h^(j)) d_h^(j+1).
 
     Args:
-        widths: d_h^(1), …, d_h^(L+1): sizes between layers, the last one the output's.
-        K, V: sizes of keys and values.
+        widths: d_h^(1), …, d_h^(L+1): sizes between layers, then the size of the output.
+        K, V: Sizes of keys and values.
 
     Examples:
         >>> rc.theory.atlas_upper_bound([8, 8], 8, 8)
@@ -141,25 +142,25 @@ def _pairs(count: int, K: int, V: int, seed: int, *, unit: bool) -> tuple[Tensor
 def fit_error(
     recipe: RecipeLike, count: int, *, K: int, V: int, seed: int = 0, unit: bool = False
 ) -> float:
-    """The largest ‖M(k_i) − v_i‖/‖v_i‖ after fitting ``count`` random pairs.
+    """Return the largest ‖M(k_i) − v_i‖/‖v_i‖ after fitting ``count`` random pairs.
 
-    Keys are normal with E‖k‖² = 1, or of length 1 with ``unit``. Memories that are linear in their
-    weights: one least-squares solve. Others: Levenberg–Marquardt
-    steps on all weights, from three random starts, the best of them; their result is a bound on
-    what exists, from the side of what was found. Kernels: an interpolation of the Gram matrix.
+    Keys are normal with E‖k‖² = 1, or of length 1 with ``unit``. The fit is one least-squares solve
+    for a memory that is linear in its weights, and an interpolation of the Gram matrix for a
+    kernel. Other memories take Levenberg–Marquardt steps on all weights from three random starts;
+    the best of the three results is an upper bound of the smallest error.
 
     Args:
-        recipe: whose memory and features are fitted.
-        count: N, pairs.
-        K: key channels.
-        V: value channels.
-        seed: of the pairs, of drawn params and of random starts.
-        unit: whether keys have length 1.
+        recipe: Recipe; its memory and its features are fitted.
+        count: Number of pairs N.
+        K: Number of key channels.
+        V: Number of value channels.
+        seed: Seed of the pairs, of random params and of random starts.
+        unit: Whether keys have length 1.
 
     Cost: O(N² F), or 300 solves of the number of weights.
 
     Raises:
-        RecipeError: a memory that keeps associations; ask `stream_error`.
+        RecipeError: The memory stores associations; use `stream_error`.
 
     Examples:
         >>> rc.theory.fit_error(rc.Recipe(), 4, K=4, V=4) < 1e-6
@@ -170,7 +171,7 @@ def fit_error(
     recipe = as_recipe(recipe, "fit_error")
     if recipe.nonparametric:
         raise RecipeError(
-            f"{recipe.memory.title} keeps associations and has no weights to fit: use stream_error"
+            f"{recipe.memory.title} stores associations and has no weights to fit: use stream_error"
         )
     k, v = _pairs(count, K, V, seed, unit=unit)
     if not recipe.features.finite:
@@ -214,7 +215,7 @@ def _largest(prediction: Tensor, v: Tensor) -> float:
 
 
 def _marquardt(predict: Callable[[Tensor], Tensor], flat: Tensor, v: Tensor) -> Tensor:
-    """Levenberg–Marquardt on ½‖predict(w) − v‖², up to 100 accepted or refused steps."""
+    """Minimise ½‖predict(w) − v‖² by up to 100 accepted or rejected Levenberg–Marquardt steps."""
     jacobian = torch.func.jacrev(lambda w: predict(w).flatten())  # type: ignore[no-untyped-call]
     damping = 1e-2
     residual = (predict(flat) - v).flatten()
@@ -250,18 +251,18 @@ def stream_error(
     orthogonal: bool = False,
     gates: Mapping[str, float] | None = None,
 ) -> float:
-    """The largest ‖y_i − v_i‖/‖v_i‖ after a recipe wrote ``count`` pairs once, in sequence.
+    """Return the largest ‖y_i − v_i‖/‖v_i‖ after a recipe wrote ``count`` pairs once, in sequence.
 
     Args:
-        recipe: any.
-        count: N.
-        K, V: sizes of keys and values.
-        seed: of the pairs.
-        orthogonal: keys are orthonormal (N ≤ K) instead of random unit vectors.
-        gates: by name; where a layer starts them when left out.
+        recipe: Any recipe.
+        count: Number of pairs N.
+        K, V: Sizes of keys and values.
+        seed: Seed of the pairs.
+        orthogonal: Whether keys are orthonormal (N ≤ K) instead of random unit vectors.
+        gates: Values of gates by name; other gates have a layer's initial values.
 
     Raises:
-        ValueError: more orthogonal keys than dimensions.
+        ValueError: There are more orthogonal keys than dimensions.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
@@ -279,30 +280,26 @@ def stream_error(
     return _largest(y, v)
 
 
-def capacity(error: Callable[[int], float], *, most: int, tolerance: float = 1e-6) -> int:
-    """The largest N with an error within the tolerance, by bisection up to ``most``.
+def capacity(error: Callable[[int], float], *, max_pairs: int, tolerance: float = 1e-6) -> int:
+    """Return the largest N with an error within the tolerance, by bisection up to ``max_pairs``.
 
-    ``capacity(lambda n: fit_error(recipe, n, K=8, V=8), most=20)`` measures a recipe.
+    ``capacity(lambda n: fit_error(recipe, n, K=8, V=8), max_pairs=20)`` measures a recipe.
 
     Args:
-        error: of N pairs, growing with N.
-        most: where to stop looking; the answer is at most that.
-        tolerance: what counts as recalled.
+        error: Error of N pairs, which grows with N.
+        max_pairs: Upper bound of the search and of the result.
+        tolerance: Largest error of a recalled pair.
 
     Raises:
-        ValueError: ``most`` below 1.
+        ValueError: ``max_pairs`` is below 1.
 
     Examples:
-        >>> rc.theory.capacity(lambda n: rc.theory.fit_error(rc.Recipe(), n, K=4, V=4), most=8)
+        >>> def error(count):
+        ...     return rc.theory.fit_error(rc.Recipe(), count, K=4, V=4)
+        >>> rc.theory.capacity(error, max_pairs=8)
         4
     """
-    if most < 1:
-        raise ValueError(f"capacity: most must be at least 1, got {most}")
-    low, high = 0, most + 1  # low is recalled, high is not looked at or not recalled
-    while high - low > 1:
-        midpoint = (low + high) // 2
-        if error(midpoint) <= tolerance:
-            low = midpoint
-        else:
-            high = midpoint
-    return low
+    if max_pairs < 1:
+        raise ValueError(f"capacity: max_pairs must be at least 1, got {max_pairs}")
+    sizes = range(1, max_pairs + 1)
+    return bisect.bisect_left(sizes, True, key=lambda count: error(count) > tolerance)

@@ -1,9 +1,9 @@
-"""Why the similarity inside a delta rule matters more than the one that reads: AM 50 to 52.
+"""Sensitivity of a delta rule to errors of its similarities, in writes and in reads: AM 50 to 52.
 
     u = A₁⁻¹ v,   A₁ = I + β strict(κ₁(K, K));      o = A₂ u,   A₂ = tril(κ₂(Q, K))
 
-A small error ΔA₁ moves u by up to ‖A₁⁻¹‖² ‖ΔA₁‖ ‖V‖ (51, to first order), an error ΔA₂ moves o by
-no more than ‖ΔA₂‖ ‖U‖ (52). Norms are spectral.
+A small error ΔA₁ changes u by at most ‖A₁⁻¹‖² ‖ΔA₁‖ ‖V‖ (51, to first order). An error ΔA₂ changes
+o by at most ‖ΔA₂‖ ‖U‖ (52). Norms are spectral.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ class Conditioning:
     """The two systems of a kernel delta rule.
 
     Attributes:
-        write: A₁ ``[T, T]``, unit lower triangular. read: A₂ ``[T, T]``.
-        u: A₁⁻¹ v ``[T, V]``. v: ``[T, V]``.
+        write: A₁ ``[T, T]``, unit lower triangular.
+        read: A₂ ``[T, T]``.
+        u: A₁⁻¹ v ``[T, V]``.
+        v: Values ``[T, V]``.
 
     Examples:
         >>> k, v = torch.randn(2, 6, 8, dtype=torch.float64)
-        >>> found = rc.theory.conditioning(k @ k.T / 8, v)
-        >>> found.number >= 1
+        >>> systems = rc.theory.conditioning(k @ k.T / 8, v)
+        >>> systems.number >= 1
         True
     """
 
@@ -47,20 +49,20 @@ class Conditioning:
         return float(torch.linalg.cond(self.write, 2))
 
     def write_bound(self, error: Tensor) -> float:
-        """AM 51: how far u moves at most, to first order in an error of A₁; ‖V‖ is Frobenius's."""
+        """Return AM 51's bound of u's change for a small error of A₁; ‖V‖ is Frobenius's."""
         return self.inverse_norm**2 * _norm(error) * float(self.v.norm())
 
     def read_bound(self, error: Tensor) -> float:
-        """AM 52: how far o moves at most for an error of A₂."""
+        """Return AM 52's bound of o's change for an error of A₂."""
         return _norm(error) * float(self.u.norm())
 
     def write_change(self, error: Tensor) -> float:
-        """How far u does move."""
+        """Return the norm of u's change for an error of A₁."""
         changed = torch.linalg.solve(self.write + error, self.v)
         return float((changed - self.u).norm())
 
     def read_change(self, error: Tensor) -> float:
-        """How far o does move."""
+        """Return the norm of o's change for an error of A₂."""
         return float((error @ self.u).norm())
 
 
@@ -71,20 +73,20 @@ def _norm(x: Tensor) -> float:
 def conditioning(
     similarities: Tensor, v: Tensor, *, reads: Tensor | None = None, rate: float = 1.0
 ) -> Conditioning:
-    """The systems of one sequence.
+    """Return the systems of one sequence.
 
     Args:
-        similarities: κ₁(w_t, k_i) ``[T, T]``; only i < t counts. A softmax goes in normalised.
-        v: ``[T, V]``.
-        reads: κ₂(q_t, k_i) ``[T, T]``; the similarities when omitted. Only i ≤ t counts.
+        similarities: κ₁(w_t, k_i) ``[T, T]``, normalised for a softmax; only i < t counts.
+        v: Values ``[T, V]``.
+        reads: κ₂(q_t, k_i) ``[T, T]``; ``similarities`` if omitted. Only i ≤ t counts.
         rate: β.
 
     Cost: O(T³).
 
     Examples:
         >>> k, v = torch.randn(2, 6, 8, dtype=torch.float64)
-        >>> found = rc.theory.conditioning(k @ k.T / 8, v)
-        >>> torch.allclose(found.write @ found.u, v)
+        >>> systems = rc.theory.conditioning(k @ k.T / 8, v)
+        >>> torch.allclose(systems.write @ systems.u, v)
         True
     """
     eye = torch.eye(len(v), dtype=v.dtype)

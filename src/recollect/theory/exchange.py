@@ -1,8 +1,8 @@
-"""When a memory follows exchanged states exactly: AM theorem 1.
+"""Condition under which a memory follows exchanged states exactly: AM theorem 1.
 
-Unit keys with inner products of at most ε in size and values v_a: the token k_a − k_b exchanges
-the values of a and b, if κ rounds to whole numbers. Every product that it rounds is a sum of at
-most four inner products, so that 4ε and the error of the arithmetic must stay below ½ together.
+Keys have length 1 and inner products of magnitude at most ε. The token k_a − k_b exchanges the
+values of a and b if κ rounds to integers. Every rounded product is a sum of at most four inner
+products, so the sum of 4ε and the rounding error must be below ½.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Margin:
 
     Attributes:
         coherence: ε, the largest |inner product| of two keys.
-        rounding_error: a bound on the error of a product of two differences of keys in a dtype.
+        rounding_error: Bound on the error of a product of two differences of keys in a dtype.
         total: 4ε + rounding_error, which must be below ½.
 
     Examples:
@@ -50,15 +50,15 @@ class Margin:
 
 
 def exchange_margin(keys: Tensor, dtype: torch.dtype) -> Margin:
-    """The margin of keys ``[n, d]`` when products are computed in a dtype.
+    """Return the margin of keys ``[n, d]`` if products are computed in a dtype.
 
-    A product of two vectors of length √2 in which each entry, product and sum is rounded by u is
-    off by at most ((1 + u)^(d + 4) − 1) Σ |x_i y_i| ≤ 2 ((1 + u)^(d + 4) − 1): the worst case; sums
-    in a wider format (matrix units) do much better.
+    The product of two vectors of length √2, with a relative rounding error u of each entry, product
+    and sum, has an error of at most ((1 + u)^(d + 4) − 1) Σ |x_i y_i| ≤ 2 ((1 + u)^(d + 4) − 1).
+    Sums in a wider format (matrix units) have much smaller errors.
 
     Args:
-        keys: unit vectors.
-        dtype: of keys and of their products.
+        keys: Unit vectors.
+        dtype: Dtype of keys and of their products.
 
     Examples:
         >>> keys = rc.tasks.low_coherence_keys(64, 36)
@@ -76,9 +76,9 @@ def count_errors(recipe: RecipeLike, stream: Exchange, *, engine: str = "auto") 
     """Count the wrong answers of a recipe, after each token and about every key at the end.
 
     Args:
-        recipe: a recipe without gates, such as a kernel with constant rates.
-        stream: stream of `recollect.tasks.swap_stream`.
-        engine: as for `recall`.
+        recipe: Recipe without gates, such as a kernel with a constant ``lr``.
+        stream: Stream of `recollect.tasks.swap_stream`.
+        engine: Engine of `recall`.
 
     Examples:
         >>> stream = rc.tasks.swap_stream(4, 8, 3, torch.Generator().manual_seed(0))

@@ -13,15 +13,15 @@ from recollect.theory.snr import inverse_snr, min_key_dim, recipe_kernel
 
 __all__ = ["findings"]
 
-_LEVEL = 0.01  # of noise over signal
+_LEVEL = 0.01  # noise over signal
 
 
 def findings(recipe: RecipeLike, K: int, V: int) -> tuple[str, ...]:
     """Statements about a recipe with keys of size K and values of size V, with their sources.
 
     Args:
-        recipe: any; where theory is silent there are no lines.
-        K, V: sizes that the numbers are for.
+        recipe: Any recipe; the result is empty if no statement applies.
+        K, V: Sizes of keys and values.
 
     Examples:
         >>> print(rc.theory.findings(rc.Recipe(), 8, 8)[0])
@@ -45,10 +45,8 @@ def _findings(recipe: Recipe, K: int, V: int) -> Iterator[str]:
         name, temperature = kernel
         noise = inverse_snr(name, num_distractors=1, size=K, temperature=temperature)
         line = f"‖noise‖²/‖signal‖² = {noise:.2g} for every other pair"
-        if name == "exp" and temperature is not None and abs(temperature - math.sqrt(K)) < 1e-9:
-            size = math.ceil(min_key_dim("exp", num_distractors=4096, level=_LEVEL))
-            line += f"; 1 % among 4,096 takes K = {size}"
-        elif name in ("linear", "relu"):
+        is_usual = temperature is None or abs(temperature - math.sqrt(K)) < 1e-9
+        if name != "solu" and is_usual:
             size = math.ceil(min_key_dim(name, num_distractors=4096, level=_LEVEL))
             line += f"; 1 % among 4,096 takes K = {size}"
         yield f"{line} (AM 10)"
@@ -85,8 +83,8 @@ def _grows(recipe: Recipe) -> bool:
 
 
 def _solves(recipe: Recipe) -> bool:
-    alike = not recipe.context.has_decay
-    return recipe.algorithm.inverse is not None and alike and recipe.features.lift("k") == "k"
+    has_inverse = recipe.algorithm.inverse is not None
+    return has_inverse and not recipe.context.has_decay and recipe.features.lift("k") == "k"
 
 
 def _limit_lines(recipe: Recipe) -> bool:
@@ -95,7 +93,7 @@ def _limit_lines(recipe: Recipe) -> bool:
 
 
 def _exchanges(recipe: Recipe) -> bool:
-    """A delta rule whose similarity is a whole number."""
+    """Whether the recipe is a delta rule whose similarity is an integer."""
     features = recipe.features
     rounds = not features.finite and features.decimals == 0
     full = recipe.constants().get("lr") == 1.0

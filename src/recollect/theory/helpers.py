@@ -31,7 +31,7 @@ def constant_gates(
     """Return constant gates: ``values[name]``, or the initial value of a layer.
 
     Raises:
-        RecipeError: a value for a gate that the recipe does not have.
+        RecipeError: A value has the name of no gate of the recipe.
     """
     values = dict(values or {})
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
@@ -52,7 +52,7 @@ def apply_features(recipe: Recipe, x: Tensor, params: Params, side: str) -> Tens
     """Return φ(x) of vectors ``[N, K]``, ``[N, F]``.
 
     Raises:
-        RecipeError: features that cannot be written down.
+        RecipeError: The number of features is infinite.
     """
     if not recipe.features.finite:
         raise RecipeError(f"{recipe.features.title} has infinitely many features; use its kernel")
@@ -73,15 +73,15 @@ def write_and_read(
     """Return the outputs for queries ``[B, M, K]`` after pairs ``[B, T, K]``, ``[B, T, V]``.
 
     Args:
-        gates: numbers for every token, or tensors as `recall` takes them.
+        gates: Numbers for every token, or the tensors of `recall`.
 
     Raises:
-        RecipeError: several associations per token.
+        RecipeError: The recipe has several associations per token.
     """
     if recipe.associations_per_token > 1:
         raise RecipeError(
-            f"{recipe.algorithm.title}(updates_per_token={recipe.associations_per_token}) takes "
-            "several associations per token, and these measurements give one: use "
+            f"{recipe.algorithm.title}(updates_per_token={recipe.associations_per_token}) needs "
+            "several associations per token, and this measurement has one: use "
             "updates_per_token=1"
         )
     B, T, K = k.shape

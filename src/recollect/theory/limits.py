@@ -1,13 +1,13 @@
 """Limit of a memory after infinitely many tokens: AM section 2.2.2, equations 45 to 49.
 
-Keys and values are made of one input, k = W_k x and v = W_v x, with Σ = E[x xᵀ]. The delta rule's
-best memory is
+Keys and values are projections of one input, k = W_k x and v = W_v x, with Σ = E[x xᵀ]. The delta
+rule's best memory is
 
     S* = (W_v Σ W_kᵀ)(W_k Σ W_kᵀ)⁻¹        AM 46
 
-With one head W_k is invertible and S* = W_v W_k⁻¹ (AM 47): the memory no longer depends on the
-context. With heads of size below x's, S* depends on Σ, predictions keep an error, and a constant
-step leaves S_t wandering around S*. (AM 48, with pseudo-inverses in place of 46, is not S*.)
+With one head W_k is invertible and S* = W_v W_k⁻¹ (AM 47), which does not depend on the context.
+With heads smaller than x, S* depends on Σ, predictions have an error, and with a constant step S_t
+fluctuates around S*. (AM 48, with pseudo-inverses in place of 46, is not S*.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["best_memory", "normalized_update_norms", "relative_distance"]
 
 
 def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
-    """S* of AM 46, ``[..., V, K]``.
+    """Return S* of AM 46, ``[..., V, K]``.
 
     Args:
-        w_k: ``[..., K, D]``.
-        w_v: ``[..., V, D]``.
+        w_k: Projection to keys ``[..., K, D]``.
+        w_v: Projection to values ``[..., V, D]``.
         second_moment: Σ ``[D, D]``.
 
     Raises:
-        torch.linalg.LinAlgError: keys that do not span K dimensions.
+        torch.linalg.LinAlgError: Keys do not span K dimensions.
 
     Examples:
         >>> w_k, M = torch.randn(4, 6), torch.randn(3, 4)
@@ -56,22 +56,22 @@ def relative_distance(
     gates: Gates | None = None,
     second_moment: Tensor | None = None,
 ) -> Tensor:
-    """‖S_t − S*‖_F/‖S*‖_F after t tokens.
+    """Return ‖S_t − S*‖_F/‖S*‖_F after t tokens.
 
     Args:
-        recipe: a matrix memory.
-        x: inputs ``[T, D]``.
-        w_k: ``[H, K, D]``, one head or several.
-        w_v: ``[H, V, D]``.
-        at: numbers of tokens t, increasing, up to T.
-        gates: as `recall` takes them, ``[1, T, H, ...]``.
-        second_moment: Σ; that of ``x`` when omitted.
+        recipe: Recipe with a matrix memory.
+        x: Inputs ``[T, D]``.
+        w_k: Projections to keys ``[H, K, D]``.
+        w_v: Projections to values ``[H, V, D]``.
+        at: Numbers of tokens t, increasing, up to T.
+        gates: Gates of `recall`, ``[1, T, H, ...]``.
+        second_moment: Σ; the second moment of ``x`` if omitted.
 
     Returns:
         ``[len(at), H]``.
 
     Raises:
-        RecipeError: a memory that is not one matrix.
+        RecipeError: The memory is not one matrix.
 
     Examples:
         >>> recipe = rc.zoo.get("delta_net").recipe
@@ -87,9 +87,9 @@ def relative_distance(
     best = best_memory(w_k, w_v, sigma)
     state, start, distances = None, 0, []
     for end in at:
-        piece = slice(start, end)
-        now = {name: g[:, piece] for name, g in (gates or {}).items()}
-        _, state = recall(recipe, k[:, piece], k[:, piece], v[:, piece], now, state=state)
+        part = slice(start, end)
+        part_gates = {name: g[:, part] for name, g in (gates or {}).items()}
+        _, state = recall(recipe, k[:, part], k[:, part], v[:, part], part_gates, state=state)
         assert state is not None
         if len(state.weights) != 1 or state.weights[0][0].shape != best.shape:
             raise RecipeError(f"{recipe.memory.title} is no single matrix to compare with S*")
@@ -100,14 +100,14 @@ def relative_distance(
 
 
 def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tensor:
-    """‖S_t − S_{t−1}‖ of softmax attention's memory, S_t = (1/t) Σ_i v_i φ(k_i)ᵀ (AM 49, table 2).
+    """Return ‖S_t − S_{t−1}‖ of softmax attention, S_t = (1/t) Σ_i v_i φ(k_i)ᵀ (AM 49, table 2).
 
-    φ has infinitely many features, so the norms come from κ = exp(k·k'/τ) alone:
+    φ has infinitely many features, so the norms are computed from κ = exp(k·k'/τ):
     t²‖S_t − S_{t−1}‖² = ‖v_t‖²κ_tt − 2⟨v_t, S_{t−1}φ_t⟩ + ‖S_{t−1}‖². They vanish like 1/t.
 
     Args:
-        k: keys ``[T, K]``.
-        v: values ``[T, V]``.
+        k: Keys ``[T, K]``.
+        v: Values ``[T, V]``.
         temperature: τ > 0.
 
     Returns:

@@ -1,10 +1,10 @@
-"""How large a layer's output can become: TTR section 3.1 and appendix A, equations 13 and 67.
+"""Bounds of a layer's output: TTR section 3.1 and appendix A, equations 13 and 67.
 
     ‖y_t‖ = ‖V_tᵀK_t (K_tᵀK_t + λI)⁻¹ q_t‖ ≤ ‖q_t‖ Σ_i ‖v_i‖ ‖k_i‖ / (λ_min(K_tᵀK_t) + λ)
 
-Both sides of the fraction grow like t, so that least squares stays bounded; linear attention's
-output is the numerator's kind and grows with t: like √t for keys without preferred directions and
-values without a mean (`linear_attention_growth`), like t where keys and values agree with a query.
+Numerator and denominator grow like t, so the output of least squares is bounded. The output of
+linear attention has no denominator. It grows like √t for keys without preferred directions and
+values of mean 0 (`linear_attention_growth`), and like t if keys and values correlate with a query.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["linear_attention_growth", "output_bound"]
 
 
 def output_bound(q: Tensor, k: Tensor, v: Tensor, *, ridge: float = 0.0) -> Tensor:
-    """TTR 67 at every token.
+    """Return TTR 67 at every token.
 
     Args:
-        q, k: ``[..., T, K]``.
-        v: ``[..., T, V]``.
+        q, k: Queries and keys ``[..., T, K]``.
+        v: Values ``[..., T, V]``.
         ridge: λ ≥ 0.
 
     Returns:
@@ -29,7 +29,7 @@ def output_bound(q: Tensor, k: Tensor, v: Tensor, *, ridge: float = 0.0) -> Tens
     Cost: O(T K³).
 
     Raises:
-        ValueError: a negative ridge.
+        ValueError: The ridge is negative.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
@@ -42,18 +42,18 @@ def output_bound(q: Tensor, k: Tensor, v: Tensor, *, ridge: float = 0.0) -> Tens
     spectrum = torch.linalg.eigvalsh(gram)
     # An eigenvalue below the rounding error of the largest is 0: the system is singular.
     floor = spectrum[..., -1] * k.shape[-1] * torch.finfo(k.dtype).eps
-    least = torch.where(spectrum[..., 0] > floor, spectrum[..., 0], 0) + ridge
-    written = torch.cumsum(v.norm(dim=-1) * k.norm(dim=-1), dim=-1)
-    return q.norm(dim=-1) * written / least
+    denominator = torch.where(spectrum[..., 0] > floor, spectrum[..., 0], 0) + ridge
+    norms = torch.cumsum(v.norm(dim=-1) * k.norm(dim=-1), dim=-1)
+    return q.norm(dim=-1) * norms / denominator
 
 
 def linear_attention_growth(tokens: Tensor, *, size: int, value_norm: float = 1.0) -> Tensor:
-    """√E ‖y_t‖² of linear attention for unit keys and queries without preferred directions.
+    """Return √E ‖y_t‖² of linear attention for unit keys and queries without preferred directions.
 
     y_t = Σ_i v_i (k_i·q) with independent values of mean 0: E ‖y_t‖² = t ‖v‖²/K.
 
     Args:
-        tokens: t.
+        tokens: Numbers of tokens t.
         size: K.
         value_norm: ‖v‖.
 

@@ -1,10 +1,10 @@
 """Noise of a retrieval: AM section 2.1, equations 6 to 17.
 
-N + 1 pairs are stored and one is asked for: o = c v_i + r, and SNR⁻¹ = E ‖r‖²/(c² ‖v_i‖²). Keys and
-values are standard normal; the asked key and its value have ‖k_i‖² = K, ‖v_i‖² = V exactly, which
-is where the closed forms are equalities and not approximations. N counts the *other* pairs.
+A memory stores N + 1 pairs, and the query is one of their keys: o = c v_i + r, and
+SNR⁻¹ = E ‖r‖²/(c² ‖v_i‖²). Keys and values are standard normal. The queried key and its value have
+‖k_i‖² = K and ‖v_i‖² = V exactly, so that the closed forms are exact. N counts the *other* pairs.
 
-For o = Σ_j v_j κ(k_j, k_i) (AM 10), with X ~ N(0, K) the product of the asked key with another:
+For o = Σ_j v_j κ(k_j, k_i) (AM 10), with X ~ N(0, K) the product of the queried key with another:
 
     SNR⁻¹ = N E[κ(X)²]/κ(K)²
 
@@ -59,9 +59,9 @@ class Sampled:
     """A mean over independent trials.
 
     Attributes:
-        value: the mean.
-        error: its standard error, from the spread of the trials.
-        trials: how many there were.
+        value: Mean.
+        error: Standard error of the mean, from the spread of the trials.
+        trials: Number of trials.
 
     Examples:
         >>> sampled = rc.theory.Sampled(value=0.52, error=0.01, trials=100)
@@ -74,30 +74,25 @@ class Sampled:
     trials: int
 
     def is_within(self, expected: float, *, errors: float = 5.0) -> bool:
-        """Whether ``expected`` is within so many standard errors.
-
-        Args:
-            expected: the value to compare with.
-            errors: how many standard errors are allowed.
-        """
+        """Whether the mean and ``expected`` differ by at most ``errors`` standard errors."""
         return abs(self.value - expected) <= errors * self.error
 
 
 def inverse_snr(
     kernel: KernelName, *, num_distractors: float, size: int, temperature: float | None = None
 ) -> float:
-    """The closed forms of the table above.
+    """Return the closed form of a kernel, from the table above.
 
     Args:
-        kernel: κ.
-        num_distractors: N, the pairs beside the one that is asked for.
+        kernel: Name of κ.
+        num_distractors: N, the number of other pairs.
         size: K.
         temperature: τ > 0 of ``"exp"`` and ``"solu"``; ``None`` is √K. (τ − 1)/τ² is largest at
-            τ = 2: above it a lower temperature is more precise, below it a higher one (AM asks
-            only for τ > 1), and below 1 noise grows with K.
+            τ = 2, the most precise temperature. Below τ = 1 noise grows with K. (AM only requires
+            τ > 1.)
 
     Raises:
-        ValueError: a number out of range, or another kernel.
+        ValueError: A number is out of range, or the kernel is unknown.
 
     Examples:
         >>> rc.theory.inverse_snr("linear", num_distractors=32, size=64)
@@ -125,19 +120,19 @@ def inverse_snr(
 def min_key_dim(
     kernel: KernelName, *, num_distractors: float, level: float, temperature: float | None = None
 ) -> float:
-    """The K at which SNR⁻¹ falls to ``level``: N/level for linear, O(log² N) for exp at τ = √K.
+    """Return the K with an SNR⁻¹ of ``level``: N/level for linear, O(log² N) for exp at τ = √K.
 
     At τ = √K the exponent is 2(√K − 1), so K = (1 + ½ log(N/level))². With a fixed τ > 1 it is
     τ² log(N/level)/(2(τ − 1)).
 
     Args:
         kernel: ``"linear"``, ``"relu"`` or ``"exp"``.
-        num_distractors: N, associations beside the one asked for.
-        level: the SNR⁻¹ to reach, > 0.
+        num_distractors: N, the number of other pairs.
+        level: SNR⁻¹ to reach, > 0.
         temperature: τ; ``None`` is √K.
 
     Raises:
-        ValueError: SoLU, which has no closed form, or τ ≤ 1, at which no size is enough.
+        ValueError: The kernel is SoLU, which has no closed form, or τ ≤ 1, for which no K exists.
 
     Examples:
         >>> rc.theory.min_key_dim("linear", num_distractors=64, level=0.5)
@@ -164,26 +159,26 @@ def averaged_inverse_snr(
     sliced: bool = True,
     temperature: float | None = None,
 ) -> float:
-    """SNR⁻¹ of the mean of what ``heads`` heads read, keys independent and values shared.
+    """Return SNR⁻¹ of the mean output of ``heads`` heads with independent keys and shared values.
 
         SNR⁻¹ = N (E[κ²] + (h − 1) E[κ]²) / (h κ(K)²)
 
-    The noises of a kernel without a mean are independent and average out to 1/h (AM, note 7). Other
-    kernels read every value with the same positive mean in every head, which does not average: exp
-    at τ = √K comes down to 1/e of one head's SNR⁻¹ at best. When the heads are slices of keys of
-    size K, each has K/h channels: then a linear kernel gains nothing, N/(K/h)/h = N/K, and the
-    exponential kernel loses nearly all of its precision.
+    The noises of a kernel of mean 0 are independent, and averaging reduces them to 1/h (AM, note
+    7). Other kernels have an equal positive mean in every head, which averaging does not reduce:
+    exp at τ = √K reaches 1/e of one head's SNR⁻¹ at best. Heads that are slices of keys of size K
+    have K/h channels each. Then a linear kernel gains nothing, N/(K/h)/h = N/K, and the exponential
+    kernel loses nearly all of its precision.
 
     Args:
         kernel: ``"linear"``, ``"relu"``, ``"exp"`` or ``"solu"``.
-        num_distractors: N, associations beside the one asked for.
-        size: K, channels of all heads together when ``sliced``, else of each.
-        heads: h; a divisor of ``size`` when ``sliced``.
-        sliced: whether heads share K channels or have K each.
-        temperature: of one head; ``None`` is the root of its own size.
+        num_distractors: N, the number of other pairs.
+        size: K, the number of channels of all heads together if ``sliced``, else of each head.
+        heads: h; a divisor of ``size`` if ``sliced``.
+        sliced: Whether heads share K channels or have K channels each.
+        temperature: τ of one head; ``None`` is the square root of the head's size.
 
     Raises:
-        ValueError: heads that do not divide the size.
+        ValueError: The number of heads does not divide the size.
 
     Examples:
         >>> rc.theory.averaged_inverse_snr("linear", num_distractors=32, size=64, heads=4)
@@ -195,13 +190,13 @@ def averaged_inverse_snr(
     """
     if heads < 1 or (sliced and size % heads):
         raise ValueError(f"averaged_inverse_snr: {heads} heads do not divide a size of {size}")
-    own = size // heads if sliced else size
-    single = inverse_snr(kernel, num_distractors=num_distractors, size=own, temperature=temperature)
-    return single * (1 + (heads - 1) * _squared_mean_ratio(kernel, own, temperature)) / heads
+    dim = size // heads if sliced else size
+    single = inverse_snr(kernel, num_distractors=num_distractors, size=dim, temperature=temperature)
+    return single * (1 + (heads - 1) * _squared_mean_ratio(kernel, dim, temperature)) / heads
 
 
 def _squared_mean_ratio(kernel: KernelName, size: int, temperature: float | None) -> float:
-    """E[κ]²/E[κ²] of a product X ~ N(0, K)."""
+    """Return E[κ]²/E[κ²] of a product X ~ N(0, K)."""
     if kernel == "linear":
         return 0.0
     if kernel == "relu":
@@ -221,13 +216,13 @@ def kernel_inverse_snr(
     generator: torch.Generator,
     trials: int = 100_000,
 ) -> Sampled:
-    """AM 10 by sampling, for any kernel that is a function of the product.
+    """Sample AM 10 for any kernel that is a function of the product.
 
     Args:
-        kappa: a function of a tensor of products q·k.
+        kappa: Function of a tensor of products q·k.
         num_distractors, size: N and K.
-        generator: the only source of randomness.
-        trials: products drawn.
+        generator: Source of randomness.
+        trials: Number of products to draw.
 
     Examples:
         >>> sampled = rc.theory.kernel_inverse_snr(
@@ -256,23 +251,23 @@ def measured_inverse_snr(
     trials: int = 256,
     gates: Mapping[str, float] | None = None,
 ) -> Sampled:
-    """Monte Carlo for any recipe: store N + 1 pairs, ask for one of them at a random place.
+    """Measure SNR⁻¹ of any recipe by Monte Carlo: store N + 1 pairs, query a random one of them.
 
-    The signal's factor c is measured, as the mean of ⟨o, v_i⟩/‖v_i‖² over all trials. The error is
-    that of the ratio, to first order in the spreads of both.
+    The signal's factor c is the mean of ⟨o, v_i⟩/‖v_i‖² over all trials. The error is the standard
+    error of the ratio, to first order in the spreads of noise and factor.
 
     Args:
-        recipe: any; its gates are the same at every token.
+        recipe: Any recipe; its gates are constant over tokens.
         num_distractors: N.
-        K, V: sizes of keys and values.
-        generator: the only source of randomness.
-        trials: memories written, each with pairs of its own.
-        gates: by name; where a layer starts them when left out.
+        K, V: Sizes of keys and values.
+        generator: Source of randomness.
+        trials: Number of memories; each stores other pairs.
+        gates: Values of gates by name; other gates have a layer's initial values.
 
     Cost: ``trials`` sequences of N + 1 tokens.
 
     Raises:
-        RecipeError: a gate that the recipe does not have.
+        RecipeError: A value has the name of no gate of the recipe.
 
     Examples:
         >>> recipe = rc.zoo.get("linear_attention").recipe
@@ -290,14 +285,15 @@ def measured_inverse_snr(
         )
 
     k, v = normal(K), normal(V)
-    row = torch.arange(trials)
-    place = torch.randint(num_distractors + 1, (trials,), generator=generator)
+    queried = (
+        torch.arange(trials),
+        torch.randint(num_distractors + 1, (trials,), generator=generator),
+    )
     for x in (k, v):
-        asked = x[row, place]
-        x[row, place] = asked * (x.shape[-1] ** 0.5 / asked.norm(dim=-1, keepdim=True))
+        x[queried] *= x.shape[-1] ** 0.5 / x[queried].norm(dim=-1, keepdim=True)
     with torch.no_grad():
-        o = write_and_read(recipe, k[row, place][:, None], k, v, gates=gates)[:, 0]
-    value = v[row, place]
+        o = write_and_read(recipe, k[queried][:, None], k, v, gates=gates)[:, 0]
+    value = v[queried]
     factor = (o * value).sum(-1) / V
     c = factor.mean()
     noise = (o - c * value).square().sum(-1) / V
@@ -311,16 +307,14 @@ def measured_inverse_snr(
 
 
 def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None] | None:
-    """Which closed form holds for a recipe with keys of size K ≥ 2, with its temperature.
+    """Return the kernel of a recipe and its temperature, or ``None`` if no closed form applies.
 
-    ``None`` where none does.
-
-    The memory must add up v_j κ(k_j, ·) with one weight for all: a matrix, the dot-product bias,
-    nothing forgotten, no denominator. The kernel is recognised by its values, not by its name.
+    The memory must be the sum of v_j κ(k_j, ·) with equal weights: a matrix, the dot-product bias,
+    no decay, no denominator. The kernel is recognised by its values, not by its name.
 
     Args:
-        recipe: to look at.
-        K: size of keys, ≥ 2.
+        recipe: Any recipe.
+        K: Size of keys, ≥ 2.
 
     Examples:
         >>> rc.theory.recipe_kernel(rc.Recipe(bias=rc.bias.DotProduct()), 8)
@@ -346,7 +340,7 @@ def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None]
     q[0, 0] = 1.0
     products = torch.tensor([-2.0, -0.5, 0.25, 1.0, 3.0], dtype=torch.float64)
     k = torch.zeros(len(products), K, dtype=torch.float64)
-    k[:, 0], k[:, 1] = products, 1.5  # the length must not matter
+    k[:, 0], k[:, 1] = products, 1.5  # the kernel may not depend on the length
     try:
         if recipe.features.finite:
             kappa_x = (
@@ -370,18 +364,19 @@ def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None]
 
 
 def truncation_order(largest: float, tolerance: float) -> int:
-    """The order at which the series of exp is as good as exp: AM 11 and its note 5.
+    """Return the order at which the series of exp is as precise as exp: AM 11 and its note 5.
 
-    The least m with |exp(x) − Σ_{i≤m} xⁱ/i!| ≤ tolerance · exp(x) for all 0 ≤ x ≤ ``largest``. With
-    products q·k/√K of standard normal vectors, x ~ N(0, 1): at the rounding error of bfloat16, 2⁻⁸,
-    two standard deviations take order 7 and three order 8, which is where AM saw the series end.
+    The order is the smallest m with |exp(x) − Σ_{i≤m} xⁱ/i!| ≤ tolerance · exp(x) for all
+    0 ≤ x ≤ ``largest``. Products q·k/√K of standard normal vectors are x ~ N(0, 1). At the rounding
+    error of bfloat16, 2⁻⁸, two standard deviations need order 7 and three order 8, at which AM
+    measured no further gain.
 
     Args:
-        largest: the greatest x, ≥ 0.
-        tolerance: relative error, > 0.
+        largest: Largest x, ≥ 0.
+        tolerance: Relative error, > 0.
 
     Raises:
-        ValueError: a tolerance that is not above 0, or a negative range.
+        ValueError: The tolerance is not above 0, or the range is negative.
 
     Examples:
         >>> rc.theory.truncation_order(2.0, 2**-8), rc.theory.truncation_order(3.0, 2**-8)
@@ -391,11 +386,11 @@ def truncation_order(largest: float, tolerance: float) -> int:
         raise ValueError(
             f"truncation_order: largest ≥ 0 and tolerance > 0, got {largest} and {tolerance}"
         )
-    # exp(−x) Σ_{i>m} xⁱ/i! is the chance that a Poisson variable exceeds m; it grows with x.
+    # exp(−x) Σ_{i>m} xⁱ/i! is the probability that a Poisson variable exceeds m; it grows with x.
     term = math.exp(-largest)
-    left, order = 1.0 - term, 0
-    while left > tolerance:
+    remainder, order = 1.0 - term, 0
+    while remainder > tolerance:
         order += 1
         term *= largest / order
-        left -= term
+        remainder -= term
     return order

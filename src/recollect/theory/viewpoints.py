@@ -1,16 +1,16 @@
-"""Two ways to say what a memory does: MIRAS section 3, proposition 3.2.
+"""Two equivalent definitions of a memory: MIRAS section 3, proposition 3.2.
 
-Follow the regularised leader (FTRL) minimises everything seen so far and a regulariser,
+Follow the regularised leader (FTRL) minimises the sum of all losses and a regulariser,
 
     W_t = argmin Σ_{i≤t} ℓ_i(W) + R(W)/η
 
-and learning–retaining (LR) minimises the new loss while staying near the last memory,
+and learning–retaining (LR) minimises the new loss and a distance to the last memory,
 
     W_t = argmin ℓ_t(W) + Ret_t(W, W_{t−1})
 
-They are the same sequence when Ret_t is the Bregman divergence of h_t = Σ_{i<t} ℓ_i + R/η and
-h_t is strictly convex. With linearised losses and R = ½‖W‖² both are gradient descent from 0.
-Minima are found by Newton steps, so that the identity can be seen in numbers.
+Both sequences are equal if Ret_t is the Bregman divergence of h_t = Σ_{i<t} ℓ_i + R/η and h_t is
+strictly convex. With linearised losses and R = ½‖W‖² both are gradient descent from 0. Newton steps
+compute the minima, so that tests compare the two numerically.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Examples:
 
 
 def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor) -> Tensor:
-    """The FTRL sequence W_1 … W_T, ``[T, n]``.
+    """Return the FTRL sequence W_1 … W_T, ``[T, n]``.
 
     Args:
         losses: ℓ_1 … ℓ_T.
         regularizer: R, strictly convex.
         eta: η > 0.
-        start: where each search begins ``[n]``; the minimum does not depend on it.
+        start: Start of the first search ``[n]``; the minimum does not depend on it.
 
     Cost: T searches of a few solves of n × n.
 
     Raises:
-        ValueError: η ≤ 0; a minimum that Newton steps do not find.
+        ValueError: η ≤ 0, or Newton steps do not converge.
 
     Examples:
         >>> start = torch.zeros(2, dtype=torch.float64)
@@ -57,31 +57,28 @@ def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor
                 [0.3333, 0.3333]], dtype=torch.float64)
     """
     _check(eta)
-    found: list[Tensor] = []
-    at = start
+    sequence = [start]
     for t in range(1, len(losses) + 1):
-        seen = losses[:t]
 
-        def total(w: Tensor, seen: Sequence[Loss] = seen) -> Tensor:
-            return torch.stack([loss(w) for loss in seen]).sum() + regularizer(w) / eta
+        def total(w: Tensor, past: Sequence[Loss] = losses[:t]) -> Tensor:
+            return torch.stack([loss(w) for loss in past]).sum() + regularizer(w) / eta
 
-        at = _minimum(total, at)
-        found.append(at)
-    return torch.stack(found)
+        sequence.append(_minimum(total, sequence[-1]))
+    return torch.stack(sequence[1:])
 
 
 def learning_retaining(
     losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor
 ) -> Tensor:
-    """The LR sequence with Ret_t the Bregman divergence of h_t, ``[T, n]``.
+    """Return the LR sequence with Ret_t the Bregman divergence of h_t, ``[T, n]``.
 
-    D_h(W, W') = h(W) − h(W') − ⟨∇h(W'), W − W'⟩. The first memory starts from the minimum of R.
+    D_h(W, W') = h(W) − h(W') − ⟨∇h(W'), W − W'⟩. W_0 is the minimum of R.
 
     Args:
-        losses, regularizer, eta, start: as for `ftrl`.
+        losses, regularizer, eta, start: See `ftrl`.
 
     Raises:
-        ValueError: as for `ftrl`.
+        ValueError: η ≤ 0, or Newton steps do not converge.
 
     Examples:
         >>> start = torch.zeros(2, dtype=torch.float64)
@@ -94,16 +91,15 @@ def learning_retaining(
     """
     _check(eta)
 
-    def first(w: Tensor) -> Tensor:
+    def prior(w: Tensor) -> Tensor:
         return regularizer(w) / eta
 
-    at = _minimum(first, start)
-    found: list[Tensor] = []
-    for t in range(1, len(losses) + 1):
-        past, last = losses[: t - 1], at
+    sequence = [_minimum(prior, start)]
+    for t, new_loss in enumerate(losses):
+        last = sequence[-1]
 
-        def h(w: Tensor, past: Sequence[Loss] = past) -> Tensor:
-            return sum((loss(w) for loss in past), first(w))
+        def h(w: Tensor, past: Sequence[Loss] = losses[:t]) -> Tensor:
+            return sum((loss(w) for loss in past), prior(w))
 
         slope = _gradient(h, last)
         level = h(last)
@@ -111,29 +107,28 @@ def learning_retaining(
         def total(
             w: Tensor,
             h: Loss = h,
-            new: Loss = losses[t - 1],
+            new_loss: Loss = new_loss,
             last: Tensor = last,
             slope: Tensor = slope,
             level: Tensor = level,
         ) -> Tensor:
             retained = h(w) - level - slope @ (w - last)
-            return new(w) + retained
+            return new_loss(w) + retained
 
-        at = _minimum(total, last)
-        found.append(at)
-    return torch.stack(found)
+        sequence.append(_minimum(total, last))
+    return torch.stack(sequence[1:])
 
 
 def memory_losses(
     bias_loss: Callable[[Tensor, Tensor], Tensor], k: Tensor, v: Tensor
 ) -> list[Loss]:
-    """ℓ_t(W) = loss(W k_t, v_t) of a matrix memory, one per token.
+    """Return ℓ_t(W) = loss(W k_t, v_t) of a matrix memory, one per token.
 
     Args:
-        bias_loss: of a prediction and a value ``[V]``, e.g. ``lambda p, v: recipe.bias.loss(p, v,
-            {})``.
-        k: keys ``[T, K]``.
-        v: values ``[T, V]``.
+        bias_loss: Loss of a prediction and a value ``[V]``, such as
+            ``lambda p, v: recipe.bias.loss(p, v, {})``.
+        k: Keys ``[T, K]``.
+        v: Values ``[T, V]``.
 
     Examples:
         >>> k, v = torch.randn(2, 3, 4, dtype=torch.float64)
@@ -150,11 +145,11 @@ def memory_losses(
 
 
 def linearized(loss: Loss, at: Tensor) -> Loss:
-    """W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent.
+    """Return W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent.
 
     Args:
-        loss: ℓ, of a weight vector ``[n]``.
-        at: the point ``[n]`` at which it is linearised.
+        loss: ℓ of a weight vector ``[n]``.
+        at: Weight vector ``[n]`` at which the loss is linearised.
 
     Examples:
         >>> at = torch.tensor([1.0, 2.0])
@@ -174,22 +169,16 @@ def _check(eta: float) -> None:
 def _gradient(f: Loss, w: Tensor) -> Tensor:
     with torch.enable_grad():
         at = w.detach().requires_grad_()
-        (found,) = torch.autograd.grad(f(at), at)
-    return found
+        return torch.autograd.grad(f(at), at)[0]
 
 
 def _hessian(f: Loss, w: Tensor) -> Tensor:
     with torch.enable_grad():
-        at = w.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(f(at), at, create_graph=True)
-        if not slope.requires_grad:  # a linear function
-            return torch.zeros(len(w), len(w), dtype=w.dtype)
-        rows = [torch.autograd.grad(s, at, retain_graph=True)[0] for s in slope.unbind()]
-    return torch.stack(rows)
+        return torch.autograd.functional.hessian(f, w.detach())
 
 
 def _minimum(f: Loss, start: Tensor) -> Tensor:
-    """Newton's method with halved steps, until the gradient is rounding error."""
+    """Return the minimum by Newton's method with halved steps, to rounding error."""
     w = start.detach().clone()
     for _ in range(100):
         slope = _gradient(f, w)
@@ -197,14 +186,14 @@ def _minimum(f: Loss, start: Tensor) -> Tensor:
             return w
         step = torch.linalg.solve(_hessian(f, w), slope)
         value, length = f(w), 1.0
-        # Near the minimum f no longer tells better from worse, and the whole step is right.
-        near = float((slope @ step).abs()) < 1e-9 * max(1.0, float(value.abs()))
-        while not near and f(w - length * step) > value and length > 1e-10:
+        # Near the minimum rounding hides the decrease of f, and the full step is right.
+        is_near = float((slope @ step).abs()) < 1e-9 * max(1.0, float(value.abs()))
+        while not is_near and f(w - length * step) > value and length > 1e-10:
             length /= 2
-        moved = w - length * step
-        if torch.equal(moved, w) or length <= 1e-10:
+        candidate = w - length * step
+        if torch.equal(candidate, w) or length <= 1e-10:
             break
-        w = moved
+        w = candidate
     if float(_gradient(f, w).abs().max()) > 1e-8 * max(1.0, float(w.abs().max())):
-        raise ValueError("no minimum was found: is the regulariser strictly convex and smooth?")
+        raise ValueError("Newton steps did not converge: use a strictly convex, smooth regularizer")
     return w

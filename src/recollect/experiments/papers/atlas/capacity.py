@@ -45,7 +45,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
     bound = capacity_bound(recipe, size, size).pairs
     pairs = capacity(
         lambda n: fit_error(recipe, n, K=size, V=size, seed=seed),
-        most=round(bound) + 2,
+        max_pairs=round(bound) + 2,
         tolerance=config["tolerance"],
     )
     weights = sum(math.prod(shape) for shape in recipe.shapes(size, size))
