@@ -57,7 +57,6 @@ PENDING = {
     "tasks",
     "testing",
     "theory",
-    "zoo",
 }
 
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -73,16 +73,22 @@ def _ttt(memory: MLP, max_rate: float) -> tuple[Recipe, LayerOptions]:
 
 _TTT_RULE = (
     "W_t = W_(t′) − Σ_(s=t′+1)^t η_s ∇‖f(k_s; W_(t′)) − v_s‖²,  f(x; W) = x + LN({}),  "
-    "t′ = t − mod(t, 16)"
+    "t′ = 16 ⌊(t − 1)/16⌋"
 )
 _TTT_NORM = "The weights of the norm are learned and are not part of the memory."
+_TTT_BATCH = (
+    "t′ is the last token of the previous inner batch; the printed t′ = t − mod(t, 16) is t at the "
+    "last token of a batch."
+)
 
 
 @published(
     "ttt_linear",
     rule=_TTT_RULE.format("W x"),
     references=(TTT.at("sections 2.3–2.7"),),
-    fidelity=exact("TTT sections 2.3–2.7", memory=_TTT_NORM, common_layer=True),
+    fidelity=exact(
+        "TTT sections 2.3–2.7", memory=_TTT_NORM, inner_batches=_TTT_BATCH, common_layer=True
+    ),
 )
 def ttt_linear_published() -> tuple[Recipe, LayerOptions]:
     """Steps of a mini-batch are summed, with rates up to 1."""
@@ -93,7 +99,12 @@ def ttt_linear_published() -> tuple[Recipe, LayerOptions]:
     "ttt_mlp",
     rule=_TTT_RULE.format("W_1 gelu(W_2 x)"),
     references=(TTT.at("sections 2.3–2.7"),),
-    fidelity=exact("TTT sections 2.3–2.7", memory=_TTT_NORM, common_layer=True),
+    fidelity=exact(
+        "TTT sections 2.3–2.7",
+        memory=f"{_TTT_NORM}\nThe GELU is its tanh form, as in the published code.",
+        inner_batches=_TTT_BATCH,
+        common_layer=True,
+    ),
 )
 def ttt_mlp_published() -> tuple[Recipe, LayerOptions]:
     """Steps of a mini-batch are summed, with rates up to 0.1."""
