@@ -236,6 +236,10 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
         R(algorithm=algorithm.Implicit()),
         (f"W_t = W_(t−1) {L2_STEP}", "η_t = δ_t/(1 + δ_t ‖k_t‖²)"),
     ),
+    "flow": (
+        R(algorithm=algorithm.Flow()),
+        (f"W_t = W_(t−1) {L2_STEP}", "η_t = (1 − exp(−δ_t ‖k_t‖²))/‖k_t‖²"),
+    ),
     "projection": (
         R(algorithm=algorithm.NLMS()),
         (f"W_t = W_(t−1) {L2_STEP}", "η_t = 1/‖k_t‖²"),

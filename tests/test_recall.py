@@ -534,6 +534,20 @@ def test_longhorn_and_nlms_solve_for_their_association() -> None:
     torch.testing.assert_close(stored, Y, **TOL)
 
 
+def test_the_flow_is_the_limit_of_small_steps() -> None:
+    """dW/ds = −∇½‖W k − v‖² over a time δ: the matrix exponential, and a key of 0."""
+    k = 1.7 * X
+    k[3] = 0
+    W, expected = START, []
+    for t in range(T):
+        generator = torch.zeros(K + 1, K + 1).double()
+        generator[:K, :K], generator[K, :K] = -outer(k[t], k[t]), k[t]
+        flow = torch.linalg.matrix_exp(LR[t] * generator)
+        W = (torch.cat([W, Y[t][:, None]], -1) @ flow)[:, :K]
+        expected.append(W @ Q[t])
+    same(ask(rc.Recipe(algorithm=rc.algorithm.Flow()), k=k, lr=LR), expected)
+
+
 def test_channel_decays_and_rates() -> None:
     rows, columns = uniform(0.5, 1, T, V, seed=23), uniform(0.5, 1, T, K, seed=24)
     lr = uniform(0.1, 0.9, T, V, seed=25)

@@ -16,7 +16,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["safe_divide", "safe_log", "safe_pow", "safe_sqrt"]
+__all__ = ["exprel", "safe_divide", "safe_log", "safe_pow", "safe_sqrt"]
+
+SERIES_LIMIT, SERIES_TERMS = 0.125, 12
+"""Largest |x| of the power series of `exprel`, and its terms: exact to 1e-19 with derivatives."""
+
+
+def exprel(x: Tensor) -> Tensor:
+    """Return (e^x − 1)/x, which is 1 at 0."""
+    small = x.abs() < SERIES_LIMIT
+    tiny = x.masked_fill(~small, 0.0)
+    one = torch.ones_like(x)
+    series = one
+    for n in range(SERIES_TERMS, 1, -1):  # 1 + x/2 (1 + x/3 (1 + ...))
+        series = torch.addcmul(one, tiny, series, value=1 / n)
+    large = x.masked_fill(small, 1.0)
+    return torch.where(small, series, torch.expm1(large) / large)
 
 
 def safe_sqrt(x: Tensor) -> Tensor:

@@ -187,6 +187,7 @@ def _structures() -> dict[str, rc.Recipe]:
     before, key = Decay(when="before"), Decay(per="key")
     for name, rule in (
         ("implicit", Implicit()),
+        ("flow", rc.algorithm.Flow()),
         ("normalized", Normalized(lr="input")),
         ("rate per value", GD(per="value")),
         ("momentum, rate per value", Momentum(per="value")),

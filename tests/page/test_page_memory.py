@@ -34,6 +34,7 @@ ALGORITHMS = (
     rc.algorithm.Momentum(momentum=0.6),
     rc.algorithm.Momentum(momentum_on="value"),
     rc.algorithm.Implicit(),
+    rc.algorithm.Flow(),
     rc.algorithm.NLMS(lr="input"),
 )
 

@@ -73,6 +73,22 @@ def comba(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), M
 
 
+def efla(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """dS/ds = −k kᵀ S + k vᵀ over a time β, transposed, by the matrix exponential."""
+    (q, k, v), beta = around(module, x), gate(module, "lr", x).sigmoid()
+    M, outputs = zeros(module, x), []
+    for t in range(x.shape[1]):
+        # (M, v) as rows of one state: its generator is [[−k kᵀ, 0], [kᵀ, 0]].
+        size = k.shape[-1]
+        generator = k.new_zeros(*k.shape[:1], k.shape[2], size + 1, size + 1)
+        generator[..., :size, :size] = -outer(k[:, t], k[:, t])
+        generator[..., size, :size] = k[:, t]
+        flow = torch.linalg.matrix_exp(column(beta, t) * generator)
+        M = (torch.cat([M, v[:, t].unsqueeze(-1)], -1) @ flow)[..., :size]
+        outputs.append(read(M, q[:, t]))
+    return torch.stack(outputs, 1), M
+
+
 def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = (I − k (b ⊙ k)ᵀ) Diag(α) S + k (w ⊙ v)ᵀ, transposed."""
     (q, k, v), alpha = unit_inputs(made, x), decay(made, x)
@@ -186,6 +202,7 @@ def falcon(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 LOOPS: dict[str, Loop] = {
     "kimi_delta_attention": kimi_delta_attention,
     "comba": comba,
+    "efla": efla,
     "gated_delta_net_2": gated_delta_net_2,
     "q_delta": q_delta,
     "preconditioned_gated_delta_net": preconditioned,

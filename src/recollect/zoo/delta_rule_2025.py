@@ -1,10 +1,11 @@
-"""The delta rule of 2025 and 2026: decays per key channel, and erasures apart from the write.
+"""The delta rule of 2025 and 2026: decays per channel, separate erasures, and exact flows.
 
 Examples:
     >>> for name in rc.zoo.names("delta_rule_2025"):
     ...     print(f"{name:<31} {rc.zoo.get(name).title}")
     kimi_delta_attention            Kimi Delta Attention
     comba                           Comba
+    efla                            error-free linear attention
     gated_delta_net_2               Gated DeltaNet-2
     q_delta                         Q-Delta
     preconditioned_gated_delta_net  preconditioned Gated DeltaNet
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.algorithm.descent import Flow, GradientDescent
 from recollect.choices.bias.base import Probe
 from recollect.choices.bias.losses import L2
 from recollect.choices.retention.base import Decay
@@ -28,6 +29,7 @@ from recollect.zoo.references import Paper
 
 __all__ = [
     "comba",
+    "efla",
     "erase_then_delta",
     "gated_delta_net_2",
     "kimi_delta_attention",
@@ -101,6 +103,30 @@ def comba() -> tuple[Recipe, LayerOptions]:
             Tie(target="erase", source="lr", rule="rate"),
             Tie(target="q", source="k", rule="difference"),
         ),
+    )
+
+
+@preset(
+    "error-free linear attention",
+    rule="M_t = M_(t−1)(I − ε_t k_t k_tᵀ) + ε_t v_t k_tᵀ,  ε_t = (1 − exp(−β_t‖k_t‖²))/‖k_t‖²",
+    references=(
+        Paper(
+            "Lei et al., Error-free linear attention is a free lunch: exact solution from "
+            "continuous-time dynamics",
+            2025,
+        ).at("arXiv 2512.12602"),
+    ),
+    fidelity=exact(
+        "the exact solution of dM/ds = −(M k_t − v_t) k_tᵀ over a time β_t in (0, 1)",
+        query_key_norm="Queries have no norm: the RMS norm of the output removes their length.",
+        gates="The authors' layer adds 1e-6 to ‖k_t‖²; here ε_t is β_t at a key of 0.",
+        common_layer=True,
+    ),
+)
+def efla() -> tuple[Recipe, LayerOptions]:
+    """The flow of the delta rule's gradient over a time, without a discretisation error."""
+    return Recipe(algorithm=Flow()), LayerOptions(
+        qk_norm="none", gate_options={"lr": GateOptions(low=0.0, high=1.0)}
     )
 
 

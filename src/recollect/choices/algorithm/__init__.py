@@ -16,7 +16,7 @@ from recollect.choices.algorithm.closed_form import (
     Preconditioned,
     smallest_ridge,
 )
-from recollect.choices.algorithm.descent import NLMS, GradientDescent, Implicit, Momentum
+from recollect.choices.algorithm.descent import NLMS, Flow, GradientDescent, Implicit, Momentum
 from recollect.choices.algorithm.elementwise import Adam, RMSProp
 from recollect.choices.algorithm.muon import Muon, newton_schulz
 
@@ -25,6 +25,7 @@ __all__ = [
     "Adam",
     "Algorithm",
     "Analytic",
+    "Flow",
     "GradientDescent",
     "Implicit",
     "Inverse",

@@ -20,12 +20,12 @@ from recollect.choices.equation_terms import (
 from recollect.choices.member import member
 from recollect.fields import flag, integer, option, quantity
 from recollect.messages import RecipeError
-from recollect.numerics import safe_divide
+from recollect.numerics import exprel, safe_divide
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["NLMS", "GradientDescent", "Implicit", "Momentum"]
+__all__ = ["NLMS", "Flow", "GradientDescent", "Implicit", "Momentum"]
 
 
 def _rate_axes(algorithm: GradientDescent | Momentum) -> tuple[str, ...]:
@@ -250,6 +250,38 @@ class Implicit(_KeyDependentRate):
         delta = self.symbol("lr")
         denominator = render_sum((Term(()), Term((f"‖{x}‖²",)).times(delta, slope)))
         return f"{format_number(delta)}/({denominator})"
+
+
+@member
+class Flow(_KeyDependentRate):
+    """The gradient flow of the newest loss over a time δ, η = (1 − exp(−δ a κ(k, k)))/(a κ(k, k)).
+
+    W_t = W(δ) of dW/ds = −∇ℓ(W k_t, v_t), W(0) = W_{t−1}, for ℓ = L2; a is the error's slope. The
+    key is an eigenvector of the flow, so its solution is a step along the key. The error at the key
+    shrinks by exp(−δ a κ(k, k)) and never changes its sign: every δ is stable.
+
+    Args:
+        lr: δ ≥ 0: the gate ``"lr"``, a constant or a param.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Flow(lr=1.0))
+        >>> one = torch.ones(1, 1, 1, 1)
+        >>> rc.recall(recipe, one, one, one)[0].flatten()  # η = 1 − 1/e
+        tensor([0.6321])
+    """
+
+    lr: float | str = rate_quantity(letter="δ")
+
+    def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
+        return lr * exprel(-lr * slope * kappa)
+
+    def key_rate_text(self, x: str, slope: float) -> str:
+        exponent = Term((f"‖{x}‖²",)).times(self.symbol("lr"), -slope)
+        denominator = str(Term((f"‖{x}‖²",)).times(slope))
+        return (
+            f"(1 − exp({render_sum((exponent,))}))/"
+            f"{denominator if slope == 1 else parenthesise(denominator)}"
+        )
 
 
 @member

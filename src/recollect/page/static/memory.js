@@ -4,8 +4,8 @@
 //   G  = Σ_(i>t−c) e_i k_iᵀ,  e_i = Z k_i − v_i, or −v_i for the dot product
 //   S  = θ S − η G,  W ← α W + S                               θ = 0 without momentum
 //
-// η of the implicit step is δ/(1 + δ‖k‖²), of the normalised one δ/‖k‖². Momentum "of the value"
-// lets v kᵀ alone pass through S. tests/page holds it to rc.recall.
+// η of the implicit step is δ/(1 + δ‖k‖²), of the flow (1 − exp(−δ‖k‖²))/‖k‖², of the normalised
+// step δ/‖k‖². Momentum "of the value" lets v kᵀ alone pass through S. tests/page holds it to rc.recall.
 (function (R) {
   "use strict";
 
@@ -30,7 +30,7 @@
       if (!fits(member)) spec.replaced.push(`${choice}.${member.member}`);
     }
     if (!spec.linear) {
-      if (spec.step === "implicit" || spec.step === "normalized" || spec.step === "value") {
+      if (["implicit", "flow", "normalized", "value"].includes(spec.step)) {
         spec.step = "gradient"; // these ask for an error that knows the prediction
       }
     }
@@ -66,13 +66,13 @@
         !member.normalized_steps,
       Momentum: () => member.batch_size === 1 && !member.normalized_steps,
       Implicit: () => true,
+      Flow: () => true,
       NLMS: () => true,
     }[member.member];
     if (plain === undefined || !plain()) return false;
     if (isNumber(member.lr)) spec.fixed.lr = member.lr;
-    spec.step = { Implicit: "implicit", NLMS: "normalized", Momentum: member.momentum_on }[
-      member.member
-    ] ?? "gradient";
+    const steps = { Implicit: "implicit", Flow: "flow", NLMS: "normalized", Momentum: member.momentum_on };
+    spec.step = steps[member.member] ?? "gradient";
     spec.momentum = member.member === "Momentum";
     if (spec.momentum && isNumber(member.momentum)) spec.fixed.momentum = member.momentum;
     return true;
@@ -143,9 +143,10 @@
   };
 
   function stepSize(step, lr, key) {
-    if (step !== "implicit" && step !== "normalized") return lr;
+    if (!["implicit", "flow", "normalized"].includes(step)) return lr;
     const square = key.reduce((sum, x) => sum + x * x, 0);
     if (step === "implicit") return lr / (1 + lr * square);
+    if (step === "flow") return square > 0 ? -Math.expm1(-lr * square) / square : lr;
     return square > 0 ? lr / square : 0;
   }
 
