@@ -35,6 +35,7 @@ NAMES = {
         "momentum_delta_net",  # with momentum
         "gated_delta_product",  # several associations per token
         "rwkv7",  # a probe
+        "gated_delta_net_2",  # a probe, and a rate per value channel
         "mamba2",  # a decay per head
         "gla",  # per key
         "mamba",  # per entry
@@ -239,9 +240,19 @@ def test_ways_follow_from_structure() -> None:
     }
     for transition, recipe in wanted.items():
         assert rc.parallel.strategy_for(recipe).transition == transition
-    per_value = rc.Recipe(bias=L2, retention=decay(per="value"))
-    assert rc.parallel.strategy_for(per_value).name == "sequential"
-    assert "value channel" in rc.parallel.strategy_for(per_value).reason
+    per_value = rc.algorithm.GradientDescent(per="value")
+    folded = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=per_value)
+    assert rc.parallel.strategy_for(folded).transition == "keys"
+    momentum = rc.Recipe(bias=dot, algorithm=rc.algorithm.Momentum(per="value"))
+    assert rc.parallel.strategy_for(momentum).transition == "keys"
+    for recipe in (
+        rc.Recipe(bias=L2, retention=decay(per="value")),
+        rc.Recipe(bias=L2, algorithm=per_value),
+        momentum.replace(retention=decay(per="value")),
+        momentum.replace(context=rc.context.Window(size=2)),
+    ):
+        assert rc.parallel.strategy_for(recipe).name == "sequential"
+        assert "value channel" in rc.parallel.strategy_for(recipe).reason
     with pytest.raises(
         rc.RecipeError, match=r"strategy='affine' cannot run .* use strategy='auto'"
     ):

@@ -67,10 +67,14 @@ def _by_keys(
         torch.cat([old, new], dim=-2) for old, new in zip(_matrices(state), parts, strict=True)
     ]
     blank = problem.v.new_zeros(*problem.v.shape[:-1], rows)
+    rates = dict(problem.rates)
+    if problem.bound.per_value:  # a rate per value channel acts on writes, and these rows have none
+        rates["lr"] = torch.cat([rates["lr"], blank.to(rates["lr"].dtype)], dim=-1)
     y, final = run(
         replace(
             problem,
             v=torch.cat([problem.v, blank], dim=-1),
+            rates=rates,
             state=_with_matrices(replace(state, cache={}), extended),
         )
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recollect.engines.linear.decode import scans
+from recollect.engines.linear.decode import per_value_systems, scans
 from recollect.engines.linear.engine import LinearEngine
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
@@ -143,6 +143,6 @@ def _affine_strategy(recipe: Recipe) -> Strategy | str:
         return Strategy(name="affine", transition="entries", reason="each entry only decays")
     if ignores_prediction:
         return Strategy(name="affine", transition="decays", reason="the weights only decay")
-    if per_value or recipe.algorithm.per_value:
+    if per_value or per_value_systems(recipe):
         return "each value channel has its own equation"
     return Strategy(name="affine", transition="keys", reason="each row of the weights moves alike")
