@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,24 @@ def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
         ("gated_delta_net", 4),
         ("gated_delta_net", 2),
         ("comba", 2),  # a tie of queries
+        (("kimi_delta_attention", 3), 4),  # an output gate of low rank
         ("mamba3", 4),  # factors and biases of queries and keys
         ("erase_then_delta", 4),  # an association without a value
         ("preconditioned_kda", 4),  # gates of a tie
     ],
 )
-def test_parts_of_a_layer_add_up(system: str, kv_heads: int) -> None:
+def test_parts_of_a_layer_add_up(system: str | tuple[str, int], kv_heads: int) -> None:
     """Without processes: what two layers say, each of a part of the heads, adds up."""
     torch.manual_seed(0)
-    undivided = rc.MemoryLayer(16, 4, system, num_kv_heads=kv_heads).double()
+    options = None
+    if isinstance(system, tuple):
+        system, rank = system
+        options = replace(rc.zoo.get(system).options, output_gate_rank=rank)
+    undivided = rc.MemoryLayer(16, 4, system, options, num_kv_heads=kv_heads).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     total = torch.zeros_like(x)
     for index in range(2):
-        part = rc.MemoryLayer(16, 4, system, num_kv_heads=kv_heads).double()
+        part = rc.MemoryLayer(16, 4, system, options, num_kv_heads=kv_heads).double()
         for name, weight in undivided.named_parameters():
             spec = shard_specs(undivided).get(name)
             owner, _, own = name.rpartition(".")

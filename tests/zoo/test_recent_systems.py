@@ -229,6 +229,17 @@ def test_the_layer_is_the_loop_of_the_paper(name: str) -> None:
     torch.testing.assert_close(state.memory.weights[0], M, **TOL)
 
 
+def test_an_output_gate_of_low_rank() -> None:
+    options = rc.LayerOptions(output_gate="sigmoid", output_gate_rank=3)
+    module, x = layer("kimi_delta_attention", options=options), tokens()
+    assert module.output_gate_down.weight.shape == (3, D)
+    assert module.output_gate.bias.shape == (D,)
+    memory, _ = kimi_delta_attention(module, x)
+    torch.testing.assert_close(module(x)[0], finish(module, memory, x), **TOL)
+    with pytest.raises(rc.RecipeError, match=r"output_gate_rank=3.* needs an output gate"):
+        rc.LayerOptions(output_gate="none", output_gate_rank=3)
+
+
 @NAMES
 def test_gradients_are_those_of_the_loop(name: str) -> None:
     made, x = layer(name), tokens().requires_grad_()

@@ -82,7 +82,10 @@ def finish(made: rc.MemoryLayer, y: Tensor, x: Tensor) -> Tensor:
         y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * made.norm.weight
     y = y.flatten(2)
     if made.output_gate is not None:
-        y = y * functional.silu(x @ made.output_gate.weight.T)
+        activation = torch.sigmoid if made.options.output_gate == "sigmoid" else functional.silu
+        down, gate = made.output_gate_down, made.output_gate
+        z = (x if down is None else x @ down.weight.T) @ gate.weight.T
+        y = y * activation(z if gate.bias is None else z + gate.bias)
     return y @ made.out.weight.T
 
 

@@ -138,9 +138,16 @@ class MemoryLayer(RecipeModule):
         self.qkv = nn.Linear(d_model, channels, bias=False)
         self.conv = ShortConvolution(channels, options.conv_size) if options.conv_size else None
         self.conv_state_shape = (options.conv_size - 1, channels) if options.conv_size else None
-        has_norm, has_gate = options.output_norm == "rms", options.output_gate == "silu"
+        has_norm, has_gate = options.output_norm == "rms", options.output_gate != "none"
         self.norm = nn.RMSNorm(self.value_dim, eps=NORM_EPS) if has_norm else None
-        self.output_gate = nn.Linear(d_model, width, bias=False) if has_gate else None
+        rank = options.output_gate_rank
+        rank = None if rank is None or rank >= min(d_model, width) else rank
+        self.output_gate_down = nn.Linear(d_model, rank, bias=False) if rank else None
+        gate = nn.Linear(rank or d_model, width, bias=rank is not None) if has_gate else None
+        self.output_gate = gate
+        self.gate_activation = (
+            torch.sigmoid if options.output_gate == "sigmoid" else functional.silu
+        )
         self.out = nn.Linear(width, d_model, bias=False)
         self.qk_affine = QKAffine(sum(self.qk_heads), self.head_dim) if options.qk_affine else None
         if self.num_heads != self.num_kv_heads and any(t.source == "q" for t in options.ties):
@@ -432,7 +439,8 @@ class MemoryLayer(RecipeModule):
             y = norm(y.to(norm.weight.dtype)).to(y.dtype)
         y = y.flatten(2)
         if gate is not None:
-            y = y * functional.silu(gate(inputs.gate_input))
+            x, down = inputs.gate_input, self.output_gate_down
+            y = y * self.gate_activation(gate(x if down is None else down(x)))
         return self.out(y)
 
     @property

@@ -353,7 +353,10 @@ class LayerOptions(_SavedOptions):
             projection: they only erase.
         value_skip: whether to add D ⊙ v to the memory's output, D learned per channel, initially 1.
         output_norm: ``"rms"`` per head, or ``"none"``.
-        output_gate: ``"silu"``: the output is multiplied by SiLU(linear(x)); or ``"none"``.
+        output_gate: ``"silu"`` or ``"sigmoid"``: the output is multiplied by this function of
+            linear(x); or ``"none"``.
+        output_gate_rank: rank of the output gate's map, which then has a bias: W (V x) + b. A rank
+            that is no smaller than the map's sizes is ``None``, a full map without a bias.
         gate_options: `GateOptions` of gates and params by name. Default: from their declarations.
             Any mapping is accepted and stored as pairs.
         ties: gates, keys and probes that are computed from others (`Tie`).
@@ -391,7 +394,8 @@ class LayerOptions(_SavedOptions):
     zero_values: int = integer(0)
     value_skip: bool = flag(False)
     output_norm: str = option("rms", "none")
-    output_gate: str = option("silu", "none")
+    output_gate: str = option("silu", "sigmoid", "none")
+    output_gate_rank: int | None = integer(None, at_least=1, optional=True)
     gate_options: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = validated_field(
         (), _gates
     )
@@ -403,6 +407,11 @@ class LayerOptions(_SavedOptions):
     joined: bool = flag(False)
 
     def validate(self) -> None:
+        if self.output_gate == "none" and self.output_gate_rank is not None:
+            raise RecipeError(
+                f"LayerOptions(output_gate_rank={self.output_gate_rank}) needs an output gate: set "
+                "output_gate='silu' or 'sigmoid', or leave output_gate_rank out"
+            )
         targets = [tie.target for tie in self.ties]
         later = [set(targets[i:]) for i in range(len(targets))]
         pairs = zip(self.ties, later, strict=True)

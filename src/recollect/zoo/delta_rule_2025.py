@@ -16,6 +16,7 @@ Examples:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from recollect.choices.algorithm.descent import Flow, GradientDescent
 from recollect.choices.bias.base import Probe
@@ -40,6 +41,7 @@ __all__ = [
 
 _HEAD, _CHANNELS = Decay(when="before"), Decay(per="key", when="before")
 _OWN_PROBE = L2(probe=Probe(at="token"))
+_SIGMOID_GATE = LayerOptions(output_gate="sigmoid", output_gate_rank=128)
 _ONE_RATE = Tie(target="erase", source="lr", rule="copy")
 _PRECONDITIONED = LayerOptions(
     ties=(
@@ -70,13 +72,13 @@ _PRECONDITIONED_FIDELITY = exact(
     fidelity=exact(
         "Kimi Delta Attention's recurrence, α_t per key channel and low-rank in the token",
         logsigmoid_decay=True,
-        layer="The output gate is SiLU of one full map; Kimi Linear has a low-rank sigmoid.",
+        sizes="The output gate has rank 128, the head size of Kimi Linear.",
         common_layer=True,
     ),
 )
 def kimi_delta_attention() -> tuple[Recipe, LayerOptions]:
     """The delta rule on a memory whose key channels decay at rates of their own."""
-    return Recipe(retention=_CHANNELS), LayerOptions()
+    return Recipe(retention=_CHANNELS), _SIGMOID_GATE
 
 
 @preset(
@@ -142,6 +144,7 @@ def efla() -> tuple[Recipe, LayerOptions]:
     fidelity=exact(
         "the gated delta rule 2: b_t per key channel and w_t per value channel in (0, 1)",
         logsigmoid_decay=True,
+        sizes="The output gate has rank 128; in flash-linear-attention it has the size of a head.",
         common_layer=True,
     ),
 )
@@ -153,7 +156,8 @@ def gated_delta_net_2() -> tuple[Recipe, LayerOptions]:
         algorithm=GradientDescent(per="value"),
     )
     gate = GateOptions(activation="sigmoid", low=0.0, high=1.0, init=0.5, rank=0)
-    return recipe, LayerOptions(
+    return recipe, replace(
+        _SIGMOID_GATE,
         gate_options={"probe": gate, "lr": gate},
         ties=(Tie(target="probe", source="k", rule="product"),),
     )

@@ -53,7 +53,7 @@ ModelSpec = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, R
 """Zoo name, preset, or name and recipe or mixer, with layer options or without."""
 
 _OPTIONS = "conv_size conv_activation token_shift value_skip output_norm output_gate"
-SHARED_OPTIONS = tuple(_OPTIONS.split())
+SHARED_OPTIONS = (*_OPTIONS.split(), "output_gate_rank")
 """Options that do not depend on the memory: the layer applies them before or after it."""
 
 MAX_SEEDS = 1000

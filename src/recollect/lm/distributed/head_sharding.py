@@ -65,6 +65,7 @@ def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
             "qkv.bias": ShardSpec(axis=0, section_sizes=fused),
             "conv.weight": ShardSpec(axis=1, section_sizes=fused),
             "output_gate.weight": ShardSpec(axis=0, section_sizes=(width,)),
+            "output_gate.bias": ShardSpec(axis=0, section_sizes=(width,)),
             "out.weight": ShardSpec(axis=1, section_sizes=(width,)),
         }
         heads = tuple(module.qk_heads)
