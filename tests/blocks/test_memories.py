@@ -221,7 +221,7 @@ def test_what_cannot_be_composed_is_one_sentence(make: Any, said: str) -> None:
 
 
 def test_a_second_memory_with_keys_of_its_own_is_refused() -> None:
-    with pytest.raises(rc.RecipeError, match="has the keys of the first"):
+    with pytest.raises(rc.RecipeError, match="second memory of ResidualMemory receives its keys"):
         build(ResidualMemory("gla", "hgrn2"), 8, 2)
     with pytest.raises(rc.RecipeError, match="compute a value of q"):
         rc.blocks.build(rc.blocks.ResidualMemory("delta_net", "q_delta"), 16, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from recollect.blocks import (
     MixtureOfMemories,
     ResidualMemory,
     Sequential,
+    SlotMemory,
     build,
 )
 
@@ -52,6 +54,10 @@ MIXERS: dict[str, Any] = {
         weigh_second="lr",
     ),
     "boosted attention": ResidualMemory("softmax_attention", "titans"),
+    "slots": SlotMemory("gated_delta_net", "titans", num_slots=4),
+    "chosen slots": dataclasses.replace(
+        rc.zoo.get("gated_slot_attention").mixer, num_slots=5, top_k=2
+    ),
     "routed": MixtureOfMemories(["gated_delta_net", "titans", "softmax_attention"], top=2),
     "routed beside a shared one": MixtureOfMemories(
         ["gla", loops.attention(3), Sequential("delta_net", loops.attention(2, 1), persistent=1)],

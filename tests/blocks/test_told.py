@@ -26,7 +26,7 @@ from recollect.costs import Workload, read_cost
 from recollect.lm.memory_estimate.flops import model_flops
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
-NAMES |= {"residual_delta_net", "mixture_of_memories"}
+NAMES |= {"residual_delta_net", "mixture_of_memories", "gated_slot_attention"}
 NAMES |= {"titans_mac", "titans_mag", "titans_mal", "atlas_mac", "atlas_mag", "atlas_mal"}
 
 
@@ -41,7 +41,8 @@ def test_every_hybrid_is_in_the_zoo_with_its_source() -> None:
     for name in NAMES:
         found = rc.zoo.get(name)
         assert found.references and found.summary and found.rule
-        kind = "approximation" if name == "mixture_of_memories" else "reconstruction"
+        kinds = {"mixture_of_memories": "approximation", "gated_slot_attention": "exact"}
+        kind = kinds.get(name, "reconstruction")
         assert str(found.fidelity).startswith(f"{kind}, from ")
         with pytest.raises(rc.RecipeError, match=r"one recipe is expected here"):
             _ = found.recipe

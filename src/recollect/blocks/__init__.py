@@ -26,6 +26,7 @@ from recollect.blocks.compositions import (
     read_mixer,
 )
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
+from recollect.blocks.slots import SlotMemory
 from recollect.blocks.state import MixerState
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RecipeMixer",
     "ResidualMemory",
     "Sequential",
+    "SlotMemory",
     "as_mixer",
     "build",
     "leaf_inputs",

@@ -18,9 +18,12 @@ from recollect.blocks.compositions import (
 )
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
-from recollect.blocks.residual_memory import ResidualMemoryLayer, SecondMemory
+from recollect.blocks.residual_memory import ResidualMemoryLayer
 from recollect.blocks.routed import MixtureOfMemoriesLayer
 from recollect.blocks.sequential import MemoryAsGateLayer, SequentialLayer
+from recollect.blocks.slot_layer import SlotMemoryLayer
+from recollect.blocks.slots import SlotMemory
+from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.feed_forward import FeedForward, build_layer
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.messages import RecipeError
@@ -140,6 +143,7 @@ _LAYERS: dict[type[Mixer], Callable[..., MixerLayer]] = {
     MemoryAsContext: MemoryAsContextLayer,
     MixtureOfMemories: MixtureOfMemoriesLayer,
     ResidualMemory: ResidualMemoryLayer,
+    SlotMemory: SlotMemoryLayer,
 }
 
 
@@ -151,12 +155,31 @@ def _build(
     layer = _LAYERS.get(type(mixer))
     if layer is None:
         raise RecipeError(f"there is no layer for {type(mixer).__name__}")
-    parts: dict[str, nn.Module] = {}
-    for name, child in mixer.children.items():
-        if isinstance(mixer, ResidualMemory) and name == "second":
-            first = parts["first"]
-            assert isinstance(first, MemoryLayer) and isinstance(child, RecipeMixer)
-            parts[name] = SecondMemory(first, child, mixer.share)
-        else:
-            parts[name] = _build(child, d_model, num_heads, **sizes)
+    if isinstance(mixer, ResidualMemory | SlotMemory):
+        return layer(d_model, mixer, _two_memories(mixer, d_model, num_heads, **sizes))
+    parts = {n: _build(child, d_model, num_heads, **sizes) for n, child in mixer.children.items()}
     return layer(d_model, mixer, parts)
+
+
+def _two_memories(
+    mixer: ResidualMemory | SlotMemory, d_model: int, num_heads: int, **sizes: Any
+) -> dict[str, nn.Module]:
+    """Build a layer and a second memory that uses its projections."""
+    first, second = mixer.first, mixer.second
+    assert isinstance(first, RecipeMixer) and isinstance(second, RecipeMixer)
+    num_slots = None
+    if isinstance(mixer, SlotMemory):
+        num_slots = mixer.num_slots or sizes.get("head_dim") or first.options.key_dim
+        num_slots = num_slots or d_model // num_heads
+        if mixer.top_k is not None and mixer.top_k > num_slots:
+            raise RecipeError(
+                f"SlotMemory(top_k={mixer.top_k}) chooses among {num_slots} slots: give num_slots, "
+                "or a smaller top_k"
+            )
+    layer = MemoryLayer(
+        *(d_model, num_heads, first.recipe, first.options), memory_value_dim=num_slots, **sizes
+    )
+    memory = SecondMemory(
+        *(layer, second, mixer.share), composition=type(mixer).__name__, head_dim=num_slots
+    )
+    return {"first": layer, "second": memory}

@@ -12,7 +12,9 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from recollect.blocks.field_values import gate_name, gate_names
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
+from recollect.blocks.slots import SlotMemory
 from recollect.fields import integer, number, option, validated_field
 from recollect.layer.options import LayerOptions
 from recollect.messages import RecipeError, short_repr
@@ -40,18 +42,6 @@ def _mixers(value: Any) -> tuple[Mixer, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError("needs at least one mixer")
     return tuple(as_mixer(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
-
-
-def _gate_name(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"must be the name of a gate, not {short_repr(value)}")
-    return value
-
-
-def _gate_names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise ValueError(f"must be a list of names of gates, not {short_repr(value)}")
-    return tuple(_gate_name(one) for one in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 class _ListMixer(Mixer):
@@ -285,9 +275,9 @@ class ResidualMemory(Mixer):
     _: KW_ONLY
     clip: float | None = number(None, above=0, optional=True)
     read: str = option("after", "before")
-    share: tuple[str, ...] | list[str] = validated_field((), _gate_names)
-    weigh_first: str | None = validated_field(None, _gate_name, optional=True)
-    weigh_second: str | None = validated_field(None, _gate_name, optional=True)
+    share: tuple[str, ...] | list[str] = validated_field((), gate_names)
+    weigh_first: str | None = validated_field(None, gate_name, optional=True)
+    weigh_second: str | None = validated_field(None, gate_name, optional=True)
 
     def validate(self) -> None:
         reason = _why_not_readable(self.first) or _why_read_is_gated(self.first)
@@ -432,7 +422,10 @@ class MixtureOfMemories(_ListMixer):
 
 KINDS: Mapping[str, type[Mixer]] = {
     cls.kind: cls
-    for cls in (Sequential, MemoryAsGate, MemoryAsContext, ResidualMemory, MixtureOfMemories)
+    for cls in (
+        *(Sequential, MemoryAsGate, MemoryAsContext),
+        *(ResidualMemory, MixtureOfMemories, SlotMemory),
+    )
 }
 """Compositions by their names in JSON."""
 
@@ -548,7 +541,7 @@ def _leaves_with_prefix(
             yield name, part, num_prefix_tokens
             continue
         children: Mapping[str, Mixer] = {}
-        if isinstance(part, Sequential | MemoryAsGate | ResidualMemory):
+        if isinstance(part, Sequential | MemoryAsGate | ResidualMemory | SlotMemory):
             children = part.children
         elif isinstance(part, MixtureOfMemories) and part.shared is not None:
             children = {"shared": part.shared}

@@ -58,6 +58,8 @@ def leaf_workloads(mixer: Mixer, T: int) -> Iterator[LeafWorkload]:
                 queries=outer.queries + inner.queries,
                 retrieval_segment=outer.retrieval_segment or inner.retrieval_segment,
                 restarts=outer.restarts or inner.restarts,
+                key_dim=inner.key_dim or outer.key_dim,
+                value_dim=inner.value_dim or outer.value_dim,
             )
             path = f"{name}.{part.name}" if part.name else name
             yield LeafWorkload(name=path, leaf=part.leaf, stream=stream)
@@ -260,7 +262,9 @@ def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:
 
 def _leaf_workload(part: LeafWorkload, workload: Workload) -> Workload:
     """Return the workload of one sequence of a recipe's stream."""
-    return replace(workload, T=part.stream.tokens, G=workload.G + part.stream.queries)
+    stream = part.stream
+    K, V = stream.key_dim or workload.K, stream.value_dim or workload.V
+    return replace(workload, T=stream.tokens, G=workload.G + stream.queries, K=K, V=V)
 
 
 def leaf_cost(part: LeafWorkload, workload: Workload) -> Cost:

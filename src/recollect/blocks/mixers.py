@@ -33,6 +33,8 @@ class Stream:
             segment, without writing; else 0.
         restarts: whether every sequence starts with an empty state, and only the state of the last
             sequence is kept.
+        key_dim: size of the keys, if the composition replaces the keys of its layer.
+        value_dim: size of the values, if the composition replaces the values of its layer.
     """
 
     rows: int = 1
@@ -41,6 +43,8 @@ class Stream:
     queries: int = 0
     retrieval_segment: int = 0
     restarts: bool = False
+    key_dim: int | None = None
+    value_dim: int | None = None
 
 
 class Mixer(Options):

@@ -8,119 +8,31 @@ state, without writing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from recollect.blocks.compositions import ResidualMemory
-from recollect.blocks.layers import MixerLayer
-from recollect.blocks.mixers import RecipeMixer
 from recollect.blocks.state import MixerState
-from recollect.functional.packing import CompactedBatch, compact, scatter
+from recollect.blocks.two_memories import TwoMemoriesLayer
+from recollect.functional.packing import CompactedBatch
 from recollect.functional.read import read
-from recollect.layer.checks import check_options, check_sizes
-from recollect.layer.key_recurrence import Sequences
-from recollect.layer.memory_layer import MemoryLayer, run_memory, state_after
-from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.memory_layer import run_memory, state_after
 from recollect.layer.state import LayerState, MemoryInputs
-from recollect.messages import RecipeError
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["ResidualMemoryLayer", "SecondMemory"]
+__all__ = ["ResidualMemoryLayer"]
 
 
-class SecondMemory(RecipeModule):
-    """Gates, params and initial memory of a recipe that uses the q, k and v of another layer.
-
-    Args:
-        first: layer whose q, k and v are used.
-        leaf: the recipe, and the options of its gates, params and initial memory.
-        share: names of gates that come from the first memory.
-
-    Raises:
-        RecipeError: a recipe that needs keys of its own, or sizes that do not fit the recipe.
-    """
-
-    def __init__(self, first: MemoryLayer, leaf: RecipeMixer, share: Sequence[str]) -> None:
-        super().__init__()
-        options = replace(
-            leaf.options, qk_norm=first.options.qk_norm, complex_decay=first.options.complex_decay
-        )
-        self.d_model, self.num_kv_heads = first.d_model, first.num_kv_heads
-        self.head_dim, self.value_dim = first.head_dim, first.value_dim
-        check_sizes(
-            *(first.d_model, first.num_heads, first.num_kv_heads, first.head_dim, first.value_dim),
-            *(leaf.recipe, options),
-        )
-        check_options(leaf.recipe, options)
-        self._recipe, self.options = leaf.recipe, options
-        self.depth, self.chunk_size = first.depth, first.chunk_size
-        self._bind(first.engine, first.precision)
-        self._build_ties()
-        self._build_gates(skip=share)
-        follows_query = any(tie.source == "q" for tie in options.ties)
-        if self.key_like_gates or self.ties.changes_qk or follows_query:
-            keys = ", ".join(self.key_like_gates) or ("a value of q" if follows_query else "k")
-            raise RecipeError(
-                "the second memory of ResidualMemory has the keys of the first, and its recipe or "
-                f"its ties compute {keys}: leave that out"
-            )
-        self.memory = self._build_initial_memory()
-
-    def gates_and_params(
-        self, x: Tensor, k: Tensor, shared: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Compute gates and params of tokens; ``shared`` are gates of the first memory."""
-        values = {**self.compute_gates(x, {}), **shared}
-        if self.options.ties:
-            values = self.ties.apply_ties(k, k, values, self.gates, Sequences()).values
-        return self._apply_stability_limit(values)
-
-
-class ResidualMemoryLayer(MixerLayer):
-    """The layer of `ResidualMemory`; projections, norm and output map are the first part's.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layer ``"first"``, and the `SecondMemory` ``"second"``.
-    """
+class ResidualMemoryLayer(TwoMemoriesLayer):
+    """The layer of `ResidualMemory`."""
 
     parts_fed_directly = ("first",)
     mixer: ResidualMemory
 
-    @property
-    def first(self) -> MemoryLayer:
-        """The layer whose queries, keys and values both memories use."""
-        layer = self.parts["first"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
-
-    @property
-    def second(self) -> SecondMemory:
-        """The memory of the residuals."""
-        memory = self.parts["second"]
-        assert isinstance(memory, SecondMemory)
-        return memory
-
-    def forward_checked(
-        self,
-        x: Tensor,
-        state: MixerState | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        *,
-        output_final_state: bool,
-    ) -> tuple[Tensor, MixerState | None]:
-        if mask is None:
-            return self._forward_rows(x, state, None, cu_seqlens, output_final_state)
-        batch = compact(mask)
-        y, final_state = self._forward_rows(batch.gather(x), state, batch, None, output_final_state)
-        return scatter(y, batch), final_state
-
-    def _forward_rows(
+    def forward_rows(
         self,
         x: Tensor,
         state: MixerState | None,
@@ -128,7 +40,6 @@ class ResidualMemoryLayer(MixerLayer):
         cu_seqlens: Tensor | None,
         output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
-        """Run sequences without padding, or with padding on the right only."""
         first, second, mixer = self.first, self.second, self.mixer
         first_state, second_state = self._initial_states(x, state, cu_seqlens)
         lengths = None if batch is None else batch.lengths

@@ -73,6 +73,8 @@ class MemoryLayer(RecipeModule):
         precision: precision of the memory's matrix products, as in `recall`; the attribute with
             this name can be set later.
         depth: (index of this layer, number of layers), for decays that depend on it.
+        memory_value_dim: size of the values that the memory learns, if a composition replaces the
+            values of the layer by others. Default: V.
 
     Shapes: x ``[B, T, d_model]`` → y ``[B, T, d_model]``.
 
@@ -106,6 +108,7 @@ class MemoryLayer(RecipeModule):
         chunk_size: int | None = None,
         precision: str | None = None,
         depth: tuple[int, int] = (0, 1),
+        memory_value_dim: int | None = None,
     ) -> None:
         super().__init__()
         recipe, options = resolve_layer(d_model, recipe, options)
@@ -116,6 +119,7 @@ class MemoryLayer(RecipeModule):
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or options.key_dim or d_model // num_heads
         self.value_dim = value_dim or head_dim or d_model // num_heads
+        self.memory_value_dim = memory_value_dim or self.value_dim
         self._recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, check_depth(depth)
         check_options(recipe, options)
@@ -214,6 +218,11 @@ class MemoryLayer(RecipeModule):
         """
         if not torch.compiler.is_compiling():
             refuse_transforms(itertools.chain((x,), self.parameters()))
+        if self.memory_value_dim != self.value_dim:
+            raise ValueError(
+                f"the memory of this layer learns values of size {self.memory_value_dim}, which "
+                "a composition computes: call the layer of the composition"
+            )
         weight = self.qkv.weight
         rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         check_state(

@@ -126,6 +126,8 @@ class RecipeModule(nn.Module):
     Attributes:
         d_model: width of the tokens.
         num_kv_heads, head_dim, value_dim: H, K and V.
+        memory_value_dim: size of the values that the memory learns; V unless a composition replaces
+            the values.
         options: options of the layer.
         depth: (index of this layer, number of layers).
         chunk_size: number of tokens per chunk, as in `recall`.
@@ -135,6 +137,7 @@ class RecipeModule(nn.Module):
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    memory_value_dim: int
     options: LayerOptions
     depth: tuple[int, int]
     chunk_size: int | None
@@ -165,7 +168,7 @@ class RecipeModule(nn.Module):
     def _build_initial_memory(self) -> InitialMemory | InitialKernelRows | None:
         """Build A₀; ``None`` if memories start at zero."""
         recipe, options, H = self._recipe, self.options, self.num_kv_heads
-        K, V = self.head_dim, self.value_dim
+        K, V = self.head_dim, self.memory_value_dim
         memory: InitialMemory | InitialKernelRows | None = None
         if shapes := recipe.shapes(K, V) if recipe.learns_init else ():
             scale = options.memory_init_scale if recipe.needs_init() else 0.0
@@ -195,13 +198,13 @@ class RecipeModule(nn.Module):
             options = replace(options, unit=options.resolve_unit(declared.name, self.recipe))
             unit = 1.0
             if options.unit == "value_rms" and isinstance(declared.init, int | float):
-                unit = math.sqrt(self.value_dim)
+                unit = math.sqrt(self.memory_value_dim)
                 options = options.in_value_units(unit)
                 declared = replace(declared, init=unit * declared.init)
             length = {"l2": 1.0, "rms": math.sqrt(self.head_dim)}.get(self.options.qk_norm)
             if isinstance(declared, Param) and declared.beside_key and length is not None:
-                declared = replace(declared, init=length / math.sqrt(self.value_dim))
-            sizes = self.recipe.axes(self.head_dim, self.value_dim)
+                declared = replace(declared, init=length / math.sqrt(self.memory_value_dim))
+            sizes = self.recipe.axes(self.head_dim, self.memory_value_dim)
             if declared.name in self.paired_gates:
                 sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}
             projections[declared.name] = GateProjection(
@@ -241,7 +244,7 @@ class RecipeModule(nn.Module):
 
     def _bind(self, engine: str, precision: str | None) -> None:
         """Select the engine for the sizes of the memories."""
-        sizes = {"H": self.num_kv_heads, "K": self.head_dim, "V": self.value_dim}
+        sizes = {"H": self.num_kv_heads, "K": self.head_dim, "V": self.memory_value_dim}
         self._bound = named(bind(self.recipe, **sizes, engine=engine, precision=precision))
 
     @property

@@ -1,4 +1,4 @@
-"""Hybrids: a memory and an attention that work together.
+"""Hybrids: several memories, or a memory and an attention, that work together.
 
 In a layer, as a mixer of `recollect.blocks`, or in layers that alternate over the depth. A model
 has an MLP after every layer.
@@ -7,7 +7,7 @@ Examples:
     >>> rc.zoo.names("hybrid_systems")
     ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
      'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
-     'residual_delta_net', 'mixture_of_memories']
+     'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention']
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from recollect.blocks.compositions import (
     Sequential,
 )
 from recollect.blocks.mixers import Mixer
+from recollect.blocks.slots import SlotMemory
 from recollect.choices.algorithm.closed_form import Analytic
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import DotProduct
 from recollect.choices.context.restrictions import SinkWindow
 from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.memory.local import LocalConstant
-from recollect.layer.options import LayerOptions
+from recollect.choices.retention.base import Decay
+from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.atlas import atlas
 from recollect.zoo.attention import (
@@ -36,7 +40,7 @@ from recollect.zoo.attention import (
     softmax_attention,
 )
 from recollect.zoo.delta_rule import gated_delta_net
-from recollect.zoo.fidelity import approximation, reconstruction
+from recollect.zoo.fidelity import approximation, exact, reconstruction
 from recollect.zoo.miras import memora, moneta, yaad
 from recollect.zoo.preset import Factory, preset
 from recollect.zoo.references import ATLAS, MIRAS, TITANS, Paper, Reference
@@ -50,6 +54,7 @@ __all__ = [
     "atlas_mal",
     "gated_delta_net_h1",
     "gated_delta_net_h2",
+    "gated_slot_attention",
     "memora_h",
     "mixture_of_memories",
     "moneta_h",
@@ -270,3 +275,39 @@ def residual_delta_net() -> Mixer:
 def mixture_of_memories() -> Mixer:
     """Each token is written to and read from two of four memories, and one that sees all."""
     return MixtureOfMemories([gated_delta_net()] * 4, top=2, shared=gated_delta_net())
+
+
+def _hebbian(decay_per: str) -> Recipe:
+    """Return linear attention with a decay per key or value channel."""
+    return Recipe(
+        bias=DotProduct(), retention=Decay(per=decay_per), algorithm=GradientDescent(lr=1.0)
+    )
+
+
+@preset(
+    "gated slot attention (GSA)",
+    rule="K̃_t = Diag(α_t) K̃_(t−1) + (1 − α_t) k_tᵀ,  Ṽ_t = Diag(α_t) Ṽ_(t−1) + (1 − α_t) v_tᵀ,  "
+    "y_t = Ṽ_tᵀ softmax(K̃_t q_t)",
+    references=(
+        Paper(
+            "Zhang et al., Gated slot attention for efficient linear-time sequence modeling", 2024
+        ).at("arXiv 2409.07146, section 3"),
+    ),
+    fidelity=exact(
+        "Zhang et al. section 3, α_t = sigmoid(linear(x_t))^(1/8)",
+        sizes="There are as many slots as key channels.",
+        layer="The output norm is one per head, without a SiLU before it.",
+    ),
+)
+def gated_slot_attention() -> Mixer:
+    """Attention to a fixed number of slots, each a gated average of keys and of values."""
+    gate = GateOptions(temperature=8.0, rank=0)
+    options = LayerOptions(
+        conv_size=0, qk_norm="none", output_gate="none", gate_options={"log_decay": gate}
+    )
+    return SlotMemory(
+        (_hebbian("value"), options),
+        _hebbian("key"),
+        write="complement",
+        share=("log_decay",),
+    )

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
-from recollect.blocks.residual_memory import ResidualMemoryLayer, SecondMemory
+from recollect.blocks.slot_layer import SlotRouter
+from recollect.blocks.two_memories import SecondMemory, TwoMemoriesLayer
 from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
@@ -47,13 +48,15 @@ class ShardSpec:
 
 
 def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
-    """Return the divided weights of an undivided layer, second memory or MLP, by name."""
+    """Return the divided weights of an undivided layer, second memory, router or MLP, by name."""
     if isinstance(module, SwiGLU):
         width = module.width
         return {
             "gate_up.weight": ShardSpec(axis=0, section_sizes=(width, width)),
             "down.weight": ShardSpec(axis=1, section_sizes=(width,)),
         }
+    if isinstance(module, SlotRouter):
+        return {"scores.weight": ShardSpec(axis=0, section_sizes=(module.scores.out_features,))}
     assert isinstance(module, RecipeModule)
     specs: dict[str, ShardSpec] = {}
     per_head: list[Tensor | None] = [*module.ties.parameters()]
@@ -92,7 +95,7 @@ def model_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     return {
         f"{prefix}.{name}" if prefix else name: spec
         for prefix, module in model.named_modules()
-        if isinstance(module, SwiGLU | MemoryLayer | SecondMemory)
+        if isinstance(module, SwiGLU | MemoryLayer | SecondMemory | SlotRouter)
         for name, spec in shard_specs(module).items()
     }
 
@@ -137,9 +140,12 @@ def keep_local_heads(module: nn.Module, rank: int, tp_size: int) -> None:
 
     Sizes per head do not change. The channels of an MLP follow from its weights.
     """
-    if isinstance(module, ResidualMemoryLayer):
+    if isinstance(module, TwoMemoriesLayer):
         keep_local_heads(module.first, rank, tp_size)
         keep_local_heads(module.second, rank, tp_size)
+        for router in module.children():
+            if isinstance(router, SlotRouter):
+                router.heads //= tp_size
     if not isinstance(module, MemoryLayer | SecondMemory):
         return
     module.num_kv_heads //= tp_size
