@@ -191,6 +191,23 @@ def test_zoo_of_one_family() -> None:
     assert "has no family 'delta'" in refusal("zoo", "--family", "delta")
 
 
+def test_zoo_since_a_year_lists_systems_first_published_then_or_later() -> None:
+    years = {row["name"]: row["year"] for row in json.loads(call("zoo", "--json").stdout)}
+    expected = {
+        "softmax_attention": 2017,
+        "gated_delta_net": 2024,
+        "titans_mac": 2024,
+        "atlas_mac": 2025,
+        "moneta_h": 2025,
+        "gated_delta_net_2": 2026,
+    }
+    assert {name: years[name] for name in expected} == expected
+    recent = [row["name"] for row in json.loads(call("zoo", "--since", "2025", "--json").stdout)]
+    assert recent == [name for name, year in years.items() if year >= 2025]
+    assert 0 < len(recent) < len(years)
+    assert "no architecture" in refusal("zoo", "--since", "2400")
+
+
 @pytest.mark.parametrize(
     "asked",
     [("zoo",), ("reproduce", "--list"), pytest.param(("sizes",), marks=pytest.mark.slow)],

@@ -489,6 +489,17 @@ def test_systems_with_one_recipe_are_named_together() -> None:
     assert "gla" in names(gla)
 
 
+def test_systems_that_differ_in_one_choice_are_told_apart() -> None:
+    assert names("kimi_delta_attention") == {"kimi_delta_attention"}
+    assert "kimi_delta_attention" not in names("gla")
+    assert names("gated_delta_net") == {"gated_delta_net"}
+    assert names("comba") == {"comba"}
+    # The predictions of preconditioned_gated_delta_net are at a key of its own, too; ties differ.
+    assert names("q_delta") == {"q_delta", "preconditioned_gated_delta_net"}
+    first = explain("q_delta").same_recipe_systems[0]
+    assert first.name == "q_delta" and first.differing_options["ties"][0]["rule"] == "sum"
+
+
 def test_names_follow_canonical_forms() -> None:
     assert names(R(algorithm=algorithm.Momentum(momentum=0.0))) == {"delta_net"}
     assert names(R(memory=memory.MLP(depth=1, residual=False))) == {"delta_net"}

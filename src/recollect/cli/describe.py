@@ -13,6 +13,7 @@ import typer
 import recollect as rc
 from recollect.cli.console import make_console, print_json
 from recollect.cli.options import JsonOption, check_models, comma_list, load_model_spec
+from recollect.messages import RecipeError
 from recollect.report.formatting import hanging_indent
 from recollect.report.tables import Column, Table
 
@@ -21,12 +22,22 @@ __all__ = ["explain", "sizes", "zoo"]
 
 def zoo(
     family: Annotated[str | None, typer.Option(help="Family to list. [default: all]")] = None,
+    since: Annotated[
+        int | None, typer.Option(help="Year of the earliest publication to list. [default: all]")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the architectures, from their recipes."""
     names = rc.zoo.names(family)
     names += rc.zoo.names(kind="hybrid") if family is None else []
     presets = [rc.zoo.get(name) for name in names]
+    if since is not None:
+        newest = max(preset.year or 0 for preset in presets)
+        if since > newest:
+            raise RecipeError(
+                f"no architecture is from {since} or later: give a year up to {newest}"
+            )
+        presets = [preset for preset in presets if preset.year and preset.year >= since]
     rows = [_hybrid_row(p) if p.kind == "hybrid" else _preset_row(p) for p in presets]
     if as_json:
         print_json(rows)
@@ -114,7 +125,8 @@ def _hybrid_row(hybrid: Any) -> dict[str, Any]:
 
 
 def _identity(system: Any) -> dict[str, Any]:
-    return {name: getattr(system, name) for name in ("name", "title", "family", "kind", "twin_of")}
+    names = ("name", "title", "year", "family", "kind", "twin_of")
+    return {name: getattr(system, name) for name in names}
 
 
 def _state_size(costs: Iterable[Any]) -> dict[str, Any]:

@@ -56,7 +56,9 @@ def retnet() -> tuple[Recipe, LayerOptions]:
     rule="M_t = M_(t−1) Diag(α ζ^(1/512)) + v_t k_tᵀ",
     references=(
         Paper("Sun et al., Retentive network", 2023).at("eqs. 5–6 and 8"),
-        Paper("Sun et al., A length-extrapolatable transformer", 2022).at("algorithm 1"),
+        Paper("Sun et al., A length-extrapolatable transformer", 2022).at(
+            "algorithm 1", introduces=False
+        ),
     ),
     fidelity=exact(
         "RetNet with xPos's scaling of queries by ζ^(n/512) and keys by ζ^(−n/512)",

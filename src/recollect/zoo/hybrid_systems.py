@@ -13,6 +13,7 @@ Examples:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from recollect.blocks.compositions import (
@@ -80,7 +81,10 @@ _SAMBA = Paper(
 _GATED = Paper("Yang et al., Gated delta networks: improving Mamba2 with delta rule", 2024).at(
     "section 3.4"
 )
-_MIRAS_HYBRIDS = (MIRAS.at("section 5.4 and figure 2"), _SAMBA)
+_MIRAS_HYBRIDS = (
+    MIRAS.at("section 5.4 and figure 2"),
+    replace(_SAMBA, introduces=False),
+)
 
 
 def _sink_attention() -> tuple[Recipe, LayerOptions]:
@@ -117,7 +121,7 @@ def _as_context(
         sizes=sizes,
     )
     rule = "h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)"
-    references = (*references, TITANS.at("eqs. 21–25"))
+    references = (*references, TITANS.at("eqs. 21–25", introduces=not references))
     return preset(title, rule=rule, references=references, fidelity=fidelity)
 
 
@@ -130,14 +134,16 @@ def _as_gate(title: str, *references: Reference) -> Callable[[Factory], Factory]
         sizes=_SIZES,
         layer=_ROTARY,
     )
-    rule, references = "y = SWA([p, x]),  o = y ⊗ M([p, x])", (*references, TITANS.at("eqs. 26–28"))
+    references = (*references, TITANS.at("eqs. 26–28", introduces=not references))
+    rule = "y = SWA([p, x]),  o = y ⊗ M([p, x])"
     return preset(title, rule=rule, references=references, fidelity=fidelity)
 
 
 def _as_layer(title: str, *references: Reference) -> Callable[[Factory], Factory]:
     """Decorate a hybrid whose memory is the layer before an attention."""
     fidelity = reconstruction("Titans eqs. 29–31", sizes=_SIZES, layer=_ROTARY)
-    rule, references = "y = M([p, x]),  o = SWA(y)", (*references, TITANS.at("eqs. 29–31"))
+    references = (*references, TITANS.at("eqs. 29–31", introduces=not references))
+    rule = "y = M([p, x]),  o = SWA(y)"
     return preset(title, rule=rule, references=references, fidelity=fidelity)
 
 

@@ -84,6 +84,11 @@ class Preset:
         return self.name.partition(":")[2]
 
     @property
+    def year(self) -> int | None:
+        """Year of the first publication: of the earliest reference that introduces the system."""
+        return min((source.year for source in self.references if source.introduces), default=None)
+
+    @property
     def kind(self) -> str:
         """Structure of the memory.
 

@@ -15,6 +15,7 @@ class Reference:
         paper: authors and title.
         year: year of the first version.
         location: equation, section or table.
+        introduces: whether the paper introduces the system, and not only a part of it.
 
     Examples:
         >>> print(rc.zoo.Reference(paper="Katharopoulos et al.", year=2020, location="eqs. 18–20"))
@@ -24,6 +25,7 @@ class Reference:
     paper: str
     year: int
     location: str
+    introduces: bool = True
 
     def __str__(self) -> str:
         return f"{self.paper} ({self.year}), {self.location}"
@@ -46,9 +48,14 @@ class Paper:
     title: str
     year: int
 
-    def at(self, location: str) -> Reference:
-        """Return a reference to an equation, section or table of the paper."""
-        return Reference(paper=self.title, year=self.year, location=location)
+    def at(self, location: str, *, introduces: bool = True) -> Reference:
+        """Return a reference to an equation, section or table of the paper.
+
+        Args:
+            location: the equation, section or table.
+            introduces: whether the paper introduces the system, and not only a part of it.
+        """
+        return Reference(paper=self.title, year=self.year, location=location, introduces=introduces)
 
 
 AM = Paper(

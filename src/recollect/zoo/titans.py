@@ -94,7 +94,7 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
 @preset(
     "Titans without momentum",
     rule="M_t = α_t M_(t−1) − η_t r_t ρ_t ∇ℓ(M_(t−1); k_t, v_t)",
-    references=(ATLAS.at("table 1"), TITANS.at("eqs. 12–14 at θ = 0")),
+    references=(ATLAS.at("table 1"), TITANS.at("eqs. 12–14 at θ = 0", introduces=False)),
     fidelity=reconstruction(
         "ATLAS eqs. 12–13 at θ = 0",
         source_equation="M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS table 1, Titans–)",
