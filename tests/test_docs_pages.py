@@ -73,6 +73,34 @@ def owed() -> Iterator[tuple[str, Any]]:
             yield from ((f"rc.{name}.{n}", getattr(value, n)) for n in value.__all__)
 
 
+CPU = {
+    "sdpa": "`scaled_dot_product_attention`",
+    **{
+        name: f"`{name}`" for name in ("linear_attention", "retnet", "delta_net", "longhorn", "gla")
+    },
+    "gated_delta_net": "`gated_delta_net`",
+}
+TITANS = {
+    "b=16": "recollect",
+    "titans-pytorch exact, b=16": "titans-pytorch, gates per token",
+    "titans-pytorch practical, b=16": "titans-pytorch, gates per batch",
+}
+
+
+def test_tables_of_measurements_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "hooks")
+    measured = importlib.import_module("measured")
+    tables = {
+        ("choose.md", "layers"): measured.choices(ROOT / "results"),
+        ("comparison-with-others.md", "cpu"): measured.speed(ROOT / "results", "linear", CPU),
+        ("comparison-with-others.md", "titans"): measured.speed(ROOT / "results", "titans", TITANS),
+    }
+    for (name, mark), expected in tables.items():
+        _, _, rest = page(name).partition(f"<!-- {mark}: begin -->\n")
+        text, end, _ = rest.partition(f"<!-- {mark}: end -->")
+        assert end and text.strip() == expected, f"docs/{name}, {mark}:\n{expected}"
+
+
 def test_every_reference_names_something_and_everything_public_has_one() -> None:
     pytest.importorskip("transformers")
     shown = [found for path in PAGES for found in referenced(path.read_text(encoding="utf-8"))]

@@ -17,7 +17,7 @@ from typing import Any
 
 from recollect.report.tables import Column, Table
 
-__all__ = ["bits_per_byte", "results_for"]
+__all__ = ["bits_per_byte", "choices", "results_for", "speed"]
 
 # Values of a record that are settings, not results.
 _SETTINGS = ("FLOPs", "byte bigram", "lost steps", "lr", "parameters", "steps", "tokens")
@@ -39,6 +39,38 @@ def bits_per_byte(name: str, results: Path) -> float | None:
     """Return the result of a system's language model, if one was trained."""
     row = _read(results / "language_models" / f"{name}.json")
     return row["run"]["value"] if row else None
+
+
+def choices(results: Path) -> str:
+    """Return the table of the page `choose.md`: systems with a language model, the best first."""
+    paths = sorted((results / "language_models").glob("*.json"))
+    data = {path.stem: stored for path in paths if (stored := _read(path)) is not None}
+    bench = _read(results / "bench" / "presets-cpu.json")
+    assert bench is not None
+    times = {timing["name"]: timing["ratio"] for timing in bench["timings"]}
+    lines = [
+        "| preset | bits per byte | state per sequence | time / Gated DeltaNet |",
+        "|---|---:|---:|---:|",
+    ]
+    for name in sorted(data, key=lambda name: data[name]["run"]["value"]):
+        if not name.endswith("-same"):
+            run, ratio = data[name]["run"], times.get(name)
+            cells = [f"`{name}`", f"{run['value']:.3f}", _state_size(run)]
+            lines.append(f"| {' | '.join(cells)} | {f'{ratio:.2f}' if ratio else '–'} |")
+    return "\n".join(lines)
+
+
+def speed(results: Path, suite: str, names: Mapping[str, str]) -> str:
+    """Return a table of time ratios of a suite, for names of its timings and their labels."""
+    bench = _read(results / "bench" / f"{suite}-cpu.json")
+    assert bench is not None
+    ratios = {timing["name"]: timing["ratio"] for timing in bench["timings"]}
+    first = next(iter(names))
+    lines = ["| | forward | forward and backward |", "|---|---:|---:|"]
+    for name, label in names.items():
+        cells = [f"{ratios[name + x] / ratios[first + x]:.2f}" for x in ("", ", fwd+bwd")]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 @cache
