@@ -54,9 +54,7 @@ PENDING = {
     "lm",
     "page",
     "report",
-    "tasks",
     "testing",
-    "theory",
 }
 
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

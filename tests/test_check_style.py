@@ -15,14 +15,15 @@ def test_faults_are_printed_with_their_places(tmp_path: Path) -> None:
     package = tmp_path / "src" / "recollect" / "state"
     package.mkdir(parents=True)
     script.parent.mkdir()
-    script.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
+    source = SCRIPT.read_text(encoding="utf-8").replace("PENDING = {", 'PENDING = {"pending",')
+    script.write_text(source, encoding="utf-8")
     (package / "long.py").write_text("x = 1\n" * 601, encoding="utf-8")
     (package / "words.py").write_text(
         '"""What nobody needs."""\nfound = 1\n\n\ndef result(told: int) -> int:\n'
         '    """Return the argument."""\n    return told\n',
         encoding="utf-8",
     )
-    pending = package.parent / "zoo"
+    pending = package.parent / "pending"
     pending.mkdir()
     (pending / "words.py").write_text("found = 1\n", encoding="utf-8")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)

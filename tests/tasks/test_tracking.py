@@ -126,9 +126,11 @@ def test_frequent_words_are_the_most_frequent(length: int, alpha: float) -> None
 
 
 def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(ValueError, match="does not hold 10 words 30 times; give at least 3"):
+    with pytest.raises(ValueError, match="too short for 10 words, 30 times each; give at least 3"):
         common_words(CommonWordsConfig(length=1000), 1, drawn())
-    with pytest.raises(ValueError, match="a length of 300 bytes is too short to tell the 3 most"):
+    with pytest.raises(
+        ValueError, match="300 bytes is too short for different counts of the 4 most"
+    ):
         frequent_words(FrequentWordsConfig(length=300), 1, drawn())
     with pytest.raises(ValueError, match=r"queries must be .* not 3"):
         NeedleConfig(keys=2, queries=3)

@@ -1,10 +1,9 @@
 """Training and test data of models: pure functions of a configuration and a generator.
 
-A task over tokens gives pairs ``(inputs, labels)`` of int64 tensors ``[B, T]`` in which
-``labels[b, t]`` is the token that the model's output at position ``t`` should name: labels are
-already shifted. Positions with the label :data:`IGNORE` do not count. A task over vectors gives a
-frozen dataclass of tensors. Functions that draw a batch take the batch size B (0 gives empty
-tensors) and a generator, which is the only source of randomness.
+A task over tokens returns ``(inputs, labels)``, int64 tensors ``[B, T]``. ``labels[b, t]`` is the
+token to predict at position ``t``: labels are shifted. Positions with the label :data:`IGNORE` do
+not count. A task over vectors returns a frozen dataclass of tensors. Functions that draw a batch
+take the batch size B (0 gives empty tensors) and a generator, the only source of randomness.
 
 Examples:
     >>> config = rc.tasks.MqarConfig(vocab=64, pairs=4, length=32)

@@ -1,12 +1,12 @@
-"""Associative recall as TTR lays it out: cue-response pairs at random, repeated, then seen cues.
+"""Associative recall in TTR's layout: random cue-response pairs with repetition, then queries.
 
-P cues have one response each. An instance names pairs at random, with repetition, and then asks
-cues that were named (TTR section 6)::
+P cues have one response each. An instance contains random pairs, with repetition, and then queries
+cues of these pairs (TTR section 6)::
 
     u3 v3 u1 v1 u3 v3 u2 v2 ... | u1 [v1 u2 v2 ...] u3      inputs
      .  .  .  .  .  .  .  . ... | v1   . v2   .     v3      labels (. is IGNORE)
 
-The benchmark of Arora et al. (`recollect.tasks.mqar`) has the same name and another layout: every
+The benchmark of Arora et al. (`recollect.tasks.mqar`) has an equal name and another layout: every
 pair once, fillers between the queries.
 """
 
@@ -28,26 +28,26 @@ __all__ = ["CueConfig", "cues"]
 class CueConfig(Validated):
     """Layout of an instance.
 
-    Left open by the paper: whether the map is drawn for each sequence (here it is, or nothing would
-    have to be recalled), the number of cues beside the P of an instance (none by default: the
-    P keys can be orthogonal in P dimensions), and whether repeated cues are trained on.
+    The paper leaves three choices open. Here each sequence has its own map, because a shared map
+    needs no recall. By default the vocabulary has only the P cues of an instance, so that P keys
+    can be orthogonal in P dimensions. ``asks`` decides whether repeated cues have labels.
 
     Args:
-        pairs: P, the pairs an instance draws from.
-        length: T, the tokens before the first question; even.
-        vocab_pairs: number of cues, and of responses; P when ``None``.
-        queries: cues asked at the end. All but the last are followed by their response, so that
-            every bigram that begins with a cue stays true.
-        asks: labelled positions: ``"end"``, the questions; ``"repeats"``, also every repeated cue
-            among the T tokens, which trains on more positions of the same sequences.
+        pairs: P, number of pairs from which an instance draws.
+        length: T, number of tokens before the first query; even.
+        vocab_pairs: number of cues, and of responses; P if ``None``.
+        queries: number of cues at the end. A response follows each but the last, so that every
+            bigram that begins with a cue is a pair.
+        asks: labelled positions: ``"end"``, the queries; ``"repeats"``, also every repeated cue
+            among the T tokens.
 
     Raises:
-        ValueError: if no instance has this shape, saying which number to change.
+        ValueError: if no instance has this shape; names the number to change.
 
     Examples:
         >>> config = rc.tasks.CueConfig(pairs=4, length=16)
         >>> inputs, labels = rc.tasks.cues(config, 2, torch.Generator().manual_seed(0))
-        >>> inputs.shape, (labels != rc.tasks.IGNORE).sum().item()  # one question each
+        >>> inputs.shape, (labels != rc.tasks.IGNORE).sum().item()  # one query each
         (torch.Size([2, 17]), 2)
     """
 
@@ -71,17 +71,17 @@ class CueConfig(Validated):
 
     @property
     def cues(self) -> int:
-        """C: tokens 0..C−1 are cues, C..2C−1 responses."""
+        """Number of cues C: tokens 0..C−1 are cues, C..2C−1 responses."""
         return self.pairs if self.vocab_pairs is None else self.vocab_pairs
 
     @property
     def vocab(self) -> int:
-        """2C tokens."""
+        """Number of tokens, 2C."""
         return 2 * self.cues
 
     @property
     def total(self) -> int:
-        """The tokens of an instance: T + 2 queries − 1."""
+        """Number of tokens of an instance: T + 2 queries − 1."""
         return self.length + 2 * self.queries - 1
 
 
@@ -91,7 +91,7 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
     Args:
         config: layout of an instance.
         batch: number of instances B; 0 gives empty tensors.
-        generator: the only source of randomness; the result lives on its device.
+        generator: the only source of randomness; the result is on its device.
 
     Returns:
         ``(inputs, labels)``, both int64 ``[B, T + 2 queries − 1]``.
@@ -110,13 +110,13 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
     P, C, device = config.pairs, config.cues, generator.device
     cue = sample_without_replacement(batch, C, P, generator)
     response = C + sample_without_replacement(batch, C, P, generator)
-    named = torch.randint(P, (batch, config.length // 2), generator=generator, device=device)
-    # A seen cue: uniform over the tokens named, as "j was drawn earlier" reads, so that a pair that
-    # was named twice is asked twice as often.
-    which = torch.randint(
+    shown = torch.randint(P, (batch, config.length // 2), generator=generator, device=device)
+    # Queries are uniform over the shown pairs ("j was drawn earlier"): the query of a pair that is
+    # shown twice has twice the probability.
+    queried = torch.randint(
         config.length // 2, (batch, config.queries), generator=generator, device=device
     )
-    order = torch.cat([named, named.gather(1, which)], dim=1)
+    order = torch.cat([shown, shown.gather(1, queried)], dim=1)
     pair = torch.stack([cue.gather(1, order), response.gather(1, order)], dim=-1)
     inputs = pair.flatten(1)[:, : config.total]
     labels = torch.full_like(inputs, IGNORE)

@@ -1,7 +1,7 @@
-"""English prose that every machine with Python and torch has: their own documentation.
+"""English prose of every machine with Python and torch: their documentation.
 
-Sources are read as text and parsed, never imported or run, so gathering has no side effects and
-does not depend on what a module needs in order to import.
+Sources are read as text and parsed. No module is imported or run, so collecting text has no side
+effects and does not depend on the requirements of a module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Directories of the standard library that hold tests, vendored code or other people's packages.
+# Directories of the standard library with tests, vendored code or installed packages.
 _NOT_PROSE = frozenset(
     {
         "site-packages",
@@ -29,8 +29,8 @@ _NOT_PROSE = frozenset(
         "_vendor",
     }
 )
-# The documented face of torch. What is left out (compilers, test helpers) is two thirds of the
-# source, has little prose in it, and would cost more seconds than all the rest.
+# The documented API of torch. The omitted compilers and test helpers are two thirds of the source.
+# They have little prose, and reading them would take longer than everything else.
 _TORCH = (
     "__init__.py",
     "_tensor.py",
@@ -60,7 +60,7 @@ _TORCH = (
 )
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_LEAST_DOCUMENTED = 0.15  # share of a source
+_MIN_DOCUMENTED = 0.15  # fraction of a source
 _TRIPLE_QUOTED = re.compile(rb"""\"{3}.*?\"{3}|'{3}.*?'{3}""", re.DOTALL)
 _MARKUP = re.compile(r":[\w:+.-]+:(?=`)|[`]+|\*\*|\s_(?=\s)")
 _DIRECTIVE = re.compile(r"^\s*(\.\.\s|:\w+:(?!`)|@|\$|#|\|)")
@@ -69,10 +69,10 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 
 
 def documentation() -> list[str]:
-    """Paragraphs of prose, each on one line, in an order that depends only on the sources.
+    """Return paragraphs of prose, one line each, in an order that depends only on the sources.
 
-    First the language reference that ``pydoc`` shows, then the docstrings of torch, then those of
-    the standard library. Repeated paragraphs are still in it.
+    The language reference of ``pydoc`` comes first, then the docstrings of torch, then the
+    docstrings of the standard library. Paragraphs may be repeated.
     """
     with _collector_paused():
         return list(_documentation())
@@ -80,7 +80,7 @@ def documentation() -> list[str]:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Parsing makes millions of objects and no cycles; looking for cycles doubles its time."""
+    """Pause the search for cycles, which doubles the time of parsing and finds none."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,15 +101,15 @@ def _documentation() -> Iterator[str]:
 
 
 def prose(text: str) -> Iterator[str]:
-    """The paragraphs of a docstring that read as English, each with its whitespace joined up.
+    """Yield the English paragraphs of a docstring, with single spaces between words.
 
-    Examples at the prompt, code, directives, tables and drawings are left out; markup around words
-    is taken off.
+    Examples at the prompt, code, directives, tables and drawings are omitted. Markup around words
+    is removed.
     """
     for block in re.split(r"\n[^\S\n]*\n", inspect.cleandoc(text)):
         lines = block.splitlines()
         if any(_DOCTEST.match(line) for line in lines):
-            # What follows the prompt is output. What comes before it is a sentence, if anything.
+            # Output follows the prompt. The lines before it may be a sentence.
             first = next(i for i, line in enumerate(lines) if _DOCTEST.match(line))
             lines = lines[:first]
         lines = [line for line in lines if not _DIRECTIVE.match(line)]
@@ -119,27 +119,26 @@ def prose(text: str) -> Iterator[str]:
 
 
 def _reads_as_english(paragraph: str) -> bool:
-    """Tell a sentence or more from code, a table, a formula or a fragment."""
+    """Whether a paragraph is sentences rather than code, a table, a formula or a fragment."""
     words = _WORD.findall(paragraph)
     if len(words) < 8 or not paragraph.isascii():
         return False
     letters = sum(map(len, words))
     spaces = paragraph.count(" ")
-    # English has some 80 % letters and a space every five or six characters. Code has operators and
-    # brackets in place of letters; tables and rulers have other fill, or very long "words".
+    # English has about 80 % letters and a space every five or six characters. Code has operators
+    # and brackets in place of letters; tables and rulers have other characters, or long "words".
     return letters >= 0.72 * len(paragraph) and 0.09 <= spaces / len(paragraph) <= 0.25
 
 
 def _docstrings(path: Path) -> Iterator[str]:
-    """Docstrings of a source, in order, and the texts that torch gives to ``add_docstr``."""
+    """Yield the docstrings of a source in order, and the texts of torch's ``add_docstr``."""
     tree = _parse(path)
     if tree is not None:
         yield from _docstrings_below(tree)
 
 
 def _docstrings_below(node: ast.AST) -> Iterator[str]:
-    # Only statements are visited: there are ten times as many expressions, and no docstring is
-    # inside one.
+    # Only statements are visited: expressions are ten times as many and contain no docstring.
     if isinstance(node, _DOCUMENTED):
         if text := ast.get_docstring(node, clean=False):
             yield text
@@ -156,19 +155,19 @@ def _adds_docstring(node: ast.expr) -> bool:
 
 
 def _long_strings(tree: ast.AST) -> Iterator[str]:
-    """Every literal text of more than one line."""
+    """Yield every literal text of more than one line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
             yield node.value
 
 
 def _parse(path: Path, *, all_prose: bool = False) -> ast.Module | None:
-    """The syntax tree, or None where a distribution left the file out or wrote another dialect."""
+    """Return the syntax tree, or None if the file is missing, not valid, or mostly code."""
     try:
         source = path.read_bytes()
-        # Parsing is what takes time, so sources that are nearly all code are passed over.
+        # Parsing takes most of the time, so sources of nearly all code are skipped.
         documented = sum(map(len, _TRIPLE_QUOTED.findall(source)))
-        if not all_prose and documented < _LEAST_DOCUMENTED * len(source):
+        if not all_prose and documented < _MIN_DOCUMENTED * len(source):
             return None
         return ast.parse(source)
     except (OSError, SyntaxError, ValueError):

@@ -2,7 +2,7 @@
 
 With keys of length 1 whose inner products stay below 1/8, the token k = k_a − k_b with value 0
 makes u_t = v_t − Σ_i f(k_i·k_t) u_i exchange the values of k_a and k_b, for any f that rounds to
-the nearest whole number (AM theorem 1). Nothing is learned.
+the nearest integer (AM theorem 1). There are no learned parameters.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def low_coherence_keys(n: int, d: int) -> Tensor:
     n ≤ d: unit vectors of the axes. (64, 36): with M = 2I₄ − J₄ and H = M⊗M⊗M, H² = 64 I and H has
     36 eigenvalues 8, so that I + (H − I)/9 is a Gram matrix of rank 36; inner products ±1/9.
     (2d, d), d a power of two from 128 on: unit vectors and the columns of a Hadamard matrix; inner
-    products ±1/√d or 0. Other sizes, such as (128, 56), (192, 64) and (512, 128), by descent on a
-    soft maximum of the inner products from a fixed start (seconds, then remembered); n vectors need
-    inner products of at least √((n − d)/(d(n − 1))) (Welch), so that 64 need d ≥ 33.
+    products ±1/√d or 0. Other sizes, such as (128, 56), (192, 64) and (512, 128): descent on a soft
+    maximum of the inner products from a fixed initial value (seconds, then cached). The largest
+    inner product of n vectors is at least √((n − d)/(d(n − 1))) (Welch), so 64 keys need d ≥ 33.
 
     Args:
-        n: vectors, ≥ 1.
-        d: size of each, ≥ 1.
+        n: number of vectors, ≥ 1.
+        d: size of each vector, ≥ 1.
 
     Raises:
-        ValueError: sizes for which no such keys are known.
+        ValueError: no such keys are known for these sizes.
 
     Examples:
         >>> keys = rc.tasks.low_coherence_keys(64, 36)
@@ -81,7 +81,7 @@ def welch(n: int, d: int) -> float:
 
 @lru_cache(maxsize=8)
 def _minimize_coherence(n: int, d: int) -> Tensor | None:
-    """Return unit vectors with inner products below 1/8, found by descent, or None."""
+    """Return unit vectors with inner products below 1/8 by descent, or None if it fails."""
     generator = torch.Generator().manual_seed(0)
     free = torch.randn(n, d, generator=generator, dtype=torch.float64).requires_grad_()
     optimizer = torch.optim.Adam([free], lr=0.02)
@@ -91,7 +91,7 @@ def _minimize_coherence(n: int, d: int) -> Tensor | None:
             gram = (keys @ keys.T).square() * (1 - torch.eye(n, dtype=torch.float64))
             if step % 10 == 0 and float(gram.detach().max()) < 0.1245**2:
                 return keys.detach()
-            # p-norms of the squared inner products, sharper as they even out.
+            # p-norms of the squared inner products, with an increasing p.
             power = 2 + 14 * min(1.0, step / 600)
             loss = (gram / (1 / 64)).pow(power).mean().pow(1 / power)
             optimizer.zero_grad()
@@ -105,7 +105,7 @@ class Exchange:
     """One stream: n writes, then swaps.
 
     Attributes:
-        k, v: ``[n + swaps, d]`` and ``[n + swaps, n]``; values are one-hot, those of swaps are 0.
+        k, v: ``[n + swaps, d]`` and ``[n + swaps, n]``; values are one-hot for writes, 0 for swaps.
         keys: ``[n, d]``.
         q: key of the question at each token, ``[n + swaps, d]``.
         query_index, answer_index: index of that key, and of its value after the token,

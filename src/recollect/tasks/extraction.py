@@ -1,17 +1,17 @@
-"""Fixtures in the shape of six real data sets that ask for what a text says (ATLAS table 5).
+"""Generated texts in the format of six data sets for information extraction (ATLAS table 5).
 
-| form | in the shape of | text, and what is asked |
+| form | format of | text and question |
 |---|---|---|
-| ``swde`` | SWDE (Lockard et al. 2019) | a page of attributes; one, to be completed |
-| ``fda`` | FDA reports (Arora et al. 2023) | a form with numbers; one, to be completed |
+| ``swde`` | SWDE (Lockard et al. 2019) | a page of attributes; one of them, to be completed |
+| ``fda`` | FDA reports (Arora et al. 2023) | a form with numbers; one of them, to be completed |
 | ``squad`` | SQuAD as completion (Arora et al. 2024) | paragraphs; a sentence without its end |
-| ``drop`` | DROP (Dua et al. 2019) | how a match went; a difference of two numbers |
+| ``drop`` | DROP (Dua et al. 2019) | the rounds of a match; a difference of two numbers |
 | ``triviaqa`` | TriviaQA (Joshi et al. 2017) | paragraphs; a question, with aliases |
 | ``nq`` | Natural Questions (Kwiatkowski et al. 2019) | paragraphs; a question, lower case |
 
-None of it is those data: all names, numbers and sentences are drawn by a generator. The fixtures
-exist so that whatever runs on the real sets can be run and tested without a network; a score on
-them says whether a model copies from its context, and cannot stand beside a published one.
+The texts are no part of these data sets: a generator draws all names, numbers and sentences. With
+them, programs for the real data sets run and are tested without a network. A score measures whether
+a model copies from its context, and is not comparable with published scores.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _MATERIALS = ("serum", "plasma", "whole blood", "urine", "saliva")
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionConfig(Validated):
-    """Which of the six, and how long a text.
+    """Format and length of texts.
 
     Args:
-        form: in whose shape.
-        length: bytes of text and question, at most; a text of towns ends with the hundredth.
+        form: name of the data set.
+        length: maximum number of bytes of text and question; a text of towns has at most 100 towns.
 
     Raises:
-        ValueError: another form, or too short a text.
+        ValueError: the form is unknown, or the text is too short.
 
     Examples:
         >>> config = rc.tasks.ExtractionConfig(form="fda", length=700)
@@ -68,13 +68,13 @@ class ExtractionConfig(Validated):
 
 @dataclass(frozen=True, kw_only=True)
 class Extraction:
-    """A text, a question, and what answers it.
+    """A text, a question and its answers.
 
     Attributes:
-        text: what is read.
-        question: what is asked; for ``swde`` and ``fda`` the name of an attribute, for ``squad``
-            the beginning of a sentence.
-        answers: whatever counts as right, the usual one first.
+        text: context.
+        question: question; the name of an attribute for ``swde`` and ``fda``, the beginning of a
+            sentence for ``squad``.
+        answers: correct answers, the usual one first.
 
     Examples:
         >>> config = rc.tasks.ExtractionConfig(form="swde")
@@ -91,15 +91,15 @@ class Extraction:
 def extractions(
     config: ExtractionConfig, batch: int, generator: torch.Generator
 ) -> tuple[Extraction, ...]:
-    """Draw fixtures.
+    """Draw texts with a question.
 
     Args:
-        config: which, and how long.
-        batch: how many.
+        config: format and length.
+        batch: number of texts.
         generator: the only source of randomness, on the CPU.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -123,26 +123,28 @@ def _year(dice: Dice) -> str:
 def _attributes(
     facts: dict[str, str], rows: dict[str, str], length: int, dice: Dice, *, title: str
 ) -> Extraction:
-    """A page of attributes, an attribute a line, of which one is asked for.
+    """Return a page with one attribute per line, and a question about one of them.
 
-    Rows are as many as the page is long, so facts are asked for half of the time: else hardly ever.
+    The number of rows grows with the page, so half of the questions are about facts.
     """
     pairs = facts | rows
-    asked = dice.one(list(facts if dice.below(2) else rows))
-    keep = {asked}
+    question = dice.one(list(facts if dice.below(2) else rows))
+    selected = {question}
     order = [list(pairs)[i] for i in dice.order(len(pairs))]
-    size = len(title) + 2 * len(asked) + len(pairs[asked]) + 5
+    size = len(title) + 2 * len(question) + len(pairs[question]) + 5
     for name in order:
         line = len(name) + len(pairs[name]) + 3
-        if name not in keep and size + line <= length:
-            keep.add(name)
+        if name not in selected and size + line <= length:
+            selected.add(name)
             size += line
-    lines = [f"{name}: {pairs[name]}" for name in pairs if name in keep]
-    return Extraction(text="\n".join([title, *lines]), question=asked, answers=(pairs[asked],))
+    lines = [f"{name}: {pairs[name]}" for name in pairs if name in selected]
+    return Extraction(
+        text="\n".join([title, *lines]), question=question, answers=(pairs[question],)
+    )
 
 
 def _page(length: int, dice: Dice) -> Extraction:
-    """A film's page: facts, then reviews as far as there is room."""
+    """Return a film's page: facts, then as many reviews as fit."""
     film = f"The {dice.one(_SUBJECTS)} of {dice.one(_TOWNS)}"
     facts = {
         "Title": film,
@@ -162,7 +164,7 @@ def _page(length: int, dice: Dice) -> Extraction:
 
 
 def _report(length: int, dice: Dice) -> Extraction:
-    """A form about a device: numbers and sections."""
+    """Return a form about a device: numbers and sections."""
     assay = dice.one(_ASSAYS)
     facts = {
         "Number": f"K{100_000 + dice.below(900_000)}",
@@ -185,7 +187,7 @@ def _report(length: int, dice: Dice) -> Extraction:
 
 
 def _town(town: str, dice: Dice) -> tuple[str, list[tuple[str, str, str]]]:
-    """A paragraph on a town, and (question, beginning of a sentence, answer) for what it says."""
+    """Return a paragraph on a town, and (question, beginning of a sentence, answer) per fact."""
     founded, mayor, trade = _year(dice), _person(dice), dice.one(_TRADES)
     thing, built, builder = dice.one(_THINGS), _year(dice), _person(dice)
     text = (
@@ -201,17 +203,17 @@ def _town(town: str, dice: Dice) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def _towns(length: int, dice: Dice) -> tuple[str, tuple[str, str, str]]:
-    """Paragraphs on different towns in as many bytes, and something about one of them."""
-    paragraphs, asked = [], []
+    """Return paragraphs on different towns, and a fact about one of them, as in `_town`."""
+    paragraphs, questions = [], []
     size = 120  # for the question
-    for town in dice.some(_TOWNS, len(_TOWNS)):
+    for town in dice.sample(_TOWNS, len(_TOWNS)):
         text, facts = _town(town, dice)
         if paragraphs and size + len(text) + 1 > length:
             break
         paragraphs.append(text)
-        asked.append(facts)
+        questions.append(facts)
         size += len(text) + 1
-    facts = asked[dice.below(len(asked))]
+    facts = questions[dice.below(len(questions))]
     return "\n".join(paragraphs), facts[dice.below(len(facts))]
 
 
@@ -233,28 +235,28 @@ def _search(length: int, dice: Dice) -> Extraction:
 
 
 def _match(length: int, dice: Dice) -> Extraction:
-    """A match told round by round: points, of which two are to be subtracted."""
-    home, guest = dice.some(_TOWNS, 2)
+    """Return the points of a match by round, and a question for the difference of two of them."""
+    home, guest = dice.sample(_TOWNS, 2)
     points: dict[str, list[int]] = {home: [], guest: []}
     lines: list[str] = []
     size = 160  # for the question
     while True:
-        scored = [dice.below(30) for _ in points]
+        scores = [dice.below(30) for _ in points]
         line = (
-            f"In round {len(lines) + 1} {home} scored {scored[0]} points and {guest} {scored[1]}."
+            f"In round {len(lines) + 1} {home} scored {scores[0]} points and {guest} {scores[1]}."
         )
         if len(lines) >= 2 and size + len(line) + 1 > length:
             break
         lines.append(line)
         size += len(line) + 1
-        for town, now in zip(points, scored, strict=True):
-            points[town].append(now)
-    at = dice.below(len(lines))
-    more, less = sorted(points, key=lambda town: -points[town][at])
+        for town, score in zip(points, scores, strict=True):
+            points[town].append(score)
+    index = dice.below(len(lines))
+    winner, loser = sorted(points, key=lambda town: -points[town][index])
     return Extraction(
         text=" ".join(lines),
-        question=f"How many more points did {more} score than {less} in round {at + 1}?",
-        answers=(str(points[more][at] - points[less][at]),),
+        question=f"How many more points did {winner} score than {loser} in round {index + 1}?",
+        answers=(str(points[winner][index] - points[loser][index]),),
     )
 
 

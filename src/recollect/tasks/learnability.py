@@ -1,17 +1,17 @@
-"""Five maps that a memory has to learn online (ATLAS section 6.4, figure 6).
+"""Five maps for a memory to learn online (ATLAS section 6.4, figure 6).
 
-A sequence of pairs (i_1, o_1), (i_2, o_2), … of vectors is shown once, and a memory takes one step
-of an optimiser per pair on ‖M(i_t) − o_t‖²/‖o_t‖². The outputs are:
+A memory reads a sequence of pairs (i_1, o_1), (i_2, o_2), … of vectors once. It takes one step of
+an optimiser per pair on ‖M(i_t) − o_t‖²/‖o_t‖². The outputs are:
 
 | mapping | o_t | required memory |
 |---|---|---|
-| ``low_rank`` | Wᵀ i_t, W = X Y of rank k | nothing but the map |
-| ``mlp`` | N(i_t) | nothing but the map |
-| ``attention`` | N(a_t), a = causal attention over i | earlier inputs |
-| ``attention_inputs`` | N(a_t), with a_t given in place of i_t | nothing but the map |
-| ``sliding`` | as ``attention``, over the last 512 tokens | recent inputs |
+| ``low_rank`` | Wᵀ i_t, W = X Y of rank k | the map |
+| ``mlp`` | N(i_t) | the map |
+| ``attention`` | N(a_t), a = causal attention over i | the map and earlier inputs |
+| ``attention_inputs`` | N(a_t), with inputs a_t instead of i_t | the map |
+| ``sliding`` | as ``attention``, over the last 512 tokens | the map and recent inputs |
 
-Read with two slips of the text mended: the loss compares M(i), and values are W_Vᵀ i.
+Two errors of the paper's text are corrected: the loss compares M(i), and values are W_Vᵀ i.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ MappingName = Literal["low_rank", "mlp", "attention", "attention_inputs", "slidi
 
 @dataclass(frozen=True, kw_only=True)
 class MappingConfig(Validated):
-    """Which map, and its sizes; d = 256 and the window of 512 are the paper's.
+    """A map and its sizes; d = 256 and the window of 512 are the paper's.
 
-    Left open by the paper: the rank, the length, and the scale of all weights. Here every weight is
-    normal with variance 1/(its inputs), so that outputs are about as long as inputs, and biases
-    are 0.
+    The paper leaves open the rank, the length, and the scale of all weights. Here every weight is
+    normal with variance 1/(number of inputs), so that outputs are about as long as inputs, and
+    biases are 0.
 
     Args:
-        name: one of the five.
+        name: name of the map.
         size: d.
         length: T.
         rank: k of ``low_rank``, at most d.
-        window: tokens that ``sliding`` attends to, the current one among them.
+        window: number of tokens, with the current one, of the attention of ``sliding``.
 
     Raises:
-        ValueError: a number out of range, naming it.
+        ValueError: a number is out of range; names the number.
 
     Examples:
         >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
@@ -69,7 +69,7 @@ class MappingConfig(Validated):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MappingBatch:
-    """One map per row.
+    """One map per batch element.
 
     Attributes:
         inputs, outputs: ``[B, T, d]``.
@@ -85,7 +85,7 @@ class MappingBatch:
     outputs: Tensor
 
     def loss(self, predictions: Tensor) -> Tensor:
-        """‖M(i_t) − o_t‖²/‖o_t‖² per token ``[B, T]``."""
+        """Return ‖M(i_t) − o_t‖²/‖o_t‖² per token ``[B, T]``."""
         error = (predictions - self.outputs).square().sum(-1)
         return error / self.outputs.square().sum(-1)
 
@@ -97,16 +97,16 @@ def draw_mapping(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> MappingBatch:
-    """Draw a map and a sequence for each row; O(B T² d) with attention, O(B T d²) without.
+    """Draw maps, each with a sequence; O(B T² d) with attention, O(B T d²) without.
 
     Args:
-        config: which map.
+        config: map and sizes.
         batch: batch size B.
-        generator: the only source of randomness; the result lives on its device.
+        generator: the only source of randomness; the result is on its device.
         dtype: dtype of the arithmetic and of the result.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -125,7 +125,7 @@ def draw_mapping(
     x = normal(config.length, d)
     if config.name == "low_rank":
         X, Y = normal(d, config.rank, fan=d), normal(config.rank, d, fan=config.rank)
-        return MappingBatch(inputs=x, outputs=x @ X @ Y)  # rows: (XY)ᵀ i, seen from the right
+        return MappingBatch(inputs=x, outputs=x @ X @ Y)  # (XY)ᵀ i for row vectors i
     first, second = normal(d, d, fan=d), normal(d, d, fan=d)
 
     def network(inputs: Tensor) -> Tensor:

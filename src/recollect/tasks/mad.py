@@ -10,7 +10,7 @@
 | ``compression`` | the full sequence, from the output at its last token |
 
 A score is the mean accuracy over the baseline and every difficulty (`mad_settings`), each trained
-on its own with the best of three learning rates (1e-4, 5e-4, 1e-3) and two weight decays (0, 0.1).
+separately with the best of three learning rates (1e-4, 5e-4, 1e-3) and two weight decays (0, 0.1).
 
 *Targets.* The three recalls train on every next token and are tested on the values of earlier keys;
 fuzzy recall is tested on keys of the longest motif only. The other tasks have equal labels in both.
@@ -295,7 +295,7 @@ def mad_settings(task: str) -> tuple[MadSetting, ...]:
         task: one of the six names.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
 
     Examples:
         >>> settings = rc.tasks.mad_settings("compression")
@@ -337,7 +337,7 @@ def mad(
         ``(inputs, labels)``, int64 ``[B, T]`` (``[B, T − 1]`` of `MadRecall`).
 
     Raises:
-        ValueError: a negative batch, or another split.
+        ValueError: ``batch`` is negative, or the split is unknown.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)

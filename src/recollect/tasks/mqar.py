@@ -6,8 +6,8 @@ An instance of length T with P pairs is laid out as in the zoology benchmark (Ar
      .  .  .  . ...  .  . | . . v2 . . . v1 . ...          labels (. is IGNORE)
 
 Keys are P different tokens of 1 .. V/2 - 1 and values P different tokens of V/2 .. V - 1. The part
-after the pairs is cut into slots of two positions; each key is asked once, at the first position of
-a slot of its own, and slots are drawn without replacement with probability proportional to
+after the pairs is divided into slots of two positions. Each key is queried once, at the first
+position of a slot. Slots are drawn without replacement, with probability proportional to
 ``i**(power - 1)`` for slot i = 1, 2, ... A small power puts most queries soon after the pairs.
 """
 
@@ -22,11 +22,11 @@ from torch import Tensor
 from recollect.fields import Validated, choice_check, int_check, integer, number, option, validate
 
 IGNORE = -100
-"""Label of positions without a question; PyTorch's cross entropy skips it.
+"""Label of positions that do not count; PyTorch's cross entropy skips it.
 
 Examples:
     >>> logits, labels = torch.zeros(2, 8), torch.tensor([3, rc.tasks.IGNORE])
-    >>> torch.nn.functional.cross_entropy(logits, labels)  # of the first alone: log 8
+    >>> torch.nn.functional.cross_entropy(logits, labels)  # of the first only: log 8
     tensor(2.0794)
 """
 
@@ -47,11 +47,11 @@ class MqarConfig(Validated):
 
     Args:
         vocab: V, the number of tokens: 0 is filler, the lower half keys, the upper half values.
-        pairs: P, the number of key-value pairs, each of which is asked once.
+        pairs: P, the number of key-value pairs, each of which is queried once.
         length: T, the number of tokens of an instance; even, and at least 4 P.
         power: a, the exponent of the distribution of query slots; above 0. At 1 it is uniform.
-        fill: tokens at other positions: token 0, or tokens drawn from the full vocabulary, which
-            may collide with keys and is harder. Both are published (`mqar_mix`).
+        fill: tokens at other positions: token 0, or random tokens of the full vocabulary, which
+            may equal keys and are harder. Both are published (`mqar_mix`).
 
     Raises:
         ValueError: if no instance has this layout; names the number to change.
@@ -59,7 +59,7 @@ class MqarConfig(Validated):
     Examples:
         >>> config = rc.tasks.MqarConfig(vocab=32, pairs=4, length=32)
         >>> inputs, labels = rc.tasks.mqar(config, 2, torch.Generator().manual_seed(0))
-        >>> (labels != rc.tasks.IGNORE).sum(1)  # every pair is asked once
+        >>> (labels != rc.tasks.IGNORE).sum(1)  # every pair is queried once
         tensor([4, 4])
     """
 
@@ -125,13 +125,13 @@ _MIXED_TEST = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (10
 def mqar_mix(
     recipe: Literal["one length", "mixed"], *, length: int = 64, vocab: int = 8192
 ) -> MqarMixture:
-    """The two published recipes of training and test data, both with power 0.01.
+    """Return one of the two published recipes of training and test data, both with power 0.01.
 
-    ``"one length"`` is of the benchmark's first paper (Arora et al. 2023, figure 2): 100,000
-    instances of one length to train on and 3,000 to test; 64 tokens have 4 pairs, 128 have 8, 256
-    have 16, 512 have 64; fillers are token 0. ``"mixed"`` is of the second (Arora et al. 2024,
-    figure 2): training has up to 64 pairs in up to 256 tokens, the test up to 256 pairs in 1,024;
-    fillers are random. Both train two layers of mixers without feed-forward networks.
+    ``"one length"`` is the recipe of Arora et al. 2023, figure 2: 100,000 instances of one length
+    for training and 3,000 for the test. 64 tokens have 4 pairs, 128 have 8, 256 have 16, 512 have
+    64; fillers are token 0. ``"mixed"`` is the recipe of Arora et al. 2024, figure 2: training has
+    up to 64 pairs in up to 256 tokens, the test up to 256 pairs in 1,024; fillers are random. Both
+    papers train two layers of mixers without feed-forward networks.
 
     Args:
         recipe: name of the recipe.
@@ -139,7 +139,7 @@ def mqar_mix(
         vocab: V; both papers have 8,192.
 
     Raises:
-        ValueError: another recipe or length.
+        ValueError: the recipe or the length is unknown.
 
     Examples:
         >>> mix = rc.tasks.mqar_mix("one length", length=64)
@@ -176,7 +176,7 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
         generator: source of randomness; the result is on its device.
 
     Returns:
-        ``(inputs, labels)``, both int64 ``[B, T]``. A query's label stands at the query's own
+        ``(inputs, labels)``, both int64 ``[B, T]``. The label of a query is at the query's
         position; every other label is :data:`IGNORE`.
 
     Raises:
@@ -193,9 +193,9 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
     device, pairs, half = generator.device, config.pairs, config.vocab // 2
 
     def sample_indices(count: int, log_weight: Tensor | None = None) -> Tensor:
-        """Return ``pairs`` different indices below ``count`` per row, in random order: [B, P]."""
+        """Return ``pairs`` different random indices below ``count``: ``[B, P]``."""
         # The largest of log-weight plus Gumbel noise are a sample without replacement (Gumbel
-        # top-k). float64 makes ties, which would favour low indices, too rare to matter.
+        # top-k). float64 makes ties, which would favour low indices, rare.
         noise = torch.rand(batch, count, generator=generator, device=device, dtype=torch.float64)
         score = -(-noise.clamp_min(torch.finfo(noise.dtype).tiny).log()).log()
         if log_weight is not None:
@@ -228,7 +228,7 @@ def sample_without_replacement(
     """Return ``count`` different integers below ``size`` per row, in random order.
 
     They are the indices ``[rows, count]`` of the largest of ``size`` independent numbers. In
-    float64 ties, which would favour low indices, are too rare to matter.
+    float64 ties, which would favour low indices, are rare.
     """
     noise = torch.rand(
         rows, size, generator=generator, device=generator.device, dtype=torch.float64

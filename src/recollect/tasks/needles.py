@@ -6,16 +6,20 @@
 | 2, ``number`` | local text | a number of seven digits |
 | 3, ``uuid`` | local text | a UUID |
 
-One sentence says that the special magic value of a key is so and so; the question asks for the
-value of that key. Keys are pairs of an adjective and a noun. Depths are 40, evenly spaced from the
-beginning to the end. The structure follows RULER (Hsieh et al. 2024), the words are our own and the
-haystack is a text of this machine, so scores compare models with each other and not with RULER's.
-MIRAS table 3 and ATLAS table 3 call the tasks S-NIAH-PK, -N and -W.
+One sentence, the needle, states the secret value of a key, and the question is about this key. Keys
+are pairs of an adjective and a noun. There are 40 depths, evenly spaced from the beginning to the
+end. The structure follows RULER (Hsieh et al. 2024), with other words and with a local text as the
+haystack, so scores compare models with each other and not with RULER's. MIRAS table 3 and ATLAS
+table 3 call the tasks S-NIAH-PK, -N and -W.
 
-RULER's other kinds are the same with more needles: several keys of which one is asked for
-(``keys``; multikey 1), a haystack that is all needles (``distractors``; multikey 2, with
-``uuid_keys`` multikey 3), several values of one key (``values``), several keys that are all asked
-for (``queries``). The answer then names all values, with a comma between two.
+RULER's other kinds have more needles:
+
+* ``keys``: several keys, and a question about one of them (multikey 1)
+* ``distractors``: a haystack of needles (multikey 2; multikey 3 with ``uuid_keys``)
+* ``values``: several values of one key
+* ``queries``: a question about several keys
+
+The answer lists all values, with a comma between two.
 """
 
 from __future__ import annotations
@@ -67,20 +71,20 @@ _NOUNS = _list(
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleConfig(Validated):
-    """Which haystack and value, and how many needles.
+    """Haystack, form of the values, and number of needles.
 
     Args:
-        name: one of the three.
-        length: bytes of the prompt with its answer, at least 300.
-        keys: how many different keys have needles; those that are not asked for mislead.
-        values: needles of each key.
-        queries: how many of the keys are asked for.
-        distractors: whether the haystack is made of needles of other keys.
+        name: name of the task.
+        length: number of bytes of the prompt with its answer, at least 300.
+        keys: number of different keys with needles; keys without a question are distractors.
+        values: number of needles of each key.
+        queries: number of keys in the question.
+        distractors: whether the haystack consists of needles of other keys.
         uuid_keys: whether keys are UUIDs in place of words.
 
     Raises:
-        ValueError: another name, too short a text, more queries than keys, or more keys than there
-            are.
+        ValueError: the name is unknown, the text is too short, or there are more queries than keys
+            or more than 100 keys.
 
     Examples:
         >>> config = rc.tasks.NeedleConfig(keys=2, queries=2, length=1024)
@@ -130,13 +134,13 @@ def needle_prompts(
     """Draw prompts as text.
 
     Args:
-        config: which task.
+        config: configuration of the prompts.
         haystack: sentences of a text (`recollect.tasks.sentences`); ``passkey`` needs none.
-        batch: B, how many.
+        batch: number of prompts B.
         generator: the only source of randomness, on the CPU.
 
     Raises:
-        ValueError: a negative batch; no sentences.
+        ValueError: ``batch`` is negative, or there are no sentences.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -154,13 +158,13 @@ def needle_prompts(
 
 
 def _prompt(config: NeedleConfig, hay: Sequence[str], dice: Dice) -> Prompt:
-    """One prompt: keys and values, their order, where they stand, where the haystack begins."""
+    """Draw keys and values, their order and depths, and the first sentence of the haystack."""
     values: dict[str, list[str]] = {}
     while len(values) < config.keys:
         key = _key(config, dice)
         if key not in values:
             values[key] = [_value(config.name, dice) for _ in range(config.values)]
-    needles = [_NEEDLE.format(key=key, value=x) for key, own in values.items() for x in own]
+    needles = [_NEEDLE.format(key=key, value=x) for key in values for x in values[key]]
     if len(needles) > 1:
         needles = [needles[i] for i in dice.order(len(needles))]
     depths = sorted(dice.below(_DEPTHS) / (_DEPTHS - 1) for _ in needles)
@@ -168,36 +172,36 @@ def _prompt(config: NeedleConfig, hay: Sequence[str], dice: Dice) -> Prompt:
         hay, start = _other_needles(config, values, dice), 0
     else:
         start = 0 if config.name == "passkey" else dice.below(len(hay))
-    asked = list(values)[: config.queries]
+    queried = list(values)[: config.queries]
     return hide(
         needles,
         depths,
         hay,
         start=start,
         head=_HEAD if len(needles) == 1 else _HEAD_MANY,
-        question=_question(asked, config.values),
-        answer=f"{', '.join(x for key in asked for x in values[key])}.",
+        question=_question(queried, config.values),
+        answer=f"{', '.join(x for key in queried for x in values[key])}.",
         length=config.length,
     )
 
 
-def _question(asked: Sequence[str], values: int) -> str:
-    if len(asked) == 1:
-        return (_QUESTION if values == 1 else _VALUES).format(key=asked[0])
-    *first, last = [f"the {key}" for key in asked]
+def _question(keys: Sequence[str], values: int) -> str:
+    if len(keys) == 1:
+        return (_QUESTION if values == 1 else _VALUES).format(key=keys[0])
+    *first, last = [f"the {key}" for key in keys]
     return _QUERIES.format(keys=f"{', '.join(first)} and {last}")
 
 
 def _other_needles(config: NeedleConfig, taken: Collection[str], dice: Dice) -> list[str]:
-    """Needles of keys that are not taken, enough for the length."""
-    found: list[str] = []
+    """Return enough needles for the length, of keys that are not taken."""
+    needles: list[str] = []
     size = 0
     while size < config.length:
         key = _key(config, dice)
         if key not in taken:
-            found.append(_NEEDLE.format(key=key, value=_value(config.name, dice)))
-            size += len(found[-1]) + 1
-    return found
+            needles.append(_NEEDLE.format(key=key, value=_value(config.name, dice)))
+            size += len(needles[-1]) + 1
+    return needles
 
 
 def needles(
@@ -209,9 +213,9 @@ def needles(
     """Draw prompts as bytes, see `needle_prompts`.
 
     Args:
-        config: of the prompts.
+        config: configuration of the prompts.
         haystack: sentences of a text (`recollect.tasks.sentences`); ``passkey`` needs none.
-        batch: B, how many.
+        batch: number of prompts B.
         generator: the only source of randomness, on the CPU.
 
     Returns:
@@ -219,7 +223,7 @@ def needles(
         value and the full stop that ends it.
 
     Raises:
-        ValueError: a negative batch; no sentences; a length that holds too little.
+        ValueError: ``batch`` is negative, there are no sentences, or the length is too small.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""A question in a long text: what stands where, as text and as bytes.
+"""Prompts with hidden sentences and a question, as text and as bytes.
 
-Tasks that hide sentences in background text (`needles`, `stories`) differ in the sentences. Here is
-what they share: sentences of a local text, where among them the others are put, the exact length,
-and which bytes a model is asked for.
+Shared by tasks that hide sentences in background text (`needles`, `stories`): split a text into
+sentences, insert sentences at given depths, reach an exact length, and label the bytes of the
+answer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Dice", "Prompt", "as_bytes", "hide", "insert_at", "label_answers", "
 
 T = TypeVar("T")
 
-_BORDER = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_SENTENCE_BOUNDARY = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def sentences(corpus: TextCorpus, *, heldout: bool = False) -> tuple[str, ...]:
-    r"""The sentences of a text, in order: what hidden ones are put among.
+    r"""Return the sentences of a text, in order, as background for hidden sentences.
 
     Args:
         corpus: a text of `recollect.tasks.load_text`.
-        heldout: those of the held-out part, to test on text that was not trained on.
+        heldout: whether to use the held-out part instead of the training part.
 
     Examples:
         >>> from pathlib import Path
@@ -43,38 +43,38 @@ def sentences(corpus: TextCorpus, *, heldout: bool = False) -> tuple[str, ...]:
     """
     part = corpus.heldout if heldout else corpus.train
     text = bytes(part.tolist()).decode("utf-8", "replace")
-    found = (" ".join(s.split()) for block in text.split("\n\n") for s in _BORDER.split(block))
-    return tuple(s for s in found if s)
+    parts = (s for block in text.split("\n\n") for s in _SENTENCE_BOUNDARY.split(block))
+    return tuple(sentence for part in parts if (sentence := " ".join(part.split())))
 
 
 class Dice:
-    """Choices of a torch generator, for tasks that are made of words.
+    """Random choices for tasks of words.
 
     Args:
-        generator: on the CPU; every choice takes a number from it.
+        generator: source of randomness, on the CPU.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
     def below(self, count: int) -> int:
-        """A whole number in 0..count−1."""
+        """Return an integer in 0..count−1."""
         return int(torch.randint(count, (), generator=self._generator))
 
-    def one(self, things: Sequence[str]) -> str:
-        """One of several things."""
-        return things[self.below(len(things))]
+    def one(self, items: Sequence[str]) -> str:
+        """Return one of several strings."""
+        return items[self.below(len(items))]
 
     def order(self, count: int) -> list[int]:
-        """The numbers 0..count−1 in random order."""
+        """Return the numbers 0..count−1 in random order."""
         return torch.randperm(count, generator=self._generator).tolist()
 
-    def some(self, things: Sequence[str], count: int) -> list[str]:
-        """``count`` different things in random order."""
-        return [things[i] for i in self.order(len(things))[:count]]
+    def sample(self, items: Sequence[str], count: int) -> list[str]:
+        """Return ``count`` different strings in random order."""
+        return [items[i] for i in self.order(len(items))[:count]]
 
-    def share(self) -> float:
-        """A number in [0, 1)."""
+    def fraction(self) -> float:
+        """Return a number in [0, 1)."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
@@ -83,9 +83,9 @@ class Prompt:
     """A text that ends in a question, and its answer.
 
     Attributes:
-        text: the context and the question, up to where the answer begins.
-        answer: what should follow, word for word.
-        places: where each hidden sentence begins in ``text``, in order.
+        text: context and question, up to the answer.
+        answer: expected continuation, word for word.
+        places: index in ``text`` of the first character of each hidden sentence, in order.
 
     Examples:
         >>> config, draw = rc.tasks.NeedleConfig(length=600), torch.Generator().manual_seed(0)
@@ -113,17 +113,18 @@ def hide(
     """Put sentences into background text so that text and answer have ``length`` bytes together.
 
     Args:
-        hidden: sentences to find, in their order.
-        depths: for each, the share of the background before it, 0 to 1, not decreasing.
-        background: sentences, read from ``start`` on and again from the first after the last.
-        start: where in the background to begin.
-        head: what is said before the context.
-        question: the end of the text; a space and the answer follow.
-        answer: what should follow.
-        length: bytes of the text, the space and the answer; background is cut at its front.
+        hidden: sentences to hide, in their order.
+        depths: fraction of the background before each sentence, 0 to 1, not decreasing.
+        background: sentences, used from ``start`` on in a cycle.
+        start: index of the first background sentence.
+        head: text before the context.
+        question: end of the text; a space and the answer follow.
+        answer: expected continuation.
+        length: number of bytes of the text, the space and the answer; the beginning of the
+            background is cut off.
 
     Raises:
-        ValueError: background is empty, or the hidden sentences alone are longer.
+        ValueError: the background is empty, or the hidden sentences are too long.
     """
     if not background:
         raise ValueError("hide: the background has no sentences; give a longer text")
@@ -133,16 +134,15 @@ def hide(
     room = length - fixed
     if room < 0:
         raise ValueError(
-            f"a length of {length} bytes is too short: the sentences to find and the question "
+            f"a length of {length} bytes is too short: the hidden sentences and the question "
             f"take {fixed}"
         )
     filler: list[str] = []
-    size, at = 0, start
+    size = 0
     while size < room:
-        sentence = background[at % len(background)]
-        filler.append(sentence)
-        size, at = size + len(sentence.encode()) + 1, at + 1
-    _cut(filler, size - room)
+        filler.append(background[(start + len(filler)) % len(background)])
+        size += len(filler[-1].encode()) + 1
+    _remove_bytes(filler, size - room)
     positions = [min(len(filler), int(depth * (len(filler) + 1))) for depth in depths]
     merged, indices = insert_at(filler, [[sentence] for sentence in hidden], positions)
     places = tuple(len(lead) + sum(len(s) + 1 for s in merged[:index]) for index in indices)
@@ -171,26 +171,26 @@ def insert_at(
     return [*merged, *background[end:]], indices
 
 
-def _cut(filler: list[str], surplus: int) -> None:
-    """Take bytes away from the front of sentences that a space follows each."""
-    while surplus > 0:
+def _remove_bytes(filler: list[str], count: int) -> None:
+    """Remove bytes from the front of sentences, each with a space after it."""
+    while count > 0:
         data = filler[0].encode()
-        if surplus > len(data):
+        if count > len(data):
             del filler[0]
-            surplus -= len(data) + 1
+            count -= len(data) + 1
             continue
-        # A cut inside a character leaves bytes that are no text: spaces stand for them.
-        kept = data[surplus:].decode("utf-8", "ignore")
-        filler[0] = " " * (len(data) - surplus - len(kept.encode())) + kept
+        # Spaces replace the bytes of a character that is cut.
+        text = data[count:].decode("utf-8", "ignore")
+        filler[0] = " " * (len(data) - count - len(text.encode())) + text
         return
 
 
 def as_bytes(prompts: Sequence[Prompt], length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of prompts that have ``length`` bytes with their answers.
+    """Return inputs and labels of prompts that have ``length`` bytes with their answers.
 
     Returns:
-        int64 ``[B, length − 1]``: the bytes but the last, and the next ones where they belong to
-        the answer, :data:`IGNORE` elsewhere. An answer is right when all of its bytes are.
+        int64 ``[B, length − 1]``: all bytes but the last, and the next bytes at the answer,
+        :data:`IGNORE` elsewhere. An answer is correct if all of its bytes are.
     """
     texts = [(list(f"{p.text} {p.answer}".encode()), len(p.answer.encode())) for p in prompts]
     return label_answers(texts, length)

@@ -1,8 +1,9 @@
 """Reachability in a directed acyclic graph: two trees, and the nodes below the first root.
 
-AM section 3.3: n nodes in topological order are divided into two classes of equal size with a tree
-on each; a node's vector contains itself and its parent; the label is whether the first node reaches
-it. One powers-of-the-adjacency computation solves it: reachable = row 1 of (I − A)⁻¹ > 0.
+AM section 3.3: n nodes in topological order are divided into two classes of equal size, with a tree
+on each. A node's vector contains the node and its parent. The label is whether the first node
+reaches the node. Powers of the adjacency matrix A solve the task: reachable = row 1 of
+(I − A)⁻¹ > 0.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ __all__ = ["ReachConfig", "ReachabilityBatch", "reachability"]
 class ReachConfig(Validated):
     """Two trees over the nodes; AM has 32 nodes.
 
-    Left open by the paper: the trees' law (here a node's parent is uniform among the earlier nodes
-    of its class) and the parent in a root's vector (here none).
+    The paper leaves open the distribution of trees (here a node's parent is uniform among the
+    earlier nodes of its class) and the parent in a root's vector (here none).
 
     Args:
         nodes: n, even, so that the classes are of equal size.
 
     Raises:
-        ValueError: an odd number of nodes, or fewer than 2.
+        ValueError: the number of nodes is odd or below 2.
 
     Examples:
         >>> config, draw = rc.tasks.ReachConfig(nodes=8), torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ class ReachConfig(Validated):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReachabilityBatch:
-    """Graphs, one per row.
+    """Graphs, one per batch element.
 
     Attributes:
         x: ``[B, n, n]``, node i's vector: onehot(i) + onehot(parent of i).
@@ -79,11 +80,11 @@ def reachability(
     Args:
         config: sizes.
         batch: batch size B.
-        generator: the only source of randomness; the result lives on its device.
+        generator: the only source of randomness; the result is on its device.
         dtype: dtype of the node vectors.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)

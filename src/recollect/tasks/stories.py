@@ -1,21 +1,21 @@
 """Small stories with a question: a simulator of five kinds of the bAbI tasks (Weston et al. 2015).
 
-| task | question | facts that it takes |
+| task | question | required facts |
 |---|---|---|
-| 1 | where a person is | their last move |
-| 2 | where a thing is | who took or left it, and where that person was |
-| 3 | where a thing was before it came to a place | who took it, and two of their moves |
-| 4 | what stands in a direction of a place, or of what a place does | one of two relations |
-| 5 | who gave, who received, or what was given | one gift among others |
+| 1 | place of a person | the person's last move |
+| 2 | place of a thing | its last take or leave, and the place of that person |
+| 3 | place of a thing before another place | its take, and two moves of that person |
+| 4 | place in a direction of another, or its inverse | one of two relations |
+| 5 | giver, receiver or thing of a gift | one gift among others |
 
-The world is simulated, so that any number of different stories can be had; words and law are our
-own. A story hidden in long background text, sentence by sentence in order, is the task of BABILong
-(Kuratov et al. 2024; ATLAS figure 4): `story_prompts` and `story_bytes`.
+A simulation draws any number of different stories. Words and distributions differ from bAbI's. In
+BABILong (Kuratov et al. 2024; ATLAS figure 4) the sentences of a story are hidden in long
+background text, in order: `story_prompts` and `story_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,17 +35,18 @@ _HEAD = "Some sentences of this text belong to a story."
 
 @dataclass(frozen=True, kw_only=True)
 class StoryConfig(Validated):
-    """Which task, and how long a story.
+    """Task and sizes of stories.
 
     Args:
-        task: 1 to 5.
-        facts: sentences of a story (task 4 always has 2), from 2 on (task 2), 3 (task 3).
-        people: how many take part, 2 to 6.
-        length: bytes of the prompt with its answer, for `story_prompts` and `story_bytes`; long
-            enough for a sentence of about 40 bytes per fact.
+        task: number of the task, 1 to 5.
+        facts: number of sentences of a story; at least 2 in tasks 2 and 5, 3 in task 3. Task 4
+            always has 2.
+        people: number of people, 2 to 6.
+        length: number of bytes of the prompt with its answer, for `story_prompts` and
+            `story_bytes`; at least 50 bytes per fact, and 200 more.
 
     Raises:
-        ValueError: a number out of range, naming it.
+        ValueError: a number is out of range; names the number.
 
     Examples:
         >>> config = rc.tasks.StoryConfig(task=1, facts=2)
@@ -73,12 +74,12 @@ class StoryConfig(Validated):
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """What happened, and a question.
+    """A story and a question.
 
     Attributes:
         facts: sentences in order.
-        question, answer: one word is the answer.
-        supports: which facts it takes to answer, by index, in order.
+        question, answer: question, and its answer of one word.
+        supports: indices of the facts that determine the answer, in order.
 
     Examples:
         >>> config = rc.tasks.StoryConfig(task=1, facts=2)
@@ -97,12 +98,12 @@ def stories(config: StoryConfig, batch: int, generator: torch.Generator) -> tupl
     """Draw stories.
 
     Args:
-        config: which task, and how long.
-        batch: how many.
+        config: task and sizes.
+        batch: number of stories.
         generator: the only source of randomness, on the CPU.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -113,22 +114,28 @@ def stories(config: StoryConfig, batch: int, generator: torch.Generator) -> tupl
     """
     validate("stories: batch", int_check(), batch)
     dice = Dice(generator)
-    tell = {1: _where_person, 2: _where_thing, 3: _where_before, 4: _directions, 5: _gifts}
-    return tuple(tell[config.task](config, dice) for _ in range(batch))
+    make = {
+        1: _person_place,
+        2: _thing_place,
+        3: _previous_place,
+        4: _directions,
+        5: _gifts,
+    }[config.task]
+    return tuple(make(config, dice) for _ in range(batch))
 
 
 def story_prompts(
     config: StoryConfig, background: Sequence[str], batch: int, generator: torch.Generator
 ) -> tuple[Prompt, ...]:
-    """Stories hidden in background text, each sentence at a random place, in order.
+    """Draw stories hidden in background text, each sentence at a random position, in order.
 
     Args:
-        config: which task; ``length`` is the bytes of each prompt with its answer.
+        config: task and sizes; ``length`` is the number of bytes of each prompt with its answer.
         background: sentences of a text (`recollect.tasks.sentences`).
-        batch, generator: as for `stories`.
+        batch, generator: see `stories`.
 
     Raises:
-        ValueError: no background; a length too short for the story.
+        ValueError: there is no background, or the length is too short for the story.
 
     Examples:
         >>> background = ["The sea is wide.", "A door stood open."]
@@ -139,40 +146,38 @@ def story_prompts(
         400
     """
     dice = Dice(generator)
-    found: list[Prompt] = []
-    for story in stories(config, batch, generator):
-        found.append(
-            hide(
-                story.facts,
-                sorted(dice.share() for _ in story.facts),
-                background,
-                start=dice.below(max(1, len(background))),
-                head=_HEAD,
-                question=f"{story.question} Answer:",
-                answer=f"{story.answer}.",
-                length=config.length,
-            )
+    return tuple(
+        hide(
+            story.facts,
+            sorted(dice.fraction() for _ in story.facts),
+            background,
+            start=dice.below(max(1, len(background))),
+            head=_HEAD,
+            question=f"{story.question} Answer:",
+            answer=f"{story.answer}.",
+            length=config.length,
         )
-    return tuple(found)
+        for story in stories(config, batch, generator)
+    )
 
 
 def story_bytes(
     config: StoryConfig, background: Sequence[str], batch: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`story_prompts` as bytes.
+    """Draw `story_prompts` as bytes.
 
     Args:
-        config: of the stories.
+        config: configuration of the stories.
         background: sentences of a text (`recollect.tasks.sentences`).
-        batch: B, how many.
+        batch: number of prompts B.
         generator: the only source of randomness, on the CPU.
 
     Returns:
         ``(inputs, labels)``, int64 ``[B, length − 1]``, with labels at the answer's bytes: the word
-        and the full stop that ends it.
+        and the full stop after it.
 
     Raises:
-        ValueError: a negative batch; no sentences; a length that holds too little.
+        ValueError: ``batch`` is negative, there are no sentences, or the length is too short.
 
     Examples:
         >>> background = ["The sea is wide.", "A door stood open."]
@@ -189,82 +194,77 @@ def story_bytes(
 
 
 class _World:
-    """Where everybody is, who has what, and the facts that say so.
+    """Places of people and things, holders of things, and the facts that determine them.
 
-    A person's place is known from their first move on; only then do they take or leave things. A
-    thing's ``path`` holds its known places, each with the facts that prove it.
+    A person's place is known after the first move. Only then does the person take or leave things.
     """
 
     def __init__(self, people: Sequence[str], things: Sequence[str], dice: Dice) -> None:
         self.people, self.things, self.dice = people, things, dice
         self.facts: list[str] = []
-        self.place: dict[str, str] = {}
-        self.moved: dict[str, int] = {}  # the last move of a person
-        self.holder: dict[str, str] = {}
-        self.taken: dict[str, int] = {}  # when its holder took the thing
-        self.lies: dict[str, str] = {}  # where a thing lies that was left
-        self.path: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        self.proof: dict[str, tuple[int, ...]] = {}  # of where a thing is now
+        self.place: dict[str, str] = {}  # of a person
+        self.last_move: dict[str, int] = {}  # of a person
+        self.holder: dict[str, str] = {}  # of a thing
+        self.last_take: dict[str, int] = {}  # of a thing
+        self.left_at: dict[str, str] = {}  # place of a thing without a holder
+        self.path: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # known places with supports
+        self.supports: dict[str, tuple[int, ...]] = {}  # facts that determine a thing's place
 
     def move(self) -> None:
-        """Somebody goes to a place where they are not."""
+        """Move a random person to another place, with the things that the person has."""
         person = self.dice.one(self.people)
-        self._go(person, self.dice.one([p for p in PLACES if p != self.place.get(person)]))
-
-    def _go(self, person: str, place: str) -> None:
-        at = len(self.facts)
+        place = self.dice.one([p for p in PLACES if p != self.place.get(person)])
+        index = len(self.facts)
         self.facts.append(f"{person} went to the {place}.")
-        self.place[person], self.moved[person] = place, at
+        self.place[person], self.last_move[person] = place, index
         for thing, holder in self.holder.items():
             if holder == person:
-                self._arrives(thing, place, (self.taken[thing], at))
+                self._extend_path(thing, place, (self.last_take[thing], index))
 
-    def _arrives(self, thing: str, place: str, proof: tuple[int, ...]) -> None:
-        self.proof[thing] = tuple(sorted(proof))
-        self.path.setdefault(thing, []).append((place, self.proof[thing]))
+    def _extend_path(self, thing: str, place: str, supports: tuple[int, ...]) -> None:
+        self.supports[thing] = tuple(sorted(supports))
+        self.path.setdefault(thing, []).append((place, self.supports[thing]))
 
-    def takes(self) -> list[tuple[str, str]]:
-        """Who could take what: things that nobody has and that may be where the person is."""
+    def possible_takes(self) -> list[tuple[str, str]]:
+        """Return people with things that they can take: no holder, and no other known place."""
         return [
             (person, thing)
             for person, place in self.place.items()
             for thing in self.things
-            if thing not in self.holder and self.lies.get(thing, place) == place
+            if thing not in self.holder and self.left_at.get(thing, place) == place
         ]
 
     def take(self, person: str, thing: str) -> None:
-        """A person takes a thing to where they are."""
-        at = len(self.facts)
+        """Give a thing at the person's place to the person."""
+        index = len(self.facts)
         self.facts.append(f"{person} took the {thing}.")
-        self.holder[thing], self.taken[thing] = person, at
-        known = thing in self.lies
-        self.lies.pop(thing, None)
-        if not known:
-            self._arrives(thing, self.place[person], (at, self.moved[person]))
+        self.holder[thing], self.last_take[thing] = person, index
+        if self.left_at.pop(thing, None) is None:
+            self._extend_path(thing, self.place[person], (index, self.last_move[person]))
 
     def leave(self) -> bool:
-        """Somebody leaves a thing where they are, if anybody has one."""
+        """Leave a random thing at its holder's place, and return whether there was one."""
         if not self.holder:
             return False
         thing = self.dice.one(sorted(self.holder))
         person = self.holder.pop(thing)
-        at = len(self.facts)
+        index = len(self.facts)
         self.facts.append(f"{person} left the {thing}.")
-        self.lies[thing] = self.place[person]
-        self.proof[thing] = tuple(sorted((at, self.moved[person])))
+        self.left_at[thing] = self.place[person]
+        self.supports[thing] = tuple(sorted((index, self.last_move[person])))
         return True
 
     def act(self) -> None:
-        """Something happens: mostly moves, sometimes a thing is taken or left."""
-        chance = self.dice.share()
-        if chance < 0.3 and (found := self.takes()):
-            self.take(*found[self.dice.below(len(found))])
+        """Add a random fact: usually a move, sometimes a take or a leave."""
+        chance = self.dice.fraction()
+        if chance < 0.3 and (candidates := self.possible_takes()):
+            self.take(*candidates[self.dice.below(len(candidates))])
         elif chance >= 0.45 or not self.leave():
             self.move()
 
 
-def _where_person(config: StoryConfig, dice: Dice) -> Story:
-    world = _World(dice.some(PEOPLE, config.people), (), dice)
+def _person_place(config: StoryConfig, dice: Dice) -> Story:
+    world = _World(dice.sample(PEOPLE, config.people), (), dice)
     for _ in range(config.facts):
         world.move()
     person = dice.one(sorted(world.place))
@@ -272,50 +272,50 @@ def _where_person(config: StoryConfig, dice: Dice) -> Story:
         facts=tuple(world.facts),
         question=f"Where is {person}?",
         answer=world.place[person],
-        supports=(world.moved[person],),
+        supports=(world.last_move[person],),
     )
 
 
-def _lived(config: StoryConfig, dice: Dice, enough: int) -> Iterator[_World]:
-    """Worlds after ``facts`` facts, with at least ``enough`` known places of one thing."""
+def _worlds(config: StoryConfig, dice: Dice, min_places: int) -> Iterator[_World]:
+    """Yield worlds after ``facts`` facts, with at least so many known places of one thing."""
     while True:
-        world = _World(dice.some(PEOPLE, config.people), dice.some(THINGS, 3), dice)
+        world = _World(dice.sample(PEOPLE, config.people), dice.sample(THINGS, 3), dice)
         while len(world.facts) < config.facts:
             world.act()
-        if any(len(path) >= enough for path in world.path.values()):
+        if any(len(path) >= min_places for path in world.path.values()):
             yield world
 
 
-def _where_thing(config: StoryConfig, dice: Dice) -> Story:
-    world = next(_lived(config, dice, 1))
-    thing = dice.one(sorted(world.proof))
+def _thing_place(config: StoryConfig, dice: Dice) -> Story:
+    world = next(_worlds(config, dice, 1))
+    thing = dice.one(sorted(world.supports))
     holder = world.holder.get(thing)
     return Story(
         facts=tuple(world.facts),
         question=f"Where is the {thing}?",
-        answer=world.lies[thing] if holder is None else world.place[holder],
-        supports=world.proof[thing],
+        answer=world.left_at[thing] if holder is None else world.place[holder],
+        supports=world.supports[thing],
     )
 
 
-def _where_before(config: StoryConfig, dice: Dice) -> Story:
-    for world in _lived(config, dice, 2):
-        asked = [
+def _previous_place(config: StoryConfig, dice: Dice) -> Story:
+    for world in _worlds(config, dice, 2):
+        candidates = [
             (thing, index)
             for thing, path in sorted(world.path.items())
             for index in range(1, len(path))
             if sum(place == path[index][0] for place, _ in path) == 1
         ]
-        if asked:
-            thing, index = asked[dice.below(len(asked))]
-            (before, why), (place, then) = world.path[thing][index - 1 : index + 1]
+        if candidates:
+            thing, index = candidates[dice.below(len(candidates))]
+            (answer, supports), (place, more) = world.path[thing][index - 1 : index + 1]
             return Story(
                 facts=tuple(world.facts),
                 question=f"Where was the {thing} before the {place}?",
-                answer=before,
-                supports=tuple(sorted({*why, *then})),
+                answer=answer,
+                supports=tuple(sorted({*supports, *more})),
             )
-    raise AssertionError  # pragma: no cover - there is always another world
+    raise AssertionError  # pragma: no cover - the iterator never ends
 
 
 # -- task 4: places and directions -----------------------------------------------------------------
@@ -325,8 +325,8 @@ _OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 _Relation = tuple[str, str, str]  # (a, direction, b): a is in that direction of b
 
 
-def _closed(relations: Sequence[_Relation]) -> set[_Relation]:
-    """What relations say together: what they say backwards, and of what lies on one line."""
+def _closure(relations: Sequence[_Relation]) -> set[_Relation]:
+    """Return spatial relations closed under inversion, and transitivity along a direction."""
     known = {*relations, *((b, _OPPOSITE[d], a) for a, d, b in relations)}
     while True:
         more = {(a, d, c) for a, d, b in known for x, e, c in known if (b, d) == (x, e) and a != c}
@@ -336,48 +336,50 @@ def _closed(relations: Sequence[_Relation]) -> set[_Relation]:
 
 
 def _directions(config: StoryConfig, dice: Dice) -> Story:
-    """Two relations that share a place; the question is about one of them.
+    """Return two relations that share a place, and a question about one of them.
 
-    It is drawn among those that one place answers, whichever way the relations are read: of "The
-    attic is north of the cellar." and "The cellar is south of the office." none asks what is north
-    of the cellar.
+    The question has one answer under the closure of both relations. After "The attic is north of
+    the cellar." and "The cellar is south of the office.", no question asks for a place north of the
+    cellar.
     """
-    one, middle, other = dice.some(PLACES, 3)
-    first, second = dice.some(DIRECTIONS, 2)
+    one, middle, other = dice.sample(PLACES, 3)
+    first, second = dice.sample(DIRECTIONS, 2)
     if dice.below(2):
         relations = [(one, first, middle), (middle, dice.one(DIRECTIONS), other)]
     else:
         relations = [(one, first, middle), (other, second, middle)]
     order = dice.order(2)
     relations = [relations[i] for i in order]
-    known = _closed(relations)
-    asked: list[tuple[str, str, int]] = []
-    for at, (a, direction, b) in enumerate(relations):
-        if sum((d, y) == (direction, b) for _, d, y in known) == 1:
-            asked.append((f"What is {direction} of the {b}?", a, at))
-        if sum((x, d) == (a, direction) for x, d, _ in known) == 1:
-            asked.append((f"What is the {a} {direction} of?", b, at))
-    question, answer, at = asked[dice.below(len(asked))]
+    closure = _closure(relations)
+    questions: list[tuple[str, str, int]] = []
+    for index, (a, direction, b) in enumerate(relations):
+        if sum((d, y) == (direction, b) for _, d, y in closure) == 1:
+            questions.append((f"What is {direction} of the {b}?", a, index))
+        if sum((x, d) == (a, direction) for x, d, _ in closure) == 1:
+            questions.append((f"What is the {a} {direction} of?", b, index))
+    question, answer, index = questions[dice.below(len(questions))]
     return Story(
         facts=tuple(f"The {x} is {d} of the {y}." for x, d, y in relations),
         question=question,
         answer=answer,
-        supports=(at,),
+        supports=(index,),
     )
 
 
 # -- task 5: gifts ---------------------------------------------------------------------------------
 
+_Gift = tuple[str, str, str]  # giver, thing, receiver
+
 
 def _gifts(config: StoryConfig, dice: Dice) -> Story:
     while True:
-        people, things = dice.some(PEOPLE, config.people), dice.some(THINGS, 3)
+        people, things = dice.sample(PEOPLE, config.people), dice.sample(THINGS, 3)
         facts: list[str] = []
         holder: dict[str, str] = {}
-        gifts: list[tuple[str, str, str, int]] = []
+        gifts: dict[int, _Gift] = {}  # by the index of the fact
         while len(facts) < config.facts:
             free = [thing for thing in things if thing not in holder]
-            if free and (not holder or dice.share() < 0.3):
+            if free and (not holder or dice.fraction() < 0.3):
                 thing = dice.one(free)
                 holder[thing] = dice.one(people)
                 facts.append(f"{holder[thing]} took the {thing}.")
@@ -385,11 +387,18 @@ def _gifts(config: StoryConfig, dice: Dice) -> Story:
                 thing = dice.one(sorted(holder))
                 giver = holder[thing]
                 holder[thing] = dice.one([p for p in people if p != giver])
-                gifts.append((giver, thing, holder[thing], len(facts)))
+                gifts[len(facts)] = (giver, thing, holder[thing])
                 facts.append(f"{giver} gave the {thing} to {holder[thing]}.")
-        asked = [(gift, slot) for gift in gifts for slot in range(3) if _alone(gift, slot, gifts)]
-        if asked:
-            (giver, thing, receiver, at), slot = asked[dice.below(len(asked))]
+        # A question names two of giver, thing and receiver, and asks for the third.
+        candidates = [
+            (index, slot)
+            for index, gift in gifts.items()
+            for slot in range(3)
+            if _is_unambiguous(gift, slot, gifts.values())
+        ]
+        if candidates:
+            index, slot = candidates[dice.below(len(candidates))]
+            giver, thing, receiver = gifts[index]
             question = (
                 f"Who gave the {thing} to {receiver}?",
                 f"What did {giver} give to {receiver}?",
@@ -398,14 +407,12 @@ def _gifts(config: StoryConfig, dice: Dice) -> Story:
             return Story(
                 facts=tuple(facts),
                 question=question,
-                answer=(giver, thing, receiver)[slot],
-                supports=(at,),
+                answer=gifts[index][slot],
+                supports=(index,),
             )
 
 
-def _alone(
-    gift: tuple[str, str, str, int], slot: int, gifts: Sequence[tuple[str, str, str, int]]
-) -> bool:
-    """Whether the other two of giver, thing and receiver leave one gift to choose."""
-    same = [g for g in gifts if all(g[i] == gift[i] for i in range(3) if i != slot)]
-    return len(same) == 1
+def _is_unambiguous(gift: _Gift, slot: int, gifts: Collection[_Gift]) -> bool:
+    """Whether no other gift has the same entries except for one slot."""
+    matches = [g for g in gifts if all(g[i] == gift[i] for i in range(3) if i != slot)]
+    return len(matches) == 1

@@ -1,9 +1,9 @@
 """Swaps as tokens: n items in n positions, each token swaps two, and the label is the first item.
 
-AM section 3.2 and listing 2: with n = 5 there are C(5, 2) = 10 tokens and 5 answers; the label at
-every step is the item at the first place after it. The state is a permutation, so a model that
-answers at every length tracks S_n. AM figure 6 is the same task at lengths 32, 64, 128 and 256: a
-`SwapConfig` per length. Figure 5 gives the layer keys instead of tokens:
+AM section 3.2 and listing 2: with n = 5 there are C(5, 2) = 10 tokens and 5 answers. The label at
+every step is the item at the first position after the step. The state is a permutation, so a model
+that is correct at every length tracks S_n. AM figure 6 has lengths 32, 64, 128 and 256: a
+`SwapConfig` per length. In figure 5 the inputs are keys instead of tokens:
 `recollect.tasks.swap_stream` with ``ask="first"``.
 """
 
@@ -24,11 +24,11 @@ class SwapConfig(Validated):
     """Sequences of swaps; the defaults are AM figure 4's.
 
     Args:
-        items: n, from 2 on.
-        length: swaps per sequence, 16 in figure 4.
+        items: n, at least 2.
+        length: number of swaps per sequence, 16 in figure 4.
 
     Raises:
-        ValueError: a size too small.
+        ValueError: a size is too small.
 
     Examples:
         >>> config = rc.tasks.SwapConfig(items=5, length=16)
@@ -42,12 +42,12 @@ class SwapConfig(Validated):
 
     @property
     def vocab(self) -> int:
-        """Input tokens: the n(n−1)/2 swaps, as `position_pairs` orders them. Answers are 0..n−1."""
+        """Number of input tokens, n(n−1)/2, ordered as `position_pairs`. Answers are 0..n−1."""
         return self.items * (self.items - 1) // 2
 
 
 def position_pairs(items: int) -> Tensor:
-    """``[n(n−1)/2, 2]``: the positions i < j that each token swaps, in lexicographic order."""
+    """Return the positions i < j of each token's swap in lexicographic order, ``[n(n−1)/2, 2]``."""
     return torch.combinations(torch.arange(items))
 
 
@@ -57,15 +57,15 @@ def swap_batch(config: SwapConfig, batch: int, generator: torch.Generator) -> tu
     Args:
         config: sizes.
         batch: batch size B.
-        generator: the only source of randomness; the result lives on its device.
+        generator: the only source of randomness; the result is on its device.
 
     Returns:
         ``(inputs, labels)``, int64 ``[B, length]``: swaps below ``config.vocab`` and items below
-        ``config.items``. Item i is at position i before the first swap, and
-        the label is the item at position 0.
+        ``config.items``. Item i is at position i before the first swap, and the label is the item
+        at position 0.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)

@@ -1,10 +1,10 @@
 """Switching autoregression: forecast a sequence whose dynamics change once (TTR section 5, eq. 55).
 
-    k_{t+1} = a_t k_t + σ ε_t,   a_t = 0.9 for t < T/4, 0.999 from then on,   ε_t ~ N(0, Σ)
+    k_{t+1} = a_t k_t + σ ε_t,   a_t = 0.9 for t < T/4, else 0.999,   ε_t ~ N(0, Σ)
 
-The association of time t is k_t → v_t = k_{t+1}/‖k_{t+1}‖ and the query is q_t = k_{t+1}, so that a
-layer's output y_t = m_t(k_{t+1}) forecasts v_{t+1} from what it memorised up to t. Nothing is
-learned. The naive forecaster repeats v_t.
+The association of time t is k_t → v_t = k_{t+1}/‖k_{t+1}‖ and the query is q_t = k_{t+1}. A layer's
+output y_t = m_t(k_{t+1}) forecasts v_{t+1} from the associations up to t. There are no learned
+parameters. The naive forecaster repeats v_t.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = ["SwitchingBatch", "SwitchingConfig", "switching"]
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchingConfig(Validated):
-    """The process; the defaults are those of the paper, if it has any.
+    """The process; defaults are the paper's, if the paper has them.
 
-    Left open by the paper: Σ beyond "unit diagonals and non-zero off-diagonals", and k_1.
+    The paper leaves open Σ beyond "unit diagonals and non-zero off-diagonals", and k_1.
 
     Args:
         size: K, the size of keys and values.
-        length: T, the associations memorised.
+        length: T, the number of associations.
         early_scale, late_scale: factor a before and after the switch, 0 to 1.
         noise: σ.
         covariance: Σ. ``"equal"`` has ``correlation`` everywhere off the diagonal; ``"drawn"`` is
-            AAᵀ scaled to a unit diagonal for a K × K matrix A of standard normal numbers, drawn
-            again for every sequence.
-        correlation: of two coordinates when ``"equal"``; 0 to 1.
-        start: k_1 is ``"stationary"`` (the early process's own spread, σ/√(1 − a²)) or one
-            ``"step"`` of noise from 0.
+            AAᵀ scaled to a unit diagonal, for a random K × K matrix A of standard normal numbers
+            per sequence.
+        correlation: correlation of two coordinates of ``"equal"``; 0 to 1.
+        start: k_1 is ``"stationary"`` (the standard deviation of the early process, σ/√(1 − a²)) or
+            one ``"step"`` of noise from 0.
 
     Raises:
-        ValueError: a number out of range, naming it.
+        ValueError: a number is out of range; names the number.
 
     Examples:
         >>> config = rc.tasks.SwitchingConfig(size=4, length=8)
@@ -93,11 +93,11 @@ class SwitchingBatch:
 
     @property
     def repeat_last(self) -> Tensor:
-        """Forecast that repeats the last value ``[B, T, K]``."""
+        """Forecast that repeats the last value, ``[B, T, K]``."""
         return self.v
 
     def loss(self, y: Tensor) -> Tensor:
-        """‖v_{t+1} − y_t‖² per token ``[B, T]``, the quantity of TTR figure 2."""
+        """Return ‖v_{t+1} − y_t‖² per token ``[B, T]``, the quantity of TTR figure 2."""
         return (self.target - y).square().sum(-1)
 
 
@@ -113,11 +113,11 @@ def switching(
     Args:
         config: the process.
         batch: batch size B.
-        generator: the only source of randomness; the result lives on its device.
+        generator: the only source of randomness; the result is on its device.
         dtype: dtype of the result; the process runs in float64.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def switching(
     if config.covariance == "equal":
         eye = torch.eye(K, device=device, dtype=wide)
         sigma = config.correlation + (1 - config.correlation) * eye
-        # At a correlation of 1 Σ has rank one, which only the symmetric root bears.
+        # At a correlation of 1, Σ has rank one, and only a root by eigenvectors exists.
         root = _root(sigma).expand(batch, K, K)
     else:
         root = torch.nn.functional.normalize(normal(batch, K, K), dim=-1)  # unit rows: unit Σ_ii

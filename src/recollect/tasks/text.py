@@ -1,8 +1,8 @@
-"""Language modelling over the bytes of a text, and the bigram model that any layer must beat.
+"""Language modelling over the bytes of a text, and the bigram model as a baseline.
 
-Text is cut into paragraphs, repeated paragraphs are dropped, and only then is each remaining one
-given to the training or the held-out part by a hash of its own words. So a paragraph's part never
-depends on the rest of the text or on a seed, and no held-out paragraph was trained on.
+Text is split into paragraphs, and repeated paragraphs are dropped. A hash of its words assigns each
+remaining paragraph to the training or the held-out part. So a paragraph's part does not depend on
+other text or on a seed, and the training part contains no held-out paragraph.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from recollect.fields import int_check, validate
 from recollect.tasks.documentation import documentation
 from recollect.tasks.mqar import IGNORE
 
-_HELDOUT_SHARE = 0.05
-_LIMIT = 8_000_000  # bytes of the default text: enough for minutes of training, read in seconds
-_LONGEST = 2_000  # characters of a paragraph; a longer one is cut, so that every file has several
-_SHORTEST_TRAIN, _SHORTEST_HELDOUT = 4_096, 256  # bytes below which a loss means nothing
-_GAP = b"\n\n"
+_HELDOUT_FRACTION = 0.05
+_MAX_DEFAULT_BYTES = 8_000_000  # enough for minutes of training, read in seconds
+_MAX_PARAGRAPH = 2_000  # characters; longer paragraphs are split, so that every file has several
+_MIN_TRAIN, _MIN_HELDOUT = 4_096, 256  # bytes below which a loss is noise
+_SEPARATOR = b"\n\n"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,10 +35,10 @@ class TextCorpus:
     """A text in two parts that share no paragraph.
 
     Args:
-        train: bytes to train on, uint8 ``[N]``.
-        heldout: bytes to measure on, uint8 ``[M]``.
-        sha256: a digest of both parts; equal digests mean equal corpora.
-        source: where the text came from, in words.
+        train: bytes for training, uint8 ``[N]``.
+        heldout: bytes for evaluation, uint8 ``[M]``.
+        sha256: digest of both parts; equal digests mean equal corpora.
+        source: name of the source of the text.
 
     Examples:
         >>> corpus = rc.tasks.TextCorpus(
@@ -71,22 +71,22 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
     r"""Read a text and split it.
 
     Without a path, the text is the English documentation inside the installed Python and torch
-    packages: prose only, at most 8 MB, gathered in a few seconds without importing anything. Its
-    bytes depend on the versions of the two, which ``source`` names. With a path, it is the whole
-    of that UTF-8 file, line breaks and all; paragraphs are what empty lines set apart, and one of
-    more than 2,000 characters is cut at its line ends or spaces.
+    packages: prose only, at most 8 MB, collected in a few seconds without imports. Its bytes depend
+    on the versions of both, which ``source`` names. With a path, the text is the full UTF-8 file
+    with its line breaks. Empty lines separate paragraphs, and a paragraph of more than 2,000
+    characters is split at its line ends or spaces.
 
     About one paragraph in twenty is held out.
 
     Args:
-        path: a text file of one's own, or None for the default text.
+        path: a text file, or None for the default text.
 
     Returns:
         The two parts, their digest and their source.
 
     Raises:
         FileNotFoundError: if there is no file at ``path``.
-        ValueError: if it is a directory, empty, not UTF-8 text, or too short to split.
+        ValueError: if ``path`` is a directory, empty, not UTF-8 text, or too short to split.
 
     Examples:
         >>> from pathlib import Path
@@ -98,7 +98,7 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
         ('text.txt', True)
     """
     if path is None:
-        return _split(documentation(), source=default_source(), limit=_LIMIT)
+        return _split(documentation(), source=default_source(), limit=_MAX_DEFAULT_BYTES)
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"load_text: {path} is a directory; give one text file")
@@ -124,7 +124,7 @@ def split_documents(documents: Iterable[str], *, source: str) -> TextCorpus:
         source: name of the documents, for messages and reports.
 
     Raises:
-        ValueError: they are too short to split, or hold zero bytes.
+        ValueError: the documents are too short to split, or contain zero bytes.
     """
 
     def paragraphs() -> Iterator[str]:
@@ -139,17 +139,17 @@ def split_documents(documents: Iterable[str], *, source: str) -> TextCorpus:
 
 
 def default_source() -> str:
-    """Where the default text comes from; equal words mean equal texts."""
+    """Return the name of the default text's source; equal names mean equal texts."""
     return f"documentation of Python {platform.python_version()} and torch {torch.__version__}"
 
 
 def bigram_bits_per_byte(corpus: TextCorpus) -> float:
-    r"""Bits per held-out byte of a smoothed byte bigram: the baseline that knows no context.
+    r"""Return bits per held-out byte of a smoothed byte bigram, the baseline without context.
 
-    A byte b after a byte a has probability ``(n(a, b) + s p(b)) / (n(a) + s)``, where n counts the
-    training part and p is its add-one unigram. The strength s is the power of two that does best on
-    the last tenth of the training part when counts come from the rest; the held-out part is looked
-    at once.
+    A byte b after a byte a has probability ``(n(a, b) + s p(b)) / (n(a) + s)``. Counts n are those
+    of the training part, and p is its add-one unigram. The strength s is the best power of two on
+    the last tenth of the training part with the counts of the other nine tenths. The held-out part
+    is evaluated once.
 
     Args:
         corpus: the text.
@@ -179,13 +179,13 @@ def bigram_bits_per_byte(corpus: TextCorpus) -> float:
 def batches(
     corpus: TextCorpus, *, length: int, batch: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    r"""Endless training batches: windows that begin anywhere, with equal probability.
+    r"""Return an endless iterator of training batches: windows with uniformly random offsets.
 
     Args:
         corpus: the text.
         length: T, the number of bytes that a window predicts.
         batch: B, the number of windows.
-        generator: where the windows' places come from (on the CPU).
+        generator: source of the windows' offsets, on the CPU.
 
     Yields:
         ``(inputs, labels)``, int64 ``[B, T]`` on the CPU; labels are the inputs' next bytes.
@@ -207,8 +207,8 @@ def batches(
     """
     validate("batches: length", int_check(1), length)
     validate("batches: batch", int_check(1), batch)
-    room = corpus.train.numel() - length
-    if room < 1:
+    num_offsets = corpus.train.numel() - length
+    if num_offsets < 1:
         raise ValueError(
             f"batches: a window of {length} needs {length + 1} bytes and the training part has "
             f"{corpus.train.numel()}; shorten the window or give more text"
@@ -217,7 +217,7 @@ def batches(
     def draw() -> Iterator[tuple[Tensor, Tensor]]:
         offsets = torch.arange(length + 1)
         while True:
-            starts = torch.randint(room, (batch, 1), generator=generator)
+            starts = torch.randint(num_offsets, (batch, 1), generator=generator)
             window = corpus.train[starts + offsets].long()  # [B, T + 1]
             yield window[:, :-1], window[:, 1:]
 
@@ -227,18 +227,18 @@ def batches(
 def heldout_windows(
     corpus: TextCorpus, *, length: int, batch: int, limit: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    r"""The held-out part, once, in order: each of its bytes but the first is a label exactly once.
+    r"""Return windows of the held-out part in order; each byte but the first is one label.
 
     Args:
         corpus: the text.
         length: T, the number of bytes that a window predicts.
-        batch: B, the most windows in one batch.
-        limit: look at no more than this many labels, evenly spread over the held-out part, for a
-            quick estimate; None for all.
+        batch: B, the maximum number of windows in one batch.
+        limit: maximum number of labels, evenly spread over the held-out part, for a quick estimate;
+            None for all.
 
     Yields:
-        ``(inputs, labels)``, int64 ``[≤ B, T]``. The last window is filled up with zeros whose
-        labels are ``IGNORE``, so that every window has the same length.
+        ``(inputs, labels)``, int64 ``[≤ B, T]``. The last window is padded with zeros whose labels
+        are ``IGNORE``.
 
     Raises:
         ValueError: at the call, if a size is below 1.
@@ -250,8 +250,8 @@ def heldout_windows(
         >>> _ = Path("text.txt").write_text("\n\n".join(lines))
         >>> corpus = rc.tasks.load_text("text.txt")
         >>> windows = list(rc.tasks.heldout_windows(corpus, length=16, batch=2))
-        >>> asked = sum(int((labels != rc.tasks.IGNORE).sum()) for _, labels in windows)
-        >>> asked == len(corpus.heldout) - 1
+        >>> num_labels = sum(int((labels != rc.tasks.IGNORE).sum()) for _, labels in windows)
+        >>> num_labels == len(corpus.heldout) - 1
         True
     """
     validate("heldout_windows: length", int_check(1), length)
@@ -264,34 +264,34 @@ def heldout_windows(
     inputs = torch.cat([heldout[:-1], heldout.new_zeros(fill)]).view(count, length)
     labels = torch.cat([heldout[1:], heldout.new_full((fill,), IGNORE)]).view(count, length)
     if limit is not None and limit < count * length:
-        keep = max(1, limit // length)
-        chosen = torch.arange(keep) * count // keep
-        inputs, labels = inputs[chosen], labels[chosen]
+        num_selected = max(1, limit // length)
+        selected = torch.arange(num_selected) * count // num_selected
+        inputs, labels = inputs[selected], labels[selected]
     return zip(inputs.split(batch), labels.split(batch), strict=True)
 
 
 def _split(paragraphs: Iterable[str], *, source: str, limit: int | None) -> TextCorpus:
-    """Drop repeated paragraphs, stop at ``limit`` bytes, then share out by hash."""
+    """Drop repeated paragraphs, stop at ``limit`` bytes, and assign paragraphs by their hash."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     size = 0
     for paragraph in paragraphs:
         digest = _digest(paragraph)
-        if digest in seen:
+        if digest in digests:
             continue
-        seen.add(digest)
+        digests.add(digest)
         data = paragraph.encode("utf-8")
-        size += len(data) + len(_GAP)
+        size += len(data) + len(_SEPARATOR)
         if limit is not None and size > limit:
             break
-        share = int.from_bytes(digest[:8], "big") / 2**64
-        parts[share < _HELDOUT_SHARE].append(data)
-    train, heldout = (_GAP.join(part) for part in parts)
-    if len(train) < _SHORTEST_TRAIN or len(heldout) < _SHORTEST_HELDOUT:
+        fraction = int.from_bytes(digest[:8], "big") / 2**64
+        parts[fraction < _HELDOUT_FRACTION].append(data)
+    train, heldout = (_SEPARATOR.join(part) for part in parts)
+    if len(train) < _MIN_TRAIN or len(heldout) < _MIN_HELDOUT:
         raise ValueError(
-            f"load_text: {source} is too short: after dropping repeated paragraphs it gives "
+            f"load_text: {source} is too short: without repeated paragraphs it has "
             f"{len(train):,} bytes to train on and {len(heldout):,} to hold out, and at least "
-            f"{_SHORTEST_TRAIN:,} and {_SHORTEST_HELDOUT:,} are needed; give a longer text"
+            f"{_MIN_TRAIN:,} and {_MIN_HELDOUT:,} are needed; give a longer text"
         )
     return TextCorpus(
         train=_tensor(train),
@@ -302,27 +302,23 @@ def _split(paragraphs: Iterable[str], *, source: str, limit: int | None) -> Text
 
 
 def _digest(paragraph: str) -> bytes:
-    """The same for paragraphs that differ only in case, spacing, punctuation or numbers.
+    """Return a digest that ignores case, spacing, punctuation and numbers.
 
-    Documentation repeats itself with such small changes, and held-out text that is all but known
-    would flatter every model. A paragraph without letters is taken as it stands.
+    Documentation repeats paragraphs with such small changes. Without this digest, held-out text
+    would resemble training text. A paragraph without letters is hashed unchanged.
     """
     words = re.findall(r"[^\W\d_]+", paragraph.casefold())
     return hashlib.sha256(" ".join(words or paragraph.split()).encode("utf-8")).digest()
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """What empty lines set apart, without spaces at line ends, cut where it is too long."""
+    """Yield paragraphs between empty lines, without spaces at line ends; split long ones."""
     for block in re.split(r"\n(?:[^\S\n]*\n)+", text.replace("\r\n", "\n").replace("\r", "\n")):
         paragraph = "\n".join(line.rstrip() for line in block.splitlines()).strip("\n")
-        while len(paragraph) > _LONGEST:
-            head = paragraph[:_LONGEST]
-            # A line end in the second half is the best place, then a space, then anywhere.
-            cut = head.rfind("\n", _LONGEST // 2)
-            if cut < 0:
-                cut = head.rfind(" ", _LONGEST // 2)
-            if cut < 0:
-                cut = _LONGEST
+        while len(paragraph) > _MAX_PARAGRAPH:
+            # A line end in the second half comes first, then a space, then any character.
+            cuts = (paragraph.rfind(c, _MAX_PARAGRAPH // 2, _MAX_PARAGRAPH) for c in "\n ")
+            cut = next((cut for cut in cuts if cut >= 0), _MAX_PARAGRAPH)
             yield paragraph[:cut].rstrip()
             paragraph = paragraph[cut:].lstrip("\n")
         if paragraph.strip():
@@ -334,14 +330,14 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def _pair_counts(data: Tensor) -> Tensor:
-    """How often each byte follows each other: float64 [256, 256], rows are the first byte."""
+    """Return counts of pairs of bytes, float64 ``[256, 256]``; rows are the first byte."""
     pairs = data[:-1].long() * 256 + data[1:].long()
     return torch.bincount(pairs, minlength=256 * 256).view(256, 256).double()
 
 
 def _bits(counts: Tensor, strength: float, target: Tensor) -> float:
-    """Mean bits of the pairs counted in ``target`` under a bigram fitted to ``counts``."""
+    """Return the mean bits of the pairs in ``target`` under a bigram with ``counts``."""
     unigram = counts.sum(0) + 1
     unigram = unigram / unigram.sum()
-    chance = (counts + strength * unigram) / (counts.sum(1, keepdim=True) + strength)
-    return float(-(target * chance.log2()).sum() / target.sum())
+    probability = (counts + strength * unigram) / (counts.sum(1, keepdim=True) + strength)
+    return float(-(target * probability.log2()).sum() / target.sum())

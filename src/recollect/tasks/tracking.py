@@ -1,14 +1,14 @@
-"""Variables, and words that come often: three tasks of RULER (Hsieh et al. 2024) beside needles.
+"""Variable tracking and frequent words: three tasks of RULER (Hsieh et al. 2024).
 
-| task | text | question |
+| task | text | answer |
 |---|---|---|
-| variable tracking (VT) | ``VAR A = 12345``, ``VAR B = VAR A``, filler | which have the value |
-| common words (CWE) | a numbered list: ten words often, others seldom | the ten |
-| frequent words (FWE) | words whose counts fall as rank^(−α), and dots | the three most frequent |
+| variable tracking (VT) | ``VAR A = 12345``, ``VAR B = VAR A``, filler | variables with a value |
+| common words (CWE) | a numbered list of ten frequent and many rare words | the ten words |
+| frequent words (FWE) | words with counts ∝ rank^(−α), and dots | the three most frequent words |
 
-The structure follows RULER, words and sentences are our own: words are made of syllables, so that
-no model knows some better than others, and scores compare models with each other, not with
-RULER's. An answer names everything that is asked for, with a comma between two.
+The structure follows RULER. Words consist of random syllables, so that all words are equally
+unfamiliar to a model. Scores compare models with each other and not with RULER's. Answers are
+lists, with a comma between two entries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _SYLLABLES = tuple(a + b for a in "bdfgjklmnprstvz" for b in "aeiou")
-_DOTS = "...."  # the most frequent of all, and no word
+_DOTS = "...."  # the most frequent string, which does not count as a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class VariableConfig(Validated):
     """Chains of assignments.
 
     Args:
-        hops: assignments of one variable to another in a chain.
-        chains: how many; one is asked for.
-        length: bytes of the prompt with its answer.
+        hops: number of assignments of one variable to another in a chain.
+        chains: number of chains; the question is about one of them.
+        length: number of bytes of the prompt with its answer.
 
     Raises:
-        ValueError: a number out of range, naming it.
+        ValueError: a number is out of range; names the number.
 
     Examples:
         >>> config = rc.tasks.VariableConfig(hops=2, length=600)
@@ -62,16 +62,16 @@ class VariableConfig(Validated):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonWordsConfig(Validated):
-    """Words that come often in a list.
+    """Words that are common in a list.
 
     Args:
-        words: how many are common.
-        often: how often each of them comes.
-        seldom: how often each other word comes, less than ``often``.
-        length: bytes of the prompt with its answer, at most.
+        words: number of common words.
+        often: count of each common word.
+        seldom: count of each other word, less than ``often``.
+        length: maximum number of bytes of the prompt with its answer.
 
     Raises:
-        ValueError: a number out of range, naming it.
+        ValueError: a number is out of range; names the number.
 
     Examples:
         >>> config = rc.tasks.CommonWordsConfig(words=3, often=6, seldom=1, length=1024)
@@ -89,22 +89,22 @@ class CommonWordsConfig(Validated):
         validate(self.field_label("seldom"), int_check(1, self.often - 1), self.seldom)
 
     @property
-    def least(self) -> int:
-        """Bytes in which the common words fit, with a margin for the question."""
+    def min_length(self) -> int:
+        """Number of bytes for the common words, with a margin for the question."""
         return 300 + (self.often + 1) * self.words * 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentWordsConfig(Validated):
-    """Words whose counts fall with their rank.
+    """Words with counts that decrease with their rank.
 
     Args:
-        alpha: α > 1; a word of rank r comes N r^(−α) / ζ(α) times among N.
-        words: how many are asked for; the dots, which are of rank 1, are not among them.
-        length: bytes of the prompt with its answer, at most.
+        alpha: α > 1; a word of rank r has a count of N r^(−α) / ζ(α) among N words.
+        words: number of words in the answer, without the dots of rank 1.
+        length: maximum number of bytes of the prompt with its answer.
 
     Raises:
-        ValueError: a number out of range, naming it.
+        ValueError: a number is out of range; names the number.
 
     Examples:
         >>> config = rc.tasks.FrequentWordsConfig(words=2, length=1024)
@@ -124,12 +124,12 @@ def variable_prompts(
     """Draw prompts of variable tracking; text and answer have ``length`` bytes together.
 
     Args:
-        config: how many chains of how many hops.
-        batch: how many prompts.
+        config: configuration of the prompts.
+        batch: number of prompts.
         generator: the only source of randomness, on the CPU.
 
     Raises:
-        ValueError: a negative batch; a length that does not hold the assignments.
+        ValueError: ``batch`` is negative, or the length is too short for the assignments.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -146,31 +146,32 @@ def variable_prompts(
 def _variables(config: VariableConfig, dice: Dice) -> Prompt:
     names: list[str] = []
     numbers: list[str] = []
-    while len(names) < config.chains * (config.hops + 1):
+    num_variables = config.hops + 1
+    while len(names) < config.chains * num_variables:
         name = "".join(dice.one(string.ascii_uppercase) for _ in range(5))
         names += [name] if name not in names else []
     while len(numbers) < config.chains:
         value = str(10_000 + dice.below(90_000))
         numbers += [value] if value not in numbers else []
-    placed: list[tuple[float, str]] = []
-    for chain, value in enumerate(numbers):
-        own = names[chain * (config.hops + 1) :][: config.hops + 1]
-        lines = [f"VAR {own[0]} = {value}."]
-        lines += [f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(own)]
-        # Sorted: a variable is assigned only after the one that it is assigned.
-        placed += zip(sorted(dice.share() for _ in lines), lines, strict=True)
-    placed.sort(key=lambda one: one[0])
+    assignments: list[tuple[float, str]] = []
+    for index, value in enumerate(numbers):
+        chain = names[index * num_variables :][:num_variables]
+        lines = [f"VAR {chain[0]} = {value}."]
+        lines += [f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(chain)]
+        # Depths are sorted, because an assignment follows the assignment of its right side.
+        assignments += zip(sorted(dice.fraction() for _ in lines), lines, strict=True)
+    assignments.sort(key=lambda assignment: assignment[0])
     return hide(
-        [line for _, line in placed],
-        [depth for depth, _ in placed],
+        [line for _, line in assignments],
+        [depth for depth, _ in assignments],
         FILLER,
         start=0,
         head="Variables are assigned in this text. Follow the assignments.",
         question=(
-            f"Which variables have the value {numbers[0]}? The {config.hops + 1} variables with "
+            f"Which variables have the value {numbers[0]}? The {num_variables} variables with "
             f"the value {numbers[0]} are"
         ),
-        answer=f"{', '.join(names[: config.hops + 1])}.",
+        answer=f"{', '.join(names[:num_variables])}.",
         length=config.length,
     )
 
@@ -181,12 +182,12 @@ def common_words(
     """Draw prompts of common words; text and answer have at most ``length`` bytes together.
 
     Args:
-        config: how many words, how often they come.
-        batch: how many prompts.
+        config: configuration of the prompts.
+        batch: number of prompts.
         generator: the only source of randomness, on the CPU.
 
     Raises:
-        ValueError: a negative batch; a length that does not hold the common words.
+        ValueError: ``batch`` is negative, or the length is too short for the common words.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -206,22 +207,22 @@ def _common(config: CommonWordsConfig, dice: Dice) -> Prompt:
     known: set[str] = set()
     common = [_word(dice, known) for _ in range(config.words)]
     answer = f"{', '.join(common)}."
-    room = config.length - len(head) - len(question) - len(answer) - 3
-    listed = [word for word in common for _ in range(config.often)]
-    while _listed(len(listed) + config.seldom) <= room:
-        listed += [_word(dice, known)] * config.seldom
-    if _listed(len(listed)) > room:
+    max_bytes = config.length - len(head) - len(question) - len(answer) - 3
+    words = [word for word in common for _ in range(config.often)]
+    while _list_bytes(len(words) + config.seldom) <= max_bytes:
+        words += [_word(dice, known)] * config.seldom
+    if (missing := _list_bytes(len(words)) - max_bytes) > 0:
         raise ValueError(
-            f"common words: a length of {config.length} bytes does not hold {config.words} words "
-            f"{config.often} times; give at least {config.length + _listed(len(listed)) - room}"
+            f"common words: a length of {config.length} bytes is too short for {config.words} "
+            f"words, {config.often} times each; give at least {config.length + missing}"
         )
-    order = dice.order(len(listed))
-    items = " ".join(f"{place}. {listed[i]}" for place, i in enumerate(order, 1))
+    order = dice.order(len(words))
+    items = " ".join(f"{number}. {words[i]}" for number, i in enumerate(order, 1))
     return Prompt(text=f"{head} {items} {question}", answer=answer, places=())
 
 
-def _listed(count: int) -> int:
-    """Bytes of a numbered list of so many words: a word of six letters, a number, three signs."""
+def _list_bytes(count: int) -> int:
+    """Return the bytes of a numbered list: a word of six letters, a number and three signs each."""
     digits = sum(max(0, count - 10**k + 1) for k in range(len(str(count))))
     return digits + count * (6 + len(". ") + len(" ")) - 1
 
@@ -232,12 +233,12 @@ def frequent_words(
     """Draw prompts of frequent words; text and answer have at most ``length`` bytes together.
 
     Args:
-        config: how counts fall, how many words are asked for.
-        batch: how many prompts.
+        config: configuration of the prompts.
+        batch: number of prompts.
         generator: the only source of randomness, on the CPU.
 
     Raises:
-        ValueError: a negative batch; a length in which counts would be equal.
+        ValueError: ``batch`` is negative, or the length is too short for different counts.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -256,28 +257,29 @@ def frequent_words(
 def _frequent(config: FrequentWordsConfig, dice: Dice) -> Prompt:
     head = "Count how often each word of this text comes. Dots are no word."
     question = f"Which {config.words} words come most often? They are"
-    taken = len(head) + len(question) + 8 * config.words + 3
-    total = (config.length - taken) // 7  # a word of six letters and a space; dots are shorter
+    fixed = len(head) + len(question) + 8 * config.words + 3
+    total = (config.length - fixed) // 7  # a word of six letters and a space; dots are shorter
     zeta = sum(r**-config.alpha for r in range(1, total + 1))
     counts: list[int] = []
-    while (left := total - sum(counts)) > 0:
-        counts.append(min(left, max(1, int(total * (len(counts) + 1) ** -config.alpha / zeta))))
-    asked = counts[: config.words + 2]  # the dots, what is asked for, and the next after it
-    if len(asked) < config.words + 2 or len(set(asked)) < len(asked):
+    while (remainder := total - sum(counts)) > 0:
+        count = max(1, int(total * (len(counts) + 1) ** -config.alpha / zeta))
+        counts.append(min(remainder, count))
+    decisive = counts[: config.words + 2]  # the dots, the words of the answer, and the next word
+    if len(decisive) < config.words + 2 or len(set(decisive)) < len(decisive):
         raise ValueError(
-            f"frequent words: a length of {config.length} bytes is too short to tell the "
-            f"{config.words} most frequent from the next; give a longer one"
+            f"frequent words: a length of {config.length} bytes is too short for different counts "
+            f"of the {config.words + 1} most frequent words; give a longer one"
         )
     known: set[str] = set()
     words = [_DOTS, *(_word(dice, known) for _ in counts[1:])]
-    drawn = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
-    text = " ".join(drawn[i] for i in dice.order(len(drawn)))
+    tokens = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
+    text = " ".join(tokens[i] for i in dice.order(len(tokens)))
     answer = f"{', '.join(words[1 : config.words + 1])}."
     return Prompt(text=f"{head} {text} {question}", answer=answer, places=())
 
 
 def _word(dice: Dice, known: set[str]) -> str:
-    """A word of three syllables that is not known yet, and is then."""
+    """Return a new word of three syllables, and add it to the known words."""
     if len(known) >= len(_SYLLABLES) ** 3 // 2:
         raise ValueError(f"there are no more than {len(known):,} words: give a shorter length")
     while (word := "".join(dice.one(_SYLLABLES) for _ in range(3))) in known:

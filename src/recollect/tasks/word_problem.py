@@ -1,11 +1,12 @@
 """The word problem of a permutation group: the product of all permutations so far.
 
-S₃, S₅ and A₅ are groups of 3 and 5 items, parity is S₂: its two permutations are 0 and 1, and a
-product says whether the number of ones is odd. `word_config` gives them by name.
+S₃, S₅ and A₅ are groups of permutations of 3 and 5 items. Parity is S₂: its permutations are 0 and
+1, and a product is the parity of the number of ones. `word_config` returns them by name.
 
-A model that tracks it keeps a state that permutes n items. One generalised Householder factor per
-token is a reflection at best, and a rotation of S₃ is a product of two: a single layer of a delta
-rule cannot follow it, DeltaProduct with two steps per token can (Siems et al. 2025, section 3).
+The state of a correct model permutes n items. One generalised Householder factor per token is a
+reflection at best, and a rotation of S₃ is a product of two reflections. So a single layer of a
+delta rule cannot track S₃, and DeltaProduct with two steps per token can (Siems et al. 2025,
+section 3).
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class WordConfig(Validated):
     """Words over Sₙ or Aₙ.
 
     Attributes:
-        items: n; 3 gives six permutations.
-        length: permutations per word. A token that begins the word stands before them.
-        group: ``"symmetric"``, all permutations, or ``"alternating"``, the even ones.
+        items: n; S₃ has six permutations.
+        length: number of permutations per word, after an initial token.
+        group: ``"symmetric"``, all permutations, or ``"alternating"``, the even permutations.
 
     Raises:
-        ValueError: a size below one, or another group.
+        ValueError: a size is below one, or the group is unknown.
 
     Examples:
         >>> config = rc.tasks.WordConfig(items=3, length=4)
         >>> inputs, labels = rc.tasks.word_batch(config, 2, torch.Generator().manual_seed(0))
-        >>> inputs.shape  # the token that begins a word, and four permutations
+        >>> inputs.shape  # the initial token, and four permutations
         torch.Size([2, 5])
     """
 
@@ -48,7 +49,7 @@ class WordConfig(Validated):
 
     @property
     def vocab(self) -> int:
-        """Tokens: the permutations, and the one that begins a word."""
+        """Number of tokens: the permutations, and the initial token."""
         return len(permutations(self.items, self.group)) + 1
 
 
@@ -67,10 +68,10 @@ def word_config(name: str, length: int = 32) -> WordConfig:
 
     Args:
         name: ``"parity"``, ``"S3"``, ``"S4"``, ``"S5"``, ``"A4"`` or ``"A5"``.
-        length: permutations per word.
+        length: number of permutations per word.
 
     Raises:
-        ValueError: another name, listing these.
+        ValueError: the name is unknown; lists the names.
 
     Examples:
         >>> config = rc.tasks.word_config("S3", length=8)
@@ -84,8 +85,8 @@ def word_config(name: str, length: int = 32) -> WordConfig:
 
 def permutations(items: int, group: str = "symmetric") -> list[tuple[int, ...]]:
     """Return the permutations of a group in lexicographic order, the identity first."""
-    everything = itertools.permutations(range(items))
-    return [p for p in everything if group == "symmetric" or _is_even(p)]
+    symmetric = itertools.permutations(range(items))
+    return [p for p in symmetric if group == "symmetric" or _is_even(p)]
 
 
 def _is_even(p: tuple[int, ...]) -> bool:
@@ -110,12 +111,12 @@ def word_batch(config: WordConfig, batch: int, generator: torch.Generator) -> tu
         generator: the only source of randomness.
 
     Returns:
-        inputs ``[batch, length + 1]``: the beginning (the last token), then indices of
-        permutations p_1, p_2, …
-        labels: the index of p_t ∘ … ∘ p_1, and :data:`IGNORE` at the beginning.
+        inputs ``[batch, length + 1]``: the initial token (the last of the vocabulary), then
+        indices of permutations p_1, p_2, …
+        labels: the index of p_t ∘ … ∘ p_1, and :data:`IGNORE` at the initial token.
 
     Raises:
-        ValueError: a negative batch.
+        ValueError: ``batch`` is negative.
 
     Examples:
         >>> draw = torch.Generator().manual_seed(0)
@@ -132,5 +133,5 @@ def word_batch(config: WordConfig, batch: int, generator: torch.Generator) -> tu
     for p in picks.unbind(1):
         product = compose[p, product]
         labels.append(product)
-    begin = torch.full((batch, 1), size)
-    return torch.cat([begin, picks], dim=1), torch.stack(labels, dim=1)
+    initial = torch.full((batch, 1), size)
+    return torch.cat([initial, picks], dim=1), torch.stack(labels, dim=1)

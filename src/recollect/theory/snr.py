@@ -74,7 +74,12 @@ class Sampled:
     trials: int
 
     def is_within(self, expected: float, *, errors: float = 5.0) -> bool:
-        """Whether the mean and ``expected`` differ by at most ``errors`` standard errors."""
+        """Whether the mean is close to an expected value.
+
+        Args:
+            expected: Value to compare with the mean.
+            errors: Maximum difference in standard errors.
+        """
         return abs(self.value - expected) <= errors * self.error
 
 

@@ -152,7 +152,7 @@ def _prompt_task(
 def _common_words_config(*, length: int, **config: Any) -> CommonWordsConfig:
     """Return RULER's 30 times of each common word and 3 of each other, or 10 and 1 if too long."""
     full = CommonWordsConfig(**config, length=length)
-    if full.least <= length:
+    if full.min_length <= length:
         return full
     return CommonWordsConfig(**config | {"often": 10, "seldom": 1}, length=length)
 

@@ -281,7 +281,7 @@ def story_batch(
         vocabulary,
         map(_story_question, stories(config, batch, generator)),
         _background(vocabulary, "text", heldout),
-        lambda count: sorted(draw.share() for _ in range(count)),
+        lambda count: sorted(draw.fraction() for _ in range(count)),
         draw,
         length,
     )
