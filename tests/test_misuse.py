@@ -285,9 +285,21 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
         "Probe.*MLP is not linear",
         lambda: rc.Recipe(memory=MLP(), bias=rc.bias.L2(probe=rc.bias.Probe())),
     ),
-    "a probe with momentum": (
+    "a probe with momentum of a batch": (
         "Probe needs algorithm.GradientDescent.*Momentum",
-        lambda: rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=Momentum()),
+        lambda: rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=Momentum(batch_size=2)),
+    ),
+    "a probe with momentum over a kernel": (
+        "Probe with features.Exponential.* needs algorithm.GradientDescent",
+        lambda: rc.Recipe(
+            bias=rc.bias.L2(probe=rc.bias.Probe()),
+            features=rc.features.Exponential(),
+            algorithm=Momentum(),
+        ),
+    ),
+    "normalised steps with an outer rate": (
+        "outer_lr changes it",
+        lambda: rc.Recipe(algorithm=Momentum(normalized_steps=True, outer_lr="input")),
     ),
     "a probe with an implicit step": (
         "Probe needs algorithm.GradientDescent.*Implicit",

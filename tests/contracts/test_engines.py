@@ -191,6 +191,8 @@ def _structures() -> dict[str, rc.Recipe]:
         ("normalized", Normalized(lr="input")),
         ("rate per value", GD(per="value")),
         ("momentum, rate per value", Momentum(per="value")),
+        ("momentum, outer rate", Momentum(outer_lr="input")),
+        ("momentum of the value, outer rate", Momentum(momentum_on="value", outer_lr=0.7)),
         ("static rate", GD(lr="learned")),
         ("log rate", GD(lr="log_input")),
     ):

@@ -22,7 +22,23 @@ def recipe(
     )
 
 
-RECIPES = {
+def with_momentum(probe: rc.bias.Probe, on: str = "gradient", **options: str) -> rc.Recipe:
+    algorithm = rc.algorithm.Momentum(momentum_on=on, outer_lr="input", **options)
+    return rc.Recipe(bias=rc.bias.L2(probe=probe), retention=Decay(), algorithm=algorithm)
+
+
+MOMENTUM = {
+    "momentum": with_momentum(Probe()),
+    "momentum of the value": with_momentum(Probe(), "value"),
+    "momentum along the probe": with_momentum(Probe(write="probe")),
+    "momentum of the value, along the probe": with_momentum(Probe(write="probe"), "value"),
+    "momentum, a rate per key channel": with_momentum(Probe(at="key", per="key")),
+    "momentum, a rate per value channel": with_momentum(Probe(), per="value"),
+    "momentum, a decay per key channel": with_momentum(Probe()).replace(
+        retention=Decay(per="key", when="before")
+    ),
+}
+RECIPES = MOMENTUM | {
     "at the token": recipe(Probe()),
     "at the key": recipe(Probe(at="key"), "head", when="after"),
     "without a rate": recipe(Probe(rate=1.0)),
@@ -34,7 +50,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_rate_per_value_channel_next_to_a_probe(name: str) -> None:
+def test_probes_with_rates_and_momentum(name: str) -> None:
     one = RECIPES[name]
     g = torch.Generator().manual_seed(0)
     sizes = one.axes(K, V)
@@ -45,6 +61,8 @@ def test_a_rate_per_value_channel_next_to_a_probe(name: str) -> None:
     q, k, v = (draw(B, T, H, size) - 0.5 for size in (K, K, V))
     gates = {gate.name: draw(B, T, H, *(sizes[axis] for axis in gate.axes)) for gate in one.gates()}
     gates["log_decay"] = -0.2 * gates["log_decay"]
+    if "momentum" in gates:
+        gates["momentum"] = 0.9 * gates["momentum"]
     inputs = [x.requires_grad_() for x in (q, k, v, *gates.values())]
     results = []
     for engine in ("linear", "reference"):

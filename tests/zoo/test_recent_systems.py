@@ -36,7 +36,7 @@ def column(number: Tensor, t: int) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    return functional.normalize(x, dim=-1)
+    return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
 
 
 def decay(made: rc.MemoryLayer, x: Tensor, name: str = "log_decay") -> Tensor:
@@ -87,6 +87,20 @@ def efla(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
         M = (torch.cat([M, v[:, t].unsqueeze(-1)], -1) @ flow)[..., :size]
         outputs.append(read(M, q[:, t]))
     return torch.stack(outputs, 1), M
+
+
+def momentum_delta_rule(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """M = μ M + η k (α p S − v), S = α S − β M, o = (q − D k) S, transposed, p = k."""
+    (q, k, v), alpha = unit_inputs(module, x), decay(module, x)
+    eta, beta, mu = (gate(module, name, x).sigmoid() for name in ("lr", "outer_lr", "momentum"))
+    mu = (1 - 1e-6) * mu  # below 1
+    S, M, outputs = zeros(module, x), zeros(module, x), []
+    for t in range(x.shape[1]):
+        error = column(alpha, t) * outer(read(S, k[:, t]), k[:, t]) - outer(v[:, t], k[:, t])
+        M = column(mu, t) * M + 2 * column(eta, t) * error
+        S = column(alpha, t) * S - column(beta, t) * M
+        outputs.append(read(S, q[:, t] - module.ties.factors["q"] * k[:, t]))
+    return torch.stack(outputs, 1), S
 
 
 def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,6 +222,7 @@ LOOPS: dict[str, Loop] = {
     "preconditioned_gated_delta_net": preconditioned,
     "preconditioned_kda": preconditioned,
     "erase_then_delta": erase_then_delta,
+    "momentum_delta_rule": momentum_delta_rule,
     "mamba3": mamba3,
     "falcon_1": falcon,
     "falcon_2": falcon,

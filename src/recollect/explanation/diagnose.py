@@ -336,7 +336,8 @@ class _DiagnosisRun:
                 for name, has_axis in bias.quantity_axes.items()
             },
         )
-        steps = {name: rates[name] for name in ("lr", "momentum", "window") if name in rates}
+        names = ("lr", "momentum", "outer_lr", "window")
+        steps = {name: rates[name] for name in names if name in rates}
         W = [w.to(dtype) for w in state.weights]
         return top_eigenvalue(self.recipe, W, points, self.params, steps).mean(0).float().cpu()
 

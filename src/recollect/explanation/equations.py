@@ -7,6 +7,8 @@ Each line is composed of the signed terms that the members state
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any, cast
 
 from recollect.choices.algorithm.normalized_steps import EPS, effective_batch_size, measures_overlap
 from recollect.choices.equation_terms import (
@@ -159,6 +161,12 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     if recipe.bias.probe is not None:
         erase, write = _probe_terms(recipe, point)
         lines, step = (), (*erase, *write)
+        if algorithm.slots:  # the terms have their rates
+            assert algorithm.rate_field is not None
+            terms = tuple(-term for term in step)
+            gradient = Gradient(terms=terms, compact=terms, erase=terms[:1], write=terms[1:])
+            unit_rate = replace(cast(Any, algorithm), **{algorithm.rate_field: 1.0})
+            lines, step = unit_rate.update_equations(gradient, at)
     else:
         gradient = _gradient(recipe, point)
         lines, step = algorithm.update_equations(gradient, at)

@@ -60,7 +60,7 @@ def top_eigenvalue(
         W: weights ``[B, H, out, in]`` at the start of the batch.
         points: associations of the batch, ``[B, H, R, ·]``.
         params: params of the memory.
-        rates: ``"lr"``, ``"momentum"`` and ``"window"``, if the recipe has them,
+        rates: ``"lr"``, ``"momentum"``, ``"outer_lr"`` and ``"window"``, if the recipe has them,
             ``[B, H, R, ...]``.
     """
     memory = recipe.memory
@@ -88,6 +88,8 @@ def top_eigenvalue(
         rate = rate * (recipe.context.horizon or 1)
     if "momentum" in rates:
         rate = rate / (1 - rates["momentum"])
+    if "outer_lr" in rates:
+        rate = rate * rates["outer_lr"]
     if recipe.algorithm.reduction == "mean":
         rate = rate / R
     root = rate.clamp_min(0).sqrt()

@@ -112,7 +112,7 @@ def _single_token_batch(recipe: Recipe) -> Recipe:
 def _no_momentum(recipe: Recipe) -> Recipe:
     """θ = 0 is gradient descent."""
     a = recipe.algorithm
-    if isinstance(a, Momentum) and a.momentum == 0.0:
+    if isinstance(a, Momentum) and a.momentum == 0.0 and not a.has_outer_lr:
         plain = GradientDescent(
             batch_size=a.batch_size,
             lr=a.lr,

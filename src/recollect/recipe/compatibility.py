@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NAME_OWNERS = {
     "lr": ("algorithm", "rate"),
     "momentum": ("algorithm", "momentum"),
+    "outer_lr": ("algorithm", "rate"),
     "offset": ("algorithm", "other"),
     "ridge": ("algorithm", "ridge"),
     "window": ("context", "rate"),
@@ -102,11 +103,12 @@ def _kernel_rows_conflicts(recipe: Recipe) -> Iterator[str]:
             "retention.Keep() or Decay(per='head')"
         )
     is_supported = algorithm.recursion in ("none", "gradient") and algorithm.reduction == "sum"
-    if not is_supported or algorithm.per_value:
+    if not is_supported or algorithm.per_value or algorithm.has_outer_lr:
         yield (
             f"{subject}, so a step must be a multiple of the gradient, and that of "
             f"{algorithm.title} is not: use algorithm.GradientDescent() or "
-            "Momentum(momentum_on='gradient') with one rate per head and reduction='sum'"
+            "Momentum(momentum_on='gradient') with one rate per head, outer_lr=1.0 and "
+            "reduction='sum'"
         )
     if read.when != "after" or read.bonus != 0.0 or read.normalize not in ("none", "sum"):
         yield f"{subject}: use memory.Read(normalize='none') or 'sum', not memory.{read.brief}"

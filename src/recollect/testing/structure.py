@@ -235,7 +235,9 @@ def check_recursion(algorithm: Algorithm) -> str | None:
         for name in algorithm.slots
     }
     lr, theta = torch.full((1, 1, 1, 1), 0.7).double(), torch.full((1, 1, 1, 1), 0.6).double()
-    inputs = Step(gradient=g, write=write, lr=lr, momentum=theta, count=torch.ones_like(lr))
+    beta = torch.full((1, 1, 1, 1), 0.8).double() if "outer_lr" in algorithm.quantity_axes else 1.0
+    one = torch.ones_like(lr)
+    inputs = Step(gradient=g, write=write, lr=lr, momentum=theta, count=one, outer_lr=beta)
     new, step = algorithm.update(slots, inputs)
     declared, shapes = ({name: x.shape for name, x in values.items()} for values in (slots, new))
     has_slots = shapes == declared
@@ -250,8 +252,10 @@ def check_recursion(algorithm: Algorithm) -> str | None:
     else:
         of_gradient = recursion == "gradient"
         equation = "S = θ S − η g" if of_gradient else "S = θ S − η g of the write only"
+        equation += ", and adds β S"
         S = theta * slots["momentum"] - lr * (g if of_gradient else write)
-        results, expected = [new["momentum"], step], [S, S if of_gradient else S - lr * (g - write)]
+        moved = beta * S if of_gradient else beta * S - lr * (g - write)
+        results, expected = [new["momentum"], step], [S, moved]
     require_equal(
         torch.cat(results),
         torch.cat(expected),

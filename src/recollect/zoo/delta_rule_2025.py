@@ -11,6 +11,7 @@ Examples:
     preconditioned_gated_delta_net  preconditioned Gated DeltaNet
     preconditioned_kda              preconditioned Kimi Delta Attention
     erase_then_delta                Erase-then-Delta attention
+    momentum_delta_rule             Momentum DeltaNet
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from recollect.choices.algorithm.descent import Flow, GradientDescent
+from recollect.choices.algorithm.descent import Flow, GradientDescent, Momentum
 from recollect.choices.bias.base import Probe
 from recollect.choices.bias.losses import L2
 from recollect.choices.retention.base import Decay
@@ -34,6 +35,7 @@ __all__ = [
     "erase_then_delta",
     "gated_delta_net_2",
     "kimi_delta_attention",
+    "momentum_delta_rule",
     "preconditioned_gated_delta_net",
     "preconditioned_kda",
     "q_delta",
@@ -230,3 +232,30 @@ def erase_then_delta() -> tuple[Recipe, LayerOptions]:
     """One direction is erased before the delta rule writes along another."""
     recipe = Recipe(algorithm=GradientDescent(updates_per_token=2), retention=_HEAD)
     return recipe, LayerOptions(zero_values=1)
+
+
+@preset(
+    "Momentum DeltaNet",
+    rule="S_t = μ_t S_(t−1) − η_t (α_t M_(t−1) k_t − v_t) k_tᵀ,  M_t = α_t M_(t−1) + β_t S_t,  "
+    "y_t = M_t (q_t − D k_t)",
+    references=(
+        Paper(
+            "Huang et al., MDN: parallelizing stepwise momentum for delta linear attention", 2026
+        ).at("arXiv 2605.05838"),
+    ),
+    fidelity=exact(
+        "the stepwise momentum rule in the form of flash-linear-attention's layer",
+        logsigmoid_decay=True,
+        gates="All four rates are separate gates, η_t in (0, 2).\n"
+        "The published layer scales β_t by sin²θ_t and α_t by cos²θ_t, tan θ_t = ξ η_t.",
+        query_key_norm="The query is corrected after queries and keys have unit length.",
+        common_layer=True,
+    ),
+)
+def momentum_delta_rule() -> tuple[Recipe, LayerOptions]:
+    """Gradients of the delta rule accumulate, and the sum enters the memory at a second rate."""
+    recipe = Recipe(retention=_HEAD, algorithm=Momentum(outer_lr="input"))
+    return recipe, LayerOptions(
+        gate_options={"lr": GateOptions(low=0.0, high=2.0, init=1.0)},
+        ties=(Tie(target="q", source="k", rule="difference"),),
+    )

@@ -8,8 +8,8 @@ Examples:
     ttt_linear ttt_mlp titans titans_minus moneta yaad memora dla omega_net atlas atlas_plus_plus
     deep_transformer swdt dot
     >>> rc.zoo.get("titans", variant="published").recipe.algorithm
-    Momentum(batch_size=1, lr='input', momentum='input', momentum_on='gradient', per='head',
-             normalized_steps=False, batch_overlap='worst_case')
+    Momentum(batch_size=1, lr='input', momentum='input', momentum_on='gradient', outer_lr=1.0,
+             per='head', normalized_steps=False, batch_overlap='worst_case')
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Step:
             context), if the bias is affine.
         lr, momentum: η_t and θ_t; 1 and 0 if the algorithm does not declare them.
         count: index of this token in its document, from 1, ``[B, 1, 1, 1]``.
+        outer_lr: rate at which accumulated steps enter the memory.
 
     Examples:
         >>> one = torch.ones(1, 1, 1, 1)
@@ -52,6 +53,7 @@ class Step:
     lr: Tensor
     momentum: Tensor
     count: Tensor
+    outer_lr: Tensor | float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +111,9 @@ class Algorithm(Member):
     """Rule that turns inner gradients into steps of the memory.
 
     Engines read quantities by name. The rate η is ``"lr"``, per head or with ``axes=("V",)`` per
-    value channel, and 1 if it is not declared. θ of `Step.momentum` is ``"momentum"``, λ of a
-    solver is ``"ridge"``. Other quantities raise an error.
+    value channel, and 1 if it is not declared. θ of `Step.momentum` is ``"momentum"``,
+    `Step.outer_lr` is ``"outer_lr"``, λ of a solver is ``"ridge"``. Other quantities raise an
+    error.
 
     Attributes:
         batch_size: b, number of tokens whose gradients are taken at the same W°.
@@ -198,10 +201,16 @@ class Algorithm(Member):
     def recursion(self) -> str | None:
         """Linear recursion that `update` implements.
 
-        ``"none"``: −η g; ``"gradient"``: S = θS − ηg; ``"value"``: θ on the write only. ``None``
-        for other rules, and by default if `update` is overridden.
+        ``"none"``: −η g; ``"gradient"``: S = θS − ηg; ``"value"``: θ on the write only. The last
+        two add `Step.outer_lr` times S to the memory. ``None`` for other rules, and by default if
+        `update` is overridden.
         """
         return "none" if type(self).update is Algorithm.update else None
+
+    @property
+    def has_outer_lr(self) -> bool:
+        """Whether accumulated steps enter the memory at a rate other than 1."""
+        return self.is_active("outer_lr", 1.0)
 
     @property
     def accumulator(self) -> str | None:
@@ -390,6 +399,8 @@ class Algorithm(Member):
         used = {"lr", "log_lr", "offset", "ridge"}
         if type(self).update is not Algorithm.update:
             used |= {"momentum"}
+        if self.recursion in ("gradient", "value"):
+            used |= {"outer_lr"}
         for name in sorted(axes.keys() - used):
             yield (
                 f"{title} declares the quantity {name!r}, which steps do not use: declare a "
@@ -401,8 +412,14 @@ class Algorithm(Member):
                 f"{title} has a rate with axes {self._rate_axes}: use one rate per head, or one "
                 "per value channel with axes=('V',) if it does not depend on the key"
             )
-        if axes.get("momentum"):
-            yield f"{title} has a momentum with axes {axes['momentum']}: use one per head"
+        for name in ("momentum", "outer_lr"):
+            if axes.get(name):
+                yield f"{title} has a {name} with axes {axes[name]}: use one per head"
+        if self.has_outer_lr and self.uses_normalized_steps:
+            yield (
+                f"{title}(normalized_steps=True) takes steps of a known size, and outer_lr changes "
+                "it: use outer_lr=1.0, or normalized_steps=False"
+            )
 
     def _keyed_rate_errors(self, recipe: Recipe) -> Iterator[str]:
         """Yield conflicts of a rate that depends on κ(k, k), which solves for one association."""

@@ -159,7 +159,7 @@ class GradientDescent(Descent):
 
 @member
 class Momentum(Descent):
-    """S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + S_t (Titans).
+    """S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + β_t S_t (Titans; β = 1 by default).
 
     ``normalized_steps`` scales the gradients of associations as in `GradientDescent`.
 
@@ -167,6 +167,9 @@ class Momentum(Descent):
         momentum: θ in [0, 1): the gate ``"momentum"``, a constant or a param.
         momentum_on: ``"gradient"``, or ``"value"`` for momentum on the write only (DeltaNet +
             momentum, AM T2): C_t = θ C_{t−1} + η v kᵀ, with immediate erasure.
+        outer_lr: β ≥ 0, rate at which S enters the memory: the gate ``"outer_lr"``, a constant or a
+            param. With another value than 1, memories that are not linear run on the reference
+            engine, and steps cannot be normalised.
         normalized_steps: whether to scale every association's gradient by ρ, write and erasure
             alike.
         batch_overlap: as in `GradientDescent`.
@@ -185,6 +188,7 @@ class Momentum(Descent):
         "input", at_least=0, below=1, init=0.9, letter="θ", role="momentum"
     )
     momentum_on: str = option("gradient", "value")
+    outer_lr: float | str = quantity(1.0, at_least=0, init=0.5, letter="β", role="rate")
     per: str = option("head", "value")
     normalized_steps: bool = flag(False)
     batch_overlap: str = option("worst_case", "measured")
@@ -202,20 +206,21 @@ class Momentum(Descent):
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
         if self.momentum_on == "gradient":
             S = step.momentum * slots["momentum"] - step.lr * step.gradient
-            return {"momentum": S}, S
+            return {"momentum": S}, step.outer_lr * S
         assert step.write is not None  # requires() admits affine errors only
         S = step.momentum * slots["momentum"] - step.lr * step.write
-        return {"momentum": S}, S - step.lr * (step.gradient - step.write)
+        return {"momentum": S}, step.outer_lr * S - step.lr * (step.gradient - step.write)
 
     def update_equations(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
         eta = self.rate_factor_text(at)
         decayed = Term(("S_(t−1)",)).times(self.symbol("momentum", at))
+        moved = Term(("S_t",)).times(self.symbol("outer_lr", at))
         if self.momentum_on == "gradient":
             line = render_sum((decayed, *gradient.scaled(eta, -1.0, compact=True)))
-            return (f"S_t = {line}",), (Term(("S_t",)),)
+            return (f"S_t = {line}",), (moved,)
         line = render_sum((decayed, *(term.times(eta, -1.0) for term in gradient.write)))
         erased = tuple(term.times(eta, -1.0) for term in gradient.erase)
-        return (f"S_t = {line}",), (*erased, Term(("S_t",)))
+        return (f"S_t = {line}",), (*erased, moved)
 
 
 class _KeyDependentRate(Descent):

@@ -30,6 +30,8 @@ _PARAMETERS = "prediction, value, gates"
 class Probe(Member):
     """Separate erasure and write: A ← αA − (A w) bᵀ + η v kᵀ, with an erase key w.
 
+    Under `recollect.algorithm.Momentum`, both are parts of S, or the write alone.
+
     Its gates belong to the association. Each of several associations per token has its own gates.
 
     Args:
@@ -121,14 +123,18 @@ class Probe(Member):
         yield from self._kernel_conflicts(recipe)
         algorithm = recipe.algorithm
         if (
-            algorithm.slots
-            or not algorithm.linear
+            algorithm.recursion is None
             or algorithm.batch_size != 1
             or algorithm.rate_depends_on_key
         ):
             yield (
-                "bias.Probe needs algorithm.GradientDescent() token by token (batch_size=1), not "
-                f"{recipe.algorithm.title}"
+                "bias.Probe needs algorithm.GradientDescent() or Momentum() token by token "
+                f"(batch_size=1), not {recipe.algorithm.title}"
+            )
+        if algorithm.slots and not recipe.features.finite:
+            yield (
+                f"bias.Probe with {recipe.features.title} needs algorithm.GradientDescent(), not "
+                f"{algorithm.title}"
             )
 
     def _kernel_conflicts(self, recipe: Recipe) -> Iterator[str]:

@@ -6,7 +6,7 @@ of a chunk with initial values A°, S° is
     A_t = a_t A° + m_t S° + Σ_i E[t, i] (contribution of step i),   E = P^α diag(σ) P^θ,
     a = cumprod(α),   m = P^α (σ ⊙ cumprod(θ)),
 
-with σ = 0 at padded tokens and 1 at real tokens (without momentum E = P^α). Letters follow
+with σ the outer rate of momentum, 0 at padded tokens (without momentum E = P^α). Letters follow
 `recollect.typing`: inputs per token ``[..., C]``, matrices ``[..., C, C]``.
 """
 
@@ -171,14 +171,14 @@ class Coefficients:
 
 
 def coefficients(
-    log_decay: Tensor | None, theta: Tensor | None, token_mask: Tensor | None, like: Tensor
+    log_decay: Tensor | None, theta: Tensor | None, outer_lr: Tensor | None, like: Tensor
 ) -> Coefficients:
     """Return all coefficients of chunks ``[..., C]``.
 
     Args:
         log_decay: Log decay per token, 0 at padded tokens, or ``None``.
         theta: Momentum per token, 1 at padded tokens, or ``None``.
-        token_mask: 1 at real tokens and 0 at padded tokens, or ``None``.
+        outer_lr: σ, the rate at which S enters A, 0 at padded tokens, or ``None`` for 1.
         like: Tensor ``[..., C]`` of the working dtype.
     """
     C = like.shape[-1]
@@ -194,13 +194,13 @@ def coefficients(
     # The backward pass of torch.cumprod synchronises with the device to find zeros.
     momentum = products(theta)
     initial_weights = theta[..., :1] * momentum[..., 0]
-    masked_decay = P if token_mask is None else P * token_mask.unsqueeze(-2)
+    scaled_decay = P if outer_lr is None else P * outer_lr.unsqueeze(-2)
     return Coefficients(
         a=a,
-        E=masked_decay @ momentum,
+        E=scaled_decay @ momentum,
         P=P,
         alpha=alpha,
-        m=(masked_decay @ initial_weights.unsqueeze(-1)).squeeze(-1),
+        m=(scaled_decay @ initial_weights.unsqueeze(-1)).squeeze(-1),
         theta=momentum,
         theta_end=initial_weights[..., -1],
     )

@@ -82,6 +82,8 @@ class DeepEngine(Engine):
         decay = recipe.retention.decay
         if decay is not None and decay.per == "entry" and decay.is_input_scaled:
             reasons.append(f"{recipe.retention.title} has separate factors of a decay per entry")
+        if algorithm.has_outer_lr:
+            reasons.append(f"{algorithm.title} has a rate between its momentum and the memory")
         if algorithm.update_every == "batch" and algorithm.accumulator is None:
             reasons.append(f"{algorithm.title} declares no accumulator for a batch")
         return reasons

@@ -73,7 +73,8 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens |= _window_rows(p, tokens.pop("window"))
     if p.momentum is not None:
         mask = p.lr.new_ones(p.lr.shape) if p.token_mask is None else p.token_mask.unsqueeze(-1)
-        tokens["token_mask"] = mask.expand(p.lr.shape).to(p.lr.dtype)
+        mask = mask.expand(p.lr.shape).to(p.lr.dtype)
+        tokens["outer_lr"] = mask if p.outer_lr is None else mask * p.outer_lr
     # On a GPU launches cost more than memory: use one group.
     chunks = max(1, GROUP // (B * H * C * tokens["k"].shape[3])) if cpu else -(-T // C)
     equations = ChunkEquations(
@@ -82,6 +83,7 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         affine=p.affine,
         decays_first=p.decays_first,
         separate=p.erase is not None or (p.momentum is not None and p.momentum_on == "value"),
+        momentum_on=p.momentum_on,
     )
     states = p.A0 if p.S0 is None else torch.cat([p.A0, p.S0], dim=-1)
     y, Z = run_chunks(equations.layout, equations, states.mT.flatten(0, 1), *tokens.values())
@@ -224,6 +226,7 @@ class ChunkEquations:
     affine: tuple[float, float]
     decays_first: bool
     separate: bool  # whether erasure and writes differ
+    momentum_on: str
 
     def __call__(self, *tokens: Tensor) -> ChunkOperands:
         x, split, (a, b) = (
@@ -252,7 +255,8 @@ class ChunkEquations:
             probe = steps.read(probe, before_write=True)
             c = -(steps.products(probe, writes) @ c)
             if "erase" in x:
-                writes = steps.write(split(x["erase"].unsqueeze(3)), a, bypass=True)
+                bypass = self.momentum_on == "value"
+                writes = steps.write(split(x["erase"].unsqueeze(3)), a, bypass=bypass)
             else:
                 writes = steps.write(keys, a * weight, bypass=True)
         else:
@@ -274,7 +278,7 @@ class ChunkEquations:
         theta = scalars("momentum", fill=1.0)
         log_decay = scalars("log_decay") if "log_decay" in x else None
         # Padding of the last chunk must not add S to A.
-        table = coefficients(log_decay, theta, scalars("token_mask"), theta)
+        table = coefficients(log_decay, theta, scalars("outer_lr"), theta)
         return _Momentum(self.layout.C, table, x["k"].shape[-1], decays_first=self.decays_first)
 
     def _fixed_writes(

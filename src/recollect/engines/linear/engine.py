@@ -358,6 +358,7 @@ def _split_values(p: LinearProblem) -> LinearProblem:
         log_decay_value=None,
         decay_scale=None,
         momentum=_repeat_per_value(p.momentum, V),
+        outer_lr=_repeat_per_value(p.outer_lr, V),
         window=_repeat_per_value(p.window, V),
         past=past,
         probe=_repeat_per_value(p.probe, V),
@@ -399,6 +400,7 @@ def solve_vector(problem: Problem, p: LinearProblem) -> Solved:
         log_decay=None if decay is None else channels(decay),
         log_decay_value=None,
         momentum=_repeat_per_value(p.momentum, V),
+        outer_lr=_repeat_per_value(p.outer_lr, V),
         window=_repeat_per_value(p.window, V),
         past=past,
     )

@@ -36,9 +36,10 @@ class LinearProblem:
 
         g_t = Σ_i γ_(t,i) (a P_t k_i − b v_i) k_iᵀ
         S_t = θ_t S_{t−1} − η_t g_t           (momentum_on="value": on the part −b v kᵀ only)
-        A_t = D_t A_{t−1} + S_t               (no momentum: D_t A_{t−1} − η_t g_t)
+        A_t = D_t A_{t−1} + σ_t S_t           (no momentum: D_t A_{t−1} − η_t g_t)
         A_t = D_t A_{t−1} − a (P_t w_t) e_tᵀ + η_t b v_t k_tᵀ       with a probe w and direction e
         A_t = D_t A_{t−1} − η_t (a P_t w_t − b v_t) k_tᵀ            with a probe w alone
+        (with momentum, these steps are the −η_t g_t of S_t)
         y_t = A_t q_t
 
     Attributes:
@@ -51,6 +52,7 @@ class LinearProblem:
         decay_scale: factor a ≥ 0 ``[H, V, F]`` of a log decay over entries, with log_decay
             ``[B, T, H, V]`` as the other factor.
         momentum: θ in [0, 1), ``[B, T, H]``.
+        outer_lr: σ ≥ 0, ``[B, T, H]``, or ``None`` for 1; used with momentum.
         window: γ ``[B, T, H, c]``, entry m for association t − m.
         past: associations before the first token, or ``None``.
         probe, erase: w and e, ``[B, T, H, F]``, or ``None``.
@@ -71,6 +73,7 @@ class LinearProblem:
     log_decay_value: Tensor | None = None
     decay_scale: Tensor | None = None
     momentum: Tensor | None = None
+    outer_lr: Tensor | None = None
     window: Tensor | None = None
     past: Past | None = None
     probe: Tensor | None = None
@@ -91,6 +94,7 @@ class LinearProblem:
             "log_decay": self.log_decay,
             "log_decay_value": self.log_decay_value,
             "momentum": self.momentum,
+            "outer_lr": self.outer_lr,
             "window": self.window,
             "probe": self.probe,
             "erase": self.erase,
@@ -174,6 +178,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         log_decay_value=log_decay_value,
         decay_scale=decay_scale,
         momentum=rates["momentum"] if has_momentum else None,
+        outer_lr=rates["outer_lr"] if recipe.algorithm.has_outer_lr else None,
         window=window,
         past=past,
         probe=probe,

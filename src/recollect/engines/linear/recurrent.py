@@ -65,7 +65,10 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
             if erase is not None and p.momentum_on != "value":
                 decayed_momentum = _add_outer(decayed_momentum, erase, erase_keys)
             momentum = _add_outer(decayed_momentum, writes, keys)
-            updated = decayed + momentum
+            moved = momentum
+            if p.outer_lr is not None:
+                moved = p.outer_lr[:, t][..., None, None] * momentum
+            updated = decayed + moved
             if erase is not None and p.momentum_on == "value":
                 updated = _add_outer(updated, erase, erase_keys)
         if p.token_mask is not None:

@@ -171,8 +171,11 @@ class TokenLoop:
         gamma = self.tokens.rates["window"][:, j]  # [B, H, c]
         return weight * gamma[..., : j + 1 - low].flip(-1)
 
-    def _erase_and_write(self, W: Sequence[Tensor], j: int) -> list[Tensor]:
-        """Return the step of a probe on a matrix: −a (W w) bᵀ + η b v kᵀ."""
+    def _probe_gradients(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return g_t = a (W w) cᵀ − η b v kᵀ of a probe on a matrix, with all rates, and its write.
+
+        c is the direction of the erasure, and (a, b) belong to the affine error.
+        """
         tokens, probe, affine = self.tokens, self.recipe.bias.probe, self.recipe.bias.affine
         assert probe is not None and affine is not None
         phi, v, lr = tokens.phi[:, j], tokens.v[:, j], tokens.rates["lr"][:, j]
@@ -189,7 +192,8 @@ class TokenLoop:
         predicted = (W[0] @ w.unsqueeze(-1)).squeeze(-1)
         outer_erase = predicted.unsqueeze(-1) * direction.unsqueeze(-2)
         outer_write = (lr * v).unsqueeze(-1) * phi.unsqueeze(-2)
-        return [affine[1] * outer_write - affine[0] * outer_erase]
+        write = -affine[1] * outer_write
+        return [affine[0] * outer_erase + write], [write]
 
     def _advance(self, j: int, token_mask: Tensor) -> None:
         """Update A, S and the read weights at token j for the selected ``token_mask [B]``."""
@@ -209,41 +213,44 @@ class TokenLoop:
 
         phi = self.tokens.phi[:, j]
         batch_position = self.count % self.b + 1  # 1-based position in the inner batch
+        lr: list[Tensor | None] = [None] * len(W)
         if recipe.bias.probe is not None:
-            steps = [as_matrix(s) for s in self._erase_and_write(W, j)]
-            slots: dict[str, Weights] = {name: [] for name in self.S}
+            gradients, write_gradients = self._probe_gradients(W, j)
         else:
             lr = self._lr(j, phi)
-            # With a line search, the step is a direction until all maps have theirs.
-            rates = [None] * len(lr) if algorithm.uses_line_search else lr
-            theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
             gradients, write_gradients = self._split_gradients(W, j)
-            writes: list[Tensor] | list[None] = write_gradients or [None] * len(W)
-            steps, slots = [], {name: [] for name in self.S}
-            for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
-                g2 = as_matrix(g)
-                eta, theta_i = rates[i], theta[i]
-                new, step = algorithm.update(
-                    {name: as_matrix(self.S[name][i]) for name in self.S},
-                    Step(
-                        gradient=g2,
-                        write=None if write is None else as_matrix(write),
-                        lr=torch.ones_like(g2[..., :1, :1]) if eta is None else eta,
-                        momentum=torch.zeros_like(g2[..., :1, :1]) if theta_i is None else theta_i,
-                        count=(self.count + 1).view(-1, 1, 1, 1).to(g2.dtype),
-                    ),
-                )
-                steps.append(step)
-                for name, value in new.items():
-                    slots[name].append(value)
-            if algorithm.uses_line_search and algorithm.update_every == "token":
-                step_length = line_search_length(
-                    self, W, steps, j, max(j - self.c + 1, 0), self.weight(j)
-                )
-                steps = [
-                    step_length * s if e is None else e * step_length * s
-                    for e, s in zip(lr, steps, strict=True)
-                ]
+        # With a line search, the step is a direction until all maps have theirs.
+        rates = [None] * len(lr) if algorithm.uses_line_search else lr
+        theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
+        outer_lr = self._per_map(self.tokens.rates.get("outer_lr"), "value", j)
+        writes: list[Tensor] | list[None] = write_gradients or [None] * len(W)
+        steps: Weights = []
+        slots: dict[str, Weights] = {name: [] for name in self.S}
+        for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
+            g2 = as_matrix(g)
+            eta, theta_i, beta = rates[i], theta[i], outer_lr[i]
+            new, step = algorithm.update(
+                {name: as_matrix(self.S[name][i]) for name in self.S},
+                Step(
+                    gradient=g2,
+                    write=None if write is None else as_matrix(write),
+                    lr=torch.ones_like(g2[..., :1, :1]) if eta is None else eta,
+                    momentum=torch.zeros_like(g2[..., :1, :1]) if theta_i is None else theta_i,
+                    count=(self.count + 1).view(-1, 1, 1, 1).to(g2.dtype),
+                    outer_lr=1.0 if beta is None else beta,
+                ),
+            )
+            steps.append(step)
+            for name, value in new.items():
+                slots[name].append(value)
+        if algorithm.uses_line_search and algorithm.update_every == "token":
+            step_length = line_search_length(
+                self, W, steps, j, max(j - self.c + 1, 0), self.weight(j)
+            )
+            steps = [
+                step_length * s if e is None else e * step_length * s
+                for e, s in zip(lr, steps, strict=True)
+            ]
 
         gates = _scalars(self.tokens.rates, j)
         A, read_weights = self._apply_step(j, batch_position, steps, slots, log_decay, gates)

@@ -64,7 +64,8 @@
       GradientDescent: () =>
         member.batch_size === 1 && member.updates_per_token === 1 && member.reduction === "sum" &&
         !member.normalized_steps,
-      Momentum: () => member.batch_size === 1 && !member.normalized_steps,
+      Momentum: () =>
+        member.batch_size === 1 && !member.normalized_steps && member.outer_lr === 1,
       Implicit: () => true,
       Flow: () => true,
       NLMS: () => true,
