@@ -12,6 +12,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.blocks import (
+    CachedMemory,
     MemoryAsContext,
     MemoryAsGate,
     MixerState,
@@ -58,6 +59,10 @@ MIXERS: dict[str, Any] = {
     "chosen slots": dataclasses.replace(
         rc.zoo.get("gated_slot_attention").mixer, num_slots=5, top_k=2
     ),
+    "cached": CachedMemory("gated_delta_net", segment=4),
+    "cached and chosen": CachedMemory("titans", segment=3, top_k=2),
+    "cached and continued": CachedMemory("gla", segment=5, restart=False, weights="mean"),
+    "cached attention": CachedMemory("softmax_attention", segment=4, weights="sum"),
     "routed": MixtureOfMemories(["gated_delta_net", "titans", "softmax_attention"], top=2),
     "routed beside a shared one": MixtureOfMemories(
         ["gla", loops.attention(3), Sequential("delta_net", loops.attention(2, 1), persistent=1)],

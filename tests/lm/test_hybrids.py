@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ pytest.importorskip("transformers")
 from tests.lm.families import enable_checkpointing, padded, text
 
 from recollect.blocks import (
+    CachedMemory,
     MemoryAsContext,
     MemoryAsGate,
+    Mixer,
     MixtureOfMemories,
     ResidualMemory,
     Sequential,
@@ -117,9 +120,13 @@ def test_a_prompt_is_kept_in_a_file(name: str, tmp_path: Path) -> None:
         assert torch.equal(net.generate(**loaded.generate_kwargs(question), **HOW), expected)
 
 
-def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mixer",
+    [MemoryAsContext("gla", "softmax_attention", segment=2), CachedMemory("gla", segment=2)],
+)
+def test_a_prompt_survives_segments_that_end_with_it(mixer: Mixer, tmp_path: Path) -> None:
     """Shapes of a state before and after a segment begins anew are both the model's."""
-    net = model(MemoryAsContext("gla", "softmax_attention", segment=2))
+    net = model(mixer)
     for length in (2, 3, 4, 5):
         prompt = CachedPrompt.prefill(net, text(1, length))
         path = prompt.save(tmp_path / f"{length}.safetensors", net)
@@ -130,11 +137,10 @@ def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
     # Longer than segments and inner batches, so that retrievals are of something.
     mixers = dict(rc.zoo.get(name).layers)  # type: ignore[union-attr]
-    if "mac" in name:
-        mac = mixers[name]
-        mixers = {
-            name: MemoryAsContext(mac.memory, mac.attention, segment=4, persistent=mac.persistent)
-        }
+    mixers = {
+        name: replace(mixer, segment=4) if hasattr(mixer, "segment") else mixer
+        for name, mixer in mixers.items()
+    }
     net = model(mixers).train()
     ids = text(2, 21)
     net(ids, labels=ids).loss.backward()

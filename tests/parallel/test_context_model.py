@@ -123,6 +123,8 @@ LAYERS = (
     "titans_mag",  # parts that only add up
     "titans_mac",  # handed over as a whole
     "residual_delta_net",
+    "gated_slot_attention",
+    "memory_caching",
 )
 
 

@@ -17,6 +17,7 @@ Examples:
 from __future__ import annotations
 
 from recollect.blocks.builder import build, leaf_inputs
+from recollect.blocks.cached import CachedMemory
 from recollect.blocks.compositions import (
     MemoryAsContext,
     MemoryAsGate,
@@ -30,6 +31,7 @@ from recollect.blocks.slots import SlotMemory
 from recollect.blocks.state import MixerState
 
 __all__ = [
+    "CachedMemory",
     "MemoryAsContext",
     "MemoryAsGate",
     "Mixer",

@@ -15,7 +15,7 @@ with learned weights, as in a pre-norm block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,15 @@ from torch import Tensor, nn
 
 from recollect.blocks.compositions import MemoryAsContext
 from recollect.blocks.layers import (
-    MixerLayer,
     OutputGate,
     PersistentTokens,
+    RowsLayer,
     initial_memory_of,
     trim_state,
 )
+from recollect.blocks.segments import SegmentSlice, concat_segments, split_segments
 from recollect.blocks.state import MixerState
-from recollect.functional.packing import compact, document_batches, prepend_tokens, scatter
+from recollect.functional.packing import prepend_tokens
 from recollect.functional.read import read
 from recollect.layer.memory_layer import NORM_EPS, MemoryLayer, state_after
 from recollect.layer.state import LayerState
@@ -39,7 +40,7 @@ from recollect.layer.state import LayerState
 __all__ = ["MemoryAsContextLayer", "Retrieval"]
 
 
-class MemoryAsContextLayer(MixerLayer):
+class MemoryAsContextLayer(RowsLayer):
     """The layer of `MemoryAsContext`.
 
     Its state has four parts of constant size: the state of the memory, the memory at the start of
@@ -72,45 +73,13 @@ class MemoryAsContextLayer(MixerLayer):
         assert isinstance(layer, MemoryLayer)
         return layer
 
-    def forward_checked(
-        self,
-        x: Tensor,
-        state: MixerState | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        *,
-        output_final_state: bool,
-    ) -> tuple[Tensor, MixerState | None]:
-        if cu_seqlens is not None:
-            return self._forward_packed(x, state, cu_seqlens, output_final_state)
-        if mask is None:
-            return self._forward_rows(x, state, None)
-        batch = compact(mask)
-        y, final_state = self._forward_rows(batch.gather(x), state, batch.lengths)
-        return scatter(y, batch), final_state
-
-    def _forward_packed(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor, output_final_state: bool
-    ) -> tuple[Tensor, MixerState | None]:
-        """Run documents as rows; without a final state, in groups of similar length.
-
-        A row of a group is padded to at most twice its length.
-        """
-        y, final_state = torch.zeros_like(x[0]), None
-        for batch in document_batches(cu_seqlens, x, in_one_batch=output_final_state):
-            initial = None if state is None else state.select(batch.documents)
-            outputs, final_state = self._forward_rows(batch.gather(x), initial, batch.lengths)
-            y = y.index_copy(0, batch.index[batch.mask], outputs[batch.mask].to(y.dtype))
-        return y.unsqueeze(0), final_state
-
-    def _forward_rows(
+    def forward_rows(
         self, x: Tensor, state: MixerState | None, lengths: Tensor | None
     ) -> tuple[Tensor, MixerState]:
-        """Run sequences without padding, or with padding on the right only."""
         current = self._initial_state(x) if state is None else _SegmentState.of(state)
-        segments = [*_segments(current.memory, x, lengths, self.segment)]
+        segments = [*split_segments(current.memory.memory, x, lengths, self.segment)]
         outputs = [self._forward_segment(part.take(x), current, part) for part in segments]
-        return _concat_segments(outputs, segments, x), current.mixer_state()
+        return concat_segments(outputs, segments, x), current.mixer_state()
 
     def _initial_state(self, x: Tensor) -> _SegmentState:
         _, memory = self.memory(x[:, :0])
@@ -120,7 +89,7 @@ class MemoryAsContextLayer(MixerLayer):
             memory=memory, segment_start=memory, query_state=memory, attention=attention
         )
 
-    def _forward_segment(self, x: Tensor, state: _SegmentState, part: _SegmentSlice) -> Tensor:
+    def _forward_segment(self, x: Tensor, state: _SegmentState, part: SegmentSlice) -> Tensor:
         """Return the outputs of tokens of one segment per sequence, and update ``state``."""
         valid, starts = part.valid, part.starts_segment
         if starts is True:
@@ -212,82 +181,3 @@ class _SegmentState:
     def mixer_state(self) -> MixerState:
         parts = {"memory": self.memory, "start": self.segment_start, "attention": self.attention}
         return MixerState(parts=parts, tensors=self.query_state.layer_tensors, clock="memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SegmentSlice:
-    """Tokens of one segment in every sequence.
-
-    Attributes:
-        token_slice: slice of the tokens, if all sequences are at an equal position.
-        index: indices of each sequence's tokens ``[B, w]``, if not.
-        valid: mask ``[B, w]`` of the valid tokens; ``None`` if all are valid.
-        lengths: number of valid tokens ``[B]``; ``None`` if all are valid.
-        starts_segment: sequences whose first token starts a segment: all, none, or ``[B]``.
-    """
-
-    token_slice: slice | None = None
-    index: Tensor | None = None
-    valid: Tensor | None = None
-    lengths: Tensor | None = None
-    starts_segment: Tensor | bool = False
-
-    def take(self, x: Tensor) -> Tensor:
-        """Return the tokens, and 0 at positions without a token."""
-        if self.index is None:
-            return x[:, self.token_slice]  # type: ignore[index]
-        tokens = x.gather(1, self.index[..., None].expand(-1, -1, x.shape[2]))
-        return tokens if self.valid is None else torch.where(self.valid[..., None], tokens, 0.0)
-
-
-def _segments(
-    memory: LayerState, x: Tensor, lengths: Tensor | None, C: int
-) -> Iterator[_SegmentSlice]:
-    """Split the sequences of a call at the starts of segments of C tokens."""
-    B, T = x.shape[:2]
-    position = memory.host_position if lengths is None else None
-    if position is None:
-        positions: list[int] = memory.position.tolist()
-        if lengths is None and len(set(positions)) == 1:
-            position = positions[0]
-    if position is not None:
-        start, stop = 0, C - position % C
-        while start < T:
-            starts_segment = (position + start) % C == 0
-            token_slice = slice(start, min(stop, T))
-            yield _SegmentSlice(token_slice=token_slice, starts_segment=starts_segment)
-            start, stop = stop, stop + C
-        return
-    device = x.device
-    offset = memory.position.to(device) % C
-    size = torch.full((B,), T, device=device) if lengths is None else lengths.to(device)
-    num_done, num_left, at_start = torch.zeros_like(size), C - offset, offset == 0
-    while B and int((size - num_done).max()):
-        count = torch.minimum(size - num_done, num_left)
-        steps = torch.arange(int(count.max()), device=device)
-        valid = steps < count[:, None]
-        starts = at_start & (count > 0)
-        all_valid, all_start = bool(valid.all()), bool(starts.all())
-        yield _SegmentSlice(
-            index=(num_done[:, None] + steps).clamp_max(T - 1),
-            valid=None if all_valid else valid,
-            lengths=None if all_valid else count,
-            starts_segment=all_start or (starts if bool(starts.any()) else False),
-        )
-        num_done, num_left = num_done + count, torch.full_like(count, C)
-        at_start = torch.ones_like(at_start)
-
-
-def _concat_segments(outputs: list[Tensor], segments: list[_SegmentSlice], x: Tensor) -> Tensor:
-    """Return the outputs of all segments at the positions of their tokens."""
-    if not outputs:
-        return torch.zeros_like(x)
-    if segments[0].index is None:
-        return torch.cat(outputs, dim=1)
-    out = torch.zeros_like(x, dtype=outputs[0].dtype)
-    for y, segment in zip(outputs, segments, strict=True):
-        assert segment.index is not None
-        if segment.valid is not None:
-            y = torch.where(segment.valid[..., None], y, 0.0)
-        out = out.scatter_add(1, segment.index[..., None].expand_as(y), y)
-    return out

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.as_context import MemoryAsContextLayer
+from recollect.blocks.cached import CachedMemory
+from recollect.blocks.cached_layer import CachedMemoryLayer
 from recollect.blocks.compositions import (
     MemoryAsContext,
     MemoryAsGate,
@@ -144,6 +146,7 @@ _LAYERS: dict[type[Mixer], Callable[..., MixerLayer]] = {
     MixtureOfMemories: MixtureOfMemoriesLayer,
     ResidualMemory: ResidualMemoryLayer,
     SlotMemory: SlotMemoryLayer,
+    CachedMemory: CachedMemoryLayer,
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from recollect.blocks.cached import CachedMemory
 from recollect.blocks.field_values import gate_name, gate_names
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.blocks.slots import SlotMemory
@@ -424,7 +425,7 @@ KINDS: Mapping[str, type[Mixer]] = {
     cls.kind: cls
     for cls in (
         *(Sequential, MemoryAsGate, MemoryAsContext),
-        *(ResidualMemory, MixtureOfMemories, SlotMemory),
+        *(ResidualMemory, MixtureOfMemories, SlotMemory, CachedMemory),
     )
 }
 """Compositions by their names in JSON."""

@@ -16,6 +16,7 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.recipe.resolve import RecipeLike, as_recipe
 
 __all__ = [
+    "EARLIER_SEGMENTS_SUFFIX",
     "SEGMENT_START_SUFFIX",
     "LeafWorkload",
     "cost",
@@ -26,6 +27,8 @@ __all__ = [
 
 SEGMENT_START_SUFFIX = " when the segment began"
 """Suffix of the names of state parts at the start of the segment."""
+EARLIER_SEGMENTS_SUFFIX = " of earlier segments"
+"""Suffix of the names of state parts at the ends of earlier segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ def leaf_workloads(mixer: Mixer, T: int) -> Iterator[LeafWorkload]:
                 queries=outer.queries + inner.queries,
                 retrieval_segment=outer.retrieval_segment or inner.retrieval_segment,
                 restarts=outer.restarts or inner.restarts,
+                cached_states=outer.cached_states or inner.cached_states,
+                cached_reads=outer.cached_reads or outer.rows * inner.cached_reads,
+                cached_segment=outer.cached_segment or inner.cached_segment,
                 key_dim=inner.key_dim or outer.key_dim,
                 value_dim=inner.value_dim or outer.value_dim,
             )
@@ -232,6 +238,15 @@ def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:
             state |= {
                 f"{name} {key}{SEGMENT_START_SUFFIX}": size for key, size in row_cost.state.items()
             }
+        if stream.cached_segment:
+            n, state_bytes = stream.cached_states, sum(row_cost.state.values())
+            last_read = n * read_cost(recipe, row, 1)
+            state_bytes_per_token += round(state_bytes / stream.cached_segment)
+            state |= {
+                f"{name} {key}{EARLIER_SEGMENTS_SUFFIX}": n * size
+                for key, size in row_cost.state.items()
+                if n
+            }
         training += price.training + 3 * retrieval
         decode += round((row_cost.decode + last_read) * stream.tokens_per_token)
         if not stream.restarts:
@@ -277,7 +292,9 @@ def retrieval_flops(part: LeafWorkload, workload: Workload) -> int:
     """Return the FLOPs of all reads without writing of a stream, segment by segment."""
     T, C = part.stream.tokens, part.stream.retrieval_segment
     rows = replace(workload, B=workload.B * part.stream.rows)
-    return sum(
+    earlier = replace(_leaf_workload(part, workload), G=workload.G)
+    reads = part.stream.cached_reads
+    return (read_cost(part.leaf.recipe, earlier, reads) if reads else 0) + sum(
         read_cost(part.leaf.recipe, replace(rows, T=start), min(C, T - start))
         for start in (range(0, T, C) if C else ())
     )

@@ -14,6 +14,7 @@ from torch.nn import functional
 from recollect.blocks.mixers import Mixer
 from recollect.blocks.state import AnyState, MixerState
 from recollect.choices.runtime import can_read_values
+from recollect.functional.packing import compact, document_batches, scatter
 from recollect.layer.checks import check_tokens
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.inspection import InspectableLayer, MemorySpec
@@ -26,6 +27,7 @@ __all__ = [
     "MixerLayer",
     "OutputGate",
     "PersistentTokens",
+    "RowsLayer",
     "initial_memory_of",
     "layer_spec",
     "memory_layers",
@@ -92,6 +94,7 @@ class MixerLayer(nn.Module):
     """
 
     resets_attention = False  # whether the layer resets and trims the state of its attention
+    shares_heads = False  # whether all parts have one set of heads and one output map
     parts_fed_directly: Sequence[str] = ()  # parts that learn the layer's tokens without a call
 
     def __init__(self, d_model: int, mixer: Mixer, parts: Mapping[str, nn.Module]) -> None:
@@ -186,6 +189,48 @@ class MixerLayer(nn.Module):
     def extra_repr(self) -> str:
         """Return the width and the kind of the composition."""
         return f"{self.d_model}, {self.mixer.kind}"
+
+
+class RowsLayer(MixerLayer):
+    """Base of layers that run packed documents as rows of a batch."""
+
+    def forward_checked(
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        *,
+        output_final_state: bool,
+    ) -> tuple[Tensor, MixerState | None]:
+        if cu_seqlens is not None:
+            return self._forward_packed(x, state, cu_seqlens, output_final_state)
+        if mask is None:
+            return self.forward_rows(x, state, None)
+        batch = compact(mask)
+        y, final_state = self.forward_rows(batch.gather(x), state, batch.lengths)
+        return scatter(y, batch), final_state
+
+    def _forward_packed(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor, output_final_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """Run documents as rows; without a final state, in groups of similar length.
+
+        A row of a group is padded to at most twice its length.
+        """
+        y, final_state = torch.zeros_like(x[0]), None
+        for batch in document_batches(cu_seqlens, x, in_one_batch=output_final_state):
+            initial = None if state is None else state.select(batch.documents)
+            outputs, final_state = self.forward_rows(batch.gather(x), initial, batch.lengths)
+            y = y.index_copy(0, batch.index[batch.mask], outputs[batch.mask].to(y.dtype))
+        return y.unsqueeze(0), final_state
+
+    @abstractmethod
+    def forward_rows(
+        self, x: Tensor, state: MixerState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, MixerState]:
+        """Run sequences without padding, or with padding on the right only."""
+        raise NotImplementedError
 
 
 def memory_layers(model: object, function: str) -> dict[str, nn.Module]:

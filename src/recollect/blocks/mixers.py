@@ -35,6 +35,9 @@ class Stream:
             sequence is kept.
         key_dim: size of the keys, if the composition replaces the keys of its layer.
         value_dim: size of the values, if the composition replaces the values of its layer.
+        cached_states: number of earlier states of the memory that are stored after the last token.
+        cached_reads: number of reads of earlier states by all tokens of a text.
+        cached_segment: number of tokens between two stored states; 0 if there are none.
     """
 
     rows: int = 1
@@ -45,6 +48,9 @@ class Stream:
     restarts: bool = False
     key_dim: int | None = None
     value_dim: int | None = None
+    cached_states: int = 0
+    cached_reads: int = 0
+    cached_segment: int = 0
 
 
 class Mixer(Options):

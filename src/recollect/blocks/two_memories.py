@@ -91,6 +91,8 @@ class TwoMemoriesLayer(MixerLayer):
         parts: the layer ``"first"``, and the `SecondMemory` ``"second"``.
     """
 
+    shares_heads = True
+
     @property
     def first(self) -> MemoryLayer:
         """The layer whose queries, keys and values the memories use."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recollect.blocks.cost import SEGMENT_START_SUFFIX
+from recollect.blocks.cost import EARLIER_SEGMENTS_SUFFIX, SEGMENT_START_SUFFIX
 from recollect.blocks.mixers import Mixer, RecipeMixer
 from recollect.costs import Cost
 from recollect.explanation.labelled_text import SIZE, LabelledText
@@ -75,7 +75,8 @@ class Composition(LabelledText):
             return
         sizes: dict[str, int] = {}
         for part, size in cost.state.items():
-            suffix = SEGMENT_START_SUFFIX if part.endswith(SEGMENT_START_SUFFIX) else ""
+            suffixes = (SEGMENT_START_SUFFIX, EARLIER_SEGMENTS_SUFFIX)
+            suffix = next((one for one in suffixes if part.endswith(one)), "")
             leaf = part.split()[0] + suffix
             sizes[leaf] = sizes.get(leaf, 0) + size
         if sizes and not isinstance(self.layers[name], RecipeMixer):

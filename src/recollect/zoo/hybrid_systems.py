@@ -7,7 +7,8 @@ Examples:
     >>> rc.zoo.names("hybrid_systems")
     ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
      'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
-     'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention']
+     'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention',
+     'memory_caching']
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from recollect.blocks.cached import CachedMemory
 from recollect.blocks.compositions import (
     MemoryAsContext,
     MemoryAsGate,
@@ -57,6 +59,7 @@ __all__ = [
     "gated_delta_net_h2",
     "gated_slot_attention",
     "memora_h",
+    "memory_caching",
     "mixture_of_memories",
     "moneta_h",
     "residual_delta_net",
@@ -317,3 +320,26 @@ def gated_slot_attention() -> Mixer:
         write="complement",
         share=("log_decay",),
     )
+
+
+@preset(
+    "Memory Caching (MC)",
+    rule="y_t = γ_(t,s) M_t(q_t) + Σ_(i < s) γ_(t,i) M^i(q_t),  "
+    "γ_t = softmax_i ⟨W x_t, mean of segment i⟩",
+    references=(
+        Paper("Behrouz et al., Memory caching: RNNs with growing memory", 2026).at(
+            "arXiv 2602.24281, eqs. 9–10"
+        ),
+    ),
+    fidelity=reconstruction(
+        "Behrouz et al. eqs. 9–10, gated residual memory over Titans",
+        memory="Every segment starts with the initial memory (independent compressors); the paper "
+        "also prints memories that continue.",
+        gates="The mean of the open segment is that of its tokens up to t, as a causal model must.",
+        sizes="Segments have 256 tokens.",
+        layer="The layer around the memory is that of titans.",
+    ),
+)
+def memory_caching() -> Mixer:
+    """A memory that starts again every 256 tokens, and its earlier states, weighted by gates."""
+    return CachedMemory(titans(), segment=256)

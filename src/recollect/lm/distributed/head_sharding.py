@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.slot_layer import SlotRouter
-from recollect.blocks.two_memories import SecondMemory, TwoMemoriesLayer
+from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
@@ -140,12 +140,11 @@ def keep_local_heads(module: nn.Module, rank: int, tp_size: int) -> None:
 
     Sizes per head do not change. The channels of an MLP follow from its weights.
     """
-    if isinstance(module, TwoMemoriesLayer):
-        keep_local_heads(module.first, rank, tp_size)
-        keep_local_heads(module.second, rank, tp_size)
-        for router in module.children():
-            if isinstance(router, SlotRouter):
-                router.heads //= tp_size
+    if isinstance(module, MixerLayer):
+        for part in (*module.parts.values(), *module.children()):
+            keep_local_heads(part, rank, tp_size)
+    if isinstance(module, SlotRouter):
+        module.heads //= tp_size
     if not isinstance(module, MemoryLayer | SecondMemory):
         return
     module.num_kv_heads //= tp_size

@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import (
 
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
-from recollect.blocks.two_memories import TwoMemoriesLayer
 from recollect.lm.distributed.head_sharding import (
     check_divisible,
     keep_local_heads,
@@ -105,8 +104,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Two memories that share projections have one set of heads and one output projection.
-        if isinstance(module, MixerLayer) and not isinstance(module, TwoMemoriesLayer):
+        if isinstance(module, MixerLayer) and not module.shares_heads:
             return self._apply_to_parts(module, device_mesh)
         rank, size = device_mesh.get_local_rank(), device_mesh.size()
         specs, places = model_shard_specs(module), _places(module)
