@@ -186,6 +186,40 @@ def boosted(layer: Any, x: Tensor, *, clip: float, published: bool) -> Tensor:
     return torch.stack(said)
 
 
+def at_levels(layer: Any, x: Tensor) -> Tensor:
+    """Guo et al. 2025: the Fenwick decomposition of the tokens before t, one state for each part.
+
+    A part of 2^(l−1) tokens has level l, and older tokens the last level. Its state starts from
+    zeros, and later tokens only decay and erase it.
+    """
+    inner, weights = layer.memory, layer.level_weights
+    memory, H, L = Memory(inner), inner.num_heads, layer.mixer.num_levels
+    numbers, said = [memory.numbers(token) for token in x], []
+    for t, token in enumerate(x):
+        parts, stop = [(t, t + 1, 0)], t
+        while stop:
+            size = stop & -stop
+            parts.append((stop - size, stop, min(size.bit_length(), L - 1)))
+            stop -= size
+        lambda_ = nn.functional.softplus((weights.weight @ token).view(H, L) + weights.bias)
+        read = []
+        for h in range(H):
+            y = token.new_zeros(memory.V)
+            for start, stop, level in parts:
+                W = token.new_zeros(memory.V, memory.K)
+                for s in range(start, t + 1):
+                    _, k, v, beta, alpha = (number[h] for number in numbers[s])
+                    kept = alpha * W
+                    W = kept - beta * torch.outer(kept @ k, k)
+                    if s < stop:
+                        W = W + beta * torch.outer(v, k)
+                y = y + lambda_[h, level] * (W @ numbers[t][0][h])
+            read.append(rms(y, inner.norm.weight))
+        gate_ = nn.functional.silu(inner.output_gate.weight @ token)
+        said.append(inner.out.weight @ (torch.cat(read) * gate_))
+    return torch.stack(said)
+
+
 def routed(layer: Any, x: Tensor, top: int) -> Tensor:
     """Each token is learned and read by ``top`` memories, and by the shared one."""
     names = [name for name in layer.parts if name != "shared"]

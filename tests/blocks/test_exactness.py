@@ -12,6 +12,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.blocks import (
+    Levels,
     MemoryAsContext,
     MemoryAsGate,
     MixtureOfMemories,
@@ -24,6 +25,7 @@ from recollect.blocks import (
 # leaves, and a wrong mask or order changes the first digit.
 TOL = {"atol": 1e-9, "rtol": 1e-9}
 WINDOW = 3
+LINEAR = ["gated_delta_net", "mamba2", "kimi_delta_attention", "dpfp", "q_delta", "nlms"]
 
 CASES: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor]]] = {
     "mac": (MemoryAsContext(loops.memory(), loops.attention(), segment=4), loops.mac),
@@ -66,6 +68,8 @@ CASES: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor]]] = {
         ),
         lambda layer, x: loops.boosted(layer, x, clip=0.2, published=True),
     ),
+    "levels": (Levels(loops.memory(), num_levels=5), loops.at_levels),
+    "levels of which the last is shared": (Levels(loops.memory(), num_levels=3), loops.at_levels),
     "routed": (
         MixtureOfMemories([loops.memory()] * 3, top=2),
         lambda layer, x: loops.routed(layer, x, 2),
@@ -82,7 +86,7 @@ def made(mixer: Any, width: int = 8) -> Any:
     layer = build(mixer, width, 2).double()
     with torch.no_grad():
         for name, weight in layer.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name == "level_weights.bias":
                 weight.uniform_(0.5, 1.5)
     return layer
 
@@ -188,6 +192,20 @@ def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
     alone = layer.parts["attention"](x)[0]
     expected = loops.rms(alone, layer.gate.attention_norm.weight) / 2
     torch.testing.assert_close(layer(x)[0], expected, **TOL)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("chunk_size", [None, 6])
+def test_levels_of_equal_weights_are_the_memory_itself(name: str, chunk_size: int | None) -> None:
+    layer = build(Levels(name, num_levels=5), 8, 2, chunk_size=chunk_size).double()
+    with torch.no_grad():
+        layer.level_weights.weight.zero_()
+    x = torch.randn(2, 75, 8, dtype=torch.float64)
+    alone, state = layer.memory(x)
+    y, levels = layer(x)
+    torch.testing.assert_close(y, alone, **TOL)
+    total = levels.parts["memory"].memory.weights[0].unflatten(2, (5, -1)).sum(2)
+    torch.testing.assert_close(total, state.memory.weights[0], **TOL)
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "softmax_attention"])

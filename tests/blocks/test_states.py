@@ -13,6 +13,7 @@ from torch import Tensor
 import recollect as rc
 from recollect.blocks import (
     CachedMemory,
+    Levels,
     MemoryAsContext,
     MemoryAsGate,
     MixerState,
@@ -63,6 +64,9 @@ MIXERS: dict[str, Any] = {
     "cached and chosen": CachedMemory("titans", segment=3, top_k=2),
     "cached and continued": CachedMemory("gla", segment=5, restart=False, weights="mean"),
     "cached attention": CachedMemory("softmax_attention", segment=4, weights="sum"),
+    "levels": Levels("gated_delta_net", num_levels=4),
+    "levels in chunks": Levels("mamba2"),
+    "levels in a chain": Sequential(Levels("gla", num_levels=6), loops.attention(3)),
     "routed": MixtureOfMemories(["gated_delta_net", "titans", "softmax_attention"], top=2),
     "routed beside a shared one": MixtureOfMemories(
         ["gla", loops.attention(3), Sequential("delta_net", loops.attention(2, 1), persistent=1)],
@@ -84,7 +88,8 @@ EVERY = pytest.mark.parametrize(
 
 
 def made(name: str) -> Any:
-    return build(MIXERS[name], D, 2).double()
+    chunk_size = 4 if name == "levels in chunks" else None
+    return build(MIXERS[name], D, 2, chunk_size=chunk_size).double()
 
 
 def tokens(rows: int = 3, length: int = T) -> Tensor:

@@ -26,12 +26,14 @@ from recollect.blocks.compositions import (
     Sequential,
     read_mixer,
 )
+from recollect.blocks.levels import Levels
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.slots import SlotMemory
 from recollect.blocks.state import MixerState
 
 __all__ = [
     "CachedMemory",
+    "Levels",
     "MemoryAsContext",
     "MemoryAsGate",
     "Mixer",

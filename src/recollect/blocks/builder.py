@@ -19,6 +19,8 @@ from recollect.blocks.compositions import (
     Sequential,
 )
 from recollect.blocks.layers import MixerLayer
+from recollect.blocks.levels import Levels
+from recollect.blocks.levels_layer import LevelsLayer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.residual_memory import ResidualMemoryLayer
 from recollect.blocks.routed import MixtureOfMemoriesLayer
@@ -147,6 +149,7 @@ _LAYERS: dict[type[Mixer], Callable[..., MixerLayer]] = {
     ResidualMemory: ResidualMemoryLayer,
     SlotMemory: SlotMemoryLayer,
     CachedMemory: CachedMemoryLayer,
+    Levels: LevelsLayer,
 }
 
 

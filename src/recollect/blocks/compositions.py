@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 from recollect.blocks.cached import CachedMemory
 from recollect.blocks.field_values import gate_name, gate_names
+from recollect.blocks.levels import Levels
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.blocks.slots import SlotMemory
 from recollect.fields import integer, number, option, validated_field
@@ -425,7 +426,7 @@ KINDS: Mapping[str, type[Mixer]] = {
     cls.kind: cls
     for cls in (
         *(Sequential, MemoryAsGate, MemoryAsContext),
-        *(ResidualMemory, MixtureOfMemories, SlotMemory, CachedMemory),
+        *(ResidualMemory, MixtureOfMemories, SlotMemory, CachedMemory, Levels),
     )
 }
 """Compositions by their names in JSON."""

@@ -38,6 +38,7 @@ class Stream:
         cached_states: number of earlier states of the memory that are stored after the last token.
         cached_reads: number of reads of earlier states by all tokens of a text.
         cached_segment: number of tokens between two stored states; 0 if there are none.
+        levels: number of memories that store the tokens by their age; 0 for one memory.
     """
 
     rows: int = 1
@@ -51,6 +52,7 @@ class Stream:
     cached_states: int = 0
     cached_reads: int = 0
     cached_segment: int = 0
+    levels: int = 0
 
 
 class Mixer(Options):
