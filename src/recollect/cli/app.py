@@ -34,6 +34,7 @@ from recollect.cli.options import ImportOption
 from recollect.cli.page import page
 from recollect.cli.plan import plan
 from recollect.cli.reproduce import reproduce
+from recollect.cli.search import search
 from recollect.cli.train import train
 from recollect.messages import UnregisteredMemberError
 from recollect.report.ranks import is_collective, rank, should_log_error, world_size
@@ -45,7 +46,7 @@ from recollect.report.signals import (
 )
 
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, adopt, eval),
+    *(zoo, explain, compare, search, reproduce, train, export, plan, sizes, generate, adopt, eval),
     *(bench, coordinates, page),
 )
 

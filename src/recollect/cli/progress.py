@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from recollect.experiments.framework.records import Record
     from recollect.lm.training.progress import Progress as TrainProgress
 
-__all__ = ["CompareDisplay", "CountDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
+__all__ = [
+    "CompareDisplay",
+    "CountDisplay",
+    "Display",
+    "ReproduceDisplay",
+    "SearchDisplay",
+    "TrainDisplay",
+]
 
 
 MIN_BAR_WIDTH = 72
@@ -274,3 +281,33 @@ class CompareDisplay(Display):
             styles=dict.fromkeys(range(len(self.finished), len(rows)), "bold"),
         )
         return Group(table.to_rich(self.console.width), self.bars)
+
+
+class SearchDisplay(Display):
+    """A bar over the steps of the current training; a `ProgressReporter`."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.bar = self.bars.add_task("starting", total=None)
+        self.started = 0
+
+    def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
+        """Start the bar of a training."""
+        self.started += 1
+        label = f"training {self.started}, {task}: {model}"
+        self.bars.reset(self.bar, total=steps, description=label)
+
+    def on_step(
+        self, task: str, model: str, step: int, loss: float | None, history: History
+    ) -> None:
+        """Update the bar after a step."""
+        self.bars.update(self.bar, completed=step)
+
+    def on_end(self, run: ModelRun) -> None:
+        """Print the value of a finished training."""
+        value = "–" if run.value is None else f"{run.value:.3f}"
+        self.print_if_not_live(f"{run.task}: {run.label} {value} after {run.tokens:,} tokens")
+
+    def on_failure(self, task: str, model: str, message: str) -> None:
+        """Print the reason of a failure."""
+        self.print_if_not_live(f"{task}: {model} failed: {message}")

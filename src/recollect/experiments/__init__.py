@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     )
     from recollect.experiments.comparison.results import ModelRun, ProgressReporter, Schedule, Sizes
     from recollect.experiments.comparison.tasks import read_corpus
+    from recollect.experiments.recipe_search.result import Search
+    from recollect.experiments.recipe_search.search import load_search, search
 
 __all__ = [
     "EXPERIMENTS",
@@ -54,16 +56,19 @@ __all__ = [
     "Results",
     "Run",
     "Schedule",
+    "Search",
     "Sizes",
     "Verdict",
     "compare",
     "extend_table",
     "load_comparison",
+    "load_search",
     "published",
     "published_names",
     "read_corpus",
     "reproduce",
     "rules",
+    "search",
     "write_rows_table",
 ]
 
@@ -79,6 +84,9 @@ _TRAINING = {
     "Schedule": "comparison.results",
     "Sizes": "comparison.results",
     "read_corpus": "comparison.tasks",
+    "Search": "recipe_search.result",
+    "load_search": "recipe_search.search",
+    "search": "recipe_search.search",
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 from recollect.serialization import limited_nesting
 
-__all__ = ["MAX_BYTES", "read_toml"]
+__all__ = ["MAX_BYTES", "read_toml", "write_toml"]
 
 MAX_BYTES = 2**20
 """Largest size of a recipe or a run file."""
@@ -42,3 +44,42 @@ def read_toml(text: str) -> dict[str, Any]:
     if _LONG_KEY.search(_STRING_OR_COMMENT.sub("x", text)):
         raise ValueError(f"a key has more than {MAX_KEY_PARTS} dotted parts")
     return tomllib.loads(text)
+
+
+def write_toml(data: Mapping[str, Any]) -> str:
+    """Return JSON-ready data as TOML, with one table per mapping and inline tables in it.
+
+    TOML has no null. Fields that are ``None`` are left out.
+
+    Args:
+        data: values by name.
+
+    Examples:
+        >>> from recollect.recipe.toml_text import read_toml, write_toml
+        >>> data = rc.Recipe().to_dict()
+        >>> rc.Recipe.from_dict(read_toml(write_toml(data))) == rc.Recipe()
+        True
+    """
+    fields = {name: value for name, value in data.items() if value is not None}
+    tables = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
+    lines = [f"{name} = {_inline(x)}" for name, x in _pairs(fields) if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{_key(name)}]", *(f"{key} = {_inline(x)}" for key, x in _pairs(table))]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _pairs(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(_key(name), value) for name, value in table.items() if value is not None]
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+
+
+def _inline(value: Any) -> str:
+    """Return a value on one line. JSON's numbers, truth values and strings are TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_inline(x)}" for name, x in _pairs(value)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return str(value) if isinstance(value, float) else json.dumps(value)

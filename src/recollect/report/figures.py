@@ -82,6 +82,7 @@ class Series:
         low: Lower edge of a band around the line, such as the minimum over seeds.
         high: Upper edge of the band.
         style: Index of the colour, line style and marker; by default the index of the series.
+        points_only: Whether there is no line between the points.
 
     Raises:
         ValueError: The lengths differ, or there is no value.
@@ -93,6 +94,7 @@ class Series:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     style: int | None = None
+    points_only: bool = False
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or not len(self.x):
@@ -402,10 +404,10 @@ def plot_series(
         line.y,
         label=line.name,
         color=colour,
-        linestyle=_LINES[index % len(_LINES)],
+        linestyle="" if line.points_only else _LINES[index % len(_LINES)],
         marker=_MARKERS[index % len(_MARKERS)],
         markersize=markersize,
-        markevery=max(1, len(line.x) // marks),
+        markevery=1 if line.points_only else max(1, len(line.x) // marks),
         linewidth=linewidth,
     )
     low, high = (None if edge is None else tuple(edge) for edge in (line.low, line.high))

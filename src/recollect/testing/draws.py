@@ -53,14 +53,17 @@ def _number(rng: random.Random, interval: Range, scale: float) -> float:
 class Pool:
     """Members of which recipes are drawn: those of the library, and ``extra_members``.
 
-    Other registered members are left out, so that draws do not depend on imported modules.
+    Other registered members are left out unless ``all_registered`` is true, so that draws do not
+    depend on imported modules.
     """
 
     extra_members: tuple[type[Member], ...] = ()
+    all_registered: bool = False
 
     def contains(self, cls: type[Member]) -> bool:
         """Whether a member may be drawn."""
-        return cls.__module__.startswith("recollect.") or cls in self.extra_members
+        is_library = cls.__module__.startswith("recollect.")
+        return self.all_registered or is_library or cls in self.extra_members
 
     def members(self, choice: str) -> list[type[Member]]:
         """Return the members of a choice (or ``"read"``, ``"probe"``), by name."""
@@ -131,7 +134,7 @@ class Pool:
         rng = random.Random(1_000_003 * seed + index)
         choices = self._random_choices(rng, 0.6)
         if rng.random() < 0.5:
-            choices = self._repair_by_hints(rng, choices)
+            choices = self.repair_by_hints(rng, choices)
         return Recipe(**choices)
 
     def _random_choices(
@@ -191,12 +194,18 @@ class Pool:
             member = dataclasses.replace(self.member(rng, owner), **{name: value})  # type: ignore[type-var]
         (choice,) = member.choices() & set(CHOICES)
         choices = self._random_choices(rng, 0.35, {choice: member})
-        return Recipe(**self._repair_by_hints(rng, choices, fixed=choice))
+        return Recipe(**self.repair_by_hints(rng, choices, fixed=choice))
 
-    def _repair_by_hints(
+    def repair_by_hints(
         self, rng: random.Random, choices: dict[str, Any], *, fixed: str = ""
     ) -> dict[str, Any]:
-        """Replace members as error messages suggest, since some members need each other."""
+        """Return the choices with members that error messages suggest: some need each other.
+
+        Args:
+            rng: source of randomness.
+            choices: members by choice.
+            fixed: name of a choice that is not replaced.
+        """
         for _ in range(5):
             try:
                 Recipe(**choices)

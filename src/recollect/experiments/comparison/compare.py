@@ -43,10 +43,12 @@ from recollect.zoo.preset import Preset, get
 __all__ = [
     "SHARED_OPTIONS",
     "ModelSpec",
+    "as_list",
     "build_configs",
     "compare",
     "resolve_model",
     "resolve_models",
+    "resolve_sizes",
 ]
 
 ModelSpec = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, Recipe, LayerOptions]
@@ -168,13 +170,13 @@ def compare(
         >>> sorted(path.name for path in comparison.save("runs/two").values())[-1]
         'results.json'
     """
-    specs = resolve_models(_as_list("models", models), layer_options)
+    specs = resolve_models(as_list("models", models), layer_options)
     names = [name for name, _ in specs]
     if not names:
         raise ValueError("compare: give at least one model")
     if len(set(names)) < len(names):
         raise ValueError(f"compare: a model is named twice in {', '.join(names)}")
-    sizes = _resolve_sizes(sizes, _as_list("tasks", tasks))
+    sizes = resolve_sizes(sizes, as_list("tasks", tasks))
     validate(argument_name("jobs", "compare: jobs"), int_check(1), jobs)
     validate(argument_name("seed", "compare: seed"), int_check(0, 2**32 - 1), seed)
     seeds_check = int_check(1, min(MAX_SEEDS, 2**32 - seed))
@@ -233,33 +235,33 @@ def compare(
     )
 
 
-def _as_list(name: str, values: Any) -> Sequence[Any]:
+def as_list(name: str, values: Any, *, caller: str = "compare") -> Sequence[Any]:
     """Return a list of models or tasks, also if one is given alone."""
     if isinstance(values, str | Preset):
         return [values]
     if not isinstance(values, Sequence):
-        raise ValueError(f"compare: {name} must be a list, not {short_repr(values)}")
+        raise ValueError(f"{caller}: {name} must be a list, not {short_repr(values)}")
     return values
 
 
-def _resolve_sizes(
-    sizes: Mapping[str, Sizes] | Sizes | None, tasks: Sequence[str]
+def resolve_sizes(
+    sizes: Mapping[str, Sizes] | Sizes | None, tasks: Sequence[str], *, caller: str = "compare"
 ) -> dict[str, Sizes]:
     """Return the sizes by task; those of the only task may be given alone."""
     for task in tasks:
         if task not in TASKS:
-            raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
+            raise ValueError(f"{caller}: unknown task {task!r}; there are {', '.join(TASKS)}")
     if isinstance(sizes, Sizes):
         if len(set(tasks)) != 1:
             raise ValueError(
-                "compare: sizes are per task if there are several: give them by task, as in "
+                f"{caller}: sizes are per task if there are several: give them by task, as in "
                 f"sizes={{{next(iter(tasks), 'text')!r}: Sizes(...)}}"
             )
         sizes = {tasks[0]: sizes}
     sizes = {} if sizes is None else sizes
     if not isinstance(sizes, Mapping) or not all(isinstance(x, Sizes) for x in sizes.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
-            f"compare: sizes are an rc.experiments.Sizes, or a dict of them by task, not "
+            f"{caller}: sizes are an rc.experiments.Sizes, or a dict of them by task, not "
             f"{short_repr(sizes)}"
         )
     return {task: sizes.get(task, DEFAULTS[task]) for task in tasks}

@@ -42,7 +42,15 @@ from recollect.report.environment import Environment, describe_environment
 from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus
 
-__all__ = ["Job", "RunOrError", "run_jobs", "state_bytes", "train", "training_environment"]
+__all__ = [
+    "Job",
+    "JobRunner",
+    "RunOrError",
+    "run_jobs",
+    "state_bytes",
+    "train",
+    "training_environment",
+]
 
 T = TypeVar("T")
 
@@ -108,7 +116,7 @@ def _threads(num_jobs: int, processes: int) -> int | None:
 def _run_serial(
     jobs: Sequence[Job], corpus: TextCorpus | None, progress: ProgressReporter
 ) -> Iterator[tuple[Job, RunOrError]]:
-    runner = _Runner(corpus)
+    runner = JobRunner(corpus)
     for job in jobs:
         outcome = runner.run(job, progress)
         yield job, outcome
@@ -123,17 +131,17 @@ def _run_parallel(
         event, *values = message
         getattr(progress, event)(*values)
 
-    for job, outcome in run_in_workers(_Runner(corpus), jobs, processes, on_message=on_message):
+    for job, outcome in run_in_workers(JobRunner(corpus), jobs, processes, on_message=on_message):
         if outcome is not None:
             yield job, outcome.message if isinstance(outcome, WorkerFailure) else outcome
 
 
-class _Runner:
-    """Runs jobs, and prepares the data of each task and seed once."""
+class JobRunner:
+    """Runs jobs, and prepares the data of each task, size and seed once."""
 
     def __init__(self, corpus: TextCorpus | None) -> None:
         self.corpus = corpus
-        self.tasks: dict[tuple[str, int], CompareTask] = {}
+        self.tasks: dict[tuple[str, Sizes, int], CompareTask] = {}
 
     def __call__(self, job: Job) -> RunOrError | None:
         """Run a job in a worker; ``None`` if a stop was requested before it started."""
@@ -141,7 +149,7 @@ class _Runner:
 
     def run(self, job: Job, progress: ProgressReporter) -> RunOrError:
         """Run a job; an error becomes its message."""
-        key = job.task, job.seed
+        key = job.task, job.size, job.seed
         try:
             if key not in self.tasks:
                 self.tasks[key] = compare_task(job.task, job.size, job.seed, self.corpus)
