@@ -213,7 +213,7 @@ class LevelsLayer(MixerLayer):
         """Return outputs ``[B, T, heads, V]`` and the state of sequences of equal positions."""
         if T == 0:
             return inputs.v.new_zeros(*inputs.q.shape[:3], inputs.v.shape[-1]), memory
-        L, last, (B, _, H, V) = self.mixer.num_levels, self.mixer.num_levels - 1, inputs.v.shape
+        L, last, (_, _, H, V) = self.mixer.num_levels, self.mixer.num_levels - 1, inputs.v.shape
         C = min(self.memory.chunk_size or CHUNK_SIZE, T)
         A, Q, N, M = self._units(inputs, start, C)
         n, G, device = A.shape[1], A.shape[4], A.device
