@@ -180,13 +180,13 @@ def test_packed_documents_without_states(name: str) -> None:
 
 def test_short_documents_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build(MemoryAsContext("gated_delta_net", "softmax_attention", segment=4), 8, 2)
-    run, ran = type(layer)._forward_rows, []
+    run, ran = type(layer).forward_rows, []
 
     def counted(self: Any, x: torch.Tensor, *rest: Any) -> Any:
         ran.append(x.shape[0] * x.shape[1])
         return run(self, x, *rest)
 
-    monkeypatch.setattr(type(layer), "_forward_rows", counted)
+    monkeypatch.setattr(type(layer), "forward_rows", counted)
     lengths = torch.tensor([40, *[2] * 30, 5, 0])
     borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     layer(torch.randn(1, int(borders[-1]), 8), cu_seqlens=borders, output_final_state=False)
