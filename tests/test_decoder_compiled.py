@@ -31,7 +31,7 @@ B, D = 2, 16
 TITANS = rc.zoo.get("titans").recipe
 SHORT = replace(TITANS, algorithm=replace(TITANS.algorithm, batch_size=4))
 QUICK = ("gated_delta_net", "rls", "sliding_window_attention")
-GROWS = {"mesa_net"} | {
+GROWS = {"mesa_net", "gated_kalmanet"} | {
     name
     for name in rc.zoo.names()
     if (recipe := rc.zoo.get(name).recipe).buffer_size is None or recipe.uses_kernel_rows

@@ -103,6 +103,7 @@ ZOO: dict[str, rc.Recipe] = {
     "geometric_rls": rc.Recipe(
         context=Prefix(decay="input"), algorithm=LeastSquares(ridge="learned", refresh_every=5)
     ),
+    "gated_kalmanet": rc.zoo.get("gated_kalmanet").recipe,
     "mesa_net": rc.Recipe(
         context=Prefix(decay="input", weight="input"),
         algorithm=LeastSquares(ridge="learned", ridge_per="key", ridge_schedule="constant"),
@@ -421,7 +422,7 @@ LONG = {
     name: RECIPES[name]
     for name in (
         "gated_delta_net", "gla", "longhorn", "L2-key-before-gradient-c3", "softmax_attention",
-        "rls", "geometric_rls", "mesa_net",
+        "rls", "geometric_rls", "mesa_net", "gated_kalmanet",
     )
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
         (SUM, SUM),
     ),
     **dict.fromkeys(("retnet_xpos", "gla", "gateloop", "hgrn2"), (GATE, GATE)),
-    **dict.fromkeys(("delta_net", "dpfp", "longhorn", "nlms"), (PLAIN, DELTA)),
+    **dict.fromkeys(("delta_net", "dpfp", "efla", "longhorn", "nlms"), (PLAIN, DELTA)),
     **dict.fromkeys(
         ("delta_product", "gated_delta_product", "erase_then_delta"),
         ("chunk_gated_delta_product", DELTA),

@@ -26,7 +26,7 @@ QUICK = ("gated_delta_net", "titans", "sliding_window_attention")
 COMPOSED = ("mac", "chain", "lm:titans", "lm:fox")
 MORE = ("mag", "boosted", "lm:mac", "lm:delta_former", "beside attention")
 REFUSED = {
-    "mesa_net": "cannot be recorded",
+    **dict.fromkeys(("mesa_net", "gated_kalmanet"), "cannot be recorded"),
     **dict.fromkeys(("deep_transformer", "swdt", "dot"), "needs the position on the host"),
 }
 REST = [name for name in rc.zoo.names() if name not in QUICK]

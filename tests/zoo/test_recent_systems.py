@@ -103,6 +103,20 @@ def momentum_delta_rule(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tens
     return torch.stack(outputs, 1), S
 
 
+def gated_kalmanet(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """H = γ H + k kᵀ, U = γ U + v kᵀ, y = U (H + 0.02 ‖H‖_F I)⁻¹ q."""
+    (q, k, v), gamma = unit_inputs(module, x), decay(module, x)
+    U, outputs = zeros(module, x), []
+    H = U.new_zeros(*U.shape[:2], U.shape[-1], U.shape[-1])
+    for t in range(x.shape[1]):
+        H = column(gamma, t) * H + outer(k[:, t], k[:, t])
+        U = column(gamma, t) * U + outer(v[:, t], k[:, t])
+        ridge = 0.02 * (torch.linalg.matrix_norm(H) + 1e-6)
+        system = H + ridge[..., None, None] * torch.eye(H.shape[-1], dtype=H.dtype)
+        outputs.append(read(U, torch.linalg.solve(system, q[:, t])))
+    return torch.stack(outputs, 1), U
+
+
 def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = (I − k (b ⊙ k)ᵀ) Diag(α) S + k (w ⊙ v)ᵀ, transposed."""
     (q, k, v), alpha = unit_inputs(made, x), decay(made, x)
@@ -223,6 +237,7 @@ LOOPS: dict[str, Loop] = {
     "preconditioned_kda": preconditioned,
     "erase_then_delta": erase_then_delta,
     "momentum_delta_rule": momentum_delta_rule,
+    "gated_kalmanet": gated_kalmanet,
     "mamba3": mamba3,
     "falcon_1": falcon,
     "falcon_2": falcon,

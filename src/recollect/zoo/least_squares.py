@@ -2,7 +2,7 @@
 
 Examples:
     >>> rc.zoo.names("least_squares")
-    ['rls', 'geometric_rls', 'mesa_net']
+    ['rls', 'geometric_rls', 'mesa_net', 'gated_kalmanet']
     >>> print(rc.zoo.get("rls").rule)
     M_t = V_tᵀ K_t (K_tᵀ K_t + λ I)⁻¹
 """
@@ -17,7 +17,7 @@ from recollect.zoo.fidelity import exact, reconstruction
 from recollect.zoo.preset import preset
 from recollect.zoo.references import TTR, Paper
 
-__all__ = ["geometric_rls", "mesa_net", "rls"]
+__all__ = ["gated_kalmanet", "geometric_rls", "mesa_net", "rls"]
 
 _MESA = Paper(
     "von Oswald et al., Uncovering mesa-optimization algorithms in transformers", 2023
@@ -90,3 +90,29 @@ def mesa_net() -> tuple[Recipe, LayerOptions]:
     return Recipe(
         context=Prefix(decay="input", weight="input"), algorithm=algorithm
     ), LayerOptions()
+
+
+@preset(
+    "Gated KalmaNet",
+    rule="M_t = H_t (G_t + ρ_t I)⁻¹,  H_t = γ_t H_(t−1) + v_t k_tᵀ,  "
+    "G_t = γ_t G_(t−1) + k_t k_tᵀ,  ρ_t = 0.02 ‖G_t‖_F",
+    references=(
+        Paper(
+            "Peng et al., Gated KalmaNet: a fading memory layer through test-time ridge regression",
+            2025,
+        ).at("arXiv 2511.21016, section 4"),
+    ),
+    fidelity=exact(
+        "the ridge regression of Gated KalmaNet, with a ridge in proportion to the Gram matrix",
+        logsigmoid_decay=True,
+        solver="Conjugate gradients run to a tolerance; the authors run 30 Chebyshev steps.",
+        ridge="ρ_t has an additional 2e-8, at which an empty memory is regular.",
+        layer="The output is that of the regression; the authors' layer can mix in the output of "
+        "linear attention.",
+        common_layer=True,
+    ),
+)
+def gated_kalmanet() -> tuple[Recipe, LayerOptions]:
+    """Ridge regression over a fading past, with a bounded condition number."""
+    algorithm = LeastSquares(ridge=0.02, ridge_schedule="relative")
+    return Recipe(context=Prefix(decay="input"), algorithm=algorithm), LayerOptions()

@@ -63,8 +63,8 @@ class Inverse:
     Attributes:
         kind: ``"exact"``; ``"identity"`` I; ``"diagonal"`` (diag(G) + λ)^(−p); ``"spectral"``
             (G + λI)^(−p); ``"conjugate_gradient"``: ``steps`` iterations from 0 on each query.
-        ridge: schedule of ρ_t for an exact inverse: ``"constant"``, ``"decaying"`` or
-            ``"refreshed"``.
+        ridge: schedule of ρ_t for an exact inverse: ``"constant"``, ``"relative"``, ``"decaying"``
+            or ``"refreshed"``.
         refresh_every: number of tokens between two refreshes of the ridge.
         power: p.
         steps: number of conjugate-gradient iterations.
@@ -86,7 +86,7 @@ class Inverse:
     @property
     def is_recursive(self) -> bool:
         """Whether the inverse itself has a recursion over tokens."""
-        return self.kind == "exact" and self.ridge != "constant"
+        return self.kind == "exact" and self.ridge in ("decaying", "refreshed")
 
     @property
     def slots(self) -> tuple[str, ...]:

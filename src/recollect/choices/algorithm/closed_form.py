@@ -13,11 +13,15 @@ from recollect.choices.equation_terms import format_number
 from recollect.choices.member import member
 from recollect.fields import integer, number, option, quantity
 from recollect.messages import RecipeError
+from recollect.numerics import safe_sqrt
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Analytic", "LeastSquares", "Preconditioned", "smallest_ridge"]
+__all__ = ["Analytic", "LeastSquares", "Preconditioned", "relative_size", "smallest_ridge"]
+
+MIN_SIZE = 1e-6
+"""Added to the norm of a Gram matrix for a relative ridge, which is then positive."""
 
 
 @member
@@ -141,8 +145,8 @@ class LeastSquares(_StatisticsSolver):
     W_t = argmin ½ Σ_{i≤t} γ_i^(t) w_i ‖W k_i − v_i‖² + ½ ρ_t ‖W − W_0‖². Its solution is
     W_t = W_0 + E_t (G_t + ρ_t I)⁻¹ with G = Σ γ w k kᵀ and E = Σ γ w (v − W_0 k) kᵀ.
 
-    A constant ridge is solved for by conjugate gradients. `recollect.record_solver` sets their
-    number and reports their accuracy.
+    Constant and relative ridges are solved for by conjugate gradients. `recollect.record_solver`
+    sets their number and reports their accuracy.
 
     With the other schedules, decays below e^−87 (float32's smallest number) act as 0: the memory
     restarts from W_0 and ρ_t = λ. Statistics are float64, and ridges have at least the size that
@@ -155,7 +159,8 @@ class LeastSquares(_StatisticsSolver):
         ridge_schedule: ρ_t under decay. ``"decaying"``: ρ_t = λ Π γ_i over i ≤ t, the classical
             recursion, which winds up if keys leave directions unexcited. ``"refreshed"``: decaying
             inside spans of ``refresh_every`` tokens, and λ again at the end of each span.
-            ``"constant"``: ρ_t = λ (MesaNet). The three are equal without decay.
+            ``"constant"``: ρ_t = λ (MesaNet). The three are equal without decay. ``"relative"``:
+            ρ_t = λ (‖G_t‖_F + 1e-6), which bounds the condition number by 1 + 1/λ.
         refresh_every: tokens of a span; part of the model if γ < 1. A span's last token reads
             before the ridge is refreshed, and `recollect.read` after that token reads after it.
 
@@ -177,7 +182,7 @@ class LeastSquares(_StatisticsSolver):
 
     ridge: float | str = _ridge()
     ridge_per: str = option("head", "key")
-    ridge_schedule: str = option("refreshed", "decaying", "constant")
+    ridge_schedule: str = option("refreshed", "decaying", "constant", "relative")
     refresh_every: int = integer(64, at_least=1)  # type: ignore[assignment]
 
     solves = True
@@ -192,16 +197,20 @@ class LeastSquares(_StatisticsSolver):
 
     def penalty_text(self, recipe: Recipe) -> str:
         rest = "‖W − W_0‖²"
-        return f"½ ρ_t {rest}" if self._ridge_decays(recipe) else f"½ {self._scaled_by_ridge(rest)}"
+        changes = self._ridge_decays(recipe) or self.ridge_schedule == "relative"
+        return f"½ ρ_t {rest}" if changes else f"½ {self._scaled_by_ridge(rest)}"
 
     def _ridge_decays(self, recipe: Recipe) -> bool:
-        return self.ridge_schedule != "constant" and recipe.context.has_decay
+        return self.inverse.is_recursive and recipe.context.has_decay
 
     def solution_equations(self, recipe: Recipe) -> tuple[str, ...]:
-        W = recipe.memory.weight_symbol
-        weight = "ρ_t I" if self._ridge_decays(recipe) else self._scaled_by_ridge("I")
+        W, is_relative = recipe.memory.weight_symbol, self.ridge_schedule == "relative"
+        changes = is_relative or self._ridge_decays(recipe)
+        weight = "ρ_t I" if changes else self._scaled_by_ridge("I")
         lines = (f"{W}_t = {W}_0 + E_t (G_t + {weight})⁻¹", *self._statistics_equations(recipe))
-        if not self._ridge_decays(recipe):
+        if is_relative:
+            return (*lines, f"ρ_t = {self._scaled_by_ridge('(‖G_t‖_F + 1e-6)')}")
+        if not changes:
             return lines
         product = "Π_(i≤t) γ_i"
         if self.ridge_schedule == "refreshed":
@@ -279,6 +288,11 @@ class Preconditioned(_StatisticsSolver):
             f"(G_t + {self._scaled_by_ridge('I')}) z = q from 0",
         )
         return (*lines, b)
+
+
+def relative_size(squared_norm: Tensor) -> Tensor:
+    """Return ‖G‖_F + 1e-6, the unit of a relative ridge, from ‖G‖_F² ≥ 0."""
+    return safe_sqrt(squared_norm) + MIN_SIZE
 
 
 def smallest_ridge(gram: Tensor) -> Tensor:

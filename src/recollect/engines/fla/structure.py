@@ -121,7 +121,7 @@ def _linear(bound: BoundRecipe) -> Structure:
 
 def _ridge(bound: BoundRecipe) -> Structure | str:
     inverse = bound.recipe.algorithm.inverse
-    if inverse is None or inverse.is_recursive or inverse.kind != "exact":
+    if inverse is None or inverse.ridge != "constant" or inverse.kind != "exact":
         return "its only operator for least squares has a constant ridge and an exact inverse"
     if "ridge" in bound.gates:
         return "its operator needs one ridge for all tokens"

@@ -1,4 +1,4 @@
-"""Conjugate gradients over all prefixes at once: constant ridges, approximations of the inverse.
+"""Conjugate gradients over all prefixes at once: ridges without a recursion, and approximations.
 
 A product with the Gram matrices D_t of all prefixes is one gated linear attention. Conjugate
 gradients therefore solve the T systems (D_t + λ) z_t = q_t in parallel, in O(T·C·F) memory. One
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect.choices.algorithm.closed_form import relative_size
 from recollect.choices.autograd import CustomFunction, once_differentiable
 from recollect.choices.runtime import has_data
 from recollect.engines.common.conjugate_gradient import conjugate_gradient, safe_divide
@@ -148,7 +149,7 @@ class _PrefixSystems:
     weight: Tensor  # [B, T, H]
     log_decay: Tensor | None  # [B, T, H]
     gram: Tensor  # [B, H, F, F]
-    ridge: Tensor  # [B, H, F]
+    ridge: Tensor  # [B, T or 1, H, F]
     token_mask: Tensor | None
     chunk_size: int | None
 
@@ -169,7 +170,23 @@ class _PrefixSystems:
 
     def system(self, z: Tensor) -> Tensor:
         """Return (D_t + λ) z_t, ``[B, T, H, G, F]``."""
-        return self.read(z, self.k, self.gram)[0] + self.ridge[:, None, :, None] * z
+        return self.read(z, self.k, self.gram)[0] + self.ridge.unsqueeze(3) * z
+
+    def squared_norms(self) -> Tensor:
+        """Return n_t = ‖D_t‖_F² ``[B, T, H]``.
+
+        D_t = γ D_(t−1) + w k kᵀ gives n_t = γ² n_(t−1) + 2 w kᵀ D_t k − w² ‖k‖⁴.
+        """
+        k, w = self.k, self.weight
+        if self.token_mask is not None:
+            k = torch.where(self.token_mask[..., None, None], k, 0.0)
+        products = self.read(k.unsqueeze(3), k, self.gram)[0].squeeze(3)
+        growth = w * (2 * (k * products).sum(-1) - w * k.square().sum(-1).square())
+        ones = torch.ones_like(k[..., :1])
+        log_decay = None if self.log_decay is None else 2 * self.log_decay
+        sums = replace(self, k=ones, weight=ones[..., 0], log_decay=log_decay)
+        start = self.gram.square().sum((-2, -1))[..., None, None]
+        return sums.read(ones.unsqueeze(3), growth.unsqueeze(-1), start)[0].flatten(3).squeeze(3)
 
     def differentiable(self) -> tuple[Tensor, ...]:
         """Return the tensors that define the systems."""
@@ -201,17 +218,21 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     A = state.weights[0]
     is_new = (state.position == 0)[:, None, None, None]
     origin = torch.where(is_new, A, state.algorithm_state["origin"][0])
-    ridge = initial_ridge(problem.rates, k.shape[-1])
+    B, _, H, F = k.shape
+    ridge = initial_ridge(problem.rates, F).unsqueeze(1)
     gram = state.algorithm_state["gram"][0] if "gram" in state.algorithm_state else None
     systems = _PrefixSystems(
         k=k,
         weight=weight,
         log_decay=problem.rates["log_decay"] if recipe.context.has_decay else None,
-        gram=k.new_zeros(*ridge.shape, k.shape[-1]) if gram is None or gram.dim() < 4 else gram,
+        gram=k.new_zeros(B, H, F, F) if gram is None or gram.dim() < 4 else gram,
         ridge=ridge,
         token_mask=problem.token_mask,
         chunk_size=problem.chunk_size,
     )
+    if inverse.ridge == "relative":
+        size = relative_size(systems.squared_norms().clamp_min(0))
+        systems = replace(systems, ridge=ridge * size.unsqueeze(-1))
     slots = {"origin": origin}
     if kind == "identity":
         z = q
@@ -220,7 +241,7 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         ones = torch.ones_like(q[..., :1])
         unit = replace(systems, k=torch.ones_like(k[..., :1]))
         diagonal, diagonal_end = unit.read(ones, k.square(), gram.unsqueeze(-1))
-        z = q / (diagonal + ridge[:, None, :, None]).pow(inverse.power)
+        z = q / (diagonal + ridge.unsqueeze(3)).pow(inverse.power)
         slots["gram"] = diagonal_end.squeeze(-1)
     else:
         slots["gram"] = systems.read(q[:, :, :, :1], k, systems.gram)[1]
@@ -281,7 +302,7 @@ def _report(size: Tensor, threshold: Tensor, tolerance: float, count: int, limit
         recorder.reports.append(report)
     if unsolved:
         warnings.warn(
-            "conjugate gradients of algorithm.LeastSquares(ridge_schedule='constant') stopped "
+            "conjugate gradients of algorithm.LeastSquares stopped "
             f"after {count} iterations (limit {limit}) with {unsolved} of {report.systems} systems "
             f"above the tolerance, relative residual {report.residual:.1e}: raise the ridge, or "
             "limit or tolerance in rc.record_solver(), or use ridge_schedule='refreshed', which "
@@ -308,7 +329,7 @@ class _Solve(CustomFunction):
         return z
 
     @staticmethod
-    @once_differentiable("a constant ridge solved by conjugate gradients (engine least_squares)")
+    @once_differentiable("a ridge solved for by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = saved
         u = _solve(ctx.systems.system, grads[0].contiguous(), *ctx.limits)
@@ -329,7 +350,7 @@ def _spectral(systems: _PrefixSystems, q: Tensor, power: float) -> Tensor:
     """Return (D_t + λ)^(−p) q_t, by blocks of tokens."""
     block, gram = 64, systems.gram
     outputs: list[Tensor] = []
-    ridge = torch.diag_embed(systems.ridge).unsqueeze(1)
+    ridge = torch.diag_embed(systems.ridge)
     for start in range(0, q.shape[1], block):
         grams: list[Tensor] = []
         for t in range(start, min(start + block, q.shape[1])):

@@ -5,9 +5,10 @@ Equations per head, with ridge ρ and its centre W_0::
     D_t = γ_t D_(t−1) + w_t k_t k_tᵀ,   E_t = γ_t E_(t−1) + w_t (v_t − W_0 k_t) k_tᵀ
     W_t = W_0 + E_t (D_t + ρ_t I)⁻¹
 
-The algorithm defines ρ_t and replaces the inverse for approximate rules. A ridge that decays with
-the past is solved in float64. An error is raised if float64 lacks the precision
-(`recollect.engines.common.precision_checks`). A decay of 0 resets the statistics: D = E = 0, ρ = λ.
+The algorithm defines ρ_t, which may depend on D_t, and replaces the inverse for approximate rules.
+A ridge that decays with the past is solved in float64. An error is raised if float64 lacks the
+precision (`recollect.engines.common.precision_checks`). A decay of 0 resets the statistics:
+D = E = 0, ρ = λ.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.closed_form import smallest_ridge
+from recollect.choices.algorithm.base import Inverse
+from recollect.choices.algorithm.closed_form import relative_size, smallest_ridge
 from recollect.engines.common.precision_checks import (
     RESET_LOG_DECAY,
     estimate_relative_error,
@@ -37,17 +39,18 @@ from recollect.state.state import State
 __all__ = ["least_squares", "read_least_squares"]
 
 
-def _start(state: State, ridge: Tensor) -> RidgeStatistics:
+def _start(state: State, ridge: Tensor, inverse: Inverse) -> RidgeStatistics:
     """Return the statistics of a state; an empty batch element has only its initial memory."""
     A, slots = state.weights[0], {name: x[0] for name, x in state.algorithm_state.items()}
     is_empty = state.position == 0
     origin = torch.where(is_empty[:, None, None, None], A, slots["origin"])
     gram = slots.get("gram", ridge)
     gram = gram if gram.dim() == 4 else torch.diag_embed(gram)
+    share = torch.ones_like(ridge[..., 0])
     start = RidgeStatistics(
         gram=gram,
         residual=A - origin,
-        ridge_share=torch.ones_like(ridge[..., 0]),
+        ridge_share=_relative(gram) if inverse.ridge == "relative" else share,
         origin=origin,
         ridge=ridge,
     )
@@ -56,6 +59,11 @@ def _start(state: State, ridge: Tensor) -> RidgeStatistics:
     # The state stores W, not E.
     start = replace(start, ridge_share=torch.where(is_empty[:, None], 1.0, slots["kept"]))
     return replace(start, residual=start.residual @ start.system)
+
+
+def _relative(gram: Tensor) -> Tensor:
+    """Return ρ_t/λ ``[B, H]`` of a relative ridge."""
+    return relative_size(gram.square().sum((-2, -1)))
 
 
 def least_squares(problem: Problem) -> tuple[Tensor, State]:
@@ -75,7 +83,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
     if is_float64:
         k, v, weight, q, ridge, logs = (x.double() for x in (k, v, weight, q, ridge, logs))
         state = state.map(lambda x: x.double() if x.is_floating_point() else x)
-    statistics = _start(state, ridge)
+    statistics = _start(state, ridge, inverse)
     is_reset = logs < RESET_LOG_DECAY if is_float64 else torch.zeros_like(logs, dtype=torch.bool)
     decay = torch.where(is_reset, 0.0, logs.exp())
     token_mask = problem.token_mask
@@ -87,13 +95,15 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
         share = statistics.ridge_share
-        if schedule != "constant":
+        if inverse.is_recursive:
             share = share * decay[:, t]
         share = torch.where(is_reset[:, t], 1.0, share)
         error = value - (statistics.origin @ key.unsqueeze(-1)).squeeze(-1)
         gram = alpha * statistics.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
         floor = torch.zeros_like(share)
-        if schedule != "constant":
+        if schedule == "relative":
+            share = _relative(gram)
+        if inverse.is_recursive:
             min_share = smallest_ridge(gram).squeeze(-1) / statistics.ridge.mean(-1)
             floor = torch.where(min_share > share, min_share, 0.0)
             share = torch.maximum(share, min_share)
@@ -188,7 +198,8 @@ def read_least_squares(problem: Problem, q: Tensor, rates: Mapping[str, Tensor])
     A = state.weights[0].unsqueeze(1)
     if "kept" in algorithm.slots or q.shape[1] == 0:
         return q @ A.mT
-    statistics = _start(state, initial_ridge(rates, q.shape[-1]))
-    if algorithm.inverse is not None and algorithm.inverse.kind == "exact":
+    assert algorithm.inverse is not None  # the recipe has fixed-size statistics
+    statistics = _start(state, initial_ridge(rates, q.shape[-1]), algorithm.inverse)
+    if algorithm.inverse.kind == "exact":
         return q @ statistics.solved().unsqueeze(1).mT
     return torch.stack([_read(problem, statistics, q[:, t]) for t in range(q.shape[1])], dim=1)
