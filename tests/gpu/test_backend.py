@@ -173,7 +173,7 @@ KDA = "chunk_kda"
 ON_HOPPER: dict[str, tuple[str, str]] = {
     **EXPECTED,
     **dict.fromkeys(("retnet", "lightning_attention", "mamba2", "mlstm"), (GATE, GATE)),
-    **dict.fromkeys(("delta_net", "dpfp", "longhorn", "nlms"), (PLAIN, KDA)),
+    **dict.fromkeys(("delta_net", "dpfp", "efla", "longhorn", "nlms"), (PLAIN, KDA)),
     "gated_delta_net": (KDA, KDA),
     "delta_product": ("chunk_gated_delta_product", KDA),
     **dict.fromkeys(("gated_delta_product", "erase_then_delta"), (KDA, KDA)),
