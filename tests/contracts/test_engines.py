@@ -350,6 +350,23 @@ DEEP: dict[str, rc.Recipe] = {
         retention=Decay(),
         algorithm=rc.algorithm.Muon(batch_size=4, update_every="batch"),
     ),
+    "one plain step a batch": rc.Recipe(
+        memory=MLP(),
+        context=Window(size=3),
+        retention=Decay(per="value"),
+        algorithm=GD(batch_size=4, per="value", update_every="batch"),
+    ),
+    "matrix, one plain step a batch": rc.Recipe(
+        bias=rc.bias.DotProduct(), algorithm=GD(batch_size=3, update_every="batch")
+    ),
+    "lact": rc.Recipe(
+        memory=rc.memory.GatedMLP(expansion=1, residual=False),
+        bias=rc.bias.DotProduct(),
+        retention=rc.retention.RowNorm(),
+        algorithm=rc.algorithm.Muon(
+            batch_size=4, lr_position="inside", update_every="batch", momentum_every="batch"
+        ),
+    ),
     "one step a batch behind a link": rc.Recipe(
         retention=rc.retention.Ball(radius=0.7),
         algorithm=rc.algorithm.Muon(batch_size=2, update_every="batch"),

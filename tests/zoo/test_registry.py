@@ -252,7 +252,7 @@ def test_options_that_do_not_fit_are_not_explained() -> None:
         rc.explain(leaf)
 
 
-FAMILIES = ("ttt", "titans", "miras", "miras_variants", "atlas")
+FAMILIES = ("ttt", "ttt_2025", "titans", "miras", "miras_variants", "atlas")
 DEEP = [name for family in FAMILIES for name in rc.zoo.names(family)]
 OVER_KERNELS = [
     n for f in ("deep_transformer", "delta_former", "feed_forward") for n in rc.zoo.names(f)

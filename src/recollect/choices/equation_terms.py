@@ -6,10 +6,20 @@ terms (`Bias.error_terms`, `Algorithm.update_equations`). Only `render_sum` conv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Gradient", "Term", "Terms", "format_number", "parenthesise", "power", "render_sum"]
+__all__ = [
+    "Gradient",
+    "Term",
+    "Terms",
+    "format_number",
+    "parenthesise",
+    "power",
+    "render_sum",
+    "sum_over_batch",
+]
 
 _SUPERSCRIPTS = str.maketrans("0123456789−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
@@ -59,6 +69,15 @@ def render_sum(terms: Iterable[Term]) -> str:
         else:
             text += f" {'−' if term.coefficient < 0 else '+'} {term.body}"
     return text or "0"
+
+
+def sum_over_batch(terms: Terms) -> Terms:
+    """Return terms of token t summed over the tokens s of an inner batch."""
+    token = r"(?<=[_>≤])t(?![a-z])|(?<=\^\()t(?=\))"
+    return tuple(
+        Term(("Σ_s", *(re.sub(token, "s", factor) for factor in term.factors)), term.coefficient)
+        for term in terms
+    )
 
 
 def format_number(x: float | str) -> str:

@@ -18,10 +18,10 @@ __all__ = ["fewer_steps"]
 
 CHANGES = (
     ("algorithm", "batch_size", 16),
-    ("algorithm", "update_every", "batch"),
     ("retention", "when", "after"),
     ("retention", "link_every", "batch"),
     ("retention", "per", "head"),
+    ("algorithm", "update_every", "batch"),
 )
 """Choice, field and value of the candidate changes, which are also tried in combination."""
 

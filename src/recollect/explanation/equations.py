@@ -172,7 +172,7 @@ def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
         lines, step = algorithm.update_equations(gradient, at)
     equations = [*lines]
     if algorithm.update_every == "batch":
-        equations += _batch_end_update(recipe, step, A)
+        equations += _batch_end_update(recipe, lines, step, A)
     else:
         moves = retention.state_equations(old, new, step, at=at, vector=vector)
         if linked and not recipe.links_at_batch_end:
@@ -319,20 +319,24 @@ def _boundary_notes(recipe: Recipe, text: str) -> list[str]:
     return [f"{line}; from its second token on, A after the first" if first else line]
 
 
-def _batch_end_update(recipe: Recipe, step: Terms, A: str) -> list[str]:
+def _batch_end_update(recipe: Recipe, lines: tuple[str, ...], step: Terms, A: str) -> list[str]:
     """Return one update at the end of each inner batch; its tokens read W°."""
     retention, algorithm, W = recipe.retention, recipe.algorithm, recipe.memory.weight_symbol
     decay, b = retention.decay, algorithm.batch_size
-    start = f"{A}°"
-    decayed = Term((start,)) if decay is None else decay.decayed_text(start, "b")
     moved = tuple(
         Term(tuple(f.replace("η_t", "η̄") for f in term.factors), term.coefficient) for term in step
     )
-    line = f"{A}_t = {render_sum((decayed, *moved))} at the last token of the inner batch"
+    vector = recipe.memory.is_elementwise
+    moves = retention.state_equations(f"{A}°", f"{A}_t", moved, at="b", vector=vector)
+    moves = (*moves[:-1], f"{moves[-1]} at the last token of the inner batch")
+    text = " ".join((*lines, *moves))
     bars = [] if decay is None or not isinstance(decay.alpha, str) else ["α_b = Π α_t"]
-    bars += ["η̄ = mean η_t"] if any("η̄" in f for t in moved for f in t.factors) else []
-    over = [f"{', '.join(bars)} over the inner batch; tokens in it read {W}°"] if bars else []
-    return [line, *(over or [f"tokens in the inner batch of {b} read {W}°"])]
+    bars += ["η̄ = mean η_t"] if "η̄" in text else []
+    bars += ["θ̄ = mean θ_s"] if "θ̄" in text else []
+    bars += ["Σ_s"] if "Σ_s" in text else []
+    ends = f"tokens in it read {W}°" + (", S° = S at its start" if "S°" in text else "")
+    over = [f"{', '.join(bars)} over the inner batch; {ends}"] if bars else []
+    return [*moves, *(over or [f"tokens in the inner batch of {b} read {W}°"])]
 
 
 def _batch_mean_update(recipe: Recipe, *, full: bool) -> tuple[str, ...]:

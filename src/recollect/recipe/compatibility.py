@@ -110,6 +110,11 @@ def _kernel_rows_conflicts(recipe: Recipe) -> Iterator[str]:
             "Momentum(momentum_on='gradient') with one rate per head, outer_lr=1.0 and "
             "reduction='sum'"
         )
+    if algorithm.update_every == "batch":
+        yield (
+            f"{subject}, whose rows are written token by token: use update_every='token' in "
+            f"{algorithm.title}"
+        )
     if read.when != "after" or read.bonus != 0.0 or read.normalize not in ("none", "sum"):
         yield f"{subject}: use memory.Read(normalize='none') or 'sum', not memory.{read.brief}"
     if read.normalize == "sum" and not recipe.features.positive:

@@ -68,7 +68,8 @@ def step_limit(recipe: Recipe) -> StabilityLimit | None:
     algorithm = recipe.algorithm
     if not (algorithm.uses_normalized_steps or algorithm.uses_line_search):
         return None
-    is_single = algorithm.reduction == "mean" or algorithm.update_every == "batch"
+    searches_batch = algorithm.uses_line_search and algorithm.update_every == "batch"
+    is_single = algorithm.reduction == "mean" or searches_batch
     gated = not algorithm.uses_line_search and "window" in {gate.name for gate in recipe.gates()}
     accumulates = "momentum" in algorithm.quantity_axes and not algorithm.uses_line_search
     constant = recipe.constants().get("momentum") if accumulates else None

@@ -33,6 +33,7 @@ from recollect.zoo import (
     least_mean_squares,
     falcon,
     ttt,
+    ttt_2025,
     titans,
     miras,
     miras_variants,
@@ -80,6 +81,7 @@ __all__ = [
     "state_space",
     "titans",
     "ttt",
+    "ttt_2025",
     "variants",
     "xlstm",
 ]

@@ -126,6 +126,8 @@ class Algorithm(Member):
             ``None``.
         needs_split_error: whether `Step.write` is required.
         update_every: ``"batch"`` if the memory changes only at the end of an inner batch.
+        momentum_every: ``"batch"`` if θ acts once per inner batch, S = θ̄ S° − Σ_s η_s g_s, with θ̄
+            the mean over the batch and S° the sum at its start.
         reduction: ``"mean"`` if steps are averaged over the open inner batch.
         ridge: λ of ½λ‖W‖² if it is a constant of the problem, else 0.
         ns_steps: Newton–Schulz iterations of one step.
@@ -158,6 +160,7 @@ class Algorithm(Member):
     inverse: Inverse | None = None
     needs_split_error: bool = False
     update_every: str = "token"
+    momentum_every: str = "token"
     reduction: str = "sum"
     curvature: bool = False
     """Whether the step uses second-order information of several associations."""
@@ -216,9 +219,15 @@ class Algorithm(Member):
     def accumulator(self) -> str | None:
         """Content of the slot ``"momentum"`` from which `batch_step` computes the step.
 
-        ``"steps"``: S = θS − ηg; ``"gradients"``: S = θS − g. ``None`` for other rules.
+        ``"steps"``: S = θS − ηg; ``"gradients"``: S = θS − g. ``None`` for other rules. An
+        algorithm without slots declares ``"steps"``, and S is then −Σ η g over the inner batch.
         """
         return None
+
+    @property
+    def sums_batch(self) -> bool:
+        """Whether S of an inner batch is a sum over its tokens, without a momentum between them."""
+        return self.update_every == "batch" and (self.momentum_every == "batch" or not self.slots)
 
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
         """Return the new slots and the step that is added to the decayed memory.
@@ -233,8 +242,9 @@ class Algorithm(Member):
         """Return the step of an inner batch, for ``update_every == "batch"``.
 
         Args:
-            slots: the algorithm's state by name after the last token of the batch.
-            lr: η of that token, broadcast to ``[B, H, out, in]``.
+            slots: the algorithm's state by name after the last token of the batch; S of
+                `accumulator` is ``"momentum"``, also without slots.
+            lr: mean of η over the batch, broadcast to ``[B, H, out, in]``.
 
         Raises:
             RecipeError: the algorithm updates the memory at every token.
@@ -372,8 +382,14 @@ class Algorithm(Member):
                 f"{name} declares recursion={recursion!r}, which needs slots=('momentum',) and the "
                 "quantity 'momentum': declare both, or leave recursion out"
             )
-        if self.accumulator is not None and slots != ("momentum",):
+        is_plain_sum = self.sums_batch and self.accumulator == "steps" and not slots
+        if self.accumulator is not None and slots != ("momentum",) and not is_plain_sum:
             yield f"{name} declares accumulator={self.accumulator!r}: set slots=('momentum',)"
+        if self.momentum_every == "batch" and (self.update_every != "batch" or not slots):
+            yield (
+                f"{name}(momentum_every='batch') carries the sum of an inner batch to the next: "
+                "set update_every='batch' and slots=('momentum',), or momentum_every='token'"
+            )
         if slots and not overrides_update and self.inverse is None:
             yield f"{name} has slots {', '.join(slots)} and never updates them: override update"
         if self.update_every == "batch" and self.accumulator is None:

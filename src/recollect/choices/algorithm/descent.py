@@ -16,6 +16,7 @@ from recollect.choices.equation_terms import (
     format_number,
     parenthesise,
     render_sum,
+    sum_over_batch,
 )
 from recollect.choices.member import member
 from recollect.fields import flag, integer, option, quantity
@@ -70,6 +71,11 @@ class Descent(Algorithm):
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
+        if self.update_every == "batch" and self.batch_size == 1:
+            yield (
+                f"{self.title}(update_every='batch') updates at the end of an inner batch: set "
+                "batch_size > 1, or update_every='token'"
+            )
         if self.needs_split_error and not (recipe.bias.is_affine and recipe.memory.linear):
             yield (
                 f"{self.title}(momentum_on='value') needs an error affine in the prediction and a "
@@ -111,6 +117,8 @@ class GradientDescent(Descent):
             (TTT). τ_t = 1/(tokens so far in the batch) + offset, at least 0.
         offset: a learned correction to τ, one per position in the batch (``"learned"``), or a
             constant.
+        update_every: ``"batch"`` for one update at the end of an inner batch, whose tokens read
+            W°: A = α_b A° − Σ_s η_s g_s, with α_b the product of the batch's decays.
         normalized_steps: whether to scale every association's gradient by ρ, so that η is the
             corrected fraction of its error. The loss must have a `Bias.target`.
         batch_overlap: ``"worst_case"`` assumes that all keys of an inner batch are equal.
@@ -131,6 +139,7 @@ class GradientDescent(Descent):
     per: str = option("head", "value")
     reduction: str = option("sum", "mean")
     offset: float | str = quantity(0.0, axes=("b",), sources=("learned",), init=0.0, letter="o")
+    update_every: str = option("token", "batch")
     normalized_steps: bool = flag(False)
     batch_overlap: str = option("worst_case", "measured")
 
@@ -147,6 +156,23 @@ class GradientDescent(Descent):
             raise RecipeError(
                 "algorithm.GradientDescent(offset=...) corrects the mean: set reduction='mean'"
             )
+        if self.reduction == "mean" and self.update_every == "batch":
+            raise RecipeError(
+                "algorithm.GradientDescent(reduction='mean', update_every='batch'): tokens read "
+                "the mean over their open batch, which an update at its end does not have: use "
+                "reduction='sum' or update_every='token'"
+            )
+
+    @property
+    def accumulator(self) -> str | None:
+        return "steps" if self.update_every == "batch" else None
+
+    def batch_step(self, slots: Slots, lr: Tensor) -> Tensor:
+        return slots["momentum"]
+
+    def update_equations(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        lines, step = super().update_equations(gradient, at)
+        return lines, sum_over_batch(step) if self.update_every == "batch" else step
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)

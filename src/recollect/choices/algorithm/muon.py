@@ -11,7 +11,7 @@ from torch import Tensor
 from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, rate_quantity
 from recollect.choices.autograd import gram
-from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
+from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum, sum_over_batch
 from recollect.choices.matmul_precision import effective_eps, is_full_precision
 from recollect.choices.member import member
 from recollect.choices.runtime import without_autocast
@@ -147,6 +147,9 @@ class Muon(Descent):
         ns_steps: Newton–Schulz iterations; 0 is the identity.
         update_every: ``"batch"`` for one update at the end of an inner batch, whose tokens read
             W°. It uses the product of the batch's decays and the mean of its rates.
+        momentum_every: ``"batch"`` for a momentum from batch to batch instead of token to token:
+            S = θ̄ S° − Σ_s g_s over the inner batch (``"inside"``: −Σ_s η_s g_s), with θ̄ the mean
+            of its θ_s. It needs ``update_every="batch"``.
         normalized_steps: whether to scale the step by λ, which needs ``lr_position="outside"`` and
             no link.
 
@@ -166,6 +169,7 @@ class Muon(Descent):
     ns_steps: int = integer(5)  # type: ignore[assignment]
     lr_position: str = option("outside", "inside")
     update_every: str = option("token", "batch")
+    momentum_every: str = option("token", "batch")
     normalized_steps: bool = flag(False)
 
     slots = ("momentum",)
@@ -209,9 +213,13 @@ class Muon(Descent):
         return self.ns_steps > 0
 
     def update_equations(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
-        decayed = Term(("S_(t−1)",)).times(self.symbol("momentum"))
         inner: float | str = self.rate_factor_text() if self.lr_position == "inside" else 1.0
-        line = render_sum((decayed, *gradient.scaled(inner, -1.0, compact=True)))
+        added = gradient.scaled(inner, -1.0, compact=True)
+        theta, old = self.symbol("momentum"), "S_(t−1)"
+        if self.momentum_every == "batch":
+            theta = "θ̄" if isinstance(theta, str) else theta
+            added, old = sum_over_batch(added), "S°"
+        line = render_sum((Term((old,)).times(theta), *added))
         direction = Term((f"NS{self.ns_steps}(S_t)" if self.ns_steps else "S_t",))
         if self.normalized_steps:
             direction = direction.times("λ_t")
@@ -231,9 +239,4 @@ class Muon(Descent):
             yield (
                 "algorithm.Muon orthogonalises matrices, and memory.Vector has none: use "
                 "algorithm.Momentum()"
-            )
-        if self.update_every == "batch" and self.batch_size == 1:
-            yield (
-                "algorithm.Muon(update_every='batch') updates at the end of an inner batch: set "
-                "batch_size > 1, or update_every='token'"
             )

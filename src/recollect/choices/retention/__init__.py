@@ -13,6 +13,7 @@ Examples:
 from recollect.choices.retention.base import Decay, Keep, Retention
 from recollect.choices.retention.divergence import FDivergence
 from recollect.choices.retention.links import Ball, Bregman, ElasticNet, Lq, Simplex
+from recollect.choices.retention.row_norm import RowNorm
 
 __all__ = [
     "Ball",
@@ -23,5 +24,6 @@ __all__ = [
     "Keep",
     "Lq",
     "Retention",
+    "RowNorm",
     "Simplex",
 ]

@@ -188,10 +188,11 @@ class Retention(Member):
                     f"{self.title} declares the quantity {name!r} and overrides neither link nor "
                     "advance, which receive it: override one of them"
                 )
-        if not self.is_additive and recipe.algorithm.batch_size != 1:
+        moves_in_batch = recipe.algorithm.update_every == "token"
+        if not self.is_additive and recipe.algorithm.batch_size != 1 and moves_in_batch:
             yield (
-                f"{self.title} rebuilds A from W at every token, so it is sequential: set "
-                f"batch_size=1 in {recipe.algorithm.title}"
+                f"{self.title} rebuilds A from W at every update, so it is sequential: set "
+                f"batch_size=1 in {recipe.algorithm.title}, or update_every='batch' if it has it"
             )
 
     def link_text(self) -> str:

@@ -68,8 +68,8 @@ def _segment(
         write = 2 * b * c * W * (1 + rule.splits)
         parts = {"keys": keys, "write": write, "read": 2 * b * G * fixed * W, "coefficients": 0}
         return {**parts, "Newton–Schulz": b * orthogonal(recipe, maps)}
-    small = 2 * b**3 * (moving and recipe.retention.decay is not None)
-    if c > 1 and not rule.pairs:
+    small = 2 * b**3 * (moving and recipe.retention.decay is not None and not rule.sums)
+    if c > 1 and not rule.pairs and not rule.sums:
         small += 2 * b * b * R * (moving or recipe.retention.decay is not None)
     settled = recipe.retention.has_link and not recipe.links_at_batch_end
     if how == "border" or settled:

@@ -234,10 +234,11 @@ class InnerBatchLoop:
                 A.append(end_weights(ends[n], one, memory.A[i], moment, inplace=inplace))
             if moments is not None:
                 S.append(end_momentum(ends[n], one, moments[i], inplace=inplace))
-        slots = {} if moments is None else {"momentum": S}
+            elif self.method.execution_mode == "border":
+                S.append(end_momentum(ends[n], one, None, inplace=inplace))
         if self.method.execution_mode == "border":
-            A = self._settle(n, segment, memory.A, slots)
-        return Memory(A=A, slots=slots)
+            A = self._settle(n, segment, memory.A, {"momentum": S})
+        return Memory(A=A, slots={} if moments is None else {"momentum": S})
 
     def _settle(
         self, n: int, segment: Segment, A: Weights, slots: Mapping[str, Weights]

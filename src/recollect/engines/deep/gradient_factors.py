@@ -266,10 +266,12 @@ def end_weights(end: Table, one: Factors, A: Tensor, S: Tensor | None, *, inplac
     return plus_product(weights, delta.mT, h, inplace=inplace)
 
 
-def end_momentum(end: Table, one: Factors, S: Tensor, *, inplace: bool) -> Tensor:
+def end_momentum(end: Table, one: Factors, S: Tensor | None, *, inplace: bool) -> Tensor:
     """Return s S° + Σ D[i] δ_i h_iᵀ of one map; ``end`` is the last row."""
-    assert end.s is not None and end.D is not None
+    assert end.D is not None
     h, delta = _weigh(one, repeat_calls(end.D, one))
+    if S is None or end.s is None:
+        return torch.bmm(delta.mT, h)
     return plus_product(scaled(S, end.s, inplace=inplace), delta.mT, h, inplace=inplace)
 
 

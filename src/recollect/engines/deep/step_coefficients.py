@@ -48,6 +48,7 @@ class Rule:
         mean: whether steps are averaged over the open inner batch.
         side: channels of a ``log_decay`` per channel: ``"key"`` or ``"value"``.
         pairs: whether columns are pairs of step and association.
+        sums: whether S_n = θ̄ S° + Σ D[i] δ_i h_iᵀ, with the mean θ̄ of the inner batch.
     """
 
     slot: str
@@ -55,6 +56,7 @@ class Rule:
     mean: bool
     side: str
     pairs: bool
+    sums: bool = False
 
 
 @dataclass(kw_only=True)  # not frozen: created for every decoded token
@@ -156,6 +158,7 @@ class _Parts:
         first: momentum of the first token ``[N, P, 1]``.
         theta: P^θ ``[N, P, n, n]``.
         tau: weights τ of TTT's averages ``[N, P, n]``.
+        mean_theta: θ̄ of an inner batch ``[N, P]``.
     """
 
     rule: Rule
@@ -163,6 +166,7 @@ class _Parts:
     first: Tensor | None
     theta: Tensor | None
     tau: Tensor | None
+    mean_theta: Tensor | None = None
 
     def step_weights(self, E: Tensor | None, eta: Tensor | None) -> Tensor:
         """Return −E diag(η) Γ for ``E [N, P, rows, n]``, or for the sum over the past if None."""
@@ -191,6 +195,9 @@ def tables(
     """
     c = gamma.shape[-1]
     theta = numbers.get("momentum") if rule.slot else None
+    mean_theta = None
+    if rule.sums:
+        theta, mean_theta = None, None if theta is None else theta.mean(-1)
     decays = decay_factors(rule, maps, numbers)
     # Maps with the same decay per head share their coefficients.
     per_head = [[x for x in factors if x.shape[-2:] == (1, 1)] for factors in decays]
@@ -208,6 +215,7 @@ def tables(
         first=None if theta is None else theta[..., :1],
         theta=last,
         tau=_tau(numbers["offset"], start) if rule.mean else None,
+        mean_theta=mean_theta,
     )
     rates = per_map(numbers["lr"], "value", maps) if "lr" in numbers else [None] * len(maps)
     shared: dict[tuple[object, ...], Table] = {}
@@ -248,6 +256,10 @@ def _table(parts: _Parts, first: Tensor | None, P: Tensor | None, lr: Tensor | N
     a = None if P is None or first is None else flush_subnormals(P[..., 0] * first)
     if parts.tau is not None:
         return Table(a=None, m=None, C=parts.tau.unsqueeze(-1) * parts.step_weights(None, lr))
+    if rule.sums:
+        ones = torch.ones_like(parts.gamma[:1, :1, :, 0]).unsqueeze(-2)
+        D = parts.step_weights(ones, lr if rule.slot == "steps" else None)
+        return Table(a=None, m=None, C=D, s=parts.mean_theta, D=D.squeeze(-2))
     if theta is None or parts.first is None:
         return Table(a=a, m=None, C=parts.step_weights(P, lr))
     # Without decay, A is the sum of every S, and P^α is the plain sum.

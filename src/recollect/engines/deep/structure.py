@@ -38,14 +38,17 @@ def _separates(recipe: Recipe) -> bool:
 def rule_of(recipe: Recipe) -> Rule:
     """Return the structure of a recipe's coefficients."""
     algorithm, decay = recipe.algorithm, recipe.retention.decay
-    channels = algorithm.per_value or (decay is not None and decay.per != "head")
+    how = execution_mode(recipe)
+    decays_channels = decay is not None and decay.per != "head" and how == "table"
+    channels = algorithm.per_value or decays_channels
     window = (recipe.context.horizon or 1) > 1
     return Rule(
         slot=algorithm.accumulator or ("" if algorithm.recursion in ("none", None) else "steps"),
         splits=algorithm.needs_split_error,
         mean=algorithm.reduction == "mean",
         side="value" if decay is not None and decay.per == "value" else "key",
-        pairs=execution_mode(recipe) == "table" and channels and window,
+        pairs=how != "tokens" and channels and window,
+        sums=algorithm.sums_batch,
     )
 
 

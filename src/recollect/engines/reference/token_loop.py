@@ -38,7 +38,8 @@ class TokenLoop:
         W: W°, the weights at which gradients are taken.
         read_weights: Weights of the current read.
         linearization_point: A and link gates of W°, the point of normalised steps.
-        batch_step_sum: Σ η g of the open batch (``reduction="mean"``).
+        batch_step_sum: Σ η g of the open batch (``reduction="mean"``), or its steps −Σ η g
+            (``update_every="batch"`` without slots).
         batch_sums: Σ log α and Σ η of the open batch per map (``update_every="batch"``).
     """
 
@@ -222,6 +223,11 @@ class TokenLoop:
         # With a line search, the step is a direction until all maps have theirs.
         rates = [None] * len(lr) if algorithm.uses_line_search else lr
         theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
+        # A momentum from batch to batch is the mean over the tokens of a batch.
+        sums_batch = algorithm.momentum_every == "batch"
+        old_slots = self.S0 if sums_batch else self.S
+        if sums_batch:
+            theta = [None if x is None else x / self.b for x in theta]
         outer_lr = self._per_map(self.tokens.rates.get("outer_lr"), "value", j)
         writes: list[Tensor] | list[None] = write_gradients or [None] * len(W)
         steps: Weights = []
@@ -230,7 +236,7 @@ class TokenLoop:
             g2 = as_matrix(g)
             eta, theta_i, beta = rates[i], theta[i], outer_lr[i]
             new, step = algorithm.update(
-                {name: as_matrix(self.S[name][i]) for name in self.S},
+                {name: as_matrix(old_slots[name][i]) for name in self.S},
                 Step(
                     gradient=g2,
                     write=None if write is None else as_matrix(write),
@@ -242,6 +248,9 @@ class TokenLoop:
             )
             steps.append(step)
             for name, value in new.items():
+                if sums_batch:
+                    is_first = (batch_position == 1).view(-1, 1, 1, 1)
+                    value = value + torch.where(is_first, 0.0, as_matrix(self.S[name][i]))
                 slots[name].append(value)
         if algorithm.uses_line_search and algorithm.update_every == "token":
             step_length = line_search_length(
@@ -328,6 +337,12 @@ class TokenLoop:
             A = [as_matrix(a) - tau * t for a, t in zip(self.A0, total, strict=True)]
             return A, A
         if algorithm.update_every == "batch":
+            if not slots:
+                sums = [as_matrix(m) + s for m, s in zip(self.batch_step_sum, steps, strict=True)]
+                self.batch_step_sum = [
+                    x.reshape(a.shape) for x, a in zip(sums, self.A, strict=True)
+                ]
+                slots = {"momentum": sums}
             return self._step_at_batch_end(j, batch_position, slots, log_decay, gates)
         A = [
             retention.advance(a, s, d, gates) for a, s, d in zip(old, steps, log_decay, strict=True)
