@@ -90,7 +90,32 @@ def lact(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Weights]:
     return torch.cat(outputs, 1), W
 
 
-LOOPS: dict[str, Loop] = {"lact": lact}
+def in_place_ttt(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Weights]:
+    """O = Z Wᵀ of a chunk, then W ← W + η V̂ᵀ Z with the target of the next token."""
+    q, k, v = around(module, x)
+    q, k = (part.shape[-1] ** 0.5 * unit(part) for part in (q, k))
+    params = {name: param(x) for name, param in module.params.items()}
+    G, U = params["feature_gate"], params["feature_map"]
+
+    def units(x: Tensor) -> Tensor:
+        g, u = (torch.einsum("hfk,bthk->bthf", weight, x) for weight in (G, U))
+        return g * g.sigmoid() * u
+
+    Z, queries = units(k), units(q)
+    (W,) = start(module, x)
+    outputs = []
+    for first in range(0, x.shape[1], CHUNK):
+        tokens = range(first, min(first + CHUNK, x.shape[1]))
+        outputs += [torch.einsum("bhvf,bhf->bhv", W, queries[:, t]) for t in tokens]
+        if first + CHUNK > x.shape[1]:
+            break
+        for t in tokens:
+            if t > 0:
+                W = W + params["lr"].view(-1, 1, 1) * (v[:, t, ..., None] * Z[:, t - 1, :, None])
+    return torch.stack(outputs, 1), [W]
+
+
+LOOPS: dict[str, Loop] = {"lact": lact, "in_place_ttt": in_place_ttt}
 NAMES = pytest.mark.parametrize("name", LOOPS)
 ENGINES = pytest.mark.parametrize("engine", ["auto", "reference"])
 
@@ -101,7 +126,7 @@ def tokens(rows: int = 2, count: int = N) -> Tensor:
 
 @NAMES
 @ENGINES
-def test_the_moduleis_the_loop_of_the_paper(name: str, engine: str) -> None:
+def test_the_layer_is_the_loop_of_the_paper(name: str, engine: str) -> None:
     module, x = layer(name, engine), tokens()
     y, _ = module(x)
     memory, _ = LOOPS[name](module, x)
@@ -122,7 +147,7 @@ def test_gradients_are_those_of_the_loop(name: str, engine: str) -> None:
     gradients = torch.autograd.grad(loss, weights)
     for one, other in zip(gradients, torch.autograd.grad(want, weights), strict=True):
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
-    rates = module.gates["lr"].weight if "lr" in module.gates else module.qkv.weight
+    rates = module.gates["lr"].weight if "lr" in module.gates else module.params["lr"].bias
     (slope,) = torch.autograd.grad(module(x)[0].square().sum(), [rates])
     assert slope.abs().max() > 1e-8  # chunks were written
 
@@ -254,3 +279,39 @@ def test_explain_states_the_problem_of_lact() -> None:
         "W_t = Z_t ‖W°‖/‖Z_t‖ row by row at the last token of the inner batch",
     )
     assert "deep" in explained.engine
+
+
+def test_explain_states_the_problem_of_in_place_ttt() -> None:
+    explained = rc.explain("in_place_ttt")
+    assert explained.problem == "−⟨W1 φ(k_t), v_t⟩"
+    assert "φ: silu(Gx) ⊙ Ux, learned" in explained.symbols
+    assert explained.ties == ("k_t ← k_(t−1)",)
+
+
+def test_in_place_ttt_is_its_mlp_before_the_first_update() -> None:
+    """The first chunk reads the initial output map, and the second does not."""
+    module, x = layer("in_place_ttt"), tokens()
+    params = {name: param(x) for name, param in module.params.items()}
+    inputs = module.memory_inputs(x)
+    phi = module.recipe.features.phi(inputs.q.unsqueeze(3), params, "query", torch.zeros(2, N))
+    (W,) = start(module, x)
+    plain = torch.einsum("bhvf,bthf->bthv", W, phi.squeeze(3))
+    y, _ = rc.recall(
+        module.recipe,
+        *(inputs.q, inputs.k, inputs.v, inputs.gates),
+        params=params,
+        initial_memory=module.initial_memory,
+    )
+    torch.testing.assert_close(y[:, :CHUNK], plain[:, :CHUNK], **TOL)
+    assert (y - plain)[:, CHUNK:].abs().amax((0, 2, 3)).min() > 1e-6
+
+
+def test_gated_units_are_the_hidden_units_of_swiglu() -> None:
+    """With W2 and W3 of a gated memory, the features are its hidden activations."""
+    memory, features = rc.memory.GatedMLP(residual=False), rc.features.GatedUnits()
+    W2, W3, W1 = (normal(2, *shape, seed=8) for shape in memory.shapes(4, 4))
+    x = normal(1, 5, 2, 4, seed=9)
+    params = {"feature_gate": W2, "feature_map": W3}
+    phi = features.phi(x.unsqueeze(3), params, "key", torch.zeros(1, 5)).squeeze(3)
+    want = memory.forward([W2, W3, W1], x.transpose(1, 2), x.transpose(1, 2), {})
+    torch.testing.assert_close(torch.einsum("hvf,bthf->bhtv", W1, phi), want, **TOL)

@@ -20,7 +20,14 @@ from recollect.choices.features.kernels import (
     Solu,
     SwishKernel,
 )
-from recollect.choices.features.learned import Cosine, Dpfp, Hedgehog, LearnedRelu, Quadratic
+from recollect.choices.features.learned import (
+    Cosine,
+    Dpfp,
+    GatedUnits,
+    Hedgehog,
+    LearnedRelu,
+    Quadratic,
+)
 from recollect.choices.features.random import (
     FrequencyDomain,
     PolynomialSketch,
@@ -35,6 +42,7 @@ __all__ = [
     "Exponential",
     "Features",
     "FrequencyDomain",
+    "GatedUnits",
     "Gaussian",
     "Hedgehog",
     "Identity",

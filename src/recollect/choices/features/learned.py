@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch.nn import functional
 from recollect.choices.features.base import Features, affine_map
 from recollect.choices.features.monomials import quadratic
 from recollect.choices.member import member
-from recollect.fields import Param, flag, integer
+from recollect.fields import Param, flag, integer, option
 from recollect.numerics import safe_divide
 
-__all__ = ["Cosine", "Dpfp", "Hedgehog", "LearnedRelu", "Quadratic"]
+__all__ = ["Cosine", "Dpfp", "GatedUnits", "Hedgehog", "LearnedRelu", "Quadratic"]
 
 SIDES = {"query": 0, "key": 1}
 
@@ -60,6 +60,62 @@ class Cosine(Features):
     @property
     def text(self) -> str:
         return f"φ(q_t)·φ(k_i) = relu(q_t)·relu(k_i) cos(π(t − i)/{2 * self.length})"
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+}
+
+
+@member
+class GatedUnits(Features):
+    """φ(x) = σ(Gx) ⊙ Ux: hidden units of a gated MLP, whose output map is then the memory.
+
+    G and U are learned per head, one pair for queries and keys, initially N(0, 1/K). F =
+    expansion · K, O(FK) per token and head. Source: Feng et al. 2026 (In-place test-time training);
+    Shazeer 2020, eq. 6, for the units.
+
+    Args:
+        expansion: number of units per channel of x.
+        activation: σ.
+
+    Examples:
+        >>> features = rc.features.GatedUnits(expansion=3)
+        >>> features.dim(8)
+        24
+        >>> G, U = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 2.0]]])  # [H, F, K]
+        >>> x = torch.tensor([3.0, 5.0]).view(1, 1, 1, 1, 2)
+        >>> params = {"feature_gate": G, "feature_map": U}
+        >>> rc.features.GatedUnits(activation="relu").phi(x, params, "key", torch.zeros(1, 1))
+        tensor([[[[[30.]]]]])
+    """
+
+    expansion: int = integer(4, at_least=1, size=True)
+    activation: str = option("silu", *_ACTIVATIONS)
+
+    def dim(self, K: int) -> int:
+        return self.expansion * K
+
+    def flops(self, K: int) -> int:
+        return 4 * self.dim(K) * K
+
+    def params(self) -> tuple[Param, ...]:
+        """G ``feature_gate [H, F, K]`` and U ``feature_map [H, F, K]``."""
+        axes, me = ("F", "K"), self.title
+        return (
+            Param(name="feature_gate", owner=me, axes=axes, draw="fan_in"),
+            Param(name="feature_map", owner=me, axes=axes, draw="fan_in"),
+        )
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        gate = _ACTIVATIONS[self.activation](affine_map(x, params["feature_gate"]))
+        return gate * affine_map(x, params["feature_map"])
+
+    @property
+    def text(self) -> str:
+        return f"{self.activation}(Gx) ⊙ Ux, learned"
 
 
 @member
