@@ -91,6 +91,11 @@ class ReferenceEngine(Engine):
         else:
             loop = TokenLoop(problem)
             loop.run(problem)
+            if not recipe.read_gates and T > 1:  # all queries read equal weights
+                W = loop.weights_for_read(query_rates, 0)
+                phi, raw = (x.transpose(1, 2) for x in (phi, raw))  # [B, H, T, G, ·]
+                y = forward(W, phi.flatten(2, 3), raw.flatten(2, 3), problem.params)
+                return y.unflatten(2, phi.shape[2:4]).transpose(1, 2).to(problem.v.dtype)
             W = [loop.weights_for_read(query_rates, t) for t in range(T)]
         outputs = [forward(W[t], phi[:, t], raw[:, t], problem.params) for t in range(T)]
         B, _, H, G, _ = phi.shape
