@@ -36,9 +36,9 @@ def output(layer: Any, y: list[Tensor]) -> Tensor:
     return (normed * layer.first.norm.weight).flatten(1) @ layer.first.out.weight.T
 
 
-def gated_slots(layer: Any, x: Tensor, top_k: int | None = None) -> Tensor:
+def gated_slots(layer: Any, x: Tensor, top_k: int | None = None, heads: Any = None) -> Tensor:
     """Zhang et al. 2024, section 3; with the slots of a token chosen by a router, if any."""
-    q, k, v, alpha = heads_of(layer, x)
+    q, k, v, alpha = heads or heads_of(layer, x)
     m = alpha.shape[-1]
     K = [k.new_zeros(m, k.shape[-1]) for _ in range(2)]
     V = [v.new_zeros(m, v.shape[-1]) for _ in range(2)]
@@ -82,6 +82,32 @@ def delta_slots(layer: Any, x: Tensor) -> Tensor:
     return output(layer, outputs)
 
 
+def bounded(layer: Any, x: Tensor) -> Tensor:
+    """Peng et al. 2021, section 4: slots are means of keys and values, weighted by exp(W x)."""
+    first, m = layer.first, layer.router.scores.weight.shape[0] // 2
+    q, k, v = (
+        part.unflatten(-1, (2, -1))
+        for part in (x @ first.qkv.weight.T).split(first.qkv_sizes, dim=-1)
+    )
+    outputs = []
+    for t in range(len(x)):
+        heads = []
+        for h in range(2):
+            z = x[: t + 1] @ layer.router.scores.weight[h * m : (h + 1) * m].T
+            phi = z.softmax(0)  # [t + 1, m], over the tokens so far
+            K, V = phi.T @ k[: t + 1, h], phi.T @ v[: t + 1, h]
+            heads.append(V.T @ (K @ q[t, h] / k.shape[-1] ** 0.5).softmax(0))
+        outputs.append(torch.stack(heads))
+    return torch.stack(outputs).flatten(1) @ first.out.weight.T
+
+
+def ravens(layer: Any, x: Tensor) -> Tensor:
+    """Slots of a router around queries and keys of root mean square 1."""
+    q, k, v, alpha = heads_of(layer, x)
+    q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-12 / z.shape[-1]).sqrt() for z in (q, k))
+    return gated_slots(layer, x, top_k=3, heads=(q, k, v, alpha))
+
+
 PLAIN = rc.LayerOptions(conv_size=0, output_gate="none")
 GSA = rc.zoo.get("gated_slot_attention").mixer
 CASES: dict[str, tuple[SlotMemory, Callable[[Any, Tensor], Tensor]]] = {
@@ -90,6 +116,8 @@ CASES: dict[str, tuple[SlotMemory, Callable[[Any, Tensor], Tensor]]] = {
         replace(GSA, num_slots=5, top_k=2),
         lambda layer, x: gated_slots(layer, x, top_k=2),
     ),
+    "abc": (replace(rc.zoo.get("abc").mixer, num_slots=5), bounded),
+    "raven": (replace(rc.zoo.get("raven").mixer, num_slots=5, top_k=3), ravens),
     "delta rules": (
         SlotMemory((rc.Recipe(), PLAIN), rc.Recipe(), num_slots=5),
         delta_slots,
@@ -102,7 +130,8 @@ def test_the_layer_is_the_loop_of_its_equations(name: str) -> None:
     mixer, loop = CASES[name]
     layer = build(mixer, 16, 2, value_dim=6).double()
     with torch.no_grad():
-        layer.first.norm.weight.uniform_(0.5, 1.5)
+        if layer.first.norm is not None:
+            layer.first.norm.weight.uniform_(0.5, 1.5)
     x = tokens(2, 13).requires_grad_()
     y = layer(x)[0]
     expected = torch.stack([loop(layer, row) for row in x])
@@ -184,10 +213,12 @@ def test_it_is_saved_as_data(mixer: SlotMemory) -> None:
         (lambda: SlotMemory("gla", "rg_lru"), "has one weight per channel: take a matrix"),
         (lambda: SlotMemory("ffn_relu", "gla"), "is never written: leave it out"),
         (lambda: SlotMemory("gla", "gla", num_slots=0), "must be a whole number >= 1, not 0"),
-        (lambda: SlotMemory("gla", "gla", num_slots=2, top_k=3), "chooses among 2 slots"),
+        (
+            lambda: SlotMemory("gla", "gla", top_k=3, write="running_softmax"),
+            "leave top_k out, or take another write",
+        ),
         (lambda: SlotMemory("gla", "gla", write="complement"), "take retention.Decay(per='value')"),
         (lambda: SlotMemory("gla", "gla", share=["log_decay"]), "both have: none"),
-        (lambda: build(SlotMemory("gla", "gla", top_k=9), 16, 2), "chooses among 8 slots"),
         (lambda: build(SlotMemory("gla", "hgrn2"), 16, 2), "receives its keys"),
     ],
 )

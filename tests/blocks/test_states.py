@@ -60,6 +60,7 @@ MIXERS: dict[str, Any] = {
     "chosen slots": dataclasses.replace(
         rc.zoo.get("gated_slot_attention").mixer, num_slots=5, top_k=2
     ),
+    "means in slots": rc.zoo.get("abc").mixer,
     "cached": CachedMemory("gated_delta_net", segment=4),
     "cached and chosen": CachedMemory("titans", segment=3, top_k=2),
     "cached and continued": CachedMemory("gla", segment=5, restart=False, weights="mean"),

@@ -27,6 +27,7 @@ from recollect.lm.memory_estimate.flops import model_flops
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
 NAMES |= {"residual_delta_net", "mixture_of_memories", "gated_slot_attention", "memory_caching"}
+NAMES |= {"abc", "raven"}
 NAMES |= {"titans_mac", "titans_mag", "titans_mal", "atlas_mac", "atlas_mag", "atlas_mal"}
 
 
@@ -41,7 +42,8 @@ def test_every_hybrid_is_in_the_zoo_with_its_source() -> None:
     for name in NAMES:
         found = rc.zoo.get(name)
         assert found.references and found.summary and found.rule
-        kinds = {"mixture_of_memories": "approximation", "gated_slot_attention": "exact"}
+        kinds = {"mixture_of_memories": "approximation"}
+        kinds |= dict.fromkeys(("gated_slot_attention", "abc"), "exact")
         kind = kinds.get(name, "reconstruction")
         assert str(found.fidelity).startswith(f"{kind}, from ")
         with pytest.raises(rc.RecipeError, match=r"one recipe is expected here"):

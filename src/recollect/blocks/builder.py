@@ -177,14 +177,11 @@ def _two_memories(
     if isinstance(mixer, SlotMemory):
         num_slots = mixer.num_slots or sizes.get("head_dim") or first.options.key_dim
         num_slots = num_slots or d_model // num_heads
-        if mixer.top_k is not None and mixer.top_k > num_slots:
-            raise RecipeError(
-                f"SlotMemory(top_k={mixer.top_k}) chooses among {num_slots} slots: give num_slots, "
-                "or a smaller top_k"
-            )
     layer = MemoryLayer(
         *(d_model, num_heads, first.recipe, first.options), memory_value_dim=num_slots, **sizes
     )
+    if isinstance(mixer, SlotMemory) and mixer.write == "running_softmax":
+        layer.gates.pop("log_decay")  # the composition computes it
     memory = SecondMemory(
         *(layer, second, mixer.share), composition=type(mixer).__name__, head_dim=num_slots
     )

@@ -15,10 +15,46 @@ from recollect.blocks.slots import SlotMemory
 from recollect.blocks.state import MixerState
 from recollect.blocks.two_memories import TwoMemoriesLayer
 from recollect.functional.packing import CompactedBatch
+from recollect.layer.key_recurrence import Sequences, decayed_sums
 from recollect.layer.memory_layer import run_memory, state_after
 from recollect.layer.state import LayerState
 
-__all__ = ["SlotMemoryLayer", "SlotRouter"]
+__all__ = ["RunningSoftmax", "SlotMemoryLayer", "SlotRouter"]
+
+MAX_SCORE = 32.0
+"""Limit of the scores of a running softmax: exp(−32) and exp(32) leave no range of float32."""
+
+
+class RunningSoftmax(nn.Module):
+    """Weights exp(z_t)/Z_t of the slots of each head, Z_t = Z_(t−1) + exp(z_t), z = W x.
+
+    Args:
+        d_model: width of the tokens.
+        heads: H, number of memories.
+        num_slots: m.
+    """
+
+    def __init__(self, d_model: int, heads: int, num_slots: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(d_model, heads * num_slots, bias=False)
+        self.heads = heads
+
+    def forward(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights and log decays of the slots ``[B, T, H, m]``, and the last Z.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            sequences: the sequences of the call, with Z before it as the state of a recurrence.
+        """
+        z = self.scores(x).unflatten(-1, (self.heads, -1))
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        u = z.clamp(-MAX_SCORE, MAX_SCORE).exp()
+        initial = sequences.initial(0, u)
+        Z = decayed_sums(u, u.new_zeros(u.shape[:3]), initial, sequences.cu_seqlens)
+        previous, final = sequences.previous(Z, initial)
+        # The first token of a sequence has Z_(t−1) = 0, and its memory is 0: no decay.
+        log_decay = torch.where(previous > 0, previous, Z).log() - Z.log()
+        return u / Z, log_decay, final
 
 
 class SlotRouter(nn.Module):
@@ -55,7 +91,11 @@ class SlotMemoryLayer(TwoMemoriesLayer):
         super().__init__(d_model, mixer, parts)
         m = self.first.memory_value_dim
         heads = self.first.num_kv_heads
-        self.router = SlotRouter(d_model, heads, m, mixer.top_k) if mixer.routes else None
+        self.router: SlotRouter | RunningSoftmax | None = None
+        if mixer.write == "running_softmax":
+            self.router = RunningSoftmax(d_model, heads, m)
+        elif mixer.routes:
+            self.router = SlotRouter(d_model, heads, m, mixer.top_k and min(mixer.top_k, m))
 
     def forward_rows(
         self,
@@ -72,7 +112,11 @@ class SlotMemoryLayer(TwoMemoriesLayer):
             assert isinstance(first_state, LayerState) and isinstance(second_state, LayerState)
         lengths = None if batch is None else batch.lengths
         inputs = first.memory_inputs(x, first_state, lengths, cu_seqlens)
-        slots, own_gates = self._slots(x, inputs.gates)
+        sums = None if state is None else state.tensors.get("slot_sums")
+        rows = Sequences(
+            keys=None if sums is None else sums.unsqueeze(1), lengths=lengths, cu_seqlens=cu_seqlens
+        )
+        slots, own_gates, tensors = self._slots(x, inputs.gates, rows)
         slots = slots.to(inputs.k.dtype)
         sequences = {
             "batch": batch,
@@ -101,16 +145,21 @@ class SlotMemoryLayer(TwoMemoriesLayer):
             "first": state_after(inputs, memory),
             "second": LayerState(memory=second_memory),
         }
-        return y, MixerState(parts=parts, clock="first")
+        return y, MixerState(parts=parts, tensors=tensors, clock="first")
 
-    def _slots(self, x: Tensor, gates: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weights of the slots ``[B, T, H, m]``, and the gates of the first memory."""
+    def _slots(
+        self, x: Tensor, gates: dict[str, Tensor], sequences: Sequences
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return weights of slots ``[B, T, H, m]``, gates of the first memory, and the state."""
+        if isinstance(self.router, RunningSoftmax):
+            slots, log_decay, final = self.router(x, sequences)
+            return slots, {**gates, "log_decay": log_decay}, {"slot_sums": final}
         weights = None if self.router is None else self.router(x)
         if self.mixer.write == "input":
             assert weights is not None
-            return weights, gates
+            return weights, gates, {}
         log_decay = gates["log_decay"]
         if weights is not None:
             log_decay = weights * log_decay
             gates = {**gates, "log_decay": log_decay}
-        return -torch.expm1(log_decay), gates
+        return -torch.expm1(log_decay), gates, {}

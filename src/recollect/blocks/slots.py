@@ -38,9 +38,13 @@ class SlotMemory(Mixer):
 
             * ``"input"``: σ(W x_t), divided by the sum over the slots.
             * ``"complement"``: 1 − α_t, α_t = exp(``"log_decay"``) per slot, a gate of ``first``.
-        top_k: number of slots that a token writes; ``None``: all. With w_t the k largest entries of
-            σ(W x_t), divided by their sum, s_t is w_t for ``"input"``. For ``"complement"``, the
-            log decay is multiplied by w_t, so other slots neither decay nor learn.
+            * ``"running_softmax"``: exp(W x_t)/Z_t, Z_t = Z_(t−1) + exp(W x_t), Z_0 = 0. The gate
+              ``"log_decay"`` of ``first`` is log(Z_(t−1)/Z_t), and 0 at the first token, so a slot
+              is a mean of what it learned. W x is limited to ±32.
+        top_k: number of slots that a token writes; ``None``: all, as for a number above m. With w_t
+            the k largest entries of σ(W x_t), divided by their sum, s_t is w_t for ``"input"``. For
+            ``"complement"``, the log decay is multiplied by w_t, so other slots neither decay nor
+            learn.
         share: names of gates that the second memory takes from the first.
         activation: ``"softmax"`` of the queries of the second memory, or ``"none"``.
 
@@ -64,7 +68,7 @@ class SlotMemory(Mixer):
     second: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
     _: KW_ONLY
     num_slots: int | None = integer(None, at_least=1, optional=True)
-    write: str = option("input", "complement")
+    write: str = option("input", "complement", "running_softmax")
     top_k: int | None = integer(None, at_least=1, optional=True)
     share: tuple[str, ...] | list[str] = validated_field((), gate_names)
     activation: str = option("softmax", "none")
@@ -77,16 +81,16 @@ class SlotMemory(Mixer):
                     f"SlotMemory({name}=...) needs one recipe that is written with a key and a "
                     f"value per token, and {reason}"
                 )
-        if None not in (self.top_k, self.num_slots) and self.top_k > self.num_slots:  # type: ignore[operator]
+        if self.top_k is not None and self.write == "running_softmax":
             raise ValueError(
-                f"SlotMemory(top_k={self.top_k}) chooses among {self.num_slots} slots: give more "
-                "slots, or a smaller top_k"
+                f"SlotMemory(top_k={self.top_k}) chooses slots by a router, which "
+                "write='running_softmax' does not have: leave top_k out, or take another write"
             )
         # Sizes that differ show which axis of a gate is that of the slots.
         first, second = (_gate_shapes(self.first, K=5, V=7), _gate_shapes(self.second, K=7, V=11))
-        if self.write == "complement" and first.get(_DECAY) != (7,):
+        if self.write != "input" and first.get(_DECAY) != (7,):
             raise ValueError(
-                "SlotMemory(write='complement') writes 1 − α, and the first memory has no gate "
+                f"SlotMemory(write={self.write!r}) writes 1 − α, and the first memory has no gate "
                 f"{_DECAY!r} per value channel: take retention.Decay(per='value'), or write='input'"
             )
         for name in self.share:
@@ -115,7 +119,11 @@ class SlotMemory(Mixer):
         chosen = "" if self.top_k is None else f"the {self.top_k} largest of "
         weights = (f"w_t = {chosen}σ(W x_t), divided by their sum",) if self.routes else ()
         power = "" if self.top_k is None else ", α_t ← α_t^(w_t)"
-        slots = "s_t = w_t" if self.write == "input" else f"s_t = 1 − α_t{power}"
+        slots = {
+            "input": "s_t = w_t",
+            "complement": f"s_t = 1 − α_t{power}",
+            "running_softmax": "s_t = exp(W x_t)/Z_t = 1 − α_t,  Z_t = Z_(t−1) + exp(W x_t)",
+        }[self.write]
         shared = f", with the first's {', '.join(self.share)}" if self.share else ""
         query = "softmax(M_t(q_t))" if self.activation == "softmax" else "M_t(q_t)"
         return (

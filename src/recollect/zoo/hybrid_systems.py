@@ -7,7 +7,7 @@ Examples:
     >>> rc.zoo.names("hybrid_systems")
     ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
      'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
-     'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention',
+     'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention', 'abc', 'raven',
      'memory_caching']
 """
 
@@ -52,6 +52,7 @@ from recollect.zoo.titans import titans
 
 __all__ = [
     "FAMILY",
+    "abc",
     "atlas_mac",
     "atlas_mag",
     "atlas_mal",
@@ -62,6 +63,7 @@ __all__ = [
     "memory_caching",
     "mixture_of_memories",
     "moneta_h",
+    "raven",
     "residual_delta_net",
     "samba",
     "titans_mac",
@@ -318,6 +320,74 @@ def gated_slot_attention() -> Mixer:
         (_hebbian("value"), options),
         _hebbian("key"),
         write="complement",
+        share=("log_decay",),
+    )
+
+
+@preset(
+    "attention with bounded-memory control (ABC)",
+    rule="φ_t = exp(W x_t)/Σ_(s ≤ t) exp(W x_s),  K̃ = Σ φ k_tᵀ,  Ṽ = Σ φ v_tᵀ,  "
+    "y_t = Ṽ_tᵀ softmax(K̃_t q_t)",
+    references=(
+        Paper("Peng et al., ABC: attention with bounded-memory control", 2021).at(
+            "arXiv 2110.02488, section 4"
+        ),
+    ),
+    fidelity=exact(
+        "Peng et al. section 4, ABC_MLP over the tokens so far",
+        sizes="There are as many slots as key channels.",
+        gates="W x is limited to ±32, as in flash-linear-attention.",
+        layer="There are no positions.",
+    ),
+)
+def abc() -> Mixer:
+    """Attention to a fixed number of slots, each a weighted mean of all keys and of all values."""
+    options = LayerOptions(
+        conv_size=0,
+        conv_activation="none",
+        qk_norm="scaled",
+        output_norm="none",
+        output_gate="none",
+    )
+    return SlotMemory(
+        (_hebbian("value"), options),
+        _hebbian("key"),
+        write="running_softmax",
+        share=("log_decay",),
+    )
+
+
+@preset(
+    "Raven",
+    rule="r_t = the 32 largest of σ(W x_t), divided by their sum,  "
+    "a_t = α_t^(r_t),  K̃_t = Diag(a_t) K̃_(t−1) + (1 − a_t) k_tᵀ,  "
+    "Ṽ_t = Diag(a_t) Ṽ_(t−1) + (1 − a_t) v_tᵀ,  y_t = Ṽ_tᵀ softmax(K̃_t q_t)",
+    references=(
+        Paper("Afzal and Bick, Raven: memory as a set of slots", 2026).at(
+            "github.com/goombalab/raven, and flash-linear-attention's layer"
+        ),
+    ),
+    fidelity=reconstruction(
+        "the layer of flash-linear-attention with decay_type GLA, α_t = sigmoid(linear(x_t))^(1/8)",
+        sizes="There are as many slots as key channels, and a token writes at most 32.",
+        gates="The router has no noise in training.",
+        layer="Queries and keys have root mean square 1, without learned weights.\n"
+        "The output norm is one per head, without a SiLU before it.",
+    ),
+)
+def raven() -> Mixer:
+    """Gated slot attention whose tokens write to the slots that a router chooses."""
+    options = LayerOptions(
+        conv_size=0,
+        qk_norm="rms",
+        output_gate="none",
+        gate_options={"log_decay": GateOptions(temperature=8.0, rank=0)},
+    )
+    return SlotMemory(
+        (_hebbian("value"), options),
+        _hebbian("key"),
+        write="complement",
+        top_k=32,
         share=("log_decay",),
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
-from recollect.blocks.slot_layer import SlotRouter
+from recollect.blocks.slot_layer import RunningSoftmax, SlotRouter
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
@@ -55,7 +55,7 @@ def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
             "gate_up.weight": ShardSpec(axis=0, section_sizes=(width, width)),
             "down.weight": ShardSpec(axis=1, section_sizes=(width,)),
         }
-    if isinstance(module, SlotRouter):
+    if isinstance(module, SlotRouter | RunningSoftmax):
         return {"scores.weight": ShardSpec(axis=0, section_sizes=(module.scores.out_features,))}
     assert isinstance(module, RecipeModule)
     specs: dict[str, ShardSpec] = {}
@@ -95,7 +95,7 @@ def model_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     return {
         f"{prefix}.{name}" if prefix else name: spec
         for prefix, module in model.named_modules()
-        if isinstance(module, SwiGLU | MemoryLayer | SecondMemory | SlotRouter)
+        if isinstance(module, SwiGLU | MemoryLayer | SecondMemory | SlotRouter | RunningSoftmax)
         for name, spec in shard_specs(module).items()
     }
 
@@ -143,7 +143,7 @@ def keep_local_heads(module: nn.Module, rank: int, tp_size: int) -> None:
     if isinstance(module, MixerLayer):
         for part in (*module.parts.values(), *module.children()):
             keep_local_heads(part, rank, tp_size)
-    if isinstance(module, SlotRouter):
+    if isinstance(module, SlotRouter | RunningSoftmax):
         module.heads //= tp_size
     if not isinstance(module, MemoryLayer | SecondMemory):
         return
