@@ -69,18 +69,18 @@ def trial(name: str, rung: int, value: float | None, state: int = 100, **more: A
 
 
 def test_the_best_third_of_a_rung_is_trained_three_times_as_long() -> None:
-    assert [rung_steps(600, rung) for rung in range(3)] == [67, 200, 600]
-    assert rung_steps(2, 0) == 1
+    assert [rung_steps(600, rung, 3) for rung in range(3)] == [67, 200, 600]
+    assert rung_steps(2, 0, 3) == 1
     trials = [trial(f"r{i}", 0, value) for i, value in enumerate((0.2, None, 0.5))]
-    assert next_promotion(trials[:2], ["mqar"]) is None
-    assert next_promotion(trials, ["mqar"]) == ("r2", 1)
+    assert next_promotion(trials[:2], ["mqar"], 3) is None
+    assert next_promotion(trials, ["mqar"], 3) == ("r2", 1)
     trials += [trial("r2", 1, 0.6), *(trial(f"r{i}", 0, 0.1 * i) for i in (7, 8, 9))]
-    assert next_promotion(trials, ["mqar"]) == ("r9", 1)  # two of six: r9 and r8
+    assert next_promotion(trials, ["mqar"], 3) == ("r9", 1)  # two of six: r9 and r8
     trials.append(trial("r9", 1, None))
-    assert next_promotion(trials, ["mqar"]) == ("r8", 1)
+    assert next_promotion(trials, ["mqar"], 3) == ("r8", 1)
     trials.append(trial("r8", 1, 0.55))
-    assert next_promotion(trials, ["mqar"]) == ("r2", 2)
-    assert next_promotion([*trials, trial("r2", 2, 0.1)], ["mqar"]) is None
+    assert next_promotion(trials, ["mqar"], 3) == ("r2", 2)
+    assert next_promotion([*trials, trial("r2", 2, 0.1)], ["mqar"], 3) is None
 
 
 def test_ranks_combine_tasks_of_opposite_directions() -> None:
@@ -231,6 +231,7 @@ def test_a_time_budget_ends_after_the_trial_that_reaches_it() -> None:
         ({"trials": 0}, "trials"),
         ({"seconds": math.inf}, "seconds"),
         ({"trials": 1, "max_state": 0.0}, "max_state"),
+        ({"trials": 1, "rungs": 0}, "rungs"),
         ({"trials": 1, "start": "titans_mac"}, "composition"),
         ({"trials": 1, "baselines": ["linear_attention"]}, "twice"),
         ({"trials": 1, "tasks": "math"}, "unknown task"),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["parse_duration", "search"]
 
 _OPTIONS = (
-    *("width", "depth", "heads", "key-dim", "max-state", "max-time", "trials"),
+    *("width", "depth", "heads", "key-dim", "max-state", "max-time", "rungs", "trials"),
     *("steps", "batch", "length", "lr", "seed", "device"),
 )
 """Options whose names stand in messages about models and their training."""
@@ -68,6 +68,10 @@ def search(
         str,
         typer.Option(help="Models to measure for comparison, separated by commas, as --start."),
     ] = "",
+    rungs: Annotated[
+        int,
+        typer.Option(help="Number of lengths of training, each three times the one before."),
+    ] = 3,
     max_state: Annotated[
         float, typer.Option(help="Largest state of a drawn recipe, as a multiple of the start's.")
     ] = 4.0,
@@ -147,6 +151,7 @@ def search(
             folder=out,
             baselines=baseline_specs,
             sizes=sizes,
+            rungs=rungs,
             max_state=max_state,
             max_time=max_time,
             text=text or None,

@@ -10,13 +10,10 @@ from typing import Any
 from recollect.experiments.comparison.results import ModelRun
 from recollect.experiments.comparison.tasks import RECALL_TASKS
 
-__all__ = ["FACTOR", "NUM_RUNGS", "Trial", "is_better", "next_promotion", "rank", "rung_steps"]
+__all__ = ["FACTOR", "Trial", "is_better", "next_promotion", "rank", "rung_steps"]
 
 FACTOR = 3
 """Inverse of the part of a rung that is trained longer, and ratio of the steps of two rungs."""
-
-NUM_RUNGS = 3
-"""Number of lengths of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +22,7 @@ class Trial:
 
     Attributes:
         candidate: name of the recipe.
-        rung: 0 for the shortest training, `NUM_RUNGS` − 1 for all steps.
+        rung: 0 for the shortest training; the last rung has all steps.
         runs: one run per task; fewer if one failed.
         failure: reason why the recipe could not be trained, or ``""``.
         seconds: wall time with preparation and evaluation.
@@ -63,9 +60,9 @@ class Trial:
         return cls(**{**data, "runs": tuple(map(ModelRun.from_dict, data["runs"]))})
 
 
-def rung_steps(steps: int, rung: int) -> int:
-    """Return the number of optimizer steps of a rung."""
-    return max(1, -(-steps // FACTOR ** (NUM_RUNGS - 1 - rung)))
+def rung_steps(steps: int, rung: int, num_rungs: int) -> int:
+    """Return the number of optimizer steps of a rung; the last one has all ``steps``."""
+    return max(1, -(-steps // FACTOR ** (num_rungs - 1 - rung)))
 
 
 def is_better(task: str, value: float, other: float) -> bool:
@@ -98,7 +95,9 @@ def _loss(trial: Trial, task: str) -> float:
     return -value if task in RECALL_TASKS else value
 
 
-def next_promotion(trials: Sequence[Trial], tasks: Sequence[str]) -> tuple[str, int] | None:
+def next_promotion(
+    trials: Sequence[Trial], tasks: Sequence[str], num_rungs: int
+) -> tuple[str, int] | None:
     """Return the recipe to train longer and its rung, or ``None`` if none of them is due.
 
     A recipe is due if it is among the best `FACTOR`-th of the trials of its rung. Decisions depend
@@ -108,8 +107,9 @@ def next_promotion(trials: Sequence[Trial], tasks: Sequence[str]) -> tuple[str, 
     Args:
         trials: finished trials of drawn recipes, in their order.
         tasks: names of the tasks.
+        num_rungs: number of lengths of training.
     """
-    for rung in reversed(range(NUM_RUNGS - 1)):
+    for rung in reversed(range(num_rungs - 1)):
         longer = {trial.candidate for trial in trials if trial.rung == rung + 1}
         ranked = rank([trial for trial in trials if trial.rung == rung], tasks)
         finished = sum(trial.rung == rung for trial in trials)

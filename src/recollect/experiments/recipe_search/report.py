@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recollect.experiments.comparison.tasks import RECALL_TASKS
-from recollect.experiments.recipe_search.halving import NUM_RUNGS
+from recollect.experiments.recipe_search.halving import rung_steps
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure
 from recollect.report.files import save_to_temp_on_error, write_atomic
 from recollect.report.lock import folder_lock
@@ -84,24 +84,31 @@ def table(search: Search, rows: int | None = 20) -> Table:
 
 
 def _caption(search: Search) -> str:
-    counts = [sum(trial.rung == rung for trial in search.trials) for rung in range(NUM_RUNGS)]
+    num_rungs = search.num_rungs
+    counts = [sum(trial.rung == rung for trial in search.trials) for rung in range(num_rungs)]
     drawn = sum(candidate.drawn > 0 for candidate in search.candidates)
     failed = sum(bool(trial.failure) for trial in search.trials)
     minutes = sum(trial.seconds for trial in search.trials) / 60
-    sizes = "; ".join(
-        f"{task}: {size['depth']} × width {size['width']}, {size['schedule']['steps']} steps of "
-        f"{size['schedule']['batch']} × {size['length']} tokens"
-        for task, size in search.settings["sizes"].items()
+    sentences = [f"{drawn} recipes were drawn; {failed} trainings failed."]
+    for task, size in search.settings["sizes"].items():
+        schedule = size["schedule"]
+        trained = ", ".join(
+            f"{count} for {rung_steps(schedule['steps'], rung, num_rungs):,} steps"
+            for rung, count in enumerate(counts)
+        )
+        keys = size["key_dim"] or size["head_dim"] or size["width"] // size["heads"]
+        sentences.append(
+            f"On {task} these trainings ran, start and baselines included: {trained}, of "
+            f"{schedule['batch']} × {size['length']} tokens. Models have {size['depth']} layers of "
+            f"width {size['width']}, keys of {keys} channels, and about equal numbers of "
+            f"parameters (seed {search.settings['seed']})."
+        )
+    sentences.append(
+        f"All trainings took {minutes:.1f} minutes. State is that of a decoder after a sequence. "
+        "Time is estimated by `rc.cost`, as a multiple of Gated DeltaNet's. A recipe is on a front "
+        "if no other has at most its state and at least its value."
     )
-    return (
-        f"{drawn} recipes were drawn. {counts[0]} trainings had a ninth of the steps, {counts[1]} "
-        f"a third, and {counts[2]} all of them, start and baselines included; {failed} failed. "
-        f"Together they took {minutes:.1f} minutes. All models of a task have about the same "
-        f"number of parameters ({sizes}; seed {search.settings['seed']}). State is that of a "
-        "decoder after a sequence. Time is estimated by `rc.cost`, as a multiple of Gated "
-        "DeltaNet's. A recipe is on a front if no other has at most its state and at least its "
-        "value."
-    )
+    return " ".join(sentences)
 
 
 def figure(search: Search) -> RenderedFigure:

@@ -12,7 +12,7 @@ from typing import Any
 from recollect.blocks.compositions import read_mixer
 from recollect.experiments.comparison.tasks import RECALL_TASKS
 from recollect.experiments.framework.records import plain
-from recollect.experiments.recipe_search.halving import NUM_RUNGS, Trial, is_better, rank
+from recollect.experiments.recipe_search.halving import Trial, is_better, rank
 from recollect.experiments.recipe_search.report import save_report, table
 from recollect.experiments.recipe_search.space import Candidate, changes
 from recollect.layer.options import LayerOptions
@@ -59,6 +59,11 @@ class Search:
         return tuple(self.settings["sizes"])
 
     @property
+    def num_rungs(self) -> int:
+        """Number of lengths of training."""
+        return self.settings["rungs"]
+
+    @property
     def start(self) -> Candidate:
         """The recipe near which recipes are drawn."""
         return self.candidates[0]
@@ -75,7 +80,7 @@ class Search:
     @property
     def complete(self) -> list[Trial]:
         """Trials with all steps, from the best to the worst."""
-        trials = [trial for trial in self.trials if trial.rung == NUM_RUNGS - 1]
+        trials = [trial for trial in self.trials if trial.rung == self.num_rungs - 1]
         return rank(trials, self.tasks)
 
     @property

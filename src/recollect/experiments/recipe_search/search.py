@@ -30,7 +30,6 @@ from recollect.experiments.comparison.tasks import RECALL_TASKS, check_text_used
 from recollect.experiments.comparison.training import Job, JobRunner, training_environment
 from recollect.experiments.framework.records import plain
 from recollect.experiments.recipe_search.halving import (
-    NUM_RUNGS,
     Trial,
     next_promotion,
     rung_steps,
@@ -62,6 +61,7 @@ def search(
     folder: str | PathLike[str] | None = None,
     baselines: Sequence[ModelSpec] | str | Preset = (),
     sizes: Mapping[str, Sizes] | Sizes | None = None,
+    rungs: int = 3,
     max_state: float = 4.0,
     max_time: float = 10.0,
     text: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
@@ -77,7 +77,8 @@ def search(
     registered, so members of yours take part. All models of a task have the number of parameters of
     the largest of the start and the baselines. A recipe is first trained for a ninth of the steps
     of its task. The best third is trained for a third of the steps, and the best third of these
-    for all steps (successive halving). The best recipe has the best mean rank in the tasks.
+    for all steps (successive halving). The best recipe has the best mean rank in the tasks. Take
+    fewer ``rungs`` if models learn nothing within a ninth of the steps.
 
     Args:
         start: zoo name, preset, ``(name, recipe)`` or ``(name, recipe, options)`` of one recipe.
@@ -89,6 +90,7 @@ def search(
             continued from the folder, with the result of one that was not interrupted.
         baselines: models to measure with all steps for comparison, in the form of ``start``.
         sizes: sizes by task, or those of the only task, as in `compare`.
+        rungs: number of lengths of training. Each one has three times the steps of the one before.
         max_state, max_time: largest state and largest estimated time of a drawn recipe, as
             multiples of those of the start, see `recollect.cost`.
         text, corpus, seed, engine, device, progress: as in `compare`.
@@ -117,6 +119,7 @@ def search(
     positive = float_check(Range(low=0.0, low_open=True))
     for name, limit in {"max_state": max_state, "max_time": max_time}.items():
         validate(argument_name(name, f"search: {name}"), positive, limit)
+    validate(argument_name("rungs", "search: rungs"), int_check(1, 10), rungs)
     validate(argument_name("seed", "search: seed"), int_check(0, 2**32 - 1), seed)
     target_device = resolve_device(device, argument_name=argument_name("device", "search: device"))
     check_text_used([*size_by_task], text=text, corpus=corpus)
@@ -141,6 +144,7 @@ def search(
             "sizes": {task: asdict(size) for task, size in size_by_task.items()},
             "seed": seed,
             "engine": engine,
+            "rungs": rungs,
             "max_state": float(max_state),
             "max_time": float(max_time),
             "sha256": "" if corpus is None else corpus.sha256,
@@ -157,7 +161,9 @@ def search(
         trials=(),
         environment=training_environment(1, 1, target_device),
     )
-    trainer = _Trainer(space, JobRunner(corpus), str(target_device), progress or NoProgress())
+    trainer = _Trainer(
+        space, JobRunner(corpus), rungs, str(target_device), progress or NoProgress()
+    )
     if folder is None:
         return _run(result, space, trainer, budget, None)
     path = Path(folder) / RESULTS_NAME
@@ -330,6 +336,7 @@ class _Trainer:
 
     space: _Space
     runner: JobRunner
+    num_rungs: int
     device: str
     progress: ProgressReporter
 
@@ -341,7 +348,7 @@ class _Trainer:
             config = self.space.config(
                 task, candidate.name, candidate.mixer, self.space.parameters[task]
             )
-            steps = rung_steps(size.schedule.steps, rung)
+            steps = rung_steps(size.schedule.steps, rung, self.num_rungs)
             schedule = replace(size.schedule, steps=steps, evaluations=1)
             job = Job(
                 task=task,
@@ -400,10 +407,10 @@ def _next_step(search: Search, space: _Space, budget: _Budget) -> tuple[Candidat
     given = [x for x in search.candidates if x.drawn == 0]
     for candidate in given:
         if candidate.name not in measured:
-            return candidate, NUM_RUNGS - 1
+            return candidate, search.num_rungs - 1
     names = {x.name for x in given}
     trials = [trial for trial in search.trials if trial.candidate not in names]
-    promotion = next_promotion(trials, search.tasks)
+    promotion = next_promotion(trials, search.tasks, search.num_rungs)
     if promotion is not None:
         return search.candidate(promotion[0]), promotion[1]
     drawn = space.draw(search.candidates) if budget.allows_drawing(search) else None
