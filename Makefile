@@ -20,7 +20,8 @@ PYTEST_FLAGS ?=
 GPU_FLAGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles the modules that it imports. Compiling all installed ones takes a minute.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP := $(VENV)/.recollect
 
 # One thread per worker, or the workers would fight over the cores. Bytecode is stored, or every
@@ -38,6 +39,7 @@ SUITABLE_TORCH = import torch; v = torch.__version__.split("."); \
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+demo: export PYTHONDONTWRITEBYTECODE =
 demo: $(STAMP)-demo  ## train and compare six architectures on text and on recall; one figure of a paper
 	$(BIN)/recollect $(DEMO) $(DEMO_FLAGS)
 	$(BIN)/recollect $(DEMO_FIGURE)
