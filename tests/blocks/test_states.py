@@ -14,6 +14,7 @@ import recollect as rc
 from recollect.blocks import (
     CachedMemory,
     Levels,
+    LocalMemories,
     MemoryAsContext,
     MemoryAsGate,
     MixerState,
@@ -61,6 +62,8 @@ MIXERS: dict[str, Any] = {
         rc.zoo.get("gated_slot_attention").mixer, num_slots=5, top_k=2
     ),
     "means in slots": rc.zoo.get("abc").mixer,
+    "local": LocalMemories("gated_delta_net", ["gla", "delta_net"], segment=4),
+    "local around batches": LocalMemories("titans", ["titans"], segment=16, project_queries=False),
     "cached": CachedMemory("gated_delta_net", segment=4),
     "cached and chosen": CachedMemory("titans", segment=3, top_k=2),
     "cached and continued": CachedMemory("gla", segment=5, restart=False, weights="mean"),

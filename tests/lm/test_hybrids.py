@@ -138,7 +138,9 @@ def test_a_training_step_reaches_every_parameter(name: str) -> None:
     # Longer than segments and inner batches, so that retrievals are of something.
     mixers = dict(rc.zoo.get(name).layers)  # type: ignore[union-attr]
     mixers = {
-        name: replace(mixer, segment=4) if hasattr(mixer, "segment") else mixer
+        name: replace(mixer, segment=4)
+        if isinstance(mixer, MemoryAsContext | CachedMemory)
+        else mixer
         for name, mixer in mixers.items()
     }
     net = model(mixers).train()

@@ -27,7 +27,7 @@ OTHERS = ["rwkv7", "gla", "retnet", "mesa_net", "moneta"]  # shifts, ties, sched
 @pytest.mark.slow
 def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
     names = ["titans_mag", "samba", "residual_delta_net", "mixture_of_memories"]
-    names += ["gated_slot_attention", "memory_caching"]
+    names += ["gated_slot_attention", "abc", "memory_caching", "tnt"]
     same(job(f"equality({[*COMPOSED, *names]}, ['tensor'])", 2, tmp_path))
 
 

@@ -27,6 +27,7 @@ from recollect.blocks.compositions import (
     read_mixer,
 )
 from recollect.blocks.levels import Levels
+from recollect.blocks.local import LocalMemories
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.slots import SlotMemory
 from recollect.blocks.state import MixerState
@@ -34,6 +35,7 @@ from recollect.blocks.state import MixerState
 __all__ = [
     "CachedMemory",
     "Levels",
+    "LocalMemories",
     "MemoryAsContext",
     "MemoryAsGate",
     "Mixer",

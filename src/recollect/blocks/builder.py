@@ -21,6 +21,8 @@ from recollect.blocks.compositions import (
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.levels import Levels
 from recollect.blocks.levels_layer import LevelsLayer
+from recollect.blocks.local import LocalMemories
+from recollect.blocks.local_layer import LocalMemoriesLayer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.residual_memory import ResidualMemoryLayer
 from recollect.blocks.routed import MixtureOfMemoriesLayer
@@ -150,6 +152,7 @@ _LAYERS: dict[type[Mixer], Callable[..., MixerLayer]] = {
     SlotMemory: SlotMemoryLayer,
     CachedMemory: CachedMemoryLayer,
     Levels: LevelsLayer,
+    LocalMemories: LocalMemoriesLayer,
 }
 
 
@@ -163,6 +166,8 @@ def _build(
         raise RecipeError(f"there is no layer for {type(mixer).__name__}")
     if isinstance(mixer, ResidualMemory | SlotMemory):
         return layer(d_model, mixer, _two_memories(mixer, d_model, num_heads, **sizes))
+    if isinstance(mixer, LocalMemories):
+        return layer(d_model, mixer, _local_memories(mixer, d_model, num_heads, **sizes))
     parts = {n: _build(child, d_model, num_heads, **sizes) for n, child in mixer.children.items()}
     return layer(d_model, mixer, parts)
 
@@ -186,3 +191,21 @@ def _two_memories(
         *(layer, second, mixer.share), composition=type(mixer).__name__, head_dim=num_slots
     )
     return {"first": layer, "second": memory}
+
+
+def _local_memories(
+    mixer: LocalMemories, d_model: int, num_heads: int, **sizes: Any
+) -> dict[str, nn.Module]:
+    """Build a layer, and memories that use its projections."""
+    first = _build(mixer.first, d_model, num_heads, **sizes)
+    assert isinstance(first, MemoryLayer)
+    parts: dict[str, nn.Module] = {"first": first}
+    for name, child in mixer.children.items():
+        if name == "first":
+            continue
+        assert isinstance(child, RecipeMixer)
+        value_dim = first.head_dim if name.startswith("projection") else None
+        parts[name] = SecondMemory(
+            first, child, (), composition="LocalMemories", value_dim=value_dim
+        )
+    return parts

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from recollect.blocks.cached import CachedMemory
-from recollect.blocks.field_values import gate_name, gate_names
+from recollect.blocks.field_values import gate_name, gate_names, mixers
 from recollect.blocks.levels import Levels
+from recollect.blocks.local import LocalMemories
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.blocks.slots import SlotMemory
 from recollect.fields import integer, number, option, validated_field
@@ -36,14 +37,8 @@ __all__ = [
     "read_mixer",
 ]
 
-LIST_FIELDS = ("parts", "memories")
+LIST_FIELDS = ("parts", "memories", "local")
 """Fields that are lists of mixers."""
-
-
-def _mixers(value: Any) -> tuple[Mixer, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError("needs at least one mixer")
-    return tuple(as_mixer(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 class _ListMixer(Mixer):
@@ -90,7 +85,7 @@ class Sequential(_ListMixer):
     mixer_fields: ClassVar[tuple[str, ...]] = ("parts",)
     list_field: ClassVar[str] = "parts"
 
-    parts: tuple[Mixer, ...] = validated_field(dataclasses.MISSING, _mixers)
+    parts: tuple[Mixer, ...] = validated_field(dataclasses.MISSING, mixers)
     persistent: int = integer(0, size=True)
 
     def __init__(self, *parts: Any, persistent: int = 0) -> None:
@@ -387,7 +382,7 @@ class MixtureOfMemories(_ListMixer):
     mixer_fields: ClassVar[tuple[str, ...]] = ("memories", "shared")
     list_field: ClassVar[str] = "memories"
 
-    memories: tuple[Mixer, ...] = validated_field(dataclasses.MISSING, _mixers)
+    memories: tuple[Mixer, ...] = validated_field(dataclasses.MISSING, mixers)
     top: int = integer(at_least=1)
     shared: Mixer | None = validated_field(None, as_mixer, optional=True)
 
@@ -426,7 +421,7 @@ KINDS: Mapping[str, type[Mixer]] = {
     cls.kind: cls
     for cls in (
         *(Sequential, MemoryAsGate, MemoryAsContext),
-        *(ResidualMemory, MixtureOfMemories, SlotMemory, CachedMemory, Levels),
+        *(ResidualMemory, MixtureOfMemories, SlotMemory, CachedMemory, Levels, LocalMemories),
     )
 }
 """Compositions by their names in JSON."""
@@ -530,6 +525,10 @@ def _check_persistent(parts: Mapping[str, Mixer], persistent: int) -> None:
             )
 
 
+_FULL_STREAM = (Sequential, MemoryAsGate, ResidualMemory, SlotMemory, LocalMemories)
+"""Compositions whose parts run over all tokens from the first one on."""
+
+
 def _leaves_with_prefix(
     parts: Mapping[str, Mixer], num_prefix_tokens: int
 ) -> Iterator[tuple[str, RecipeMixer, int]]:
@@ -543,7 +542,9 @@ def _leaves_with_prefix(
             yield name, part, num_prefix_tokens
             continue
         children: Mapping[str, Mixer] = {}
-        if isinstance(part, Sequential | MemoryAsGate | ResidualMemory | SlotMemory):
+        if isinstance(
+            part, Sequential | MemoryAsGate | ResidualMemory | SlotMemory | LocalMemories
+        ):
             children = part.children
         elif isinstance(part, MixtureOfMemories) and part.shared is not None:
             children = {"shared": part.shared}

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from recollect.blocks.mixers import Mixer, as_mixer
 from recollect.messages import short_repr
 
-__all__ = ["gate_name", "gate_names"]
+__all__ = ["gate_name", "gate_names", "mixers"]
+
+
+def mixers(value: Any) -> tuple[Mixer, ...]:
+    """Return a list of mixers, or of values that `as_mixer` converts, as a tuple."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("needs at least one mixer")
+    return tuple(as_mixer(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def gate_name(value: Any) -> str:

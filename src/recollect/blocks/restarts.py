@@ -20,7 +20,7 @@ from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State
 
-__all__ = ["SegmentRun", "restarted", "run_segments", "take_inputs"]
+__all__ = ["SegmentRun", "padded_right", "restarted", "run_segments", "take_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,17 +69,21 @@ def run_segments(
         if index in complete:
             y, state = complete[index]
         else:
-            batch = None
-            if part.lengths is not None:
-                steps = torch.arange(part_inputs.q.shape[1], device=part_inputs.q.device)
-                rows = part_inputs.q.shape[0]
-                batch = CompactedBatch(index=steps.expand(rows, -1), lengths=part.lengths)
+            batch = padded_right(part_inputs.q, part.lengths)
             y, memory = run_memory(layer, part_inputs, LayerState(memory=state), batch=batch)
             assert memory is not None
             state = memory
             if initial is not None and part.index is not None:
                 state = trim_state(layer, LayerState(memory=state), size).memory
         yield SegmentRun(tokens=part, inputs=part_inputs, previous=previous, outputs=y, state=state)
+
+
+def padded_right(x: Tensor, lengths: Tensor | None) -> CompactedBatch | None:
+    """Return the batch of sequences ``x [B, T, ...]`` that are padded on the right, if any are."""
+    if lengths is None:
+        return None
+    steps = torch.arange(x.shape[1], device=x.device)
+    return CompactedBatch(index=steps.expand(x.shape[0], -1), lengths=lengths)
 
 
 def restarted(initial: State, state: State, starts: Tensor | bool) -> State:

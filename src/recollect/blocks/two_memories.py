@@ -1,4 +1,4 @@
-"""The second memory of a composition whose memories share the projections of one layer."""
+"""Memories of a composition that share the projections of one layer."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class SecondMemory(RecipeModule):
         share: names of gates that come from the first memory.
         composition: name of the class of the composition, for messages.
         head_dim: K of the memory, if its keys are not those of ``first``.
+        value_dim: V of the memory. Default: that of ``first``.
 
     Raises:
         RecipeError: a recipe that needs keys of its own, or sizes that do not fit the recipe.
@@ -43,6 +44,7 @@ class SecondMemory(RecipeModule):
         *,
         composition: str,
         head_dim: int | None = None,
+        value_dim: int | None = None,
     ) -> None:
         super().__init__()
         options = replace(
@@ -51,7 +53,8 @@ class SecondMemory(RecipeModule):
             complex_decay=first.options.complex_decay,
         )
         self.d_model, self.num_kv_heads = first.d_model, first.num_kv_heads
-        self.head_dim, self.value_dim = head_dim or first.head_dim, first.value_dim
+        self.head_dim = head_dim or first.head_dim
+        self.value_dim = value_dim or first.value_dim
         self.memory_value_dim = self.value_dim
         check_sizes(
             *(first.d_model, first.num_heads, first.num_kv_heads, self.head_dim, self.value_dim),

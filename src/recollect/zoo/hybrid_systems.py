@@ -8,7 +8,7 @@ Examples:
     ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
      'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
      'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention', 'abc', 'raven',
-     'memory_caching']
+     'memory_caching', 'tnt']
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from recollect.blocks.compositions import (
     ResidualMemory,
     Sequential,
 )
-from recollect.blocks.mixers import Mixer
+from recollect.blocks.local import LocalMemories
+from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.slots import SlotMemory
 from recollect.choices.algorithm.closed_form import Analytic
-from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.context.restrictions import SinkWindow
 from recollect.choices.context.similar import KernelWeighted
@@ -69,6 +70,7 @@ __all__ = [
     "titans_mac",
     "titans_mag",
     "titans_mal",
+    "tnt",
     "yaad_h",
 ]
 
@@ -413,3 +415,33 @@ def raven() -> Mixer:
 def memory_caching() -> Mixer:
     """A memory that starts again every 256 tokens, and its earlier states, weighted by gates."""
     return CachedMemory(titans(), segment=256)
+
+
+@preset(
+    "TNT",
+    rule="y_t = V_t(q_t) + Σ_i W^i_t(P^i_t q_t),  P^i_t = Σ k kᵀ/‖k‖² of the open inner batch,  "
+    "W^i restarts every 2048 tokens",
+    references=(
+        Paper("Li et al., TNT: improving chunkwise training for test-time memorization", 2025).at(
+            "arXiv 2511.07343, eqs. 5–7"
+        ),
+    ),
+    fidelity=reconstruction(
+        "Li et al. eqs. 5–7, over Titans, before the second stage of training",
+        memory="V is read after the write of every token; the paper reads it as of the start of "
+        "its inner batch.",
+        inner_batches="2048 (V), 8 and 16 (W)",
+        sizes="Segments have 2048 tokens.",
+        layer="The layer around the memories is that of titans.",
+    ),
+)
+def tnt() -> Mixer:
+    """A memory with large inner batches, and memories with small ones that restart."""
+
+    def with_batches(size: int) -> RecipeMixer:
+        leaf = as_mixer(titans())
+        assert isinstance(leaf, RecipeMixer) and isinstance(leaf.recipe.algorithm, Momentum)
+        algorithm = replace(leaf.recipe.algorithm, batch_size=size)
+        return replace(leaf, recipe=leaf.recipe.replace(algorithm=algorithm))
+
+    return LocalMemories(with_batches(2048), [with_batches(8), with_batches(16)], segment=2048)
