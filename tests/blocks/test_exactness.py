@@ -208,6 +208,28 @@ def test_levels_of_equal_weights_are_the_memory_itself(name: str, chunk_size: in
     torch.testing.assert_close(total, state.memory.weights[0], **TOL)
 
 
+def test_log_linear_attention_is_masked_by_decays_and_levels() -> None:
+    """Guo et al. 2025: O = (Q Kᵀ ⊙ M^S ⊙ M^H) V, M^S of the decays and M^H of the levels."""
+    layer = rc.zoo.get("log_linear_attention").build(8, 2).double()
+    T, x = 70, torch.randn(1, 70, 8, dtype=torch.float64)
+    inputs, factors = layer.memory.memory_inputs(x), layer.level_weights(x)
+    t = torch.arange(T)
+    levels = torch.zeros(T, T, dtype=torch.long)
+    for level in range(1, 8):  # the half-open parts of 2^(level − 1) tokens that t reads
+        size = 1 << (level - 1)
+        start = (t // size - 1) * size
+        reads = (t // size % 2 == 1)[:, None]
+        levels += level * (reads & (t >= start[:, None]) & (t < start[:, None] + size)).long()
+    total = inputs.gates["log_decay"].cumsum(1)
+    decay = (total[:, :, None] - total[:, None]).exp()  # [1, t, s, H]
+    hierarchy = factors.gather(-1, levels[None, :, None].expand(1, T, 2, T)).transpose(2, 3)
+    scores = torch.einsum("bthk,bshk->btsh", inputs.q, inputs.k) * decay * hierarchy
+    scores = scores * (t <= t[:, None])[None, :, :, None]
+    v = inputs.gates["lr"].unsqueeze(-1) * inputs.v
+    expected = layer.memory.output(torch.einsum("btsh,bshv->bthv", scores, v), inputs)
+    torch.testing.assert_close(layer(x)[0], expected, **TOL)
+
+
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "softmax_attention"])
 def test_a_chain_of_one_is_the_recipe_itself(name: str) -> None:
     torch.manual_seed(3)

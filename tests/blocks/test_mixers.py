@@ -12,6 +12,7 @@ from tests.blocks import loops
 
 import recollect as rc
 from recollect.blocks import (
+    Levels,
     MemoryAsContext,
     MemoryAsGate,
     MixtureOfMemories,
@@ -59,6 +60,7 @@ DEEP = Sequential(
         ),
         MixtureOfMemories(["gla", DEEP, ResidualMemory("gla", "gla")], top=2),
         MixtureOfMemories(["gla", "gla"], top=1, shared="titans"),
+        Levels("gated_delta_net", num_levels=5),
     ],
 )
 def test_a_mixer_is_what_its_json_says(mixer: Any) -> None:
@@ -119,6 +121,37 @@ REFUSED = {
         lambda: MemoryAsContext(Sequential("gla"), "softmax_attention", segment=4),
         "MemoryAsContext reads its memory without writing, and rc.blocks.Sequential is not a "
         "single memory",
+    ),
+    "levels of a deep memory": (
+        lambda: Levels("titans"),
+        "Levels needs a matrix memory whose write is linear in the values, and memory.MLP is not "
+        "linear in its parameters: take a memory such as gated_delta_net",
+    ),
+    "levels of a loss that is not affine": (
+        lambda: Levels(rc.Recipe(bias=rc.bias.Huber(threshold=1.0))),
+        "the error of bias.Huber is not affine in the prediction: take a memory",
+    ),
+    "levels of a normalised read": (
+        lambda: Levels("normalized_linear_attention"),
+        "reads more than the matrix after the write",
+    ),
+    "levels with momentum": (lambda: Levels("momentum_delta_net"), "has momentum: take"),
+    "levels of several associations": (
+        lambda: Levels("delta_product"),
+        "writes 2 associations per token: take",
+    ),
+    "levels of decays of values": (
+        lambda: Levels(rc.Recipe(retention=rc.retention.Decay(per="value"))),
+        "log_decay of retention.Decay depends on the value channel: take",
+    ),
+    "levels of attention": (lambda: Levels("softmax_attention"), "LocalConstant() is none: take"),
+    "levels of a composition": (
+        lambda: Levels(Sequential("gla")),
+        "rc.blocks.Sequential is not a single memory: take",
+    ),
+    "one level": (
+        lambda: Levels("gla", num_levels=1),
+        "Levels(num_levels=...) must be a whole number >= 2, not 1",
     ),
     "no parts": (lambda: Sequential(), "Sequential(parts=...) needs at least one mixer"),
     "a name that nothing has": (

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import recollect as rc
 from recollect.blocks import (
+    Levels,
     MemoryAsContext,
     MemoryAsGate,
     MixtureOfMemories,
@@ -28,6 +29,7 @@ from recollect.lm.memory_estimate.flops import model_flops
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
 NAMES |= {"residual_delta_net", "mixture_of_memories", "gated_slot_attention", "memory_caching"}
 NAMES |= {"abc", "raven", "tnt"}
+NAMES |= {"log_linear_attention", "log_linear_gated_delta_net"}
 NAMES |= {"titans_mac", "titans_mag", "titans_mal", "atlas_mac", "atlas_mag", "atlas_mal"}
 
 
@@ -136,6 +138,31 @@ def test_more_memories_cost_what_their_streams_do() -> None:
     _, state = layer(torch.randn(1, 12, 16))
     price = rc.cost(layer.mixer, K=8, V=8, H=2, T=12)
     assert price.state_bytes == state.nbytes - 8, "but for the count of tokens"
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "gla"])
+def test_the_cost_of_levels_is_that_of_their_products(name: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    T, levels = 512, 9
+    layer = build(Levels(name, num_levels=levels), 32, 2)
+    _, state = layer(torch.randn(1, 5, 32))
+    price = rc.cost(layer.mixer, K=16, V=16, H=2, T=T)
+    plain = rc.cost(name, K=16, V=16, H=2, T=T)
+    assert price.state_bytes == state.parts["memory"].memory.nbytes
+    assert price.state_bytes - 8 == levels * (plain.state_bytes - 8), "but for the position"
+    assert price.state_bytes_per_token == 0
+    assert price.decode >= levels * plain.decode
+    with torch.no_grad():
+        inputs = layer.memory.memory_inputs(torch.randn(1, T, 32))
+        weights, first = torch.ones(1, T, 2, levels), state.reset(torch.tensor([True]))
+        memory = first.parts["memory"].memory.with_position(0)
+        with FlopCounterMode(display=False) as units:
+            layer._units(inputs, 0, 64)
+        with FlopCounterMode(display=False) as products:
+            layer._chunks(inputs, weights, memory, 0, T)
+    counted = products.get_total_flops() - units.get_total_flops()
+    assert price.forward_flops["memory levels"] == counted
 
 
 def _readable() -> list[str]:

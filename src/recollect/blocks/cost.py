@@ -10,6 +10,7 @@ from typing import Any, Protocol, overload
 from torch import nn
 
 from recollect.blocks.layers import MixerLayer, layer_spec, memory_layers
+from recollect.blocks.levels import CHUNK_SIZE, level_flops
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.costs import BASELINE, Cost, ModelCost, Workload, read_cost, recipe_cost
 from recollect.layer.memory_layer import MemoryLayer
@@ -66,6 +67,7 @@ def leaf_workloads(mixer: Mixer, T: int) -> Iterator[LeafWorkload]:
                 cached_segment=outer.cached_segment or inner.cached_segment,
                 key_dim=inner.key_dim or outer.key_dim,
                 value_dim=inner.value_dim or outer.value_dim,
+                levels=inner.levels or outer.levels,
             )
             path = f"{name}.{part.name}" if part.name else name
             yield LeafWorkload(name=path, leaf=part.leaf, stream=stream)
@@ -223,12 +225,11 @@ def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:
         if part.leaf.options.persistent:
             continue  # learned pairs are weights, like those of an MLP
         name, recipe, stream = part.name, part.leaf.recipe, part.stream
-        price, retrieval = leaf_cost(part, workload), retrieval_flops(part, workload)
+        price, additional = leaf_cost(part, workload), _additional_flops(part, workload)
         row = _leaf_workload(part, workload)
         row_cost, last_read, copies = recipe_cost(recipe, row), 0, 1
         forward |= {f"{name} {key}": flops for key, flops in price.forward_flops.items()}
-        if retrieval:
-            forward[f"{name} retrieval"] = retrieval
+        forward |= {f"{name} {key}": flops for key, flops in additional.items()}
         state |= {f"{name} {key}": size for key, size in row_cost.state.items()}
         if stream.retrieval_segment:
             before_segment = replace(
@@ -247,7 +248,7 @@ def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:
                 for key, size in row_cost.state.items()
                 if n
             }
-        training += price.training + 3 * retrieval
+        training += price.training + 3 * sum(additional.values())
         decode += round((row_cost.decode + last_read) * stream.tokens_per_token)
         if not stream.restarts:
             grows = row_cost.state_bytes_per_token * copies * stream.tokens_per_token
@@ -255,6 +256,9 @@ def _composition_cost(mixer: Mixer, workload: Workload) -> Cost:
         min_bytes_moved += price.min_bytes_moved
         steps += price.sequential_steps
         seconds += price.cpu_seconds
+        if stream.levels:
+            steps += -(-stream.tokens // CHUNK_SIZE)
+            seconds += price.cpu_seconds * additional.get("levels", 0) / max(price.total, 1)
         descriptions.append(f"{name}: {row_cost.engine} ({row_cost.how})")
         notes += [f"{name}: {note}" for note in row_cost.notes]
     w, baseline = workload, recipe_cost(BASELINE, replace(workload, engine="auto"))
@@ -279,13 +283,28 @@ def _leaf_workload(part: LeafWorkload, workload: Workload) -> Workload:
     """Return the workload of one sequence of a recipe's stream."""
     stream = part.stream
     K, V = stream.key_dim or workload.K, stream.value_dim or workload.V
+    V *= stream.levels or 1
     return replace(workload, T=stream.tokens, G=workload.G + stream.queries, K=K, V=V)
 
 
 def leaf_cost(part: LeafWorkload, workload: Workload) -> Cost:
-    """Return the cost of a recipe on all sequences of its stream, without retrievals."""
+    """Return the cost of a recipe on all sequences of its stream, without additional reads."""
     rows = replace(_leaf_workload(part, workload), B=workload.B * part.stream.rows)
+    if part.stream.levels and rows.T:  # chunks from unit matrices, see `levels_layer`
+        C, F = min(CHUNK_SIZE, rows.T), part.leaf.recipe.axes(rows.K, rows.V)["F"]
+        rows = replace(rows, V=C + F, T=C, B=rows.B * -(-rows.T // C))
     return recipe_cost(part.leaf.recipe, rows)
+
+
+def _additional_flops(part: LeafWorkload, workload: Workload) -> dict[str, int]:
+    """Return the FLOPs of a stream beside the calls of its recipe, by name."""
+    stream, counts = part.stream, {"retrieval": retrieval_flops(part, workload)}
+    if stream.levels:
+        row = _leaf_workload(part, workload)
+        sizes = {"K": row.K, "V": row.V // stream.levels, "G": row.G, "T": row.T}
+        flops = level_flops(part.leaf.recipe, stream.levels, **sizes)
+        counts["levels"] = flops * workload.B * stream.rows * workload.H
+    return {name: flops for name, flops in counts.items() if flops}
 
 
 def retrieval_flops(part: LeafWorkload, workload: Workload) -> int:

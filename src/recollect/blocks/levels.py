@@ -10,8 +10,12 @@ from typing import Any, ClassVar
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
 from recollect.engines.linear.engine import LinearEngine
 from recollect.fields import integer, validated_field
+from recollect.recipe.recipe import Recipe
 
-__all__ = ["Levels"]
+__all__ = ["CHUNK_SIZE", "Levels", "level_flops"]
+
+CHUNK_SIZE = 64
+"""Default number of tokens per chunk, which does not affect results."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,27 @@ class Levels(Mixer):
             "M_t^ℓ = the part of M_t that the tokens s ≤ t with ℓ(t, s) = ℓ wrote",
             "y_t = Σ_ℓ λ_t^ℓ M_t^ℓ(q_t),  λ_t = softplus(W x_t + b)",
         )
+
+
+def level_flops(recipe: Recipe, num_levels: int, *, K: int, V: int, G: int, T: int) -> int:
+    """Return the FLOPs of one sequence and memory after the calls of chunks from unit matrices.
+
+    Args:
+        recipe: recipe of the memory.
+        num_levels: L.
+        K: key channels.
+        V: value channels.
+        G: query heads per memory.
+        T: tokens.
+    """
+    C, F = min(CHUNK_SIZE, T), recipe.axes(K, V)["F"]
+    num_chunks = -(-T // C) if T else 0
+    last = 1 << (num_levels - 2)  # number of tokens from which the last level stores some
+    starts = range(0, num_chunks * C, C or 1)
+    stored = sum((start % last).bit_count() + (start >= last) for start in starts)
+    transition = 2 * F * F * V if recipe.bias.sees_prediction else 0
+    chunk = 2 * C * C * V * G + 2 * C * F * V
+    return num_chunks * chunk + stored * (2 * C * G * F * V + transition)
 
 
 def _why_not_linear(mixer: Mixer) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.blocks.layers import MixerLayer
-from recollect.blocks.levels import Levels
+from recollect.blocks.levels import CHUNK_SIZE, Levels
 from recollect.blocks.state import MixerState
 from recollect.choices.runtime import without_autocast
 from recollect.engines.common.problem import state_dtype
@@ -38,10 +38,7 @@ from recollect.layer.state import LayerState, MemoryInputs
 from recollect.recipe.bound import BoundRecipe
 from recollect.state.state import State, initial_state
 
-__all__ = ["CHUNK_SIZE", "LevelsLayer"]
-
-CHUNK_SIZE = 64
-"""Default number of tokens per chunk, which does not affect results."""
+__all__ = ["LevelsLayer"]
 
 
 class LevelsLayer(MixerLayer):
@@ -213,7 +210,7 @@ class LevelsLayer(MixerLayer):
         """Return outputs ``[B, T, heads, V]`` and the state of sequences of equal positions."""
         if T == 0:
             return inputs.v.new_zeros(*inputs.q.shape[:3], inputs.v.shape[-1]), memory
-        L, last, (_, _, H, V) = self.mixer.num_levels, self.mixer.num_levels - 1, inputs.v.shape
+        L, last, (H, V) = self.mixer.num_levels, self.mixer.num_levels - 1, inputs.v.shape[2:]
         C = min(self.memory.chunk_size or CHUNK_SIZE, T)
         A, Q, N, M = self._units(inputs, start, C)
         n, G, device = A.shape[1], A.shape[4], A.device

@@ -8,7 +8,7 @@ Examples:
     ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
      'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
      'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention', 'abc', 'raven',
-     'memory_caching', 'tnt']
+     'memory_caching', 'tnt', 'log_linear_attention', 'log_linear_gated_delta_net']
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from recollect.blocks.compositions import (
     ResidualMemory,
     Sequential,
 )
+from recollect.blocks.levels import Levels
 from recollect.blocks.local import LocalMemories
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.slots import SlotMemory
@@ -60,6 +61,8 @@ __all__ = [
     "gated_delta_net_h1",
     "gated_delta_net_h2",
     "gated_slot_attention",
+    "log_linear_attention",
+    "log_linear_gated_delta_net",
     "memora_h",
     "memory_caching",
     "mixture_of_memories",
@@ -445,3 +448,39 @@ def tnt() -> Mixer:
         return replace(leaf, recipe=leaf.recipe.replace(algorithm=algorithm))
 
     return LocalMemories(with_batches(2048), [with_batches(8), with_batches(16)], segment=2048)
+
+
+def _at_levels(title: str, *, memory: str, rule: str) -> Callable[[Factory], Factory]:
+    """Decorate a memory at the levels of a Fenwick tree."""
+    fidelity = reconstruction(
+        f"Guo et al. section 3, with {memory} as the memory",
+        gates="λ_t is the softplus of a linear map of the token, per head and level, and starts at "
+        "1 on every level.",
+        sizes="There are 16 levels.\n"
+        "The last level stores all tokens that are in no level of 2^13 tokens or fewer.",
+        layer=f"The layer around the memory is that of {memory}.",
+    )
+    paper = Paper("Guo et al., Log-linear attention", 2025)
+    references = (paper.at("arXiv 2506.04761, section 3"),)
+    return preset(title, rule=rule, references=references, fidelity=fidelity)
+
+
+@_at_levels(
+    "log-linear attention (Mamba-2)",
+    memory="mamba2",
+    rule="S_t^ℓ = Σ_(s ∈ B_t^ℓ) (Π_(s < r ≤ t) α_r) v_s k_sᵀ,  y_t = Σ_ℓ λ_t^ℓ S_t^ℓ q_t",
+)
+def log_linear_attention() -> Mixer:
+    """One decaying memory for each part of the past, of 1, 2, 4, 8, … tokens."""
+    return Levels(mamba2())
+
+
+@_at_levels(
+    "log-linear Gated DeltaNet",
+    memory="gated_delta_net",
+    rule="S_t^ℓ = Σ_(s ∈ B_t^ℓ) β_s v_s k_sᵀ Π_(s < r ≤ t) α_r (I − β_r k_r k_rᵀ),  "
+    "y_t = Σ_ℓ λ_t^ℓ S_t^ℓ q_t",
+)
+def log_linear_gated_delta_net() -> Mixer:
+    """One memory under the gated delta rule for each part of the past, of 1, 2, 4, 8, … tokens."""
+    return Levels(gated_delta_net())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
+from recollect.blocks.levels_layer import LevelsLayer
 from recollect.blocks.slot_layer import RunningSoftmax, SlotRouter
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.block import SwiGLU
@@ -102,6 +103,11 @@ def model_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 def check_divisible(module: nn.Module, tp_size: int, *, name: str = "") -> None:
     """Raise RecipeError unless a layer or an MLP can be divided over ``tp_size`` ranks."""
+    if isinstance(module, LevelsLayer):
+        raise RecipeError(
+            f"[run] parallel: tensor = {tp_size} divides layers by heads, and {name} reads its "
+            "memory at several levels: leave tensor out, and give data all processes"
+        )
     if isinstance(module, MixerLayer):
         if isinstance(module, MemoryAsContextLayer) and any(
             isinstance(part, InitialMemory | InitialKernelRows)
