@@ -49,7 +49,9 @@ EXPECTED: dict[str, tuple[str, str]] = {
         ),
         (SUM, SUM),
     ),
-    **dict.fromkeys(("retnet_xpos", "gla", "gateloop", "hgrn2"), (GATE, GATE)),
+    **dict.fromkeys(
+        ("retnet_xpos", "gla", "gateloop", "hgrn2", "kalman_linear_attention"), (GATE, GATE)
+    ),
     **dict.fromkeys(("delta_net", "dpfp", "efla", "longhorn", "nlms"), (PLAIN, DELTA)),
     **dict.fromkeys(
         ("delta_product", "gated_delta_product", "erase_then_delta"),

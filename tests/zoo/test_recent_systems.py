@@ -117,6 +117,21 @@ def gated_kalmanet(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), U
 
 
+def kalman_linear_attention(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """η = a η/(a² + p Λ) + w k v, Λ = Λ/(a² + p Λ) + w k², y = Σ_n q_n η_n/Λ_n."""
+    q, k, v = unit_inputs(module, x)
+    w = functional.softplus(gate(module, "observation_precision", x))
+    a = module.gates["log_decay"].bias.sigmoid()
+    p = functional.softplus(module.gates["process_noise"].bias) + 1e-6
+    eta, precision, outputs = zeros(module, x), torch.ones_like(k[:, 0]), []
+    for t in range(x.shape[1]):
+        predicted = a**2 + p * precision
+        eta = (a / predicted).unsqueeze(-2) * eta + column(w, t) * outer(v[:, t], k[:, t])
+        precision = precision / predicted + w[:, t].unsqueeze(-1) * k[:, t] ** 2
+        outputs.append(read(eta / precision.unsqueeze(-2), q[:, t]))
+    return torch.stack(outputs, 1), eta / precision.unsqueeze(-2)
+
+
 def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = (I − k (b ⊙ k)ᵀ) Diag(α) S + k (w ⊙ v)ᵀ, transposed."""
     (q, k, v), alpha = unit_inputs(made, x), decay(made, x)
@@ -238,6 +253,7 @@ LOOPS: dict[str, Loop] = {
     "erase_then_delta": erase_then_delta,
     "momentum_delta_rule": momentum_delta_rule,
     "gated_kalmanet": gated_kalmanet,
+    "kalman_linear_attention": kalman_linear_attention,
     "mamba3": mamba3,
     "falcon_1": falcon,
     "falcon_2": falcon,

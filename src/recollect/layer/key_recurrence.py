@@ -1,17 +1,18 @@
-"""Recurrences over the keys of a sequence: the previous key, and decayed sums of squares."""
+"""Recurrences over the keys of a sequence: previous keys, decayed sums of squares, precisions."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recollect.engines.linear.chunked import chunked
 from recollect.engines.linear.inputs import LinearProblem
 from recollect.layer.token_shift import previous_tokens
 
-__all__ = ["KeyHistory", "Sequences", "decayed_sums"]
+__all__ = ["KeyHistory", "Sequences", "decayed_sums", "filtered_precisions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,7 @@ def decayed_sums(
     if T == 1 and cu_seqlens is None:
         return torch.addcmul(u, log_decay.exp().unsqueeze(-1), initial.unsqueeze(1))
     # The first token of each sequence includes the initial state, and its decay is 0.
-    if cu_seqlens is None:
-        starts = torch.zeros(1, dtype=torch.long, device=u.device)
-        carried = initial.unsqueeze(1)
-    else:
-        ends = cu_seqlens.to(device=u.device, dtype=torch.long)
-        has_tokens = ends.diff() > 0
-        starts, carried = ends[:-1][has_tokens], initial[has_tokens].unsqueeze(0)
+    starts, carried = _starts(initial, cu_seqlens)
     carried = log_decay[:, starts].exp().unsqueeze(-1) * carried
     u = u.index_add(1, starts, carried)
     log_decay = log_decay.index_fill(1, starts, -torch.inf)
@@ -107,3 +102,77 @@ def decayed_sums(
         affine=(0.0, 1.0),
     )
     return chunked(problem)[0].squeeze(3)
+
+
+def filtered_precisions(
+    u: Tensor,
+    log_decay: Tensor,
+    noise: Tensor,
+    initial: Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Return the precisions Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + u_t of scalar Kalman filters.
+
+    A token maps Λ = n/d to (n', d') = ((1 + u p) n + u α² d, p n + α² d). Products of these maps
+    have no negative entries. They are formed token by token inside blocks, for all blocks at once,
+    and Λ is passed from block to block.
+
+    Args:
+        u: precision of the observation of a token ``[B, T, H, K]``, ≥ 0.
+        log_decay: log α ``[B, T, H, K]``.
+        noise: variance p of the process noise ``[B, T, H, K]``, ≥ 0.
+        initial: Λ before the first token of each sequence ``[B, H, K]``, > 0.
+        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
+    """
+    B, T = u.shape[:2]
+    if T == 0:
+        return u
+    square, noise = (2 * log_decay).exp().to(u.dtype), noise.to(u.dtype)
+
+    def step(precision: Tensor, u: Tensor, square: Tensor, noise: Tensor) -> Tensor:
+        return precision / (square + noise * precision) + u
+
+    if T == 1 and cu_seqlens is None:
+        return step(initial.unsqueeze(1), u, square, noise)
+    # The first token of each sequence maps every Λ to its own.
+    starts, carried = _starts(initial, cu_seqlens)
+    first = step(carried, u[:, starts], square[:, starts], noise[:, starts])
+    block = math.isqrt(T - 1) + 1
+    padding = -T % block
+    maps = [
+        nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=value).unflatten(1, (-1, block))
+        for x, value in (
+            ((1 + u * noise).index_fill(1, starts, 0.0), 1.0),
+            ((u * square).index_copy(1, starts, first.expand(B, -1, -1, -1)), 0.0),
+            (noise.index_fill(1, starts, 0.0), 0.0),
+            (square.index_fill(1, starts, 1.0), 1.0),
+        )
+    ]
+    tokens = list(zip(*(x.unbind(2) for x in maps), strict=True))
+    products = [tokens[0]]
+    for a, b, c, d in tokens[1:]:
+        e, f, g, h = products[-1]
+        product = (a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h)
+        scale = 1 / sum(product).detach()  # type: ignore[union-attr]
+        products.append(tuple(x * scale for x in product))  # type: ignore[arg-type]
+    a, b, c, d = (torch.stack(x, dim=2) for x in zip(*products, strict=True))  # [B, n, C, H, K]
+    at_start = [torch.zeros_like(u[:, 0])]
+    for n in range(a.shape[1] - 1):
+        precision = at_start[-1]
+        at_start.append(
+            (a[:, n, -1] * precision + b[:, n, -1]) / (c[:, n, -1] * precision + d[:, n, -1])
+        )
+    start = torch.stack(at_start, dim=1).unsqueeze(2)
+    return ((a * start + b) / (c * start + d)).flatten(1, 2)[:, :T]
+
+
+def _starts(initial: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the first tokens of all sequences with tokens, and their initial states.
+
+    The states are ``[B, 1, H, K]``, or ``[1, N, H, K]`` of N documents.
+    """
+    if cu_seqlens is None:
+        return torch.zeros(1, dtype=torch.long, device=initial.device), initial.unsqueeze(1)
+    ends = cu_seqlens.to(device=initial.device, dtype=torch.long)
+    has_tokens = ends.diff() > 0
+    return ends[:-1][has_tokens], initial[has_tokens].unsqueeze(0)

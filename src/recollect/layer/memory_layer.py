@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from recollect.engines.common.problem import Problem
 from recollect.functional.checks import refuse_transforms
-from recollect.functional.packing import CompactedBatch, compact, last_tokens, scatter
+from recollect.functional.packing import CompactedBatch, compact, scatter
 from recollect.functional.recall import memorise
 from recollect.layer.checks import (
     check_depth,
@@ -41,7 +41,7 @@ from recollect.layer.rotary import (
 )
 from recollect.layer.short_conv import ShortConvolution
 from recollect.layer.state import LayerState, MemoryInputs
-from recollect.layer.token_shift import TokenShift
+from recollect.layer.token_shift import TokenShift, tail
 from recollect.messages import RecipeError, suggest_arguments
 from recollect.recipe.resolve import RecipeLike
 from recollect.state.state import State
@@ -404,17 +404,17 @@ class MemoryLayer(RecipeModule):
         assert memory is not None
         if self.conv is not None and inputs.conv_inputs is not None:
             earlier = None if state is None else state.conv
-            inputs.conv = _last(earlier, inputs.conv_inputs, self.conv.width - 1, lengths)
+            inputs.conv = tail(earlier, inputs.conv_inputs, self.conv.width - 1, lengths)
         if self.shift is not None:
             earlier = None if state is None else state.shift
-            inputs.shift = _last(earlier, x[:, :n], 1, lengths)
+            inputs.shift = tail(earlier, x[:, :n], 1, lengths)
         if inputs.phase is not None:
             earlier = None if state is None or state.phase is None else state.phase.unsqueeze(1)
-            phase = _last(earlier, inputs.phase, 1, lengths)
+            phase = tail(earlier, inputs.phase, 1, lengths)
             inputs.final_phase = phase.squeeze(1).remainder(2 * math.pi)
         if inputs.keys is not None:
             earlier = None if state is None or state.keys is None else state.keys.unsqueeze(1)
-            inputs.final_keys = _last(earlier, inputs.keys, 1, lengths).squeeze(1)
+            inputs.final_keys = tail(earlier, inputs.keys, 1, lengths).squeeze(1)
         return state_after(inputs, memory)
 
     @property
@@ -525,14 +525,6 @@ class MemoryLayer(RecipeModule):
             f"{self.d_model}, num_heads={self.num_heads}{groups}, K={self.head_dim}, "
             f"V={self.value_dim}, engine={self.engine!r} ({self._bound.engine.name}){precision}"
         )
-
-
-def _last(earlier: Tensor | None, tokens: Tensor, size: int, lengths: Tensor | None) -> Tensor:
-    """Return the last ``size`` of earlier tokens (default: zeros) and tokens."""
-    if earlier is None:
-        earlier = tokens.new_zeros(tokens.shape[0], size, *tokens.shape[2:])
-    joined = torch.cat([earlier.to(tokens.dtype), tokens], dim=1)
-    return last_tokens(joined, size, lengths).clone()
 
 
 def run_memory(

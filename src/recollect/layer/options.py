@@ -36,6 +36,12 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "blend": (("k",), ("gate",), "k_t ← k_t ⊙ (1 + ξ ({source} − 1))"),
     "precondition": (("k",), ("k",), "k_t ← {s}^(−r/(1 + |r|)) ⊙ k_t, r = log A_t − ξ"),
     "previous": (("k",), ("k",), "k_t ← k_(t−1)"),
+    "filter": (
+        ("k",),
+        ("k",),
+        "k_t ← w_t k_t/Λ_t, α_t ← α_t (1 − w_t k_t²/Λ_t), "
+        "Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + w_t k_t², Λ_0 = {s}",
+    ),
     "direction": (("probe",), ("k",), "w_t = (k_t ⊙ ξ)/‖k_t ⊙ ξ‖"),
     "product": (("probe",), ("k",), "w_t = c_t ⊙ k_t"),
     "sum": (("probe",), ("q",), "w_t = k_t + c_t q_t"),
@@ -52,7 +58,7 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 """Targets, sources and equation of each rule of a tie. ``"gate"`` is a gate or param."""
 
-KEY_RECURRENCES = ("precondition", "previous")
+KEY_RECURRENCES = ("filter", "precondition", "previous")
 """Rules of keys that depend on earlier keys."""
 
 
@@ -252,6 +258,11 @@ class Tie(_SavedOptions):
               and A_t = a_t A_(t−1) + b_t k_t², per key channel (preconditioned delta rules). a and
               b are the gates ``"log_moment_decay"`` and ``"moment_rate"`` of the layer.
             * ``"previous"``: k_(t−1), 0 at the first token (Falcon).
+            * ``"filter"``: w k/Λ, the gain of a Kalman filter per key channel that observes the
+              value as k times the weight. Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + w_t k_t² is its
+              precision, with Λ_0 = s. The decay α of the recipe, per key channel, becomes
+              α (1 − w k²/Λ). w and p are the gates ``"observation_precision"`` and
+              ``"process_noise"`` of the layer (Kalman linear attention).
             * ``"direction"``: the probe (k ⊙ ξ)/‖k ⊙ ξ‖, source ``"k"`` (RWKV-7's κ̂).
             * ``"product"``: the probe c ⊙ k, source ``"k"``, c per key channel (Gated DeltaNet-2).
             * ``"sum"``: the probe k + c q, source ``"q"``, c per head (Q-Delta).

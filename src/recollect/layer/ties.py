@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from recollect.choices.features.finite import Identity
 from recollect.fields import Gate, Param, Range
 from recollect.layer.gates import GateProjection, normalize_to_length
-from recollect.layer.key_recurrence import KeyHistory, Sequences, decayed_sums
+from recollect.layer.key_recurrence import (
+    KeyHistory,
+    Sequences,
+    decayed_sums,
+    filtered_precisions,
+)
 from recollect.layer.options import KEY_RECURRENCES, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
@@ -38,21 +43,46 @@ MAX_ERASURE = 1 - 1e-6
 """Largest fraction that a diagonal erasure removes in one step: log 0 has no gradient."""
 
 
+_OWN_GATES = {
+    "precondition": (
+        Gate(
+            name="log_moment_decay",
+            owner="Tie(rule='precondition')",
+            range=Range(high=0.0),
+            init=math.log(0.98),
+            role="decay",
+            is_log=True,
+        ),
+        Gate(
+            name="moment_rate",
+            owner="Tie(rule='precondition')",
+            range=Range(low=0.0),
+            init=0.5,
+            role="rate",
+        ),
+    ),
+    "filter": (
+        Gate(
+            name="observation_precision",
+            owner="Tie(rule='filter')",
+            range=Range(low=0.0),
+            init=1.0,
+        ),
+        Gate(
+            name="process_noise",
+            owner="Tie(rule='filter')",
+            axes=("F",),
+            range=Range(low=0.0, low_open=True),
+            init=0.01,
+        ),
+    ),
+}
+"""Gates of rules besides those of the recipe."""
+
+
 def tie_gates(options: LayerOptions) -> tuple[Gate, ...]:
     """Return the gates that ties need and the recipe does not declare."""
-    if all(tie.rule != "precondition" for tie in options.ties):
-        return ()
-    owner = "Tie(rule='precondition')"
-    decay = Gate(
-        name="log_moment_decay",
-        owner=owner,
-        range=Range(high=0.0),
-        init=math.log(0.98),
-        role="decay",
-        is_log=True,
-    )
-    rate = Gate(name="moment_rate", owner=owner, range=Range(low=0.0), init=0.5, role="rate")
-    return (decay, rate)
+    return tuple(gate for tie in options.ties for gate in _OWN_GATES.get(tie.rule, ()))
 
 
 def declared_for_tie(declared: Gate | Param, rule: str | None) -> Gate | Param:
@@ -94,6 +124,10 @@ def _incompatibility(
     axes = {name: item.axes for name, item in known.items()}
     source, target = axes.get(tie.source), axes.get(tie.target)
     if tie.rule == "complement" and (source != ("F",) or not plain or tie.source not in gates):
+        return (
+            "needs a decay per key channel, as Decay(per='key') has, and one association per token"
+        )
+    if tie.rule == "filter" and (axes.get("log_decay") != ("F",) or not plain):
         return (
             "needs a decay per key channel, as Decay(per='key') has, and one association per token"
         )
@@ -239,15 +273,32 @@ class Ties(nn.Module):
     def _next_keys(
         self,
         tie: Tie,
-        values: Mapping[str, Tensor],
+        values: dict[str, Tensor],
         k: Tensor,
         sequences: Sequences,
         index: int,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return keys after a recurrence, and its states after every token and the last one."""
+        """Return keys after a recurrence, and its states after every token and the last one.
+
+        A filter also changes the decay in ``values``.
+        """
         if tie.rule == "previous":
             shifted, last = sequences.previous(k, sequences.initial(index, k))
             return shifted, (k, last)
+        if tie.rule == "filter":
+            log_decay, w = values["log_decay"], values["observation_precision"].unsqueeze(-1)
+            u = w * k.to(w.dtype).square()
+            prior = sequences.initial(index, u)  # the state is Λ − s, so that 0 is the prior
+            precision = filtered_precisions(
+                *(u, log_decay, values["process_noise"]),
+                initial=tie.constant + prior,
+                cu_seqlens=sequences.cu_seqlens,
+            )
+            log_factor = torch.log1p(-(u / precision).clamp_max(MAX_ERASURE))
+            values["log_decay"] = log_decay + log_factor.to(log_decay.dtype)
+            states = precision - tie.constant
+            gain = k * (w / precision).to(k.dtype)
+            return gain, (states, sequences.previous(states, prior)[1])
         log_decay, rate = values["log_moment_decay"], values["moment_rate"]
         squares = rate.unsqueeze(-1) * k.to(rate.dtype).square()
         initial = sequences.initial(index, squares)

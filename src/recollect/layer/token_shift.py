@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recollect.functional.packing import last_tokens
 
-__all__ = ["TokenShift", "previous_tokens"]
+__all__ = ["TokenShift", "previous_tokens", "tail"]
 
 RANK = 32
 
@@ -111,3 +111,11 @@ def previous_tokens(
     has_tokens = (ends.diff() > 0).view(-1, 1, 1)
     last = x[0, (ends[1:] - 1).clamp_min(0)].unsqueeze(1)
     return previous, torch.where(has_tokens, last, start)
+
+
+def tail(earlier: Tensor | None, tokens: Tensor, size: int, lengths: Tensor | None) -> Tensor:
+    """Return the last ``size`` of earlier tokens (default: zeros) and tokens ``[B, T, ...]``."""
+    if earlier is None:
+        earlier = tokens.new_zeros(tokens.shape[0], size, *tokens.shape[2:])
+    joined = torch.cat([earlier.to(tokens.dtype), tokens], dim=1)
+    return last_tokens(joined, size, lengths).clone()

@@ -1,8 +1,8 @@
-"""Adaptive filters as sequence layers: leaky, implicit and normalised least mean squares.
+"""Adaptive filters as sequence layers: least mean squares, and a Kalman filter per key channel.
 
 Examples:
     >>> rc.zoo.names("least_mean_squares")
-    ['leaky_lms', 'longhorn', 'longhorn_diagonal', 'nlms']
+    ['leaky_lms', 'longhorn', 'longhorn_diagonal', 'nlms', 'kalman_linear_attention']
     >>> print(rc.zoo.get("leaky_lms").rule)
     M_t = M_(t−1)(α_t I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ
 """
@@ -18,7 +18,7 @@ from recollect.zoo.fidelity import exact, reconstruction
 from recollect.zoo.preset import preset
 from recollect.zoo.references import TTR, Paper
 
-__all__ = ["leaky_lms", "longhorn", "longhorn_diagonal", "nlms"]
+__all__ = ["kalman_linear_attention", "leaky_lms", "longhorn", "longhorn_diagonal", "nlms"]
 
 _LONGHORN = Paper(
     "Liu et al., Longhorn: state space models are amortized online learners", 2024
@@ -103,3 +103,36 @@ def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
 def nlms() -> tuple[Recipe, LayerOptions]:
     """The newest association is stored exactly, at the least change of the memory."""
     return Recipe(algorithm=NLMS()), LayerOptions()
+
+
+@preset(
+    "Kalman linear attention",
+    rule="M_t = M_(t−1) Diag(a (1 − w_t k_t²/Λ_t)) + v_t (w_t k_t/Λ_t)ᵀ,  "
+    "Λ_t = Λ_(t−1)/(a² + p Λ_(t−1)) + w_t k_t²",
+    references=(
+        Paper(
+            "Shaj et al., Kalman linear attention: parallel Bayesian filtering for efficient "
+            "language modelling and state tracking",
+            2026,
+        ).at("arXiv 2602.10743"),
+    ),
+    fidelity=reconstruction(
+        "the filter of Kalman linear attention: each channel of the key observes the value alone",
+        gates="w_t is one number per head; the source has a precision per value channel, and a "
+        "precision Λ per entry of the memory.\n"
+        "a and p are learned per key channel of every head.",
+        initial_memory="Λ is 1 before the first token.",
+        layer="The output is the mean; the source can also read its variance.",
+        common_layer=True,
+    ),
+)
+def kalman_linear_attention() -> tuple[Recipe, LayerOptions]:
+    """Writes and decays follow the precision of the memory, which grows with what it has seen."""
+    recipe = Recipe(
+        bias=DotProduct(), retention=Decay(per="key"), algorithm=GradientDescent(lr=1.0)
+    )
+    learned = GateOptions(source="learned")
+    return recipe, LayerOptions(
+        gate_options={"log_decay": learned, "process_noise": learned},
+        ties=(Tie(target="k", source="k", rule="filter"),),
+    )
