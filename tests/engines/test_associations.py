@@ -13,7 +13,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.choices.memory import LocalPolynomial
-from recollect.engines.kernel import local_regression, pieces
+from recollect.engines.kernel import local_regression, moved_keys, pieces
 from recollect.engines.kernel import regression as kernel_regression
 from recollect.engines.kernel.local_conjugate_gradient import Shift, conjugate_gradients
 
@@ -69,6 +69,21 @@ RECIPES: dict[str, rc.Recipe] = {
     ),
     "sum over blocks": DOT.replace(
         context=within(C.TopBlocks(size=3, top_k=2, score="router"), kernel=F.ReluKernel())
+    ),
+    "key decay": LOCAL.replace(context=within(C.KeyDecay())),
+    "key decay, decay and window": LOCAL.replace(context=within(C.KeyDecay(), FORGET, WINDOW)),
+    "constant key decay, sum": DOT.replace(context=within(C.KeyDecay(alpha=0.7))),
+    "key reflection": LOCAL.replace(context=within(C.KeyReflection())),
+    "key reflection, decay and window": LOCAL.replace(
+        context=within(C.KeyReflection(), FORGET, WINDOW)
+    ),
+    "key projection, sum": DOT.replace(context=within(C.KeyReflection(beta=1.0))),
+    "stick breaking": DOT.replace(context=within(C.StickBreaking())),
+    "stick breaking, mean": LOCAL.replace(
+        context=within(C.StickBreaking(include_current=True), FORGET, kernel=F.Gaussian())
+    ),
+    "stick breaking, key reflection and window": DOT.replace(
+        context=within(C.KeyReflection(), C.StickBreaking(), WINDOW)
     ),
     "linear": polynomial(1, 0.05),
     "linear, decay": polynomial(1, 0.05, FORGET),
@@ -128,6 +143,7 @@ def test_pieces_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     y, _, slopes = generate.gradients(recipe, x, engine="kernel")
     monkeypatch.setattr(pieces, "ENTRIES", 5 * 2 * 17)
     monkeypatch.setattr(local_regression, "ENTRIES", 5 * 2 * 17 * 4)
+    monkeypatch.setattr(moved_keys, "BLOCK", 4)
     y2, _, slopes2 = generate.gradients(recipe, x, engine="kernel")
     assert generate.relative_error(y2, y) < EXACT
     assert generate.largest_error(slopes2, slopes)[0] < EXACT

@@ -53,6 +53,23 @@ def _dense_weights(weights: ContextWeights, queries: slice, keys: slice) -> Tens
     return dense.expand(1, 1, 1, *size)[0, 0, 0]
 
 
+def _check_declared_maps(context: Context, weights: ContextWeights) -> None:
+    """Check that ``key_transition`` and ``reweighs`` declare the results of `over`."""
+    title, transition = context.title, weights.transition
+    kind = None
+    if transition is not None:
+        has_both = transition.log_decay is not None and transition.direction is not None
+        kind = "both" if has_both else "reflection" if transition.log_decay is None else "decay"
+    require(
+        kind == context.key_transition,
+        f"{title} declares key_transition={context.key_transition!r}, and over() returns {kind!r}",
+    )
+    require(
+        (weights.reweigh is not None) == context.reweighs,
+        f"{title} declares reweighs={context.reweighs}, unlike the result of over()",
+    )
+
+
 def check_context(context: Context) -> str | None:
     """Pieces of `over` have equal weights, and ``signed`` and ``is_binary`` are true."""
     title = context.title
@@ -65,6 +82,9 @@ def check_context(context: Context) -> str | None:
     weights = context.over(associations)
     if weights is None:
         return "its associations all have weight 1"
+    _check_declared_maps(context, weights)
+    if weights.log is None and weights.value is None:
+        return "it weighs no association on its own"
     T = associations.q.shape[1]
     past = torch.ones(T, T, dtype=torch.bool).tril()
     dense = _dense_weights(weights, slice(0, T), slice(0, T))

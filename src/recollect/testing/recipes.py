@@ -172,6 +172,7 @@ def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> str
     # A ridge is refreshed after the last token of its span has read.
     if inverse is not None and inverse.ridge == "refreshed":
         is_delayed |= x.T % inverse.refresh_every == 0
+    is_delayed |= recipe.context.hides_current
     if rule.when == "before" or rule.bonus != 0.0 or is_delayed:
         return "the last token reads another memory than the final one"
     gates = {name: x.gates[name] for name in recipe.read_gates}

@@ -19,6 +19,7 @@ from __future__ import annotations
 # isort: off
 from recollect.zoo import (
     attention,
+    attention_2025,
     local_regression,
     linear_attention,
     feature_maps,
@@ -57,6 +58,7 @@ __all__ = [
     "Reference",
     "atlas",
     "attention",
+    "attention_2025",
     "decay",
     "deep_transformer",
     "delta_former",

@@ -10,17 +10,22 @@ Examples:
 """
 
 from recollect.choices.context.base import Context
+from recollect.choices.context.moved_keys import KeyDecay, KeyReflection
 from recollect.choices.context.restrictions import Bilinear, SinkWindow, TopBlocks
 from recollect.choices.context.similar import KernelWeighted
+from recollect.choices.context.stick_breaking import StickBreaking
 from recollect.choices.context.windows import Online, Prefix, Window
 
 __all__ = [
     "Bilinear",
     "Context",
     "KernelWeighted",
+    "KeyDecay",
+    "KeyReflection",
     "Online",
     "Prefix",
     "SinkWindow",
+    "StickBreaking",
     "TopBlocks",
     "Window",
 ]

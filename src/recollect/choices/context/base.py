@@ -42,6 +42,12 @@ class Context(Member):
         block: number of consecutive associations that are visible or hidden together.
         num_sinks: number of a document's first associations that stay visible.
         num_kept: number of associations that later tokens need, sinks included; ``None`` for all.
+        key_transition: kind of the maps by which later tokens move the keys
+            (`ContextWeights.transition`): ``"decay"``, ``"reflection"``, or ``None``.
+        reweighs: whether its weights follow from the products of all other weights and the
+            similarity (`ContextWeights.reweigh`).
+        hides_current: whether a query does not see the association of its own token. Reads of a
+            state see all associations.
 
     Examples:
         >>> @rc.member
@@ -68,6 +74,9 @@ class Context(Member):
     query_gates: tuple[str, ...] = ()
     block: int = 1
     num_sinks: int = 0
+    key_transition: str | None = None
+    reweighs: bool = False
+    hides_current: bool = False
 
     def over(self, visible: VisibleAssociations) -> ContextWeights | None:
         """Return the weights of the associations in ``visible``; ``None`` if all are 1.

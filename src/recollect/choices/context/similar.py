@@ -66,6 +66,19 @@ class KernelWeighted(Context):
     def num_sinks(self) -> int:  # type: ignore[override]
         return 0 if self._tightest is None else self._tightest.num_sinks
 
+    @property
+    def key_transition(self) -> str | None:  # type: ignore[override]
+        kinds = [part.key_transition for part in self.restrictions]
+        return next((kind for kind in kinds if kind is not None), None)
+
+    @property
+    def reweighs(self) -> bool:  # type: ignore[override]
+        return any(part.reweighs for part in self.restrictions)
+
+    @property
+    def hides_current(self) -> bool:  # type: ignore[override]
+        return any(part.hides_current for part in self.restrictions)
+
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if not isinstance(self.kernel, Kernel):
@@ -102,6 +115,7 @@ class KernelWeighted(Context):
                 f"{blocks[0].title} scores blocks by all of their keys, and {windows[0].brief} "
                 "drops some of them: use one of the two"
             )
+        yield from self._unique_part_conflicts()
         if recipe.bias.is_affine and recipe.bias.sees_prediction:
             if isinstance(self.kernel, Kernel) and not self.kernel.nonnegative:
                 yield (
@@ -117,11 +131,45 @@ class KernelWeighted(Context):
                         "bias.DotProduct() for a plain sum"
                     )
 
+    def _unique_part_conflicts(self) -> Iterator[str]:
+        moving = [part for part in self.restrictions if part.key_transition is not None]
+        if len(moving) > 1:
+            yield (
+                f"{moving[0].title} and {moving[1].title} both move the keys, in an order that "
+                "restrictions do not define: use one of the two"
+            )
+        reweighing = [part for part in self.restrictions if part.reweighs]
+        if len(reweighing) > 1:
+            yield (
+                f"{reweighing[0].title} and {reweighing[1].title} both replace the weights: use "
+                "one of the two"
+            )
+        if reweighing and isinstance(self.kernel, Kernel) and not self.kernel.positive:
+            yield (
+                f"{reweighing[0].title} needs the logarithm of the similarity, and "
+                f"{self.kernel.title} may be 0 or negative: use features.Exponential()"
+            )
+        if reweighing and any(part.signed for part in self.restrictions):
+            yield (
+                f"{reweighing[0].title} needs the logarithm of all weights, and one restriction "
+                "may be negative: use context.Bilinear(link='sigmoid')"
+            )
+
+    @property
+    def _weight_text(self) -> str:
+        """Text of the similarity times the weights of the restrictions that do not replace it."""
+        key = "k_i" if self.key_transition is None else "k_i^(t)"
+        parts = [part.factor for part in self.restrictions if not part.reweighs]
+        return " ".join((*filter(None, parts), f"s({key}, q_t)"))
+
     def total(self, term: str) -> str:
-        sum_text = f"Σ_(t−{self.horizon}<i≤t)" if self.horizon else "Σ_(i≤t)"
-        factors = filter(None, (part.factor for part in self.restrictions))
-        return " ".join((sum_text, *factors, "s(k_i, q_t)", term))
+        last = "i<t" if self.hides_current else "i≤t"
+        sum_text = f"Σ_(t−{self.horizon}<{last})" if self.horizon else f"Σ_({last})"
+        replaced = [part.factor for part in self.restrictions if part.reweighs]
+        return " ".join((sum_text, *(replaced or [self._weight_text]), term))
 
     def notes(self) -> tuple[str, ...]:
         assert self.kernel is not None  # only None is refused by requires()
-        return (f"s(k, q) = {self.kernel.similarity('k', 'q')}", *super().notes())
+        likeness = f"s(k, q) = {self.kernel.similarity('k', 'q')}"
+        logits = (f"z_i = log {self._weight_text}",) if self.reweighs else ()
+        return (likeness, *logits, *super().notes())

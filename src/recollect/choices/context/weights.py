@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["ContextWeights", "VisibleAssociations"]
+__all__ = ["ContextWeights", "KeyTransition", "VisibleAssociations"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,33 @@ class VisibleAssociations:
     max_position: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyTransition:
+    """Linear maps M_s = (I − β_s w_s w_sᵀ) Diag(α_s) by which token s moves all earlier keys.
+
+    The query at t compares with M_t … M_(i+1) k_i in place of k_i.
+
+    Attributes:
+        log_decay: log α of each token, ``[B, n, H, K]``; ``None`` for 1.
+        direction: w of each token, ``[B, n, H, K]``; ``None`` without the second factor.
+        rate: β of each token, ``[B, n, H]``.
+    """
+
+    log_decay: Tensor | None = None
+    direction: Tensor | None = None
+    rate: Tensor | None = None
+
+    def move(self, keys: Tensor, slot: int) -> Tensor:
+        """Return M_s k for the keys ``[B, H, m, K]`` before the slot of token s."""
+        if self.log_decay is not None:
+            keys = keys * self.log_decay[:, slot].exp().unsqueeze(-2)
+        if self.direction is not None and self.rate is not None:
+            w = self.direction[:, slot].unsqueeze(-2)  # [B, H, 1, K]
+            moved = (keys * w).sum(-1, keepdim=True)
+            keys = keys - self.rate[:, slot, :, None, None] * moved * w
+        return keys
+
+
 Piece = Callable[[slice, slice], Tensor]
 """Values for a piece of the queries and one of the slots, broadcastable to ``[B, H, G, C, m]``."""
 
@@ -59,6 +86,11 @@ class ContextWeights:
         may_hide_all: whether all associations of a query may have weight 0, its own included.
         sink_and_window: (n, c) if exactly the first n associations of a document and the last c
             have weight 1.
+        transition: maps by which later tokens move the keys, if the context declares
+            ``key_transition``.
+        reweigh: function from the logarithms of all other weights and the similarity,
+            ``[B, H, G, C, m]`` with all visible associations in order and −∞ for hidden ones, to
+            the logarithms of the weights, if the context declares ``reweighs``.
     """
 
     log: Piece | None = None
@@ -67,3 +99,5 @@ class ContextWeights:
     is_binary: bool = False
     may_hide_all: bool = False
     sink_and_window: tuple[int, int] | None = None
+    transition: KeyTransition | None = None
+    reweigh: Callable[[Tensor], Tensor] | None = None

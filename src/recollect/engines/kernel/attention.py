@@ -16,8 +16,8 @@ computed from differences in float64. The channel is then zero and carries the g
 
 If all weights are decays, keys with negligible weights are omitted (`DecayCutoff`).
 
-Other kernels and plain sums take two products per piece. The backward pass recomputes pieces, so
-memory is O(T).
+Other kernels, plain sums, keys that later tokens move (`moved_keys`), and weights that replace the
+softmax take two products per piece. The backward pass recomputes pieces, so memory is O(T).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
-from recollect.choices.features.base import Kernel
 from recollect.choices.matmul_precision import effective_eps
 from recollect.choices.runtime import can_read_values
 from recollect.engines.base import Engine
 from recollect.engines.common.associations import gather_visible, visible_values
 from recollect.engines.common.problem import Problem, state_dtype
+from recollect.engines.kernel.moved_keys import TRANSITIONS, moved_products
 from recollect.engines.kernel.pieces import (
     PIECE,
     DecayCutoff,
@@ -65,9 +65,24 @@ class Attention(Engine):
     def unsupported_reasons(self, recipe: Recipe) -> list[str]:
         if recipe.memory.degree != 0:
             return [f"{recipe.memory.title} is not a mean of values"]
+        context = recipe.context
+        if context.key_transition is None or context.kernel is None:
+            return []
+        if context.key_transition not in TRANSITIONS:
+            return [f"key_transition={context.key_transition!r} has no blockwise products"]
+        exponent = context.kernel.exponent(1)
+        if exponent is None or exponent[1] != 0:
+            return [
+                f"later tokens move the keys, and the logarithm of {context.kernel.title} is not "
+                "a multiple of q·k"
+            ]
         return []
 
     def describe(self, recipe: Recipe) -> str:
+        context = recipe.context
+        if context.key_transition is not None or context.reweighs or context.hides_current:
+            moved = " with moved keys" * (context.key_transition is not None)
+            return f"products{moved} and their weights piece by piece, KV cache"
         if not is_mean(recipe):
             return "masked products piece by piece, KV cache"
         kernel = recipe.context.kernel
@@ -104,7 +119,9 @@ def attend(
     n = problem.k.shape[1] + (0 if buffer is None else buffer.k.shape[1])
     if T == 0 or B == 0 or n == 0:
         return v.new_zeros(B, T, H, G, v.shape[-1])
-    exponent = kernel.exponent(K) if is_mean(recipe) else None
+    context = recipe.context
+    own_weights = context.key_transition is not None or context.reweighs or context.hides_current
+    exponent = kernel.exponent(K) if is_mean(recipe) and not own_weights else None
     # Plain attention may run in half precision, but sums of weights may not.
     all_uniform = all(part.uniform for part in recipe.context.restrictions)
     exact = exponent is None or exponent[1] != 0 or not all_uniform
@@ -113,7 +130,7 @@ def attend(
     stored = visible_values(problem, dtype, joined)
     weights = context_weights(visible, recipe)
     if exponent is None:
-        y = _products(visible, stored, weights, kernel, horizon, mean=is_mean(recipe))
+        y = _products(visible, stored, weights, recipe)
     else:
         y = _softmax(problem, visible, stored, weights, exponent, horizon)
     if problem.token_mask is not None and query_rates is None:
@@ -349,38 +366,45 @@ def _pieces(
 
 
 def _products(
-    visible: VisibleAssociations,
-    stored: Tensor,
-    weights: list[ContextWeights],
-    kernel: Kernel,
-    horizon: int | None,
-    *,
-    mean: bool,
+    visible: VisibleAssociations, stored: Tensor, weights: list[ContextWeights], recipe: Recipe
 ) -> Tensor:
     """Return Σ γ κ v, divided by Σ γ κ for a mean."""
+    kernel, horizon, mean = recipe.context.kernel, recipe.context.horizon, is_mean(recipe)
+    assert kernel is not None
     q, k = visible.q.permute(0, 2, 3, 1, 4), visible.k.transpose(1, 2).unsqueeze(2)
     v = stored.transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, V]
-    logs = mean and kernel.positive
+    hides_current = recipe.context.hides_current
+    transition = next((x.transition for x in weights if x.transition is not None), None)
+    reweigh = next((x.reweigh for x in weights if x.reweigh is not None), None)
+    moved = None if transition is None else moved_products(visible, transition)
+    exponent = None if moved is None else kernel.exponent(q.shape[-1])
+    logs = kernel.positive and (mean or reweigh is not None or moved is not None)
 
     def piece(queries: slice, keys: slice) -> Tensor:
-        hidden = ~strict_visibility_mask(visible, queries, keys, horizon)[:, None, None]
+        mask = strict_visibility_mask(visible, queries, keys, horizon, hides_current=hides_current)
+        hidden = ~mask[:, None, None]
         bias: Tensor | float = sum(
             (x.log(queries, keys) for x in weights if x.log is not None), start=0.0
         )
         if logs:
-            score = (kernel.log_kappa(q[..., queries, :], k[..., keys, :]) + bias).masked_fill(
-                hidden, -torch.inf
-            )
-            peak = score.detach().amax(-1, keepdim=True)
-            score = (score - peak.clamp_min(torch.finfo(peak.dtype).min)).exp()
+            if moved is not None and exponent is not None:
+                log_kappa = exponent[0] * moved(queries, keys)
+            else:
+                log_kappa = kernel.log_kappa(q[..., queries, :], k[..., keys, :])
+            score = (log_kappa + bias).masked_fill(hidden, -torch.inf)
+            score = score if reweigh is None else reweigh(score)
+            if mean and keys.stop > keys.start:
+                peak = score.detach().amax(-1, keepdim=True)
+                score = score - peak.clamp_min(torch.finfo(peak.dtype).min)
+            score = score.exp()
         else:
             score = kernel.kappa(q[..., queries, :], k[..., keys, :])
             if isinstance(bias, Tensor):
                 score = score * bias.exp()
-            for x in weights:
-                if x.value is not None:
-                    score = score * x.value(queries, keys)
             score = score.masked_fill(hidden, 0.0)
+        for x in weights:
+            if x.value is not None:
+                score = score * x.value(queries, keys)
         y = score @ v[..., keys, :]
         if not mean:
             return y

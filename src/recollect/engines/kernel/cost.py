@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from recollect.engines.common.sizes import FlopCount, Sizes
 from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel.moved_keys import BLOCK
 from recollect.engines.kernel.pieces import piece_size
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     mean = recipe.bias.is_affine and recipe.bias.sees_prediction
     kernel = recipe.context.kernel
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
+    if context.key_transition is not None or context.reweighs or context.hides_current:
+        exponent = None
     if exponent is None:
         each, size = 2 * (s.K + s.V), piece_size(rows, s.T)
         num_pairs = attention.pairs(s.T, horizon, banded=False, size=size)
@@ -51,6 +54,12 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     if more:
         forward["gates"], decode = more * num_pairs * s.H, decode + more * last * s.H
     notes: list[str] = []
+    if context.key_transition == "reflection":
+        # Queries cross each earlier block, and the system of a block is solved once.
+        block = 8 * BLOCK * s.K
+        forward["moved keys"] = 2 * s.K * s.K * num_pairs // BLOCK * heads + block * s.T * s.H
+        decode += 2 * s.K * s.K * last // BLOCK * heads + block * last * s.H
+        notes.append("a decoded token solves the systems of all earlier blocks again")
     if horizon is None and not (banded and exponent is not None):
         notes.append("the cost is quadratic: every token is compared with all earlier tokens")
     return FlopCount(

@@ -57,6 +57,12 @@ class LocalRegression(Engine):
     def unsupported_reasons(self, recipe: Recipe) -> list[str]:
         if not recipe.memory.degree:
             return [f"{recipe.memory.title} is not a local polynomial"]
+        context = recipe.context
+        if context.key_transition is not None or context.reweighs or context.hides_current:
+            return [
+                f"the weights of {context.brief} are no products of factors, and a fit in pieces "
+                "needs such weights"
+            ]
         return []
 
     def describe(self, recipe: Recipe) -> str:

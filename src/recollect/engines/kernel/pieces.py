@@ -113,12 +113,24 @@ def visibility_mask(
 
 
 def strict_visibility_mask(
-    visible: VisibleAssociations, queries: slice, keys: slice, horizon: int | None
+    visible: VisibleAssociations,
+    queries: slice,
+    keys: slice,
+    horizon: int | None,
+    *,
+    hides_current: bool = False,
 ) -> Tensor:
-    """Return `visibility_mask` without the self-visibility of padded queries, for sums."""
+    """Return `visibility_mask` without the self-visibility of padded queries, for sums.
+
+    If ``hides_current``, no query sees the association of its own token.
+    """
     mask = visibility_mask(visible, queries, keys, horizon)
     assert mask is not None
-    return mask & visible.valid[:, None, keys]
+    mask = mask & visible.valid[:, None, keys]
+    if not hides_current or visible.first_slot >= visible.k.shape[1]:
+        return mask
+    key = torch.arange(keys.start, keys.stop, device=mask.device)
+    return mask & (key != visible.query_slots[queries, None])
 
 
 def context_weights(visible: VisibleAssociations, recipe: Recipe) -> list[ContextWeights]:

@@ -43,19 +43,31 @@ def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) ->
     assert kernel is not None and bias.is_affine
     B, T, H, G, _ = problem.q.shape
     n = visible.k.shape[1]
-    keys = visible.k.transpose(1, 2)
+    keys, num_moved = visible.k.transpose(1, 2), 0
+    transition = next((part.transition for part in parts if part.transition is not None), None)
+    reweigh = next((part.reweigh for part in parts if part.reweigh is not None), None)
+    hides_current = recipe.context.hides_current and visible.first_slot < n
     outputs: list[Tensor] = []
     for t in range(T):
         stop = min(visible.first_slot + t + 1, n)
-        start = 0 if horizon is None else max(stop - horizon, 0)
+        if transition is not None:
+            for slot in range(num_moved, stop):
+                keys = torch.cat([transition.move(keys[:, :, :slot], slot), keys[:, :, slot:]], 2)
+            num_moved = stop
+        stop = stop - hides_current
+        start = 0 if horizon is None else max(stop + hides_current - horizon, 0)
         query, past = slice(t, t + 1), slice(start, stop)
         q, k = visible.q[:, t], keys[:, :, past]  # [B, H, G, K], [B, H, m, K]
         is_token = visible.valid[:, None, None, past]
         shift = _log_total(parts, query, past)
-        if bias.sees_prediction and kernel.positive:
-            # A common factor of all weights cancels.
+        if kernel.positive and (bias.sees_prediction or reweigh is not None):
             log = kernel.log_kappa(q, k) + shift
             log = torch.where(is_token, log, -torch.inf)
+            log = log if reweigh is None else reweigh(log)
+            if not bias.sees_prediction:
+                outputs.append(log.exp() @ v[:, :, past])
+                continue
+            # A common factor of all weights cancels.
             peak = log.detach().amax(-1, keepdim=True) if stop > start else 0.0
             finite = torch.nan_to_num(torch.as_tensor(peak), neginf=0.0)
             gamma = (log - finite).exp()
