@@ -50,12 +50,15 @@ ROWS = (
     *("am-icl", "am-state-exchange"),
     *("atlas-learnability", "atlas-capacity", "mqar", "mad", "word-problems"),
     *("am-fig2", "miras-table2", "miras-pq", "miras-ablation"),
-    *("atlas-table2", "atlas-window", "atlas-ablation", "scaling"),
+    *("atlas-table2", "atlas-window", "atlas-ablation", "scaling", "ttt-reduction"),
     *("niah", "babilong", "recall-real"),
 )
 # The fast tests run every kind of row at smoke scale: of the rows that train language models they
 # run miras-pq, scaling and niah.
-LANGUAGE = ("miras-table2", "miras-ablation", "atlas-table2", "atlas-window", "atlas-ablation")
+LANGUAGE = (
+    *("miras-table2", "miras-ablation", "atlas-table2", "atlas-window", "atlas-ablation"),
+    "ttt-reduction",
+)
 SLOW_RUNS = (*LANGUAGE, "am-fig2", "am-fig8", "babilong", "recall-real")
 
 

@@ -19,6 +19,7 @@ from recollect.experiments import EXPERIMENTS, Record, Results
 from recollect.experiments.papers.atlas.learnability import MAPPINGS
 from recollect.experiments.papers.miras.ablations import COMPONENTS
 from recollect.experiments.papers.reading.documents import EXPECTED_ORDER
+from recollect.experiments.papers.reduction import STEPS
 from recollect.experiments.papers.ttr.recall import mean_named_pairs
 
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -250,6 +251,11 @@ def powers(over_p: dict[float, float], over_q: dict[float, float]) -> Rows:
         for (p, q), short in cells
         for length, x in ((64, short), (256, 2.0))
     ]
+
+
+def reduced(**changed: float) -> Rows:
+    """Every step of the reduction at 2 bits per byte, plus what is given."""
+    return models(**{name: 2.0 + changed.get(name, 0.0) for name in STEPS})
 
 
 def parts(whole: float, less: float, name: str) -> Rows:
@@ -532,6 +538,18 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
         [lengths(0.2, 0.3), lengths(math.nan, 0.3)],
     ),
     ("scaling", "lower at equal FLOPs"): (budgets(2.4), [budgets(2.6), budgets(math.nan)]),
+    ("ttt-reduction", "little is lost"): (
+        reduced(**{"linear attention": 0.05}),
+        [reduced(**{"linear attention": 0.15}), reduced(**{"linear attention": math.nan})],
+    ),
+    ("ttt-reduction", "no step costs much"): (
+        reduced(**{"no Muon": 0.05, "no depth": -0.05}),
+        [reduced(**{"no Muon": 0.15}), reduced(**{"no depth": -0.2})],
+    ),
+    ("ttt-reduction", "the inner batch of a matrix"): (
+        reduced(**{"no inner batch": 0.005}),
+        [reduced(**{"no inner batch": 0.02}), reduced(**{"no depth": 0.02})],
+    ),
     ("niah", "deep memories hold"): (
         needles(0.6, 0.3),
         [needles(0.6, 0.6), needles(0.3, 0.1), needles(0.3, 0.6)],

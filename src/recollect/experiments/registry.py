@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recollect.experiments.framework.experiment import Experiment
-from recollect.experiments.papers import scaling, word_problems
+from recollect.experiments.papers import reduction, scaling, word_problems
 from recollect.experiments.papers.am.curriculum import FIG6 as AM_FIG6
 from recollect.experiments.papers.am.graphs import FIG7 as AM_FIG7
 from recollect.experiments.papers.am.heads import FIG2 as AM_FIG2
@@ -33,6 +33,7 @@ _ALL: tuple[Experiment, ...] = (
     *(mad.EXPERIMENTS + word_problems.EXPERIMENTS + (AM_FIG2,)),
     *(miras_models.EXPERIMENTS + miras_ablations.EXPERIMENTS),
     *(atlas_models.EXPERIMENTS + atlas_ablations.EXPERIMENTS + scaling.EXPERIMENTS),
+    *reduction.EXPERIMENTS,
     *(niah.EXPERIMENTS + babilong.EXPERIMENTS + documents.EXPERIMENTS),
 )
 
