@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -51,6 +52,56 @@ def test_delta_net_by_hand() -> None:
     assert found.first_fault is None
     assert found.engine == "linear"
     assert not found.slots
+
+
+def test_effective_ranks_are_those_of_the_singular_values() -> None:
+    """One association has rank 1; K orthogonal ones of equal size have rank K."""
+    layer, x = build("delta_net"), tokens()
+    found = rc.diagnose(layer, x)
+    inputs = layer.memory_inputs(x)
+    _, state = rc.recall(layer, inputs.q, inputs.k, inputs.v, inputs.gates, output_final_state=True)
+    ranks = torch.zeros(B, HEADS, dtype=torch.float64)
+    for b in range(B):
+        for head in range(HEADS):
+            values = (
+                torch.linalg.eigvalsh(state.weights[0][b, head] @ state.weights[0][b, head].mT)
+                .clamp_min(0)
+                .sqrt()
+            )
+            p = values[values > 0] / values.sum()
+            ranks[b, head] = (-(p * p.log()).sum()).exp()
+    torch.testing.assert_close(found.rank["W"][-1].double(), ranks.mean(0), rtol=1e-4, atol=1e-4)
+    assert found.rank["W"][0].tolist() == [0, 0]
+    torch.testing.assert_close(found.rank["W"][1], torch.ones(HEADS), **TOL)
+    assert found.max_rank == {"W": 8}
+    deep = rc.diagnose(build("titans"), tokens())
+    assert deep.max_rank.keys() == deep.rank.keys() == deep.memory.keys()
+    for name, rank in deep.rank.items():
+        assert ((rank >= 0) & (rank <= deep.max_rank[name] + 1e-4)).all()
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "gla", "mamba", "mamba2", "retnet"])
+def test_a_memory_that_only_decays_is_halved_after_its_half_life(name: str) -> None:
+    layer, x = build(name), tokens()
+    found = rc.diagnose(layer, x)
+    inputs = layer.memory_inputs(x)
+    assert found.half_life is not None
+    if name == "gated_delta_net":
+        expected = -math.log(2) / inputs.gates["log_decay"].mean(0)
+        torch.testing.assert_close(found.half_life.double(), expected, **TOL)
+    if name == "gla":
+        expected = -math.log(2) / inputs.gates["log_decay"].mean((0, -1))
+        torch.testing.assert_close(found.half_life.double(), expected, **TOL)
+    assert (found.half_life > 0).all()
+    assert rc.diagnose(build("delta_net"), x).half_life is None
+
+
+def test_surprise_is_the_norm_of_the_error() -> None:
+    layer, x = build("delta_net"), tokens()
+    found = rc.diagnose(layer, x)
+    inputs = layer.memory_inputs(x)
+    assert found.error is not None
+    torch.testing.assert_close(found.error[0].double(), inputs.v[:, 0].norm(dim=-1).mean(0), **TOL)
 
 
 def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
@@ -265,7 +316,7 @@ def test_saturated_gates() -> None:
 
 def test_a_figure(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    figure = rc.diagnose(build("titans"), tokens(48)).figure("Titans at its start")
+    figure = rc.diagnose(build("titans"), tokens(48)).plot("Titans at its start")
     png, svg = figure.save(tmp_path / "titans")
     width, height = struct.unpack(">II", png.read_bytes()[16:24])
     assert width == 1440

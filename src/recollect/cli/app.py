@@ -25,6 +25,7 @@ from recollect.cli.adopt import adopt
 from recollect.cli.bench import bench
 from recollect.cli.compare import compare
 from recollect.cli.console import exit_interrupted, print_stderr, redirect_closed_streams
+from recollect.cli.convert import convert
 from recollect.cli.coordinates import coordinates
 from recollect.cli.describe import explain, sizes, zoo
 from recollect.cli.eval import eval  # noqa: A004
@@ -47,7 +48,7 @@ from recollect.report.signals import (
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(zoo, explain, compare, search, reproduce, train, export, plan, sizes, generate, adopt, eval),
-    *(bench, coordinates, page),
+    *(bench, convert, coordinates, page),
 )
 
 __all__ = ["COMMANDS", "build", "main"]

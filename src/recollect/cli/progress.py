@@ -124,7 +124,7 @@ class TrainDisplay(Display):
 
     def on_start(self, summary: Mapping[str, str]) -> None:
         """Print the summary of the run before its first step."""
-        self.summary = summary
+        self.summary, self.last_printed = summary, -1
         self.live_display.transient = True  # removes the bar, which has not moved yet
         self.live_display.stop()  # the live display would overwrite the summary
         self.live_display.transient = False

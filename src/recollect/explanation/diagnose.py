@@ -133,6 +133,18 @@ def _diagnose_model(
     return ModelDiagnosis(model=type(model).__name__, layers=diagnoses)
 
 
+def effective_rank(weight: Tensor) -> Tensor:
+    """Return exp(−Σ p_i log p_i), p = σ / Σ σ of the singular values, of matrices ``[..., a, b]``.
+
+    It is 0 for a matrix of zeros.
+    """
+    values = torch.linalg.svdvals(weight.double())
+    total = values.sum(-1, keepdim=True)
+    p = values / torch.where(total == 0, 1.0, total)
+    rank = torch.special.entr(p).sum(-1).exp()
+    return torch.where(total.squeeze(-1) == 0, 0.0, rank)
+
+
 class _DiagnosisRun:
     """The memory of a layer during a diagnosis, and the curves so far."""
 
@@ -150,6 +162,10 @@ class _DiagnosisRun:
         self.positions: list[int] = []
         self.loss = torch.full((self.T, self.H), torch.nan)
         self.step = torch.full((self.T, self.H), torch.nan)
+        self.error = torch.full((self.T, self.H), torch.nan)
+        self.half_life: Tensor | None = None
+        self.rank: dict[str, list[Tensor]] = {}
+        self.max_rank: dict[str, int] = {}
         self.curvature: list[Tensor] = []
 
     def _map_names(self) -> list[str]:
@@ -176,6 +192,10 @@ class _DiagnosisRun:
             positions=torch.tensor(self.positions),
             memory={name: torch.stack(norms) for name, norms in self.memory.items() if norms},
             slots={name: torch.stack(norms) for name, norms in self.slots.items() if norms},
+            rank={name: torch.stack(ranks) for name, ranks in self.rank.items()},
+            max_rank=self.max_rank,
+            half_life=self.half_life,
+            error=self.error,
             loss=self.loss,
             step=self.step,
             limit_multiple=multiple,
@@ -221,6 +241,8 @@ class _DiagnosisRun:
             batch = slice(start, min(start + self.batch_size, self.T))
             prediction, rates = self._predict(batch, state)
             error, self.loss[batch] = self._error_and_loss(batch, prediction, rates)
+            self.error[batch] = error.norm(dim=-1).mean((0, -1)).float().cpu()
+            self._record_half_life(batch, rates)
             if supports_recipe(self.recipe):
                 self.curvature.append(self._top_eigenvalue(batch, state))
             y, next_state = self.memory_run.recall(batch, state)
@@ -246,9 +268,27 @@ class _DiagnosisRun:
 
         for norms, weight in zip(self.memory.values(), state.weights, strict=False):
             norms.append((scale * norm(weight)).mean(0).float().cpu())
+        for name, weight in zip(self.memory, state.weights, strict=False):
+            if weight.dim() == 4 and min(weight.shape[2:]) > 1:
+                self.rank.setdefault(name, []).append(effective_rank(weight).mean(0).float().cpu())
+                self.max_rank[name] = min(weight.shape[2:])
         for name, slot in state.algorithm_state.items():
             total = torch.stack([norm(w).square() for w in slot]).sum(0).sqrt()
             self.slots[name].append((scale * total).mean(0).float().cpu())
+
+    def _record_half_life(self, batch: slice, rates: Mapping[str, Tensor]) -> None:
+        """Record −log 2 / log α, of the mean log α over channels and the batch."""
+        if "log_decay" not in rates:
+            return
+        log_alpha, scale = rates["log_decay"], rates.get("decay_scale")
+        if scale is not None and scale.dim() > log_alpha.dim():  # per entry of the memory
+            log_alpha = log_alpha * scale.flatten(log_alpha.dim() - 1).mean(-1, keepdim=True)
+        mean = log_alpha.flatten(2).unflatten(2, (self.H, -1)).mean((0, -1))
+        if "log_decay_value" in rates:
+            mean = mean + rates["log_decay_value"].flatten(3).mean((0, -1))
+        if self.half_life is None:
+            self.half_life = torch.full((self.T, self.H), torch.nan)
+        self.half_life[batch] = (-math.log(2) / mean.clamp_max(-0.0)).abs().float().cpu()
 
     def _rates(self, batch: slice, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return all rates of a batch as ``[B, t, H, ...]``."""

@@ -34,7 +34,7 @@ ADVICE_SMALLER_STEPS = (
 OVERSHOOT_LIMIT = 2.0
 NORM_GROWTH_LIMIT = 100.0  # final norm over initial norm
 NORM_DECAY_LIMIT = 0.05  # final norm over largest norm
-CURVE_LEGEND = "norms: first and last; loss and step: means of the first and last third"
+CURVE_LEGEND = "norms and ranks: first and last; loss and step: means of the first and last third"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,13 @@ class Diagnosis:
         positions: numbers of tokens after which norms were measured ``[P]``: the boundaries of
             inner batches.
         memory: norms of the state A by map ``[P, H]``; empty if the memory stores associations.
+        rank: effective rank of each map ``[P, H]``: exp(−Σ p_i log p_i) with p_i = σ_i / Σ σ_j and
+            the singular values σ. It is 0 for a map of zeros, at most the smaller size of the map,
+            and missing for vectors.
+        max_rank: the smaller size of each map.
+        half_life: tokens after which decays alone halve a memory, −log 2 / log α ``[T, H]``, of the
+            geometric mean over channels; infinite if nothing decays, and missing without decays.
+        error: surprise, the norm of ∂ℓ/∂prediction ``[T, H]``; NaN after the first fault.
         slots: norms of the state of the algorithm (momentum, moments) over all maps ``[P, H]``.
         loss: loss of the prediction before the write ``[T, H]``; NaN after the first fault.
         step: effective step ``[T, H]``, see `diagnose`; NaN after the first fault, and in an inner
@@ -114,6 +121,10 @@ class Diagnosis:
     step: Tensor
     limit_multiple: Tensor | None = None
     curvature: Tensor | None = None
+    rank: Mapping[str, Tensor] = field(default_factory=dict)
+    max_rank: Mapping[str, int] = field(default_factory=dict)
+    half_life: Tensor | None = None
+    error: Tensor | None = None
     saturated: Mapping[str, Tensor] = field(default_factory=dict)
     first_fault: Fault | None = None
 
@@ -198,6 +209,10 @@ class Diagnosis:
                 f"‖{name}‖": format_change(*norm[[0, -1]])
                 for name, norm in {**self.memory, **self.slots}.items()
             },
+            **{
+                f"rank of {name} (of {self.max_rank[name]})": format_change(*rank[[0, -1]])
+                for name, rank in self.rank.items()
+            },
             "loss": _mean_by_third(self.loss),
             "step": _mean_by_third(self.step),
         }
@@ -212,8 +227,8 @@ class Diagnosis:
         notes = [CURVE_LEGEND, *(f"- {finding}" for finding in findings)]
         return text_table(f"engine {self.engine}, {sizes}", columns, notes)
 
-    def figure(self, title: str = "") -> RenderedFigure:
-        """Plot norms, losses and steps over the tokens, one line per head.
+    def plot(self, title: str = "") -> RenderedFigure:
+        """Plot norms, ranks, losses and steps over the tokens, one line per head.
 
         Raises:
             ImportError: if matplotlib is not installed.
@@ -231,6 +246,14 @@ class Diagnosis:
             *(
                 Panel(y=f"norm of {name}", series=lines(self.positions, norm))
                 for name, norm in {**self.memory, **self.slots}.items()
+            ),
+            *(
+                Panel(
+                    y=f"effective rank of {name}",
+                    series=lines(self.positions, rank),
+                    baselines={"capacity": float(self.max_rank[name])},
+                )
+                for name, rank in self.rank.items()
             ),
             Panel(y="loss", series=lines(tokens, _running_mean(self.loss))),
             Panel(

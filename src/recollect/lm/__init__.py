@@ -57,6 +57,8 @@ from recollect.lm.replacement.loading import register
 from recollect.lm.replacement.swap import replace_attention
 
 if TYPE_CHECKING:
+    from recollect.lm.distillation.distill import distill
+    from recollect.lm.distillation.plan import Distilled, DistillPlan, DistillStage
     from recollect.lm.distributed.processes import ProcessEnded
     from recollect.lm.evaluation.evaluate import EvaluationWatcher, evaluate
     from recollect.lm.evaluation.local_tasks import local_tasks
@@ -77,6 +79,9 @@ __all__ = [
     "CheckpointError",
     "Coordinate",
     "Coordinates",
+    "DistillPlan",
+    "DistillStage",
+    "Distilled",
     "Diverged",
     "Evaluation",
     "EvaluationWatcher",
@@ -99,6 +104,7 @@ __all__ = [
     "cache_of",
     "check_coordinates",
     "count_parameters",
+    "distill",
     "evaluate",
     "families",
     "load_plan",
@@ -117,6 +123,9 @@ __all__ = [
 _SOURCES = {
     "Coordinate": "mup.coordinate_check",
     "Coordinates": "mup.coordinate_check",
+    "DistillPlan": "distillation.plan",
+    "DistillStage": "distillation.plan",
+    "Distilled": "distillation.plan",
     "Diverged": "training.divergence",
     "Evaluation": "evaluation.results",
     "EvaluationWatcher": "evaluation.evaluate",
@@ -128,6 +137,7 @@ _SOURCES = {
     "TrainPlan": "training.plan",
     "Trained": "training.progress",
     "check_coordinates": "mup.coordinate_check",
+    "distill": "distillation.distill",
     "evaluate": "evaluation.evaluate",
     "load_plan": "training.plan",
     "local_tasks": "evaluation.local_tasks",

@@ -16,7 +16,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.replacement.config import MODEL_TYPE as SWAPPED_TYPE
 
-__all__ = ["load_model_and_tokenizer", "load_saved_model", "load_saved_tokenizer"]
+__all__ = ["load_model_and_tokenizer", "load_saved_model", "load_saved_tokenizer", "load_start"]
 
 _BYTE_VOCAB_SIZES = (256, 257)  # without and with a token for the end of a document
 
@@ -56,6 +56,14 @@ def load_saved_model(name: str, *, any_decoder: bool = False) -> Any:
             ) from None
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"{name} cannot be loaded: {reason}") from None
+
+
+def load_start(name: str) -> Any:
+    """Return the model that a run starts from: of recollect, or with replaced layers."""
+    config = Path(name) / "config.json"
+    if config.exists() and check_config(config).get("model_type") == SWAPPED_TYPE:
+        return load_saved_model(name)
+    return RecollectForCausalLM.from_pretrained(name)
 
 
 def load_saved_tokenizer(name: str, model: Any) -> Any:

@@ -6,6 +6,7 @@ import statistics
 import time
 
 import torch
+from torch import nn
 
 from recollect.blocks.cost import cost
 from recollect.layer.memory_layer import MemoryLayer
@@ -13,7 +14,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters, meta_model
 from recollect.lm.model.model import RecollectForCausalLM
 
-__all__ = ["measure_peak_flops", "memory_costs", "model_flops"]
+__all__ = ["decoder_flops", "measure_peak_flops", "memory_costs", "model_flops"]
 
 _MATRIX_SIZE = 1024
 _ROUNDS = 7
@@ -40,6 +41,12 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
     maps = sum(parts.get(name, 0) for name in ("mlp", "maps", "gates"))
     maps += config.vocab_size * config.hidden_size
     return 6.0 * maps + memory_costs(meta_model(config), tokens=context)[0] / context
+
+
+def decoder_flops(model: nn.Module) -> float:
+    """Return the FLOPs of training another decoder on one token: its matrices alone."""
+    tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    return 6.0 * (sum(p.numel() for p in model.parameters() if p.dim() == 2) - tables)
 
 
 def measure_peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:

@@ -33,6 +33,7 @@ __all__ = [
     "LayerReplacement",
     "ReplacementReport",
     "SwappedAttention",
+    "find_attention_modules",
     "replace_attention",
     "replace_layers",
 ]
@@ -248,7 +249,7 @@ def replace_layers(
     engine: str,
 ) -> ReplacementReport:
     """Replace attention modules as `replace_attention` does, without the configuration."""
-    attentions = _find_attention_modules(model)
+    attentions = find_attention_modules(model)
     if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no attention that could be replaced: a module needs a "
@@ -302,7 +303,7 @@ def replace_layers(
     return ReplacementReport(layers=tuple(reports))
 
 
-def _find_attention_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+def find_attention_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     """Return names and modules of self-attention by index of the layer."""
     by_layer: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.plan import TrainPlan
 
@@ -29,6 +30,7 @@ __all__ = [
 _PARAMETER_GROUPS = (
     ("embed_tokens.", "embedding"),
     (".layer.", "memory layers"),
+    (".self_attn.", "attention"),
     (".mlp.", "MLPs"),
     ("lm_head.", "head"),
     ("", "norms"),
@@ -48,7 +50,7 @@ def summarize_run(
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             counts[next(g for part, g in _PARAMETER_GROUPS if part in name)] += weight.numel()
-    layers = [f"{count} × {name}" for name, count in Counter(model.config.layer_names).items()]
+    layers = [f"{count} × {name}" for name, count in Counter(_layer_names(model)).items()]
     groups = [f"{name} {count:,}" for name, count in counts.items() if count]
     rows, tokens = plan.optimizer.batch * plan.optimizer.accumulate, plan.tokens_per_step
     step = f"{rows:,} × {plan.data.context:,} = {tokens:,} tokens"
@@ -71,6 +73,16 @@ def summarize_run(
         "device": f"{devices}, {dtype}",
         "out": f"{out}: {checkpoints}, and at the end {out / 'model'}",
     }
+
+
+def _layer_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of a model's layers; those of another decoder are memory or attention."""
+    config: Any = model.config
+    if isinstance(config, RecollectConfig):
+        return list(config.layer_names)
+    replaced = {index for swap in getattr(config, "swaps", ()) for index in swap["layers"]}
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    return ["memory" if index in replaced else "attention" for index in range(depth)]
 
 
 @dataclass(frozen=True, kw_only=True)

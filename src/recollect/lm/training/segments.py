@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from recollect.blocks.layers import initial_memory_of
 from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.loss import IGNORE_INDEX, next_token_targets
 from recollect.lm.model.model import RecollectForCausalLM
 
@@ -127,7 +128,14 @@ def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 def check_segments(model: RecollectForCausalLM, num_segments: int) -> None:
     """Raise `ValueError` if the states of a model cannot be carried from segment to segment."""
-    if num_segments == 1 or not model.has_growing_cache:
+    if num_segments == 1:
+        return
+    if not isinstance(model.config, RecollectConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"[data] segments = {num_segments} needs a model of recollect, and "
+            f"{type(model).__name__} is another decoder: leave segments out"
+        )
+    if not model.has_growing_cache:
         return
     layers = zip(model.config.layer_names, model.config.layer_specs, strict=True)
     name = next(name for name, (mixer, _) in layers if mixer.grows)

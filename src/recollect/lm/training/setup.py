@@ -28,6 +28,7 @@ from recollect.lm.data.sources import (
 )
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.loading import load_start
 from recollect.lm.model.config import RecipeLike, RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
@@ -68,15 +69,16 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
     """Return the initial model of a plan: new or saved; a ValueError explains invalid sizes."""
     base_width = plan.optimizer.mup_base_width
     if plan.model.start is not None:
-        model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
-        if base_width is not None:
+        model = load_start(plan.model.start).float()
+        if base_width is not None and isinstance(model.config, RecollectConfig):
             check_logit_scale(model.config, base_width)
     else:
         with renamed_arguments(_CONFIG_KEY_NAMES):
             model = RecollectForCausalLM(model_config(plan.model, tokenizer))
         if base_width is not None:
             scale_for_width(model, base_width)
-    model.config.loss_chunk_size = plan.run.loss_chunk
+    if isinstance(model.config, RecollectConfig):
+        model.config.loss_chunk_size = plan.run.loss_chunk
     return model
 
 

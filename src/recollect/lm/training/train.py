@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -71,7 +71,7 @@ def train(
     *,
     resume: bool = False,
     observer: TrainObserver | None = None,
-    trainer_class: type[RecollectTrainer] = RecollectTrainer,
+    trainer_class: Callable[..., RecollectTrainer] = RecollectTrainer,
 ) -> Trained:
     """Train a language model from a plan, on one process or on all that a launcher started.
 
@@ -82,7 +82,8 @@ def train(
             that ended before its first checkpoint restarts, and a folder without a run is refused.
             A plan with more steps extends the run by the longer schedule's learning rate.
         observer: Receives the summary, the progress and messages of the run, in the first process.
-        trainer_class: Subclass of the Trainer that overrides parts of a step.
+        trainer_class: Subclass of the Trainer that overrides parts of a step, or a function that
+            returns one for its arguments.
 
     Returns:
         The model, saved to ``out/model`` with its tokenizer, and measurements. A process that
@@ -249,9 +250,8 @@ def _check_checkpoint(start: RunStart, trainer: RecollectTrainer, observer: Trai
     """Check that the model fits the checkpoint, and report the checks that it passed."""
     checkpoint, model = start.checkpoint, trainer.model
     assert checkpoint is not None and model is not None
-    config = model.config
-    assert isinstance(config, RecollectConfig)
-    check_same_recipes(checkpoint, config)
+    if isinstance(model.config, RecollectConfig):
+        check_same_recipes(checkpoint, model.config)
     if (weights := checkpoint / "model.safetensors").exists():  # otherwise it has shards
         check_weights(weights, model)
     prefix = f"resuming from {checkpoint}"

@@ -40,7 +40,11 @@ from recollect.lm.distributed.head_sharding import model_shard_specs
 from recollect.lm.distributed.parallel_dims import ParallelDims
 from recollect.lm.distributed.parallelize import Sharding
 from recollect.lm.distributed.processes import process_timeout
-from recollect.lm.memory_estimate.flops import measure_peak_flops, model_flops
+from recollect.lm.memory_estimate.flops import (
+    decoder_flops,
+    measure_peak_flops,
+    model_flops,
+)
 from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.config import RecollectConfig
@@ -85,7 +89,8 @@ class RecollectTrainer(Trainer):
 
     Args:
         plan: Plan of the run.
-        model: The model, already divided if several processes share it.
+        model: The model, or a decoder whose layers were replaced; already divided if several
+            processes share it.
         args: Arguments of `trainer_arguments`.
         data: Rows for training and evaluation.
         tokenizer: Tokenizer that is saved with the model.
@@ -108,6 +113,7 @@ class RecollectTrainer(Trainer):
     ) -> None:
         check_segments(model, plan.data.segments)
         self.plan, self.run_record = plan, run_record
+        self._is_own_model = isinstance(model.config, RecollectConfig)
         self.bytes_per_token = 1.0 if data is None else data.bytes_per_token
         self.sharding = sharding or Sharding(
             layout=ParallelDims(), index=0, cuts=model_shard_specs(model)
@@ -130,6 +136,7 @@ class RecollectTrainer(Trainer):
                 collate,
                 reset_memory=plan.data.packing == "documents",
                 flatten=plan.data.segments == 1,
+                pad=not self._is_own_model,
             ),
             processing_class=tokenizer,
         )
@@ -143,9 +150,9 @@ class RecollectTrainer(Trainer):
         dtype = torch.bfloat16 if plan.run.bf16 else torch.float32
         self.throughput = ThroughputCallback(
             plan,
-            flops_per_token=model_flops(
-                cast(RecollectConfig, model.config), context=plan.data.context
-            ),
+            flops_per_token=model_flops(model.config, context=plan.data.context)
+            if isinstance(model.config, RecollectConfig)
+            else decoder_flops(model),
             peak_flops=measure_peak_flops(self.args.device, dtype) * layout.world_size,
             observer=observer or SilentObserver(),
         )
@@ -342,7 +349,8 @@ class RecollectTrainer(Trainer):
             batch_rows = cast(Any, rows[first : first + batch_size])
             batch = self._prepare_inputs(self.data_collator(batch_rows))
             with self.guard.track_batch(batch, is_eval=True), self.accelerator.autocast():
-                losses = self.batch_losses(batch, output_logits=False, use_cache=False)
+                options = {"output_logits": False} if self._is_own_model else {}
+                losses = self.batch_losses(batch, use_cache=False, **options)
                 loss = torch.stack([*losses]).sum()
             if not bool(loss.isfinite()):
                 raise self.guard.error("the held-out loss")

@@ -1,0 +1,114 @@
+"""`recollect convert`: replace attention of a trained decoder and recover the lost loss."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from recollect.cli.console import exit_interrupted, make_console, print_json
+from recollect.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelFolderArgument,
+    check_device,
+    check_exists,
+    comma_list,
+    load_model_spec,
+)
+from recollect.cli.progress import TrainDisplay
+from recollect.messages import short_repr
+
+__all__ = ["convert"]
+
+
+def convert(
+    model: ModelFolderArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of all results.")],
+    attention_to: Annotated[
+        str, typer.Option(metavar="RECIPE", help="Name of the zoo, or .json or .toml file.")
+    ],
+    text: Annotated[
+        list[str], typer.Option(help="File, folder or pattern of the text; repeatable.")
+    ],
+    heldout: Annotated[
+        list[str],
+        typer.Option(help="Text to measure on; repeatable. [default: a tenth of the rows]"),
+    ] = [],  # noqa: B006
+    layers: Annotated[
+        str, typer.Option(help="Layers to replace, such as 0,2,-1. [default: all]")
+    ] = "",
+    keep_attention: Annotated[
+        int, typer.Option(min=0, help="Number of them that stay attention, chosen by the loss.")
+    ] = 0,
+    steps: Annotated[
+        str, typer.Option(help="Optimizer steps: matched layers, matched logits, fine-tuning.")
+    ] = "100,100,100",
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 512,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of new weights and rows.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a conversion that was stopped.")
+    ] = False,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Replace attention of a decoder by a recipe, and train until the lost loss is recovered."""
+    from recollect.lm.distillation.plan import STAGES
+
+    spec = load_model_spec(attention_to)
+    counts = _integers(steps, "--steps")
+    if len(counts) != len(STAGES) or min(counts) < 0:
+        raise ValueError(
+            f"--steps takes three numbers of at least 0, such as 100,100,100, not {steps!r}"
+        )
+    if Path(model).is_absolute() or model[:1] == ".":
+        check_exists(Path(model))
+    check_device(device)
+    from recollect.lm.distillation.distill import distill
+    from recollect.lm.distillation.plan import DistillPlan
+
+    data: dict[str, Any] = {"train": text, "context": context}
+    plan = DistillPlan(
+        teacher=model,
+        recipe=spec if isinstance(spec, str) else spec[1:],
+        out=str(out),
+        data=data | ({"heldout": heldout} if heldout else {}),
+        layers=tuple(_integers(layers, "--layers")) or None,
+        keep_attention=keep_attention,
+        steps=dict(zip(STAGES, counts, strict=True)),
+        optimizer={"batch": batch},
+        run={"device": device, "save_every": save_every, "seed": seed},
+    )
+    console, summary_console = make_console(stderr=True), make_console(stderr=as_json)
+    display = TrainDisplay(console, max(counts), summary_console=summary_console)
+    try:
+        with display:
+            result = distill(plan, resume=resume, observer=display)
+    except KeyboardInterrupt:
+        display.on_message("interrupted; --resume continues from the last checkpoint")
+        exit_interrupted()
+    if as_json:
+        print_json(
+            {
+                "model": str(result.folder),
+                "layers": list(result.layers),
+                "damage": {str(index): x for index, x in result.damage.items()},
+                "recovered": result.recovered,
+                "stages": [asdict(stage) for stage in result.stages],
+            }
+        )
+        return
+    typer.echo(str(result))
+    typer.echo(f"model: {result.folder}")
+
+
+def _integers(text: str, option: str) -> list[int]:
+    """Return the integers of a list that is separated by commas."""
+    try:
+        return [int(item) for item in comma_list(text)]
+    except ValueError:
+        raise ValueError(f"{option} takes integers such as 0,2, not {short_repr(text)}") from None

@@ -1,0 +1,213 @@
+"""Initial gates of a memory layer from the attention that it replaces.
+
+Attention gives four quantities that the projections do not have: the age of the tokens that a head
+reads, the weight of a token at its best reader, the size of the head's outputs, and their scale per
+channel. With attention weights p_ts of query t and key s:
+
+    decay        α = d / (1 + d),      d = mean over t of Σ_s p_ts (t − s)
+    write        η_s = max_{t ≥ s} p_ts
+    norm         w_c = root mean square of channel c of the head's outputs z
+    output gate  silu(u_th) = ‖z_th‖ / (root mean square of ‖z_th‖ over t and h)
+
+A memory with the constant decay α reads associations of mean age α / (1 − α) = d. Gates of the
+input are fitted to η and u by ridge regression on the tokens. Quantities that a recipe or its
+options lack keep their usual initial values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.layer.gates import GateProjection
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.lm.replacement.swap import OUTPUT_NAMES, find_attention_modules
+
+__all__ = ["AttentionStatistics", "attention_statistics", "calibrate"]
+
+RIDGE = 1e-2
+"""Ridge of the regressions, as a multiple of the mean square of the tokens."""
+
+WRITE_RANGE = (0.02, 0.98)
+"""Smallest and largest write, as fractions of the gate's range; a gate at an end does not learn."""
+
+GATE_RANGE = (0.1, 4.0)
+"""Smallest and largest output gate."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionStatistics:
+    """Quantities of an attention module over N valid tokens.
+
+    Attributes:
+        tokens: inputs of the module ``[N, d_model]``.
+        mean_distance: d, by memory ``[H]``.
+        write: η_s, by memory ``[N, H]``.
+        outputs: z, outputs of the heads before the output projection ``[N, heads, V]``.
+    """
+
+    tokens: Tensor
+    mean_distance: Tensor
+    write: Tensor
+    outputs: Tensor
+
+
+@torch.no_grad()
+def attention_statistics(model: Any, batch: Mapping[str, Tensor]) -> dict[int, AttentionStatistics]:
+    """Return the statistics of each attention module of a decoder, by the index of its layer.
+
+    Layers whose module does not return its weights are left out.
+
+    Args:
+        model: the decoder.
+        batch: ``input_ids [B, T]``, and ``attention_mask`` if they are padded on the right.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    modules = find_attention_modules(model)
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+
+    def record(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs[index] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            if isinstance(output, tuple) and len(output) > 1 and isinstance(output[1], Tensor):
+                weights[index] = output[1]
+
+        return hook
+
+    def record_heads(index: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            outputs[index] = args[0]
+
+        return hook
+
+    handles = []
+    for index, (_, module) in modules.items():
+        handles.append(module.register_forward_hook(record(index), with_kwargs=True))
+        projection = next(getattr(module, name) for name in OUTPUT_NAMES if hasattr(module, name))
+        handles.append(projection.register_forward_pre_hook(record_heads(index)))
+    previous = config._attn_implementation
+    try:
+        model.set_attn_implementation("eager")
+        options = {name: batch[name] for name in ("attention_mask",) if name in batch}
+        model(batch["input_ids"], use_cache=False, **options)
+    finally:
+        model.set_attn_implementation(previous)
+        for handle in handles:
+            handle.remove()
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()  # [B, T]
+    T = mask.shape[1]
+    steps = torch.arange(T, device=mask.device)
+    distance = (steps[:, None] - steps).clamp_min(0).float()
+    found: dict[int, AttentionStatistics] = {}
+    for index, p in weights.items():
+        if p.shape[-2:] != (T, T):
+            continue
+        p = p.float() * mask[:, None, :, None]  # [B, heads, T, T]; padding reads nothing
+        by_memory = p.unflatten(1, (kv_heads, heads // kv_heads))
+        mean = (by_memory * distance).sum(-1).mean(2)  # [B, H, T]
+        mean = mean.transpose(1, 2)[mask].mean(0)
+        write = by_memory.mean(2).amax(-2).transpose(1, 2)  # [B, T, H]
+        found[index] = AttentionStatistics(
+            tokens=inputs[index][mask].float(),
+            mean_distance=mean,
+            write=write[mask],
+            outputs=outputs[index][mask].float().unflatten(-1, (heads, -1)),
+        )
+    return found
+
+
+@torch.no_grad()
+def calibrate(layer: MemoryLayer, statistics: AttentionStatistics, *, copied: bool) -> list[str]:
+    """Initialize the gates of a layer from attention.
+
+    Args:
+        layer: the layer that replaces attention.
+        statistics: statistics of that attention.
+        copied: whether the layer has its output projection.
+
+    Returns:
+        The names of the parameters that were set.
+    """
+    changed = []
+    for name, gate in layer.gates.items():
+        if not isinstance(gate, GateProjection) or gate.bias is None or gate.unit_is_per_position:
+            continue
+        role, is_input = gate.declared.role, gate.source == "input"
+        if role == "decay" and gate.is_log and gate.options.init_schedule is None:
+            _set_decay(gate, statistics.mean_distance)
+        elif name == "lr" and role == "rate" and is_input and layer.limit is None:
+            if gate.activation.kind != "sigmoid" or len(gate.shape) != 1:
+                continue
+            _set_write(gate, statistics, fits_weight=layer.shift is None)
+        else:
+            continue
+        changed.append(f"gates.{name}")
+    z = statistics.outputs
+    if not copied or layer.norm is None or z.shape[1:] != (layer.num_heads, layer.value_dim):
+        return changed
+    layer.norm.weight.copy_(z.square().mean((0, 1)).sqrt().clamp_min(1e-4))
+    changed.append("norm")
+    if layer.output_gate is not None and layer.shift is None:
+        size = z.square().mean(-1).sqrt()  # [N, heads]
+        size = size / size.square().mean().sqrt().clamp_min(1e-12)
+        u = _inverse_silu(size.clamp(*GATE_RANGE))
+        weight, _ = _ridge(statistics.tokens, u, bias=False)  # [heads, d_model]
+        layer.output_gate.weight.copy_(weight.repeat_interleave(layer.value_dim, 0))
+        changed.append("output_gate")
+    return changed
+
+
+def _set_decay(gate: GateProjection, mean_distance: Tensor) -> None:
+    """Set the mean decay of each memory; the spread over its channels stays."""
+    bias = gate.bias
+    assert bias is not None
+    d = mean_distance.double().clamp_min(1e-2)
+    target = (d / (1 + d)).log().view(-1, *(1,) * (bias.dim() - 1))
+    initial = gate.initial().to(target.device)  # [H, ...], negative
+    inner = tuple(range(1, initial.dim()))
+    mean = (-initial).log().mean(inner, keepdim=True).exp() if inner else -initial
+    bias.copy_(gate.activation.inverse(initial * (-target / mean)))
+
+
+def _set_write(gate: GateProjection, statistics: AttentionStatistics, *, fits_weight: bool) -> None:
+    low, high = gate.activation.low, gate.activation.high
+    share = statistics.write.clamp(*WRITE_RANGE)
+    z = gate.activation.inverse(low + (high - low) * share)
+    assert gate.bias is not None and gate.weight is not None
+    if gate.down is not None or not fits_weight:
+        gate.bias.copy_(z.mean(0))
+        return
+    weight, bias = _ridge(statistics.tokens, z)
+    gate.weight.copy_(weight)
+    gate.bias.copy_(bias)
+
+
+def _ridge(x: Tensor, y: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor]:
+    """Return weight ``[outputs, inputs]`` and bias ``[outputs]`` of a ridge regression."""
+    x, y = x.double(), y.double()
+    x_mean = x.mean(0) if bias else x.new_zeros(x.shape[1])
+    y_mean = y.mean(0) if bias else y.new_zeros(y.shape[1])
+    centered = x - x_mean
+    gram = centered.T @ centered
+    ridge = RIDGE * gram.diagonal().mean().clamp_min(1e-12)
+    gram.diagonal().add_(ridge)
+    weight = torch.linalg.solve(gram, centered.T @ (y - y_mean)).T
+    return weight, y_mean - weight @ x_mean
+
+
+def _inverse_silu(y: Tensor) -> Tensor:
+    """Return the positive u with silu(u) = y, for y > 0."""
+    u = y.double() + 0.5
+    for _ in range(20):
+        s = torch.sigmoid(u)
+        u = u - (functional.silu(u) - y) / (s * (1 + u * (1 - s)))
+    return u

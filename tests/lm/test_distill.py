@@ -1,0 +1,362 @@
+"""`distill`: gates from attention, steps that follow a teacher, resuming, and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from tests.lm.runs import Recorder, weights
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import recollect as rc
+from recollect.lm.data.rows import PackedRow, collate
+from recollect.lm.distillation.calibrate import attention_statistics, calibrate
+from recollect.lm.distillation.trainers import LayerMatchingTrainer, LogitMatchingTrainer
+from recollect.lm.training.train import train
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
+
+STEPS = {"match_layers": 3, "match_logits": 3, "fine_tune": 3}
+
+
+def llama(layers: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("distill")
+    llama().save_pretrained(path / "teacher")
+    lines = [f"key {i} has the value {(7 * i) % 50}" for i in range(60)]
+    (path / "text.txt").write_text("\n".join(lines))
+    return path
+
+
+def plan(folder: Path, out: Path, **changes: Any) -> rc.lm.DistillPlan:
+    values: dict[str, Any] = {
+        "teacher": str(folder / "teacher"),
+        "recipe": "gated_delta_net",
+        "out": str(out),
+        "data": {"train": str(folder / "text.txt"), "separator": "\n", "context": 48},
+        "steps": STEPS,
+        "optimizer": {"batch": 2},
+        "run": {"save_every": 2, "device": "cpu", "log_every": 1},
+    }
+    return rc.lm.DistillPlan(**{**values, **changes})
+
+
+def test_documents_become_padded_rows() -> None:
+    rows = [
+        PackedRow(tokens=np.array([5, 6, 7, 8], dtype=np.int32), starts=(0, 3)),
+        PackedRow(tokens=np.array([1, 2, 3, 4], dtype=np.int32), starts=(0,)),
+    ]
+    batch = collate(rows, reset_memory=True, pad=True)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0], [1, 2, 3, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+    ignored = -100
+    assert batch["labels"].tolist() == [
+        [ignored, 6, 7, ignored],
+        [ignored] * 4,
+        [ignored, 2, 3, 4],
+    ]
+
+
+def attention_loop(
+    model: LlamaForCausalLM, ids: Tensor, lengths: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Mean distances ``[layers, H]`` and writes ``[layers, N, H]``, query by query."""
+    model.set_attn_implementation("eager")
+    attentions = [
+        model(ids[row : row + 1, :n], output_attentions=True).attentions
+        for row, n in enumerate(lengths)
+    ]
+    distances, writes = [], []
+    for layer in range(model.config.num_hidden_layers):
+        sums, count, received = torch.zeros(2), 0, []
+        for p in (x[layer][0] for x in attentions):  # [4, T, T]; two queries share a memory
+            for t in range(p.shape[1]):
+                for head in range(4):
+                    sums[head // 2] += sum(p[head, t, s] * (t - s) for s in range(t + 1)) / 2
+                count += 1
+            pairs = (p[0::2] + p[1::2]) / 2
+            received += [
+                torch.stack([max(pairs[h, t, s] for t in range(s, p.shape[1])) for h in range(2)])
+                for s in range(p.shape[1])
+            ]
+        distances.append(sums / count)
+        writes.append(torch.stack(received))
+    return torch.stack(distances), torch.stack(writes)
+
+
+def test_statistics_are_those_of_a_loop_over_queries() -> None:
+    model, lengths = llama(), [9, 5]
+    ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        found = attention_statistics(model, {"input_ids": ids, "attention_mask": mask.long()})
+        distances, writes = attention_loop(model, ids, lengths)
+    assert list(found) == [0, 1]
+    for layer in (0, 1):
+        torch.testing.assert_close(found[layer].mean_distance, distances[layer])
+        torch.testing.assert_close(found[layer].write, writes[layer])
+        assert found[layer].tokens.shape == (14, 16)
+        assert found[layer].outputs.shape == (14, 4, 4)
+
+
+@pytest.mark.parametrize("recipe", ["gated_delta_net", "gla"])
+def test_a_decay_reads_tokens_of_the_age_that_attention_reads(recipe: str) -> None:
+    """Σ_n n αⁿ / Σ_n αⁿ = d, of the mean over channels where a recipe has a decay for each."""
+    model = llama()
+    batch = {"input_ids": torch.randint(0, 256, (4, 32))}
+    found = attention_statistics(model, batch)
+    report = rc.lm.replace_attention(model, recipe)
+    module: Any = model.get_submodule(report.layers[0].name)
+    changed = calibrate(module.layer, found[0], copied=True)
+    gate = next(g for g in module.layer.gates.values() if getattr(g, "is_log", False))
+    log_alpha = gate.activation(gate.bias.detach().double())
+    mean = -(-log_alpha).log().reshape(2, -1).mean(1).exp()
+    n = torch.arange(20_000, dtype=torch.float64)
+    kept = (mean[:, None] * n).exp()  # [H, ages]
+    age = (kept * n).sum(1) / kept.sum(1)
+    torch.testing.assert_close(age, found[0].mean_distance.double(), rtol=1e-4, atol=0)
+    assert any("decay" in name for name in changed)
+
+
+def test_output_gates_have_the_size_of_the_outputs_of_heads() -> None:
+    """Where the size is linear in the token after silu's inverse, the fit finds it."""
+    model = llama()
+    statistics = attention_statistics(model, {"input_ids": torch.randint(0, 256, (8, 24))})[0]
+    u = 1.5 + 0.05 * torch.randn(192, 4)
+    size = torch.nn.functional.silu(u)
+    outputs = size[..., None] * torch.tensor([1.0, -1.0, 2.0, 1.0])
+    tokens = torch.cat([u, torch.ones(192, 1), torch.randn(192, 11)], 1)
+    statistics = replace(statistics, outputs=outputs, tokens=tokens)
+    report = rc.lm.replace_attention(model, "gated_delta_net")
+    layer = model.get_submodule(report.layers[0].name).layer
+    calibrate(layer, statistics, copied=True)
+    gate = torch.nn.functional.silu(tokens @ layer.output_gate.weight.T).view(192, 4, 4)
+    product = gate * layer.norm.weight
+    torch.testing.assert_close(product, outputs.abs(), rtol=0.1, atol=0.05)
+
+
+def test_a_layer_without_those_gates_is_left_as_it_is() -> None:
+    model = llama()
+    statistics = attention_statistics(model, {"input_ids": torch.randint(0, 256, (2, 8))})
+    recipe = rc.Recipe()
+    options = rc.LayerOptions(output_norm="none", output_gate="none", conv_size=0)
+    report = rc.lm.replace_attention(model, (recipe, options))
+    layer = model.get_submodule(report.layers[0].name).layer
+    before = {name: x.clone() for name, x in layer.named_parameters()}
+    changed = calibrate(layer, statistics[0], copied=True)
+    assert {name.partition(".")[0] for name in changed} <= {"gates"}
+    for name, x in layer.named_parameters():
+        assert torch.equal(x, before[name]) or name.startswith("gates.lr"), name
+
+
+def distilled_model(folder: Path, out: Path, **changes: Any) -> rc.lm.Distilled:
+    return rc.lm.distill(plan(folder, out, **changes))
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> rc.lm.Distilled:
+    return distilled_model(folder, tmp_path_factory.mktemp("whole") / "out")
+
+
+def test_every_step_is_recorded_with_losses_before_and_after(
+    result: rc.lm.Distilled, folder: Path
+) -> None:
+    assert [stage.name for stage in result.stages] == ["swap", "calibrate", *STEPS]
+    for before, after in zip(result.stages, result.stages[1:], strict=False):
+        assert before.loss[1] == after.loss[0]
+        assert before.agreement[1] == after.agreement[0]
+    assert result.stages[0].agreement[0] == 1.0
+    saved = json.loads((result.folder.parent / "distill.json").read_text())
+    assert [stage["loss"] for stage in saved["stages"]] == [list(s.loss) for s in result.stages]
+    # The last loss is that of the saved model on the held-out documents, one by one.
+    loaded = result.model
+    text = (folder / "text.txt").read_text().split("\n")
+    tokens = [[*line.encode(), 256] for line in text]
+    flat = [token for line in tokens for token in line]
+    starts = {sum(map(len, tokens[:i])) for i in range(len(tokens))}
+    total, count = 0.0, 0
+    for row in range(9, len(flat) // 48, 10):  # every tenth row is held out
+        cuts = sorted(
+            {48 * row, 48 * row + 48} | {s for s in starts if 48 * row < s < 48 * row + 48}
+        )
+        for start, stop in itertools.pairwise(cuts):
+            ids = torch.tensor(flat[start:stop])[None]
+            if stop - start > 1:
+                with torch.no_grad():
+                    logits = loaded(ids).logits[0, :-1]
+                total += float(
+                    torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+                )
+                count += stop - start - 1
+    assert result.stages[-1].loss[1] == pytest.approx(total / count, rel=1e-5)
+    assert "of the lost loss recovered" in str(result)
+
+
+@pytest.mark.parametrize(("stage", "step"), [(0, 2), (1, 1), (2, 3)])
+def test_a_distillation_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
+    folder: Path, tmp_path: Path, result: rc.lm.Distilled, stage: int, step: int
+) -> None:
+    class Stop(Recorder):
+        def on_progress(self, progress: Any) -> None:
+            if len(self.summaries) == stage + 1 and progress.step == step:
+                raise KeyboardInterrupt
+
+    stopped = plan(folder, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        rc.lm.distill(stopped, observer=Stop())
+    resumed = rc.lm.distill(stopped, resume=True)
+    expected, found = weights(result.folder), weights(resumed.folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resumed.stages == result.stages
+
+
+def test_matched_layers_change_nothing_else(result: rc.lm.Distilled) -> None:
+    out = result.folder.parent
+    before, after = weights(out / "swapped"), weights(out / "match_layers" / "model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".self_attn.layer." in name for name in changed)
+
+
+def losses(folder: Path, cls: Any, tmp_path: Path) -> tuple[Any, dict[str, Tensor], Any]:
+    """A trainer with its teacher, a padded batch, and the loss of that batch."""
+    student = llama()
+    rc.lm.replace_attention(student, "gated_delta_net", layers=[1])
+    student.save_pretrained(tmp_path / "start")
+    from recollect.lm.data.tokenizers import byte_tokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path / "start")
+    made: list[Any] = []
+
+    def trainer(*args: Any, **kwargs: Any) -> Any:
+        made.append(cls(*args, teacher=llama(), **kwargs))
+        return made[0]
+
+    tables = plan(folder, tmp_path, steps={"match_layers": 1}).train_tables(
+        "match_layers", start=tmp_path / "start"
+    )
+    train(rc.lm.TrainPlan.from_dict(tables), trainer_class=trainer)
+    tokens = np.arange(6, dtype=np.int32)
+    batch = collate([PackedRow(tokens=tokens, starts=(0, 4))], reset_memory=True, pad=True)
+    model = made[0].model.train()
+    return made[0], batch, made[0].compute_loss(model, batch)
+
+
+def test_logits_are_compared_token_by_token(folder: Path, tmp_path: Path) -> None:
+    trainer, batch, loss = losses(folder, LogitMatchingTrainer, tmp_path)
+    total, count = 0.0, 0
+    for row, length in ((0, 4), (1, 2)):
+        ids = batch["input_ids"][row : row + 1, :length]
+        with torch.no_grad():
+            p, q = (m(ids).logits[0, :-1].softmax(-1) for m in (trainer.teacher, trainer.model))
+        total += float((p * (p / q).log()).sum())
+        count += length - 1
+    assert loss.item() == pytest.approx(total / count, rel=1e-4)
+
+
+def test_layers_are_compared_from_the_input_of_the_teacher(folder: Path, tmp_path: Path) -> None:
+    trainer, batch, loss = losses(folder, LayerMatchingTrainer, tmp_path)
+    teacher, error, size = trainer.teacher, 0.0, 0.0
+    for row, length in ((0, 4), (1, 2)):
+        ids = batch["input_ids"][row : row + 1, :length]
+        states = teacher(ids, output_hidden_states=True).hidden_states
+        block = teacher.model.layers[1]
+        x = block.input_layernorm(states[1])
+        angles = teacher.model.rotary_emb(x, torch.arange(length)[None])
+        target = block.self_attn(x, position_embeddings=angles, attention_mask=None)[0]
+        y = trainer.model.model.layers[1].self_attn(x)[0]
+        error += (y - target).square().sum().item()
+        size += target.square().sum().item()
+    assert loss.item() == pytest.approx(error / size, rel=1e-4)
+
+
+def test_the_layers_that_cost_most_keep_their_attention(folder: Path, tmp_path: Path) -> None:
+    steps = {"match_layers": 1, "match_logits": 0, "fine_tune": 0}
+    result = distilled_model(folder, tmp_path / "out", keep_attention=1, steps=steps)
+    assert set(result.damage) == {0, 1}
+    assert result.layers == (min(result.damage, key=lambda index: result.damage[index]),)
+    names = [name for name, _ in result.model.named_modules() if name.endswith("self_attn.layer")]
+    assert names == [f"model.layers.{result.layers[0]}.self_attn.layer"]
+    assert [stage.name for stage in result.stages] == ["swap", "calibrate", "match_layers"]
+
+
+def test_a_decoder_with_replaced_layers_can_be_trained(folder: Path, tmp_path: Path) -> None:
+    from recollect.lm.data.tokenizers import byte_tokenizer
+
+    student = llama()
+    rc.lm.replace_attention(student, "gated_delta_net", layers=[0])
+    student.save_pretrained(tmp_path / "start")
+    byte_tokenizer().save_pretrained(tmp_path / "start")
+    tables: dict[str, Any] = {
+        "model": {"start": str(tmp_path / "start")},
+        "data": {"train": str(folder / "text.txt"), "separator": "\n", "context": 48},
+        "optimizer": {"steps": 4, "batch": 2},
+        "run": {"out": str(tmp_path / "run"), "device": "cpu"},
+    }
+    recorder = Recorder()
+    result = rc.lm.train(rc.lm.TrainPlan.from_dict(tables), observer=recorder)
+    assert recorder.summaries[0]["model"] == "layers: 1 × memory, 1 × attention; width 16"
+    assert result.loss is not None and result.loss < math.log(257) + 0.5
+    tables["data"]["segments"] = 2
+    tables["run"]["out"] = str(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"segments = 2 needs a model of recollect"):
+        rc.lm.train(rc.lm.TrainPlan.from_dict(tables))
+
+
+def test_refusals(folder: Path, tmp_path: Path, result: rc.lm.Distilled) -> None:
+    out = result.folder.parent
+    with pytest.raises(ValueError, match="no step 'tune'"):
+        plan(folder, tmp_path, steps={"tune": 3})
+    with pytest.raises(ValueError, match="must be an integer of at least 0"):
+        plan(folder, tmp_path, steps={"fine_tune": -1})
+    with pytest.raises(ValueError, match="has the key 'lr'"):
+        plan(folder, tmp_path, optimizer={"lr": 1.0})
+    with pytest.raises(ValueError, match="already contains a distillation"):
+        rc.lm.distill(plan(folder, out))
+    with pytest.raises(ValueError, match="started with another steps"):
+        rc.lm.distill(plan(folder, out, steps={"fine_tune": 9}), resume=True)
+    with pytest.raises(ValueError, match="no distillation to resume"):
+        rc.lm.distill(plan(folder, tmp_path / "new"), resume=True)
+    with pytest.raises(ValueError, match="keeps all of 2 layers"):
+        distilled_model(folder, tmp_path / "kept", keep_attention=2)
+
+
+@pytest.mark.slow
+def test_matching_recovers_the_lost_loss_and_fine_tuning_alone_does_not(tmp_path: Path) -> None:
+    path = Path(__file__).parents[2] / "results" / "distill" / "recover.py"
+    spec = importlib.util.spec_from_file_location("recover", path)
+    assert spec is not None and spec.loader is not None
+    recover: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recover)
+    plans = recover.recover(tmp_path, 0, ["calibrate, match, fine-tune", "fine-tune"])["plans"]
+    assert plans["calibrate, match, fine-tune"]["recovered"] >= 0.9
+    assert plans["fine-tune"]["recovered"] < 0.9
