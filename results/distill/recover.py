@@ -83,7 +83,7 @@ def train_teacher(seed: int, folder: Path) -> LlamaForCausalLM:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 3e-3, total_steps=TEACHER_STEPS, pct_start=0.1
     )
-    for _ in range(TEACHER_STEPS):
+    for step in range(TEACHER_STEPS):
         ids = batch(draw, 32)
         loss = model(ids, labels=ids, use_cache=False).loss + copy_loss(model, ids)
         optimizer.zero_grad()
@@ -91,6 +91,9 @@ def train_teacher(seed: int, folder: Path) -> LlamaForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        if step % 500 == 499:
+            print(f"teacher {seed}, step {step + 1}: {heldout(model):.3f}", flush=True)
+            model.train()
     model.save_pretrained(folder)
     return model
 
@@ -98,14 +101,12 @@ def train_teacher(seed: int, folder: Path) -> LlamaForCausalLM:
 TEACHER_STEPS = 2000
 """Steps after which the copy loss is next to 0."""
 
+ONLY_FINE_TUNE = {"match_layers": 0, "match_logits": 0, "fine_tune": STEPS}
 PLANS: dict[str, dict[str, Any]] = {
     "calibrate, match, fine-tune": {},
+    "fine-tune": {"calibrate": False, "steps": ONLY_FINE_TUNE},
     "match, fine-tune": {"calibrate": False},
-    "calibrate, fine-tune": {"steps": {"match_layers": 0, "match_logits": 0, "fine_tune": STEPS}},
-    "fine-tune": {
-        "calibrate": False,
-        "steps": {"match_layers": 0, "match_logits": 0, "fine_tune": STEPS},
-    },
+    "calibrate, fine-tune": {"steps": ONLY_FINE_TUNE},
 }
 
 
@@ -114,11 +115,11 @@ def recover(folder: Path, seed: int, names: list[str]) -> dict[str, Any]:
     teacher = train_teacher(seed, folder / "teacher")
     (folder / "train.txt").write_text(text(random.Random(1000 + seed), 4800))
     (folder / "heldout.txt").write_text(text(random.Random(2000 + seed), 32))
-    before, rows = heldout(teacher), {}
+    teacher_loss, rows = heldout(teacher), {}
     torch.manual_seed(seed)
     swapped = LlamaForCausalLM.from_pretrained(folder / "teacher")
     rc.lm.replace_attention(swapped, "gated_delta_net")
-    lost = heldout(swapped)
+    swapped_loss = heldout(swapped)
     for name in names:
         plan = rc.lm.DistillPlan(
             teacher=str(folder / "teacher"),
@@ -135,19 +136,16 @@ def recover(folder: Path, seed: int, names: list[str]) -> dict[str, Any]:
             **PLANS[name],
         )
         result = rc.lm.distill(plan)
-        after = heldout(result.model)
+        loss = heldout(result.model)
         rows[name] = {
-            "loss": after,
-            "recovered": (lost - after) / (lost - before),
+            "loss": loss,
+            "recovered": (swapped_loss - loss) / (swapped_loss - teacher_loss),
             "stages": [vars(stage) for stage in result.stages],
         }
-        print(
-            f"seed {seed}, {name}: {before:.3f}, {lost:.3f} → {after:.3f},"
-            f" {rows[name]['recovered']:.1%}",
-            flush=True,
-        )
-        print(result, flush=True)
-    return {"seed": seed, "teacher": before, "swapped": lost, "plans": rows}
+        numbers = f"{teacher_loss:.3f}, {swapped_loss:.3f} → {loss:.3f}"
+        share = f"{rows[name]['recovered']:.1%} recovered"
+        print(f"seed {seed}, {name}: {numbers}, {share}", result, sep="\n", flush=True)
+    return {"seed": seed, "teacher": teacher_loss, "swapped": swapped_loss, "plans": rows}
 
 
 def main() -> None:
@@ -157,13 +155,12 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=len(PLANS), help="How many of the plans.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results.json")
     options = parser.parse_args()
-    runs = []
+    runs: list[dict[str, Any]] = []
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(recover(Path(folder), seed, [*PLANS][: options.plans]))
-    options.out.write_text(
-        json.dumps({"steps": STEPS, "torch": torch.__version__, "runs": runs}, indent=2) + "\n"
-    )
+        data = {"steps": STEPS, "torch": torch.__version__, "runs": runs}
+        options.out.write_text(json.dumps(data, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_a_decay_reads_tokens_of_the_age_that_attention_reads(recipe: str) -> No
 
 
 def test_output_gates_have_the_size_of_the_outputs_of_heads() -> None:
-    """Where the size is linear in the token after silu's inverse, the fit finds it."""
+    """The fit recovers sizes whose inverse under silu is linear in the token."""
     model = llama()
     statistics = attention_statistics(model, {"input_ids": torch.randint(0, 256, (8, 24))})[0]
     u = 1.5 + 0.05 * torch.randn(192, 4)

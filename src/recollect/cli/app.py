@@ -31,6 +31,7 @@ from recollect.cli.describe import explain, sizes, zoo
 from recollect.cli.eval import eval  # noqa: A004
 from recollect.cli.export import export
 from recollect.cli.generate import generate
+from recollect.cli.look import look
 from recollect.cli.options import ImportOption
 from recollect.cli.page import page
 from recollect.cli.plan import plan
@@ -48,7 +49,7 @@ from recollect.report.signals import (
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(zoo, explain, compare, search, reproduce, train, export, plan, sizes, generate, adopt, eval),
-    *(bench, convert, coordinates, page),
+    *(bench, convert, coordinates, look, page),
 )
 
 __all__ = ["COMMANDS", "build", "main"]

@@ -20,7 +20,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.builder import leaf_inputs
 from recollect.blocks.layers import MixerLayer, memory_layers
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve_rates, state_dtype
@@ -34,12 +33,16 @@ from recollect.explanation.diagnosis import (
     ModelDiagnosis,
     format_number,
 )
-from recollect.explanation.model_inputs import MemoryRun, model_inputs, received_tokens
+from recollect.explanation.model_inputs import (
+    MemoryRun,
+    model_inputs,
+    received_by_memory,
+    received_tokens,
+)
 from recollect.explanation.tangent import supports_recipe, top_eigenvalue
 from recollect.functional.binding import bind
 from recollect.layer.gates import stability_limit
 from recollect.layer.inspection import InspectableLayer
-from recollect.layer.memory_layer import MemoryLayer
 from recollect.messages import RecipeError
 from recollect.state.state import State
 
@@ -119,15 +122,8 @@ def _diagnose_model(
             model(inputs, **options)
         except ValueError as error:
             refusal = error
-    for name, layer in layers.items():
-        for x in calls[name]:
-            if not isinstance(layer, MixerLayer):
-                diagnoses[name] = _DiagnosisRun(layer, x).run()
-                continue
-            for path, tokens in leaf_inputs(layer, x).items():
-                leaf = layer.leaves[path]
-                if isinstance(leaf, MemoryLayer):
-                    diagnoses[f"{name}.{path}"] = _DiagnosisRun(leaf, tokens).run()
+    for name, layer, x in received_by_memory(layers, calls):
+        diagnoses[name] = _DiagnosisRun(layer, x).run()
     if refusal is not None and all(x.first_fault is None for x in diagnoses.values()):
         raise refusal
     return ModelDiagnosis(model=type(model).__name__, layers=diagnoses)
@@ -148,8 +144,7 @@ def effective_rank(weight: Tensor) -> Tensor:
 class _DiagnosisRun:
     """The memory of a layer during a diagnosis, and the curves so far."""
 
-    def __init__(self, layer: nn.Module, x: Tensor) -> None:
-        assert isinstance(layer, InspectableLayer)
+    def __init__(self, layer: Any, x: Tensor) -> None:
         self.layer, self.x = layer, x
         self.memory_run = run = MemoryRun(layer, x)
         self.spec, self.recipe = run.spec, run.spec.recipe

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.layers import layer_spec
+from recollect.blocks.builder import leaf_inputs
+from recollect.blocks.layers import MixerLayer, layer_spec
 from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.layer.inspection import InspectableLayer
 from recollect.messages import RecipeError
 from recollect.state.state import State
 
-__all__ = ["MemoryRun", "model_inputs", "received_tokens"]
+__all__ = ["MemoryRun", "model_inputs", "received_by_memory", "received_tokens"]
 
 
 class MemoryRun:
@@ -69,6 +70,27 @@ def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:
         raise ValueError(f"token ids must have shape [T] or [B, T] with T ≥ 1, not {[*ids.shape]}")
     device = next((weight.device for weight in model.parameters()), ids.device)
     return ids.to(device)
+
+
+def received_by_memory(
+    layers: Mapping[str, nn.Module], calls: Mapping[str, Sequence[Tensor]]
+) -> Iterator[tuple[str, InspectableLayer, Tensor]]:
+    """Yield name, layer and tokens of each memory; those of a composition have names of their own.
+
+    Args:
+        layers: layers of a model by name.
+        calls: the tokens that each received, from `received_tokens`.
+    """
+    for name, layer in layers.items():
+        for x in calls[name]:
+            if not isinstance(layer, MixerLayer):
+                assert isinstance(layer, InspectableLayer)
+                yield name, layer, x
+                continue
+            for path, tokens in leaf_inputs(layer, x).items():
+                leaf = layer.leaves[path]
+                if isinstance(leaf, InspectableLayer):
+                    yield f"{name}.{path}", leaf, tokens
 
 
 @contextmanager

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from recollect.report.figures import RenderedFigure
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "read_back", "token_label", "trace"]
 
 MAX_ASSOCIATIONS = 512
 """Associations of a trace; the memory is read at T of them after each of T tokens."""
@@ -201,7 +201,7 @@ def trace(
         memory, name = _memory_of(model, layer)
         inputs = _inputs(model, text, tokenizer)
         if tokens is None and tokenizer is not None and not inputs.is_floating_point():
-            tokens = [_word(tokenizer.decode([i])) for i in inputs[0].tolist()]
+            tokens = [token_label(tokenizer.decode([i])) for i in inputs[0].tolist()]
         x = _received(model, memory, name, inputs)
     check_tokens(x, None, None, d_model=memory.d_model, weight=memory.qkv.weight)
     B, T, n = x.shape[0], x.shape[1], memory.recipe.associations_per_token
@@ -215,7 +215,7 @@ def trace(
     words = [str(t) for t in range(T)] if tokens is None else [*tokens]
     if len(words) != T:
         raise ValueError(f"tokens must be {T} words, one per token, not {len(words)}")
-    cosine, error = _read_back(memory, x)
+    cosine, error = read_back(MemoryRun(memory, x))
     return Trace(
         recipe=memory.recipe,
         layer=name,
@@ -225,10 +225,11 @@ def trace(
     )
 
 
-def _read_back(layer: MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine similarities and relative errors ``[T, T·n, H]``."""
-    run, recipe = MemoryRun(layer, x), layer.recipe
-    T, H, n = x.shape[1], layer.num_kv_heads, recipe.associations_per_token
+@torch.no_grad()
+def read_back(run: MemoryRun) -> tuple[Tensor, Tensor]:
+    """Return cosine similarities and relative errors ``[T, T·n, H]`` of one sequence."""
+    recipe = run.spec.recipe
+    T, H, n = run.inputs.k.shape[1], run.spec.num_kv_heads, recipe.associations_per_token
     keys, values = (
         tensor.view(1, T, H, n, -1).transpose(2, 3).flatten(1, 2)  # [1, T·n, H, ·]
         for tensor in (run.inputs.k, run.inputs.v)
@@ -295,6 +296,6 @@ def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) 
     return calls[name][0]
 
 
-def _word(text: str) -> str:
+def token_label(text: str) -> str:
     """Return a token as a label, without outer spaces, and with escapes for line breaks."""
     return repr(text.strip(" "))[1:-1] or "␣"

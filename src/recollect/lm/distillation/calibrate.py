@@ -107,7 +107,7 @@ def attention_statistics(model: Any, batch: Mapping[str, Tensor]) -> dict[int, A
     T = mask.shape[1]
     steps = torch.arange(T, device=mask.device)
     distance = (steps[:, None] - steps).clamp_min(0).float()
-    found: dict[int, AttentionStatistics] = {}
+    statistics: dict[int, AttentionStatistics] = {}
     for index, p in weights.items():
         if p.shape[-2:] != (T, T):
             continue
@@ -116,13 +116,13 @@ def attention_statistics(model: Any, batch: Mapping[str, Tensor]) -> dict[int, A
         mean = (by_memory * distance).sum(-1).mean(2)  # [B, H, T]
         mean = mean.transpose(1, 2)[mask].mean(0)
         write = by_memory.mean(2).amax(-2).transpose(1, 2)  # [B, T, H]
-        found[index] = AttentionStatistics(
+        statistics[index] = AttentionStatistics(
             tokens=inputs[index][mask].float(),
             mean_distance=mean,
             write=write[mask],
             outputs=outputs[index][mask].float().unflatten(-1, (heads, -1)),
         )
-    return found
+    return statistics
 
 
 @torch.no_grad()

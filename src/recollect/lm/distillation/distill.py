@@ -265,7 +265,7 @@ class _Distillation:
         """Return the layers to replace, without those whose replacement costs most."""
         model = self._load(self.plan.teacher)
         report = replace_layers(model, self.recipe, self.options, layers, engine="auto")
-        before, _ = self.record["teacher"]
+        teacher_loss, _ = self.record["teacher"]
         damage: dict[int, float] = {}
         for layer in report.layers:
             new: Any = model.get_submodule(layer.name)
@@ -273,7 +273,7 @@ class _Distillation:
                 calibrate(new.layer, statistics[layer.index], copied="o" in layer.copied)
             old = self.teacher.get_submodule(layer.name)
             self.teacher.set_submodule(layer.name, new)
-            damage[layer.index] = heldout_loss(self.teacher, self.heldout) - before
+            damage[layer.index] = heldout_loss(self.teacher, self.heldout) - teacher_loss
             self.teacher.set_submodule(layer.name, old)
             self.observer.on_message(f"layer {layer.index} alone: loss + {damage[layer.index]:.3f}")
         self.record["damage"] = damage

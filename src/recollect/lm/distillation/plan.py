@@ -190,8 +190,8 @@ class Distilled:
     @property
     def recovered(self) -> float:
         """Fraction of the loss that the replacement cost and the later steps won back."""
-        before, swapped = self.stages[0].loss
-        return (swapped - self.stages[-1].loss[1]) / (swapped - before)
+        teacher, swapped = self.stages[0].loss
+        return (swapped - self.stages[-1].loss[1]) / (swapped - teacher)
 
     def __str__(self) -> str:
         rows: list[list[str]] = []
