@@ -65,7 +65,7 @@ def heldout(model: Any) -> float:
 
 
 def train_teacher(seed: int, folder: Path) -> LlamaForCausalLM:
-    """Train a Llama of two layers on whole documents and on their copies, and save it."""
+    """Train a Llama of two layers on copies, then on whole documents too, and save it."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     config = LlamaConfig(
@@ -77,29 +77,28 @@ def train_teacher(seed: int, folder: Path) -> LlamaForCausalLM:
         max_position_embeddings=128,
         bos_token_id=None,
         eos_token_id=256,
+        initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     )
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 3e-3, total_steps=TEACHER_STEPS, pct_start=0.1
-    )
-    for step in range(TEACHER_STEPS):
-        ids = batch(draw, 32)
-        loss = model(ids, labels=ids, use_cache=False).loss + copy_loss(model, ids)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 500 == 499:
-            print(f"teacher {seed}, step {step + 1}: {heldout(model):.3f}", flush=True)
-            model.train()
+    for steps, lr, is_whole in ((1500, 4e-3, False), (200, 1e-3, True)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, lr, total_steps=steps, pct_start=0.1
+        )
+        for _ in range(steps):
+            ids = batch(draw, 32)
+            loss = copy_loss(model.train(), ids)
+            if is_whole:
+                loss = loss + model(ids, labels=ids, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
     model.save_pretrained(folder)
     return model
 
-
-TEACHER_STEPS = 2000
-"""Steps after which the copy loss is next to 0."""
 
 ONLY_FINE_TUNE = {"match_layers": 0, "match_logits": 0, "fine_tune": STEPS}
 PLANS: dict[str, dict[str, Any]] = {
