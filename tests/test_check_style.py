@@ -15,7 +15,7 @@ def test_faults_are_printed_with_their_places(tmp_path: Path) -> None:
     package = tmp_path / "src" / "recollect" / "state"
     package.mkdir(parents=True)
     script.parent.mkdir()
-    source = SCRIPT.read_text(encoding="utf-8").replace("PENDING = {", 'PENDING = {"pending",')
+    source = SCRIPT.read_text(encoding="utf-8").replace("PENDING = {", 'PENDING = {"pending", ')
     script.write_text(source, encoding="utf-8")
     (package / "long.py").write_text("x = 1\n" * 601, encoding="utf-8")
     (package / "words.py").write_text(

@@ -85,7 +85,7 @@ def asked(kind: str, *arguments: Any) -> list[Any]:
 def test_log_likelihoods_are_those_of_each_text_alone(recipe: str) -> None:
     model = tiny(recipe)
     pairs = [("The memory", " of a"), ("A", " b"), ("", "c d"), ("Where is it? In the", " attic")]
-    with harness.quiet():
+    with harness.hidden_output():
         under = harness.RecollectHFLM(model, byte_tokenizer(), batch_size=3, context=64)
         found = under.loglikelihood(asked("loglikelihood", *pairs))
     for (before, after), (value, _) in zip(pairs, found, strict=True):
@@ -138,7 +138,7 @@ def test_rolling_is_bits_per_byte_of_windows(vocab: int, text: Path, tmp_path: P
 def test_generation_of_a_batch_is_that_of_each_prompt_alone(model: Any) -> None:
     tokenizer = byte_tokenizer()
     prompts = ["The memory of", "A", "Where is the cup?"]
-    with harness.quiet():
+    with harness.hidden_output():
         under = harness.RecollectHFLM(model, tokenizer, batch_size=3, context=64)
         how = {"max_gen_toks": 12, "until": ["\n"], "do_sample": False}
         found = under.generate_until(asked("generate_until", *[(x, how) for x in prompts]))

@@ -109,7 +109,7 @@ def test_texts_that_are_cut_are_counted_one_by_one() -> None:
         Instance(request_type="generate_until", doc={}, arguments=(x, how), idx=i)  # type: ignore[arg-type]
         for i, x in enumerate(texts)
     ]
-    with harness.quiet():
+    with harness.hidden_output():
         under = harness.RecollectHFLM(tiny(), byte_tokenizer(), batch_size=4, context=64)
         under.generate_until(asked)
     assert under.num_truncated == 2, "of one batch, 60 tokens and the 4 to write being the context"

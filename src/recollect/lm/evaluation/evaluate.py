@@ -195,7 +195,7 @@ def evaluate(
                     watcher.end(results[name], loaded=True)
             for name, reason in failures.items():
                 watcher.fail(name, reason)
-        with harness.quiet():
+        with harness.hidden_output():
             lm = harness.RecollectHFLM(model, tokenizer, batch_size=batch_size, context=context)
         for index, name in enumerate(remaining, 1):
             if watcher is not None:
@@ -244,7 +244,7 @@ def _measure(lm: RecollectHFLM, name: str, task: Any, settings: Mapping[str, Any
     start = time.perf_counter()
     lm.reset_counters()
     try:
-        with harness.quiet(), harness.fixed_seed({x.device for x in lm.model.parameters()}):
+        with harness.hidden_output(), harness.fixed_seed({x.device for x in lm.model.parameters()}):
             raw = harness.run_task(lm, task, settings["limit"])
     except ArithmeticError as error:  # of the aggregation of its metrics
         notes.append(f"its numbers cannot be computed ({error})")

@@ -42,8 +42,8 @@ __all__ = [
     "RecollectHFLM",
     "fixed_seed",
     "harness_version",
+    "hidden_output",
     "max_batch_size",
-    "quiet",
     "run_task",
 ]
 
@@ -185,7 +185,7 @@ def harness_version() -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def hidden_output() -> Iterator[None]:
     """Context manager that hides the output of lm-eval and its tasks, but no bar on a terminal."""
     logger, handler = logging.getLogger("lm_eval"), logging.NullHandler()
     propagate, logger.propagate = logger.propagate, False

@@ -70,7 +70,7 @@ def _task_manager(everything: bool) -> Any:
     from lm_eval import tasks
 
     metadata: dict[str, Any] = {"context": 0}  # the manager replaces an empty mapping
-    with harness.quiet():
+    with harness.hidden_output():
         return tasks.TaskManager(
             include_path=str(local_folder()), include_defaults=everything, metadata=metadata
         )
@@ -123,7 +123,7 @@ def _load(manager: Any, name: str, *, is_online: bool) -> dict[str, Any]:
     """Return the tasks and groups of one name, or raise a ValueError with the reason."""
     try:
         network = contextlib.nullcontext() if is_online else offline()
-        with network, _forbid_hub_metrics(), harness.quiet(), harness.fixed_seed():
+        with network, _forbid_hub_metrics(), harness.hidden_output(), harness.fixed_seed():
             return manager.load([name])
     except ImportError as error:
         raise ValueError(
