@@ -113,19 +113,19 @@ class LevelsLayer(MixerLayer):
         output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
         """Run sequences without padding, or with padding on the right only."""
-        layer, before = self.memory, None
+        layer, layer_state = self.memory, None
         if state is not None:
-            before = state.parts["memory"]
-            assert isinstance(before, LayerState)
-        inputs = layer.memory_inputs(x, before, lengths)
+            layer_state = state.parts["memory"]
+            assert isinstance(layer_state, LayerState)
+        inputs = layer.memory_inputs(x, layer_state, lengths)
         dtype = state_dtype(inputs.q, inputs.k, inputs.v)
         inputs.q, inputs.k, inputs.v = (z.to(dtype) for z in (inputs.q, inputs.k, inputs.v))
         weights = self.level_weights(x).to(dtype)  # [B, T, heads, L]
         bound = self._bound_with(self.mixer.num_levels * layer.value_dim)
-        if before is None:
+        if layer_state is None:
             memory = initial_state(bound, B=x.shape[0], dtype=dtype, device=x.device)
         else:
-            memory = before.memory.to(dtype=dtype)
+            memory = layer_state.memory.to(dtype=dtype)
         with without_autocast(x.device.type):
             if x.shape[1] == 1 and lengths is None:
                 y, memory = self._token(inputs, weights, memory, bound)
@@ -234,8 +234,8 @@ class LevelsLayer(MixerLayer):
             if levels:
                 below = _num_digits(first ^ tokens[c])[:, None]  # [C, 1]
                 numbers = torch.tensor([*levels], device=device)
-                seen = torch.maximum(numbers, below).clamp_max(last).unsqueeze(0)
-                factors = _take_levels(weight.unsqueeze(1), seen).squeeze(1)  # [B, C, H, G, ·]
+                level = torch.maximum(numbers, below).clamp_max(last).unsqueeze(0)
+                factors = _take_levels(weight.unsqueeze(1), level).squeeze(1)  # [B, C, H, G, ·]
                 factors = factors.permute(0, 2, 3, 1, 4).flatten(2, 3).unsqueeze(-1)
                 M_levels = torch.cat([*levels.values()], dim=2)  # [B, H, · V, F]
                 read = (queries[c] @ M_levels.mT).unflatten(-1, (-1, V))
@@ -243,8 +243,8 @@ class LevelsLayer(MixerLayer):
                 moved = _transport(M_levels, transition).split(V, dim=2)
                 levels = _join(dict(zip(levels, moved, strict=True)), first, stop, last)
             for i, part in _written_levels(first, stop, last):
-                written = values[:, :, part].mT @ writes[:, :, part]
-                levels[i] = levels[i] + written if i in levels else written
+                write = values[:, :, part].mT @ writes[:, :, part]
+                levels[i] = levels[i] + write if i in levels else write
         y = torch.stack(outputs, dim=1).unflatten(3, (G, C)).permute(0, 1, 4, 2, 3, 5)
         empty = stored[0].new_zeros(()).expand_as(stored[0])
         final = torch.stack([levels.get(i, empty) for i in range(L)], dim=2).flatten(2, 3)
