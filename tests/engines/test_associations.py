@@ -86,6 +86,10 @@ RECIPES: dict[str, rc.Recipe] = {
         context=within(C.KeyReflection(), C.StickBreaking(), WINDOW)
     ),
     "linear": polynomial(1, 0.05),
+    "given slope": polynomial(1, 0.0).replace(memory=LocalPolynomial(slope="input")),
+    "given slope, decay and window": polynomial(1, 0.0, FORGET, WINDOW).replace(
+        memory=LocalPolynomial(slope="input")
+    ),
     "linear, decay": polynomial(1, 0.05, FORGET),
     "linear, window": polynomial(1, 0.05, WINDOW),
     "quadratic": polynomial(2, 0.05),

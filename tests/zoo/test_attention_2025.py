@@ -80,7 +80,32 @@ def wall_attention(mixer: rc.MemoryLayer, x: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Channels i and i + K/2 as complex numbers, times exp(√−1 t 10000^(−2i/K))."""
+    K = x.shape[-1]
+    speed = 10000 ** (-torch.arange(0, K, 2).double() / K)
+    rotation = torch.exp(1j * torch.arange(x.shape[1])[:, None] * speed).unsqueeze(1)
+    pairs = torch.complex(*x.chunk(2, -1)) * rotation
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def parallax(mixer: rc.MemoryLayer, x: Tensor) -> Tensor:
+    """O1 = P1 V/d1, O2 = (P1 ⊙ S2) V/d1, and y = O1 (1 + d2/d1) − O2 (algorithm 1)."""
+    q, k, v = around(mixer, x)
+    q, k, r = rotated(q), rotated(k), rotated(key_gate(mixer, "slope", x))
+    outputs = []
+    for t in range(x.shape[1]):
+        past = slice(0, t + 1)
+        P1 = ((q[:, t, None] * k[:, past]).sum(-1, keepdim=True) / math.sqrt(mixer.head_dim)).exp()
+        P2 = P1 * (r[:, t, None] * k[:, past]).sum(-1, keepdim=True)
+        d1, d2 = P1.sum(1), P2.sum(1)
+        O1, O2 = (P1 * v[:, past]).sum(1) / d1, (P2 * v[:, past]).sum(1) / d1
+        outputs.append(O1 * (1 + d2 / d1) - O2)
+    return torch.stack(outputs, 1)
+
+
 LOOPS: dict[str, Loop] = {
+    "parallax": parallax,
     "stick_breaking": stick_breaking,
     "path_attention": path_attention,
     "wall_attention": wall_attention,
@@ -157,7 +182,7 @@ def test_padding_and_documents(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "numbers"),
-    [("stick_breaking", 0), ("path_attention", 5), ("wall_attention", 4)],
+    [("parallax", 4), ("stick_breaking", 0), ("path_attention", 5), ("wall_attention", 4)],
 )
 def test_states_hold_the_gates_of_each_token(name: str, numbers: int) -> None:
     """Keys and values of 4 channels, the gates of their token, and one byte of the mask."""
@@ -177,6 +202,35 @@ SOFTMAX = rc.zoo.get("softmax_attention").recipe
 
 def within(*parts: rc.context.Context) -> rc.Recipe:
     return SOFTMAX.replace(context=rc.context.KernelWeighted(restrictions=parts))
+
+
+@METHODS
+def test_the_solution_of_a_fit_as_its_slope_is_the_fit(method: str) -> None:
+    """x = (Σ p c cᵀ + λ)⁻¹ (k̄ − q) gives local linear attention."""
+    fitted = SOFTMAX.replace(
+        memory=rc.memory.LocalPolynomial(), algorithm=rc.algorithm.Analytic(ridge=0.3)
+    )
+    p = torch.einsum("bthk,bihk->bhti", Q, KEY) / math.sqrt(K)
+    p = p.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+    mean = torch.einsum("bhti,bihk->bthk", p, KEY)
+    c = KEY[:, None] - mean[:, :, None]  # [B, t, i, H, K]
+    covariance = torch.einsum("bhti,btihk,btihl->bthkl", p, c, c) + 0.3 * torch.eye(K).double()
+    x = torch.linalg.solve(covariance, mean - Q)
+    slope_only = SOFTMAX.replace(memory=rc.memory.LocalPolynomial(slope="input"))
+    y, _ = rc.recall(slope_only, Q, KEY, X, {"slope": x}, engine=method)
+    torch.testing.assert_close(y, rc.recall(fitted, Q, KEY, X)[0], **TOL)
+    zero, _ = rc.recall(slope_only, Q, KEY, X, {"slope": torch.zeros_like(x)}, engine=method)
+    torch.testing.assert_close(zero, rc.recall(SOFTMAX, Q, KEY, X)[0], **TOL)
+
+
+def test_a_given_slope_needs_degree_one_and_no_ridge() -> None:
+    with pytest.raises(rc.RecipeError, match="needs degree=1"):
+        rc.memory.LocalPolynomial(slope="input", degree=2)
+    with pytest.raises(rc.RecipeError, match="fits none"):
+        SOFTMAX.replace(
+            memory=rc.memory.LocalPolynomial(slope="input"),
+            algorithm=rc.algorithm.Analytic(ridge=1.0),
+        )
 
 
 @METHODS

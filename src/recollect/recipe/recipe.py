@@ -132,11 +132,13 @@ class Recipe:
 
     @cached_property
     def read_gates(self) -> tuple[str, ...]:
-        """Gates that a read needs: those of the retention except decays, and of the context."""
+        """Gates that a read needs: those of retention except decays, of context and memory."""
         of_retention = [gate.name for gate in self.retention.gates() if gate.role != "decay"]
         query_gates = {name for part in self.context.restrictions for name in part.query_gates}
         of_context = [gate.name for gate in self.context.gates() if gate.name in query_gates]
-        return tuple(dict.fromkeys((*of_retention, *of_context)))
+        slope = self.memory.slope_gate
+        of_memory = [] if slope is None else [slope]
+        return tuple(dict.fromkeys((*of_retention, *of_context, *of_memory)))
 
     def params(self) -> tuple[Param, ...]:
         """Return the learned tensors that `recall` needs."""

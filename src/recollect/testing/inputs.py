@@ -98,7 +98,8 @@ class Inputs:
 
 def is_ill_posed(recipe: Recipe) -> bool:
     """Whether slopes are fitted without a ridge, possibly to too few associations."""
-    return bool(recipe.memory.degree) and recipe.algorithm.ridge == 0
+    is_fitted = recipe.memory.slope_gate is None
+    return bool(recipe.memory.degree) and is_fitted and recipe.algorithm.ridge == 0
 
 
 def sizes(recipe: Recipe, rng: random.Random) -> tuple[int, int]:

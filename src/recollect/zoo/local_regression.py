@@ -2,7 +2,8 @@
 
 Examples:
     >>> rc.zoo.names("local_regression")
-    ['local_linear_attention', 'local_quadratic_attention', 'kernel_regression_attention']
+    ['local_linear_attention', 'local_quadratic_attention', 'parallax',
+     'kernel_regression_attention']
     >>> print(rc.zoo.get("local_linear_attention").rule)
     [y_t M_t] = (Vᵀ W X)(Xᵀ W X + λ)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))
 """
@@ -24,7 +25,12 @@ from recollect.zoo.fidelity import exact
 from recollect.zoo.preset import preset
 from recollect.zoo.references import TTR, Paper
 
-__all__ = ["kernel_regression_attention", "local_linear_attention", "local_quadratic_attention"]
+__all__ = [
+    "kernel_regression_attention",
+    "local_linear_attention",
+    "local_quadratic_attention",
+    "parallax",
+]
 
 _DEVIATIONS = {
     "ridge": "The slopes have a ridge λ of 1, in units of the total weight; without one there is "
@@ -73,6 +79,30 @@ def local_linear_attention() -> tuple[Recipe, LayerOptions]:
 def local_quadratic_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention that fits a slope and a curvature around the query."""
     return _local(2)
+
+
+@preset(
+    "Parallax",
+    rule="y_t = (1 + Σ_i p_ti r_t·k_i) Σ_i p_ti v_i − Σ_i p_ti (r_t·k_i) v_i,  "
+    "p_ti = softmax_i(q_t·k_i/√K)",
+    references=(
+        Paper(
+            "Zuo et al., Parallax: parameterized local linear attention for language modeling", 2026
+        ).at("arXiv 2605.29157, algorithm 1"),
+    ),
+    fidelity=exact(
+        "algorithm 1 of Zuo et al., in the form of flash-linear-attention",
+        gates="r_t is a full projection of the token with rotary positions, as q_t and k_t.\n"
+        "Query heads that share a key also share r_t; the paper has one per query head.",
+        layer="The layer is that of softmax_attention.",
+    ),
+)
+def parallax() -> tuple[Recipe, LayerOptions]:
+    """Local linear attention with a slope of the query in place of the solution of the fit."""
+    recipe = Recipe(
+        memory=LocalPolynomial(slope="input"), context=KernelWeighted(), algorithm=Analytic()
+    )
+    return recipe, PLAIN_ATTENTION_LAYER
 
 
 @preset(

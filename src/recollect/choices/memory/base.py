@@ -82,6 +82,8 @@ class Memory(Member):
     Attributes:
         linear: whether M(W; x) = W x with one matrix W ``[V, F]`` (w ⊙ x if ``is_elementwise``).
         degree: degree of a local polynomial; ``None`` for a memory with weights.
+        slope_gate: gate of the query that replaces the solution of a linear fit; ``None`` if the
+            slopes of a local polynomial are fitted.
         has_channels: whether decays and learning rates per channel apply.
         is_elementwise: whether there is one weight per channel instead of a matrix.
         residual: whether the raw key or query is added to the prediction, which needs K = V.
@@ -107,6 +109,7 @@ class Memory(Member):
 
     linear: bool = False
     degree: int | None = None
+    slope_gate: str | None = None
     has_channels: bool = False
     is_elementwise: bool = False
     residual: bool = False
@@ -124,7 +127,8 @@ class Memory(Member):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_params_only("forward")
+        if self.degree is None:
+            self._require_params_only("forward")
         if self.bounded and type(self).nearest_output is Memory.nearest_output:
             raise RecipeError(
                 f"{self.title} is declared bounded and has no nearest_output for values that it "

@@ -11,7 +11,8 @@ from torch import Tensor
 from recollect.choices.features.monomials import monomials
 from recollect.choices.member import member
 from recollect.choices.memory.base import Memory
-from recollect.fields import integer
+from recollect.fields import Gate, integer, option
+from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -73,8 +74,14 @@ class LocalPolynomial(_Local):
     There are D = C(K + p, p) coefficients. A query costs O(n D) per step of conjugate gradients, or
     O(n D²) with a dense solve. Only quadratic errors have this closed form.
 
+    With the shares p_i = γ_i/Σ γ and means k̄ and v̄, the linear fit is y = v̄ − C x. Here C is the
+    covariance Σ p_i v_i (k_i − k̄)ᵀ, and x = (Σ p_i (k_i − k̄)(k_i − k̄)ᵀ + λ)⁻¹ (k̄ − q). A gate of
+    the query can replace x, which spares the solve (Parallax).
+
     Args:
         degree: p ≥ 1: 1 is local linear (TTR 52–54), 2 local quadratic.
+        slope: ``"fitted"``: x is solved for. ``"input"``: x is the gate ``"slope" [B, T, H, K]`` of
+            the query, for degree 1 and no ridge.
 
     Examples:
         >>> recipe = rc.Recipe(
@@ -92,9 +99,31 @@ class LocalPolynomial(_Local):
     shown = ("degree",)
 
     degree: int = integer(1, at_least=1)  # type: ignore[assignment]
+    slope: str = option("fitted", "input")
+
+    def validate(self) -> None:
+        if self.slope == "input" and self.degree != 1:
+            raise RecipeError(
+                f"memory.LocalPolynomial(slope='input') has one slope and needs degree=1, not "
+                f"{self.degree}"
+            )
+
+    @property
+    def slope_gate(self) -> str | None:  # type: ignore[override]
+        return "slope" if self.slope == "input" else None
+
+    def gates(self) -> tuple[Gate, ...]:
+        if self.slope == "fitted":
+            return ()
+        return (Gate(name="slope", owner=self.title, axes=("K",), role="key"),)
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
+        if self.slope == "input" and recipe.ridge != 0:
+            yield (
+                f"{recipe.algorithm.brief} penalises fitted slopes, and slope='input' fits none: "
+                "use algorithm.Analytic(ridge=0)"
+            )
         if not recipe.bias.is_quadratic:
             yield (
                 f"{self.title} fits values, and {recipe.bias.title} has no error that vanishes at "
@@ -116,5 +145,11 @@ class LocalPolynomial(_Local):
         return " + ".join(terms)
 
     def notes(self) -> tuple[str, ...]:
+        if self.slope == "input":
+            return (
+                "w = v̄ − Σ_i p_i v_i (k_i − k̄)·x_t, p_i the share of association i, k̄ and v̄ the "
+                "means",
+                "x_t: a gate of the query in place of the solution of the fit",
+            )
         slopes = ", ".join(f"M{j}" for j in range(1, self.degree + 1))
         return (f"{slopes}: fitted for each query, which reads w",)

@@ -112,7 +112,8 @@ def solve_dtype(problem: Problem) -> torch.dtype:
     float64, because rounding then determines which directions the keys span.
     """
     dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
-    if not degree or dtype == torch.float64 or not can_read_values(problem.q):
+    is_fitted = bool(degree) and problem.recipe.memory.slope_gate is None
+    if not degree or not is_fitted or dtype == torch.float64 or not can_read_values(problem.q):
         return dtype
     buffered = [] if problem.state.buffer is None else [problem.state.buffer.k]
     longest = [

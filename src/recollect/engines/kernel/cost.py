@@ -76,6 +76,17 @@ def _polynomial(recipe: Recipe, s: Sizes, last: int) -> FlopCount:
     ridge = recipe.ridge
     rows, heads = s.B * s.H * s.G, s.H * s.G
     D = math.comb(s.K + degree, degree) - 1
+    if recipe.memory.slope_gate is not None:
+        num_pairs = attention.pairs(s.T, horizon, banded=False, size=piece_size(rows, s.T, 128))
+        each = 4 * s.K + 2 * s.V
+        return FlopCount(
+            forward={"weights, slope and read": each * num_pairs * heads},
+            decode=each * last * heads,
+            steps=min(s.T, 1),
+            step_seconds=STEP_SECONDS,
+            notes=("the cost is quadratic: every token is compared with all earlier tokens",)
+            * (horizon is None),
+        )
     dense = local_regression.is_dense(D, degree, ridge)
     size = local_regression.queries(rows, s.T, D, dense=dense)
     num_pairs = attention.pairs(s.T, horizon, banded=False, size=size)

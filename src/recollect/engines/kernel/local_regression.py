@@ -8,10 +8,11 @@ with mean X̄ and c_i = X_i − X̄. The constant of the fit is
 which is TTR 54 for any degree. The constant has no ridge and is eliminated. The remaining system is
 symmetric positive definite with eigenvalues ≥ λ.
 
-There are two solvers:
+There are three solvers:
 
 * *Dense* builds the basis of every pair, for few coefficients or no ridge.
 * *Conjugate gradients*, for degrees 1 and 2, build no basis per pair (`local_conjugate_gradient`).
+* *Given* takes x from a gate of the query and solves no system.
 
 Queries are processed in pieces, and the weights of a piece over all keys are computed once. The
 backward pass recomputes one piece at a time, with x from the forward pass.
@@ -66,6 +67,8 @@ class LocalRegression(Engine):
         return []
 
     def describe(self, recipe: Recipe) -> str:
+        if recipe.memory.slope_gate is not None:
+            return "two products per piece with a slope of the query, KV cache"
         if recipe.ridge == 0 or (recipe.memory.degree or 0) > 2:
             return "a dense solve per query, KV cache"
         return (
@@ -86,14 +89,19 @@ class LocalRegression(Engine):
 def attend(
     problem: Problem, query_rates: Mapping[str, Tensor] | None = None, *, solver: str = "auto"
 ) -> Tensor:
-    """Return outputs ``[B, T, H, G, V]`` by solver ``"dense"``, ``"cg"``, or the faster one."""
+    """Return outputs ``[B, T, H, G, V]`` by solver ``"dense"``, ``"cg"``, or the faster one.
+
+    A memory with a slope of the query has the solver ``"given"``.
+    """
     degree, buffer = problem.recipe.memory.degree, problem.state.buffer
     assert degree is not None
     B, T, H, G, K = problem.q.shape
     n, V = problem.k.shape[1] + (0 if buffer is None else buffer.k.shape[1]), problem.v.shape[-1]
     if T == 0 or B == 0 or n == 0:
         return problem.v.new_zeros(B, T, H, G, V)
-    if solver == "auto":
+    if problem.recipe.memory.slope_gate is not None:
+        solver = "given"
+    elif solver == "auto":
         D = math.comb(K + degree, degree) - 1
         solver = "dense" if is_dense(D, degree, problem.recipe.ridge) else "cg"
     y = _Recomputed.apply(problem, query_rates, solver, *_tensors(problem, query_rates))
@@ -156,7 +164,10 @@ def _plan(
     solved = solutions is not None
     if solutions is None:
         solutions = q.new_zeros((B, H, G, T, D) if solver == "cg" else (0,))
-    if solver == "dense":
+    slope_gate = recipe.memory.slope_gate
+    if slope_gate is not None:
+        fit = _with_slope(visible, visible.query_rates[slope_gate].to(dtype), shares)
+    elif solver == "dense":
         fit = _dense(visible, recipe.memory.basis, shares, recipe.ridge)
     else:
         fit = iterative(visible, degree, shares, recipe.ridge, solutions, solved=solved)
@@ -255,6 +266,18 @@ def _shares(
         return log.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
 
     return shares
+
+
+def _with_slope(visible: VisibleAssociations, slope: Tensor, shares: Shares) -> Fit:
+    """Return the fit with x ``[B, T, H, K]`` of each query."""
+    x, k = slope.transpose(1, 2).unsqueeze(2), visible.k.transpose(1, 2).unsqueeze(2)
+
+    def fit(queries: slice, keys: slice, q: Tensor) -> Tensor:
+        p = shares(queries, keys)
+        product = x[..., queries, :] @ k[..., keys, :].mT  # [B, H, 1, C, m]
+        return p * (1 + (p * product).sum(-1, keepdim=True) - product)
+
+    return fit
 
 
 # -- dense -----------------------------------------------------------------------------------------

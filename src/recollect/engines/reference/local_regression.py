@@ -84,7 +84,11 @@ def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) ->
         size = gamma.sum(-1, keepdim=True)
         p = gamma / torch.where(size == 0, 1.0, size)
         memory = recipe.memory
-        if memory.degree:
+        if memory.slope_gate is not None:
+            mean = p.unsqueeze(-2) @ k.unsqueeze(2)  # [B, H, G, 1, K]
+            x = visible.query_rates[memory.slope_gate][:, t, :, None, :, None].to(dtype)
+            p = p * (1 - ((k.unsqueeze(2) - mean) @ x).squeeze(-1))
+        elif memory.degree:
             basis = memory.basis(k.unsqueeze(2) - q.unsqueeze(3))  # [B, H, G, m, D]
             p = p * _coefficients(basis, p, recipe.ridge)
         outputs.append(p @ past_values)
