@@ -54,6 +54,7 @@ from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import CachedPrompt
 from recollect.lm.replacement.loading import register
+from recollect.lm.replacement.mlp import replace_mlp
 from recollect.lm.replacement.swap import replace_attention
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ __all__ = [
     "parameter_groups",
     "register_family",
     "replace_attention",
+    "replace_mlp",
     "scale_for_width",
     "train",
     "width_rules",

@@ -85,7 +85,8 @@ def lact() -> tuple[Recipe, LayerOptions]:
         "The paper pads its convolution with zeros at chunk borders; here the last key of a chunk "
         "is written in the next.",
         rate="η is learned and starts at 0.001; the paper has a constant.",
-        layer="Queries and keys are projections; those of the paper are the input of the MLP.\n"
+        layer="Queries and keys are projections; those of the paper are the input of the MLP, as "
+        "with rc.lm.replace_mlp.\n"
         "Values are projections of the token with a short convolution; those of the paper come "
         "from token embeddings.",
         no_qk_norm=True,

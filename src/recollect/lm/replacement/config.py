@@ -41,7 +41,8 @@ class Swapped(RemoteConfig):
     """A mixin for the configuration of a decoder, in which layers were replaced.
 
     Attributes:
-        swaps: layers, recipe, options and engine of each replacement, in order.
+        swaps: layers, recipe, options and engine of each replacement, in order; and the ``part``
+            ``"mlp"`` if it replaces MLPs.
     """
 
     swaps: list[dict[str, Any]]
@@ -49,10 +50,13 @@ class Swapped(RemoteConfig):
 
     def all_recipes(self) -> dict[str, Recipe]:
         """Return the recipes that replaced layers, by the layers' indices."""
-        return {
-            f"layers {', '.join(map(str, swap['layers']))}": Recipe.from_dict(swap["recipe"])
-            for swap in self.swaps
-        }
+        recipes: dict[str, Recipe] = {}
+        for swap in self.swaps:
+            name = f"layers {', '.join(map(str, swap['layers']))}"
+            recipes[f"MLPs of {name}" if "part" in swap else name] = Recipe.from_dict(
+                swap["recipe"]
+            )
+        return recipes
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
@@ -74,14 +78,21 @@ class Swapped(RemoteConfig):
 
 
 def record_replacement(
-    model: nn.Module, *, layers: list[int], recipe: Recipe, options: LayerOptions, engine: str
+    model: nn.Module,
+    *,
+    layers: list[int],
+    recipe: Recipe,
+    options: LayerOptions,
+    engine: str,
+    part: str = "attention",
 ) -> None:
     """Add a replacement to a copy of a model's configuration, which other models may share."""
     old: Any = model.config
     new = copy.deepcopy(old)
     specialize(new, Swapped)
     swap = {"layers": layers, "recipe": recipe.to_dict(), "options": options.to_dict()}
-    new.swaps = [*getattr(old, "swaps", []), {**swap, "engine": engine}]
+    swap |= {"engine": engine} | ({} if part == "attention" else {"part": part})
+    new.swaps = [*getattr(old, "swaps", []), swap]
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = new
@@ -99,7 +110,10 @@ def parse_decoder_config(data: Mapping[str, Any]) -> tuple[type[PretrainedConfig
     decoder_type, decoder, swaps = (data.get(n) for n in ("decoder_type", "decoder", "swaps"))
     required = {"layers", "recipe", "options", "engine"}
     has_swaps = isinstance(swaps, list) and all(
-        isinstance(swap, Mapping) and set(swap) == required for swap in swaps
+        isinstance(swap, Mapping)
+        and set(swap) - {"part"} == required
+        and swap.get("part", "mlp") == "mlp"
+        for swap in swaps
     )
     if not isinstance(decoder, Mapping) or not swaps or not has_swaps:
         raise CheckpointError(

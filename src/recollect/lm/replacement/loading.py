@@ -23,6 +23,7 @@ from recollect.lm.adoption.subclass import original_class, specialize
 from recollect.lm.model.pretrained import StrictLoadingMixin
 from recollect.lm.publishing.remote_code import RemoteConfig
 from recollect.lm.replacement.config import MODEL_TYPE, Swapped, parse_decoder_config
+from recollect.lm.replacement.mlp import InPlaceMLP, replace_mlp_layers
 from recollect.lm.replacement.swap import SwappedAttention, replace_layers
 from recollect.recipe.recipe import Recipe
 
@@ -62,12 +63,13 @@ class SwappedModel(StrictLoadingMixin):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         model: Any = self
-        if any(isinstance(module, SwappedAttention) for module in model.modules()):
+        if any(isinstance(m, SwappedAttention | InPlaceMLP) for m in model.modules()):
             return  # AutoModel built the decoder below the head from this configuration
         for swap in config.swaps:
             recipe, options = Recipe.from_dict(swap["recipe"]), swap["options"]
             options = LayerOptions.from_dict(options)
-            replace_layers(model, recipe, options, swap["layers"], engine=swap["engine"])
+            replace = replace_mlp_layers if "part" in swap else replace_layers
+            replace(model, recipe, options, swap["layers"], engine=swap["engine"])
 
     @classmethod
     def _load_lines(cls) -> tuple[str, str]:

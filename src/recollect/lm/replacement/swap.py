@@ -34,8 +34,10 @@ __all__ = [
     "ReplacementReport",
     "SwappedAttention",
     "find_attention_modules",
+    "prepare_cache_for_generation",
     "replace_attention",
     "replace_layers",
+    "select_layers",
 ]
 
 
@@ -150,7 +152,7 @@ def _get_state_layer(cache: Cache, index: int) -> StateLayer:
     return layers[index]
 
 
-def _prepare_cache_for_generation(
+def prepare_cache_for_generation(
     model: PreTrainedModel,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -169,6 +171,8 @@ def _prepare_cache_for_generation(
     for module in model.modules():
         if isinstance(module, SwappedAttention):
             _get_state_layer(cache, module.layer_idx)
+        elif hasattr(module, "state_layer"):  # an MLP that learns in place
+            module.state_layer(cache)  # type: ignore[operator]
     if generation_config.is_assistant:
         cache.activate_past_recording()
 
@@ -259,7 +263,7 @@ def replace_layers(
     config: Any = model.config.get_text_config(decoder=True)
     depth, heads = config.num_hidden_layers, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    indices = _select_layers(attentions, layers, depth)
+    indices = select_layers(attentions, layers, depth)
     if options.persistent:
         raise RecipeError(
             "LayerOptions(persistent=...) reads learned pairs and no tokens, so it cannot replace "
@@ -298,7 +302,7 @@ def replace_layers(
     for name, module in replacements.items():  # after all layers fit: an error changes no layer
         model.set_submodule(name, module)
     if isinstance(model, GenerationMixin):
-        prepare = functools.partial(_prepare_cache_for_generation, model)
+        prepare = functools.partial(prepare_cache_for_generation, model)
         model._prepare_cache_for_generation = prepare  # type: ignore[assignment]
     return ReplacementReport(layers=tuple(reports))
 
@@ -318,18 +322,19 @@ def find_attention_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]
     return dict(sorted(by_layer.items()))
 
 
-def _select_layers(
-    attentions: dict[int, Any], layers: Iterable[int] | None, depth: int
+def select_layers(
+    modules: dict[int, Any], layers: Iterable[int] | None, depth: int, *, part: str = "attention"
 ) -> list[int]:
+    """Return the sorted indices of named layers that have a module to replace."""
     if layers is None:
-        return list(attentions)
+        return list(modules)
     indices: set[int] = set()
     for index in [layers] if isinstance(layers, int) else layers:
         from_start = index + depth if isinstance(index, int) and index < 0 else index
-        if from_start not in attentions:
+        if from_start not in modules:
             raise ValueError(
-                f"layers names {index!r}, and this decoder has attention that could be replaced "
-                f"in layers {', '.join(map(str, attentions))}"
+                f"layers names {index!r}, and this decoder has {part} that could be replaced "
+                f"in layers {', '.join(map(str, modules))}"
             )
         indices.add(from_start)
     if not indices:
