@@ -1,6 +1,6 @@
 """Replace the MLPs of Hugging Face decoders by MLPs that learn in place: `replace_mlp`.
 
-A gated MLP is recognized by its structure: ``gate_proj``, ``up_proj``, ``down_proj``, ``act_fn``. Its
+A gated MLP is recognized by ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``. Its
 output map becomes the initial value of a memory, whose keys and queries are the hidden units. The
 state of the memory is one more layer of the decoder's cache.
 """
