@@ -252,6 +252,12 @@ def test_updates_at_the_end_of_batches_are_refused_where_they_have_no_meaning() 
         rc.Recipe(features=rc.features.Gaussian(), algorithm=descent(batch_size=4, **ends))
     with pytest.raises(rc.RecipeError, match=r"rows, and those of memory\.Matrix start at zero"):
         rc.Recipe(retention=rc.retention.RowNorm())
+    with pytest.raises(rc.RecipeError, match=r"averages steps from W°, which retention\.RowNorm"):
+        rc.Recipe(
+            memory=rc.memory.MLP(),
+            retention=rc.retention.RowNorm(),
+            algorithm=descent(reduction="mean"),
+        )
     with pytest.raises(rc.RecipeError, match="or update_every='batch' if it has it"):
         rc.Recipe(
             memory=rc.memory.MLP(),

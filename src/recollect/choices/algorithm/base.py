@@ -332,7 +332,7 @@ class Algorithm(Member):
                 f"{self.title} has a rate per value channel, which needs a linear map, and "
                 f"{recipe.memory.title} has none: use one rate per head"
             )
-        if self.reduction == "mean" and (recipe.retention.decay or recipe.retention.has_link):
+        if self.reduction == "mean" and (recipe.retention.decay or not recipe.retention.is_plain):
             yield (
                 f"{self.title}(reduction='mean') averages steps from W°, which "
                 f"{recipe.retention.title} would forget: use retention.Keep() or reduction='sum'"
