@@ -498,6 +498,16 @@ COSTS = {
     "muon at borders": rc.Recipe(
         memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=8, update_every="batch")
     ),
+    "sums at borders": rc.Recipe(
+        memory=memory.GatedMLP(expansion=1),
+        context=context.Window(size=3),
+        retention=retention.RowNorm(decay=retention.Decay()),
+        algorithm=algorithm.Muon(batch_size=8, update_every="batch", momentum_every="batch"),
+    ),
+    "plain steps at borders": rc.Recipe(
+        retention=retention.Decay(),
+        algorithm=algorithm.GradientDescent(batch_size=8, update_every="batch"),
+    ),
     "link": rc.Recipe(bias=bias.Lp(), retention=retention.Ball(), algorithm=algorithm.Momentum()),
     "searched": rc.Recipe(
         memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=8, normalized_steps=True)
