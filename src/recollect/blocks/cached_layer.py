@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from recollect.blocks.cached import CachedMemory
 from recollect.blocks.layers import RowsLayer
-from recollect.blocks.restarts import SegmentRun, run_segments
+from recollect.blocks.restarts import SegmentRun, run_segments, take_inputs
 from recollect.blocks.segments import concat_segments, split_segments
 from recollect.blocks.state import MixerState
 from recollect.functional.read import read
 from recollect.layer.memory_layer import MemoryLayer, state_after
-from recollect.layer.state import LayerState
+from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State, join_states
 from recollect.state.tree import where_rows
 
@@ -124,7 +124,8 @@ class CachedMemoryLayer(RowsLayer):
         start = initial.memory if self.mixer.restart else None
         for part in run_segments(layer, inputs, memory, segments, initial=start, size=C):
             cache.close_segments(part.previous, part.tokens.starts_segment, initial.memory)
-            outputs.append(self._combine(part, part.tokens.take(x), cache))
+            part_inputs = take_inputs(inputs, part.tokens)
+            outputs.append(self._combine(part, part_inputs, part.tokens.take(x), cache))
             memory = part.state
         y = inputs.q.new_zeros(*x.shape[:2], layer.num_heads, layer.value_dim)
         if outputs:
@@ -154,27 +155,27 @@ class CachedMemoryLayer(RowsLayer):
             size=self.mixer.segment,
         )
 
-    def _combine(self, part: SegmentRun, x: Tensor, cache: _Cache) -> Tensor:
+    def _combine(self, part: SegmentRun, inputs: MemoryInputs, x: Tensor, cache: _Cache) -> Tensor:
         """Return the weighted outputs of all states at the tokens of one segment."""
         running = cache.total.unsqueeze(1) + x.to(cache.total.dtype).cumsum(1)
         cache.total = running[:, -1]
         gamma = self._weights(x, running / _token_numbers(part, self.mixer.segment), cache)
         total = gamma[..., -1:, None] * part.outputs
         if cache.states:
-            y = self._read_earlier(part, cache)
+            y = self._read_earlier(inputs, cache)
             dtype = torch.promote_types(y.dtype, gamma.dtype)
             total = total + torch.einsum("bwn,nbwhv->bwhv", gamma[..., :-1].to(dtype), y.to(dtype))
         return total.to(part.outputs.dtype)
 
-    def _read_earlier(self, part: SegmentRun, cache: _Cache) -> Tensor:
+    def _read_earlier(self, inputs: MemoryInputs, cache: _Cache) -> Tensor:
         """Return the outputs of the states of earlier segments ``[n, B, w, Hq, V]``."""
         n, layer = len(cache.states), self.memory
         y = read(
             layer.recipe,
-            _repeat(part.inputs.q, n),
-            gates={name: _repeat(x, n) for name, x in part.inputs.gates.items()},
+            _repeat(inputs.q, n),
+            gates={name: _repeat(x, n) for name, x in inputs.gates.items()},
             state=join_states(cache.states),
-            params=part.inputs.params or None,
+            params=inputs.params or None,
             precision=layer.precision,
         ).unflatten(0, (n, -1))
         is_stored = cache.is_stored
@@ -213,7 +214,7 @@ def _repeat(x: Tensor, n: int) -> Tensor:
 
 def _token_numbers(part: SegmentRun, size: int) -> Tensor:
     """Return the numbers of tokens of the open segments up to each token ``[B or 1, w, 1]``."""
-    steps = torch.arange(1, part.inputs.q.shape[1] + 1, device=part.inputs.q.device)
+    steps = torch.arange(1, part.outputs.shape[1] + 1, device=part.outputs.device)
     starts, position = part.tokens.starts_segment, part.previous.host_position
     if starts is True:
         return steps.view(1, -1, 1)

@@ -1,7 +1,6 @@
 """Run a memory over the segments of a call, continued or restarted at each.
 
-Segments of a memory that restarts do not depend on each other, so complete ones run as rows of
-one batch.
+Segments of a memory that restarts do not depend on each other, so they run as rows of one batch.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recollect.blocks.layers import trim_state
 from recollect.blocks.segments import SegmentSlice
@@ -29,14 +29,12 @@ class SegmentRun:
 
     Attributes:
         tokens: the tokens.
-        inputs: inputs of the memory at these tokens.
         previous: state before the first token, before any restart.
         outputs: outputs of the memory ``[B, w, Hq, V]``.
         state: state after the last token.
     """
 
     tokens: SegmentSlice
-    inputs: MemoryInputs
     previous: State
     outputs: Tensor
     state: State
@@ -61,21 +59,24 @@ def run_segments(
         initial: state with which every segment starts; ``None`` if the memory continues.
         size: number of tokens of a complete segment.
     """
-    complete = {} if initial is None else _run_complete(layer, inputs, segments, size)
+    independent = {} if initial is None else _run_independent(layer, inputs, segments, size)
     for index, part in enumerate(segments):
-        part_inputs, previous = take_inputs(inputs, part), state
-        if initial is not None:
-            state = restarted(initial, state, part.starts_segment)
-        if index in complete:
-            y, state = complete[index]
+        previous = state
+        if index in independent:
+            y, state = independent[index]
+            if part.lengths is not None:
+                state = state.where(part.lengths > 0, previous)
         else:
+            if initial is not None:
+                state = restarted(initial, state, part.starts_segment)
+            part_inputs = take_inputs(inputs, part)
             batch = padded_right(part_inputs.q, part.lengths)
             y, memory = run_memory(layer, part_inputs, LayerState(memory=state), batch=batch)
             assert memory is not None
             state = memory
-            if initial is not None and part.index is not None:
-                state = trim_state(layer, LayerState(memory=state), size).memory
-        yield SegmentRun(tokens=part, inputs=part_inputs, previous=previous, outputs=y, state=state)
+        if initial is not None and part.index is not None:
+            state = trim_state(layer, LayerState(memory=state), size).memory
+        yield SegmentRun(tokens=part, previous=previous, outputs=y, state=state)
 
 
 def padded_right(x: Tensor, lengths: Tensor | None) -> CompactedBatch | None:
@@ -100,36 +101,75 @@ def take_inputs(inputs: MemoryInputs, part: SegmentSlice) -> MemoryInputs:
     return replace(inputs, q=q, k=k, v=v, gates=gates)
 
 
-def _run_complete(
+def _run_independent(
     layer: RecipeModule, inputs: MemoryInputs, segments: Sequence[SegmentSlice], size: int
 ) -> dict[int, tuple[Tensor, State]]:
-    """Run the complete segments that all sequences start together, as rows of one batch."""
-    slices = {
-        index: part.token_slice
-        for index, part in enumerate(segments)
-        if part.starts_segment is True
-        and part.token_slice is not None
-        and part.token_slice.stop - part.token_slice.start == size
-    }
-    if len(slices) < 2:
+    """Run segments that start with the initial memory as rows of one batch, by their numbers."""
+    if not segments:
         return {}
-    tokens = slice(min(s.start for s in slices.values()), max(s.stop for s in slices.values()))
-    count, rows = len(slices), inputs.q.shape[0]
-
-    def as_rows(x: Tensor) -> Tensor:  # [B, n size, ...] to [n B, size, ...]
-        return x[:, tokens].unflatten(1, (count, size)).transpose(0, 1).flatten(0, 1)
-
-    gates = {name: as_rows(x) for name, x in inputs.gates.items()}
-    stacked = replace(
-        inputs, q=as_rows(inputs.q), k=as_rows(inputs.k), v=as_rows(inputs.v), gates=gates
-    )
-    y, state = run_memory(layer, stacked, None)
+    if segments[0].index is None:
+        numbers = [i for i, part in enumerate(segments) if _is_complete(part, size)]
+    else:  # all sequences that have tokens start each segment but the first
+        numbers = [i for i, part in enumerate(segments) if i or part.starts_segment is True]
+    if len(numbers) < 2:
+        return {}
+    rows, parts = inputs.q.shape[0], [segments[i] for i in numbers]
+    stacked, batch = _as_rows(inputs, parts, size)
+    y, state = run_memory(layer, stacked, None, batch=batch)
     assert state is not None
     position = state.host_position
-    return {
-        index: (
-            y[i * rows : (i + 1) * rows],
-            state.map(lambda x, i=i: x[i * rows : (i + 1) * rows]).with_position(position),
-        )
-        for i, index in enumerate(slices)
-    }
+    results: dict[int, tuple[Tensor, State]] = {}
+    for i, (number, part) in enumerate(zip(numbers, parts, strict=True)):
+        at = slice(i * rows, (i + 1) * rows)
+        width = size if part.index is None else part.index.shape[1]
+        one = state.map(lambda x, at=at: x[at]).with_position(position)
+        results[number] = y[at, :width], one
+    return results
+
+
+def _is_complete(part: SegmentSlice, size: int) -> bool:
+    """Return whether all sequences start a segment together and end it."""
+    tokens = part.token_slice
+    return part.starts_segment is True and tokens is not None and tokens.stop - tokens.start == size
+
+
+def _as_rows(
+    inputs: MemoryInputs, parts: Sequence[SegmentSlice], size: int
+) -> tuple[MemoryInputs, CompactedBatch | None]:
+    """Return the inputs of n segments of B sequences as n B rows of ``size`` tokens."""
+    count, rows = len(parts), inputs.q.shape[0]
+    first, batch = parts[0].token_slice, None
+    if first is not None:
+        tokens = slice(first.start, first.start + count * size)
+
+        def stack(x: Tensor) -> Tensor:  # [B, n size, ...] to [n B, size, ...]
+            return x[:, tokens].unflatten(1, (count, size)).transpose(0, 1).flatten(0, 1)
+    else:
+        device = inputs.q.device
+        sequence = torch.arange(rows, device=device).repeat(count).unsqueeze(1)
+        index = torch.cat([_padded_index(part, size) for part in parts])
+        lengths = torch.cat([_num_tokens(part, rows) for part in parts]).to(device)
+        valid = torch.arange(size, device=device) < lengths.unsqueeze(1)
+        batch = padded_right(valid, lengths)
+
+        def stack(x: Tensor) -> Tensor:
+            mask = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
+            return torch.where(mask, x[sequence, index], 0.0)
+
+    gates = {name: stack(x) for name, x in inputs.gates.items()}
+    stacked = replace(inputs, q=stack(inputs.q), k=stack(inputs.k), v=stack(inputs.v), gates=gates)
+    return stacked, batch
+
+
+def _padded_index(part: SegmentSlice, size: int) -> Tensor:
+    """Return the indices of the tokens ``[B, size]``; the last ones belong to no token."""
+    assert part.index is not None
+    return functional.pad(part.index, (0, size - part.index.shape[1]))
+
+
+def _num_tokens(part: SegmentSlice, rows: int) -> Tensor:
+    """Return the number of tokens of a segment in each sequence ``[B]``."""
+    assert part.index is not None
+    if part.lengths is not None:
+        return part.lengths
+    return torch.full((rows,), part.index.shape[1], device=part.index.device)
