@@ -62,7 +62,7 @@ def decodes_as_the_layer(name: str, tokens: int) -> rc.StaticDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", ["gated_delta_net", "rls", "mamba2"])
+@pytest.mark.parametrize("name", ["gated_delta_net", "rls", "mamba2", "log_linear_attention"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.usefixtures("graphs")
 def test_the_layers_own_tokens(name: str, mode: type) -> None:

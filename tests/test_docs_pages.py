@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import doctest
 import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import json
 import posixpath
@@ -216,6 +218,31 @@ def test_the_zoo_stands_by_its_families() -> None:
         families.setdefault(rc.zoo.get(name).family, []).append(name)
     rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", page("zoo.md"), re.MULTILINE)
     assert {family: re.findall(r"`(\w+)`", names) for family, names in rows} == families
+
+
+def test_layers_of_another_package_have_presets_that_exist() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", page("flash-linear-attention.md"), re.M)
+    layers = [layer for layer, _, _ in rows]
+    assert len(set(layers)) == len(layers) == 45
+    assert layers == sorted(layers, key=str.lower)
+    for layer, kind, cell in rows:
+        names = re.findall(r"`(\w+)`", cell)
+        assert bool(names) or kind == "none" or "](#recipes-without-a-preset)" in cell, layer
+        for name in names:
+            is_composition = rc.zoo.get(name).kind == "hybrid"
+            assert kind == "recipe" or (kind == "composition") == is_composition, layer
+
+
+def test_layers_of_another_package_are_all_its_layers() -> None:
+    spec = importlib.util.find_spec("fla")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs flash-linear-attention")
+    if importlib.metadata.version("flash-linear-attention") != "0.6.0":
+        pytest.skip("the page lists the layers of 0.6.0")
+    source = (Path(spec.origin).parent / "layers" / "__init__.py").read_text(encoding="utf-8")
+    exported = ast.literal_eval(re.split(r"^__all__ = ", source, flags=re.M)[1])
+    rows = re.findall(r"^\| `(\w+)` \|", page("flash-linear-attention.md"), re.M)
+    assert set(exported) <= set(rows)
 
 
 def test_every_command_stands_on_its_page() -> None:
