@@ -123,13 +123,18 @@ def figure(search: Search) -> RenderedFigure:
             for style, candidate in enumerate(given, 2):
                 own = [x for x in search.points(task, cost) if x[2] == candidate.name]
                 if own:
-                    series.append(_series(candidate.name, own, unit, style=style))
+                    series.append(_series(candidate.name, own, unit, style=style, points_only=True))
             names = {x.name for x in given}
             drawn = [x for x in search.points(task, cost) if x[2] not in names]
             if drawn:
                 series.append(_series("drawn recipes", drawn, unit, style=1, points_only=True))
             panels.append(
-                Panel(y=f"{task}: {measure_name(task)}", series=series, x=label, log_x=True)
+                Panel(
+                    y=f"{task}: {measure_name(task)}",
+                    series=series,
+                    x=label,
+                    log_x=cost == "state",
+                )
             )
     title = f"Recipes near {search.start.name}"
     return panel_figure(panels, x="", title=title, height=2.9)

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from recollect.blocks.mixers import RecipeMixer
 from recollect.choices.member import Member
@@ -103,7 +104,7 @@ def draw_neighbour(
 
 def _change(rng: random.Random, start: Recipe, pool: Pool) -> Recipe:
     """Return the start with one or two new members, and what the first one needs."""
-    choices = dict(zip(CHOICES, start.members(), strict=True))
+    choices: dict[str, Any] = dict(zip(CHOICES, start.members(), strict=True))
     names = rng.sample(CHOICES, rng.choice((1, 2)))
     for name in names:
         cls = rng.choice(pool.members(name))
