@@ -174,7 +174,9 @@ def _gradient(f: Loss, w: Tensor) -> Tensor:
 
 def _hessian(f: Loss, w: Tensor) -> Tensor:
     with torch.enable_grad():
-        return torch.autograd.functional.hessian(f, w.detach())
+        hessian = torch.autograd.functional.hessian(f, w.detach())
+    assert isinstance(hessian, Tensor)  # a tuple for several arguments
+    return hessian
 
 
 def _minimum(f: Loss, start: Tensor) -> Tensor:
