@@ -118,8 +118,8 @@ UNTOUCHED = {"yaad": "gates.threshold."}
 @pytest.mark.parametrize("name", EVERY)
 def test_forward_backward_and_bf16_autocast(name: str) -> None:
     layer = build(name).float()
-    # What acts at the border of an inner batch is felt by the tokens after it.
-    x = tokens(length=max(T, layer.recipe.algorithm.batch_size + 3)).float()
+    # Momentum from batch to batch changes outputs of the third inner batch.
+    x = tokens(length=max(T, 2 * layer.recipe.algorithm.batch_size + 3)).float()
     exact, _ = layer(x)
     exact.square().mean().backward()
     for what, weight in layer.named_parameters():

@@ -433,7 +433,7 @@ def memory_caching() -> Mixer:
         "Li et al. eqs. 5–7, over Titans, before the second stage of training",
         memory="V is read after the write of every token; the paper reads it as of the start of "
         "its inner batch.",
-        inner_batches="2048 (V), 8 and 16 (W)",
+        inner_batches="V has inner batches of 2048 tokens, and the two W of 8 and 16.",
         sizes="Segments have 2048 tokens.",
         layer="The layer around the memories is that of titans.",
     ),
