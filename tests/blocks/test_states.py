@@ -186,9 +186,9 @@ def test_short_documents_are_not_padded_to_the_longest(monkeypatch: pytest.Monke
     layer = build(MemoryAsContext("gated_delta_net", "softmax_attention", segment=4), 8, 2)
     run, ran = type(layer).forward_rows, []
 
-    def counted(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+    def counted(self: Any, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
         ran.append(x.shape[0] * x.shape[1])
-        return run(self, x, *rest)
+        return run(self, x, *rest, **options)
 
     monkeypatch.setattr(type(layer), "forward_rows", counted)
     lengths = torch.tensor([40, *[2] * 30, 5, 0])

@@ -74,7 +74,12 @@ class MemoryAsContextLayer(RowsLayer):
         return layer
 
     def forward_rows(
-        self, x: Tensor, state: MixerState | None, lengths: Tensor | None
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        lengths: Tensor | None,
+        *,
+        output_final_state: bool,
     ) -> tuple[Tensor, MixerState]:
         current = self._initial_state(x) if state is None else _SegmentState.of(state)
         segments = [*split_segments(current.memory.memory, x, lengths, self.segment)]

@@ -106,7 +106,12 @@ class CachedMemoryLayer(RowsLayer):
         return layer
 
     def forward_rows(
-        self, x: Tensor, state: MixerState | None, lengths: Tensor | None
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        lengths: Tensor | None,
+        *,
+        output_final_state: bool,
     ) -> tuple[Tensor, MixerState]:
         layer, C = self.memory, self.mixer.segment
         _, initial = layer(x[:, :0])

@@ -206,9 +206,11 @@ class RowsLayer(MixerLayer):
         if cu_seqlens is not None:
             return self._forward_packed(x, state, cu_seqlens, output_final_state)
         if mask is None:
-            return self.forward_rows(x, state, None)
+            return self.forward_rows(x, state, None, output_final_state=output_final_state)
         batch = compact(mask)
-        y, final_state = self.forward_rows(batch.gather(x), state, batch.lengths)
+        y, final_state = self.forward_rows(
+            batch.gather(x), state, batch.lengths, output_final_state=output_final_state
+        )
         return scatter(y, batch), final_state
 
     def _forward_packed(
@@ -221,14 +223,21 @@ class RowsLayer(MixerLayer):
         y, final_state = torch.zeros_like(x[0]), None
         for batch in document_batches(cu_seqlens, x, in_one_batch=output_final_state):
             initial = None if state is None else state.select(batch.documents)
-            outputs, final_state = self.forward_rows(batch.gather(x), initial, batch.lengths)
+            outputs, final_state = self.forward_rows(
+                batch.gather(x), initial, batch.lengths, output_final_state=output_final_state
+            )
             y = y.index_copy(0, batch.index[batch.mask], outputs[batch.mask].to(y.dtype))
         return y.unsqueeze(0), final_state
 
     @abstractmethod
     def forward_rows(
-        self, x: Tensor, state: MixerState | None, lengths: Tensor | None
-    ) -> tuple[Tensor, MixerState]:
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        lengths: Tensor | None,
+        *,
+        output_final_state: bool,
+    ) -> tuple[Tensor, MixerState | None]:
         """Run sequences without padding, or with padding on the right only."""
         raise NotImplementedError
 

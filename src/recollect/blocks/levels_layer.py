@@ -23,14 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.blocks.layers import MixerLayer
+from recollect.blocks.layers import RowsLayer
 from recollect.blocks.levels import CHUNK_SIZE, Levels
 from recollect.blocks.state import MixerState
 from recollect.choices.runtime import without_autocast
 from recollect.engines.common.problem import state_dtype
 from recollect.fields import Gate, Range
 from recollect.functional.binding import bind, named
-from recollect.functional.packing import compact, document_batches, scatter
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer, make_call, run_call, state_after
 from recollect.layer.options import GateOptions
@@ -41,7 +40,7 @@ from recollect.state.state import State, initial_state
 __all__ = ["LevelsLayer"]
 
 
-class LevelsLayer(MixerLayer):
+class LevelsLayer(RowsLayer):
     """The layer of `Levels`; projections, norm and output map are those of its memory.
 
     Args:
@@ -73,43 +72,12 @@ class LevelsLayer(MixerLayer):
         assert isinstance(layer, MemoryLayer)
         return layer
 
-    def forward_checked(
-        self,
-        x: Tensor,
-        state: MixerState | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        *,
-        output_final_state: bool,
-    ) -> tuple[Tensor, MixerState | None]:
-        if cu_seqlens is not None:
-            return self._forward_packed(x, state, cu_seqlens, output_final_state)
-        if mask is None:
-            return self._forward_rows(x, state, None, output_final_state)
-        batch = compact(mask)
-        y, final_state = self._forward_rows(
-            batch.gather(x), state, batch.lengths, output_final_state
-        )
-        return scatter(y, batch), final_state
-
-    def _forward_packed(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor, output_final_state: bool
-    ) -> tuple[Tensor, MixerState | None]:
-        """Run documents as rows; without a final state, in groups of similar length."""
-        y, final_state = torch.zeros_like(x[0]), None
-        for batch in document_batches(cu_seqlens, x, in_one_batch=output_final_state):
-            initial = None if state is None else state.select(batch.documents)
-            outputs, final_state = self._forward_rows(
-                batch.gather(x), initial, batch.lengths, output_final_state
-            )
-            y = y.index_copy(0, batch.index[batch.mask], outputs[batch.mask].to(y.dtype))
-        return y.unsqueeze(0), final_state
-
-    def _forward_rows(
+    def forward_rows(
         self,
         x: Tensor,
         state: MixerState | None,
         lengths: Tensor | None,
+        *,
         output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
         """Run sequences without padding, or with padding on the right only."""

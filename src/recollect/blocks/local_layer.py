@@ -44,7 +44,12 @@ class LocalMemoriesLayer(RowsLayer):
         return layer
 
     def forward_rows(
-        self, x: Tensor, state: MixerState | None, lengths: Tensor | None
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        lengths: Tensor | None,
+        *,
+        output_final_state: bool,
     ) -> tuple[Tensor, MixerState]:
         first, mixer = self.first, self.mixer
         states: dict[str, LayerState] = {}
