@@ -56,12 +56,12 @@ def _decayed(visible: VisibleAssociations, transition: KeyTransition) -> Piece:
         first = max(start - 1, 0)
         reference = total[:, :, first : first + 1] if start else torch.zeros_like(total[:, :, :1])
         past = slice(keys.start, start)
-        moved = k[:, :, past] * (reference - total[:, :, past]).exp().to(k.dtype)
+        moved = k[:, :, past] * (reference - total[:, :, past]).to(k.dtype).exp()
         if start == keys.stop:  # a state is only read
             return torch.einsum("bhcgk,bhmk->bhgcm", x, moved)
         current = slice(start, keys.stop)
         relative = total[:, :, current] - reference  # [B, H, C, K]
-        decayed = x * relative.exp().to(x.dtype).unsqueeze(3)
+        decayed = x * relative.to(x.dtype).exp().unsqueeze(3)
         earlier = torch.einsum("bhcgk,bhmk->bhgcm", decayed, moved)
         rows = decayed_gram(x.flatten(2, 3), relative, k[:, :, current], relative, strict=False)
         inside = rows.unflatten(2, (-1, G)).transpose(2, 3)  # [B, H, G, C, C]
