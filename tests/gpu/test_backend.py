@@ -52,7 +52,9 @@ EXPECTED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("retnet_xpos", "gla", "gateloop", "hgrn2", "kalman_linear_attention"), (GATE, GATE)
     ),
-    **dict.fromkeys(("delta_net", "dpfp", "efla", "longhorn", "nlms"), (PLAIN, DELTA)),
+    **dict.fromkeys(
+        ("delta_net", "dpfp", "efla", "longhorn", "nlms", "product_key_memory"), (PLAIN, DELTA)
+    ),
     **dict.fromkeys(
         ("delta_product", "gated_delta_product", "erase_then_delta"),
         ("chunk_gated_delta_product", DELTA),
@@ -175,7 +177,9 @@ KDA = "chunk_kda"
 ON_HOPPER: dict[str, tuple[str, str]] = {
     **EXPECTED,
     **dict.fromkeys(("retnet", "lightning_attention", "mamba2", "mlstm"), (GATE, GATE)),
-    **dict.fromkeys(("delta_net", "dpfp", "efla", "longhorn", "nlms"), (PLAIN, KDA)),
+    **dict.fromkeys(
+        ("delta_net", "dpfp", "efla", "longhorn", "nlms", "product_key_memory"), (PLAIN, KDA)
+    ),
     "gated_delta_net": (KDA, KDA),
     "delta_product": ("chunk_gated_delta_product", KDA),
     **dict.fromkeys(("gated_delta_product", "erase_then_delta"), (KDA, KDA)),

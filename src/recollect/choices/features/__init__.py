@@ -28,6 +28,7 @@ from recollect.choices.features.learned import (
     LearnedRelu,
     Quadratic,
 )
+from recollect.choices.features.product_keys import ProductKeys
 from recollect.choices.features.random import (
     FrequencyDomain,
     PolynomialSketch,
@@ -52,6 +53,7 @@ __all__ = [
     "Polynomial",
     "PolynomialSketch",
     "PositiveRandom",
+    "ProductKeys",
     "Quadratic",
     "RandomFourier",
     "Relu",
