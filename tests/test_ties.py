@@ -49,6 +49,11 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
             "decay per key channel",
         ),
         (
+            {"target": "k", "source": "k", "rule": "filter"},
+            {"retention": Decay()},
+            "decay per key channel",
+        ),
+        (
             {"target": "k", "source": "log_decay", "rule": "blend"},
             {"retention": Decay()},
             "gate per key channel",
