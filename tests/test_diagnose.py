@@ -57,7 +57,7 @@ def test_delta_net_by_hand() -> None:
 def test_effective_ranks_are_those_of_the_singular_values() -> None:
     """One association has rank 1; K orthogonal ones of equal size have rank K."""
     layer, x = build("delta_net"), tokens()
-    found = rc.diagnose(layer, x)
+    diagnosis = rc.diagnose(layer, x)
     inputs = layer.memory_inputs(x)
     _, state = rc.recall(layer, inputs.q, inputs.k, inputs.v, inputs.gates, output_final_state=True)
     ranks = torch.zeros(B, HEADS, dtype=torch.float64)
@@ -70,10 +70,12 @@ def test_effective_ranks_are_those_of_the_singular_values() -> None:
             )
             p = values[values > 0] / values.sum()
             ranks[b, head] = (-(p * p.log()).sum()).exp()
-    torch.testing.assert_close(found.rank["W"][-1].double(), ranks.mean(0), rtol=1e-4, atol=1e-4)
-    assert found.rank["W"][0].tolist() == [0, 0]
-    torch.testing.assert_close(found.rank["W"][1], torch.ones(HEADS), **TOL)
-    assert found.max_rank == {"W": 8}
+    torch.testing.assert_close(
+        diagnosis.rank["W"][-1].double(), ranks.mean(0), rtol=1e-4, atol=1e-4
+    )
+    assert diagnosis.rank["W"][0].tolist() == [0, 0]
+    torch.testing.assert_close(diagnosis.rank["W"][1], torch.ones(HEADS), **TOL)
+    assert diagnosis.max_rank == {"W": 8}
     deep = rc.diagnose(build("titans"), tokens())
     assert deep.max_rank.keys() == deep.rank.keys() == deep.memory.keys()
     for name, rank in deep.rank.items():
@@ -83,25 +85,27 @@ def test_effective_ranks_are_those_of_the_singular_values() -> None:
 @pytest.mark.parametrize("name", ["gated_delta_net", "gla", "mamba", "mamba2", "retnet"])
 def test_a_memory_that_only_decays_is_halved_after_its_half_life(name: str) -> None:
     layer, x = build(name), tokens()
-    found = rc.diagnose(layer, x)
+    diagnosis = rc.diagnose(layer, x)
     inputs = layer.memory_inputs(x)
-    assert found.half_life is not None
+    assert diagnosis.half_life is not None
     if name == "gated_delta_net":
         expected = -math.log(2) / inputs.gates["log_decay"].mean(0)
-        torch.testing.assert_close(found.half_life.double(), expected, **TOL)
+        torch.testing.assert_close(diagnosis.half_life.double(), expected, **TOL)
     if name == "gla":
         expected = -math.log(2) / inputs.gates["log_decay"].mean((0, -1))
-        torch.testing.assert_close(found.half_life.double(), expected, **TOL)
-    assert (found.half_life > 0).all()
+        torch.testing.assert_close(diagnosis.half_life.double(), expected, **TOL)
+    assert (diagnosis.half_life > 0).all()
     assert rc.diagnose(build("delta_net"), x).half_life is None
 
 
 def test_surprise_is_the_norm_of_the_error() -> None:
     layer, x = build("delta_net"), tokens()
-    found = rc.diagnose(layer, x)
+    diagnosis = rc.diagnose(layer, x)
     inputs = layer.memory_inputs(x)
-    assert found.error is not None
-    torch.testing.assert_close(found.error[0].double(), inputs.v[:, 0].norm(dim=-1).mean(0), **TOL)
+    assert diagnosis.error is not None
+    torch.testing.assert_close(
+        diagnosis.error[0].double(), inputs.v[:, 0].norm(dim=-1).mean(0), **TOL
+    )
 
 
 def test_a_deep_memory_with_momentum_and_inner_batches() -> None:

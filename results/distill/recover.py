@@ -81,7 +81,7 @@ def train_teacher(seed: int, folder: Path) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     )
     model = LlamaForCausalLM(config)
-    for steps, lr, is_whole in ((1500, 4e-3, False), (200, 1e-3, True)):
+    for steps, lr, is_whole in ((1300, 4e-3, False), (150, 1e-3, True)):
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, lr, total_steps=steps, pct_start=0.1
@@ -130,6 +130,7 @@ def recover(folder: Path, seed: int, names: list[str]) -> dict[str, Any]:
                 "separator": "\n",
                 "context": CONTEXT,
             },
+            lr={"match_layers": 1e-2, "match_logits": 5e-3, "fine_tune": 5e-3},
             optimizer={"batch": 16, "weight_decay": 0.0},
             run={"seed": seed, "device": "cpu", "save_every": 0},
             **PLANS[name],

@@ -118,14 +118,14 @@ def test_statistics_are_those_of_a_loop_over_queries() -> None:
     ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     with torch.no_grad():
-        found = attention_statistics(model, {"input_ids": ids, "attention_mask": mask.long()})
+        statistics = attention_statistics(model, {"input_ids": ids, "attention_mask": mask.long()})
         distances, writes = attention_loop(model, ids, lengths)
-    assert list(found) == [0, 1]
+    assert list(statistics) == [0, 1]
     for layer in (0, 1):
-        torch.testing.assert_close(found[layer].mean_distance, distances[layer])
-        torch.testing.assert_close(found[layer].write, writes[layer])
-        assert found[layer].tokens.shape == (14, 16)
-        assert found[layer].outputs.shape == (14, 4, 4)
+        torch.testing.assert_close(statistics[layer].mean_distance, distances[layer])
+        torch.testing.assert_close(statistics[layer].write, writes[layer])
+        assert statistics[layer].tokens.shape == (14, 16)
+        assert statistics[layer].outputs.shape == (14, 4, 4)
 
 
 @pytest.mark.parametrize("recipe", ["gated_delta_net", "gla"])
@@ -133,17 +133,17 @@ def test_a_decay_reads_tokens_of_the_age_that_attention_reads(recipe: str) -> No
     """Σ_n n αⁿ / Σ_n αⁿ = d, of the mean over channels where a recipe has a decay for each."""
     model = llama()
     batch = {"input_ids": torch.randint(0, 256, (4, 32))}
-    found = attention_statistics(model, batch)
+    statistics = attention_statistics(model, batch)
     report = rc.lm.replace_attention(model, recipe)
     module: Any = model.get_submodule(report.layers[0].name)
-    changed = calibrate(module.layer, found[0], copied=True)
+    changed = calibrate(module.layer, statistics[0], copied=True)
     gate = next(g for g in module.layer.gates.values() if getattr(g, "is_log", False))
     log_alpha = gate.activation(gate.bias.detach().double())
     mean = -(-log_alpha).log().reshape(2, -1).mean(1).exp()
     n = torch.arange(20_000, dtype=torch.float64)
-    kept = (mean[:, None] * n).exp()  # [H, ages]
-    age = (kept * n).sum(1) / kept.sum(1)
-    torch.testing.assert_close(age, found[0].mean_distance.double(), rtol=1e-4, atol=0)
+    weight = (mean[:, None] * n).exp()  # [H, ages]
+    age = (weight * n).sum(1) / weight.sum(1)
+    torch.testing.assert_close(age, statistics[0].mean_distance.double(), rtol=1e-4, atol=0)
     assert any("decay" in name for name in changed)
 
 
@@ -171,11 +171,11 @@ def test_a_layer_without_those_gates_is_left_as_it_is() -> None:
     options = rc.LayerOptions(output_norm="none", output_gate="none", conv_size=0)
     report = rc.lm.replace_attention(model, (recipe, options))
     layer = model.get_submodule(report.layers[0].name).layer
-    before = {name: x.clone() for name, x in layer.named_parameters()}
+    initial = {name: x.clone() for name, x in layer.named_parameters()}
     changed = calibrate(layer, statistics[0], copied=True)
     assert {name.partition(".")[0] for name in changed} <= {"gates"}
     for name, x in layer.named_parameters():
-        assert torch.equal(x, before[name]) or name.startswith("gates.lr"), name
+        assert torch.equal(x, initial[name]) or name.startswith("gates.lr"), name
 
 
 def distilled_model(folder: Path, out: Path, **changes: Any) -> rc.lm.Distilled:
@@ -191,9 +191,9 @@ def test_every_step_is_recorded_with_losses_before_and_after(
     result: rc.lm.Distilled, folder: Path
 ) -> None:
     assert [stage.name for stage in result.stages] == ["swap", "calibrate", *STEPS]
-    for before, after in zip(result.stages, result.stages[1:], strict=False):
-        assert before.loss[1] == after.loss[0]
-        assert before.agreement[1] == after.agreement[0]
+    for stage, following in itertools.pairwise(result.stages):
+        assert stage.loss[1] == following.loss[0]
+        assert stage.agreement[1] == following.agreement[0]
     assert result.stages[0].agreement[0] == 1.0
     saved = json.loads((result.folder.parent / "distill.json").read_text())
     assert [stage["loss"] for stage in saved["stages"]] == [list(s.loss) for s in result.stages]
@@ -234,16 +234,16 @@ def test_a_distillation_that_was_stopped_ends_with_the_weights_of_one_that_was_n
     with pytest.raises(KeyboardInterrupt):
         rc.lm.distill(stopped, observer=Stop())
     resumed = rc.lm.distill(stopped, resume=True)
-    expected, found = weights(result.folder), weights(resumed.folder)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = weights(result.folder), weights(resumed.folder)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert resumed.stages == result.stages
 
 
 def test_matched_layers_change_nothing_else(result: rc.lm.Distilled) -> None:
     out = result.folder.parent
-    before, after = weights(out / "swapped"), weights(out / "match_layers" / "model")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    start, trained = weights(out / "swapped"), weights(out / "match_layers" / "model")
+    changed = {name for name in start if not torch.equal(start[name], trained[name])}
     assert changed and all(".self_attn.layer." in name for name in changed)
 
 
@@ -255,11 +255,11 @@ def losses(folder: Path, cls: Any, tmp_path: Path) -> tuple[Any, dict[str, Tenso
     from recollect.lm.data.tokenizers import byte_tokenizer
 
     byte_tokenizer().save_pretrained(tmp_path / "start")
-    made: list[Any] = []
+    trainers: list[Any] = []
 
     def trainer(*args: Any, **kwargs: Any) -> Any:
-        made.append(cls(*args, teacher=llama(), **kwargs))
-        return made[0]
+        trainers.append(cls(*args, teacher=llama(), **kwargs))
+        return trainers[0]
 
     tables = plan(folder, tmp_path, steps={"match_layers": 1}).train_tables(
         "match_layers", start=tmp_path / "start"
@@ -267,8 +267,8 @@ def losses(folder: Path, cls: Any, tmp_path: Path) -> tuple[Any, dict[str, Tenso
     train(rc.lm.TrainPlan.from_dict(tables), trainer_class=trainer)
     tokens = np.arange(6, dtype=np.int32)
     batch = collate([PackedRow(tokens=tokens, starts=(0, 4))], reset_memory=True, pad=True)
-    model = made[0].model.train()
-    return made[0], batch, made[0].compute_loss(model, batch)
+    model = trainers[0].model.train()
+    return trainers[0], batch, trainers[0].compute_loss(model, batch)
 
 
 def test_logits_are_compared_token_by_token(folder: Path, tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def adopted_model() -> Any:
 
 def read(page: str) -> dict[str, Any]:
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    found: dict[str, Any] = json.loads(data)
-    return found
+    values: dict[str, Any] = json.loads(data)
+    return values
 
 
 @pytest.mark.parametrize("make", [own_model, adopted_model])
