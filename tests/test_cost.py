@@ -53,6 +53,7 @@ LINEAR: dict[str, rc.Recipe] = {
 }
 # Decays per channel that cannot be absorbed skip blocks above the diagonal: the count is a bound.
 BOUNDED = {"gla", "both channels", "dfw", "gateloop", "hgrn2", "retnet_xpos", "rwkv6"}
+BOUNDED |= {"kalman_linear_attention"}
 LINEAR["both channels"] = R(bias=DOT, retention=retention.Decay(per="key_value"))
 
 

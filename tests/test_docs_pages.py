@@ -188,8 +188,8 @@ def test_the_keys_of_a_run_stand_with_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("heading", "kind"),
     [
-        ("## What is not regression: LayerOptions", rc.LayerOptions),
-        ("## Where a number comes from: GateOptions", rc.GateOptions),
+        ("## LayerOptions: projections, norms and output", rc.LayerOptions),
+        ("## GateOptions: gates and params", rc.GateOptions),
     ],
 )
 def test_options_of_layers_stand_with_their_defaults(heading: str, kind: type) -> None:

@@ -74,10 +74,10 @@ class ProductKeys(Features):
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         sub_keys = params["sub_keys"]
         size = sub_keys.shape[-1]
-        halves = functional.pad(x, (0, 2 * size - x.shape[-1])).split(size, dim=-1)
+        padded = functional.pad(x, (0, 2 * size - x.shape[-1]))
         best = [
             affine_map(half, sub_keys[:, i]).topk(min(self.top_k, self.n), dim=-1)
-            for i, half in enumerate(halves)
+            for i, half in enumerate(padded.split(size, dim=-1))
         ]
         pair_scores = best[0].values.unsqueeze(-1) + best[1].values.unsqueeze(-2)
         pair_slots = self.n * best[0].indices.unsqueeze(-1) + best[1].indices.unsqueeze(-2)
