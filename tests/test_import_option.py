@@ -150,6 +150,8 @@ def test_every_command_takes_modules(command, place: Place) -> None:
     asked = {"explain": ["gla"], "train": ["run.toml"], "generate": ["nowhere"]}
     asked |= {"export": ["nowhere", "there"], "plan": ["run.toml"], "adopt": ["nowhere"]}
     asked["coordinates"] = ["run.toml"]
+    asked |= {"look": ["nowhere", "text"]}
+    asked["convert"] = ["nowhere", "there", "--attention-to", "gla", "--text", "text"]
     asked["compare"] = ["--models", "gla"]
     name = command.__name__
     said = refused(invoke(name, *asked.get(name, []), "--import", "absent_module"))

@@ -122,7 +122,7 @@ def test_the_step_of_w2_lacks_the_sum_and_explain_says_so(name: str, method: str
 
 def test_explain_left_out_that_the_softmax_sum_decays() -> None:
     assert (
-        "W2 φ*(x) = Σ_i κ(k_i, x) u_i / Σ_i m_i κ(k_i, x), m_i starts at 1 and decays like u_i"
+        "W2 φ*(x) = Σ_i κ(k_i, x) u_i / Σ_i m_i κ(k_i, x), m_i starts at 1, and decays like u_i"
         in str(rc.explain("swdt"))
     )
 

@@ -180,7 +180,7 @@ def test_new_tokens_have_the_name_that_transformers_gives_them(saved: Path) -> N
 def test_the_size_of_the_cache_on_the_page_is_that_of_its_model() -> None:
     page = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text(encoding="utf-8")
     said = re.search(
-        r"model of `(\w+)` with (\d+) layers of\s+width (\d+) and (\d+) heads that is\n\n +(.*)",
+        r"A `(\w+)` model \((\d+) layers, width (\d+), (\d+) heads\) prints\n\n +(.*)",
         page,
     )
     assert said is not None

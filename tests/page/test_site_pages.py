@@ -42,7 +42,7 @@ def test_every_system_has_a_page_and_a_row(pages: dict[str, str]) -> None:
 
 def test_a_page_has_the_printed_equation_of_a_variant(pages: dict[str, str]) -> None:
     with_section = {name for name in SYSTEMS if "## Printed equation" in pages[f"zoo/{name}.md"]}
-    deep = set(rc.zoo.names(kind="deep"))
+    deep = {x for x in rc.zoo.names(kind="deep") if rc.zoo.get(x).family != "ttt_2025"}
     assert with_section == deep
     for name in deep:
         variant = rc.zoo.get(name, variant="published")

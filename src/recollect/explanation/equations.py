@@ -409,7 +409,7 @@ def _kernel_rows_note(recipe: Recipe) -> str:
     if recipe.memory.read.normalize == "sum":
         divided = f" / {_normalizer(recipe, 'i', 'x')}"
         if recipe.retention.decay is not None:
-            divided += ", m_i starts at 1 and decays like u_i"
+            divided += ", m_i starts at 1, and decays like u_i"
     rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_same_for_other_maps(others)}"
     return f"{W} {x} = Σ_i κ(k_i, x) u_i{divided}, {rows}"
 

@@ -111,4 +111,6 @@ def _mixer(mixer: Mixer) -> str:
         elif parameters[field.name].kind is inspect.Parameter.VAR_POSITIONAL:
             del arguments[field.name]
             positional = "".join(f"{_mixer(part)},\n" for part in value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Mixer):
+            arguments[field.name] = f"[{', '.join(map(_mixer, value))}]"
     return _call(f"rc.blocks.{type(mixer).__name__}", arguments, positional)

@@ -161,6 +161,8 @@ class Recipe:
         constants = self._default_constants()
         for part in self.members():
             constants.update(part.constants())
+        if not self.algorithm.has_outer_lr:  # states would store its 1 with each association
+            constants.pop("outer_lr", None)
         return constants
 
     def _default_constants(self) -> dict[str, float]:

@@ -302,4 +302,4 @@ def capacity(error: Callable[[int], float], *, max_pairs: int, tolerance: float 
     if max_pairs < 1:
         raise ValueError(f"capacity: max_pairs must be at least 1, got {max_pairs}")
     sizes = range(1, max_pairs + 1)
-    return bisect.bisect_left(sizes, True, key=lambda count: error(count) > tolerance)
+    return bisect.bisect_left(sizes, True, key=lambda count: not error(count) <= tolerance)

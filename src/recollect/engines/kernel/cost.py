@@ -18,6 +18,10 @@ STEP_SECONDS = 4e-4
 """`FlopCount.step_seconds` of a block of tokens, or of an iteration of a solver."""
 
 
+PAIR_SECONDS = 4e-8
+"""Time on a CPU of the elementwise operations of a pair whose logits are not one softmax."""
+
+
 STEPS = 8  # assumed number of conjugate gradient steps
 
 
@@ -37,7 +41,8 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     mean = recipe.bias.is_affine and recipe.bias.sees_prediction
     kernel = recipe.context.kernel
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
-    if context.key_transition is not None or context.reweighs or context.hides_current:
+    is_elementwise = context.key_transition is not None or context.reweighs
+    if is_elementwise or context.hides_current:
         exponent = None
     if exponent is None:
         each, size = 2 * (s.K + s.V), piece_size(rows, s.T)
@@ -62,11 +67,12 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
         notes.append("a decoded token solves the systems of all earlier blocks again")
     if horizon is None and not (banded and exponent is not None):
         notes.append("the cost is quadratic: every token is compared with all earlier tokens")
+    elementwise = PAIR_SECONDS * num_pairs * rows if is_elementwise else 0.0
     return FlopCount(
         forward=forward,
         decode=decode,
         steps=min(1, s.T),
-        step_seconds=STEP_SECONDS,
+        step_seconds=STEP_SECONDS + elementwise,
         notes=tuple(notes),
     )
 
