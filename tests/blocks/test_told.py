@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 import recollect as rc
 from recollect.blocks import (
+    CachedMemory,
     Levels,
     MemoryAsContext,
     MemoryAsGate,
     MixtureOfMemories,
     ResidualMemory,
     Sequential,
+    SlotMemory,
     build,
     leaf_inputs,
 )
@@ -186,7 +188,8 @@ LOOSE = {
     **dict.fromkeys(("deep_transformer", "swdt", "dot", "mesa_net"), 2.4),
     **dict.fromkeys(("path_attention", "gated_kalmanet"), 2.7),
     **dict.fromkeys(("kernel_regression_attention", "local_quadratic_attention"), 3.1),
-    **{"product_key_memory": 1.1, "in_place_ttt": 7.0},  # the second lifts its open keys again
+    "product_key_memory": 1.1,
+    "in_place_ttt": 7.0,  # the second lifts its open keys again
 }
 
 
@@ -278,9 +281,18 @@ def test_what_routed_and_boosted_memories_receive() -> None:
 def test_every_part_of_a_hybrid_is_diagnosed(name: str) -> None:
     for mixer in dict(rc.zoo.get(name).layers).values():
         layer = build(Sequential(mixer), 8, 2)
-        for path, tokens in leaf_inputs(layer, torch.randn(1, 9, 8)).items():
+        inputs = leaf_inputs(layer, torch.randn(1, 9, 8))
+        assert inputs or isinstance(mixer, SlotMemory)
+        for path, tokens in inputs.items():
             found = rc.diagnose(layer.leaves[path], tokens)
             assert found.first_fault is None and found.loss.shape[0] == tokens.shape[1]
+
+
+def test_a_memory_that_restarts_is_diagnosed_on_its_last_segment() -> None:
+    layer = build(Sequential(CachedMemory("gated_delta_net", segment=4)), 8, 2)
+    x = torch.randn(1, 9, 8)
+    (tokens,) = leaf_inputs(layer, x).values()
+    assert torch.equal(tokens, x[:, 8:])
 
 
 def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:

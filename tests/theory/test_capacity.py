@@ -117,3 +117,7 @@ def test_fitting_is_the_least_squares_solution() -> None:
     W = torch.linalg.solve(k.T @ k, k.T @ v)
     by_hand = ((k @ W - v).norm(dim=-1) / v.norm(dim=-1)).max()
     assert fit_error(rc.Recipe(), 9, K=4, V=3) == pytest.approx(float(by_hand), rel=1e-9)
+
+
+def test_errors_that_are_not_numbers_are_not_recalled() -> None:
+    assert rc.theory.capacity(lambda n: 0.0 if n <= 3 else math.nan, max_pairs=8) == 3

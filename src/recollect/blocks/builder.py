@@ -76,8 +76,8 @@ def leaf_inputs(layer: MixerLayer, x: Tensor) -> dict[str, Tensor]:
     """Return the tokens that every recipe of a composition learns from.
 
     A part that is reset with every segment has the tokens of the last segment only. A memory of a
-    mixture has the tokens that are routed to it. The second memory of `ResidualMemory` has no
-    tokens of its own.
+    mixture has the tokens that are routed to it. The second memory of `ResidualMemory`, the local
+    memories of `LocalMemories` and the memories of `SlotMemory` have no tokens of their own.
 
     Args:
         layer: layer of a composition.
@@ -118,8 +118,11 @@ def _input_hooks(layer: MixerLayer, path: str, pieces: dict[str, list[Tensor]]) 
                     f"{name} receives other tokens of every row: give leaf_inputs() one row at a "
                     "time"
                 )
-            if args[0].shape[1]:
-                pieces[name].append(args[0])
+            x, every = args[0], layer.restart_every if module is layer else 0
+            if every:
+                x = x[:, (x.shape[1] - 1) // every * every :]
+            if x.shape[1]:
+                pieces[name].append(x)
 
         return hook
 

@@ -96,6 +96,7 @@ class CachedMemoryLayer(RowsLayer):
     def __init__(self, d_model: int, mixer: CachedMemory, parts: Mapping[str, nn.Module]) -> None:
         super().__init__(d_model, mixer, parts)
         is_weighted = mixer.weights == "softmax"
+        self.restart_every = mixer.segment if mixer.restart else 0
         self.connector = nn.Linear(d_model, d_model, bias=False) if is_weighted else None
 
     @property

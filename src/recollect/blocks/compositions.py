@@ -542,9 +542,7 @@ def _leaves_with_prefix(
             yield name, part, num_prefix_tokens
             continue
         children: Mapping[str, Mixer] = {}
-        if isinstance(
-            part, Sequential | MemoryAsGate | ResidualMemory | SlotMemory | LocalMemories
-        ):
+        if isinstance(part, _FULL_STREAM):
             children = part.children
         elif isinstance(part, MixtureOfMemories) and part.shared is not None:
             children = {"shared": part.shared}

@@ -96,6 +96,7 @@ class MixerLayer(nn.Module):
     resets_attention = False  # whether the layer resets and trims the state of its attention
     shares_heads = False  # whether all parts have one set of heads and one output map
     parts_fed_directly: Sequence[str] = ()  # parts that learn the layer's tokens without a call
+    restart_every = 0  # number of tokens after which these parts restart; 0: never
 
     def __init__(self, d_model: int, mixer: Mixer, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()

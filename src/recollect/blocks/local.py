@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from recollect.blocks.field_values import mixers
-from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer, why_not_one_memory
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
 from recollect.fields import flag, integer, validated_field
@@ -63,7 +63,7 @@ class LocalMemories(Mixer):
 
     def validate(self) -> None:
         for part in (self.first, *self.local):
-            reason = _why_not_a_memory(part)
+            reason = why_not_one_memory(part)
             if reason:
                 raise ValueError(
                     "LocalMemories needs recipes that are written with a key and a value per "
@@ -111,20 +111,3 @@ def batch_size(mixer: Mixer) -> int:
     """Return the number of tokens of an inner batch of a recipe."""
     assert isinstance(mixer, RecipeMixer)
     return getattr(mixer.recipe.algorithm, "batch_size", 1)
-
-
-def _why_not_a_memory(mixer: Mixer) -> str:
-    """Return the reason why a part cannot be a memory of these keys; empty if it can."""
-    if not isinstance(mixer, RecipeMixer):
-        return f"rc.blocks.{type(mixer).__name__} is a composition: take a recipe"
-    recipe = mixer.recipe
-    if mixer.options.persistent:
-        return "LayerOptions(persistent=...) is never written: leave it out"
-    if recipe.associations_per_token > 1:
-        return (
-            f"{recipe.algorithm.title} takes {recipe.associations_per_token}: use "
-            "updates_per_token=1"
-        )
-    if recipe.memory.is_elementwise:
-        return f"{recipe.memory.brief} has one weight per channel: take a matrix"
-    return ""

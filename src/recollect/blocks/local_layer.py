@@ -34,6 +34,7 @@ class LocalMemoriesLayer(RowsLayer):
     """
 
     shares_heads = True
+    parts_fed_directly = ("first",)
     mixer: LocalMemories
 
     @property

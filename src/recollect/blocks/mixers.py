@@ -17,7 +17,7 @@ from recollect.messages import RecipeError, short_repr
 from recollect.recipe.recipe import Recipe
 from recollect.serialization import fields_to_data
 
-__all__ = ["Mixer", "RecipeMixer", "Stream", "as_mixer"]
+__all__ = ["Mixer", "RecipeMixer", "Stream", "as_mixer", "why_not_one_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,3 +214,20 @@ class RecipeMixer(Mixer):
 
     def to_dict(self) -> dict[str, Any]:
         return fields_to_data(self)
+
+
+def why_not_one_memory(mixer: Mixer) -> str:
+    """Return the reason why a part is not one memory of a layer's keys; empty if it is."""
+    if not isinstance(mixer, RecipeMixer):
+        return f"rc.blocks.{type(mixer).__name__} is a composition: take a recipe"
+    recipe = mixer.recipe
+    if mixer.options.persistent:
+        return "LayerOptions(persistent=...) is never written: leave it out"
+    if recipe.associations_per_token > 1:
+        return (
+            f"{recipe.algorithm.title} takes {recipe.associations_per_token}: use "
+            "updates_per_token=1"
+        )
+    if recipe.memory.is_elementwise:
+        return f"{recipe.memory.brief} has one weight per channel: take a matrix"
+    return ""

@@ -123,6 +123,8 @@ def _run_independent(
         at = slice(i * rows, (i + 1) * rows)
         width = size if part.index is None else part.index.shape[1]
         one = state.map(lambda x, at=at: x[at]).with_position(position)
+        if number == numbers[-1]:  # may be the final state, which would keep all rows in memory
+            one = one.map(Tensor.clone).with_position(position)
         results[number] = y[at, :width], one
     return results
 

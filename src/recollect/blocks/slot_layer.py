@@ -22,7 +22,7 @@ from recollect.layer.state import LayerState
 __all__ = ["RunningSoftmax", "SlotMemoryLayer", "SlotRouter"]
 
 MAX_SCORE = 32.0
-"""Limit of the scores of a running softmax: exp(−32) and exp(32) leave no range of float32."""
+"""Limit of the scores of a running softmax. float32 represents exp(−32) and exp(32)."""
 
 
 class RunningSoftmax(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from recollect.blocks.field_values import gate_names
-from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
+from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer, why_not_one_memory
 from recollect.fields import integer, option, validated_field
 from recollect.messages import RecipeError
 
@@ -75,7 +75,7 @@ class SlotMemory(Mixer):
 
     def validate(self) -> None:
         for name, part in self.children.items():
-            reason = _why_not_a_memory(part)
+            reason = why_not_one_memory(part)
             if reason:
                 raise ValueError(
                     f"SlotMemory({name}=...) needs one recipe that is written with a key and a "
@@ -132,23 +132,6 @@ class SlotMemory(Mixer):
             f"M learns (k_t, s_t), N learns (s_t, v_t){shared}",
             f"y_t = N_t({query})",
         )
-
-
-def _why_not_a_memory(mixer: Mixer) -> str:
-    """Return the reason why a part cannot be a memory of slots; empty if it can."""
-    if not isinstance(mixer, RecipeMixer):
-        return f"rc.blocks.{type(mixer).__name__} is a composition: take a recipe"
-    recipe = mixer.recipe
-    if mixer.options.persistent:
-        return "LayerOptions(persistent=...) is never written: leave it out"
-    if recipe.associations_per_token > 1:
-        return (
-            f"{recipe.algorithm.title} takes {recipe.associations_per_token}: use "
-            "updates_per_token=1"
-        )
-    if recipe.memory.is_elementwise:
-        return f"{recipe.memory.brief} has one weight per channel: take a matrix"
-    return ""
 
 
 def _gate_shapes(mixer: Mixer, *, K: int, V: int) -> dict[str, tuple[int, ...]]:
