@@ -54,6 +54,11 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
             "decay per key channel",
         ),
         (
+            {"target": "k", "source": "k", "rule": "filter"},
+            {"retention": Decay(per="key", alpha="input_scaled")},
+            "decay per key channel",
+        ),
+        (
             {"target": "k", "source": "log_decay", "rule": "blend"},
             {"retention": Decay()},
             "gate per key channel",

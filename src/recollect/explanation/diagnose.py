@@ -277,7 +277,7 @@ class _DiagnosisRun:
             return
         log_alpha, scale = rates["log_decay"], rates.get("decay_scale")
         if scale is not None and scale.dim() > log_alpha.dim():  # per entry of the memory
-            log_alpha = log_alpha * scale.flatten(log_alpha.dim() - 1).mean(-1, keepdim=True)
+            log_alpha = log_alpha * scale.mean(-1)
         mean = log_alpha.flatten(2).unflatten(2, (self.H, -1)).mean((0, -1))
         if "log_decay_value" in rates:
             mean = mean + rates["log_decay_value"].flatten(3).mean((0, -1))

@@ -123,11 +123,11 @@ def _incompatibility(
     plain = recipe.features == Identity() and recipe.associations_per_token == 1
     axes = {name: item.axes for name, item in known.items()}
     source, target = axes.get(tie.source), axes.get(tie.target)
-    if tie.rule == "complement" and (source != ("F",) or not plain or tie.source not in gates):
-        return (
-            "needs a decay per key channel, as Decay(per='key') has, and one association per token"
-        )
-    if tie.rule == "filter" and (axes.get("log_decay") != ("F",) or not plain):
+    decay = recipe.retention.decay
+    is_scaled = decay is not None and decay.is_input_scaled
+    if (
+        tie.rule == "complement" and (source != ("F",) or not plain or tie.source not in gates)
+    ) or (tie.rule == "filter" and (axes.get("log_decay") != ("F",) or not plain or is_scaled)):
         return (
             "needs a decay per key channel, as Decay(per='key') has, and one association per token"
         )

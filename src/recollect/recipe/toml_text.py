@@ -73,7 +73,7 @@ def _pairs(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _text(name)
 
 
 def _inline(value: Any) -> str:
@@ -81,5 +81,12 @@ def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {_inline(x)}" for name, x in _pairs(value)) + "}"
     if isinstance(value, list | tuple):
+        if None in value:
+            raise ValueError("TOML has no null: leave None out of lists")
         return "[" + ", ".join(map(_inline, value)) + "]"
-    return str(value) if isinstance(value, float) else json.dumps(value)
+    return str(value) if isinstance(value, float) else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return JSON that is TOML, which has no pairs of surrogates and no raw U+007F."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

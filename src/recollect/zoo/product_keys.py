@@ -23,7 +23,9 @@ __all__ = ["product_key_memory"]
     "product-key memory with fast weights",
     rule="M_t = M_(t−1) − η_t (M_(t−1) φ(k_t) − v_t) φ(k_t)ᵀ,  y_t = M_t φ(q_t)",
     references=(
-        Paper("Lample et al., Large memory layers with product keys", 2019).at("section 3"),
+        Paper("Lample et al., Large memory layers with product keys", 2019).at(
+            "section 3", introduces=False
+        ),
         Paper("Zhao and Jones, Fast-weight product key memory", 2026).at(
             "arXiv 2601.00671, memory-rewrite objective"
         ),

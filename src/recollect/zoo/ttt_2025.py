@@ -88,8 +88,8 @@ def lact() -> tuple[Recipe, LayerOptions]:
         layer="Queries and keys are projections; those of the paper are the input of the MLP, as "
         "with rc.lm.replace_mlp.\n"
         "Values are projections of the token with a short convolution; those of the paper come "
-        "from token embeddings.",
-        no_qk_norm=True,
+        "from token embeddings.\n"
+        "Queries and keys have length √K.",
     ),
 )
 def in_place_ttt() -> tuple[Recipe, LayerOptions]:

@@ -78,6 +78,11 @@ class Context(Member):
     reweighs: bool = False
     hides_current: bool = False
 
+    @property
+    def keeps_similarity(self) -> bool:
+        """Whether no map of keys and no function of all weights changes the similarities."""
+        return not (self.key_transition is not None or self.reweighs or self.hides_current)
+
     def over(self, visible: VisibleAssociations) -> ContextWeights | None:
         """Return the weights of the associations in ``visible``; ``None`` if all are 1.
 

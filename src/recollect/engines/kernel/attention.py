@@ -80,7 +80,7 @@ class Attention(Engine):
 
     def describe(self, recipe: Recipe) -> str:
         context = recipe.context
-        if context.key_transition is not None or context.reweighs or context.hides_current:
+        if not context.keeps_similarity:
             moved = " with moved keys" * (context.key_transition is not None)
             return f"products{moved} and their weights piece by piece, KV cache"
         if not is_mean(recipe):
@@ -120,7 +120,7 @@ def attend(
     if T == 0 or B == 0 or n == 0:
         return v.new_zeros(B, T, H, G, v.shape[-1])
     context = recipe.context
-    own_weights = context.key_transition is not None or context.reweighs or context.hides_current
+    own_weights = not context.keeps_similarity
     exponent = kernel.exponent(K) if is_mean(recipe) and not own_weights else None
     # Plain attention may run in half precision, but sums of weights may not.
     all_uniform = all(part.uniform for part in recipe.context.restrictions)

@@ -41,8 +41,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
     mean = recipe.bias.is_affine and recipe.bias.sees_prediction
     kernel = recipe.context.kernel
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
-    is_elementwise = context.key_transition is not None or context.reweighs
-    if is_elementwise or context.hides_current:
+    if not context.keeps_similarity:
         exponent = None
     if exponent is None:
         each, size = 2 * (s.K + s.V), piece_size(rows, s.T)
@@ -67,7 +66,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> FlopCount:
         notes.append("a decoded token solves the systems of all earlier blocks again")
     if horizon is None and not (banded and exponent is not None):
         notes.append("the cost is quadratic: every token is compared with all earlier tokens")
-    elementwise = PAIR_SECONDS * num_pairs * rows if is_elementwise else 0.0
+    elementwise = 0.0 if context.keeps_similarity else PAIR_SECONDS * num_pairs * rows
     return FlopCount(
         forward=forward,
         decode=decode,

@@ -59,7 +59,7 @@ class LocalRegression(Engine):
         if not recipe.memory.degree:
             return [f"{recipe.memory.title} is not a local polynomial"]
         context = recipe.context
-        if context.key_transition is not None or context.reweighs or context.hides_current:
+        if not context.keeps_similarity:
             return [
                 f"the weights of {context.brief} are no products of factors, and a fit in pieces "
                 "needs such weights"
