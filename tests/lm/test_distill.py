@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from recollect.lm.data.rows import PackedRow, collate
 from recollect.lm.distillation.calibrate import attention_statistics, calibrate
 from recollect.lm.distillation.trainers import LayerMatchingTrainer, LogitMatchingTrainer
 from recollect.lm.training.train import train
+from recollect.report.lock import folder_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -176,6 +178,61 @@ def test_a_layer_without_those_gates_is_left_as_it_is() -> None:
     assert {name.partition(".")[0] for name in changed} <= {"gates"}
     for name, x in layer.named_parameters():
         assert torch.equal(x, initial[name]) or name.startswith("gates.lr"), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [rc.LayerOptions(output_gate_rank=2), rc.LayerOptions(output_gate="sigmoid")],
+    ids=["low rank", "sigmoid"],
+)
+def test_output_gates_of_another_form_keep_their_initial_values(options: rc.LayerOptions) -> None:
+    model = llama()
+    statistics = attention_statistics(model, {"input_ids": torch.randint(0, 256, (2, 8))})
+    recipe = rc.zoo.get("gated_delta_net").recipe
+    report = rc.lm.replace_attention(model, (recipe, options))
+    layer = model.get_submodule(report.layers[0].name).layer
+    initial = layer.output_gate.weight.clone()
+    assert "output_gate" not in calibrate(layer, statistics[0], copied=True)
+    assert torch.equal(layer.output_gate.weight, initial)
+
+
+def test_statistics_of_many_rows_are_those_of_each_row() -> None:
+    model, ids = llama(), torch.randint(0, 256, (6, 8))
+    together = attention_statistics(model, {"input_ids": ids})[1]
+    rows = [attention_statistics(model, {"input_ids": ids[i : i + 1]})[1] for i in range(6)]
+    torch.testing.assert_close(together.write, torch.cat([row.write for row in rows]))
+    means = torch.stack([row.mean_distance for row in rows])
+    torch.testing.assert_close(together.mean_distance, means.mean(0))
+
+
+def test_the_head_of_a_tied_decoder_is_counted() -> None:
+    from recollect.lm.memory_estimate.flops import decoder_flops
+
+    untied = llama()
+    tied = LlamaForCausalLM(LlamaConfig(**{**untied.config.to_dict(), "tie_word_embeddings": True}))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert decoder_flops(tied) == decoder_flops(untied)
+
+
+def test_the_fraction_of_no_loss_is_nan() -> None:
+    stage = rc.lm.DistillStage(name="swap", steps=0, loss=(2.0, 2.0), agreement=(1.0, 1.0))
+    result = rc.lm.Distilled(model=None, folder=Path(), layers=(0,), damage={}, stages=(stage,))
+    assert math.isnan(result.recovered) and "nan" not in str(result)
+
+
+def test_without_calibration_no_such_step_is_recorded(folder: Path, tmp_path: Path) -> None:
+    steps = dict.fromkeys(STEPS, 0)
+    settings = plan(folder, tmp_path / "out", calibrate=False, steps=steps)
+    result = rc.lm.distill(settings)
+    assert [stage.name for stage in result.stages] == ["swap"]
+    assert rc.lm.distill(settings, resume=True).stages == result.stages
+
+
+def test_a_folder_in_use_is_refused(folder: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as other, folder_lock(tmp_path):
+        future = other.submit(rc.lm.distill, plan(folder, tmp_path))
+        with pytest.raises(ValueError, match="belongs to another run"):
+            future.result()
 
 
 def distilled_model(folder: Path, out: Path, **changes: Any) -> rc.lm.Distilled:
@@ -346,8 +403,9 @@ def test_refusals(folder: Path, tmp_path: Path, result: rc.lm.Distilled) -> None
         rc.lm.distill(plan(folder, out, steps={"fine_tune": 9}), resume=True)
     with pytest.raises(ValueError, match="no distillation to resume"):
         rc.lm.distill(plan(folder, tmp_path / "new"), resume=True)
-    with pytest.raises(ValueError, match="keeps all of 2 layers"):
-        distilled_model(folder, tmp_path / "kept", keep_attention=2)
+    for count in (2, 3):
+        with pytest.raises(ValueError, match="keeps all of 2 layers"):
+            distilled_model(folder, tmp_path / "kept", keep_attention=count)
 
 
 @pytest.mark.slow

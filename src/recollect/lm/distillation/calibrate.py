@@ -39,6 +39,9 @@ WRITE_RANGE = (0.02, 0.98)
 GATE_RANGE = (0.1, 4.0)
 """Smallest and largest output gate."""
 
+ROWS = 4
+"""Number of rows in a call of the decoder; the weights of one layer are in memory at a time."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionStatistics:
@@ -68,18 +71,52 @@ def attention_statistics(model: Any, batch: Mapping[str, Tensor]) -> dict[int, A
         batch: ``input_ids [B, T]``, and ``attention_mask`` if they are padded on the right.
     """
     config = model.config.get_text_config(decoder=True)
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    previous = config._attn_implementation
+    parts: dict[int, list[AttentionStatistics]] = {}
+    try:
+        model.set_attn_implementation("eager")
+        for first in range(0, ids.shape[0], ROWS):
+            rows = slice(first, first + ROWS)
+            statistics = _row_statistics(model, ids[rows], None if mask is None else mask[rows])
+            for index, part in statistics.items():
+                parts.setdefault(index, []).append(part)
+    finally:
+        model.set_attn_implementation(previous)
+    return {index: _concatenate(parts[index]) for index in sorted(parts)}
+
+
+def _row_statistics(
+    model: Any, ids: Tensor, attention_mask: Tensor | None
+) -> dict[int, AttentionStatistics]:
+    """Return the statistics of some rows; the weights of a layer are reduced when it returns."""
+    config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    modules = find_attention_modules(model)
-    inputs: dict[int, Tensor] = {}
+    mask = (torch.ones_like(ids) if attention_mask is None else attention_mask).bool()  # [B, T]
+    T = mask.shape[1]
+    steps = torch.arange(T, device=mask.device)
+    distance = (steps[:, None] - steps).clamp_min(0).float()
     outputs: dict[int, Tensor] = {}
-    weights: dict[int, Tensor] = {}
+    statistics: dict[int, AttentionStatistics] = {}
 
     def record(index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs[index] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            if isinstance(output, tuple) and len(output) > 1 and isinstance(output[1], Tensor):
-                weights[index] = output[1]
+            z = outputs.pop(index)
+            p = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+            if not isinstance(p, Tensor) or p.shape[-2:] != (T, T):
+                return
+            x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            p = p.float() * mask[:, None, :, None]  # [B, heads, T, T]; padding reads nothing
+            by_memory = p.unflatten(1, (kv_heads, heads // kv_heads))
+            mean = (by_memory * distance).sum(-1).mean(2).transpose(1, 2)  # [B, T, H]
+            write = by_memory.mean(2).amax(-2).transpose(1, 2)  # [B, T, H]
+            statistics[index] = AttentionStatistics(
+                tokens=x[mask].float(),
+                mean_distance=mean[mask].mean(0),
+                write=write[mask],
+                outputs=z[mask].float().unflatten(-1, (heads, -1)),
+            )
 
         return hook
 
@@ -90,39 +127,29 @@ def attention_statistics(model: Any, batch: Mapping[str, Tensor]) -> dict[int, A
         return hook
 
     handles = []
-    for index, (_, module) in modules.items():
+    for index, (_, module) in find_attention_modules(model).items():
         handles.append(module.register_forward_hook(record(index), with_kwargs=True))
         projection = next(getattr(module, name) for name in OUTPUT_NAMES if hasattr(module, name))
         handles.append(projection.register_forward_pre_hook(record_heads(index)))
-    previous = config._attn_implementation
+    options = {} if attention_mask is None else {"attention_mask": attention_mask}
     try:
-        model.set_attn_implementation("eager")
-        options = {name: batch[name] for name in ("attention_mask",) if name in batch}
-        model(batch["input_ids"], use_cache=False, **options)
+        model(ids, use_cache=False, **options)
     finally:
-        model.set_attn_implementation(previous)
         for handle in handles:
             handle.remove()
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()  # [B, T]
-    T = mask.shape[1]
-    steps = torch.arange(T, device=mask.device)
-    distance = (steps[:, None] - steps).clamp_min(0).float()
-    statistics: dict[int, AttentionStatistics] = {}
-    for index, p in weights.items():
-        if p.shape[-2:] != (T, T):
-            continue
-        p = p.float() * mask[:, None, :, None]  # [B, heads, T, T]; padding reads nothing
-        by_memory = p.unflatten(1, (kv_heads, heads // kv_heads))
-        mean = (by_memory * distance).sum(-1).mean(2)  # [B, H, T]
-        mean = mean.transpose(1, 2)[mask].mean(0)
-        write = by_memory.mean(2).amax(-2).transpose(1, 2)  # [B, T, H]
-        statistics[index] = AttentionStatistics(
-            tokens=inputs[index][mask].float(),
-            mean_distance=mean,
-            write=write[mask],
-            outputs=outputs[index][mask].float().unflatten(-1, (heads, -1)),
-        )
     return statistics
+
+
+def _concatenate(parts: list[AttentionStatistics]) -> AttentionStatistics:
+    """Return the statistics of the tokens of all parts."""
+    sizes = [part.tokens.shape[0] for part in parts]
+    weighted = [n * part.mean_distance for n, part in zip(sizes, parts, strict=True)]
+    return AttentionStatistics(
+        tokens=torch.cat([part.tokens for part in parts]),
+        mean_distance=torch.stack(weighted).sum(0) / sum(sizes),
+        write=torch.cat([part.write for part in parts]),
+        outputs=torch.cat([part.outputs for part in parts]),
+    )
 
 
 @torch.no_grad()
@@ -156,7 +183,8 @@ def calibrate(layer: MemoryLayer, statistics: AttentionStatistics, *, copied: bo
         return changed
     layer.norm.weight.copy_(z.square().mean((0, 1)).sqrt().clamp_min(1e-4))
     changed.append("norm")
-    if layer.output_gate is not None and layer.shift is None:
+    is_silu_map = layer.output_gate_down is None and layer.gate_activation is functional.silu
+    if layer.output_gate is not None and is_silu_map and layer.shift is None:
         size = z.square().mean(-1).sqrt()  # [N, heads]
         size = size / size.square().mean().sqrt().clamp_min(1e-12)
         u = _inverse_silu(size.clamp(*GATE_RANGE))

@@ -37,8 +37,10 @@ from recollect.lm.loading import load_saved_model, load_saved_tokenizer
 from recollect.lm.model.checkpoint import check_json
 from recollect.lm.model.config import resolve_recipe
 from recollect.lm.replacement.swap import (
+    find_attention_modules,
     replace_attention,
     replace_layers,
+    select_layers,
 )
 from recollect.lm.training.arguments import resolve_device, suppress_library_logs
 from recollect.lm.training.atomic_checkpoints import STAGING_DIR, commit_folder, remove_staging
@@ -48,6 +50,7 @@ from recollect.lm.training.setup import load_text_data
 from recollect.lm.training.train import train
 from recollect.lm.training.trainer import RecollectTrainer
 from recollect.report.files import write_atomic
+from recollect.report.lock import folder_lock
 from recollect.report.ranks import world_size
 
 __all__ = ["distill"]
@@ -87,7 +90,7 @@ def distill(
 
     Raises:
         ValueError: The teacher has no attention that can be replaced, the folder contains another
-            distillation or none to resume, or the plan of a step is invalid.
+            distillation or none to resume, another process uses the folder, or the plan is invalid.
         RecipeError: The recipe does not fit the decoder's sizes.
         TrainingInterrupted: As in `train`.
 
@@ -115,7 +118,9 @@ def distill(
             "launcher"
         )
     with suppress_library_logs():
-        return _Distillation(plan, observer or SilentObserver()).run(resume=resume)
+        distillation = _Distillation(plan, observer or SilentObserver())
+        with folder_lock(plan.out):
+            return distillation.run(resume=resume)
 
 
 class _Distillation:
@@ -132,7 +137,8 @@ class _Distillation:
     def run(self, *, resume: bool) -> Distilled:
         self._open_record(resume=resume)
         self._load_teacher()
-        if len(self.stages) < 2:
+        last_of_swap = "calibrate" if self.plan.calibrate else "swap"
+        if all(stage.name != last_of_swap for stage in self.stages):
             self._swap()
         folder = self.start
         for name in STAGES:
@@ -219,6 +225,7 @@ class _Distillation:
     def _load_teacher(self) -> None:
         """Load the teacher and its held-out rows."""
         self.teacher = self._load(self.plan.teacher)
+        self._check_keep_attention()
         self.tokenizer = load_saved_tokenizer(self.plan.teacher, self.teacher)
         data = load_text_data(self.train_plan, self.tokenizer, BadLinePolicy(skip=True))
         batch_size = self.train_plan.optimizer.batch
@@ -230,6 +237,18 @@ class _Distillation:
         self.calibration_rows = list(islice(iter(data.train), CALIBRATION_ROWS))
         self.references = continuations(self.teacher, self.heldout)
         self.record["teacher"] = heldout_loss(self.teacher, self.heldout), 1.0
+
+    def _check_keep_attention(self) -> None:
+        """Check that at least one layer is replaced."""
+        modules = find_attention_modules(self.teacher)
+        depth = self.teacher.config.get_text_config(decoder=True).num_hidden_layers
+        keep = self.plan.keep_attention
+        if keep and modules:
+            count = len(select_layers(modules, self.plan.layers, depth))
+            if keep >= count:
+                raise ValueError(
+                    f"keep_attention = {keep} keeps all of {count} layers: choose fewer"
+                )
 
     def _collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         return collate(rows, reset_memory=self.train_plan.data.packing == "documents", pad=True)
@@ -250,14 +269,15 @@ class _Distillation:
         student = self._load(self.plan.teacher)
         report = replace_attention(student, self.plan.recipe, layers)
         self.record["layers"] = [layer.index for layer in report.layers]
-        self._add_stage("swap", 0, student)
+        if self.plan.calibrate:
+            self._add_stage("swap", 0, student)
         for layer in report.layers:
             module = student.get_submodule(layer.name)
             if layer.index in statistics:
                 calibrate(module.layer, statistics[layer.index], copied="o" in layer.copied)
         student.save_pretrained(self.start)
         self.tokenizer.save_pretrained(self.start)
-        self._add_stage("calibrate", 0, student)
+        self._add_stage("calibrate" if self.plan.calibrate else "swap", 0, student)
 
     def _rank(
         self, layers: Sequence[int] | None, statistics: Mapping[int, AttentionStatistics]
@@ -278,13 +298,7 @@ class _Distillation:
             self.observer.on_message(f"layer {layer.index} alone: loss + {damage[layer.index]:.3f}")
         self.record["damage"] = damage
         ranked = sorted(damage, key=lambda index: damage[index])
-        chosen = sorted(ranked[: len(ranked) - self.plan.keep_attention])
-        if not chosen:
-            raise ValueError(
-                f"keep_attention = {self.plan.keep_attention} keeps all of {len(ranked)} layers: "
-                "choose fewer"
-            )
-        return chosen
+        return sorted(ranked[: len(ranked) - self.plan.keep_attention])
 
     def _train(self, name: str, start: Path) -> None:
         """Train a step, or continue it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,8 +190,10 @@ class Distilled:
 
     @property
     def recovered(self) -> float:
-        """Fraction of the loss that the replacement cost and the later steps won back."""
+        """Fraction of the lost loss that the later steps recovered; NaN if none was lost."""
         teacher, swapped = self.stages[0].loss
+        if swapped == teacher:
+            return math.nan
         return (swapped - self.stages[-1].loss[1]) / (swapped - teacher)
 
     def __str__(self) -> str:
@@ -200,8 +203,11 @@ class Distilled:
             pair = f"{agreement[0]:.0%} → {agreement[1]:.0%}"
             rows.append([stage.name, f"{stage.steps:,}", f"{loss[0]:.3f} → {loss[1]:.3f}", pair])
         layers = ", ".join(map(str, self.layers))
+        recovered = "no loss was lost"
+        if not math.isnan(self.recovered):
+            recovered = f"{self.recovered:.0%} of the lost loss recovered"
         return Table(
-            title=f"replaced layers {layers}: {self.recovered:.0%} of the lost loss recovered",
+            title=f"replaced layers {layers}: {recovered}",
             columns=["step", "optimizer steps", "held-out loss", "continuations"],
             rows=rows,
             caption="continuations: mean fraction before the first token that is not the teacher's",

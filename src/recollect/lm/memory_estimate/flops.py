@@ -44,8 +44,13 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
 
 
 def decoder_flops(model: nn.Module) -> float:
-    """Return the FLOPs of training another decoder on one token: its matrices alone."""
-    tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    """Return the FLOPs of training another decoder on one token: its matrices alone.
+
+    An embedding is counted only if its weight is also that of the head.
+    """
+    maps = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = sum(weight.numel() for weight in embeddings if id(weight) not in maps)
     return 6.0 * (sum(p.numel() for p in model.parameters() if p.dim() == 2) - tables)
 
 
