@@ -118,9 +118,9 @@ def _input_hooks(layer: MixerLayer, path: str, pieces: dict[str, list[Tensor]]) 
                     f"{name} receives other tokens of every row: give leaf_inputs() one row at a "
                     "time"
                 )
-            x, every = args[0], layer.restart_every if module is layer else 0
-            if every:
-                x = x[:, (x.shape[1] - 1) // every * every :]
+            x, segment = args[0], layer.restart_every if module is layer else 0
+            if segment:
+                x = x[:, (x.shape[1] - 1) // segment * segment :]
             if x.shape[1]:
                 pieces[name].append(x)
 

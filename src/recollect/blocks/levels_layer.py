@@ -122,8 +122,8 @@ class LevelsLayer(RowsLayer):
         L, V = self.mixer.num_levels, inputs.v.shape[-1]
         values = functional.pad(inputs.v, (0, (L - 1) * V))
         call = make_call(self.memory, replace(inputs, v=values), memory)
-        y, after = run_call(replace(call, bound=bound))
-        assert after is not None
+        y, final_memory = run_call(replace(call, bound=bound))
+        assert final_memory is not None
         y = (y.unflatten(-1, (L, V)) * weights.unsqueeze(-1)).sum(-2)
         levels = torch.arange(L, device=y.device)
         position = memory.position.to(y.device)
@@ -132,10 +132,10 @@ class LevelsLayer(RowsLayer):
             mask.view(-1, 1, L, 1, 1)
             for mask in (levels < joined[:, None], levels == joined[:, None])
         )
-        M = after.weights[0].unflatten(2, (L, V))  # [B, H, L, V, F]
+        M = final_memory.weights[0].unflatten(2, (L, V))  # [B, H, L, V, F]
         total = torch.where(is_below, M, 0.0).sum(2, keepdim=True)
         M = torch.where(is_below, 0.0, torch.where(is_joined, M + total, M))
-        return y, replace(after, weights=(M.flatten(2, 3),), cache={})
+        return y, replace(final_memory, weights=(M.flatten(2, 3),), cache={})
 
     # -- chunks -----------------------------------------------------------------------------------
 
@@ -164,12 +164,12 @@ class LevelsLayer(RowsLayer):
         for (first, count), group in rows.items():
             index = torch.tensor(group, device=y.device)
             part = _select_rows(inputs.first(count), index)
-            outputs, after = self._chunks(
+            outputs, final_memory = self._chunks(
                 part, weights[index, :count], memory.select(index), first, count
             )
             y = y.index_copy(0, index, functional.pad(outputs, (0, 0, 0, 0, 0, T - count)))
-            M = M.index_copy(0, index, after.weights[0])
-            position = position.index_copy(0, index.to(position.device), after.position)
+            M = M.index_copy(0, index, final_memory.weights[0])
+            position = position.index_copy(0, index.to(position.device), final_memory.position)
         return y, replace(memory, weights=(M,), position=position, cache={})
 
     def _chunks(
@@ -217,8 +217,8 @@ class LevelsLayer(RowsLayer):
         empty = stored[0].new_zeros(()).expand_as(stored[0])
         final = torch.stack([levels.get(i, empty) for i in range(L)], dim=2).flatten(2, 3)
         position = memory.position + T
-        after = replace(memory, weights=(final,), position=position, cache={})
-        return y.flatten(3, 4).flatten(1, 2)[:, :T], after.with_position(start + T)
+        final_memory = replace(memory, weights=(final,), position=position, cache={})
+        return y.flatten(3, 4).flatten(1, 2)[:, :T], final_memory.with_position(start + T)
 
     def _units(
         self, inputs: MemoryInputs, start: int, C: int
@@ -253,10 +253,10 @@ class LevelsLayer(RowsLayer):
             lengths[:, -1] = T % C
             call.lengths = lengths.flatten()
         call.chunk_size = None
-        y, after = run_call(call)
-        assert after is not None
+        y, final_memory = run_call(call)
+        assert final_memory is not None
         A, Q = y.unflatten(0, (B, n)).unflatten(3, (H, -1)).split([C, F], dim=-1)
-        N, M = after.weights[0].unflatten(0, (B, n)).split([C, F], dim=3)
+        N, M = final_memory.weights[0].unflatten(0, (B, n)).split([C, F], dim=3)
         return A, Q, N, M
 
 
