@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def outcome(result: Search) -> list[tuple[Any, ...]]:
     return [
         (trial.candidate, trial.rung, trial.failure, [run.value for run in trial.runs])
         for trial in result.trials
-    ] + [(x.name, x.mixer, x.drawn) for x in result.candidates]
+    ] + [(x.name, x.mixer, x.draws) for x in result.candidates]
 
 
 def trial(name: str, rung: int, value: float | None, state: int = 100, **more: Any) -> Trial:
@@ -96,17 +97,17 @@ def test_ranks_combine_tasks_of_opposite_directions() -> None:
 
 
 def test_draws_are_near_the_start_valid_and_distinct() -> None:
-    drawn, known = 0, {START.recipe.canonical()}
+    draws, known = 0, {START.recipe.canonical()}
     for _ in range(8):
-        found = draw_neighbour(START, seed=3, drawn=drawn, known=known, accept=fits)
-        assert found is not None
-        drawn, mixer = found
+        neighbour = draw_neighbour(START, seed=3, draws=draws, known=known, accept=fits)
+        assert neighbour is not None
+        draws, mixer = neighbour
         assert 1 <= len(changes(mixer.recipe, START.recipe)) <= 2
         assert mixer.recipe.canonical() not in known
         known.add(mixer.recipe.canonical())
-    again = draw_neighbour(START, seed=3, drawn=0, known=(), accept=lambda _: True)
-    assert again == draw_neighbour(START, seed=3, drawn=0, known=(), accept=lambda _: True)
-    nothing = draw_neighbour(START, seed=3, drawn=0, known=(), accept=lambda _: False)
+    again = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
+    assert again == draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
+    nothing = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: False)
     assert nothing is None
 
 
@@ -115,7 +116,7 @@ def test_options_keep_the_gates_and_ties_that_a_drawn_recipe_declares() -> None:
     found = draw_neighbour(
         start,
         seed=0,
-        drawn=0,
+        draws=0,
         known=(),
         accept=lambda x: isinstance(x.recipe.bias, rc.bias.DotProduct),
     )
@@ -130,7 +131,7 @@ def test_a_member_of_the_user_takes_part() -> None:
     assert SquareRoot in all_members()
 
     def has_member(seed: int) -> bool:
-        found = draw_neighbour(START, seed=seed, drawn=0, known=(), accept=lambda _: True)
+        found = draw_neighbour(START, seed=seed, draws=0, known=(), accept=lambda _: True)
         return found is not None and isinstance(found[1].recipe.bias, SquareRoot)
 
     seed = next(seed for seed in range(1000) if has_member(seed))
@@ -200,6 +201,23 @@ def test_the_front_has_no_dominated_point() -> None:
     result = dataclasses.replace(result, candidates=(*result.candidates, other), trials=tuple(more))
     assert [name for _, _, name in result.front("mqar")] == ["linear_attention", "recipe-1"]
     assert len(result.points("mqar", "time")) == 3
+
+
+def test_a_search_in_which_only_a_baseline_ended_has_no_best(tmp_path: Path) -> None:
+    result = run(trials=1, baselines="delta_net")
+    trials = (trial("linear_attention", 2, None), trial("delta_net", 2, 0.5))
+    result = dataclasses.replace(result, trials=trials)
+    assert not result.has_best and "best" not in repr(result)
+    paths = result.save(tmp_path)
+    assert "best" not in paths and "Neither the start" in paths["report"].read_text()
+
+
+def test_a_continued_search_stores_the_present_environment(tmp_path: Path) -> None:
+    path = run(trials=1).save(tmp_path)["json"]
+    data = json.loads(path.read_text())
+    present, data["environment"]["torch"] = data["environment"]["torch"], "0.0"
+    path.write_text(json.dumps(data))
+    assert run(trials=1, folder=tmp_path).environment.torch == present
 
 
 def test_toml_of_random_recipes_and_options_is_read_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,7 +69,7 @@ def convert(
     if Path(model).is_absolute() or model[:1] == ".":
         check_exists(Path(model))
     check_device(device)
-    from recollect.lm.distillation.distill import distill
+    from recollect.lm.distillation.distill import RECORD, distill
     from recollect.lm.distillation.plan import DistillPlan
 
     data: dict[str, Any] = {"train": text, "context": context}
@@ -89,7 +90,10 @@ def convert(
         with display:
             result = distill(plan, resume=resume, observer=display)
     except KeyboardInterrupt:
-        display.on_message("interrupted; --resume continues from the last checkpoint")
+        message = "interrupted before the first step was recorded; the same command starts again"
+        if (out / RECORD).exists():
+            message = "interrupted; --resume continues from the last checkpoint"
+        display.on_message(message)
         exit_interrupted()
     if as_json:
         print_json(
@@ -97,7 +101,7 @@ def convert(
                 "model": str(result.folder),
                 "layers": list(result.layers),
                 "damage": {str(index): x for index, x in result.damage.items()},
-                "recovered": result.recovered,
+                "recovered": None if math.isnan(result.recovered) else result.recovered,
                 "stages": [asdict(stage) for stage in result.stages],
             }
         )

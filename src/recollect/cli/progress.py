@@ -310,4 +310,4 @@ class SearchDisplay(Display):
 
     def on_failure(self, task: str, model: str, message: str) -> None:
         """Print the reason of a failure."""
-        self.print_if_not_live(f"{task}: {model} failed: {message}")
+        print_line(self.console, f"{task}: {model} failed: {message}")

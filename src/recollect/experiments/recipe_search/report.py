@@ -57,7 +57,7 @@ def table(search: Search, rows: int | None = 20) -> Table:
     body: list[list[CellValue]] = []
     for place, trial in enumerate(search.complete):
         candidate = search.candidate(trial.candidate)
-        if rows is not None and place >= rows and candidate.drawn:
+        if rows is not None and place >= rows and candidate.draws:
             continue
         runs = {task: trial.run(task) for task in tasks}
         present = [run for run in runs.values() if run is not None]
@@ -86,10 +86,10 @@ def table(search: Search, rows: int | None = 20) -> Table:
 def _caption(search: Search) -> str:
     num_rungs = search.num_rungs
     counts = [sum(trial.rung == rung for trial in search.trials) for rung in range(num_rungs)]
-    drawn = sum(candidate.drawn > 0 for candidate in search.candidates)
+    num_drawn = sum(candidate.draws > 0 for candidate in search.candidates)
     failed = sum(bool(trial.failure) for trial in search.trials)
     minutes = sum(trial.seconds for trial in search.trials) / 60
-    sentences = [f"{drawn} recipes were drawn; {failed} trainings failed."]
+    sentences = [f"{num_drawn} recipes were drawn; {failed} trainings failed."]
     for task, size in search.settings["sizes"].items():
         schedule = size["schedule"]
         trained = ", ".join(
@@ -119,15 +119,17 @@ def figure(search: Search) -> RenderedFigure:
             unit = 1024 if cost == "state" else 1
             front = search.front(task, cost)
             series = [_series("Pareto front", front, unit, style=0)]
-            given = [x for x in search.candidates if not x.drawn]
-            for style, candidate in enumerate(given, 2):
-                own = [x for x in search.points(task, cost) if x[2] == candidate.name]
-                if own:
-                    series.append(_series(candidate.name, own, unit, style=style, points_only=True))
-            names = {x.name for x in given}
-            drawn = [x for x in search.points(task, cost) if x[2] not in names]
-            if drawn:
-                series.append(_series("drawn recipes", drawn, unit, style=1, points_only=True))
+            fixed = [x for x in search.candidates if not x.draws]
+            for style, candidate in enumerate(fixed, 2):
+                points = [x for x in search.points(task, cost) if x[2] == candidate.name]
+                if points:
+                    series.append(
+                        _series(candidate.name, points, unit, style=style, points_only=True)
+                    )
+            names = {x.name for x in fixed}
+            others = [x for x in search.points(task, cost) if x[2] not in names]
+            if others:
+                series.append(_series("drawn recipes", others, unit, style=1, points_only=True))
             panels.append(
                 Panel(
                     y=f"{task}: {measure_name(task)}",
@@ -159,14 +161,14 @@ def _series(
 
 def summarize(search: Search) -> str:
     """Return a sentence for each task on the best recipe and the other given models."""
-    if not search.complete:
-        return "No recipe was trained with all steps."
+    if not search.has_best:
+        return "Neither the start nor a drawn recipe was trained with all steps."
     best = search.best
     trials = {trial.candidate: trial for trial in search.complete}
     sentences = [f"The best recipe is {best.name} ({search.changes(best) or 'the start'})."]
     for task in search.tasks:
         values = {}
-        for candidate in (best, *(x for x in search.candidates if not x.drawn)):
+        for candidate in (best, *(x for x in search.candidates if not x.draws)):
             run = trials[candidate.name].run(task) if candidate.name in trials else None
             if run is not None and run.value is not None:
                 size = f"{run.state_bytes / 1024:,.1f} KiB"
@@ -195,7 +197,6 @@ def _write_files(search: Search, folder: Path, command: str) -> dict[str, Path]:
         text = "This search was stopped early. The same command continues it."
         sections.append(Note(title="Interrupted", text=text))
     if search.complete:
-        paths["best"] = write_atomic(folder / "best.toml", search.best_toml())
         drawing = figure(search)
         paths["front"], _ = drawing.save(folder / "front")
         sections += [
@@ -205,8 +206,11 @@ def _write_files(search: Search, folder: Path, command: str) -> dict[str, Path]:
                 alt=f"values by state and time of {len(search.complete)} recipes",
                 caption="Recipes with all steps, and those that no other one dominates.",
             ),
-            Note(title=f"{search.best.name}, as TOML", text=search.best_toml(), code=True),
         ]
+    if search.has_best:
+        text = search.best_toml()
+        paths["best"] = write_atomic(folder / "best.toml", text)
+        sections.append(Note(title=f"{search.best.name}, as TOML", text=text, code=True))
     report = Report(
         kind="search",
         title="Recipes searched",

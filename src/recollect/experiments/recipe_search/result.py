@@ -84,6 +84,11 @@ class Search:
         return rank(trials, self.tasks)
 
     @property
+    def has_best(self) -> bool:
+        """Whether the start or a drawn recipe was trained with all steps."""
+        return any(not self.candidate(trial.candidate).is_baseline for trial in self.complete)
+
+    @property
     def best(self) -> Candidate:
         """The best of the start and the drawn recipes.
 
@@ -161,7 +166,7 @@ class Search:
                     "name": x.name,
                     "changes": self.changes(x),
                     "relative_time": x.relative_time,
-                    "drawn": x.drawn,
+                    "draws": x.draws,
                     "is_baseline": x.is_baseline,
                     **x.mixer.to_dict(),
                 }
@@ -197,7 +202,7 @@ class Search:
         return table(self).to_html(notebook=True)
 
     def __repr__(self) -> str:
-        best = f", best {self.best.name}" if self.complete else ""
+        best = f", best {self.best.name}" if self.has_best else ""
         return f"Search({len(self.candidates)} recipes, {len(self.trials)} trials{best})"
 
 

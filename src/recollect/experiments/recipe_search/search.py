@@ -223,7 +223,7 @@ class _Budget:
 
     def allows_drawing(self, search: Search) -> bool:
         """Whether another recipe may be drawn."""
-        return self.trials is None or sum(x.drawn > 0 for x in search.candidates) < self.trials
+        return self.trials is None or sum(x.draws > 0 for x in search.candidates) < self.trials
 
     def is_spent(self, search: Search) -> bool:
         """Whether the time is over."""
@@ -316,18 +316,18 @@ class _Space:
 
     def draw(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return a recipe that is not among the candidates, or ``None`` if there is none."""
-        found = draw_neighbour(
+        neighbour = draw_neighbour(
             candidates[0].mixer,
             seed=self.seed,
-            drawn=max(x.drawn for x in candidates),
+            draws=max(x.draws for x in candidates),
             known={x.mixer.recipe.canonical() for x in candidates},
             accept=self.accepts,
         )
-        if found is None:
+        if neighbour is None:
             return None
-        (drawn, mixer), names = found, {x.name for x in candidates}
+        (draws, mixer), names = neighbour, {x.name for x in candidates}
         name = next(x for x in map("recipe-{}".format, itertools.count(1)) if x not in names)
-        return Candidate(name=name, mixer=mixer, relative_time=self.cost(mixer)[1], drawn=drawn)
+        return Candidate(name=name, mixer=mixer, relative_time=self.cost(mixer)[1], draws=draws)
 
 
 @dataclass(frozen=True)
@@ -404,17 +404,17 @@ def _run(
 def _next_step(search: Search, space: _Space, budget: _Budget) -> tuple[Candidate, int] | None:
     """Return the recipe to train and its rung, or ``None`` if the search is finished."""
     measured = {trial.candidate for trial in search.trials}
-    given = [x for x in search.candidates if x.drawn == 0]
-    for candidate in given:
+    fixed = [x for x in search.candidates if x.draws == 0]
+    for candidate in fixed:
         if candidate.name not in measured:
             return candidate, search.num_rungs - 1
-    names = {x.name for x in given}
+    names = {x.name for x in fixed}
     trials = [trial for trial in search.trials if trial.candidate not in names]
     promotion = next_promotion(trials, search.tasks, search.num_rungs)
     if promotion is not None:
         return search.candidate(promotion[0]), promotion[1]
-    drawn = space.draw(search.candidates) if budget.allows_drawing(search) else None
-    return None if drawn is None else (drawn, 0)
+    neighbour = space.draw(search.candidates) if budget.allows_drawing(search) else None
+    return None if neighbour is None else (neighbour, 0)
 
 
 def _continued(path: Path, fresh: Search) -> Search:
@@ -433,4 +433,4 @@ def _continued(path: Path, fresh: Search) -> Search:
             f"search: {path} has another {' and '.join(differing)}: choose another folder, or "
             "delete the file to search again"
         )
-    return replace(stored, interrupted=False)
+    return replace(stored, environment=fresh.environment, interrupted=False)

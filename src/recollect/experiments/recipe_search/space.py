@@ -32,7 +32,7 @@ class Candidate:
         name: unique name: that of a preset or file, or ``recipe-`` and a number.
         mixer: recipe and options of its layers.
         relative_time: estimated time of a forward pass, as in `recollect.cost`.
-        drawn: number of draws up to this recipe; 0 for the start and for baselines.
+        draws: number of draws up to this recipe; 0 for the start and for baselines.
         is_baseline: whether the recipe is measured only for comparison.
 
     Examples:
@@ -45,7 +45,7 @@ class Candidate:
     name: str
     mixer: RecipeMixer
     relative_time: float
-    drawn: int = 0
+    draws: int = 0
     is_baseline: bool = False
 
 
@@ -67,7 +67,7 @@ def draw_neighbour(
     start: RecipeMixer,
     *,
     seed: int,
-    drawn: int,
+    draws: int,
     known: Collection[Recipe],
     accept: Callable[[RecipeMixer], bool],
 ) -> tuple[int, RecipeMixer] | None:
@@ -78,7 +78,7 @@ def draw_neighbour(
     Args:
         start: recipe and options that are changed.
         seed: seed of the draws. Each draw depends on its number and the registered members alone.
-        drawn: number of draws before.
+        draws: number of draws before.
         known: canonical forms of recipes that are not drawn again.
         accept: function that returns whether a model of a recipe can be trained.
 
@@ -86,7 +86,7 @@ def draw_neighbour(
         The number of draws and the recipe with its options, or ``None`` if no recipe was found.
     """
     pool = Pool(all_registered=True)
-    for number in range(drawn + 1, drawn + 1 + MAX_DRAWS):
+    for number in range(draws + 1, draws + 1 + MAX_DRAWS):
         try:
             recipe = _change(random.Random(f"{seed} {number}"), start.recipe, pool)
             is_near = 1 <= len(changes(recipe, start.recipe)) <= 2

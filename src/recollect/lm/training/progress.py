@@ -80,7 +80,8 @@ def _layer_names(model: PreTrainedModel) -> list[str]:
     config: Any = model.config
     if isinstance(config, RecollectConfig):
         return list(config.layer_names)
-    replaced = {index for swap in getattr(config, "swaps", ()) for index in swap["layers"]}
+    swaps = [swap for swap in getattr(config, "swaps", ()) if swap.get("part") != "mlp"]
+    replaced = {index for swap in swaps for index in swap["layers"]}
     depth = config.get_text_config(decoder=True).num_hidden_layers
     return ["memory" if index in replaced else "attention" for index in range(depth)]
 
