@@ -100,6 +100,14 @@ def test_names_and_tokens_are_escaped() -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
 
 
+def test_memories_that_cannot_be_read_are_refused() -> None:
+    model = own_model("gated_slot_attention")
+    with pytest.raises(rc.RecipeError, match="no memory of RecollectForCausalLM"):
+        render_look(model, IDS)
+    with pytest.raises(ValueError, match="at least one token"):
+        render_look(own_model(), [])
+
+
 def test_what_is_refused() -> None:
     model = own_model()
     with pytest.raises(ValueError, match="at most 256 token ids"):

@@ -10,6 +10,8 @@ import base64
 import html
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from recollect.explanation.model_inputs import (
     received_tokens,
 )
 from recollect.explanation.trace import read_back
+from recollect.messages import RecipeError
 from recollect.page.write import read_static
 from recollect.report.files import write_atomic
 
@@ -86,6 +89,8 @@ def render_look(
 ) -> str:
     """Return the page that `look` writes."""
     inputs = model_inputs(model, ids)
+    if not inputs.numel():
+        raise ValueError("the page shows a text of at least one token: give a longer text")
     if inputs.is_floating_point() or inputs.shape[0] != 1 or inputs.shape[1] > MAX_TOKENS:
         raise ValueError(
             f"the page shows one text of at most {MAX_TOKENS} token ids, not {[*inputs.shape]}: "
@@ -96,15 +101,20 @@ def render_look(
         raise ValueError(f"tokens must be {inputs.shape[1]} words, not {len(words)}")
     layers = memory_layers(model, "look")
     measured = diagnose(model, inputs).layers
-    with received_tokens(layers) as calls:
-        model(inputs)
-    data = {
-        "tokens": words,
-        "layers": [
-            _layer_data(name, measured[name], MemoryRun(layer, x))
-            for name, layer, x in received_by_memory(layers, calls)
-        ],
-    }
+    options = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+    # `diagnose` has raised every error that is not about the values of a layer.
+    with received_tokens(layers) as calls, suppress(ValueError):
+        model(inputs, **options)
+    layer_data = [
+        _layer_data(name, measured[name], MemoryRun(layer, x))
+        for name, layer, x in received_by_memory(layers, calls)
+    ]
+    if not layer_data:
+        raise RecipeError(
+            f"no memory of {type(model).__name__} can be read token by token: its compositions "
+            "replace the values of their memories"
+        )
+    data = {"tokens": words, "layers": layer_data}
     return _fill(title or type(model).__name__, data)
 
 
