@@ -84,7 +84,6 @@ SMOKE = {
     "context = 512": "context = 64",
     "tokens = 1_000_000": "tokens = 512",
     'out = "runs/mine"': 'out = "runs/mine"\nsave_every = 1',
-    "runs/mine/checkpoint-500": "runs/mine/checkpoint-1",
     "recollect page --out": "recollect page --systems delta_net --out",
     "recollect reproduce ttr-fig2 ": "recollect reproduce ttr-fig2 --scale smoke",
     "recollect reproduce --all --jobs 2": "recollect reproduce --all --scale smoke --jobs 2",
