@@ -91,6 +91,11 @@ def test_its_answers_are_those_of_a_trace() -> None:
     torch.testing.assert_close(shown[data != 0], expected[data != 0], rtol=0, atol=0.5 / 127 + 1e-6)
 
 
+def test_a_title_may_contain_a_placeholder() -> None:
+    page = render_look(own_model(), IDS, title="/* data */")
+    assert "<title>/* data */" in page and page.count('"tokens":') == 1
+
+
 def test_names_and_tokens_are_escaped() -> None:
     title = "<b>model</b> & </title><script>alert(1)</script>"
     page = render_look(own_model(), IDS, tokens=[*TEXT[:-1], "</script><script>x"], title=title)

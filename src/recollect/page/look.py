@@ -30,7 +30,7 @@ from recollect.explanation.model_inputs import (
 )
 from recollect.explanation.trace import read_back
 from recollect.messages import RecipeError
-from recollect.page.write import read_static
+from recollect.page.write import fill_placeholders, read_static
 from recollect.report.files import write_atomic
 
 __all__ = ["MAX_BYTES", "MAX_TOKENS", "look", "render_look"]
@@ -176,9 +176,7 @@ def _fill(title: str, data: Mapping[str, Any]) -> str:
         # Escaped, so that no text of the data can end its element.
         "/* data */": text.replace("<", "\\u003c"),
     }
-    page = read_static("look.html")
-    for placeholder, part in parts.items():
-        page = page.replace(placeholder, part)
+    page = fill_placeholders(read_static("look.html"), parts)
     size = len(page.encode("utf-8"))
     if size > MAX_BYTES:
         raise ValueError(

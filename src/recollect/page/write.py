@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import resources
 from os import PathLike
@@ -12,7 +13,7 @@ from pathlib import Path
 from recollect.page.table import make_table
 from recollect.report.files import write_atomic
 
-__all__ = ["PAGE", "SCRIPTS", "read_static", "render", "save"]
+__all__ = ["PAGE", "SCRIPTS", "fill_placeholders", "read_static", "render", "save"]
 
 PAGE = "six-knobs.html"
 """Name of the file."""
@@ -57,10 +58,14 @@ def render(
         "/* table */": table.replace("<", "\\u003c"),
     }
     page = read_static("page.html")
-    for placeholder, text in parts.items():
-        assert page.count(placeholder) == 1, placeholder
-        page = page.replace(placeholder, text)
-    return page
+    assert all(page.count(placeholder) == 1 for placeholder in parts)
+    return fill_placeholders(page, parts)
+
+
+def fill_placeholders(page: str, parts: Mapping[str, str]) -> str:
+    """Replace each placeholder of a page, and none in the texts that replace them."""
+    pattern = "|".join(map(re.escape, parts))
+    return re.sub(pattern, lambda match: parts[match[0]], page)
 
 
 def save(
