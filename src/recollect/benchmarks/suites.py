@@ -145,7 +145,10 @@ _MATRIX_FAMILIES = (
     "decay",
     "state_space",
     "xlstm",
+    "mamba3",
     "delta_rule",
+    "delta_rule_2025",
+    "falcon",
     "least_mean_squares",
     "rwkv",
 )
