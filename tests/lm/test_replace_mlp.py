@@ -25,7 +25,7 @@ from transformers import (
 
 from recollect.lm import cache_of, replace_attention, replace_mlp
 from recollect.lm.model.cache import CACHE_KEY
-from recollect.lm.replacement.mlp import InPlaceMLP
+from recollect.lm.replacement.mlp import InPlaceMLP, _find_mlps
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30,
@@ -194,6 +194,32 @@ def test_a_saved_model_is_loaded_with_its_replacements(tmp_path: Path) -> None:
     assert sum(isinstance(m, InPlaceMLP) for m in loaded.modules()) == 2
     torch.testing.assert_close(logits(loaded, ids), expected, **TOL)
     assert list(net.config.all_recipes()) == ["MLPs of layers 0, 2", "layers 1"]
+
+
+def test_mlps_with_another_formula_are_refused() -> None:
+    class Sparse(type(decoder().model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            units = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+            return self.down_proj(units * (units > units.mean()))
+
+    net = decoder()
+    net.model.layers[1].mlp.__class__ = Sparse
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp is not a plain gated MLP"):
+        replace_mlp(net, RECIPE)
+    assert not any(isinstance(module, InPlaceMLP) for module in net.modules())
+
+
+def test_mlps_of_a_vision_tower_remain() -> None:
+    net = decoder()
+    tower = nn.Module()
+    tower.layers = nn.ModuleList([nn.Module() for _ in range(2)])
+    for layer, source in zip(tower.layers, decoder().model.layers, strict=False):
+        layer.mlp = source.mlp
+    net.model.vision_tower, net.model.language_model = tower, nn.Module()
+    net.model.language_model.layers = net.model.layers
+    del net.model.layers
+    names = [name for name, _ in _find_mlps(net).values()]
+    assert names == [f"model.language_model.layers.{i}.mlp" for i in range(3)]
 
 
 def test_refusals() -> None:

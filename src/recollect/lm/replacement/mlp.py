@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -122,7 +123,7 @@ class InPlaceMLP(nn.Module):
                 "an MLP that learns in place reads the token embeddings of the model's call, which "
                 "are missing here: call the model, without gradient checkpointing"
             )
-        units = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        units = _hidden_units(self, x)
         embeddings = embeddings.to(x.dtype)
         boundaries = context.boundaries
         layer = None if context.cache is None else self.state_layer(context.cache)
@@ -314,6 +315,8 @@ def replace_mlp_layers(
     indices = select_layers(mlps, layers, depth, part="an MLP")
     if any(isinstance(module, InPlaceMLP) for module in model.modules()):
         raise ValueError("MLPs of this model learn in place already: name all layers in one call")
+    for index in indices:
+        _check_formula(*mlps[index])
     context, reports = TokenContext(), []
     for rank, index in enumerate(indices):
         name, old = mlps[index]
@@ -354,10 +357,35 @@ def _check_recipe(recipe: Recipe, options: LayerOptions) -> None:
         raise RecipeError("replace_mlp(conv_size=...) must be at least 1: the token itself")
 
 
-def _find_mlps(model: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return names and modules of gated MLPs by the index of their decoder layer."""
+def _hidden_units(mlp: Any, x: Tensor) -> Tensor:
+    """Return the hidden units σ(G x) ⊙ U x of a gated MLP."""
+    return mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+
+
+def _check_formula(name: str, mlp: Any) -> None:
+    """Check on one token that an MLP is W σ(G x) ⊙ U x, without sparsity or dropout of units."""
+    weight = mlp.down_proj.weight
+    if weight.is_meta:
+        return
+    x = torch.linspace(-1, 1, weight.shape[0], dtype=weight.dtype, device=weight.device)
+    x = x[None, None]
+    with torch.no_grad():
+        expected = mlp.down_proj(_hidden_units(mlp, x))
+        error = (mlp(x) - expected).norm()
+    if error > 0.05 * expected.norm():
+        raise ValueError(
+            f"{name} is not a plain gated MLP: its output differs from that of down_proj(act_fn("
+            "gate_proj(x)) * up_proj(x)), so it cannot learn in place"
+        )
+
+
+def _find_mlps(model: PreTrainedModel) -> dict[int, tuple[str, Any]]:
+    """Return names and modules of the text decoder's gated MLPs by the index of their layer."""
     by_layer: dict[int, tuple[str, Any]] = {}
+    decoder = set(model.get_decoder().modules())
     for name, module in model.named_modules():
+        if module not in decoder:
+            continue
         match = re.search(r"(?:^|\.)(\d+)\.[^.]+$", name)
         is_linear = all(isinstance(getattr(module, n, None), nn.Linear) for n in PROJECTIONS)
         if match and is_linear and hasattr(module, "act_fn"):
