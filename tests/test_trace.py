@@ -138,11 +138,11 @@ def test_a_trace_is_a_table_data_and_a_picture() -> None:
     assert str(rc.trace(single, torch.randn(1, 1, 8))).startswith("1 head, 1 token\n")
 
     pytest.importorskip("matplotlib")
-    mean, first = result.figure("words"), result.figure("words", head=0)
+    mean, first = result.plot("words"), result.plot("words", head=0)
     assert mean.png[:4] == b"\x89PNG" and mean.svg != first.svg
-    assert mean.svg == result.figure("words").svg
+    assert mean.svg == result.plot("words").svg
     with pytest.raises(ValueError, match="head must be from 0 to 1, not 2"):
-        result.figure(head=2)
+        result.plot(head=2)
 
 
 def test_inputs_that_cannot_be_traced_are_one_sentence() -> None:

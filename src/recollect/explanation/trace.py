@@ -34,7 +34,7 @@ MAX_ASSOCIATIONS = 512
 """Associations of a trace; the memory is read at T of them after each of T tokens."""
 
 MAX_LABELS = 40
-"""Words on an axis of the figure."""
+"""Words on an axis of the plot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Trace:
         sizes = f"{heads} head{'s' * (heads != 1)}, {tokens} token{'s' * (tokens != 1)}"
         return text_table(f"{layer}{sizes}", columns, [_NOTE])
 
-    def figure(self, title: str = "", *, head: int | None = None) -> RenderedFigure:
+    def plot(self, title: str = "", *, head: int | None = None) -> RenderedFigure:
         """Draw the cosine similarities as an image, with the words on both axes.
 
         Args:
@@ -185,7 +185,7 @@ def trace(
     Examples:
         >>> layer = rc.zoo.get("softmax_attention").build(d_model=8, num_heads=2)
         >>> result = rc.trace(layer, torch.randn(1, 4, 8), tokens="the cat the dog".split())
-        >>> result.figure("attention").save("trace")[0].name
+        >>> result.plot("attention").save("trace")[0].name
         'trace.png'
     """
     if not isinstance(model, nn.Module):
