@@ -11,6 +11,7 @@ the issue asks for 1e-5 (gradients 1e-4), in bf16 (8 bits of mantissa, 4e-3 per 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -253,6 +254,27 @@ def _structures() -> dict[str, rc.Recipe]:
     for kept in (rc.retention.Keep(), before, key):
         what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
         found[f"two steps, {what}"] = rc.Recipe(algorithm=GD(updates_per_token=2), retention=kept)
+    spaced: dict[str, dict[str, Any]] = {
+        "dot product": {"bias": Dot, "retention": Decay()},
+        "dot product, key": {"bias": Dot, "retention": key},
+        "delta rule": {"retention": Decay()},
+        "delta rule, before": {"retention": before},
+        "delta rule, key": {"retention": key},
+        "rate per value": {"bias": Dot, "algorithm": GD(updates_per_token=2, per="value")},
+        "vector": {"memory": Vector(), "retention": Decay(per="value")},
+        "entry": {"bias": Dot, "retention": entry},
+        "lifted": {"bias": Dot, "features": rc.features.EluPlusOne(), "retention": Decay()},
+    }
+    for name, changes in spaced.items():
+        base = {"context": Window(size=3), "algorithm": GD(updates_per_token=2)}
+        found[f"two steps, window, {name}"] = rc.Recipe(**{**base, **changes})
+    found["two steps, equal window, normalised"] = rc.Recipe(
+        memory=Matrix(read=Read(normalize="sum")),
+        features=rc.features.Relu(),
+        bias=Dot,
+        context=Window(size=2, gated=False),
+        algorithm=GD(updates_per_token=2),
+    )
     found["three steps, one rate"] = rc.Recipe(algorithm=GD(updates_per_token=3, lr=0.3))
     found["two steps, rate per value"] = rc.Recipe(algorithm=GD(updates_per_token=2, per="value"))
     for read in (

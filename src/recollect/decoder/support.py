@@ -34,8 +34,8 @@ def warmup_and_period(module: nn.Module) -> tuple[int, int]:
     warm, periods = 0, [1]
     for part in module.modules():
         if isinstance(part, MemoryLayer):
-            batch = part.recipe.algorithm.batch_size
-            warm = max(warm, batch + (part.recipe.num_past_associations or 0))
+            batch, n = part.recipe.algorithm.batch_size, part.recipe.associations_per_token
+            warm = max(warm, batch + (part.recipe.num_past_associations or 0) // n)
             if batch > 1:
                 periods.append(batch)
         elif isinstance(part, MemoryAsContextLayer):

@@ -26,7 +26,8 @@ __all__ = ["legend", "map_names", "objective", "read_rule", "write_rule"]
 
 
 def _index(recipe: Recipe) -> str:
-    return "tj" if recipe.associations_per_token > 1 else recipe.context.index
+    n, i = recipe.associations_per_token, recipe.context.index
+    return f"{i}j" if n > 1 else i
 
 
 def objective(recipe: Recipe) -> str:
@@ -41,9 +42,12 @@ def objective(recipe: Recipe) -> str:
         return render_sum(_sum_over_context(recipe, loss, separate=True))
     if recipe.memory.degree:
         return _local_objective(recipe, render_sum(loss))
-    if i == "tj":
-        total = render_sum(loss)
-        return f"Σ_(j≤{recipe.associations_per_token}) {total if len(loss) == 1 else f'({total})'}"
+    if recipe.associations_per_token > 1:
+        total = f"Σ_(j≤{recipe.associations_per_token})"
+        loss = loss if i == "tj" else _sum_over_context(recipe, loss)
+        if len(loss) > 1:
+            return f"{total} ({render_sum(loss)})"
+        return str(Term((total, *loss[0].factors), loss[0].coefficient))
     penalty = recipe.algorithm.penalty_text(recipe)
     return render_sum(_sum_over_context(recipe, loss)) + (f" + {penalty}" if penalty else "")
 

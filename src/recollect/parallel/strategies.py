@@ -128,7 +128,7 @@ def _affine_strategy(recipe: Recipe) -> Strategy | str:
         return reasons[0]
     if recipe.memory.read.normalize == "floor":
         return "its normaliser keeps a running scale"
-    if recipe.associations_per_token > 1 and recipe.context.horizon != 1:
+    if recipe.spaced_window:
         return "several associations per token in a window"
     decay, bias = recipe.retention.decay, recipe.bias
     writes_only = not bias.sees_prediction and bias.probe is None

@@ -210,6 +210,12 @@ class Recipe:
         return 1 if self.context.horizon is None else self.algorithm.updates_per_token
 
     @cached_property
+    def spaced_window(self) -> bool:
+        """Whether a sub-step sees one of several associations of each token in a window."""
+        horizon = self.context.horizon
+        return self.associations_per_token > 1 and horizon is not None and horizon > 1
+
+    @cached_property
     def nonparametric(self) -> bool:
         """Whether the memory stores associations instead of weights."""
         return self.memory.degree is not None
@@ -243,8 +249,9 @@ class Recipe:
         horizon = self.context.num_kept
         if horizon is None:
             return 0 if self.algorithm.inverse is not None else None
-        # The newest association of a window is in the weights, but not in a nonparametric memory.
-        return horizon if self.nonparametric else horizon - 1
+        # The newest token of a window is in the weights, but not in a nonparametric memory.
+        num_tokens = horizon if self.nonparametric else horizon - 1
+        return num_tokens * self.associations_per_token
 
     @cached_property
     def buffer_size(self) -> int | None:

@@ -337,12 +337,6 @@ class Algorithm(Member):
                 f"{self.title}(reduction='mean') averages steps from W°, which "
                 f"{recipe.retention.title} would forget: use retention.Keep() or reduction='sum'"
             )
-        if self.updates_per_token > 1 and recipe.context.horizon not in (1, None):
-            yield (
-                f"{self.title}(updates_per_token={self.updates_per_token}) takes several "
-                f"associations per token, which {recipe.context.title} cannot count: use "
-                "context.Online()"
-            )
         if self.updates_per_token > 1 and self.batch_size > 1:
             yield (
                 f"{self.title}(batch_size={self.batch_size}, "

@@ -23,6 +23,10 @@ class Online(Context):
 class Window(Context):
     """The last c associations: Σ_{i=t−c+1..t} γ_i^(t) ℓ_i, the Omega rule (ATLAS 8–10).
 
+    With n associations per token (`algorithm.GradientDescent`), the window holds c tokens. Sub-step
+    j of token t takes the gradient of their associations number j, Σ_{i=t−c+1..t} γ_i^(t) ℓ_ij, and
+    all sub-steps share the weights of the token (trapezoidal MIMO of Mamba-3: c = 2).
+
     Args:
         size: c ≥ 1. The window reaches across inner batches; documents start with an empty one.
         gated: γ comes from the gate ``"window" [B, T, H, c]`` of the *current* token (entry m

@@ -268,6 +268,8 @@ class JoinedTokens:
         rates: Rates by name.
         valid: Mask of the real tokens.
         buffered: Number of buffered tokens, which come first.
+        window: Number c of tokens in a window.
+        steps_per_token: Number n of associations of a token, which are tokens here.
     """
 
     k: Tensor
@@ -276,12 +278,20 @@ class JoinedTokens:
     rates: Mapping[str, Tensor]
     valid: Tensor
     buffered: int
+    window: int
+    steps_per_token: int
 
-    def bias_gates(self, bias: Bias, low: int, stop: int) -> dict[str, Tensor]:
-        """Return a bias's gates for associations ``low`` to ``stop``, ``[B, H, n, 1 or V]``."""
+    def in_window(self, j: int) -> slice:
+        """Return the associations in the window of j: the same association of c tokens."""
+        n = self.steps_per_token
+        first = j - (self.window - 1) * n
+        return slice(first if first >= 0 else j % n, j + 1, n)
+
+    def bias_gates(self, bias: Bias, associations: slice) -> dict[str, Tensor]:
+        """Return a bias's gates for some associations, ``[B, H, m, 1 or V]``."""
         gates: dict[str, Tensor] = {}
         for name in bias.quantity_axes:
-            x = self.rates[name][:, low:stop].transpose(1, 2)
+            x = self.rates[name][:, associations].transpose(1, 2)
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         return gates
 
@@ -316,7 +326,16 @@ def join_buffer(problem: Problem) -> JoinedTokens:
     phi = k
     if problem.bound.num_features:
         phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3)
-    return JoinedTokens(k=k, phi=phi, v=v, rates=rates, valid=valid, buffered=buffered)
+    return JoinedTokens(
+        k=k,
+        phi=phi,
+        v=v,
+        rates=rates,
+        valid=valid,
+        buffered=buffered,
+        window=problem.recipe.context.horizon or 1,
+        steps_per_token=problem.steps_per_token,
+    )
 
 
 def memory_forward(problem: Problem) -> Forward:

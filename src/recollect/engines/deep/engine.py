@@ -75,6 +75,8 @@ class DeepEngine(Engine):
             reasons.append(f"{recipe.features.title} has infinitely many features")
         if recipe.context.horizon is None:
             reasons.append(f"{recipe.context.title} sees all of the past at once")
+        elif recipe.spaced_window:
+            reasons.append(f"{recipe.context.title} skips the other associations of a token")
         if recipe.bias.probe is not None:
             reasons.append("a probe writes and erases separately, as in the linear engine")
         if memory.read.when != "after" or memory.read.bonus != Read().bonus:

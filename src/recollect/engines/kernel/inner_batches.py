@@ -57,6 +57,8 @@ class DeepKernelMemory(Engine):
         reasons: list[str] = []
         if recipe.bias.probe is not None:
             reasons.append("a probe predicts at every token, not at the start of an inner batch")
+        if recipe.spaced_window:
+            reasons.append(f"{recipe.context.title} skips the other associations of a token")
         if recipe.algorithm.rate_depends_on_key:
             reasons.append(f"the rate of {recipe.algorithm.title} depends on the key")
         return reasons
@@ -378,7 +380,7 @@ class _InnerBatchLoop:
             inputs[index] = h
             return h @ maps[index].mT + taps[index]
 
-        gates = self.tokens.bias_gates(bias, batch.low, batch.stop)
+        gates = self.tokens.bias_gates(bias, slice(batch.low, batch.stop))
         with torch.enable_grad():
             sizes = [x.out_features for x in self.memory.maps(0, v.shape[-1])]
             taps = [k.new_zeros(*k.shape[:2], m, size).requires_grad_() for size in sizes]

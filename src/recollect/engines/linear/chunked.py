@@ -97,14 +97,14 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _window_rows(p: LinearProblem, window: Tensor) -> dict[str, Tensor]:
     """Return c written rows per token: k and v ``[B, T, H, c, ·]``, and lr ``[B, T, H, c]``."""
-    (B, T), c = p.k.shape[:2], window.shape[-1]
+    (B, T), c, n = p.k.shape[:2], window.shape[-1], p.window_stride
     if p.past is None:
-        past = [x.new_zeros(B, c - 1, *x.shape[2:]) for x in (p.k, p.v, p.lr[..., 0])]
+        past = [x.new_zeros(B, (c - 1) * n, *x.shape[2:]) for x in (p.k, p.v, p.lr[..., 0])]
     else:
         past = [p.past.k, p.past.v, p.past.mask.to(p.k.dtype)]
-    # Row m of token t is association t + m of the past and present ones.
+    # Row m of token t is association t + m n of the past and present ones.
     k, v, present = (
-        torch.cat([old, x], dim=1).unfold(1, c, 1)
+        torch.cat([old, x], dim=1).unflatten(1, (-1, n)).unfold(1, c, 1).flatten(1, 2)
         for old, x in zip(past, (p.k, p.v, p.lr.new_ones(B, T)), strict=True)
     )
     return {"k": k.mT, "v": v.mT, "lr": p.lr.unsqueeze(-1) * window.flip(-1) * present.unsqueeze(2)}

@@ -18,8 +18,8 @@ class Past:
     """Associations before the first token that a window may include.
 
     Attributes:
-        k: ``[B, c − 1, H, F]``. v: ``[B, c − 1, H, V]``.
-        mask: ``[B, c − 1]``, whether an association is present.
+        k: ``[B, (c − 1) n, H, F]``. v: ``[B, (c − 1) n, H, V]``.
+        mask: ``[B, (c − 1) n]``, whether an association is present.
     """
 
     k: Tensor
@@ -53,7 +53,8 @@ class LinearProblem:
             ``[B, T, H, V]`` as the other factor.
         momentum: θ in [0, 1), ``[B, T, H]``.
         outer_lr: σ ≥ 0, ``[B, T, H]``, or ``None`` for 1; used with momentum.
-        window: γ ``[B, T, H, c]``, entry m for association t − m.
+        window: γ ``[B, T, H, c]``, entry m for association t − m n.
+        window_stride: n, the number of tokens of this problem that are one token of the caller.
         past: associations before the first token, or ``None``.
         probe, erase: w and e, ``[B, T, H, F]``, or ``None``.
         token_mask: ``[B, T]``, False only on the right. Masked tokens change nothing.
@@ -75,6 +76,7 @@ class LinearProblem:
     momentum: Tensor | None = None
     outer_lr: Tensor | None = None
     window: Tensor | None = None
+    window_stride: int = 1
     past: Past | None = None
     probe: Tensor | None = None
     erase: Tensor | None = None
@@ -180,6 +182,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         momentum=rates["momentum"] if has_momentum else None,
         outer_lr=rates.get("outer_lr") if has_momentum else None,
         window=window,
+        window_stride=problem.steps_per_token,
         past=past,
         probe=probe,
         erase=erase,

@@ -18,7 +18,7 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
     p = p.masked()
     B, T, H, G, _ = p.q.shape
     (a, b), k, v, A, S = p.affine, p.k, p.v, p.A0, p.S0
-    c = 1 if p.window is None else p.window.shape[-1]
+    c, n = (1 if p.window is None else p.window.shape[-1]), p.window_stride
     buffered, present = 0, None
     if c > 1:
         present = v.new_ones(B, T)
@@ -29,13 +29,14 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
     outputs: list[Tensor] = []
     for t in range(T):
         stop = buffered + t + 1
-        start = max(stop - c, 0)
-        keys, values = k[:, start:stop].transpose(1, 2), v[:, start:stop].transpose(1, 2)
+        start = stop - 1 - (c - 1) * n
+        window = slice(start if start >= 0 else (stop - 1) % n, stop, n)
+        keys, values = k[:, window].transpose(1, 2), v[:, window].transpose(1, 2)
         weight = p.lr[:, t][..., None, None]  # [B, H, m, 1] or [B, H, 1, 1]
         if p.window is not None:
-            gamma = p.window[:, t, :, : stop - start].flip(-1)
+            gamma = p.window[:, t, :, : keys.shape[2]].flip(-1)
             if present is not None:
-                gamma = gamma * present[:, None, start:stop]
+                gamma = gamma * present[:, None, window]
             weight = weight * gamma.unsqueeze(-1)
         decayed = A
         if p.log_decay is not None:

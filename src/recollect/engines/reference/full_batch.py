@@ -54,7 +54,7 @@ def full_batch_weights(problem: Problem, tokens: JoinedTokens, j: int) -> Weight
     later = logs.flip(1).cumsum(1).flip(1) - logs
     weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
     weight = weight.transpose(1, 2)  # [B, H, i]
-    gates = tokens.bias_gates(bias, 0, j + 1)
+    gates = tokens.bias_gates(bias, slice(j + 1))
     lr = tokens.rates["lr"][:, j]
     # A rate per value channel scales the last map, and its mean the maps before.
     is_per_value = lr.dim() == 3

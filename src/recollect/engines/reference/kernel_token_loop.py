@@ -92,7 +92,7 @@ class KernelTokenLoop:
         self.memory, self.outer = recipe.memory, requires_grad(problem)
         self.is_normalized = recipe.memory.read.normalize == "sum"
         self.tokens = tokens = join_buffer(problem)
-        self.b, self.c = recipe.algorithm.batch_size, recipe.context.horizon or 1
+        self.b = recipe.algorithm.batch_size
         self.reads_features = [m.reads_features for m in recipe.memory.maps(0, problem.v.shape[-1])]
         dual, self.num_stored = state.kernel_rows, state.kernel_rows.k.shape[1]
         self.keys = torch.cat([dual.k.to(tokens.k.dtype), tokens.k], dim=1).transpose(1, 2)
@@ -154,6 +154,11 @@ class KernelTokenLoop:
         steps = torch.arange(N, device=place.device)
         return (steps == place[:, None]).to(self.keys.dtype)
 
+    def _rows_of(self, associations: slice) -> Tensor:
+        """Return the one-hot row indices of some associations ``[B, m, N]``."""
+        index = range(*associations.indices(len(self.tokens)))
+        return torch.stack([self._row_of(i) for i in index], dim=1)
+
     # -- reading -------------------------------------------------------------------------------
 
     def row_weights(self, kernel: Kernel, x: Tensor, mass: Mass, *, is_normalized: bool) -> Tensor:
@@ -187,17 +192,18 @@ class KernelTokenLoop:
 
     def _gradients(self, j: int, U: Rows, D: Rows, mass: Mass) -> tuple[Rows, Rows]:
         """Return g_t at W° for the rows and for the other maps."""
-        low, tokens = max(j - self.c + 1, 0), self.tokens
-        weight = tokens.valid[:, None, low : j + 1].to(tokens.v.dtype)
+        tokens = self.tokens
+        window = tokens.in_window(j)
+        weight = tokens.valid[:, None, window].to(tokens.v.dtype)
         if "window" in tokens.rates:
-            weight = weight * tokens.rates["window"][:, j][..., : j + 1 - low].flip(-1)
+            weight = weight * tokens.rates["window"][:, j][..., : weight.shape[-1]].flip(-1)
         if not self.recipe.algorithm.uses_normalized_steps:
-            return self._weighted_gradients(low, j + 1, weight, U, D, mass)
+            return self._weighted_gradients(window, weight, U, D, mass)
         total: list[Tensor] = []
-        for i in range(low, j + 1):
+        for m, i in enumerate(range(window.start, window.stop, window.step)):
             one = torch.ones_like(weight[..., :1])
-            rows, other_gradients = self._weighted_gradients(i, i + 1, one, U, D, mass)
-            scale = weight[..., i - low] * self._share(i, rows, other_gradients, U, D, mass)
+            rows, other_gradients = self._weighted_gradients(slice(i, i + 1), one, U, D, mass)
+            scale = weight[..., m] * self._share(i, rows, other_gradients, U, D, mass)
             scaled = [scale[..., None, None] * g for g in (*rows, *other_gradients)]
             total = [a + b for a, b in zip(total, scaled, strict=True)] if total else scaled
         return total[: len(U)], total[len(U) :]
@@ -209,7 +215,7 @@ class KernelTokenLoop:
         tokens, bias = self.tokens, self.recipe.bias
         k, v = (x[:, i : i + 1].transpose(1, 2) for x in (tokens.k, tokens.v))
         prediction = self.predict(k, U, D, mass, [u.new_zeros(()) for u in U])
-        error = bias.error(prediction, v, tokens.bias_gates(bias, i, i + 1))
+        error = bias.error(prediction, v, tokens.bias_gates(bias, slice(i, i + 1)))
         gain = (
             sum((g.square().sum((-2, -1)) for g in rows), torch.zeros_like(error[:, :, 0, 0]))
             * self.kernel.kappa(k, k)[..., 0, 0]
@@ -220,16 +226,16 @@ class KernelTokenLoop:
         return polyak_scale_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
 
     def _weighted_gradients(
-        self, low: int, stop: int, weight: Tensor, U: Rows, D: Rows, mass: Mass
+        self, associations: slice, weight: Tensor, U: Rows, D: Rows, mass: Mass
     ) -> tuple[Rows, Rows]:
-        """Return the sum of the gradients of associations ``low`` to ``stop``."""
+        """Return the sum of the gradients of some associations."""
         tokens, bias = self.tokens, self.recipe.bias
-        k, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.v))
-        gates = tokens.bias_gates(bias, low, stop)
-        rows = torch.stack([self._row_of(i) for i in range(low, stop)], dim=1)  # [B, m, N]
+        k, v = (x[:, associations].transpose(1, 2) for x in (tokens.k, tokens.v))
+        gates = tokens.bias_gates(bias, associations)
+        rows = self._rows_of(associations)
         with torch.enable_grad():
             points = inner_leaves(D, outer=self.outer)
-            m = stop - low
+            m = k.shape[2]
             taps = [u.new_zeros(*u.shape[:2], m, u.shape[-1]).requires_grad_() for u in U]
             prediction = self.predict(k, U, points, mass, taps)
             leaves = [*taps, *points]
@@ -323,10 +329,9 @@ class KernelTokenLoop:
         mass = torch.where(self.mass > 0, mass, 0.0)
         if self.SU:  # momentum is a step of every row
             return mass
-        low = max(j - self.c + 1, 0)
-        valid = self.tokens.valid[:, low : j + 1].to(mass.dtype)
-        rows = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
-        reached = (rows * valid.unsqueeze(-1)).sum(1).bool().unsqueeze(1)
+        window = self.tokens.in_window(j)
+        valid = self.tokens.valid[:, window].to(mass.dtype)
+        reached = (self._rows_of(window) * valid.unsqueeze(-1)).sum(1).bool().unsqueeze(1)
         erases_all = self.tokens.rates["log_decay"][:, j].isneginf().unsqueeze(-1)  # [B, H, 1]
         return torch.where(erases_all & ~reached, 0.0, mass)
 

@@ -29,19 +29,20 @@ def normalized_gradients(
     loop: TokenLoop, W: Sequence[Tensor], j: int, *, has_split_error: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the split gradients of token j with each association scaled by its ρ."""
-    low = max(j - loop.c + 1, 0)
+    window = loop.tokens.in_window(j)
+    weights = loop.weight(j)  # [B, 1 or H, m]
     A, link_gates = loop.linearization_point
     target = loop.recipe.bias.target
     assert target is not None  # checked by requires()
     totals = [torch.zeros_like(w) for w in W], [torch.zeros_like(w) for w in W]
-    for i in range(low, j + 1):
+    for m, i in enumerate(range(window.start, window.stop, window.step)):
         own_gradients = loop.gradients(W, j, association=i)
         raw, phi, v = (
             x[:, i : i + 1].transpose(1, 2) for x in (loop.tokens.k, loop.tokens.phi, loop.tokens.v)
         )
         prediction = loop.forward(W, phi, raw, loop.problem.params)
         error = loop.recipe.bias.error(
-            prediction, v, loop.tokens.bias_gates(loop.recipe.bias, i, i + 1)
+            prediction, v, loop.tokens.bias_gates(loop.recipe.bias, slice(i, i + 1))
         )
         gain = torch.stack(
             [
@@ -51,7 +52,7 @@ def normalized_gradients(
         ).sum(0)
         at = (loop.recipe.memory, prediction, target * v, raw, loop.problem.params)
         rho = polyak_scale_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
-        weight = loop.weight(j, low)[..., i - low] * rho  # [B, H]
+        weight = weights[..., m] * rho  # [B, H]
         parts = (
             own_gradients,
             loop.gradients(W, j, without_prediction=True, association=i) if has_split_error else [],
@@ -63,11 +64,11 @@ def normalized_gradients(
 
 
 def line_search_length(
-    loop: TokenLoop, W: Sequence[Tensor], D: Sequence[Tensor], j: int, low: int, weight: Tensor
+    loop: TokenLoop, W: Sequence[Tensor], D: Sequence[Tensor], associations: slice, weight: Tensor
 ) -> Tensor:
-    """Return λ ``[B, H, 1, 1]`` of direction D at W for weighted associations ``low`` to j."""
+    """Return λ ``[B, H, 1, 1]`` of direction D at W for weighted associations."""
     tokens, bias, outer = loop.tokens, loop.recipe.bias, loop.outer
-    raw, phi, v = (x[:, low : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
+    raw, phi, v = (x[:, associations].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
     with torch.enable_grad():
         points = inner_leaves(W, outer=outer)
         prediction = loop.forward(points, phi, raw, loop.problem.params)
@@ -90,14 +91,13 @@ def line_search_length(
     return line_search_scale(residual, output_change, weight, direction_norm)[..., None, None]
 
 
-def batch_weights(loop: TokenLoop, j: int) -> tuple[int, Tensor]:
-    """Return the first association of the inner batch that ends at j, and all Σ_t γ_i^(t)."""
+def batch_weights(loop: TokenLoop, j: int) -> tuple[slice, Tensor]:
+    """Return the associations of the inner batch that ends at j, and all Σ_t γ_i^(t)."""
     first = max(j - loop.b + 1, 0)
-    low = max(first - loop.c + 1, 0)
+    low = loop.tokens.in_window(first).start
     parts = []
     for t in range(first, j + 1):
-        start = max(t - loop.c + 1, 0)
-        weight = loop.weight(t, start)
-        weight = weight * loop.tokens.valid[:, None, t : t + 1]
+        weight = loop.weight(t) * loop.tokens.valid[:, None, t : t + 1]
+        start = loop.tokens.in_window(t).start
         parts.append(torch.nn.functional.pad(weight, (start - low, j - t)))
-    return low, torch.stack(parts).sum(0)
+    return slice(low, j + 1), torch.stack(parts).sum(0)

@@ -50,7 +50,6 @@ class TokenLoop:
         self.tokens = join_buffer(problem)
         self.forward = memory_forward(problem)
         self.b = recipe.algorithm.batch_size
-        self.c = recipe.context.horizon or 1
         self.A: Weights = list(problem.state.weights)
         self.S = {name: list(slot) for name, slot in problem.state.algorithm_state.items()}
         # The buffer contains the open batch, so the replay starts at the boundary of that batch.
@@ -135,13 +134,11 @@ class TokenLoop:
 
         Momentum on the write accumulates the part ``without_prediction``.
         """
-        low, stop = max(j - self.c + 1, 0), j + 1
-        if association is not None:
-            low, stop = association, association + 1
         tokens, bias, outer = self.tokens, self.recipe.bias, self.outer
-        raw, phi, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
-        weight = self.weight(j, low) if association is None else torch.ones_like(v[..., 0])
-        gates = tokens.bias_gates(bias, low, stop)
+        at = tokens.in_window(j) if association is None else slice(association, association + 1)
+        raw, phi, v = (x[:, at].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
+        weight = self.weight(j) if association is None else torch.ones_like(v[..., 0])
+        gates = tokens.bias_gates(bias, at)
         with torch.enable_grad():
             points = inner_leaves(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
@@ -162,15 +159,15 @@ class TokenLoop:
         write_gradients = self.gradients(W, j, without_prediction=True) if splits else []
         return self.gradients(W, j), write_gradients
 
-    def weight(self, j: int, low: int | None = None) -> Tensor:
-        """Return the weights of associations ``low`` to j in g_t, ``[B, 1 or H, m]``."""
-        low = max(j - self.c + 1, 0) if low is None else low
-        weight = self.tokens.valid[:, None, low : j + 1].to(self.tokens.v.dtype)
+    def weight(self, j: int) -> Tensor:
+        """Return the weights of the associations in the window of j, ``[B, 1 or H, m]``."""
+        valid = self.tokens.valid[:, None, self.tokens.in_window(j)]
+        weight = valid.to(self.tokens.v.dtype)
         if "window" not in self.tokens.rates:
             return weight
         # Entry m of the current token's gate is the weight of association t − m.
         gamma = self.tokens.rates["window"][:, j]  # [B, H, c]
-        return weight * gamma[..., : j + 1 - low].flip(-1)
+        return weight * gamma[..., : weight.shape[-1]].flip(-1)
 
     def _probe_gradients(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return g_t = a (W w) cᵀ − η b v kᵀ of a probe on a matrix, with all rates, and its write.
@@ -254,7 +251,7 @@ class TokenLoop:
                 slots[name].append(value)
         if algorithm.uses_line_search and algorithm.update_every == "token":
             step_length = line_search_length(
-                self, W, steps, j, max(j - self.c + 1, 0), self.weight(j)
+                self, W, steps, self.tokens.in_window(j), self.weight(j)
             )
             steps = [
                 step_length * s if e is None else e * step_length * s
@@ -384,7 +381,7 @@ class TokenLoop:
             for i, r in enumerate(means)
         ]
         if has_line_search:
-            step_length = line_search_length(self, self.W, steps, j, *batch_weights(self, j))
+            step_length = line_search_length(self, self.W, steps, *batch_weights(self, j))
             steps = [r * step_length * s for r, s in zip(means, steps, strict=True)]
         for i, (a, step) in enumerate(zip(self.A, steps, strict=True)):
             log_a = None if log_decay[i] is None else decays[i]
