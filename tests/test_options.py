@@ -93,7 +93,7 @@ def test_no_convolution_is_said_in_two_ways() -> None:
                     Tie(target="b", source="c", rule="rate"),
                 )
             ),
-            "each target needs one tie",
+            "a gate needs one tie",
         ),
         (lambda: LayerOptions.from_dict({"convolution": 4}), "no field 'convolution'"),
         (lambda: LayerOptions.from_dict({None: 4}), "no field None"),

@@ -19,12 +19,12 @@ PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
 # Least squares, local polynomials, and the platform's softmax on a CPU.
 ONE_DERIVATIVE = {
     "ffn_normalized", "fox", "gated_kalmanet", "geometric_rls", "local_linear_attention",
-    "local_quadratic_attention", "mesa_net", "moba", "parallax", "qk_norm_attention", "rls",
-    "sliding_window_attention", "softmax_attention",
+    "local_quadratic_attention", "memory_mosaics", "mesa_net", "moba", "parallax",
+    "qk_norm_attention", "rls", "sliding_window_attention", "softmax_attention",
 }  # fmt: skip
 PLATFORM = {
-    "ffn_normalized", "fox", "moba", "qk_norm_attention", "sliding_window_attention",
-    "softmax_attention",
+    "ffn_normalized", "fox", "memory_mosaics", "moba", "qk_norm_attention",
+    "sliding_window_attention", "softmax_attention",
 }  # fmt: skip
 
 

@@ -67,8 +67,8 @@ class SecondMemory(RecipeModule):
         self._build_ties()
         self._build_gates(skip=share)
         follows_query = any(tie.source == "q" for tie in options.ties)
-        if self.key_like_gates or self.ties.changes_qk or follows_query:
-            keys = ", ".join(self.key_like_gates) or ("a value of q" if follows_query else "k")
+        if self.key_like_gates or self.ties.changes_qkv or follows_query:
+            keys = ", ".join(self.key_like_gates) or ("a value of q" if follows_query else "k or v")
             raise RecipeError(
                 f"the second memory of {composition} receives its keys, and its recipe or its ties "
                 f"compute {keys}: leave that out"
@@ -81,7 +81,7 @@ class SecondMemory(RecipeModule):
         """Compute gates and params of tokens; ``shared`` are gates of the first memory."""
         values = {**self.compute_gates(x, {}), **shared}
         if self.options.ties:
-            values = self.ties.apply_ties(k, k, values, self.gates, Sequences()).values
+            values = self.ties.apply_ties(k, k, k, values, self.gates, Sequences()).gates
         return self._apply_stability_limit(values)
 
 

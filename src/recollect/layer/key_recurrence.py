@@ -1,4 +1,4 @@
-"""Recurrences over the keys of a sequence: previous keys, decayed sums of squares, precisions."""
+"""Recurrences over the keys and values of a sequence: previous ones, decayed sums, precisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-        keys: state of the recurrences before the call ``[B, n, H, K]``. Default: zeros.
+        keys: state of the recurrences before the call ``[B, n, H, D]``, D at least the number of
+            channels. Default: zeros.
         lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the right.
         cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; ``keys`` then has
             N rows.
@@ -33,7 +34,7 @@ class Sequences:
     def initial(self, index: int, like: Tensor) -> Tensor:
         """Return the state ``[B, H, K]`` of one recurrence before the call."""
         if self.keys is not None:
-            return self.keys[:, index].to(like.dtype)
+            return self.keys[:, index, :, : like.shape[-1]].to(like.dtype)
         rows = like.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return like.new_zeros(rows, *like.shape[2:])
 
@@ -47,11 +48,11 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyHistory:
-    """States of the recurrences of a layer's keys.
+    """States of the recurrences of a layer's keys and values.
 
     Attributes:
-        per_token: state after every token ``[B, T, n, H, K]``.
-        final: state after the last token of each sequence ``[B, n, H, K]``.
+        per_token: state after every token ``[B, T, n, H, D]``, D = max(K, V) if both have some.
+        final: state after the last token of each sequence ``[B, n, H, D]``.
     """
 
     per_token: Tensor
@@ -62,11 +63,17 @@ class KeyHistory:
         """Join the states of several recurrences; ``None`` without any."""
         if not states:
             return None
+        width = max(final.shape[-1] for _, final in states)
         per_token, final = (
-            torch.cat([x.unsqueeze(axis) for x in part], axis)
+            torch.cat([_widened(x, width).unsqueeze(axis) for x in part], axis)
             for part, axis in zip(zip(*states, strict=True), (2, 1), strict=True)
         )
         return cls(per_token=per_token, final=final)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def decayed_sums(

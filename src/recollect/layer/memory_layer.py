@@ -137,6 +137,8 @@ class MemoryLayer(RecipeModule):
             self.qkv_sizes[:2] = 0, 0
         elif self.ties.makes_keys:
             self.qkv_sizes[1] = 0
+        elif self.ties.makes_queries:
+            self.qkv_sizes[0] = self.qk_heads[0] = 0
         width, channels = num_heads * self.value_dim, sum(self.qkv_sizes)
         # One product and one convolution for q, k and v: fewer and larger operations.
         self.qkv = nn.Linear(d_model, channels, bias=False)
@@ -147,16 +149,15 @@ class MemoryLayer(RecipeModule):
         rank = options.output_gate_rank
         rank = None if rank is None or rank >= min(d_model, width) else rank
         self.output_gate_down = nn.Linear(d_model, rank, bias=False) if rank else None
-        gate = nn.Linear(rank or d_model, width, bias=rank is not None) if has_gate else None
-        self.output_gate = gate
-        self.gate_activation = (
-            torch.sigmoid if options.output_gate == "sigmoid" else functional.silu
-        )
+        self.output_gate = nn.Linear(rank or d_model, width, bias=bool(rank)) if has_gate else None
+        is_sigmoid = options.output_gate == "sigmoid"
+        self.gate_activation = torch.sigmoid if is_sigmoid else functional.silu
         self.out = nn.Linear(width, d_model, bias=False)
         self.qk_affine = QKAffine(sum(self.qk_heads), self.head_dim) if options.qk_affine else None
-        if self.num_heads != self.num_kv_heads and any(t.source == "q" for t in options.ties):
+        if self.num_heads != self.num_kv_heads and self.ties.needs_equal_heads:
             raise RecipeError(
-                "a tie that follows 'q' needs one query head per memory: leave num_kv_heads out"
+                "a tie that follows 'q' or copies 'k' to 'q' needs one query head per memory: "
+                "leave num_kv_heads out"
             )
         self._build_gates()
         self.phase = None
@@ -173,11 +174,8 @@ class MemoryLayer(RecipeModule):
             streams += [name for name, gate in self.gates.items() if gate.source == "input"]
             streams += ["out"] if has_gate else []
             self.shift = TokenShift(options.token_shift, d_model, streams)
-        self.skip = (
-            nn.Parameter(torch.ones(self.num_kv_heads, self.value_dim))
-            if options.value_skip
-            else None
-        )
+        ones = torch.ones(self.num_kv_heads, self.value_dim)
+        self.skip = nn.Parameter(ones) if options.value_skip else None
         self.memory = self._build_initial_memory()
 
     def reset_parameters(self) -> None:
@@ -351,8 +349,9 @@ class MemoryLayer(RecipeModule):
         if options.ties:
             start = None if state is None else state.keys
             sequences = Sequences(keys=start, lengths=lengths, cu_seqlens=cu_seqlens)
-            tied = self.ties.apply_ties(q, k, values, self.gates, sequences)
-            q, k, values, history = tied.q, tied.k, tied.values, tied.history
+            tied = self.ties.apply_ties(q, k, rotated_v, values, self.gates, sequences)
+            q, k, rotated_v, values, history = tied.q, tied.k, tied.v, tied.gates, tied.history
+            v = rotated_v if phase is None else v
         gates, params = self._apply_stability_limit(values)
         return MemoryInputs(
             q=q,

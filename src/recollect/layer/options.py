@@ -35,7 +35,10 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "complement": (("k",), ("gate",), "k_t = 1 − α_t"),
     "blend": (("k",), ("gate",), "k_t ← k_t ⊙ (1 + ξ ({source} − 1))"),
     "precondition": (("k",), ("k",), "k_t ← {s}^(−r/(1 + |r|)) ⊙ k_t, r = log A_t − ξ"),
-    "previous": (("k",), ("k",), "k_t ← k_(t−1)"),
+    "previous": (("k", "v"), ("k", "v"), "{x}_t ← {x}_(t−1)"),
+    "mix": (("k", "v"), ("k", "v"), "{x}_t ← (1 − ξ) {x}_t + ξ {x}_(t−1)"),
+    "leaky_average": (("k",), ("k",), "k_t ← A_t, A_t = λ_t A_(t−1) + k_t"),
+    "length": (("k", "v"), ("k", "v"), "{x}_t ← ξ {x}_t/‖{x}_t‖"),
     "filter": (
         ("k",),
         ("k",),
@@ -46,7 +49,7 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "product": (("probe",), ("k",), "w_t = c_t ⊙ k_t"),
     "sum": (("probe",), ("q",), "w_t = k_t + c_t q_t"),
     "difference": (("q",), ("k",), "q_t ← q_t − ξ k_t"),
-    "copy": (("probe", "gate"), ("k", "gate"), "{target} = {source}"),
+    "copy": (("q", "probe", "gate"), ("k", "gate"), "{target} = {source}"),
     "rate": (("gate", "angle"), ("gate",), "{target} = c {source}"),
     "negative": (("gate",), ("gate",), "{target} = −{source}"),
     "variance": (("gate",), ("gate",), "{target} ← √(1 − α_t²) {target}"),
@@ -58,8 +61,14 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 """Targets, sources and equation of each rule of a tie. ``"gate"`` is a gate or param."""
 
-KEY_RECURRENCES = ("filter", "precondition", "previous")
-"""Rules of keys that depend on earlier keys."""
+RECURRENCES = ("filter", "leaky_average", "mix", "precondition", "previous")
+"""Rules of keys and values that depend on earlier tokens."""
+
+SELF_RULES = (*RECURRENCES, "length")
+"""Rules of keys and values whose source is their target."""
+
+REPLACING_RULES = ("complement", "copy")
+"""Rules of queries and keys that ignore the value of an earlier tie."""
 
 
 class Options(Validated):
@@ -241,14 +250,15 @@ class GateOptions(_SavedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Tie(_SavedOptions):
-    """A gate, param, query, key or probe that is computed from another one.
+    """A gate, param, query, key, value or probe that is computed from another one.
 
-    Ties apply in their order: a source has the value that earlier ties gave it.
+    Ties apply in their order: a source has the value that earlier ties gave it. Queries, keys and
+    values may have several ties.
 
     Args:
-        target: ``"q"``, ``"k"``, a gate or param of the recipe, or ``"angle"``, the increment of
-            the angle of `LayerOptions.complex_decay`.
-        source: ``"q"``, ``"k"``, or a gate or param of the recipe.
+        target: ``"q"``, ``"k"``, ``"v"``, a gate or param of the recipe, or ``"angle"``, the
+            increment of the angle of `LayerOptions.complex_decay`.
+        source: ``"q"``, ``"k"``, ``"v"``, or a gate or param of the recipe.
         rule: formula of the target, with a c (the target's own projection), a learned ξ and the
             constant s:
 
@@ -257,7 +267,12 @@ class Tie(_SavedOptions):
             * ``"precondition"``: k ⊙ M with M = s^(−r/(1 + |r|)) in (1/s, s), r = log(A + 1e-6) − ξ
               and A_t = a_t A_(t−1) + b_t k_t², per key channel (preconditioned delta rules). a and
               b are the gates ``"log_moment_decay"`` and ``"moment_rate"`` of the layer.
-            * ``"previous"``: k_(t−1), 0 at the first token (Falcon).
+            * ``"previous"``: k_(t−1) or v_(t−1), 0 at the first token (Falcon).
+            * ``"mix"``: (1 − ξ) v_t + ξ v_(t−1), or of keys, ξ per head (Memory Mosaics).
+            * ``"leaky_average"``: A_t = λ_t A_(t−1) + k_t; log λ per head is the gate
+              ``"log_average_decay"`` of the layer (Memory Mosaics).
+            * ``"length"``: ξ k/‖k‖, or of values, ξ = s e^c per head with a learned c that starts
+              at 0 (Memory Mosaics).
             * ``"filter"``: w k/Λ, the gain of a Kalman filter per key channel that observes the
               value as k times the weight. Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + w_t k_t² is its
               precision, with Λ_0 = s. The decay α of the recipe, per key channel, becomes
@@ -267,7 +282,8 @@ class Tie(_SavedOptions):
             * ``"product"``: the probe c ⊙ k, source ``"k"``, c per key channel (Gated DeltaNet-2).
             * ``"sum"``: the probe k + c q, source ``"q"``, c per head (Q-Delta).
             * ``"difference"``: q − ξ k, source ``"k"``, ξ per head (Comba).
-            * ``"copy"``: the source: k for a probe, or a gate of the same shape.
+            * ``"copy"``: the source: k for a probe or for queries, which then have no projection,
+              or a gate of the same shape.
             * ``"rate"``: c · source, equal to c at the initial value of the source (Mamba-2's one Δ
               drives ``lr``, and log α = −aΔ). c is a learned constant by default.
             * ``"negative"``: −source (Mamba's Δ).
@@ -299,7 +315,7 @@ class Tie(_SavedOptions):
 
     def validate(self) -> None:
         targets, sources, _ = TIE_RULES[self.rule]
-        if self.target == self.source and self.rule not in KEY_RECURRENCES:
+        if self.target == self.source and self.rule not in SELF_RULES:
             raise RecipeError(f"Tie: {self.target!r} cannot follow itself")
         if _kind(self.target) not in targets:
             raise RecipeError(
@@ -313,22 +329,28 @@ class Tie(_SavedOptions):
             )
         if self.rule == "copy" and (self.source == "k") == (_kind(self.target) == "gate"):
             raise RecipeError(
-                "Tie(rule='copy') copies k to a probe and a gate to a gate, not "
+                "Tie(rule='copy') copies k to q, k to a probe and a gate to a gate, not "
                 f"{self.source!r} to {self.target!r}"
+            )
+        if self.rule in SELF_RULES and self.target != self.source:
+            raise RecipeError(
+                f"Tie(rule={self.rule!r}) changes {self.target!r} itself: set "
+                f"source={self.target!r}, not {self.source!r}"
             )
 
     @property
     def equation(self) -> str:
         """The rule as an equation, with the names of gates and params."""
-        letters = {name: f"{name}_t" for name in ("q", "k")} | {"probe": "w_t"}
+        letters = {name: f"{name}_t" for name in ("q", "k", "v")} | {"probe": "w_t"}
         target, source = (letters.get(name, name) for name in (self.target, self.source))
         equation = TIE_RULES[self.rule][2]
-        return equation.format(target=target, source=source, s=f"{self.constant:g}")
+        constant = f"{self.constant:g}"
+        return equation.format(target=target, source=source, s=constant, x=self.target)
 
 
 def _kind(name: str, probe: str = "probe") -> str:
     """Return the kind of a target or source: itself, or ``"gate"`` for a gate or param."""
-    return {"probe": probe}.get(name, name if name in ("q", "k", "angle") else "gate")
+    return {"probe": probe}.get(name, name if name in ("q", "k", "v", "angle") else "gate")
 
 
 def _kinds_text(kinds: tuple[str, ...]) -> str:
@@ -370,7 +392,7 @@ class LayerOptions(_SavedOptions):
             that is no smaller than the map's sizes is ``None``, a full map without a bias.
         gate_options: `GateOptions` of gates and params by name. Default: from their declarations.
             Any mapping is accepted and stored as pairs.
-        ties: gates, keys and probes that are computed from others (`Tie`).
+        ties: gates, queries, keys, values and probes that are computed from others (`Tie`).
         memory_init_scale: standard deviation of a deep memory's initial weights, in units of
             in^(−1/2). Weights behind a link (a softmax, a power) may need other units than those
             that are read. Memories with static weights (`memory.MLP`) start at zero, without this
@@ -423,15 +445,21 @@ class LayerOptions(_SavedOptions):
                 f"LayerOptions(output_gate_rank={self.output_gate_rank}) needs an output gate: set "
                 "output_gate='silu' or 'sigmoid', or leave output_gate_rank out"
             )
-        targets = [tie.target for tie in self.ties]
-        later = [set(targets[i:]) for i in range(len(targets))]
-        pairs = zip(self.ties, later, strict=True)
-        early = any(tie.source in rest - {"q", "k"} for tie, rest in pairs)
-        if len(set(targets)) < len(targets) or early:
-            raise RecipeError(
-                "LayerOptions(ties=...): each target needs one tie, and the tie of its source must "
-                "come first"
-            )
+        for i, tie in enumerate(self.ties):
+            rules = [earlier.rule for earlier in self.ties[:i] if earlier.target == tie.target]
+            is_gate = tie.target not in ("q", "k", "v")
+            later = {other.target for other in self.ties[i:]} - {"q", "k", "v"}
+            if (is_gate and rules) or tie.source in later:
+                raise RecipeError(
+                    "LayerOptions(ties=...): a gate needs one tie, and the tie of its source must "
+                    "come first"
+                )
+            is_repeated = tie.rule in rules and tie.rule != "previous"
+            if is_repeated or (rules and tie.rule in REPLACING_RULES):
+                raise RecipeError(
+                    f"LayerOptions(ties=...): {tie.target!r} has one tie of rule {tie.rule!r}, and "
+                    "rules 'complement' and 'copy' come first"
+                )
 
     def gate(self, name: str) -> GateOptions:
         """Return the options of one gate or param; `GateOptions()` by default."""

@@ -37,8 +37,9 @@ class MemoryInputs:
         final_phase: last angles of a complex decay, or ``None``.
         shift: last token of the token shift, or ``None``.
         conv_inputs: inputs of the short convolution ``[B, T, D]``, if requested.
-        keys: states of n recurrences of keys after every token ``[B, T, n, H, K]``, or ``None``.
-        final_keys: the last ones ``[B, n, H, K]``, or ``None``.
+        keys: states of n recurrences of keys and values after every token ``[B, T, n, H, D]``, or
+            ``None``.
+        final_keys: the last ones ``[B, n, H, D]``, or ``None``.
     """
 
     q: Tensor
@@ -73,7 +74,8 @@ class LayerState(TensorTree):
             and v concatenated, or ``None``.
         phase: cumulated angle of a complex decay ``[B, H, D/2]`` in float64, or ``None``.
         shift: the last token ``[B, 1, d_model]`` for the token shift, or ``None``.
-        keys: states of n recurrences of keys ``[B, n, H, K]`` (`recollect.Tie`), or ``None``.
+        keys: states of n recurrences of keys and values ``[B, n, H, D]`` (`recollect.Tie`), or
+            ``None``.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)

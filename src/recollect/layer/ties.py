@@ -1,4 +1,4 @@
-"""Ties: gates, queries, keys and probes that are computed from others (`options.Tie`)."""
+"""Ties: gates, queries, keys, values and probes computed from others (`options.Tie`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recollect.layer.key_recurrence import (
     decayed_sums,
     filtered_precisions,
 )
-from recollect.layer.options import KEY_RECURRENCES, LayerOptions, Tie
+from recollect.layer.options import RECURRENCES, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["TiedInputs", "Ties", "declared_for_tie", "tie_gates", "tie_misfits"]
@@ -33,8 +33,15 @@ RULES_WITH_OWN_VALUE = (
 SCALAR_RULES = ("sum", "trapezoid")
 """Rules whose own projection has one value per head."""
 
-FACTORS = {"blend": 1.0, "direction": 1.0, "precondition": -0.2, "difference": 1.0}
-"""Initial values of the learned ξ of rules; per channel for the first two, else per head."""
+FACTORS = {
+    "blend": 1.0,
+    "direction": 1.0,
+    "precondition": -0.2,
+    "difference": 1.0,
+    "mix": 0.5,
+    "length": 0.0,
+}
+"""Initial values of the learned factors of rules; per channel for the first two, else per head."""
 
 MOMENT_EPS = 1e-6
 """Added to a second moment of keys before its logarithm."""
@@ -44,6 +51,16 @@ MAX_ERASURE = 1 - 1e-6
 
 
 _OWN_GATES = {
+    "leaky_average": (
+        Gate(
+            name="log_average_decay",
+            owner="Tie(rule='leaky_average')",
+            range=Range(high=0.0),
+            init=math.log(0.2),
+            role="decay",
+            is_log=True,
+        ),
+    ),
     "precondition": (
         Gate(
             name="log_moment_decay",
@@ -90,14 +107,19 @@ def declared_for_tie(declared: Gate | Param, rule: str | None) -> Gate | Param:
     return replace(declared, axes=()) if rule in SCALAR_RULES else declared
 
 
+def _makes_queries(tie: Tie) -> bool:
+    """Return whether the queries of a layer are its keys."""
+    return (tie.target, tie.rule) == ("q", "copy")
+
+
 def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, str]]:
     """Yield the ties that a recipe does not allow, each with the message of the error."""
     gates: dict[str, Gate | Param] = {gate.name: gate for gate in recipe.gates()}
     known = {**gates, **{param.name: param for param in recipe.params()}}
     targets = {tie.target for tie in options.ties}
     for tie in options.ties:
-        sources = [tie.source] if tie.source in ("q", "k") else known
-        if tie.source not in sources or tie.target not in [*known, "q", "k", "angle"]:
+        sources = [tie.source] if tie.source in ("q", "k", "v") else known
+        if tie.source not in sources or tie.target not in [*known, "q", "k", "v", "angle"]:
             message = f"{tie} ties gates that this recipe does not have; it has: "
             yield tie, f"{message}{', '.join(sorted(known)) or 'none'}"
             continue
@@ -109,6 +131,12 @@ def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, st
                 reason = "needs a gate per head as source, and one association per token"
         else:
             reason = _incompatibility(tie, recipe, gates, known)
+            if tie.target == "v" and options.complex_decay != "none":
+                reason = "needs complex_decay='none'"
+            if _makes_queries(tie) and (
+                options.qk == "ones" or any(other.rule == "complement" for other in options.ties)
+            ):
+                reason = "needs a projection of keys"
             is_limited = options.gate("lr").resolve_unit("lr", recipe) == "stability_limit"
             if tie.rule in ("normalize", "shrink") and "lr" in known and is_limited:
                 reason = reason or "needs a rate that is no multiple of the stability limit"
@@ -135,8 +163,11 @@ def _incompatibility(
         return "needs a gate per key channel, and one association per token"
     if tie.rule == "direction" and not plain:
         return "needs keys that are their own features, and one association per token"
-    if tie.rule in (*KEY_RECURRENCES, "difference") and recipe.associations_per_token > 1:
+    on_tokens = (*RECURRENCES, "difference", "length")
+    if (tie.rule in on_tokens or _makes_queries(tie)) and recipe.associations_per_token > 1:
         return "needs one association per token"
+    if _makes_queries(tie):
+        return None
     if (tie.rule in ("product", "sum") or (tie.source == "k" and tie.rule == "copy")) and (
         target != ("K",) or recipe.associations_per_token > 1
     ):
@@ -173,15 +204,16 @@ def _incompatibility(
 
 @dataclass(frozen=True, kw_only=True)
 class TiedInputs:
-    """Queries, keys, and gates and params by name, after all ties.
+    """Queries, keys, values, and gates and params by name, after all ties.
 
     Attributes:
-        history: states of recurrences of keys, or ``None``.
+        history: states of recurrences of keys and values, or ``None``.
     """
 
     q: Tensor
     k: Tensor
-    values: dict[str, Tensor]
+    v: Tensor
+    gates: dict[str, Tensor]
     history: KeyHistory | None
 
 
@@ -192,20 +224,29 @@ class Ties(nn.Module):
         super().__init__()
         self.ties, self.log_gates = options.ties, recipe.log_gates
         self.own_gates = [gate.name for gate in tie_gates(options)]
-        self.num_recurrences = sum(tie.rule in KEY_RECURRENCES for tie in options.ties)
+        self.num_recurrences = sum(tie.rule in RECURRENCES for tie in options.ties)
         factors = [tie for tie in options.ties if tie.rule in FACTORS]
-        self.initial = {tie.target: FACTORS[tie.rule] for tie in factors}
-        sizes = {t.target: key_dim if t.rule in ("blend", "direction") else 1 for t in factors}
+        sizes = [key_dim if tie.rule in ("blend", "direction") else 1 for tie in factors]
+        self.initial = {self._factor_name(tie): FACTORS[tie.rule] for tie in factors}
         self.factors = nn.ParameterDict(
-            {target: torch.empty(heads, size) for target, size in sizes.items()}
+            {name: torch.empty(heads, size) for name, size in zip(self.initial, sizes, strict=True)}
         )
         self.reset_parameters()
+
+    def _factor_name(self, tie: Tie) -> str:
+        """Return the target of a tie, with the rule if several ties of the target have factors."""
+        rules = [other.rule for other in self.ties if other.target == tie.target]
+        is_only = sum(rule in FACTORS for rule in rules) == 1
+        return tie.target if is_only else f"{tie.target}_{tie.rule}"
+
+    def _factor(self, tie: Tie, like: Tensor) -> Tensor:
+        return self.factors[self._factor_name(tie)].to(like.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set every factor to its initial value."""
-        for target, factor in self.factors.items():
-            nn.init.constant_(factor, self.initial[target])
+        for name, factor in self.factors.items():
+            nn.init.constant_(factor, self.initial[name])
 
     @property
     def makes_keys(self) -> bool:
@@ -213,9 +254,19 @@ class Ties(nn.Module):
         return any(tie.rule == "complement" for tie in self.ties)
 
     @property
-    def changes_qk(self) -> bool:
-        """Whether queries or keys are computed by a tie."""
-        return any(tie.target in ("q", "k") for tie in self.ties)
+    def makes_queries(self) -> bool:
+        """Whether queries have no projection."""
+        return any(map(_makes_queries, self.ties))
+
+    @property
+    def needs_equal_heads(self) -> bool:
+        """Whether a tie needs as many query heads as memories."""
+        return self.makes_queries or any(tie.source == "q" for tie in self.ties)
+
+    @property
+    def changes_qkv(self) -> bool:
+        """Whether queries, keys or values are computed by a tie."""
+        return any(tie.target in ("q", "k", "v") for tie in self.ties)
 
     @property
     def angle(self) -> Tie | None:
@@ -236,6 +287,7 @@ class Ties(nn.Module):
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         values: Mapping[str, Tensor],
         gates: nn.ModuleDict,
         sequences: Sequences,
@@ -245,49 +297,71 @@ class Ties(nn.Module):
         Args:
             q: queries ``[B, T, heads, K]``.
             k: keys ``[B, T, H, K]``, of several associations if no tie uses them.
+            v: values ``[B, T, H, V]``, of several associations if no tie uses them.
             values: gates and params by name.
             gates: projections of the gates.
             sequences: state and boundaries of the sequences.
         """
         tied, states = dict(values), list[tuple[Tensor, Tensor]]()
+        qkv = {"q": q, "k": k, "v": v}
         for tie in self.ties:
             if tie.rule == "complement" or tie.target == "angle":
                 continue
-            if tie.rule in KEY_RECURRENCES:
-                k, state = self._next_keys(tie, tied, k, sequences, len(states))
+            if tie.rule in RECURRENCES:
+                x, state = self._recurrence(tie, tied, qkv[tie.target], sequences, len(states))
+                qkv[tie.target] = x
                 states.append(state)
-            elif tie.target == "k":
-                blend = 1 + self.factors["k"].to(tied[tie.source].dtype) * (tied[tie.source] - 1)
-                k = k * blend.to(k.dtype)
-            elif tie.target == "q":
-                shifted = self.factors["q"].to(k.dtype) * k
-                q = q - shifted.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+            elif tie.target in qkv:
+                qkv[tie.target] = self._tied_qkv(tie, tied, qkv)
             else:
-                source = {"q": q, "k": k}.get(tie.source)
+                source = qkv.get(tie.source)
                 source = tied[tie.source] if source is None else source
-                tied[tie.target] = self._tied_value(tie, tied, source, k, gates)
+                tied[tie.target] = self._tied_value(tie, tied, source, qkv["k"], gates)
         for name in self.own_gates:
             del tied[name]
-        return TiedInputs(q=q, k=k, values=tied, history=KeyHistory.stack(states))
+        return TiedInputs(**qkv, gates=tied, history=KeyHistory.stack(states))
 
-    def _next_keys(
+    def _tied_qkv(
+        self, tie: Tie, values: Mapping[str, Tensor], qkv: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return queries, keys or values after a rule that acts on each token."""
+        q, k, x = qkv["q"], qkv["k"], qkv[tie.target]
+        if tie.rule == "copy":
+            return k
+        factor = self._factor(tie, x)
+        if tie.rule == "length":
+            return factor.exp() * normalize_to_length(x, tie.constant)
+        if tie.rule == "difference":
+            return q - (factor * k).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        source = values[tie.source]
+        return k * (1 + self._factor(tie, source) * (source - 1)).to(k.dtype)
+
+    def _recurrence(
         self,
         tie: Tie,
         values: dict[str, Tensor],
-        k: Tensor,
+        x: Tensor,
         sequences: Sequences,
         index: int,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return keys after a recurrence, and its states after every token and the last one.
+        """Return keys or values after a recurrence, and its states after every token and the last.
 
         A filter also changes the decay in ``values``.
         """
-        if tie.rule == "previous":
-            shifted, last = sequences.previous(k, sequences.initial(index, k))
-            return shifted, (k, last)
+        if tie.rule in ("previous", "mix"):
+            shifted, last = sequences.previous(x, sequences.initial(index, x))
+            if tie.rule == "previous":
+                return shifted, (x, last)
+            return x + self._factor(tie, x) * (shifted - x), (x, last)
+        if tie.rule == "leaky_average":
+            log_decay = values["log_average_decay"]
+            u = x.to(log_decay.dtype)
+            initial = sequences.initial(index, u)
+            A = decayed_sums(u, log_decay, initial, sequences.cu_seqlens)
+            return A.to(x.dtype), (A, sequences.previous(A, initial)[1])
         if tie.rule == "filter":
             log_decay, w = values["log_decay"], values["observation_precision"].unsqueeze(-1)
-            u = w * k.to(w.dtype).square()
+            u = w * x.to(w.dtype).square()
             prior = sequences.initial(index, u)  # the state is Λ − s, so that 0 is the prior
             precision = filtered_precisions(
                 *(u, log_decay, values["process_noise"]),
@@ -297,15 +371,15 @@ class Ties(nn.Module):
             log_factor = torch.log1p(-(u / precision).clamp_max(MAX_ERASURE))
             values["log_decay"] = log_decay + log_factor.to(log_decay.dtype)
             states = precision - tie.constant
-            gain = k * (w / precision).to(k.dtype)
+            gain = x * (w / precision).to(x.dtype)
             return gain, (states, sequences.previous(states, prior)[1])
         log_decay, rate = values["log_moment_decay"], values["moment_rate"]
-        squares = rate.unsqueeze(-1) * k.to(rate.dtype).square()
+        squares = rate.unsqueeze(-1) * x.to(rate.dtype).square()
         initial = sequences.initial(index, squares)
         A = decayed_sums(squares, log_decay, initial, sequences.cu_seqlens)
-        r = (A + MOMENT_EPS).log() - self.factors["k"].to(A.dtype)
+        r = (A + MOMENT_EPS).log() - self._factor(tie, A)
         M = (-math.log(tie.constant) * r / (1 + r.abs())).exp()
-        return k * M.to(k.dtype), (A, sequences.previous(A, initial)[1])
+        return x * M.to(x.dtype), (A, sequences.previous(A, initial)[1])
 
     def _tied_value(
         self,
@@ -320,7 +394,7 @@ class Ties(nn.Module):
         if tie.rule == "negative":
             return -source
         if tie.rule == "direction":
-            return normalize_to_length(k * self.factors[tie.target].to(k.dtype), 1.0)
+            return normalize_to_length(k * self._factor(tie, k), 1.0)
         if tie.rule == "diagonal":
             erased = source.unsqueeze(-1) * k.to(source.dtype).square().unsqueeze(-2)
             return torch.log1p(-erased.clamp_max(MAX_ERASURE))

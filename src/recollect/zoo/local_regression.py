@@ -3,22 +3,24 @@
 Examples:
     >>> rc.zoo.names("local_regression")
     ['local_linear_attention', 'local_quadratic_attention', 'parallax',
-     'kernel_regression_attention']
+     'kernel_regression_attention', 'memory_mosaics']
     >>> print(rc.zoo.get("local_linear_attention").rule)
     [y_t M_t] = (Vᵀ W X)(Xᵀ W X + λ)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from recollect.choices.algorithm.closed_form import Analytic
+from recollect.choices.context.restrictions import SkipFirst
 from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.context.windows import Prefix
 from recollect.choices.features.kernels import Gaussian
-from recollect.choices.memory.local import LocalPolynomial
+from recollect.choices.memory.local import LocalConstant, LocalPolynomial
 from recollect.choices.memory.maps import Matrix
-from recollect.layer.options import LayerOptions
+from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.attention import PLAIN_ATTENTION_LAYER
 from recollect.zoo.fidelity import exact
@@ -29,6 +31,7 @@ __all__ = [
     "kernel_regression_attention",
     "local_linear_attention",
     "local_quadratic_attention",
+    "memory_mosaics",
     "parallax",
 ]
 
@@ -137,3 +140,49 @@ def kernel_regression_attention() -> tuple[Recipe, LayerOptions]:
         memory=Matrix(), features=Gaussian(), context=Prefix(), algorithm=Analytic(ridge=1.0)
     )
     return recipe, replace(PLAIN_ATTENTION_LAYER, qk_norm="rms")
+
+
+@preset(
+    "Memory Mosaics",
+    rule="y_t = Σ_(i<t) s_ti v_i / Σ_(i<t) s_ti,  s_ti = exp(−‖k_t − k_i‖²/2),  "
+    "k_t = ξ k̄_t/‖k̄_t‖,  k̄_t = λ k̄_(t−1) + W_K x_t,  v_t = ζ v̄_t/‖v̄_t‖,  "
+    "v̄_t = W_V ((1 − c) x_(t+1) + c x_t)",
+    references=(
+        Paper("Zhang et al., Memory Mosaics", 2024).at(
+            "arXiv 2405.06394, contextual memory units of the language model"
+        ),
+    ),
+    fidelity=exact(
+        "the contextual memory units of Zhang et al., in the form of their code",
+        memory="The pair (k_(t−1), v_(t−1)) is stored at token t, the first that can compute the "
+        "value.\n"
+        "The first token stores no pair and outputs 0.",
+        decay="λ per head starts at e^(−0.5) to e^(−5), with −log λ spread geometrically; the "
+        "authors spread it evenly.",
+        query_key_norm="The length ξ of keys, per head, starts at e and has no upper limit; the "
+        "authors' is e⁵.",
+        gates="The weight c starts at 0.5 per head; the authors draw it between 0 and 1.",
+        layer="The layer has no convolution, positions, norm or output gate, and its maps have no "
+        "bias.\n"
+        "The paper's persistent memory units replace the feed-forward network and are not part of "
+        "the layer.",
+    ),
+)
+def memory_mosaics() -> tuple[Recipe, LayerOptions]:
+    """Gaussian kernel regression that predicts the next value from a leaky average of the past."""
+    recipe = Recipe(
+        memory=LocalConstant(),
+        context=KernelWeighted(kernel=Gaussian(bandwidth=2.0), restrictions=(SkipFirst(size=1),)),
+        algorithm=Analytic(),
+    )
+    ties = (
+        Tie(target="k", source="k", rule="leaky_average"),
+        Tie(target="k", source="k", rule="length", constant=math.e),
+        Tie(target="q", source="k", rule="copy"),
+        Tie(target="k", source="k", rule="previous"),
+        Tie(target="v", source="v", rule="mix"),
+        Tie(target="v", source="v", rule="length", constant=math.exp(-0.5)),
+    )
+    decay = GateOptions(source="learned", init=-math.sqrt(2.5), head_spread=math.sqrt(10.0))
+    layer = replace(PLAIN_ATTENTION_LAYER, rope_theta=None, ties=ties)
+    return recipe, replace(layer, gate_options={"log_average_decay": decay})

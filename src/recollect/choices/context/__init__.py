@@ -11,7 +11,7 @@ Examples:
 
 from recollect.choices.context.base import Context
 from recollect.choices.context.moved_keys import KeyDecay, KeyReflection
-from recollect.choices.context.restrictions import Bilinear, SinkWindow, TopBlocks
+from recollect.choices.context.restrictions import Bilinear, SinkWindow, SkipFirst, TopBlocks
 from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.context.stick_breaking import StickBreaking
 from recollect.choices.context.windows import Online, Prefix, Window
@@ -25,6 +25,7 @@ __all__ = [
     "Online",
     "Prefix",
     "SinkWindow",
+    "SkipFirst",
     "StickBreaking",
     "TopBlocks",
     "Window",

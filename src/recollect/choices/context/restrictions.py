@@ -1,4 +1,4 @@
-"""Restrictions of `KernelWeighted`: chosen blocks, a bilinear gate, a window with sinks."""
+"""Restrictions of `KernelWeighted`: chosen blocks, a bilinear gate, windows, omitted starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recollect.choices.features.base import resolve_tau, tau_text
 from recollect.choices.member import member
 from recollect.fields import Gate, flag, integer, number, option
 
-__all__ = ["Bilinear", "SinkWindow", "TopBlocks"]
+__all__ = ["Bilinear", "SinkWindow", "SkipFirst", "TopBlocks"]
 
 
 class _Restriction(Context):
@@ -238,3 +238,45 @@ class SinkWindow(_Restriction):
             f"g_i^(t) = 1 for the last {self.size} associations and the first {self.num_sinks} of "
             "the document, else 0",
         )
+
+
+@member
+class SkipFirst(_Restriction):
+    """All associations but the first n of the document.
+
+    g_i^(t) = 0 for i ≤ n, else 1. With keys of the token n before (`recollect.Tie`), the first n
+    values have no key. The first n outputs of a mean are 0.
+
+    Args:
+        size: n ≥ 1.
+
+    Examples:
+        >>> context = rc.context.KernelWeighted(restrictions=(rc.context.SkipFirst(size=1),))
+        >>> recipe = rc.Recipe(
+        ...     memory=rc.memory.LocalConstant(), context=context, algorithm=rc.algorithm.Analytic()
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 5, 1, 4)
+        >>> y, _ = rc.recall(recipe, q, k, v)
+        >>> y[:, 0].any()
+        tensor(False)
+        >>> torch.allclose(y[:, 1], v[:, 1])
+        True
+    """
+
+    shown = ("size",)
+
+    size: int = integer(1, at_least=1, size=True)
+
+    def over(self, visible: VisibleAssociations) -> ContextWeights:
+        log = torch.zeros_like(visible.position, dtype=visible.q.dtype)
+        log = log.masked_fill(visible.position < self.size, -torch.inf)  # [B, n]
+
+        def log_weight(queries: slice, keys: slice) -> Tensor:
+            num_queries = visible.query_slots[queries].shape[0]
+            return log[:, None, None, None, keys].expand(-1, -1, -1, num_queries, -1)
+
+        return ContextWeights(log=log_weight, is_binary=True, may_hide_all=True)
+
+    def notes(self) -> tuple[str, ...]:
+        first = f"{self.size} associations" if self.size > 1 else "association"
+        return (f"g_i^(t) = 0 for the first {first} of the document, else 1",)
