@@ -128,6 +128,14 @@ def test_options_keep_the_gates_and_ties_that_a_drawn_recipe_declares() -> None:
     rc.MemoryLayer(8, 2, found[1].recipe, options)
 
 
+def test_options_keep_the_gates_of_ties() -> None:
+    start = rc.blocks.as_mixer("memory_mosaics")
+    found = draw_neighbour(start, seed=0, draws=0, known=(), accept=lambda _: True)
+    assert found is not None
+    assert "log_average_decay" in dict(start.options.gate_options)
+    assert found[1].options == start.options
+
+
 def test_a_member_of_the_user_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SquareRoot in all_members()
     # Draws depend on all members that are registered, also on those of other tests.

@@ -11,6 +11,7 @@ from typing import Any
 from recollect.blocks.mixers import RecipeMixer
 from recollect.choices.member import Member
 from recollect.layer.options import LayerOptions
+from recollect.layer.ties import tie_gates
 from recollect.messages import RecipeError
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.recipe.toml_text import read_toml, write_toml
@@ -21,7 +22,7 @@ __all__ = ["Candidate", "changes", "draw_neighbour", "is_toml"]
 MAX_DRAWS = 2000
 """Number of draws after which the recipes near a start are considered exhausted."""
 
-_SOURCES = ("q", "k", "angle")
+_SOURCES = ("q", "k", "v", "angle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,8 @@ def _change(rng: random.Random, start: Recipe, pool: Pool) -> Recipe:
 def _fitting_options(options: LayerOptions, recipe: Recipe) -> LayerOptions:
     """Return the options without gates and ties of quantities that the recipe does not declare."""
     declared = {x.name for x in (*recipe.gates(), *recipe.params())}
-    gates = {name: gate for name, gate in dict(options.gate_options).items() if name in declared}
     known = {*declared, *_SOURCES}
     ties = tuple(tie for tie in options.ties if {tie.target, tie.source} <= known)
+    declared |= {gate.name for gate in tie_gates(replace(options, ties=ties))}
+    gates = {name: gate for name, gate in dict(options.gate_options).items() if name in declared}
     return replace(options, gate_options=gates, ties=ties)
