@@ -18,6 +18,7 @@ __all__ = ["on_config", "on_files"]
 
 _NO_RESULTS = "# Results\n\nThis copy of the sources comes without measured results.\n"
 _IMAGE_LINK = re.compile(r"\]\(([^)#:]+\.(?:png|svg))\)")
+_DOCS_LINK = re.compile(r"\]\(((?:\.\./)+)docs/")
 
 
 def on_config(config: Any) -> Any:
@@ -65,7 +66,7 @@ def _reports(root: Path) -> list[Path]:
 def _results(root: Path) -> dict[str, str]:
     """Return the reports of measurements by their path in the site, with adapted links."""
     pages = {
-        path.relative_to(root).as_posix(): path.read_text("utf-8").replace("](../docs/", "](../")
+        path.relative_to(root).as_posix(): _DOCS_LINK.sub(r"](\1", path.read_text("utf-8"))
         for path in _reports(root)
     }
     names = ("results/README.md", "results/language_models/README.md")
