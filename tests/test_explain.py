@@ -731,13 +731,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_every_member_is_documented() -> None:
-    text = (DOCS / "recipe.md").read_text(encoding="utf-8")
+    text = (DOCS / "members.md").read_text(encoding="utf-8")
     for choice in (*CHOICES, "read", "probe"):
         for member in generate.members(choice):
             if not member.__module__.startswith("recollect."):
                 continue  # a user's own
             assert f"`{member.__name__}" in text, (
-                f"docs/recipe.md does not mention {member.__name__}"
+                f"docs/members.md does not mention {member.__name__}"
             )
 
 
