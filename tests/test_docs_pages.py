@@ -253,6 +253,38 @@ def test_every_command_stands_on_its_page() -> None:
     assert sorted(found) == sorted(command.__name__ for command in COMMANDS)
 
 
+def test_the_reference_of_the_command_line_has_a_text_for_every_option() -> None:
+    typer = pytest.importorskip("typer")
+    from command_line import render_commands
+    from recollect.cli.app import build
+
+    sections = dict(
+        re.findall(r"^## recollect (\w+)\n(.*?)(?=^## |\Z)", render_commands(), re.M | re.S)
+    )
+    commands = typer.main.get_command(build()).commands
+    assert list(sections) == list(commands)
+    for name, section in sections.items():
+        rows = dict(re.findall(r"^\| `(.*?)` \| (.*?) \| .*\|$", section, re.M))
+        assert all(text.endswith(".") for text in rows.values()), name
+        listed = {option for row in rows for option in re.findall(r"--[\w-]+", row)}
+        options = {
+            option
+            for param in commands[name].params
+            for option in param.opts
+            if option.startswith("--")
+        }
+        assert listed == options - {"--import", "--help"}, name
+
+
+def test_the_site_has_the_addresses_of_the_project_that_are_set(tmp_path: Path) -> None:
+    from addresses import project_urls
+
+    (tmp_path / "pyproject.toml").write_text(
+        '[project.urls]\nRepository = "https://a.dev/b"\nIssues = "https://example.org/b"\n'
+    )
+    assert project_urls(tmp_path) == {"Repository": "https://a.dev/b"}
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build = pytest.importorskip("mkdocs.commands.build")

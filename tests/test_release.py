@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import recollect as rc
+from recollect.recipe.recipe import SCHEMA
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
@@ -154,12 +155,36 @@ def test_the_distribution_has_a_name_of_its_own(archives: tuple[Path, Path]) -> 
             assert not re.search(r"\brecollect\[(lm|eval|cli|plot|gpu|dev)\b", text), name
 
 
+def test_the_addresses_of_the_project_are_set() -> None:
+    """Until they are, every run of the tests names the placeholders; a release fails."""
+    from packaging.version import Version
+
+    from addresses import project_urls
+
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+    assert list(urls) == ["Repository", "Issues", "Documentation"]
+    cited = re.search(r"^repository-code: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
+    placeholders = urls.keys() - project_urls(ROOT).keys()
+    if placeholders and Version(rc.__version__).is_devrelease:
+        assert cited is None
+        pytest.xfail(f"placeholders in [project.urls] of pyproject.toml: {sorted(placeholders)}")
+    assert not placeholders
+    assert cited is not None and cited[1] == urls["Repository"]
+
+
 def test_the_supported_pythons_are_named() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     least = project["requires-python"].removeprefix(">=")
     named = [x.rsplit(" ", 1)[1] for x in project["classifiers"] if re.search(r":: 3\.\d+$", x)]
     assert named[0] == least and ".".join(map(str, sys.version_info[:2])) in named
     assert project["scripts"] == {"recollect": "recollect_command:main"}
+    rows = dict(
+        re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "docs/stability.md").read_text(), re.M)
+    )
+    assert rows["Python"] == f"{', '.join(named[:-1])} and {named[-1]}"
+    (torch,) = (d for d in project["dependencies"] if d.startswith("torch"))
+    assert rows["PyTorch"].startswith(f"{torch.removeprefix('torch>=')} and newer.")
+    assert f"a schema number, today {SCHEMA}." in rows[next(row for row in rows if "config" in row)]
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path]) -> None:

@@ -1,7 +1,8 @@
 """Hook of mkdocs that generates pages of the documentation.
 
-The pages are the page of the six choices, a page for each system of the zoo, and the reports of
-`results/`, a folder outside `docs/`.
+The pages are the page of the six choices, the reference of the command line, a page for each system
+of the zoo, and the reports of `results/`, a folder outside `docs/`. The addresses of the repository
+and of the site come from `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import command_line
 import systems
+from addresses import project_urls
 from recollect.page import write
 
 __all__ = ["on_config", "on_files"]
@@ -22,7 +25,10 @@ _DOCS_LINK = re.compile(r"\]\(((?:\.\./)+)docs/")
 
 
 def on_config(config: Any) -> Any:
-    """Add the generated pages to the navigation, if it has the sections."""
+    """Set the addresses, and add the generated pages to the sections of the navigation."""
+    urls = project_urls(_root(config))
+    config.repo_url, config.site_url = urls.get("Repository"), urls.get("Documentation")
+    config.repo_name = config.site_name if config.repo_url else None
     sections = {name: pages for entry in config.nav or [] for name, pages in _sections(entry)}
     if "Zoo" in sections:
         sections["Zoo"] += [{"All systems": systems.INDEX}]
@@ -30,6 +36,8 @@ def on_config(config: Any) -> Any:
             {family: [{name: f"zoo/{name}.md"} for name in names]}
             for family, names in systems.families().items()
         ]
+    if "Reference" in sections:
+        sections["Reference"].insert(1, {"Command line": command_line.PAGE})
     if "Papers and results" in sections:
         sections["Papers and results"] += sorted(
             _results(_root(config)), key=lambda path: (path.count("/"), path)
@@ -42,7 +50,11 @@ def on_files(files: Any, *, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     root = _root(config)
-    pages = {write.PAGE: write.render(), **systems.system_pages(root / "results")}
+    pages = {
+        write.PAGE: write.render(),
+        command_line.PAGE: command_line.render_commands(),
+        **systems.system_pages(root / "results"),
+    }
     for path, text in {**pages, **_results(root)}.items():
         files.append(File.generated(config, path, content=text))
     for path in _images(root):

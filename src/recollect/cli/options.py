@@ -36,7 +36,10 @@ ImportOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ModelFolderArgument = Annotated[
-    str, typer.Argument(help="Folder of a saved model or of a run, or name of a model on the hub.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Folder of a saved model or of a run, or name of a model on the hub."
+    ),
 ]
 NewTokensOption = Annotated[
     int, typer.Option("--tokens", "--max-new-tokens", min=1, help="Largest number of new tokens.")

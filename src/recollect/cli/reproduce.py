@@ -30,7 +30,9 @@ Scale = Literal["smoke", "small", "paper"]
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help="Name of an experiment; --list prints them.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of an experiment; --list prints them.")
+    ] = "",
     scale: Annotated[
         Scale,
         typer.Option(help="Scale: smoke takes seconds, small minutes; paper needs --launch."),
