@@ -101,8 +101,8 @@ def _source_line(data: dict[str, Any]) -> str:
 
 _STATUSES = {
     "holds": "hold",
-    "does not hold": "do not",
-    "not testable at this scale": "cannot be tested so small",
+    "does not hold": "do not hold",
+    "not testable at this scale": "cannot be tested at this scale",
 }
 
 
@@ -117,7 +117,7 @@ def _summary(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
     total = sum(counts.values(), Counter[str]())
     parts = ", ".join(f"{total[status]} {plural}" for status, plural in _STATUSES.items())
     lines = [
-        f"Of {total.total()} claims {parts}. A verdict is of these small runs and their seeds.",
+        f"Of {total.total()} claims {parts}. The verdicts hold for these small runs and seeds.",
         "",
         f"| | shows | {' | '.join(_STATUSES)} |",
         "|---|---|---|---|---|",
@@ -128,11 +128,33 @@ def _summary(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
     return [*lines, ""]
 
 
+def _claims(experiment: Experiment, data: dict[str, Any]) -> list[str]:
+    """Return the claims with their verdicts, and their numbers and rules in a folded block."""
+    changes = _rule_changes(experiment)
+    claims: list[str] = []
+    details: list[str] = []
+    for number, claim in enumerate(data["claims"], 1):
+        change = changes.get(claim["name"])
+        remark = " (rule changed after a run)" if change else ""
+        claims.append(f"{number}. **{claim['verdict'].capitalize()}**{remark}: {claim['claim']}")
+        details.append(f"{number}. *Numbers:* {claim['evidence']}")
+        rule, _, condition = claim["rule"].partition(", provided that ")
+        details += ["", f"    *Rule:* {rule.removesuffix('.')}.", ""]
+        if condition:
+            details += [f"    *Tested only if* {condition}", ""]
+        if change:
+            details += [f"    *{RULE_CHANGED}* {change}", ""]
+    if experiment.notes:
+        details += [f"*Other configurations:* {experiment.notes}", ""]
+    summary = "<summary>Numbers and rules</summary>"
+    return [*claims, "", "<details markdown>", summary, "", *details, "</details>", ""]
+
+
 INTRO = (
-    "Every figure below was drawn by `recollect reproduce NAME --scale small`, from the files in "
-    "`results/reproduce/NAME`. Each claim has its verdict, the numbers behind it and the rule, "
-    "which was written before the run. If a rule was changed after a run, the page states the "
-    "change. [How this works](reproduce.md)."
+    "`recollect reproduce NAME --scale small` drew every figure below from the files in "
+    "`results/reproduce/NAME`. Each claim of a paper has a verdict. Open *Numbers and rules* for "
+    "the measurements and for the rule of the verdict, which was written before the run. Rules "
+    "that were changed after a run are marked. [How this works](reproduce.md)."
 )
 
 
@@ -162,14 +184,6 @@ def save_gallery_markdown(
                 write_atomic(page.parent / paths[index], text)
         if paths[0]:
             lines += [picture(experiment.title, *paths), ""]
-        changes = _rule_changes(experiment)
-        for claim in data["claims"]:
-            line = f"- {claim['claim']} **{claim['verdict'].capitalize()}.** {claim['evidence']} "
-            line += f"*Rule: {claim['rule']}*"
-            if claim["name"] in changes:
-                line += f" **{RULE_CHANGED}** {changes[claim['name']]}"
-            lines.append(line)
-        lines += ["", f"{_source_line(data)}.", ""]
-        if experiment.notes:
-            lines += [f"Other configurations: {experiment.notes}", ""]
+        lines += _claims(experiment, data)
+        lines += [f"Run: {_source_line(data)}.", ""]
     return write_atomic(page, "\n".join(lines).rstrip() + "\n")

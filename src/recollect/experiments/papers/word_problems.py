@@ -169,12 +169,12 @@ WORDS = Experiment(
     ),
     notes=(
         "240 steps of 16 words at 0.005 suffice for parity only. With batches of 16 or 32 words S₃ "
-        "stays at 0.5 after 2000 steps even with two steps per token; batches of 64 at a rate of "
-        "0.01 solve it within 500 (one seed of three does not). S₅ with four steps per token stays "
-        "at 0.07, the accuracy on its first two or three tokens, also at width 64 and with words "
-        "that grow from 4 to 16 tokens (1500 steps each, one seed). A longer budget was not tried. "
-        "Parity over 16 tokens is short enough for positive eigenvalues to come near it; at 64 "
-        "tokens they are at chance."
+        "stays at 0.5 after 2000 steps, also with two steps per token. Batches of 64 at a rate of "
+        "0.01 solve it within 500 steps with two of three seeds. S₅ with four steps per token "
+        "stays at 0.07, the accuracy on its first two or three tokens. Width 64 and words that "
+        "grow from 4 to 16 tokens do not change this (1500 steps each, one seed). A longer budget "
+        "was not tried. Over 16 tokens, positive eigenvalues come near parity. Over 64 tokens they "
+        "are at chance."
     ),
 )
 

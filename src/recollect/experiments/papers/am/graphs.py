@@ -135,7 +135,7 @@ FIG7 = Experiment(
     notes=(
         "600 steps instead of 2000: DeltaFormer 0.929 with the linear and 0.884 with the "
         "exponential kernel, Transformers 0.75 to 0.81. A learning rate of 0.003 (one seed, 600 "
-        "steps): 0.954 and 0.863, Transformers of 1 and 2 layers 0.746 and 0.792, all still "
-        "rising; the paper's listing for its other task has 0.01."
+        "steps): 0.954 and 0.863, Transformers of 1 and 2 layers 0.746 and 0.792. All were still "
+        "rising. The paper's listing for its other task has a rate of 0.01."
     ),
 )  # fmt: skip

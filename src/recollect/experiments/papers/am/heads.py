@@ -91,8 +91,8 @@ FIG2 = language_models(
         height=4.0,
     ),
     notes=(
-        "100 steps of 512 bytes (one seed), after which no model knows more than a byte bigram, so "
-        "there was nothing to judge; 150 steps of 1,024 at a learning rate of 0.004, where the "
-        "exponential kernel knew no more either."
+        "After 100 steps of 512 bytes (one seed), no model is better than a byte bigram, so the "
+        "claims cannot be tested. After 150 steps of 1,024 bytes at a learning rate of 0.004, the "
+        "exponential kernel is not better than the bigram either."
     ),
 )

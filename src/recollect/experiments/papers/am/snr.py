@@ -265,7 +265,7 @@ SNR = Experiment(
         height=2.7,
     ),
     notes=(
-        "The temperature claim is true above τ = 2 only: (τ − 1)/τ², the exponent of eq. 13, is "
-        "largest there, so that between 1 and 2 a higher temperature is the more precise one."
+        "The temperature claim is true above τ = 2 only. The exponent of eq. 13, (τ − 1)/τ², is "
+        "largest at 2, so between 1 and 2 a higher temperature is more precise."
     ),
 )  # fmt: skip

@@ -130,6 +130,6 @@ FIG5 = Experiment(
     notes=(
         "A first run queried only the first place. Sixteen streams then have less than half of the "
         "items, and both kernels answered only 0.3 to 0.8 of the test at n = 128, where the memory "
-        "is exact: the read-out failed. Queries of any place mend that."
+        "is exact: the read-out failed. Queries of all places correct this."
     ),
 )  # fmt: skip

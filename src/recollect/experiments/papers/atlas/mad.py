@@ -140,11 +140,11 @@ MAD = Experiment(
     notes=(
         "At this scale the mean accuracies are softmax attention 0.651, Titans 0.536, OmegaNet "
         "0.521, Gated DeltaNet 0.483, Atlas 0.363, with one layer and 400 steps instead of two "
-        "layers and 20,000. (Titans 0.508 and OmegaNet 0.524 before the steps accounted for the "
-        "layer norm, 0.485 and 0.514 without their layer norm; Titans 0.457, OmegaNet 0.454 and "
-        "Atlas 0.320 before their steps were multiples of the stability limit.) An earlier version "
-        "decoded compression from the output of each token. Every architecture then had 1.0 after "
-        "20 steps, because that is copying."
+        "layers and 20,000. Before the steps accounted for the layer norm, Titans had 0.508 and "
+        "OmegaNet 0.524. Without their layer norm they had 0.485 and 0.514. Before their steps "
+        "were multiples of the stability limit, Titans had 0.457, OmegaNet 0.454 and Atlas 0.320. "
+        "An earlier version decoded compression from the output of each token. Every architecture "
+        "then had 1.0 after 20 steps, because that task is copying."
     ),
     tables=("atlas_table4", "delta_net_mad"),
 )

@@ -132,9 +132,9 @@ FIG2 = Experiment(
     ),
     notes=(
         "Two choices that the paper does not state determine the order. The first is the width of "
-        "the kernel: on unchanged keys, of length 0.3 to 2, the temperature √K makes softmax "
-        "attention nearly a plain mean, which is worse than linear attention; with queries and "
-        "keys of length √K it is better. The second is the ridge of RLS: below 1e-4 (the "
+        "the kernel. Unchanged keys have lengths of 0.3 to 2. The temperature √K then makes "
+        "softmax attention nearly a plain mean, which is worse than linear attention. With queries "
+        "and keys of length √K it is better. The second is the ridge of RLS: below 1e-4 (the "
         "pseudo-inverse) its loss peaks when t passes K, and after the switch it is worse than "
         "linear attention for a while."
     ),

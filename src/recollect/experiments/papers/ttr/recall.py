@@ -147,10 +147,10 @@ FIG3 = Experiment(
             ),
             scales=("small", "paper"),
             rule_history=(
-                "The first rule applied to every T. At T = 128, however, 64 draws name only about "
-                "50 of the 128 pairs, fewer than d, and linear attention answers them too (0.996 "
-                "with one seed, 240 steps), as its capacity predicts; by that rule the claim did "
-                "not hold. The present rule applies to lengths that name more than d."
+                "The first rule applied to every T, and by that rule the claim did not hold. At "
+                "T = 128, 64 draws name only about 50 of the 128 pairs, fewer than d. Linear "
+                "attention answers these too (0.996 with one seed, 240 steps), as its capacity "
+                "predicts. The present rule applies to lengths that name more than d."
             ),
         ),
     ),
