@@ -338,6 +338,13 @@ EXAMPLES: dict[str, list[rc.Recipe]] = {
     "the mean of one is the sum": [
         rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduction="mean"))
     ],
+    "a dot product that erases is L2": [
+        rc.Recipe(
+            bias=rc.bias.DotProduct(),
+            retention=Decay(),
+            algorithm=rc.algorithm.GradientDescent(erasure=1.0, batch_size=2),
+        )
+    ],
     "a robustness radius of zero is L2": [rc.Recipe(bias=rc.bias.ValueRobust(radius=0.0))],
 }
 

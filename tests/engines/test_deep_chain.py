@@ -111,6 +111,21 @@ def _chains() -> dict[str, rc.Recipe]:
         found[f"a norm, shares, {name}"] = found[f"shares, {name}"].replace(memory=normed["layer"])
     for name, one in (("steps", plain), ("shares", shares)):  # a and b are neither 1 nor equal
         found[f"a norm, {name}, affine"] = one.replace(memory=normed["layer"], bias=outside.Eager())
+    erases = plain.replace(algorithm=algorithm.Momentum(batch_size=3, erasure=1.0))
+    chains = {
+        "an erasure": erases,
+        "an erasure of a matrix": erases.replace(memory=memory.Matrix()),
+        "an erasure, norm": erases.replace(memory=normed["layer"]),
+        "an erasure, robust": erases.replace(
+            memory=memory.MLP(depth=3, expansion=1),
+            bias=bias.Huber(form="norm", threshold="learned"),
+            context=context.Window(size=3),
+        ),
+        "an erasure, no momentum": plain.replace(
+            algorithm=algorithm.GradientDescent(batch_size=3, erasure=0.5)
+        ),
+    }
+    found.update(chains)
     for name in sorted(ACTIVATIONS.keys() - {"gelu", "identity"}):
         found[name] = plain.replace(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found

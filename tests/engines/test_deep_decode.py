@@ -32,6 +32,15 @@ RECIPES = {
         bias=bias.Huber(threshold="input"),
         algorithm=algorithm.GradientDescent(batch_size=5),
     ),
+    "an erasure": rc.Recipe(
+        memory=memory.MLP(),
+        retention=retention.Decay(),
+        algorithm=algorithm.Momentum(batch_size=4, erasure=1.0),
+    ),
+    "an erasure next to a base": rc.Recipe(
+        memory=memory.MLP(static_weights=True),
+        algorithm=algorithm.GradientDescent(batch_size=4, erasure=1.0),
+    ),
     "one step per batch": rc.Recipe(
         memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=4, update_every="batch")
     ),

@@ -100,7 +100,7 @@ def level_flops(recipe: Recipe, num_levels: int, *, K: int, V: int, G: int, T: i
     last = 1 << (num_levels - 2)  # number of tokens from which the last level stores some
     starts = range(0, num_chunks * C, C or 1)
     stored = sum((start % last).bit_count() + (start >= last) for start in starts)
-    transition = 2 * F * F * V if recipe.bias.sees_prediction else 0
+    transition = 2 * F * F * V if recipe.step_sees_prediction else 0
     chunk = 2 * C * C * V * G + 2 * C * F * V
     return num_chunks * chunk + stored * (2 * C * G * F * V + transition)
 

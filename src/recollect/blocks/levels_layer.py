@@ -190,7 +190,7 @@ class LevelsLayer(RowsLayer):
         scores = scores.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)  # [B, n, H, G C, C]
         outputs = list((scores @ v).unbind(1))
         queries = Q.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).unbind(1)
-        if not self.memory.recipe.bias.sees_prediction:
+        if not self.memory.recipe.step_sees_prediction:
             M = M.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)  # decays of columns
         rows = (weights.unbind(1), v.unbind(1), N.unbind(1), M.unbind(1))
         stored = memory.weights[0].unflatten(2, (L, V)).unbind(2)

@@ -1,4 +1,4 @@
-"""`recollect convert`: replace attention of a trained decoder and recover the lost loss."""
+"""`recollect convert`: change the layout of a saved model, or replace attention of a decoder."""
 
 from __future__ import annotations
 
@@ -28,12 +28,17 @@ __all__ = ["convert"]
 def convert(
     model: ModelFolderArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of all results.")],
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Published layout to convert a model of recollect to."),
+    ] = None,
     attention_to: Annotated[
-        str, typer.Option(metavar="RECIPE", help="Name of the zoo, or .json or .toml file.")
-    ],
+        str | None,
+        typer.Option(metavar="RECIPE", help="Name of the zoo, or .json or .toml file."),
+    ] = None,
     text: Annotated[
         list[str], typer.Option(help="File, folder or pattern of the text; repeatable.")
-    ],
+    ] = [],  # noqa: B006
     heldout: Annotated[
         list[str],
         typer.Option(help="Text to measure on; repeatable. [default: a tenth of the rows]"),
@@ -57,7 +62,23 @@ def convert(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Replace attention of a decoder by a recipe, and train until the lost loss is recovered."""
+    """Change the layout of a saved model, or replace attention of a decoder by a recipe.
+
+    Without --attention-to, a published model becomes a model of recollect, and a model of recollect
+    becomes a published one (--to). With it, the decoder is trained on --text until the lost loss is
+    recovered.
+    """
+    if attention_to is None:
+        if text or heldout or resume:
+            raise ValueError(
+                "--text, --heldout and --resume replace attention: add --attention-to RECIPE"
+            )
+        _convert_layout(Path(model), out, to, as_json=as_json)
+        return
+    if to is not None:
+        raise ValueError("--to and --attention-to exclude each other: convert in two steps")
+    if not text:
+        raise ValueError("--attention-to trains on a text: add --text FILE")
     from recollect.lm.distillation.plan import STAGES
 
     spec = load_model_spec(attention_to)
@@ -108,6 +129,17 @@ def convert(
         return
     typer.echo(str(result))
     typer.echo(f"model: {result.folder}")
+
+
+def _convert_layout(model: Path, out: Path, to: str | None, *, as_json: bool) -> None:
+    """Convert a saved model between a published layout and ours."""
+    from recollect.lm.conversion.convert import convert as convert_layout
+
+    folder = convert_layout(model, out, to=to)
+    if as_json:
+        print_json({"model": str(folder)})
+        return
+    typer.echo(f"model: {folder}")
 
 
 def _integers(text: str, option: str) -> list[int]:

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any, cast
 
+from recollect.choices.algorithm.erasure import erasure_note, erasure_penalty
 from recollect.choices.algorithm.normalized_steps import EPS, effective_batch_size, measures_overlap
 from recollect.choices.equation_terms import (
     Gradient,
@@ -38,6 +39,8 @@ def objective(recipe: Recipe) -> str:
     i = _index(recipe)
     x = "k_i" if recipe.nonparametric else recipe.features.lift(f"k_{i}")
     loss = recipe.bias.term(recipe.memory.prediction_text(x, raw=f"k_{i}"), f"v_{i}")
+    if recipe.algorithm.erasure:
+        loss = (*loss, erasure_penalty(recipe, x, i))
     if i == "t":
         return render_sum(_sum_over_context(recipe, loss, separate=True))
     if recipe.memory.degree:
@@ -79,14 +82,22 @@ def _sum_over_context(recipe: Recipe, terms: Terms, *, separate: bool = False) -
 
 def _gradient(recipe: Recipe, point: str) -> Gradient:
     """Return g_t at the weights ``point``, summed over the context."""
-    memory, context = recipe.memory, recipe.context
+    memory, context, erasure = recipe.memory, recipe.context, recipe.algorithm.erasure
     i = _index(recipe)
     x, v = recipe.features.lift(f"k_{i}"), f"v_{i}"
     share = f"ρ_{i} " if recipe.algorithm.uses_normalized_steps else ""
     if not memory.linear or memory.gradient_text("e", x) is None:
         terms = (Term((context.total(f"{share}∇ℓ({point}; {x}, {v})"),)),)
+        if erasure:
+            terms = (*terms, Term((context.total(f"{point} h_{i} h_{i}ᵀ"),), erasure))
         return Gradient(terms=terms, compact=terms)
-    error = recipe.bias.error_terms(memory.prediction_text(x, W=point), v)
+    prediction = memory.prediction_text(x, W=point)
+    error = recipe.bias.error_terms(prediction, v)
+    if erasure and recipe.bias.is_affine:
+        first, *rest = error
+        error = (Term(first.factors, first.coefficient + erasure), *rest)
+    elif erasure:
+        error = (*error, Term((prediction,), erasure))
     error = tuple(term for term in error if term.coefficient != 0)
     written_at = [
         share + (memory.gradient_text(parenthesise(" ".join(term.factors)), x) or "")
@@ -101,7 +112,7 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
     if len(error) > 1:
         gradient = share + (memory.gradient_text(f"({render_sum(error)})", x) or "")
         compact = _sum_over_context(recipe, (Term((gradient,)),))
-    sees = recipe.bias.is_affine and recipe.bias.sees_prediction
+    sees = recipe.bias.is_affine and recipe.step_sees_prediction
     return Gradient(
         terms=parts if context.horizon == 1 else compact,
         compact=compact,
@@ -348,7 +359,11 @@ def _batch_mean_update(recipe: Recipe, *, full: bool) -> tuple[str, ...]:
     algorithm, W, b = recipe.algorithm, recipe.memory.weight_symbol, recipe.algorithm.batch_size
     x = recipe.features.lift("k_s")
     share = "ρ_s " if algorithm.uses_normalized_steps else ""
-    gradient = Term((f"{share}∇ℓ({W}°; {x}, v_s)",)).times(algorithm.rate_factor_text("s"))
+    slope = f"{share}∇ℓ({W}°; {x}, v_s)"
+    if algorithm.erasure:
+        erased = Term((f"{W}° h_s h_sᵀ",), algorithm.erasure)
+        slope = parenthesise(render_sum((Term((slope,)), erased)))
+    gradient = Term((slope,)).times(algorithm.rate_factor_text("s"))
     offset, place = algorithm.symbol("offset"), "1/(place in the batch)"
     if offset == 0.0:
         tau = place
@@ -452,6 +467,7 @@ def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     notes = [note for part in recipe.members() for note in part.notes()]
     if full and recipe.algorithm.uses_normalized_steps and recipe.retention.link_lipschitz is None:
         notes.append("gain(G): effect on W of a step of A along G, ⟨G, J G⟩ with J = ∂W/∂A")
+    notes += erasure_note(recipe, "s" if recipe.algorithm.reduction == "mean" else _index(recipe))
     decay = recipe.retention.decay
     if not recipe.nonparametric and not recipe.memory.linear:
         maps = ", ".join(map_names(recipe))

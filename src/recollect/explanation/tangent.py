@@ -43,6 +43,7 @@ def supports_recipe(recipe: Recipe) -> bool:
         and recipe.associations_per_token == 1
         and recipe.context.horizon is not None
         and recipe.bias.probe is None
+        and not algorithm.erasure
     )
 
 

@@ -130,8 +130,8 @@ def _affine_strategy(recipe: Recipe) -> Strategy | str:
         return "its normaliser keeps a running scale"
     if recipe.spaced_window:
         return "several associations per token in a window"
-    decay, bias = recipe.retention.decay, recipe.bias
-    writes_only = not bias.sees_prediction and bias.probe is None
+    decay = recipe.retention.decay
+    writes_only = not recipe.step_sees_prediction and recipe.bias.probe is None
     ignores_prediction = writes_only and recipe.algorithm.recursion == "none"
     normalised = recipe.memory.read.normalize != "none"
     if recipe.memory.is_elementwise and (not ignores_prediction or normalised or not scans(recipe)):

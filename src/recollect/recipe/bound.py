@@ -66,7 +66,7 @@ class BoundRecipe:
         fingerprint: hash of the recipe, used to validate engine caches kept in a state; ``None`` if
             a member is unhashable.
         needs_init: whether a memory of zeros cannot learn (`Recipe.needs_init`).
-        affine, decay, horizon: `Bias.affine`, `Retention.decay` and `Context.horizon` of the
+        affine, decay, horizon: `Recipe.step_affine`, `Retention.decay` and `Context.horizon` of the
             recipe, which engines read at every call.
         recursion, rate_depends_on_key, per_value: attributes of the recipe's algorithm.
         engine: the engine that runs the recipe.
@@ -196,7 +196,7 @@ def bound_recipe(
         recipe_id=recipe_id,
         fingerprint=_fingerprint(recipe),
         needs_init=recipe.needs_init(),
-        affine=recipe.bias.affine,
+        affine=recipe.step_affine,
         decay=recipe.retention.decay,
         horizon=recipe.context.horizon,
         recursion=algorithm.recursion,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.algorithm.muon import Muon
-from recollect.choices.bias.losses import L2, ValueRobust
+from recollect.choices.bias.losses import L2, DotProduct, ValueRobust
 from recollect.choices.context.windows import Online, Window
 from recollect.choices.member import Member, registered_name
 from recollect.choices.memory.maps import MLP, Matrix
@@ -62,7 +62,7 @@ def _simplify_decay(decay: Decay | None, recipe: Recipe) -> Decay | None:
     if not isinstance(decay.alpha, str) and decay.per != "head":
         changes["per"] = "head"
     # The gradient of a linear memory's dot product does not depend on W.
-    ignores_prediction = recipe.memory.linear and not recipe.bias.sees_prediction
+    ignores_prediction = recipe.memory.linear and not recipe.step_sees_prediction
     if decay.when == "before" and ignores_prediction:
         changes["when"] = "after"
     return dataclasses.replace(decay, **changes) if changes else decay
@@ -119,6 +119,7 @@ def _no_momentum(recipe: Recipe) -> Recipe:
             per=a.per,
             normalized_steps=a.normalized_steps,
             batch_overlap=a.batch_overlap,
+            erasure=a.erasure,
         )
         return recipe.replace(algorithm=plain)
     return recipe
@@ -153,6 +154,19 @@ def _single_mean(recipe: Recipe) -> Recipe:
     return recipe
 
 
+def _erased_dot_product(recipe: Recipe) -> Recipe:
+    """The dot product of a matrix that erases its prediction is L2."""
+    a = recipe.algorithm
+    if (
+        isinstance(a, GradientDescent | Momentum)
+        and a.erasure == 1.0
+        and recipe.memory.linear
+        and isinstance(recipe.bias, DotProduct)
+    ):
+        return recipe.replace(bias=L2(), algorithm=dataclasses.replace(a, erasure=0.0))
+    return recipe
+
+
 def _exact_values(recipe: Recipe) -> Recipe:
     """Robustness to a value shift of 0 is L2."""
     if isinstance(recipe.bias, ValueRobust) and recipe.bias.radius == 0.0:
@@ -169,6 +183,7 @@ REWRITES: dict[str, Callable[[Recipe], Recipe]] = {
     "zero momentum is descent": _no_momentum,
     "no orthogonalisation is momentum": _unorthogonalised,
     "the mean of one is the sum": _single_mean,
+    "a dot product that erases is L2": _erased_dot_product,
     "a robustness radius of zero is L2": _exact_values,
 }
 

@@ -236,6 +236,20 @@ class Recipe:
         return infinite and self.context.horizon is None
 
     @cached_property
+    def step_affine(self) -> tuple[float, float] | None:
+        """(a, b) if a linear memory moves along (a·prediction − b·value) φ(k)ᵀ, else ``None``.
+
+        These are `Bias.affine`, with the algorithm's erasure added to a.
+        """
+        affine = self.bias.affine
+        return None if affine is None else (affine[0] + self.algorithm.erasure, affine[1])
+
+    @cached_property
+    def step_sees_prediction(self) -> bool:
+        """Whether the step of an association depends on the prediction, or on an erasure."""
+        return self.bias.sees_prediction or self.algorithm.erasure != 0
+
+    @cached_property
     def ridge(self) -> float:
         """λ of a solver in units of the error's slope; 0 without a constant ridge."""
         affine = self.bias.affine

@@ -79,7 +79,7 @@ def _affine(recipe: Recipe) -> bool:
 
 
 def _grows(recipe: Recipe) -> bool:
-    return _affine(recipe) and not recipe.bias.sees_prediction
+    return _affine(recipe) and not recipe.step_sees_prediction
 
 
 def _solves(recipe: Recipe) -> bool:

@@ -331,7 +331,7 @@ def recipe_kernel(recipe: RecipeLike, K: int) -> tuple[KernelName, float | None]
         and recipe.memory.linear
         and not recipe.memory.is_elementwise
         and recipe.memory.read.plain
-        and not recipe.bias.sees_prediction
+        and not recipe.step_sees_prediction
         and recipe.bias.probe is None
         and recipe.context.horizon == 1
         and recipe.retention.decay is None

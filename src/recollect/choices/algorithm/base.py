@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from recollect.choices.algorithm.erasure import erasure_conflicts
 from recollect.choices.algorithm.normalized_steps import (
     line_search_conflicts,
     normalized_step_conflicts,
@@ -136,6 +137,8 @@ class Algorithm(Member):
         uses_line_search: whether the step is scaled by `line_search_scale` of that module. The
             direction is the result of `update` or `batch_step` at rate 1.
         batch_overlap: ``"measured"`` if rates are η_t r_t, with `overlap_discount` of that module.
+        erasure: c of a gradient (δ + c W h) hᵀ of every linear map W, with its input h and the
+            gradient δ of its output: each map erases c times its output at its own input.
 
     Examples:
         >>> @rc.member
@@ -169,6 +172,7 @@ class Algorithm(Member):
     uses_normalized_steps: bool = False
     uses_line_search: bool = False
     batch_overlap: str = "worst_case"
+    erasure: float = 0.0
 
     @property
     def linear(self) -> bool:
@@ -350,6 +354,8 @@ class Algorithm(Member):
             yield from normalized_step_conflicts(self, recipe)
         if self.uses_line_search:
             yield from line_search_conflicts(self, recipe)
+        if self.erasure:
+            yield from erasure_conflicts(self, recipe)
 
     def _declaration_errors(self, recipe: Recipe) -> Iterator[str]:
         """Yield missing or contradictory declarations."""

@@ -19,7 +19,7 @@ from recollect.choices.equation_terms import (
     sum_over_batch,
 )
 from recollect.choices.member import member
-from recollect.fields import flag, integer, option, quantity
+from recollect.fields import flag, integer, number, option, quantity
 from recollect.messages import RecipeError
 from recollect.numerics import exprel, safe_divide
 
@@ -97,6 +97,14 @@ class GradientDescent(Descent):
     for other losses it is Polyak's step. Under a link the step acts in A, and ‖∂ℓ/∂W‖² becomes
     `Retention.step_gain`.
 
+    With ``erasure=c``, the gradient of every linear map W_l of the memory, with input h_l and
+    gradient δ_l of its output, is (δ_l + c W_l h_l) h_lᵀ instead of δ_l h_lᵀ. It is delta gradient
+    descent, with c = 1 in the paper (Behrouz et al. 2025, arXiv 2512.24695):
+
+        W_l ← W_l (α I − η c h_l h_lᵀ) − η ∇_(W_l) ℓ.
+
+    On a matrix, `recollect.bias.DotProduct` with c = 1 is `recollect.bias.L2` with c = 0.
+
     The steps of an inner batch add up if their keys are similar. With ``batch_overlap="measured"``
     the rate of a token is η_t r_t, which discounts the overlap with earlier keys of the batch:
 
@@ -123,6 +131,7 @@ class GradientDescent(Descent):
             corrected fraction of its error. The loss must have a `Bias.target`.
         batch_overlap: ``"worst_case"`` assumes that all keys of an inner batch are equal.
             ``"measured"`` uses their cosines. It applies to normalised steps.
+        erasure: c ≥ 0, which steps that are not normalised may have.
 
     Examples:
         >>> print(*rc.explain(rc.Recipe(algorithm=rc.algorithm.GradientDescent())).write_equations)
@@ -131,6 +140,10 @@ class GradientDescent(Descent):
         >>> k, v = torch.eye(4).view(1, 4, 1, 4), torch.randn(1, 4, 1, 3)
         >>> torch.allclose(rc.recall(recipe, k, k, v)[0], v)  # orthonormal keys are stored exactly
         True
+        >>> erases = rc.algorithm.GradientDescent(erasure=1.0)
+        >>> recipe = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=erases)
+        >>> print(*rc.explain(recipe).write_equations)
+        W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
     """
 
     batch_size: int = integer(1, at_least=1, size=True)
@@ -142,6 +155,7 @@ class GradientDescent(Descent):
     update_every: str = option("token", "batch")
     normalized_steps: bool = flag(False)
     batch_overlap: str = option("worst_case", "measured")
+    erasure: float = number(0.0, at_least=0)
 
     full_batch = True
 
@@ -198,7 +212,7 @@ class Momentum(Descent):
             engine, and steps cannot be normalised.
         normalized_steps: whether to scale every association's gradient by ρ, write and erasure
             alike.
-        batch_overlap: as in `GradientDescent`.
+        batch_overlap, erasure: as in `GradientDescent`.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.Momentum())
@@ -218,6 +232,7 @@ class Momentum(Descent):
     per: str = option("head", "value")
     normalized_steps: bool = flag(False)
     batch_overlap: str = option("worst_case", "measured")
+    erasure: float = number(0.0, at_least=0)
 
     slots = ("momentum",)
 

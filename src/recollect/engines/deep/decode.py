@@ -221,7 +221,16 @@ def _factors(
     """Return h and δ of every map without a graph; δ contains step scales."""
     if method.chain is not None:
         return chain_gradient_factors(method.chain, memory.A, points, params)
-    slopes = factors(method.memory, memory.A, points, params, method.recipe.bias, outer=False)
+    recipe = method.recipe
+    slopes = factors(
+        method.memory,
+        memory.A,
+        points,
+        params,
+        recipe.bias,
+        outer=False,
+        erasure=recipe.algorithm.erasure,
+    )
     if method.normalizer is None:
         return slopes.factors
     rho = method.normalizer.shares(slopes, points, memory.A, params, {})

@@ -127,6 +127,7 @@ class InnerBatchLoop:
                 self.recipe.bias,
                 outer=layout.outer,
                 free=free,
+                erasure=self.algorithm.erasure,
             )
 
         full = slopes(free=False)

@@ -92,11 +92,12 @@ def factors(
     *,
     outer: bool,
     free: bool = False,
+    erasure: float = 0.0,
 ) -> Slopes:
     """Return h and δ of every map at weights ``W [P, out, in]``, with predictions and errors.
 
     ``outer``: the factors will be differentiated again. ``free``: only the part of the error that
-    is independent of the prediction is used.
+    is independent of the prediction is used. ``erasure``: c of δ + c W h, which replaces δ.
     """
     calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in W]
     # Without an outer gradient, autograd records only the operations between the maps.
@@ -125,8 +126,10 @@ def factors(
     rest = iter(deltas)
     for index, map_calls in enumerate(calls):
         total: Factors | None = None
-        for h, _ in map_calls:
+        for h, z in map_calls:
             delta = next(rest)
+            if erasure and not free:
+                delta = torch.add(delta, z, alpha=erasure)
             if not outer:
                 h, delta = h.detach(), delta.detach()
             one = Factors(h.flatten(0, 1), delta.flatten(0, 1))

@@ -61,9 +61,12 @@ def chain_of(recipe: Recipe) -> Chain | None:
     )
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not recipe.algorithm.per_value
+    erasure = recipe.algorithm.erasure
     if not plain or not isinstance(memory, Stack):
         return None
     if memory.chain_activation is None or not is_supported_activation(memory.chain_activation):
+        return None
+    if erasure and memory.base_params:  # a chain has no outputs of the memory without its base
         return None
     target = recipe.bias.target if recipe.algorithm.uses_normalized_steps else None
     return Chain(
@@ -73,4 +76,5 @@ def chain_of(recipe: Recipe) -> Chain | None:
         target=target,
         params=tuple(one.name for one in memory.params() if one.name not in memory.base_params),
         bases=memory.base_params,
+        erasure=erasure,
     )

@@ -165,7 +165,7 @@ def token(
     if bound.per_value or bound.learned_rates:  # a rate per channel, or a decay of two factors
         return None
     operator = next((one for one in offered.operators if one.token is not None), None)
-    (A,), affine = state.weights, bound.recipe.bias.affine
+    (A,), affine = state.weights, bound.affine
     if operator is None or affine is None or not q.dtype == k.dtype == v.dtype == A.dtype:
         return None
     if A.dtype != torch.float32:

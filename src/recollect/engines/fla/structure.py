@@ -77,7 +77,7 @@ def _unsupported_features(recipe: Recipe) -> Iterator[str]:
     if recipe.context.horizon != 1:
         yield f"it has no operator for {recipe.context.title}, which writes a token more than once"
     if memory.is_elementwise:
-        if recipe.bias.sees_prediction:
+        if recipe.step_sees_prediction:
             yield (
                 "the transition of a vector memory may be negative if the error sees the "
                 "prediction, and its operators take logarithms"
@@ -92,11 +92,11 @@ def _unsupported_features(recipe: Recipe) -> Iterator[str]:
 def _linear(bound: BoundRecipe) -> Structure:
     recipe = bound.recipe
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
-    affine, read = recipe.bias.affine, recipe.memory.read
+    affine, read = recipe.step_affine, recipe.memory.read
     assert affine is not None  # LinearEngine.unsupported_reasons
     is_unweighted = bound.constants.get("lr") == 1.0 and not algorithm.rate_depends_on_key
     erases = "nothing"
-    if recipe.bias.sees_prediction:
+    if recipe.step_sees_prediction:
         erases = "key" if recipe.bias.probe is None else "probe"
     decay_axis = "none"
     if decay is not None:

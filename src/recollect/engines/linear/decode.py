@@ -64,7 +64,7 @@ def scans(recipe: Recipe) -> bool:
     decay = recipe.retention.decay
     if not recipe.memory.is_elementwise:
         entry = decay is not None and decay.per == "entry"
-        if not entry or recipe.bias.sees_prediction:
+        if not entry or recipe.step_sees_prediction:
             return False
     return recipe.context.horizon == 1 and recipe.algorithm.recursion == "none"
 
@@ -74,7 +74,7 @@ def per_value_systems(recipe: Recipe) -> bool:
     decay = recipe.retention.decay
     if decay is not None and decay.per == "entry" and not scans(recipe):
         return True
-    if recipe.bias.sees_prediction:
+    if recipe.step_sees_prediction:
         if decay is not None and decay.per in ("value", "key_value", "entry"):
             return True
         # The rate of the algorithm also scales the erasure, unless a probe has its own rate.

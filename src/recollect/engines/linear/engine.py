@@ -95,7 +95,7 @@ class LinearEngine(Engine):
             )
         if channels and recipe.algorithm.recursion != "none":
             return "analytic scan: decay per channel with momentum does not separate"
-        if not recipe.bias.sees_prediction:
+        if not recipe.step_sees_prediction:
             return "masked attention"
         if split:
             return "one triangular solve per value channel"
@@ -185,7 +185,7 @@ class LinearEngine(Engine):
         heads, F = sizes.H, sizes.F
         notes: list[str] = []
         has_momentum = algorithm.recursion != "none"
-        has_error = recipe.bias.sees_prediction
+        has_error = recipe.step_sees_prediction
         # Value channels with separate equations become heads of one row.
         if recipe.memory.is_elementwise:
             heads, F, V, per = sizes.H * V, 1, 1, "head"

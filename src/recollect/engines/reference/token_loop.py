@@ -143,13 +143,33 @@ class TokenLoop:
             points = inner_leaves(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
             if not without_prediction:
-                return loss_gradients(bias, prediction, v, gates, weight, points, outer=outer)
+                gradients = loss_gradients(bias, prediction, v, gates, weight, points, outer=outer)
+                return self._add_erasure(gradients, points, phi, raw, weight)
             assert bias.affine is not None
             objective = -bias.affine[1] * (prediction * v).sum(-1)
             gradients = torch.autograd.grad(
                 (objective * weight).sum(), points, create_graph=outer, materialize_grads=True
             )
             return list(gradients)
+
+    def _add_erasure(
+        self, gradients: list[Tensor], W: Weights, phi: Tensor, raw: Tensor, weight: Tensor
+    ) -> list[Tensor]:
+        """Add c Σ_i weight_i (W h_i) h_iᵀ to the gradient of every map; h_i are its inputs."""
+        c, memory = self.recipe.algorithm.erasure, self.recipe.memory
+        if c == 0:
+            return gradients
+        assert isinstance(memory, Stack)  # Algorithm.requires
+        total = list(gradients)
+
+        def apply(index: int, h: Tensor) -> Tensor:
+            output = h @ W[index].mT
+            weighted = weight.unsqueeze(-1) * output
+            total[index] = total[index] + c * weighted.mT @ h
+            return output
+
+        memory.compute(apply, phi, raw, self.problem.params)
+        return total if self.outer else [g.detach() for g in total]
 
     def _split_gradients(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return g_t and its part without the prediction if the algorithm needs the split."""

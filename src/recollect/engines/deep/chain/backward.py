@@ -14,6 +14,8 @@ With step scales, c′ replaces c. Writes and reads depend on ρ δ_l h_(l−1)�
     h̄_(l−1) += 2Q̄|δ_l|² h_(l−1),    δ̄_l += 2Q̄|h_(l−1)|² δ_l,    ḡ += 2εQ̄ g
 
 after the first line. z̄_L then has the terms N̄ ∂N/∂z_L and (∂g/∂z_L)ᵀ ḡ too.
+
+With an erasure c, δ_l + c z_l is written and read. Every z̄_l has the term c δ̄_l of the first line.
 """
 
 from __future__ import annotations
@@ -137,8 +139,7 @@ def backward(
     """
     N, L = len(commits), len(trace.M)
     maps = [
-        _MapGradient(spec.transposed[i], i, trace, read_gradients, grad)
-        for i, grad in enumerate(final_grads)
+        _MapGradient(spec, i, trace, read_gradients, grad) for i, grad in enumerate(final_grads)
     ]
     derivative = [spec.activation.derivative(z).unbind(0) for z in trace.z[:-1]]
     second_derivative = [
@@ -164,12 +165,15 @@ def backward(
             each.cross_boundary(n, T, commit, None if grad_T is None else grad_T[n])
         if scales is not None:
             scales.add(n)
+        grad_erased = [grad[n] * spec.erasure for grad in grad_delta] if spec.erasure else None
         grad_u = Tensors()  # of every map but the first
         for i in range(L - 1):
             grad_u.append(grad_delta[i][n] * derivative[i][n])
             grad_delta[i + 1][n].baddbmm_(grad_u[i], A[i + 1][n])
         grad_z = head.grad_z(n, grad_delta[-1][n])
         for i in reversed(range(L)):
+            if grad_erased is not None:
+                grad_z = grad_z + grad_erased[i]
             grad_h[i][n].baddbmm_(grad_z, A[i][n].mT)
             maps[i].accumulate(n, grad_u[i - 1] if i else None, grad_z)
             if i:
@@ -192,17 +196,22 @@ class _MapGradient:
 
     def __init__(
         self,
-        transposed: bool,
+        spec: ChainSpec,
         i: int,
         trace: ForwardTrace,
         read_gradients: ReadGradients,
         grad: Tensor,
     ) -> None:
-        self.transposed, self.grad, self.spare = transposed, grad.flatten(2), None
+        self.transposed, self.grad, self.spare = spec.transposed[i], grad.flatten(2), None
         self.M = trace.M[i].flatten(3).unbind(0)
         factors = trace.h[i], trace.delta[i]
         grads = read_gradients.h[i], read_gradients.delta[i]
-        if not transposed:
+        # The backward pass of u has δ without an erasure.
+        delta = (
+            torch.sub(factors[1], trace.z[i], alpha=spec.erasure) if spec.erasure else factors[1]
+        )
+        self.delta = delta.unbind(0)
+        if not self.transposed:
             factors, grads = factors[::-1], grads[::-1]
         self.narrow_all, wide = factors
         weights = trace.weights
@@ -247,7 +256,8 @@ class _MapGradient:
         narrow, wide = self.narrow[n], self.wide[n]
         pairs = [(narrow, grad_z) if self.transposed else (grad_z, wide)]
         if grad_u is not None:
-            pairs.append((grad_u, wide) if self.transposed else (narrow, grad_u))
+            delta = self.delta[n]
+            pairs.append((grad_u, delta) if self.transposed else (delta, grad_u))
         grad_A, on_cpu = stacked[:, :narrow_size], is_cpu(stacked)
         if on_cpu and grad_u is not None:
             lefts, rights = zip(*pairs, strict=True)

@@ -272,6 +272,7 @@ class Chain:
     target: float | None  # of the loss with step scales
     params: tuple[str, ...] = ()  # learned parameters of the memory, except ``bases``
     bases: tuple[str, ...] = ()  # parameters that are added to the maps
+    erasure: float = 0.0  # c of δ + c z, which replaces δ
 
     def output_head(self, heads: int) -> OutputHead:
         """Return the function after the last map, for a memory of ``heads`` heads."""
@@ -295,6 +296,7 @@ class ChainSpec:
     output_head: OutputHead
     transposed: tuple[bool, ...]  # whether a map is stored as [in, out]
     save_for_backward: bool  # whether a backward pass follows
+    erasure: float = 0.0  # `Chain.erasure`
     runner: RecurrenceRunner | None = None  # kernels that replace `forward` and `backward`
 
     @property
@@ -343,7 +345,7 @@ class ForwardTrace:
     M: Tensors  # A and S per map [N, P, J, narrow, wide]
     final_maps: Tensors  # M after the last batch per map [P, J, narrow, wide]
     h: Tensors  # inputs per map [N, P, R, ·]
-    delta: Tensors  # gradients δ per map [N, P, R, ·], without step scales
+    delta: Tensors  # δ, or δ + c z, per map [N, P, R, ·], without step scales
     z: Tensors  # outputs per map [N, P, R, ·]
     u: Tensors  # gradients before the activation's derivative, per map but the last
     rho: Tensor | None  # step scales [N, P, R]

@@ -65,7 +65,7 @@ def run_chain(
     A = [w + base for w, base in zip(W, bases, strict=True)] if bases else W
     stacks = [A, *([] if S is None else [S]), *([bases] if decays_to_base else [])]
     runner = None
-    if kernels and not is_cpu(k) and not bases:
+    if kernels and not is_cpu(k) and not (bases or chain.erasure):
         sizes = queries[0].shape[3], len(stacks)
         runner = _runner(chain, A, output_head, k, sizes, create_graph=outer)
     spec = ChainSpec(
@@ -74,6 +74,7 @@ def run_chain(
         # The kernels have one layout, which square maps share.
         transposed=(True, False) if runner else tuple(w.shape[-1] <= w.shape[-2] for w in A),
         save_for_backward=outer,
+        erasure=chain.erasure,
         runner=runner,
     )
     start = [

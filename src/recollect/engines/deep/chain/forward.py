@@ -13,6 +13,8 @@ the coefficients c′ = ρ c and C′ = ρ C:
 
     ρ = N/Q,    N = ⟨e, g⟩,    Q = Σ_l |h_(l−1)|²|δ_l|² + ε|g|²            (0 if Q is 0)
 
+With an erasure c, the reads and the writes of M take δ_l + c z_l instead of δ_l.
+
 The query x of a token is read at the weights of its token, A° and S° being those at the boundary:
 
     z_l = a A° x_(l−1) + m S° x_(l−1) + (C ⊙ (x_(l−1) h_(l−1)ᵀ)) δ_l,    x_l = σ(z_l)
@@ -87,7 +89,7 @@ class _MapGradients:
     h: Tensors  # inputs
     z: Tensors  # outputs
     u: Tensors  # gradients before the activation's derivative, for every map but the last
-    delta: Tensors  # gradients of the outputs
+    delta: Tensors  # gradients of the outputs, or those plus c z
     head: HeadGradients
 
 
@@ -100,6 +102,7 @@ def _map_gradients(
     gates: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     *,
+    erasure: float,
     create_graph: bool,
 ) -> _MapGradients:
     """Return the factors of every map's gradients at the associations of an inner batch."""
@@ -112,6 +115,9 @@ def _map_gradients(
     for i in range(len(A) - 1, 0, -1):
         u.append(torch.bmm(delta[-1], A[i].mT))
         delta.append(activation.vjp(u[-1], z[i - 1]))
+    if erasure:
+        pairs = zip(delta, reversed(z), strict=True)
+        delta = [torch.add(one, output, alpha=erasure) for one, output in pairs]
     return _MapGradients(h=h, z=z, u=u[::-1], delta=delta[::-1], head=head)
 
 
@@ -154,6 +160,7 @@ def chain_gradient_factors(
         output_head.inputs(points.v.flatten(0, 1), points.raw.flatten(0, 1), params),
         {name: x.flatten(0, 1) for name, x in points.gates.items()},
         params,
+        erasure=chain.erasure,
         create_graph=False,
     )
     delta, scales = gradients.delta, _step_scales(output_head, gradients)
@@ -197,6 +204,7 @@ def forward(
             {name: x[n] for name, x in inputs.head.items()},
             {name: x[n] for name, x in inputs.gates.items()},
             inputs.params,
+            erasure=spec.erasure,
             create_graph=create_graph,
         )
         batches.append(each)
