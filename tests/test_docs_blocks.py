@@ -151,6 +151,10 @@ def _given(page: str) -> None:
 
         make_model("qwen3_5_text", vocab_size=257).save_pretrained("qwen")
         byte_tokenizer().save_pretrained("qwen")
+    if page == "docs/convert.md":
+        from tests.lm.conversion.published import make, save
+
+        save(Path("gla-1.3B"), *make("gla"))
     if page == "docs/training.md":
         Path("corpus").mkdir()
         Path("corpus/a.jsonl").write_text('{"text": "the memory reads at the query"}\n' * 80)

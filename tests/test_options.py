@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions
@@ -139,3 +140,35 @@ def test_gate_options_refer_to_the_table_of_their_defaults() -> None:
         r"see `(recollect[.a-z]+)`", (GateOptions.__doc__ or "").split("Args")[0]
     )
     assert "declared range" in (importlib.import_module(module).__doc__ or "")
+
+
+def test_a_gate_without_a_bias_starts_at_its_activation_of_zero() -> None:
+    options = rc.LayerOptions(gate_options={"lr": rc.GateOptions(low=0.0, high=2.0, bias=False)})
+    layer = rc.MemoryLayer(8, 2, rc.Recipe(), options)
+    assert layer.gates["lr"].bias is None
+    x = torch.zeros(1, 3, 8)
+    assert torch.equal(layer.compute_gates(x, {})["lr"], torch.ones(1, 3, 2))
+    assert torch.equal(layer.gates["lr"].initial(), torch.ones(2, dtype=torch.float64))
+    assert rc.LayerOptions.from_dict(options.to_dict()) == options
+    for wrong in ({"source": "learned"}, {"init": 0.0}, {"init_schedule": "dyadic"}):
+        with pytest.raises(rc.RecipeError, match="bias=False"):
+            rc.GateOptions(bias=False, **wrong)
+    learned = rc.Recipe(retention=rc.retention.Decay(alpha="learned"))
+    with pytest.raises(rc.RecipeError, match="'decay': bias=False is for gates of the input"):
+        rc.MemoryLayer(
+            *(8, 2, learned),
+            rc.LayerOptions(gate_options={"decay": rc.GateOptions(bias=False)}),
+        )
+
+
+def test_the_eps_of_norms() -> None:
+    options = rc.LayerOptions(norm_eps=0.5, qk_norm_eps=3.0, conv_size=0)
+    layer = rc.MemoryLayer(8, 2, rc.Recipe(), options).double()
+    x = torch.randn(1, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    inputs = layer.memory_inputs(x)
+    k = torch.nn.functional.silu(x @ layer.qkv.weight[8:16].T).unflatten(-1, (2, 4))
+    assert torch.allclose(inputs.k, k / (k.square().sum(-1, keepdim=True) + 3).sqrt(), rtol=1e-12)
+    y, _ = rc.recall(layer, inputs.q, inputs.k, inputs.v, inputs.gates)
+    y = (y / (y.square().mean(-1, keepdim=True) + 0.5).sqrt()).flatten(2)
+    gate = torch.nn.functional.silu(x @ layer.output_gate.weight.T)
+    assert torch.allclose(layer(x)[0], (y * gate) @ layer.out.weight.T, rtol=1e-10)

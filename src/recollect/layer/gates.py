@@ -216,13 +216,13 @@ def stability_limit(limit: StabilityLimit, values: Mapping[str, Tensor]) -> Tens
     return result.view(*result.shape, *(1,) * (rate.dim() - 3)) if rate.dim() > 3 else result
 
 
-def normalize_to_length(x: Tensor, length: float) -> Tensor:
-    """Scale x to a length over the last axis, in at least float32; 0 stays 0."""
+def normalize_to_length(x: Tensor, length: float, eps: float = 1e-12) -> Tensor:
+    """Return length · x/√(‖x‖² + ε) over the last axis, computed in at least float32."""
     work, K = x if x.dtype == torch.float64 else x.float(), x.shape[-1]
     if x.device.type != "cpu":  # one kernel launch instead of five
         weight = cached_constant(_full, (K,), length / K**0.5, device=x.device, dtype=work.dtype)
-        return functional.rms_norm(work, (K,), weight, 1e-12 / K).to(x.dtype)
-    inverse = (work.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+        return functional.rms_norm(work, (K,), weight, eps / K).to(x.dtype)
+    inverse = (work.square().sum(-1, keepdim=True) + eps).rsqrt()
     return (work * (inverse if length == 1 else length * inverse)).to(x.dtype)
 
 
@@ -331,7 +331,12 @@ class GateProjection(nn.Module):
         # round it (0.999 to 1).
         self._fixed_values: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._head_slice: slice | None = None
-        if source == "learned" or (source == "input" and not self.is_key):
+        if not options.bias and source != "input":
+            raise RecipeError(
+                f"options of {declared.name!r}: bias=False is for gates of the input, and this one "
+                f"is {source}: leave it out"
+            )
+        if source == "learned" or (source == "input" and options.bias and not self.is_key):
             self.bias = nn.Parameter(torch.empty(self.shape))
         elif self.is_random:
             # Random values are saved with the weights, without training.
@@ -362,7 +367,10 @@ class GateProjection(nn.Module):
             return self._initial()
 
     def _initial(self) -> Tensor:
-        options, value = self.options, self._declared_initial()
+        options = self.options
+        if not options.bias:
+            return self.activation(torch.zeros(self._full_shape, dtype=torch.float64))
+        value = self._declared_initial()
         exact = options.init is not None and options.head_spread is None
         return value if exact else self._inside(value)
 

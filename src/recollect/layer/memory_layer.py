@@ -145,7 +145,7 @@ class MemoryLayer(RecipeModule):
         self.conv = ShortConvolution(channels, options.conv_size) if options.conv_size else None
         self.conv_state_shape = (options.conv_size - 1, channels) if options.conv_size else None
         has_norm, has_gate = options.output_norm == "rms", options.output_gate != "none"
-        self.norm = nn.RMSNorm(self.value_dim, eps=NORM_EPS) if has_norm else None
+        self.norm = nn.RMSNorm(self.value_dim, eps=options.norm_eps) if has_norm else None
         rank = options.output_gate_rank
         rank = None if rank is None or rank >= min(d_model, width) else rank
         self.output_gate_down = nn.Linear(d_model, rank, bias=False) if rank else None
@@ -372,13 +372,13 @@ class MemoryLayer(RecipeModule):
 
     def _normalize(self, qk: Sequence[Tensor], values: dict[str, Tensor]) -> Sequence[Tensor]:
         """Return queries and keys of the length of ``qk_norm``; normalize gates that are keys."""
-        norm = self.options.qk_norm
+        norm, eps = self.options.qk_norm, self.options.qk_norm_eps
         if norm not in ("l2", "rms"):
             return qk
         length = math.sqrt(self.head_dim) if norm == "rms" else 1.0
         for name in self.key_like_gates:
-            values[name] = normalize_to_length(values[name], length)
-        return [normalize_to_length(part, length) for part in qk]
+            values[name] = normalize_to_length(values[name], length, eps)
+        return [normalize_to_length(part, length, eps) for part in qk]
 
     def _state_at(
         self,

@@ -168,6 +168,7 @@ class GateOptions(_SavedOptions):
             heads (or over the channels, if per channel), from 1/head_spread to head_spread times
             that of ``init``.
         rank: rank of the projection; 0 is a full matrix. Default: 32 for gates per channel, else 0.
+        bias: whether z has a learned bias; without one, a gate starts at activation(0).
         init_schedule: initial decays by head h and by layer l of L, instead of ``init``.
             ``"dyadic"``: α = 1 − 2^(−5−h). ``"alibi"``: log α = −2^(−8(h+1)/H)·(1 − l/L).
             ``"xpos"``: dyadic, times ζ_i^(1/512) for each pair i of K channels, ζ_i =
@@ -197,6 +198,7 @@ class GateOptions(_SavedOptions):
     init: float | tuple[float, ...] | None = validated_field(None, _init, optional=True)
     head_spread: float | None = number(None, at_least=1, optional=True)
     rank: int | None = integer(None, optional=True)
+    bias: bool = flag(True)
     init_schedule: str | None = option(None, "dyadic", "alibi", "integers", "xpos", optional=True)
 
     def validate(self) -> None:
@@ -210,6 +212,13 @@ class GateOptions(_SavedOptions):
             raise RecipeError(
                 f"GateOptions(init_schedule={self.init_schedule!r}) gives the values: drop "
                 "init and head_spread"
+            )
+        initial = (self.init, self.head_spread, self.init_schedule)
+        has_initial = any(value is not None for value in initial)
+        if not self.bias and (self.source in ("learned", "constant") or has_initial):
+            raise RecipeError(
+                "GateOptions(bias=False) is for gates of the input, which start at activation(0): "
+                "leave out source, init, head_spread and init_schedule"
             )
 
     def in_value_units(self, length: float) -> GateOptions:
@@ -367,6 +376,7 @@ class LayerOptions(_SavedOptions):
         conv_activation: ``"silu"`` or ``"none"``, after the convolution (also without one).
         qk_norm: ``"l2"``: queries and keys of unit length per head; ``"rms"``: of length √K;
             ``"scaled"``: keys times K^(−1/2); or ``"none"``.
+        qk_norm_eps: ε of the norms of queries and keys, added to their squared lengths.
         qk: ``"input"``: queries and keys are projections; ``"ones"``: they are 1 in every channel
             (for a vector memory that sums).
         key_dim: K, if the layer has no ``head_dim`` (Mamba's 16); V stays d_model / num_heads.
@@ -386,6 +396,7 @@ class LayerOptions(_SavedOptions):
             projection: they only erase.
         value_skip: whether to add D ⊙ v to the memory's output, D learned per channel, initially 1.
         output_norm: ``"rms"`` per head, or ``"none"``.
+        norm_eps: ε of the output norm, added to the mean square of a head's outputs.
         output_gate: ``"silu"`` or ``"sigmoid"``: the output is multiplied by this function of
             linear(x); or ``"none"``.
         output_gate_rank: rank of the output gate's map, which then has a bias: W (V x) + b. A rank
@@ -417,6 +428,7 @@ class LayerOptions(_SavedOptions):
     conv_size: int = validated_field(4, _conv)
     conv_activation: str = option("silu", "none")
     qk_norm: str = option("l2", "rms", "scaled", "none")
+    qk_norm_eps: float = number(1e-12, above=0)
     qk: str = option("input", "ones")
     key_dim: int | None = integer(None, at_least=1, optional=True)
     qk_affine: bool = flag(False)
@@ -427,6 +439,7 @@ class LayerOptions(_SavedOptions):
     zero_values: int = integer(0)
     value_skip: bool = flag(False)
     output_norm: str = option("rms", "none")
+    norm_eps: float = number(1e-6, above=0)
     output_gate: str = option("silu", "sigmoid", "none")
     output_gate_rank: int | None = integer(None, at_least=1, optional=True)
     gate_options: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = validated_field(

@@ -58,6 +58,7 @@ from recollect.lm.replacement.mlp import replace_mlp
 from recollect.lm.replacement.swap import replace_attention
 
 if TYPE_CHECKING:
+    from recollect.lm.conversion.convert import convert, published_config
     from recollect.lm.distillation.distill import distill
     from recollect.lm.distillation.plan import Distilled, DistillPlan, DistillStage
     from recollect.lm.distributed.processes import ProcessEnded
@@ -104,6 +105,7 @@ __all__ = [
     "adopt",
     "cache_of",
     "check_coordinates",
+    "convert",
     "count_parameters",
     "distill",
     "evaluate",
@@ -114,6 +116,7 @@ __all__ = [
     "paper_config",
     "parameter_count",
     "parameter_groups",
+    "published_config",
     "register_family",
     "replace_attention",
     "replace_mlp",
@@ -139,11 +142,13 @@ _SOURCES = {
     "TrainPlan": "training.plan",
     "Trained": "training.progress",
     "check_coordinates": "mup.coordinate_check",
+    "convert": "conversion.convert",
     "distill": "distillation.distill",
     "evaluate": "evaluation.evaluate",
     "load_plan": "training.plan",
     "local_tasks": "evaluation.local_tasks",
     "parameter_groups": "training.weight_decay",
+    "published_config": "conversion.convert",
     "scale_for_width": "mup.rules",
     "train": "training.train",
     "width_rules": "mup.rules",

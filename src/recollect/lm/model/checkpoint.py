@@ -25,7 +25,9 @@ __all__ = [
     "check_names",
     "check_regular_files",
     "check_weights",
+    "read_header",
     "read_tensors",
+    "weight_files",
 ]
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -55,8 +57,8 @@ def check_model_folder(folder: Path, dtypes: Collection[str] | None = None) -> d
     if (folder / "generation_config.json").exists():
         check_config(folder / "generation_config.json")
     names: set[str] = set()
-    for path in _weight_files(folder):
-        for name, (dtype, _) in _read_header(path).items():
+    for path in weight_files(folder):
+        for name, (dtype, _) in read_header(path).items():
             if name in names:
                 raise CheckpointError(
                     f"{folder} has the weight {name!r} in two files: {RECOPY_HINT}"
@@ -120,7 +122,7 @@ def check_attributes(path: str, data: Iterable[str]) -> None:
 
 def check_weights(path: Path, model: nn.Module) -> None:
     """Check that a safetensors file has the names and shapes of a model's parameters."""
-    saved = {name: shape for name, (_, shape) in _read_header(path).items()}
+    saved = {name: shape for name, (_, shape) in read_header(path).items()}
     shapes = {name: tuple(x.shape) for name, x in model.state_dict(keep_vars=True).items()}
     unique = {name for name, _ in model.named_parameters()}  # a file leaves out tied weights
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
@@ -173,7 +175,7 @@ def check_finite(path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a safetensors file, and its metadata."""
-    _read_header(path)
+    read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in [*file.keys()]}, file.metadata() or {}
@@ -181,7 +183,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise _unreadable_error(path, error) from None
 
 
-def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return type and shape of each tensor in a file by name.
 
     A name that occurs twice, of which safetensors reads the last tensor, raises an error.
@@ -211,7 +213,7 @@ def _unreadable_error(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a saved model."""
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]

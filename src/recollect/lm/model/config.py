@@ -31,7 +31,7 @@ from recollect.messages import RecipeError, argument_name, short_repr, suggestio
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Preset, get
 
-__all__ = ["SCHEMA", "RecipeLike", "RecollectConfig", "resolve_recipe"]
+__all__ = ["BASE_FIELDS", "SCHEMA", "RecipeLike", "RecollectConfig", "resolve_recipe"]
 
 SCHEMA = 2
 
@@ -39,7 +39,7 @@ _MAX_SIZE, _MAX_LAYERS = 2**31 - 1, 10_000  # catch typos before memory is alloc
 _FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Keys of the base class, and keys that other parts of transformers write into the file.
-_BASE_FIELDS = frozenset(
+BASE_FIELDS = frozenset(
     {*vars(PretrainedConfig()), *GenerationConfig().to_dict()}
     | {"transformers_version", "model_type", "architectures", "dtype", "torch_dtype", "auto_map"}
     | {"name_or_path", "num_labels", "output_attentions", "attn_implementation"}
@@ -377,7 +377,7 @@ def _check_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         # transformers passes private names of its own, which replace nothing of the class.
         private = name.startswith("_") and not name.startswith("__")
-        if name not in _BASE_FIELDS and not (private and not hasattr(RecollectConfig, name)):
+        if name not in BASE_FIELDS and not (private and not hasattr(RecollectConfig, name)):
             raise RecipeError(
                 f"RecollectConfig has no field {name!r}: {suggestion(name, _field_names())}"
             )

@@ -1,0 +1,192 @@
+"""Layouts of published models: the options of their ``config.json``, and their tensors.
+
+A `Layout` relates parts of published tensors to parts of ours, one to one. Each `Piece` names a
+part on both sides and the transforms between them, which are exact in both directions. So one
+table of pieces converts both ways, and the shapes of published tensors follow from ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from recollect.lm.model.config import BASE_FIELDS, RecollectConfig
+from recollect.messages import short_repr
+
+__all__ = ["NEGATE", "TAPS", "Layout", "Part", "Piece", "Transform", "parts", "reshape"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """A map of tensors that loses no bit, and its inverse."""
+
+    to_ours: Callable[[Tensor], Tensor]
+    to_published: Callable[[Tensor], Tensor]
+
+
+NEGATE = Transform(to_ours=Tensor.neg, to_published=Tensor.neg)
+
+TAPS = Transform(  # of a depthwise convolution: [D, 1, w] <-> [w, D]
+    to_ours=lambda x: x.squeeze(1).T, to_published=lambda x: x.T.unsqueeze(1)
+)
+
+
+def reshape(published: tuple[int, ...], ours: tuple[int, ...]) -> Transform:
+    """Return the transform between two shapes of the same entries."""
+    return Transform(to_ours=lambda x: x.reshape(ours), to_published=lambda x: x.reshape(published))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A range of a tensor along one dimension.
+
+    Attributes:
+        name: name of the tensor.
+        start, stop: the range; a ``stop`` of ``None`` is the end.
+        dim: dimension of the range.
+    """
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+    dim: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this part of a tensor."""
+        stop = x.shape[self.dim] if self.stop is None else self.stop
+        return x.narrow(self.dim, self.start, stop - self.start)
+
+
+def parts(name: str, sizes: Iterable[int], *, dim: int = 0) -> list[Part]:
+    """Return the parts of a tensor that have these sizes and follow each other."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return [
+        Part(name=name, start=start, stop=stop, dim=dim) for start, stop in itertools.pairwise(ends)
+    ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a published tensor, and the part of our tensor with the same numbers.
+
+    Attributes:
+        published, ours: the parts; a name is the whole tensor.
+        transforms: maps from the published part to ours, in order.
+    """
+
+    published: Part | str
+    ours: Part | str
+    transforms: tuple[Transform, ...] = ()
+
+    @property
+    def source(self) -> Part:
+        """The published part."""
+        return _as_part(self.published)
+
+    @property
+    def target(self) -> Part:
+        """Our part."""
+        return _as_part(self.ours)
+
+    def to_ours(self, x: Tensor) -> Tensor:
+        """Transform the published part to ours."""
+        for transform in self.transforms:
+            x = transform.to_ours(x)
+        return x
+
+    def to_published(self, x: Tensor) -> Tensor:
+        """Transform our part to the published one."""
+        for transform in reversed(self.transforms):
+            x = transform.to_published(x)
+        return x
+
+    def within(self, published: str, ours: str) -> Piece:
+        """Return this piece with prefixes before the names of its tensors."""
+        return replace(
+            self,
+            published=replace(self.source, name=published + self.source.name),
+            ours=replace(self.target, name=ours + self.target.name),
+        )
+
+
+def _as_part(part: Part | str) -> Part:
+    return Part(name=part) if isinstance(part, str) else part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A published layout of models.
+
+    Attributes:
+        model_type: ``model_type`` of its ``config.json``.
+        architecture: name of the class of its language model.
+        defaults: options of its ``config.json`` that shape the model, and their default values.
+        required: options that can have one value here. Other values are refused.
+        ignored: options that do not change the outputs. Written models have their defaults.
+        to_ours: returns our configuration of a model with these options; raises `ValueError` if
+            there is none.
+        to_published: returns the options of a model with our configuration. The caller checks that
+            `to_ours` maps them to this configuration.
+        pieces: yields the pieces of a model with these options and our configuration.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    required: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    to_ours: Callable[[Mapping[str, Any]], RecollectConfig]
+    to_published: Callable[[RecollectConfig], Mapping[str, Any]]
+    pieces: Callable[[Mapping[str, Any], RecollectConfig], Iterable[Piece]]
+
+    def options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a ``config.json`` with all defaults.
+
+        Raises:
+            ValueError: an option that is unknown, or has a value without a counterpart here.
+        """
+        for name, value in config.items():
+            if name in self.required and value != self.required[name]:
+                raise ValueError(
+                    f"the option {name!r} of {self.model_type} must be "
+                    f"{self.required[name]!r} to be converted, not {short_repr(value)}"
+                )
+            if name == "quantization_config" and value is not None:
+                raise ValueError("the weights are quantised, and a conversion needs full weights")
+            if name not in {*self.defaults, *self.required, *self.ignored, *BASE_FIELDS}:
+                raise ValueError(
+                    f"the option {name!r} is unknown to the converter of {self.model_type}: if it "
+                    "has no effect on outputs, delete it from config.json"
+                )
+        known = {name: config[name] for name in self.defaults if name in config}
+        for name, value in known.items():
+            default = self.defaults[name]
+            is_token = name.endswith("token_id")  # checked by `RecollectConfig`
+            if not is_token and (value is not None or default is not None):
+                self._check_value(name, value, _kind(default))
+        return {**self.defaults, **self.required, **known}
+
+    def _check_value(self, name: str, value: Any, kind: str) -> None:
+        """Check that a value is of a kind, such as a number above 0."""
+        is_number = isinstance(value, int | float) and type(value) is not bool
+        is_valid = {
+            "true or false": type(value) is bool,
+            "a word": isinstance(value, str),
+            "a number above 0": is_number and 0 < value < math.inf,
+            "an integer above 0": type(value) is int and value > 0,
+        }
+        if not is_valid[kind]:
+            raise ValueError(
+                f"the option {name!r} of {self.model_type} must be {kind}, not {short_repr(value)}"
+            )
+
+
+def _kind(default: Any) -> str:
+    """Return the kind of value that an option with this default takes."""
+    kinds: dict[type, str] = {bool: "true or false", str: "a word", float: "a number above 0"}
+    return kinds.get(type(default), "an integer above 0")

@@ -1,0 +1,199 @@
+"""Tensors of a conversion: their shapes on both sides, and their way from file to file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from recollect.lm.conversion.layout import Part, Piece
+from recollect.lm.model.checkpoint import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    CheckpointError,
+    check_names,
+    read_header,
+    weight_files,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_SHARD_SIZE",
+    "Shapes",
+    "all_shapes",
+    "main_dtype",
+    "plan_tensors",
+    "write_tensors",
+]
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights by their names in a file."""
+
+MAX_SHARD_SIZE = 5 * 10**9
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Shapes of all tensors by name, in a published model and in ours."""
+
+    published: dict[str, tuple[int, ...]]
+    ours: dict[str, tuple[int, ...]]
+
+
+def all_shapes(pieces: Iterable[Piece], model: nn.Module) -> Shapes:
+    """Return our shapes from a model, and the published shapes that the pieces give.
+
+    Raises:
+        RuntimeError: the pieces do not cover every tensor once, which is an error of the layout.
+    """
+    ours = {name: weight.detach() for name, weight in model.named_parameters()}
+    published_parts: dict[str, list[tuple[Part, Tensor]]] = {}
+    our_parts: dict[str, list[tuple[Part, Tensor]]] = {}
+    for piece in pieces:
+        x = piece.target.of(ours[piece.target.name])
+        our_parts.setdefault(piece.target.name, []).append((piece.target, x))
+        entry = piece.source, piece.to_published(x)
+        published_parts.setdefault(piece.source.name, []).append(entry)
+    published = {name: _joined_shape(name, found) for name, found in published_parts.items()}
+    covered = {name: _joined_shape(name, found) for name, found in our_parts.items()}
+    shapes = {name: tuple(weight.shape) for name, weight in ours.items()}
+    if covered != shapes:
+        names = sorted(name for name in shapes if covered.get(name) != shapes[name])
+        raise RuntimeError(f"the pieces of a layout do not cover {names[0]!r}")
+    return Shapes(published=published, ours=shapes)
+
+
+def _joined_shape(name: str, found: Sequence[tuple[Part, Tensor]]) -> tuple[int, ...]:
+    """Return the shape of a tensor whose parts follow each other."""
+    dim, stop = found[0][0].dim, 0
+    for part, x in sorted(found, key=lambda item: item[0].start):
+        if part.start != stop or part.stop not in (None, stop + x.shape[dim]):
+            raise RuntimeError(f"the pieces of {name!r} do not follow each other")
+        stop += x.shape[dim]
+    shape = list(found[0][1].shape)
+    shape[dim] = stop
+    return tuple(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A part of a tensor of the source, its place in the result, and the map between them."""
+
+    source: Part
+    target: Part
+    transform: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTensor:
+    """A tensor of the result, which is read from parts of tensors of the source.
+
+    Attributes:
+        dtype: type of its numbers.
+        num_bytes: size.
+        moves: its parts in order.
+        files: file of each tensor that they come from.
+    """
+
+    dtype: torch.dtype
+    num_bytes: int
+    moves: Sequence[Move]
+    files: Mapping[str, Path]
+
+    def read(self) -> Tensor:
+        """Read and transform all parts."""
+        outputs = []
+        for move in self.moves:
+            name = move.source.name
+            with safe_open(self.files[name], framework="pt") as file:
+                outputs.append(move.transform(move.source.of(file.get_tensor(name))))
+        return torch.cat(outputs, self.moves[0].target.dim)
+
+
+def plan_tensors(
+    source: Path, pieces: Iterable[Piece], shapes: Shapes, *, to_ours: bool
+) -> dict[str, PlannedTensor]:
+    """Check names, shapes and types of the tensors of a folder, and plan those of the result.
+
+    Raises:
+        CheckpointError: a missing, unexpected or wrongly shaped tensor, or mixed types.
+    """
+    headers = {
+        name: (path, dtype, shape)
+        for path in weight_files(source)
+        for name, (dtype, shape) in read_header(path).items()
+    }
+    expected, results = shapes.published, shapes.ours
+    if not to_ours:
+        expected, results = results, expected
+    if _HEAD not in expected:
+        headers.pop(_HEAD, None)  # the head of a tied model, which some files repeat
+    check_names(
+        str(source),
+        missing=expected.keys() - headers.keys(),
+        unexpected=headers.keys() - expected.keys(),
+        mismatched=[
+            (name, headers[name][2], shape)
+            for name, shape in expected.items()
+            if name in headers and headers[name][2] != shape
+        ],
+    )
+    by_target: dict[str, list[Move]] = {}
+    for piece in pieces:
+        move = Move(source=piece.source, target=piece.target, transform=piece.to_ours)
+        if not to_ours:
+            move = Move(source=piece.target, target=piece.source, transform=piece.to_published)
+        by_target.setdefault(move.target.name, []).append(move)
+    planned: dict[str, PlannedTensor] = {}
+    for name, shape in results.items():
+        moves = sorted(by_target[name], key=lambda move: move.target.start)
+        files = {move.source.name: headers[move.source.name][0] for move in moves}
+        dtypes = {headers[move.source.name][1] for move in moves}
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{source} has {', '.join(files)} in the types {' and '.join(sorted(dtypes))}, and "
+                "they become one tensor: save them in one type"
+            )
+        dtype = DTYPES[dtypes.pop()]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        planned[name] = PlannedTensor(dtype=dtype, num_bytes=size, moves=moves, files=files)
+    return planned
+
+
+def main_dtype(tensors: Mapping[str, PlannedTensor]) -> torch.dtype:
+    """Return the type of most numbers."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, PlannedTensor], max_shard_size: int) -> None:
+    """Write files of at most a size, one after the other, and an index if there are several."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.num_bytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.num_bytes
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards, start=1):
+        is_single = len(shards) == 1
+        file = WEIGHTS_FILE if is_single else f"model-{index:05}-of-{len(shards):05}.safetensors"
+        read = {name: tensors[name].read() for name in names}
+        save_file(read, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        data = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(data, indent=2, sort_keys=True)
+        (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,256 @@
+"""Published models as their papers and sources define them: tensors, and forward passes in loops.
+
+Everything is written for one sequence, token by token, in float64. Nothing here imports recollect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import logsigmoid, sigmoid, silu
+
+Weights = Mapping[str, Tensor]
+Layer = Callable[[Tensor, Weights, Mapping[str, Any], int], Tensor]
+
+VOCAB, WIDTH, LAYERS, HIDDEN = 19, 48, 2, 20
+BACKBONE = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": HIDDEN,
+    "norm_eps": 3e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def unit(x: Tensor) -> Tensor:
+    """Keys and queries of the delta rules: the kernels add 1e-6 to the squared length."""
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def short_conv(x: Tensor, weight: Tensor) -> Tensor:
+    """A causal depthwise convolution of ``x [T, D]``: weight ``[D, 1, w]``, newest token last."""
+    width = weight.shape[-1]
+    rows = []
+    for t in range(x.shape[0]):
+        row = torch.zeros_like(x[0])
+        for j in range(width):
+            if t - width + 1 + j >= 0:
+                row = row + weight[:, 0, j] * x[t - width + 1 + j]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def projected(x: Tensor, w: Weights, name: str, *, conv: bool, activate: bool) -> Tensor:
+    y = x @ w[f"{name}_proj.weight"].T
+    if conv:
+        y = short_conv(y, w[f"{name}_conv1d.weight"])
+    return silu(y) if activate else y
+
+
+def gla_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
+    heads, conv = config["num_heads"], config["use_short_conv"]
+    groups = heads // (config["num_kv_heads"] or heads)
+    q, k, v = (projected(x, w, name, conv=conv, activate=conv) for name in "qkv")
+    K, V = q.shape[-1] // heads, config["hidden_size"] * config["expand_v"] // heads
+    gate = x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
+    log_decay = logsigmoid(gate) / 16
+    outputs = torch.zeros(x.shape[0], heads, int(V), dtype=x.dtype)
+    for h in range(heads):
+        g = h // groups
+        key = slice(g * K, (g + 1) * K)
+        state = torch.zeros(K, int(V), dtype=x.dtype)
+        for t in range(x.shape[0]):
+            value = v[t, g * int(V) : (g + 1) * int(V)]
+            state = log_decay[t, key].exp()[:, None] * state + torch.outer(k[t, key], value)
+            outputs[t, h] = K**-0.5 * q[t, h * K : (h + 1) * K] @ state
+    return gated_output(x, outputs, w, config)
+
+
+def gated_output(x: Tensor, y: Tensor, w: Weights, config: Mapping[str, Any]) -> Tensor:
+    """Norm per head, gate and output map of GLA and RetNet."""
+    fused = config["use_output_gate"] and config["fuse_norm"]
+    norm = w["g_norm_swish_gate.weight" if fused else "g_norm.weight"]
+    y = rms(y, norm, config["norm_eps"]).flatten(1)
+    if config["use_output_gate"]:
+        y = y * silu(x @ w["g_proj.weight"].T)
+    return y @ w["o_proj.weight"].T
+
+
+def delta_net_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
+    heads, conv = config["num_heads"], config["use_short_conv"]
+    q, k, v = (projected(x, w, name, conv=conv, activate=True) for name in "qkv")
+    q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
+    beta = sigmoid(x @ w["b_proj.weight"].T) * (2 if config["allow_neg_eigval"] else 1)
+    y = delta_rule(unit(q), unit(k), v, beta, torch.zeros_like(k))
+    return normed_output(x, y, w, config)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    """S_t = (I − β k kᵀ) Diag(α) S_(t−1) + β k vᵀ, o = K^(−1/2) S_tᵀ q, for ``[T, H, ·]``."""
+    T, H, K = k.shape
+    outputs = torch.zeros_like(v)
+    for h in range(H):
+        state = torch.zeros(K, v.shape[-1], dtype=v.dtype)
+        for t in range(T):
+            state = log_decay[t, h].exp()[:, None] * state
+            error = v[t, h] - k[t, h] @ state
+            state = state + beta[t, h] * torch.outer(k[t, h], error)
+            outputs[t, h] = K**-0.5 * q[t, h] @ state
+    return outputs
+
+
+def normed_output(x: Tensor, y: Tensor, w: Weights, config: Mapping[str, Any]) -> Tensor:
+    y = rms(y, w["o_norm.weight"], config["norm_eps"]).flatten(1)
+    if config["use_gate"]:
+        y = y * silu(x @ w["g_proj.weight"].T)
+    return y @ w["o_proj.weight"].T
+
+
+def forward(ids: Tensor, state: Weights, config: Mapping[str, Any], layer: Layer) -> Tensor:
+    """Return logits ``[T, vocab]`` in float64."""
+    w = {name: x.double() for name, x in state.items()}
+    x = w["model.embeddings.weight"][ids]
+    for i in range(config["num_hidden_layers"]):
+        block = {
+            name.removeprefix(f"model.layers.{i}."): y
+            for name, y in w.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        attn = {n.removeprefix("attn."): y for n, y in block.items() if n.startswith("attn.")}
+        eps = config["norm_eps"]
+        x = x + layer(rms(x, block["attn_norm.weight"], eps), attn, config, i)
+        h = rms(x, block["mlp_norm.weight"], eps)
+        up = silu(h @ block["mlp.gate_proj.weight"].T) * (h @ block["mlp.up_proj.weight"].T)
+        x = x + up @ block["mlp.down_proj.weight"].T
+    head = w["model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    return rms(x, w["model.norm.weight"], config["norm_eps"]) @ head.T
+
+
+# -- names and shapes, as the modules of flash-linear-attention 0.6 declare them ------------------
+
+
+def gla_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads = config["hidden_size"], config["num_heads"]
+    groups = heads // (config["num_kv_heads"] or heads)
+    key, value = int(d * config["expand_k"]), int(d * config["expand_v"])
+    sizes = {"q": key, "k": key // groups, "v": value // groups}
+    shapes = {f"{name}_proj.weight": (size, d) for name, size in sizes.items()}
+    if config["use_short_conv"]:
+        width = config["conv_size"]
+        shapes |= {f"{name}_conv1d.weight": (size, 1, width) for name, size in sizes.items()}
+    shapes |= {
+        "gk_proj.0.weight": (16, d),
+        "gk_proj.1.weight": (key // groups, 16),
+        "gk_proj.1.bias": (key // groups,),
+    }
+    return shapes | gated_shapes(config, value)
+
+
+def gated_shapes(config: Mapping[str, Any], value: int) -> dict[str, tuple[int, ...]]:
+    d, has_gate = config["hidden_size"], config["use_output_gate"]
+    norm = "g_norm_swish_gate" if has_gate and config["fuse_norm"] else "g_norm"
+    shapes = {"o_proj.weight": (d, value), f"{norm}.weight": (value // config["num_heads"],)}
+    return shapes | ({"g_proj.weight": (value, d)} if has_gate else {})
+
+
+def delta_net_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads = config["hidden_size"], config["num_heads"]
+    key, value = int(d * config["expand_k"]), int(d * config["expand_v"])
+    shapes = delta_shapes(config, key, value)
+    return shapes | {"b_proj.weight": (heads, d)}
+
+
+def delta_shapes(config: Mapping[str, Any], key: int, value: int) -> dict[str, tuple[int, ...]]:
+    d, sizes = config["hidden_size"], {"q": key, "k": key, "v": value}
+    shapes = {f"{name}_proj.weight": (size, d) for name, size in sizes.items()}
+    if config["use_short_conv"]:
+        width = config["conv_size"]
+        shapes |= {f"{name}_conv1d.weight": (size, 1, width) for name, size in sizes.items()}
+    shapes |= {"o_proj.weight": (d, value), "o_norm.weight": (value // config["num_heads"],)}
+    return shapes | ({"g_proj.weight": (value, d)} if config.get("use_gate") else {})
+
+
+FAMILIES: dict[str, tuple[Callable[..., dict[str, tuple[int, ...]]], Layer, dict[str, Any]]] = {
+    "gla": (
+        gla_shapes,
+        gla_layer,
+        {
+            "num_heads": 2,
+            "num_kv_heads": None,
+            "expand_k": 0.5,
+            "expand_v": 1.0,
+            "use_short_conv": False,
+            "conv_size": 4,
+            "use_output_gate": True,
+            "fuse_norm": True,
+        },
+    ),
+    "delta_net": (
+        delta_net_shapes,
+        delta_net_layer,
+        {
+            "num_heads": 2,
+            "expand_k": 1.0,
+            "expand_v": 1.0,
+            "use_gate": False,
+            "use_short_conv": True,
+            "conv_size": 4,
+            "allow_neg_eigval": False,
+        },
+    ),
+}
+"""Shapes of a layer's tensors, its forward pass and its options, by ``model_type``."""
+
+
+def tensor_shapes(model_type: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (vocab, d)}
+    for i in range(config["num_hidden_layers"]):
+        layer = {f"attn.{name}": x for name, x in FAMILIES[model_type][0](config).items()}
+        layer |= {"attn_norm.weight": (d,), "mlp_norm.weight": (d,)}
+        layer |= {"mlp.gate_proj.weight": (width, d), "mlp.up_proj.weight": (width, d)}
+        layer |= {"mlp.down_proj.weight": (d, width)}
+        shapes |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
+    shapes["model.norm.weight"] = (d,)
+    return shapes if config["tie_word_embeddings"] else {**shapes, "lm_head.weight": (vocab, d)}
+
+
+def make(model_type: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the options and random tensors of a small model."""
+    config = {**BACKBONE, "tie_word_embeddings": False, **FAMILIES[model_type][2], **changes}
+    config["model_type"] = model_type
+    generator = torch.Generator().manual_seed(len(model_type))
+    state = {}
+    for name, shape in tensor_shapes(model_type, config).items():
+        x = torch.randn(shape, generator=generator)
+        fan = shape[-1] if len(shape) > 1 else 1
+        if name.endswith("norm.weight") or "norm_swish_gate" in name:
+            x = 1 + 0.3 * x
+        elif "conv1d" in name:
+            x = 0.5 * x
+        elif "embeddings" not in name:
+            x = x * (1.3 / math.sqrt(fan) if len(shape) > 1 else 1.0)
+        state[name] = x
+    return config, state
+
+
+def save(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Path:
+    """Save a model as flash-linear-attention does."""
+    folder.mkdir(parents=True)
+    extra = {"architectures": ["Model"], "transformers_version": "4.57.0", "fuse_swiglu": True}
+    (folder / "config.json").write_text(json.dumps({**extra, **config}))
+    save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,213 @@
+"""Converters of published models: equal outputs, equal bits there and back, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.lm.conversion.published import FAMILIES, forward, make, save
+
+import recollect as rc
+import recollect.lm
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((model_type, {}) for model_type in FAMILIES),
+    ("gla", {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "expand_k": 1.0}),
+    ("gla", {"use_output_gate": False, "tie_word_embeddings": True}),
+    ("delta_net", {"use_gate": True, "allow_neg_eigval": True, "expand_k": 0.5, "expand_v": 2}),
+    ("delta_net", {"use_short_conv": False}),
+]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: x
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, x in load_file(path).items()
+    }
+
+
+@pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
+def test_outputs_and_round_trip(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+    config, state = make(model_type, **changes)
+    source = save(tmp_path / "published", config, state)
+    rc.lm.convert(source, tmp_path / "ours")
+    model = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    ids = torch.randint(config["vocab_size"], (21,), generator=torch.Generator().manual_seed(1))
+    expected = forward(ids, state, config, FAMILIES[model_type][1])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0]
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+        exact = model.double()(ids[None]).logits[0]  # also the constants are those of the layout
+        assert (exact - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+    back = rc.lm.convert(tmp_path / "ours", tmp_path / "back", to=model_type)
+    result = tensors(back)
+    assert result.keys() == state.keys()
+    for name, x in state.items():
+        assert torch.equal(x, result[name]), name
+    saved = json.loads((back / "config.json").read_text())
+    assert {**saved, **config} == saved
+
+
+def published(folder: Path, model_type: str = "delta_net", **changes: Any) -> Path:
+    return save(folder, *make(model_type, **changes))
+
+
+def test_shards_are_read_and_written_one_at_a_time(tmp_path: Path) -> None:
+    config, state = make("delta_net")
+    source = save(tmp_path / "published", config, state)
+    ours = rc.lm.convert(source, tmp_path / "ours", max_shard_size=20_000)
+    files = sorted(path.name for path in ours.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    rc.lm.RecollectForCausalLM.from_pretrained(ours)
+    back = rc.lm.convert(ours, tmp_path / "back", to="delta_net", max_shard_size=30_000)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == state.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
+    result = tensors(back)
+    assert all(torch.equal(x, result[name]) for name, x in state.items())
+
+
+def test_a_type_per_tensor_is_kept(tmp_path: Path) -> None:
+    config, state = make("delta_net")
+    state = {name: x if "norm" in name else x.bfloat16() for name, x in state.items()}
+    ours = rc.lm.convert(save(tmp_path / "published", config, state), tmp_path / "ours")
+    assert json.loads((ours / "config.json").read_text())["dtype"] == "bfloat16"
+    assert rc.lm.RecollectForCausalLM.from_pretrained(ours).dtype == torch.bfloat16
+    result = tensors(rc.lm.convert(ours, tmp_path / "back", to="delta_net"))
+    assert all(torch.equal(x, result[n]) and x.dtype == result[n].dtype for n, x in state.items())
+
+
+def test_a_norm_that_is_not_fused_has_another_name_only(tmp_path: Path) -> None:
+    config, state = make("gla", fuse_norm=False)
+    separate = rc.lm.convert(save(tmp_path / "a", config, state), tmp_path / "ours_a")
+    renamed = {name.replace(".g_norm.", ".g_norm_swish_gate."): x for name, x in state.items()}
+    fused = rc.lm.convert(
+        save(tmp_path / "b", {**config, "fuse_norm": True}, renamed), tmp_path / "ours_b"
+    )
+    a, b = tensors(separate), tensors(fused)
+    assert a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    source = published(tmp_path / "published")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (source / "modeling_secret.py").write_text("raise RuntimeError")
+    ours = rc.lm.convert(source, tmp_path / "ours")
+    names = {path.name for path in ours.iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "README.md", "manifest.json"} <= names
+    assert "modeling_secret.py" not in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn": {"layers": [0], "num_heads": 2}}, "the option 'attn' of delta_net must be None"),
+        ({"qk_norm": "sum"}, "the option 'qk_norm' of delta_net must be 'l2' .* not 'sum'"),
+        ({"use_moon": True}, "the option 'use_moon' is unknown to the converter of delta_net"),
+        ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
+        ({"model_type": "llama"}, "no converter for models of type 'llama': .* delta_net, gla"),
+        ({"expand_k": 0.3}, "hidden_size · expand_k / num_heads is 7.2"),
+        ({"num_heads": "two"}, "'num_heads' of delta_net must be an integer above 0, not 'two'"),
+        ({"num_heads": 0}, "'num_heads' of delta_net must be an integer above 0, not 0"),
+        ({"norm_eps": None}, "'norm_eps' of delta_net must be a number above 0, not None"),
+        ({"use_gate": 1}, "'use_gate' of delta_net must be true or false, not 1"),
+        ({"eos_token_id": 40}, "eos_token_id"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config, state = make("delta_net")
+    source = save(tmp_path / "published", {**config, **changes}, state)
+    with pytest.raises(rc.lm.CheckpointError, match=message) as caught:
+        rc.lm.convert(source, tmp_path / "ours")
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["published"]
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    config, state = make("delta_net")
+    name = "model.layers.1.attn.b_proj.weight"
+    wrong = {
+        "lacks the weight 'model.layers.1.attn.b_proj.weight'": {
+            other: x for other, x in state.items() if other != name
+        },
+        "has the weight 'model.layers.1.attn.b_proj.bias'": {
+            **state,
+            "model.layers.1.attn.b_proj.bias": torch.zeros(2),
+        },
+        r"has shape \[3, 48\], and config.json requires \[2, 48\]": {
+            **state,
+            name: torch.zeros(3, 48),
+        },
+        "in the types BF16 and F32, and they become one tensor": {
+            **state,
+            "model.layers.0.attn.k_proj.weight": torch.zeros(48, 48).bfloat16(),
+        },
+    }
+    for index, (message, tensors_) in enumerate(wrong.items()):
+        source = save(tmp_path / str(index), config, tensors_)
+        with pytest.raises(rc.lm.CheckpointError, match=message):
+            rc.lm.convert(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    source = published(tmp_path / "published")
+    with pytest.raises(rc.lm.CheckpointError, match="there is no folder"):
+        rc.lm.convert(tmp_path / "nowhere", tmp_path / "ours")
+    with pytest.raises(rc.lm.CheckpointError, match="exists already: name a new folder"):
+        rc.lm.convert(source, source)
+    with pytest.raises(rc.lm.CheckpointError, match="leave out the layout"):
+        rc.lm.convert(source, tmp_path / "ours", to="gla")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(rc.lm.CheckpointError, match=r"has no model.safetensors"):
+        rc.lm.convert(source, tmp_path / "ours")
+
+
+def test_models_of_ours_that_do_not_fit(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = rc.lm.RecollectConfig.from_recipes("delta_net", **sizes)
+    rc.lm.RecollectForCausalLM(config).save_pretrained(tmp_path / "ours")
+    with pytest.raises(rc.lm.CheckpointError, match="name the layout to convert to, one of"):
+        rc.lm.convert(tmp_path / "ours", tmp_path / "out")
+    message = r"layers\[0\]\.options\.qk_norm_eps is 1e-12, and a model of type delta_net has 1e-06"
+    with pytest.raises(rc.lm.CheckpointError, match=message):
+        rc.lm.convert(tmp_path / "ours", tmp_path / "out", to="delta_net")
+    with pytest.raises(rc.lm.CheckpointError, match=r"is .*and a model of type gla has"):
+        rc.lm.convert(tmp_path / "ours", tmp_path / "out", to="gla")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_new_model_with_a_published_layout_trains_and_converts(
+    tmp_path: Path, model_type: str
+) -> None:
+    options = {**make(model_type)[0]}
+    del options["model_type"]
+    model = rc.lm.RecollectForCausalLM(rc.lm.published_config(model_type, **options))
+    ids = torch.randint(19, (2, 12), generator=torch.Generator().manual_seed(0))
+    model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            assert weight.grad is not None
+            weight -= 0.1 * weight.grad
+    model.save_pretrained(tmp_path / "ours")
+    state = tensors(rc.lm.convert(tmp_path / "ours", tmp_path / "out", to=model_type))
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = forward(ids[0], state, saved, FAMILIES[model_type][1])
+    with torch.no_grad():
+        logits = model.eval()(ids).logits[0]
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_published_config_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no layout 'glaa'"):
+        rc.lm.published_config("glaa")
+    with pytest.raises(ValueError, match="the option 'width' is unknown"):
+        rc.lm.published_config("gla", width=3)
