@@ -81,8 +81,8 @@ def _results(root: Path) -> dict[str, str]:
         path.relative_to(root).as_posix(): _DOCS_LINK.sub(r"](\1", path.read_text("utf-8"))
         for path in _reports(root)
     }
-    names = ("results/README.md", "results/language_models/README.md")
-    return pages or dict.fromkeys(names, _NO_RESULTS)
+    names = ("README.md", "gpu/README.md", "language_models/README.md")
+    return pages or {f"results/{name}": _NO_RESULTS for name in names}
 
 
 def _images(root: Path) -> list[str]:

@@ -198,7 +198,7 @@ def test_a_process_ends_at_its_time_limit(tmp_path: Path) -> None:
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_results() -> None:
-    page = (ROOT / "docs/gpu.md").read_text("utf-8")
+    page = (ROOT / "results/gpu/README.md").read_text("utf-8")
     _, _, rest = page.partition("<!-- gpu_run: begin -->\n")
     tables, end, _ = rest.partition("<!-- gpu_run: end -->")
     assert end and FILES
