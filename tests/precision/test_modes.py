@@ -21,7 +21,7 @@ from recollect.choices.matmul_precision import PRECISIONS, matmul_precision
 from recollect.engines.kernel import pieces
 from recollect.functional.one_operation import use_custom_op
 from recollect.layer.feed_forward import FeedForward
-from recollect.layer.memory_layer import make_call
+from recollect.layer.memory_call import make_call
 
 LAYERS = [name for name in rc.zoo.names() if rc.zoo.get(name).options.persistent == 0]
 NAMES = ("gated_delta_net", "gla", "mamba", "rls", "titans", "atlas", "fox", "delta_former", "dot")

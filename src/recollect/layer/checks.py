@@ -98,6 +98,19 @@ def check_sizes(
             f"{argument_name('num_kv_heads')} = {num_kv_heads}: several "
             "query heads share one memory, never the other way"
         )
+    memories = num_kv_heads or num_heads
+    if options.key_group_size > 1 and (memories != num_heads or num_heads % options.key_group_size):
+        raise RecipeError(
+            f"LayerOptions(key_group_size={options.key_group_size}) needs one query head per "
+            f"memory and a number of memories that it divides, not {num_heads} heads of "
+            f"{memories} memories: set another key_group_size, and leave "
+            f"{argument_name('num_kv_heads')} out"
+        )
+    if num_heads % (options.norm_group_size or 1):
+        raise RecipeError(
+            f"LayerOptions(norm_group_size={options.norm_group_size}) must divide "
+            f"{argument_name('num_heads')} = {num_heads}: set another norm_group_size"
+        )
     key_dim = head_dim or options.key_dim or d_model // num_heads
     if options.rope_theta is not None and key_dim % 2:
         if head_dim or options.key_dim:
@@ -191,7 +204,7 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
             "LayerOptions(value_skip=..., qk=...) need one association per token, and this "
             f"recipe takes {recipe.associations_per_token}"
         )
-        resets.append((reason, {"value_skip": False, "qk": "input"}))
+        resets.append((reason, {"value_skip": False, "value_skip_per": "value", "qk": "input"}))
     if options.zero_values >= recipe.associations_per_token:
         reason = (
             f"LayerOptions(zero_values={options.zero_values}) leaves a token without a value: this "
@@ -202,6 +215,12 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
     if options.qk_affine and (options.qk == "ones" or makes_keys):
         reason = "LayerOptions(qk_affine=True) needs projections of queries and keys: qk='input'"
         resets.append((reason, {"qk_affine": False}))
+    if options.key_group_size > 1 and (options.qk == "ones" or makes_keys):
+        reason = (
+            f"LayerOptions(key_group_size={options.key_group_size}) shares projections of queries "
+            "and keys: qk='input'"
+        )
+        resets.append((reason, {"key_group_size": 1}))
     rotates = options.rope_theta is not None or options.complex_decay != "none"
     if options.partial_rotary_factor != 1 and not rotates:
         reason = (

@@ -6,16 +6,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.engines.common.problem import Problem
 from recollect.functional.checks import refuse_transforms
-from recollect.functional.packing import CompactedBatch, compact, scatter
-from recollect.functional.recall import memorise
+from recollect.functional.packing import compact, scatter
 from recollect.layer.checks import (
     check_depth,
     check_options,
@@ -25,8 +22,10 @@ from recollect.layer.checks import (
     resolve_layer,
 )
 from recollect.layer.gates import GateProjection, normalize_to_length
+from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.inspection import MemorySpec
 from recollect.layer.key_recurrence import Sequences
+from recollect.layer.memory_call import run_memory, state_after
 from recollect.layer.options import LayerOptions
 from recollect.layer.qk_affine import QKAffine
 from recollect.layer.recipe_module import RecipeModule
@@ -44,9 +43,8 @@ from recollect.layer.state import LayerState, MemoryInputs
 from recollect.layer.token_shift import TokenShift, tail
 from recollect.messages import RecipeError, suggest_arguments
 from recollect.recipe.resolve import RecipeLike
-from recollect.state.state import State
 
-__all__ = ["MemoryLayer", "make_call", "run_call", "run_memory", "state_after"]
+__all__ = ["MemoryLayer"]
 
 NORM_EPS = 1e-6
 
@@ -126,12 +124,13 @@ class MemoryLayer(RecipeModule):
         self._bind(engine, precision)
 
         per_token = self.num_kv_heads * recipe.associations_per_token
+        group_size = options.key_group_size
+        # Queries and keys of a token.
+        self.qk_heads = [num_heads // group_size, per_token // group_size]
         self.qkv_sizes = [
-            num_heads * self.head_dim,
-            per_token * self.head_dim,
+            *(count * self.head_dim for count in self.qk_heads),
             (per_token - self.num_kv_heads * options.zero_values) * self.value_dim,
         ]
-        self.qk_heads = [num_heads, per_token]  # query heads, and keys of a token
         self._build_ties()
         if options.qk == "ones":
             self.qkv_sizes[:2] = 0, 0
@@ -142,10 +141,17 @@ class MemoryLayer(RecipeModule):
         width, channels = num_heads * self.value_dim, sum(self.qkv_sizes)
         # One product and one convolution for q, k and v: fewer and larger operations.
         self.qkv = nn.Linear(d_model, channels, bias=False)
-        self.conv = ShortConvolution(channels, options.conv_size) if options.conv_size else None
+        self.conv = None
+        if options.conv_size:
+            self.conv = ShortConvolution(channels, options.conv_size, bias=options.conv_bias)
         self.conv_state_shape = (options.conv_size - 1, channels) if options.conv_size else None
         has_norm, has_gate = options.output_norm == "rms", options.output_gate != "none"
-        self.norm = nn.RMSNorm(self.value_dim, eps=options.norm_eps) if has_norm else None
+        self.norm = None
+        if has_norm and options.norm_group_size is not None:
+            sizes = (num_heads, self.value_dim, options.norm_group_size)
+            self.norm = GroupedRMSNorm(*sizes, eps=options.norm_eps)
+        elif has_norm:
+            self.norm = nn.RMSNorm(self.value_dim, eps=options.norm_eps)
         rank = options.output_gate_rank
         rank = None if rank is None or rank >= min(d_model, width) else rank
         self.output_gate_down = nn.Linear(d_model, rank, bias=False) if rank else None
@@ -174,8 +180,10 @@ class MemoryLayer(RecipeModule):
             streams += [name for name, gate in self.gates.items() if gate.source == "input"]
             streams += ["out"] if has_gate else []
             self.shift = TokenShift(options.token_shift, d_model, streams)
-        ones = torch.ones(self.num_kv_heads, self.value_dim)
-        self.skip = nn.Parameter(ones) if options.value_skip else None
+        self.skip = None
+        if options.value_skip:
+            size = 1 if options.value_skip_per == "head" else self.value_dim
+            self.skip = nn.Parameter(torch.ones(self.num_kv_heads, size))
         self.memory = self._build_initial_memory()
 
     def reset_parameters(self) -> None:
@@ -422,11 +430,15 @@ class MemoryLayer(RecipeModule):
         return num_rotated(self.head_dim, self.options.partial_rotary_factor)
 
     def _split_qk(self, qk: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]``."""
+        """Return queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]`` of all memories."""
         if len(qk) == 1:
             q, k = qk[0].split_with_sizes(self.qk_heads, dim=2)
-            n = self.recipe.associations_per_token
-            return q, k.unflatten(2, (self.num_kv_heads, n)) if n > 1 else k
+            n, group_size = self.recipe.associations_per_token, self.options.key_group_size
+            if n > 1:
+                k = k.unflatten(2, (-1, n))
+            if group_size > 1:
+                q, k = (x.repeat_interleave(group_size, dim=2) for x in (q, k))
+            return q, k
         return qk
 
     def output(self, y: Tensor, inputs: MemoryInputs) -> Tensor:
@@ -443,13 +455,16 @@ class MemoryLayer(RecipeModule):
             group_size = self.num_heads // self.num_kv_heads
             y = y + (self.skip.to(v.dtype) * v).repeat_interleave(group_size, 2)
         norm, gate = self.norm, self.output_gate  # access to a submodule is slow: once each
-        if norm is not None:
+        is_norm_first = self.options.norm_before_gate
+        if norm is not None and is_norm_first:
             y = norm(y.to(norm.weight.dtype)).to(y.dtype)
-        y = y.flatten(2)
         if gate is not None:
             x, down = inputs.gate_input, self.output_gate_down
-            y = y * self.gate_activation(gate(x if down is None else down(x)))
-        return self.out(y)
+            factor = self.gate_activation(gate(x if down is None else down(x)))
+            y = y * factor.view_as(y)
+        if norm is not None and not is_norm_first:
+            y = norm(y.to(norm.weight.dtype)).to(y.dtype)
+        return self.out(y.flatten(2))
 
     @property
     def memory_spec(self) -> MemorySpec:
@@ -524,76 +539,3 @@ class MemoryLayer(RecipeModule):
             f"{self.d_model}, num_heads={self.num_heads}{groups}, K={self.head_dim}, "
             f"V={self.value_dim}, engine={self.engine!r} ({self._bound.engine.name}){precision}"
         )
-
-
-def run_memory(
-    layer: RecipeModule,
-    inputs: MemoryInputs,
-    state: LayerState | None,
-    *,
-    batch: CompactedBatch | None = None,
-    cu_seqlens: Tensor | None = None,
-    output_final_state: bool = True,
-) -> tuple[Tensor, State | None]:
-    """Write and read the memory of a layer; return outputs ``[B, T, heads, V]`` and its state."""
-    call = make_call(
-        *(layer, inputs, None if state is None else state.memory),
-        batch=batch,
-        cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state,
-    )
-    return run_call(call)
-
-
-def run_call(call: Problem) -> tuple[Tensor, State | None]:
-    """Run the memory of a layer, as one operation of a graph that is compiled."""
-    if torch.compiler.is_compiling():
-        # The import loads the compiler, which is slow.
-        from recollect.functional.one_operation import memorise_op, use_custom_op
-
-        if use_custom_op(call):
-            return memorise_op(call)
-    return memorise(call)
-
-
-def make_call(
-    layer: RecipeModule,
-    inputs: MemoryInputs,
-    state: State | None,
-    *,
-    batch: CompactedBatch | None = None,
-    cu_seqlens: Tensor | None = None,
-    output_final_state: bool = True,
-) -> Problem:
-    """Return the call of a layer's memory, with the arguments of `run_memory`."""
-    bound = layer._bound
-    sources = [*layer.params.parameters(), *layer.ties.parameters()] if bound.params else ()
-    return Problem(
-        bound=bound,
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        gates=inputs.gates,
-        params=inputs.params,
-        initial_memory=layer.initial_memory if state is None else None,
-        state=cast(State, state),
-        cu_seqlens=cu_seqlens,
-        chunk_size=layer.chunk_size,
-        output_final_state=output_final_state,
-        lengths=None if batch is None else batch.lengths,
-        source_index=None if batch is None else batch.index,
-        # Gates of a decoded token come from the projections of the prompt, which were checked.
-        trusted=state is not None and inputs.q.shape[1] == 1,
-        param_sources=sources,
-    )
-
-
-def state_after(inputs: MemoryInputs, memory: State) -> LayerState:
-    """Return the state of a layer after its inputs, with the state of its memory."""
-    return LayerState(
-        memory=memory,
-        conv=inputs.conv,
-        phase=inputs.final_phase,
-        shift=inputs.shift,
-        keys=inputs.final_keys,
-    )

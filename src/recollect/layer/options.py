@@ -373,6 +373,7 @@ class LayerOptions(_SavedOptions):
 
     Args:
         conv_size: width of the causal depthwise convolution on q, k and v; 0 or ``None``: none.
+        conv_bias: whether the convolution adds a learned bias per channel, initially 0.
         conv_activation: ``"silu"`` or ``"none"``, after the convolution (also without one).
         qk_norm: ``"l2"``: queries and keys of unit length per head; ``"rms"``: of length √K;
             ``"scaled"``: keys times K^(−1/2); or ``"none"``.
@@ -380,6 +381,8 @@ class LayerOptions(_SavedOptions):
         qk: ``"input"``: queries and keys are projections; ``"ones"``: they are 1 in every channel
             (for a vector memory that sums).
         key_dim: K, if the layer has no ``head_dim`` (Mamba's 16); V stays d_model / num_heads.
+        key_group_size: number of consecutive memories that share a query and a key. Each has its
+            own values and gates.
         qk_affine: whether queries and keys are multiplied by learned factors and added to learned
             biases, per head and channel and initially 1, after the norm and before rotations.
         rope_theta: base of the rotary position embedding on q and k, e.g. 10000.0; ``None``: no
@@ -394,9 +397,14 @@ class LayerOptions(_SavedOptions):
             (``"none"``).
         zero_values: number of the first associations of a token whose value is 0, without a
             projection: they only erase.
-        value_skip: whether to add D ⊙ v to the memory's output, D learned per channel, initially 1.
-        output_norm: ``"rms"`` per head, or ``"none"``.
-        norm_eps: ε of the output norm, added to the mean square of a head's outputs.
+        value_skip: whether to add D ⊙ v to the memory's output, D learned and initially 1.
+        value_skip_per: one D per channel of each memory (``"value"``), or per memory (``"head"``).
+        output_norm: ``"rms"``, or ``"none"``.
+        norm_eps: ε of the output norm, added to the mean square.
+        norm_group_size: number of consecutive heads that are normalized together, with a learned
+            factor per head and channel; ``None``: each head by itself, with one factor per channel
+            for all heads.
+        norm_before_gate: whether the output norm comes before the output gate, or after it.
         output_gate: ``"silu"`` or ``"sigmoid"``: the output is multiplied by this function of
             linear(x); or ``"none"``.
         output_gate_rank: rank of the output gate's map, which then has a bias: W (V x) + b. A rank
@@ -426,11 +434,13 @@ class LayerOptions(_SavedOptions):
     """
 
     conv_size: int = validated_field(4, _conv)
+    conv_bias: bool = flag(False)
     conv_activation: str = option("silu", "none")
     qk_norm: str = option("l2", "rms", "scaled", "none")
     qk_norm_eps: float = number(1e-12, above=0)
     qk: str = option("input", "ones")
     key_dim: int | None = integer(None, at_least=1, optional=True)
+    key_group_size: int = integer(1, at_least=1)
     qk_affine: bool = flag(False)
     rope_theta: float | None = number(None, above=1, optional=True)
     partial_rotary_factor: float = number(1.0, above=0, at_most=1)
@@ -438,8 +448,11 @@ class LayerOptions(_SavedOptions):
     token_shift: str = option("none", "learned", "input")
     zero_values: int = integer(0)
     value_skip: bool = flag(False)
+    value_skip_per: str = option("value", "head")
     output_norm: str = option("rms", "none")
     norm_eps: float = number(1e-6, above=0)
+    norm_group_size: int | None = integer(None, at_least=1, optional=True)
+    norm_before_gate: bool = flag(True)
     output_gate: str = option("silu", "sigmoid", "none")
     output_gate_rank: int | None = integer(None, at_least=1, optional=True)
     gate_options: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = validated_field(
@@ -458,6 +471,27 @@ class LayerOptions(_SavedOptions):
                 f"LayerOptions(output_gate_rank={self.output_gate_rank}) needs an output gate: set "
                 "output_gate='silu' or 'sigmoid', or leave output_gate_rank out"
             )
+        missing = {
+            "conv_bias=True": ("a convolution", "conv_size", self.conv_bias and not self.conv_size),
+            "value_skip_per='head'": (
+                *("a skip", "value_skip"),
+                self.value_skip_per == "head" and not self.value_skip,
+            ),
+            "norm_group_size=...": (
+                *("an output norm", "output_norm"),
+                self.norm_group_size is not None and self.output_norm == "none",
+            ),
+            "norm_before_gate=False": (
+                *("an output norm and an output gate", "output_norm and output_gate"),
+                not self.norm_before_gate and "none" in (self.output_norm, self.output_gate),
+            ),
+        }
+        for argument, (part, remedy, is_missing) in missing.items():
+            if is_missing:
+                raise RecipeError(
+                    f"LayerOptions({argument}) needs {part}: set {remedy}, or leave "
+                    f"{argument.partition('=')[0]} out"
+                )
         for i, tie in enumerate(self.ties):
             rules = [earlier.rule for earlier in self.ties[:i] if earlier.target == tie.target]
             is_gate = tie.target not in ("q", "k", "v")

@@ -113,19 +113,21 @@ def _convolve_packed(
 
 
 class ShortConvolution(nn.Module):
-    """y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, per channel, over the last w tokens of the sequence.
+    """y_t = b + Σ_{j<w} a_j ⊙ u_{t−w+1+j}, per channel, over the last w tokens of the sequence.
 
-    Its initial weights are the identity plus a little noise.
+    Its initial weights are the identity plus a little noise, and b is 0.
 
     Args:
         channels: D.
         width: w ≥ 1.
+        bias: whether there is a bias b.
     """
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
         super().__init__()
         self.channels, self.width = channels, width
         self.weight = nn.Parameter(torch.empty(width, channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -133,6 +135,8 @@ class ShortConvolution(nn.Module):
         """Sample new initial weights."""
         nn.init.normal_(self.weight, std=0.5 * self.width**-0.5)
         self.weight[-1] += 1.0
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -151,8 +155,9 @@ class ShortConvolution(nn.Module):
             cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; the state then
                 has N rows.
         """
-        return short_convolution(u, self.weight, state, lengths=lengths, cu_seqlens=cu_seqlens)
+        y, state = short_convolution(u, self.weight, state, lengths=lengths, cu_seqlens=cu_seqlens)
+        return y if self.bias is None else y + self.bias.to(y.dtype), state
 
     def extra_repr(self) -> str:
-        """Return channels and width."""
-        return f"{self.channels}, width={self.width}"
+        """Return channels, width and bias."""
+        return f"{self.channels}, width={self.width}" + ", bias=True" * (self.bias is not None)

@@ -54,8 +54,10 @@ __all__ = [
 ModelSpec = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, Recipe, LayerOptions]
 """Zoo name, preset, or name and recipe or mixer, with layer options or without."""
 
-_OPTIONS = "conv_size conv_activation token_shift value_skip output_norm output_gate"
-SHARED_OPTIONS = (*_OPTIONS.split(), "output_gate_rank")
+SHARED_OPTIONS = (
+    *("conv_size", "conv_bias", "conv_activation", "token_shift", "value_skip", "value_skip_per"),
+    *("output_norm", "norm_group_size", "norm_before_gate", "output_gate", "output_gate_rank"),
+)
 """Options that do not depend on the memory: the layer applies them before or after it."""
 
 MAX_SEEDS = 1000

@@ -179,7 +179,8 @@ def calibrate(layer: MemoryLayer, statistics: AttentionStatistics, *, copied: bo
             continue
         changed.append(f"gates.{name}")
     z = statistics.outputs
-    if not copied or layer.norm is None or z.shape[1:] != (layer.num_heads, layer.value_dim):
+    is_first_norm = isinstance(layer.norm, nn.RMSNorm) and layer.options.norm_before_gate
+    if not copied or not is_first_norm or z.shape[1:] != (layer.num_heads, layer.value_dim):
         return changed
     layer.norm.weight.copy_(z.square().mean((0, 1)).sqrt().clamp_min(1e-4))
     changed.append("norm")

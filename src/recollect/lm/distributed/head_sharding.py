@@ -14,6 +14,7 @@ from recollect.blocks.slot_layer import RunningSoftmax, SlotRouter
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
+from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory, RecipeModule
 from recollect.messages import RecipeError
@@ -68,6 +69,7 @@ def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
             "qkv.weight": ShardSpec(axis=0, section_sizes=fused),
             "qkv.bias": ShardSpec(axis=0, section_sizes=fused),
             "conv.weight": ShardSpec(axis=1, section_sizes=fused),
+            "conv.bias": ShardSpec(axis=0, section_sizes=fused),
             "output_gate.weight": ShardSpec(axis=0, section_sizes=(width,)),
             "output_gate.bias": ShardSpec(axis=0, section_sizes=(width,)),
             "out.weight": ShardSpec(axis=1, section_sizes=(width,)),
@@ -76,6 +78,8 @@ def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
         for name in ("qk_affine.weight", "qk_affine.bias"):
             specs[name] = ShardSpec(axis=0, section_sizes=heads)
         per_head.append(module.skip)
+        if isinstance(module.norm, GroupedRMSNorm):
+            per_head.append(module.norm.weight)
         if module.phase is not None:
             per_head += module.phase.parameters()
     if module.memory is not None:
@@ -127,6 +131,9 @@ def check_divisible(module: nn.Module, tp_size: int, *, name: str = "") -> None:
         sizes = {"num_kv_heads": module.num_kv_heads, "num_heads": module.num_heads}
         if module.num_kv_heads == module.num_heads:
             del sizes["num_kv_heads"]
+        for option in ("key_group_size", "norm_group_size"):
+            if (group_size := getattr(module.options, option)) is not None:
+                sizes[f"num_heads / {option}"] = module.num_heads // group_size
     elif not sizes:
         raise RecipeError(
             f"[run] parallel: tensor = {tp_size} divides layers by heads, and {name} is a "

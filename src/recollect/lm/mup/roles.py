@@ -27,6 +27,7 @@ from torch import nn
 from recollect.blocks.layers import PersistentTokens
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.gates import GateProjection
+from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.qk_affine import QKAffine
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
@@ -56,7 +57,8 @@ _MATRIX_AXES: dict[type[nn.Module], dict[str, tuple[int, int]]] = {
 
 _PER_HEAD_MODULES = (InitialMemory, InitialKernelRows)
 _VECTOR_MODULES = (
-    *(nn.RMSNorm, MemoryLayer, Ties, QKAffine, ShortConvolution, PersistentTokens),
+    *(nn.RMSNorm, GroupedRMSNorm, MemoryLayer, Ties, QKAffine, ShortConvolution),
+    PersistentTokens,
     *_PER_HEAD_MODULES,
 )
 """Modules whose own parameters are vectors, or matrices inside a head."""

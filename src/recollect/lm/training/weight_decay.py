@@ -10,6 +10,7 @@ from torch import nn
 from recollect.blocks.layers import PersistentTokens
 from recollect.blocks.routed import Router
 from recollect.layer.gates import GateProjection
+from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.qk_affine import QKAffine
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
@@ -23,7 +24,7 @@ __all__ = ["decay_parameter_names", "parameter_groups"]
 
 _NO_DECAY_MODULES = (
     *(GateProjection, Ties, QKAffine, InitialMemory, InitialKernelRows, ComplexDecayPhase),
-    *(TokenShift, ShortConvolution, PersistentTokens, Router),
+    *(TokenShift, ShortConvolution, GroupedRMSNorm, PersistentTokens, Router),
 )
 """Modules whose weights do not decay, because zero is not a neutral value for them.
 

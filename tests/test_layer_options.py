@@ -1,0 +1,296 @@
+"""Options of a layer around its memory, against loops over tokens, heads and groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import recollect as rc
+from recollect.lm.distributed.head_sharding import check_divisible, keep_local_heads, shard_specs
+from recollect.lm.mup.roles import roles
+from recollect.lm.training.weight_decay import decay_parameter_names
+
+Decay = rc.retention.Decay
+
+D, HEADS, T = 12, 4, 11
+TOL = {"atol": 1e-10, "rtol": 1e-10}
+DOT = rc.Recipe(bias=rc.bias.DotProduct(), retention=Decay())
+DELTA = rc.Recipe(retention=Decay(when="before"))
+ALL = rc.LayerOptions(
+    conv_bias=True,
+    qk_norm="none",
+    key_group_size=2,
+    value_skip=True,
+    value_skip_per="head",
+    norm_group_size=2,
+    norm_before_gate=False,
+)
+CASES: dict[str, tuple[rc.Recipe, rc.LayerOptions]] = {
+    "all": (DOT, ALL),
+    "convolution bias": (DELTA, rc.LayerOptions(conv_bias=True)),
+    "shared keys": (DELTA, rc.LayerOptions(key_group_size=2, rope_theta=100.0)),
+    "one key": (DELTA, rc.LayerOptions(key_group_size=4, qk_affine=True)),
+    "skip per head": (DELTA, rc.LayerOptions(value_skip=True, value_skip_per="head")),
+    "norm of a head": (DELTA, rc.LayerOptions(norm_group_size=1)),
+    "norm of all heads": (DELTA, rc.LayerOptions(norm_group_size=4)),
+    "gate before norm": (DELTA, rc.LayerOptions(norm_before_gate=False)),
+    "low-rank gate before norm": (
+        DELTA,
+        rc.LayerOptions(norm_before_gate=False, output_gate="sigmoid", output_gate_rank=3),
+    ),
+}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    recipe, options = CASES[name]
+    layer = rc.MemoryLayer(D, HEADS, recipe, options, head_dim=4, value_dim=3).double()
+    for weight in layer.parameters():  # no factor remains 1, and no bias 0
+        torch.nn.init.normal_(weight, std=0.5)
+    return layer
+
+
+def tokens(B: int = 2, length: int = T) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, length, D, dtype=torch.float64, generator=generator)
+
+
+def loop(layer: Any, x: Tensor) -> Tensor:
+    """Outputs of one sequence ``[T, D]``, one token and head after another."""
+    o, K, V = layer.options, 4, 3
+    groups = HEADS // o.key_group_size
+    sizes = [groups * K, groups * K, HEADS * V]
+    u = x @ layer.qkv.weight.T
+    rows: list[Tensor] = []
+    for t in range(x.shape[0]):
+        taps = [layer.conv.weight[3 - j] * u[t - j] for j in range(4) if t >= j]
+        row = sum(taps)
+        rows.append(row if layer.conv.bias is None else row + layer.conv.bias)
+    q, k, v = functional.silu(torch.stack(rows)).split(sizes, -1)
+    gates = {name: layer.gates[name](x.unsqueeze(0))[0] for name in ("log_decay", "lr")}
+    heads = []
+    for h in range(HEADS):
+        g = h // o.key_group_size
+        W, outputs = torch.zeros(V, K, dtype=x.dtype), []
+        for t in range(x.shape[0]):
+            qt, kt, vt = q[t, g * K :][:K], k[t, g * K :][:K], v[t, h * V :][:V]
+            if o.qk_norm == "l2":
+                qt, kt = (
+                    qt / (qt.square().sum() + 1e-12) ** 0.5,
+                    kt / (kt.square().sum() + 1e-12) ** 0.5,
+                )
+            if layer.qk_affine is not None:
+                qt = qt * layer.qk_affine.weight[g] + layer.qk_affine.bias[g]
+                kt = kt * layer.qk_affine.weight[groups + g] + layer.qk_affine.bias[groups + g]
+            if o.rope_theta is not None:
+                qt, kt = (rotated(z, t, o.rope_theta) for z in (qt, kt))
+            W = gates["log_decay"][t, h].exp() * W
+            error = vt - W @ kt if layer.recipe.retention.decay.when == "before" else vt
+            W = W + gates["lr"][t, h] * torch.outer(error, kt)
+            y = W @ qt
+            if layer.skip is not None:
+                y = y + layer.skip[h, 0] * vt
+            outputs.append(y)
+        heads.append(torch.stack(outputs))
+    y = torch.stack(heads, 1)  # [T, heads, V]
+    down = layer.output_gate_down
+    z = (x if down is None else x @ down.weight.T) @ layer.output_gate.weight.T
+    if layer.output_gate.bias is not None:
+        z = z + layer.output_gate.bias
+    gate = (torch.sigmoid(z) if o.output_gate == "sigmoid" else z * torch.sigmoid(z)).view_as(y)
+    if not o.norm_before_gate:
+        y = y * gate
+    size = o.norm_group_size or 1
+    factors = layer.norm.weight.expand(HEADS, V)
+    normed = []
+    for h in range(HEADS):
+        group = y[:, h // size * size : h // size * size + size]
+        scale = (group.square().mean((1, 2)) + 1e-6).sqrt()
+        normed.append(y[:, h] / scale[:, None] * factors[h])
+    y = torch.stack(normed, 1)
+    if o.norm_before_gate:
+        y = y * gate
+    return y.flatten(1) @ layer.out.weight.T
+
+
+def rotated(z: Tensor, t: int, base: float) -> Tensor:
+    half = z.shape[0] // 2
+    angle = t * base ** -(torch.arange(half, dtype=z.dtype) / half)
+    a, b = z[:half], z[half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_a_loop(name: str) -> None:
+    layer, x = build(name), tokens().requires_grad_()
+    expected = torch.stack([loop(layer, row) for row in x])
+    y, _ = layer(x)
+    torch.testing.assert_close(y, expected, **TOL)
+    inputs = (x, *layer.parameters())
+    weight = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad((z * weight).sum(), inputs) for z in (y, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_splits_padding_and_packed_documents_change_nothing(name: str) -> None:
+    layer, x = build(name), tokens()
+    whole, end = layer(x)
+    for cuts in ((0, 1, 2, 7, T), tuple(range(T + 1))):
+        state, outputs = None, []
+        for a, b in pairwise(cuts):
+            y, state = layer(x[:, a:b], state)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, **TOL)
+        for ours, theirs in zip(state.memory.tensors(), end.memory.tensors(), strict=True):
+            torch.testing.assert_close(ours, theirs, **TOL)
+    mask = torch.ones(2, T)
+    mask[0, :4], mask[1, [2, 9]] = 0, 0
+    y, state = layer(x.masked_fill(mask[..., None] == 0, torch.nan), attention_mask=mask)
+    more, _ = layer(x[:, :2], state)
+    for row in range(2):
+        valid = mask[row].bool()
+        alone, end = layer(x[row : row + 1, valid])
+        torch.testing.assert_close(y[row : row + 1, valid], alone, **TOL)
+        torch.testing.assert_close(more[row : row + 1], layer(x[row : row + 1, :2], end)[0], **TOL)
+    cuts = (0, 4, 4, 5, T)
+    packed, _ = layer(x[:1], cu_seqlens=torch.tensor(cuts))
+    for a, b in pairwise(cuts):
+        if a < b:
+            torch.testing.assert_close(packed[:, a:b], layer(x[:1, a:b])[0], **TOL)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_modes_agree(name: str) -> None:
+    """Inference mode, recorded calls, and a second derivative."""
+    layer, x = build(name), tokens(1, 5)
+    y, _ = layer(x)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x)[0], y, **TOL)
+    calls: list[Any] = []
+    layer(x, calls=calls)
+    recorded = calls[0].state_at(3)
+    torch.testing.assert_close(layer(x[:, 3:], recorded)[0], y[:, 3:], **TOL)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_shared_keys_are_repeated_keys() -> None:
+    """With several associations per token and a tie, too."""
+    for system in ("delta_product", "rwkv7", "comba"):
+        preset = rc.zoo.get(system)
+        torch.manual_seed(0)
+        shared = rc.MemoryLayer(
+            16, 4, preset.recipe, replace(preset.options, key_group_size=2)
+        ).double()
+        full = rc.MemoryLayer(16, 4, preset.recipe, preset.options).double()
+        weights = shared.state_dict()
+        n = preset.recipe.associations_per_token
+        for name in ("qkv.weight", "conv.weight"):
+            if name in weights:
+                axis = int(name == "conv.weight")
+                q, k, v = weights[name].split(shared.qkv_sizes, axis)
+                q, k = (
+                    z.unflatten(axis, (2, -1)).repeat_interleave(2, axis).flatten(axis, axis + 1)
+                    for z in (q, k)
+                )
+                weights[name] = torch.cat([q, k, v], axis)
+        full.load_state_dict(weights)
+        x = torch.randn(2, 7, 16, dtype=torch.float64)
+        torch.testing.assert_close(shared(x)[0], full(x)[0], **TOL)
+        assert shared.memory_inputs(x).k.shape[2] == 4
+        assert n == 1 or shared.memory_inputs(x).k.shape[3] == n
+
+
+@pytest.mark.parametrize("name", ["all", "one key", "norm of a head"])
+def test_parts_of_the_heads_add_up(name: str) -> None:
+    layer, x = build(name), tokens()
+    if name == "one key":
+        with pytest.raises(rc.RecipeError, match=r"num_heads / key_group_size = 1"):
+            check_divisible(layer, 2, name="layer 0")
+        return
+    check_divisible(layer, 2)
+    specs, total = shard_specs(layer), torch.zeros_like(x)
+    for index in range(2):
+        part = build(name)
+        for path, weight in layer.named_parameters():
+            owner, _, own = path.rpartition(".")
+            spec = specs.get(path)
+            value = weight if spec is None else spec.local_shard(weight, index, 2)
+            setattr(part.get_submodule(owner), own, torch.nn.Parameter(value.detach()))
+        keep_local_heads(part, index, 2)
+        total += part(x)[0]
+    torch.testing.assert_close(total, layer(x)[0], **TOL)
+
+
+def test_width_rules_and_weight_decay_know_the_new_weights() -> None:
+    config = rc.lm.RecollectConfig.from_recipes(
+        {"memory": (DOT, ALL)},
+        vocab_size=16,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+    )
+    found = roles(config, 16)
+    prefix = "model.blocks.0.layer"
+    for name in ("conv.bias", "norm.weight", "skip"):
+        assert found[f"{prefix}.{name}"] == "input"
+    assert found[f"{prefix}.qkv.weight"] == "hidden"
+    model = rc.lm.RecollectForCausalLM(config)
+    decayed = decay_parameter_names(model)
+    assert not {f"{prefix}.{name}" for name in ("conv.bias", "norm.weight", "skip")} & {*decayed}
+    assert rc.explain(model) is not None
+    layer: Any = model.model.blocks[0].layer
+    assert rc.cost(layer, T=64).total > 0
+    report = rc.diagnose(layer, torch.randn(1, 6, 32))
+    assert report is not None
+
+
+def test_options_survive_json() -> None:
+    assert rc.LayerOptions.from_dict(ALL.to_dict()) == ALL
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"conv_bias": True, "conv_size": 0},
+            "conv_bias=True.* needs a convolution: set conv_size",
+        ),
+        ({"value_skip_per": "head"}, "value_skip_per='head'.* needs a skip: set value_skip"),
+        ({"norm_group_size": 2, "output_norm": "none"}, "norm_group_size.* needs an output norm"),
+        ({"norm_before_gate": False, "output_gate": "none"}, "norm and an output gate: set"),
+        ({"key_group_size": 0}, "key_group_size=...* must be a whole number >= 1"),
+    ],
+)
+def test_options_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(rc.RecipeError, match=message):
+        rc.LayerOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "message"),
+    [
+        ({"key_group_size": 3}, {}, "a number of memories that it divides, not 4 heads of 4"),
+        ({"key_group_size": 2}, {"num_kv_heads": 2}, "one query head per memory"),
+        ({"norm_group_size": 3}, {}, "norm_group_size=3.* must divide num_heads = 4"),
+        ({"key_group_size": 2, "qk": "ones"}, {}, "shares projections of queries and keys"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(
+    fields: dict[str, Any], sizes: dict[str, Any], message: str
+) -> None:
+    recipe = (
+        rc.Recipe(memory=rc.memory.Vector(), bias=rc.bias.DotProduct()) if "qk" in fields else DOT
+    )
+    with pytest.raises(rc.RecipeError, match=message):
+        rc.MemoryLayer(16, 4, recipe, rc.LayerOptions(**fields), **sizes)
