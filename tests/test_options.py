@@ -172,3 +172,20 @@ def test_the_eps_of_norms() -> None:
     y = (y / (y.square().mean(-1, keepdim=True) + 0.5).sqrt()).flatten(2)
     gate = torch.nn.functional.silu(x @ layer.output_gate.weight.T)
     assert torch.allclose(layer(x)[0], (y * gate) @ layer.out.weight.T, rtol=1e-10)
+
+
+def test_one_value_per_head_for_all_channels() -> None:
+    recipe = rc.Recipe(retention=rc.retention.Decay(per="key", alpha="input_scaled"))
+    scale = rc.GateOptions(activation="exp", per="head", init=2.0, head_spread=3.0)
+    decay = rc.GateOptions(per="head", rank=2)
+    options = rc.LayerOptions(gate_options={"decay_scale": scale, "log_decay": decay})
+    layer = rc.MemoryLayer(8, 2, recipe, options, head_dim=4)
+    assert layer.params["decay_scale"].bias.shape == (2, 1)
+    assert layer.gates["log_decay"].weight.shape == (2, 8)
+    values = layer.compute_gates(torch.randn(1, 3, 8), {})
+    assert values["log_decay"].shape == (1, 3, 2, 4) and values["decay_scale"].shape == (2, 4)
+    assert torch.equal(values["log_decay"], values["log_decay"][..., :1].expand(1, 3, 2, 4))
+    expected = torch.tensor([[6.0], [2 / 3]]).expand(2, 4)  # spread over the heads
+    torch.testing.assert_close(values["decay_scale"], expected)
+    layer(torch.randn(1, 3, 8))[0].sum().backward()
+    assert layer.params["decay_scale"].bias.grad is not None

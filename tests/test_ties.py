@@ -207,8 +207,8 @@ def test_options_survive_json(name: str) -> None:
 
 
 def test_factored_decays_fit_what_can_keep_their_factors_apart() -> None:
-    with pytest.raises(rc.RecipeError, match="per channel or entry"):
-        Decay(alpha="input_scaled")
+    with pytest.raises(rc.RecipeError, match="two decays to scale"):
+        Decay(per="key_value", alpha="input_scaled")
     with pytest.raises(rc.RecipeError, match="keeps its factors separate"):
         rc.Recipe(bias=rc.bias.Huber(), retention=Decay(per="entry", alpha="input_scaled"))
     deep = rc.Recipe(memory=rc.memory.MLP(), retention=Decay(per="value", alpha="input_scaled"))

@@ -237,6 +237,11 @@ def _structures() -> dict[str, rc.Recipe]:
         found[f"entry, {rate}, {type(bias).__name__}, {when}"] = rc.Recipe(
             bias=bias, retention=kept
         )
+    for bias, when in itertools.product((L2, Dot), ("after", "before")):
+        kept = Decay(alpha="input_scaled", when=when)
+        found[f"head, input_scaled, {type(bias).__name__}, {when}"] = rc.Recipe(
+            bias=bias, retention=kept
+        )
     entry = Decay(per="entry", alpha="input_scaled")
     for name, changes in (
         ("rate per value", {"algorithm": GD(per="value")}),

@@ -60,7 +60,7 @@ def check_one_token(recipe: rc.Recipe) -> None:
 
 
 @pytest.mark.parametrize("alpha", ["input", "input_scaled", "learned"])
-@pytest.mark.parametrize("per", ["key", "entry"])
+@pytest.mark.parametrize("per", ["head", "key", "entry"])
 @pytest.mark.parametrize("rate", ["head", "value"])
 def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
     alpha: str, per: str, rate: str
@@ -117,6 +117,7 @@ BARE = [
 ] + [
     rc.Recipe(bias=bias, retention=retention, algorithm=GradientDescent(per=rate))
     for bias, retention, rate in (
+        (L2(), Decay(alpha="input_scaled", when="before"), "head"),
         (L2(), Decay(per="key", alpha="input_scaled", when="before"), "head"),
         (DotProduct(), Decay(per="key", alpha="input_scaled"), "value"),
         (DotProduct(), Decay(per="entry"), "head"),

@@ -242,9 +242,9 @@ def _schedule(name: str, shape: tuple[int, ...], depth: tuple[int, int]) -> Tens
     return value.expand(shape).clone()
 
 
-def _geometric_spread(log_decay: Tensor, factor: float) -> Tensor:
-    """Spread values (or memory times −1/log α) geometrically along the last axis or the heads."""
-    axis = log_decay.dim() - 1 if log_decay.dim() > 1 else 0
+def _geometric_spread(log_decay: Tensor, factor: float, *, axis: int) -> Tensor:
+    """Spread values (or memory times −1/log α) geometrically along an axis."""
+    axis %= log_decay.dim()
     size = log_decay.shape[axis]
     if size == 1:
         return log_decay
@@ -292,6 +292,9 @@ class GateProjection(nn.Module):
         source = options.source or _source(declared)
         per_association = isinstance(declared, Gate) and recipe.per_association(declared)
         inner = [sizes[axis] for axis in declared.axes]
+        # Sizes of the axes along which values are equal.
+        self.shared_sizes = tuple(inner) if options.per == "head" else ()
+        inner = [1] * len(inner) if self.shared_sizes else inner
         self.shape = (heads, *([recipe.associations_per_token] if per_association else []), *inner)
         fan = declared.fan if isinstance(declared, Param) else ""
         self._fan_in = sizes[fan] if fan else None
@@ -322,7 +325,9 @@ class GateProjection(nn.Module):
         self.is_key = self.activation.kind == "identity" and declared.axes[-1:] == ("K",)
         rank = options.rank
         if rank is None:
-            rank = GATE_RANK if inner and "c" not in declared.axes and not self.is_key else 0
+            has_channels = inner and not self.shared_sizes
+            is_low = has_channels and "c" not in declared.axes and not self.is_key
+            rank = GATE_RANK if is_low else 0
         self.rank = rank if rank < min(d_model, math.prod(self.shape)) else 0
         self._check_init(unit)
 
@@ -410,9 +415,9 @@ class GateProjection(nn.Module):
         value = self._per_head(value.expand(self.heads))
         factor = options.head_spread or (DECAY_SPREAD if options.init is None else 1.0)
         if self.is_decay and not self.is_log and factor != 1:
-            return _geometric_spread(value.log(), factor).exp()
+            return self._spread(value.log(), factor).exp()
         if factor != 1 and (self.is_decay or options.head_spread is not None):
-            value = _geometric_spread(value, factor)
+            value = self._spread(value, factor)
         return value
 
     def value_at_zero(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -444,6 +449,10 @@ class GateProjection(nn.Module):
         self._head_slice = slice(index * size, (index + 1) * size)
         self.shape = (size, *self.shape[1:])
         self._fixed_values.clear()
+
+    def _spread(self, log_decay: Tensor, factor: float) -> Tensor:
+        """Spread values over the channels, or over the heads if there are no separate channels."""
+        return _geometric_spread(log_decay, factor, axis=0 if self.shared_sizes else -1)
 
     def _per_head(self, value: Tensor) -> Tensor:
         return value.view(-1, *(1,) * (len(self._full_shape) - 1)).expand(self._full_shape).clone()
@@ -488,7 +497,9 @@ class GateProjection(nn.Module):
             else:
                 value = self.activation(z)
         if weight is None and isinstance(self.declared, Gate):
-            return value.expand(*x.shape[:2], *self.shape)
+            value = value.expand(*x.shape[:2], *self.shape)
+        if self.shared_sizes:
+            value = value.expand(*value.shape[: -len(self.shared_sizes)], *self.shared_sizes)
         return value
 
     def extra_repr(self) -> str:

@@ -168,6 +168,8 @@ class GateOptions(_SavedOptions):
             heads (or over the channels, if per channel), from 1/head_spread to head_spread times
             that of ``init``.
         rank: rank of the projection; 0 is a full matrix. Default: 32 for gates per channel, else 0.
+        per: ``"head"`` for one value per head that all channels share. Default: one per channel, if
+            the declaration has channels.
         bias: whether z has a learned bias; without one, a gate starts at activation(0).
         init_schedule: initial decays by head h and by layer l of L, instead of ``init``.
             ``"dyadic"``: α = 1 − 2^(−5−h). ``"alibi"``: log α = −2^(−8(h+1)/H)·(1 − l/L).
@@ -198,6 +200,7 @@ class GateOptions(_SavedOptions):
     init: float | tuple[float, ...] | None = validated_field(None, _init, optional=True)
     head_spread: float | None = number(None, at_least=1, optional=True)
     rank: int | None = integer(None, optional=True)
+    per: str | None = option(None, "head", optional=True)
     bias: bool = flag(True)
     init_schedule: str | None = option(None, "dyadic", "alibi", "integers", "xpos", optional=True)
 

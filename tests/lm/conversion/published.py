@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import logsigmoid, sigmoid, silu
+from torch.nn.functional import logsigmoid, sigmoid, silu, softplus
 
 Weights = Mapping[str, Tensor]
 Layer = Callable[[Tensor, Weights, Mapping[str, Any], int], Tensor]
@@ -98,6 +98,64 @@ def delta_net_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int
     return normed_output(x, y, w, config)
 
 
+def log_decay(gate: Tensor, w: Weights) -> Tensor:
+    """−e^A softplus(gate + b) for ``gate [T, H]`` or ``[T, H, K]``."""
+    scale = w["A_log"].exp()
+    return -(scale if gate.dim() == 2 else scale[:, None]) * softplus(gate)
+
+
+def gated_deltanet_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
+    q, k, v, beta = gated_delta_inputs(x, w, config)
+    alpha = log_decay(x @ w["a_proj.weight"].T + w["dt_bias"], w)
+    y = delta_rule(q, k, v, beta, alpha[:, :, None].expand_as(k))
+    activation = sigmoid if config["output_gate_activation"] == "sigmoid" else silu
+    return normed_output(x, y, w, config, activation)
+
+
+def kda_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
+    q, k, v, beta = gated_delta_inputs(x, w, config)
+    gate = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]
+    y = delta_rule(q, k, v, beta, log_decay(gate.unflatten(-1, k.shape[1:]), w))
+    gate = x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T + w["g_proj.1.bias"]
+    y = rms(y, w["o_norm.weight"], config["norm_eps"]).flatten(1) * sigmoid(gate)
+    return y @ w["o_proj.weight"].T
+
+
+def gated_delta_inputs(
+    x: Tensor, w: Weights, config: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and β; query and key heads are repeated for the heads of values."""
+    heads, conv = config["num_heads"], config["use_short_conv"]
+    groups = (config["num_v_heads"] or heads) // heads
+    q, k, v = (projected(x, w, name, conv=conv, activate=True) for name in "qkv")
+    q, k = (unit(y.unflatten(-1, (heads, -1))).repeat_interleave(groups, 1) for y in (q, k))
+    beta = sigmoid(x @ w["b_proj.weight"].T) * (2 if config["allow_neg_eigval"] else 1)
+    return q, k, v.unflatten(-1, (heads * groups, -1)), beta
+
+
+def retnet_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
+    """Each pair of channels (i, i + K/2) rotates by t · 10000^(−2i/K)."""
+    heads, T = config["num_heads"], x.shape[0]
+    q, k, v = (x @ w[f"{name}_proj.weight"].T for name in "qkv")
+    q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
+    K = q.shape[-1]
+    angle = 10000.0 ** (-torch.arange(0, K, 2, dtype=x.dtype) / K)
+    turn = torch.polar(torch.ones(T, K // 2, dtype=x.dtype), torch.arange(T)[:, None] * angle)
+
+    def rotate(y: Tensor) -> Tensor:
+        z = torch.complex(*y.chunk(2, -1)) * turn[:, None]
+        return torch.cat([z.real, z.imag], -1)
+
+    q, k = rotate(q), rotate(k)
+    y = torch.zeros_like(v)
+    for h in range(heads):
+        for t in range(T):
+            for s in range(t + 1):
+                weight = (1 - 2.0 ** (-5 - h)) ** (t - s) * (q[t, h] @ k[s, h]) * K**-0.5
+                y[t, h] += weight * v[s, h]
+    return gated_output(x, y, w, config)
+
+
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
     """S_t = (I − β k kᵀ) Diag(α) S_(t−1) + β k vᵀ, o = K^(−1/2) S_tᵀ q, for ``[T, H, ·]``."""
     T, H, K = k.shape
@@ -112,10 +170,16 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor)
     return outputs
 
 
-def normed_output(x: Tensor, y: Tensor, w: Weights, config: Mapping[str, Any]) -> Tensor:
+def normed_output(
+    x: Tensor,
+    y: Tensor,
+    w: Weights,
+    config: Mapping[str, Any],
+    activation: Callable[[Tensor], Tensor] = silu,
+) -> Tensor:
     y = rms(y, w["o_norm.weight"], config["norm_eps"]).flatten(1)
     if config["use_gate"]:
-        y = y * silu(x @ w["g_proj.weight"].T)
+        y = y * activation(x @ w["g_proj.weight"].T)
     return y @ w["o_proj.weight"].T
 
 
@@ -173,6 +237,31 @@ def delta_net_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {"b_proj.weight": (heads, d)}
 
 
+def gated_deltanet_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads = config["hidden_size"], config["num_v_heads"] or config["num_heads"]
+    K, V = config["head_dim"], int(config["head_dim"] * config["expand_v"])
+    shapes = delta_shapes(config, config["num_heads"] * K, heads * V)
+    shapes |= {"a_proj.weight": (heads, d), "b_proj.weight": (heads, d), "o_norm.weight": (V,)}
+    return shapes | {"A_log": (heads,), "dt_bias": (heads,)}
+
+
+def kda_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads = config["hidden_size"], config["num_v_heads"] or config["num_heads"]
+    K, V = config["head_dim"], int(config["head_dim"] * config["expand_v"])
+    shapes = delta_shapes(config, config["num_heads"] * K, heads * V)
+    shapes |= {"b_proj.weight": (heads, d), "o_norm.weight": (V,), "A_log": (heads,)}
+    shapes |= {"f_proj.0.weight": (V, d), "f_proj.1.weight": (heads * K, V)}
+    shapes |= {"g_proj.0.weight": (V, d), "g_proj.1.weight": (heads * V, V)}
+    return shapes | {"g_proj.1.bias": (heads * V,), "dt_bias": (heads * K,)}
+
+
+def retnet_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d = config["hidden_size"]
+    key, value = int(d * config["expand_k"]), int(d * config["expand_v"])
+    shapes = {"q_proj.weight": (key, d), "k_proj.weight": (key, d), "v_proj.weight": (value, d)}
+    return shapes | gated_shapes(config, value)
+
+
 def delta_shapes(config: Mapping[str, Any], key: int, value: int) -> dict[str, tuple[int, ...]]:
     d, sizes = config["hidden_size"], {"q": key, "k": key, "v": value}
     shapes = {f"{name}_proj.weight": (size, d) for name, size in sizes.items()}
@@ -209,6 +298,46 @@ FAMILIES: dict[str, tuple[Callable[..., dict[str, tuple[int, ...]]], Layer, dict
             "use_short_conv": True,
             "conv_size": 4,
             "allow_neg_eigval": False,
+        },
+    ),
+    "gated_deltanet": (
+        gated_deltanet_shapes,
+        gated_deltanet_layer,
+        {
+            "num_heads": 2,
+            "num_v_heads": None,
+            "head_dim": 6,
+            "expand_v": 2.0,
+            "use_gate": True,
+            "output_gate_activation": "swish",
+            "use_short_conv": True,
+            "conv_size": 4,
+            "allow_neg_eigval": False,
+        },
+    ),
+    "kda": (
+        kda_shapes,
+        kda_layer,
+        {
+            "num_heads": 3,
+            "num_v_heads": None,
+            "head_dim": 8,
+            "expand_v": 1.0,
+            "use_short_conv": True,
+            "conv_size": 4,
+            "allow_neg_eigval": False,
+        },
+    ),
+    "retnet": (
+        retnet_shapes,
+        retnet_layer,
+        {
+            "num_heads": 2,
+            "num_kv_heads": None,
+            "expand_k": 1.0,
+            "expand_v": 2.0,
+            "use_output_gate": True,
+            "fuse_norm": True,
         },
     ),
 }

@@ -20,6 +20,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gla", {"use_output_gate": False, "tie_word_embeddings": True}),
     ("delta_net", {"use_gate": True, "allow_neg_eigval": True, "expand_k": 0.5, "expand_v": 2}),
     ("delta_net", {"use_short_conv": False}),
+    ("gated_deltanet", {"allow_neg_eigval": True, "output_gate_activation": "sigmoid"}),
+    ("gated_deltanet", {"use_gate": False, "use_short_conv": False, "expand_v": 1.0}),
+    ("kda", {"allow_neg_eigval": True, "use_short_conv": False, "expand_v": 0.5}),
+    ("retnet", {"use_output_gate": False, "expand_k": 0.5, "expand_v": 1.0}),
 ]
 
 
@@ -112,7 +116,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
         ({"qk_norm": "sum"}, "the option 'qk_norm' of delta_net must be 'l2' .* not 'sum'"),
         ({"use_moon": True}, "the option 'use_moon' is unknown to the converter of delta_net"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
-        ({"model_type": "llama"}, "no converter for models of type 'llama': .* delta_net, gla"),
+        ({"model_type": "llama"}, "no converter for models of type 'llama': the known ones"),
         ({"expand_k": 0.3}, "hidden_size · expand_k / num_heads is 7.2"),
         ({"num_heads": "two"}, "'num_heads' of delta_net must be an integer above 0, not 'two'"),
         ({"num_heads": 0}, "'num_heads' of delta_net must be an integer above 0, not 0"),

@@ -270,10 +270,10 @@ class Decay(Retention):
         when: ``"after"``: gradients at W_{t−1} (Titans, leaky LMS); ``"before"``: at α_t W_{t−1}
             (Gated DeltaNet).
         alpha: α in (0, 1]: a constant, the gate ``"log_decay"`` (with ``per="key_value"`` also
-            ``"log_decay_value"``), or the param ``"decay"``. ``"input_scaled"``, per channel or
-            entry: α_t = exp(−δ_t ⊙ a). The gate ``"log_decay"`` holds −δ_t per channel (of values,
-            when per entry), the param ``"decay_scale"`` a ≥ 0 (Mamba's Δ and A, RG-LRU's r and Λ),
-            so that no tensor has tokens and entries.
+            ``"log_decay_value"``), or the param ``"decay"``. ``"input_scaled"``, for all but
+            ``per="key_value"``: α_t = exp(−δ_t ⊙ a). The gate ``"log_decay"`` holds −δ_t, per
+            channel of values if α is per entry, and the param ``"decay_scale"`` holds a ≥ 0
+            (Mamba's Δ and A, RG-LRU's r and Λ). So no tensor has tokens and entries.
 
     Examples:
         >>> recipe = rc.Recipe(
@@ -314,10 +314,10 @@ class Decay(Retention):
                 "retention.Decay(per='key_value') with a constant alpha is equal for all entries: "
                 "use per='head', or alpha='input' or 'learned'"
             )
-        if self.alpha == "input_scaled" and self.per not in ("key", "value", "entry"):
+        if self.alpha == "input_scaled" and self.per == "key_value":
             raise RecipeError(
-                f"retention.Decay(alpha='input_scaled') needs a decay per channel or entry, not "
-                f"per={self.per!r}: use per='entry', or alpha='input'"
+                "retention.Decay(per='key_value', alpha='input_scaled') has two decays to scale: "
+                "use another per, or alpha='input'"
             )
 
     @property
@@ -346,7 +346,8 @@ class Decay(Retention):
     def notes(self) -> tuple[str, ...]:
         if not self.is_input_scaled:
             return ()
-        per = "δ_t per value channel, a per entry" if self.per == "entry" else "a per channel"
+        per = {"entry": "δ_t per value channel, a per entry", "head": "a per head"}.get(self.per)
+        per = per or "a per channel"
         return (f"α_t = exp(−δ_t ⊙ a): {per}",)
 
     def gates(self) -> tuple[Gate, ...]:

@@ -105,7 +105,9 @@ def convert(
             config.architectures, config.dtype = [RecollectForCausalLM.__name__], dtype
             config.save_pretrained(staged)
             lines = RecollectForCausalLM._load_lines()
-            write_card(staged, model.to(dtype=dtype), load_lines=lines, recipes=config.all_recipes())
+            write_card(
+                staged, model.to(dtype=dtype), load_lines=lines, recipes=config.all_recipes()
+            )
             write_manifest(staged, is_model_file)
         staged.replace(out)
     except (OSError, SafetensorError) as error:

@@ -16,7 +16,7 @@ from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
-from recollect.lm.conversion.layout import TAPS, Layout, Piece, parts, reshape
+from recollect.lm.conversion.layout import NEGATE, TAPS, Layout, Piece, parts, reshape
 from recollect.lm.model.config import RecollectConfig
 from recollect.recipe.recipe import Recipe
 
@@ -293,7 +293,165 @@ def _delta_rule_output(options: Options) -> Iterator[Piece]:
         yield Piece("g_proj.weight", "output_gate.weight")
 
 
+def _sizes(options: Options) -> tuple[int, int, int]:
+    """Return K, V and the number of heads."""
+    K, heads, value_heads = options["head_dim"], options["num_heads"], options["num_v_heads"]
+    V = K * options["expand_v"]
+    if not math.isclose(V, round(V)) or round(V) < 1:
+        raise ValueError(f"head_dim · expand_v is {V:g}, and a head needs a whole number")
+    if value_heads not in (None, heads):
+        raise ValueError(f"num_v_heads is {value_heads}, and it must be num_heads, {heads}")
+    return K, round(V), heads
+
+
+def _published_sizes(config: RecollectConfig) -> dict[str, Any]:
+    K, V = _dims(config)
+    return {"head_dim": K, "expand_v": V / K}
+
+
+_DECAY_SCALE = GateOptions(activation="exp", per="head")
+"""e^A of a log decay −e^A · softplus(z), one per head."""
+
+
+def _gated_deltanet(options: Options) -> RecollectConfig:
+    K, V, _ = _sizes(options)
+    activation = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
+    name = options["output_gate_activation"]
+    if name not in activation:
+        raise ValueError(f"output_gate_activation is {name!r}, which is none of {[*activation]}")
+    layer = LayerOptions(
+        **_conv_options(options),
+        qk_norm_eps=1e-6,
+        norm_eps=_scaled_eps(options, K),
+        output_gate=activation[name] if options["use_gate"] else "none",
+        gate_options={
+            "lr": _rate(options),
+            "log_decay": GateOptions(activation="logsigmoid"),
+            "decay_scale": _DECAY_SCALE,
+        },
+    )
+    recipe = Recipe(retention=Decay(when="before", alpha="input_scaled"))
+    return _config(options, recipe, layer, head_dim=K, value_dim=V)
+
+
+def _published_gated_deltanet(config: RecollectConfig) -> dict[str, Any]:
+    layer = _layer_options(config)
+    return {
+        **_backbone_options(config),
+        **_published_sizes(config),
+        **_published_conv(layer),
+        **_published_rate(layer),
+        "use_gate": layer.output_gate != "none",
+        "output_gate_activation": "sigmoid" if layer.output_gate == "sigmoid" else "swish",
+    }
+
+
+def _gated_deltanet_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    yield from _projections(config, conv=options["use_short_conv"])
+    yield from _delta_rule_output(options)
+    # softplus(z) = −logsigmoid(−z)
+    yield Piece("a_proj.weight", "gates.log_decay.weight", (NEGATE,))
+    yield Piece("dt_bias", "gates.log_decay.bias", (NEGATE,))
+    yield Piece("A_log", "params.decay_scale.bias")
+
+
+def _kda(options: Options) -> RecollectConfig:
+    K, V, heads = _sizes(options)
+    rank = _check_rank(options, V, heads * min(K, V))
+    layer = LayerOptions(
+        **_conv_options(options),
+        qk_norm_eps=1e-6,
+        norm_eps=_scaled_eps(options, K),
+        output_gate="sigmoid",
+        output_gate_rank=rank,
+        gate_options={
+            "lr": _rate(options),
+            "log_decay": GateOptions(activation="logsigmoid", rank=rank),
+            "decay_scale": _DECAY_SCALE,
+        },
+    )
+    recipe = Recipe(retention=Decay(per="key", when="before", alpha="input_scaled"))
+    return _config(options, recipe, layer, head_dim=K, value_dim=V)
+
+
+def _published_kda(config: RecollectConfig) -> dict[str, Any]:
+    layer = _layer_options(config)
+    return {
+        **_backbone_options(config),
+        **_published_sizes(config),
+        **_published_conv(layer),
+        **_published_rate(layer),
+    }
+
+
+def _kda_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    shape = config.num_attention_heads, _dims(config)[0]
+    yield from _projections(config, conv=options["use_short_conv"])
+    yield Piece("b_proj.weight", "gates.lr.weight")
+    yield Piece("o_norm.weight", "norm.weight")
+    yield Piece("g_proj.0.weight", "output_gate_down.weight")
+    yield Piece("g_proj.1.weight", "output_gate.weight")
+    yield Piece("g_proj.1.bias", "output_gate.bias")
+    yield Piece("f_proj.0.weight", "gates.log_decay.down")
+    yield Piece("f_proj.1.weight", "gates.log_decay.weight", (NEGATE,))
+    yield Piece("dt_bias", "gates.log_decay.bias", (NEGATE, reshape((-1,), shape)))
+    yield Piece("A_log", "params.decay_scale.bias", (reshape((-1,), (shape[0], 1)),))
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+def _retnet(options: Options) -> RecollectConfig:
+    heads, kv_heads = options["num_heads"], options["num_kv_heads"]
+    if kv_heads not in (None, heads):
+        raise ValueError(
+            f"num_kv_heads is {kv_heads}, and it must be num_heads, {heads}: the decays differ "
+            "among heads with one key"
+        )
+    recipe = Recipe(
+        bias=DotProduct(), retention=Decay(alpha="learned"), algorithm=GradientDescent(lr=1.0)
+    )
+    layer = LayerOptions(
+        conv_size=0,
+        conv_activation="none",
+        qk_norm="scaled",
+        rope_theta=10000.0,
+        norm_eps=options["norm_eps"],
+        output_gate="silu" if options["use_output_gate"] else "none",
+        gate_options={"decay": GateOptions(source="constant", init_schedule="dyadic")},
+    )
+    return _config(
+        options,
+        recipe,
+        layer,
+        head_dim=_divide(options, "expand_k"),
+        value_dim=_divide(options, "expand_v"),
+    )
+
+
+def _published_retnet(config: RecollectConfig) -> dict[str, Any]:
+    layer, (K, V) = _layer_options(config), _dims(config)
+    return {
+        **_backbone_options(config),
+        "expand_k": _expansion(config, K),
+        "expand_v": _expansion(config, V),
+        "use_output_gate": layer.output_gate != "none",
+    }
+
+
+def _retnet_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    yield from _projections(config, conv=False)
+    yield from _gated_norm(options)
+
+
 # -- all layouts -----------------------------------------------------------------------------------
+
+_GATED_DELTA_RULE: dict[str, Any] = {
+    "num_v_heads": None,
+    "use_short_conv": True,
+    "conv_size": 4,
+    "allow_neg_eigval": False,
+}
 
 FLA_LAYOUTS = (
     Layout(
@@ -347,5 +505,64 @@ FLA_LAYOUTS = (
         to_ours=_delta_net,
         to_published=_published_delta_net,
         pieces=_pieces(_delta_net_pieces),
+    ),
+    Layout(
+        model_type="gated_deltanet",
+        architecture="GatedDeltaNetForCausalLM",
+        defaults={
+            **_BACKBONE,
+            **_GATED_DELTA_RULE,
+            "num_hidden_layers": 21,
+            "expand_v": 2.0,
+            "head_dim": 256,
+            "num_heads": 6,
+            "use_gate": True,
+            "output_gate_activation": "swish",
+        },
+        required=_REQUIRED,
+        ignored=_IGNORED | {"fuse_norm"},
+        to_ours=_gated_deltanet,
+        to_published=_published_gated_deltanet,
+        pieces=_pieces(_gated_deltanet_pieces),
+    ),
+    Layout(
+        model_type="kda",
+        architecture="KDAForCausalLM",
+        defaults={
+            **_BACKBONE,
+            **_GATED_DELTA_RULE,
+            "expand_v": 1.0,
+            "head_dim": 128,
+            "num_heads": 16,
+        },
+        required={**_REQUIRED, "safe_gate": False, "lower_bound": None},
+        ignored=_IGNORED | {"fuse_norm"},
+        to_ours=_kda,
+        to_published=_published_kda,
+        pieces=_pieces(_kda_pieces),
+    ),
+    Layout(
+        model_type="retnet",
+        architecture="RetNetForCausalLM",
+        defaults={
+            **_BACKBONE,
+            "hidden_ratio": 2,
+            "expand_k": 1.0,
+            "expand_v": 2.0,
+            "num_heads": 8,
+            "num_kv_heads": None,
+            "use_output_gate": True,
+            "fuse_norm": True,
+        },
+        required={
+            **_REQUIRED,
+            "feature_map": None,
+            "use_short_conv": False,
+            "elementwise_affine": True,
+        },
+        ignored=_IGNORED | {"conv_size"},
+        to_ours=_retnet,
+        to_published=_published_retnet,
+        pieces=_pieces(_retnet_pieces),
     ),
 )
