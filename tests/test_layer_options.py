@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect.lm.distributed.head_sharding import check_divisible, keep_local_heads, shard_specs
-from recollect.lm.mup.roles import roles
+from recollect.lm.mup.roles import config_at_width, roles
 from recollect.lm.training.weight_decay import decay_parameter_names
 
 Decay = rc.retention.Decay
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[rc.Recipe, rc.LayerOptions]] = {
     "convolution bias": (DELTA, rc.LayerOptions(conv_bias=True)),
     "shared keys": (DELTA, rc.LayerOptions(key_group_size=2, rope_theta=100.0)),
     "one key": (DELTA, rc.LayerOptions(key_group_size=4, qk_affine=True)),
+    "scaled queries and keys": (
+        DELTA,
+        rc.LayerOptions(qk_scale="learned", qk_norm="none", key_group_size=2, rope_theta=100.0),
+    ),
+    "zero-centered scale": (DELTA, rc.LayerOptions(qk_scale="zero_centered", qk_affine=True)),
     "skip per head": (DELTA, rc.LayerOptions(value_skip=True, value_skip_per="head")),
     "norm of a head": (DELTA, rc.LayerOptions(norm_group_size=1)),
     "norm of all heads": (DELTA, rc.LayerOptions(norm_group_size=4)),
@@ -84,6 +90,12 @@ def loop(layer: Any, x: Tensor) -> Tensor:
                 qt, kt = (
                     qt / (qt.square().sum() + 1e-12) ** 0.5,
                     kt / (kt.square().sum() + 1e-12) ** 0.5,
+                )
+            if layer.qk_scale is not None:
+                offset = 1 if o.qk_scale == "zero_centered" else 0
+                qt, kt = (
+                    qt * (offset + layer.qk_scale.weight[0]),
+                    kt * (offset + layer.qk_scale.weight[1]),
                 )
             if layer.qk_affine is not None:
                 qt = qt * layer.qk_affine.weight[g] + layer.qk_affine.bias[g]
@@ -211,7 +223,7 @@ def test_shared_keys_are_repeated_keys() -> None:
         assert n == 1 or shared.memory_inputs(x).k.shape[3] == n
 
 
-@pytest.mark.parametrize("name", ["all", "one key", "norm of a head"])
+@pytest.mark.parametrize("name", ["all", "one key", "norm of a head", "scaled queries and keys"])
 def test_parts_of_the_heads_add_up(name: str) -> None:
     layer, x = build(name), tokens()
     if name == "one key":
@@ -255,6 +267,70 @@ def test_width_rules_and_weight_decay_know_the_new_weights() -> None:
     assert report is not None
 
 
+def sized(**fields: Any) -> Any:
+    return rc.lm.RecollectConfig.from_recipes(
+        ["gated_delta_net", "softmax_attention"],
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        **fields,
+    )
+
+
+def test_layers_of_a_recipe_have_sizes_of_their_own(tmp_path: Path) -> None:
+    own = {"num_attention_heads": 4, "head_dim": 3, "value_dim": 5}
+    config = sized(recipe_sizes={"gated_delta_net": own})
+    model = rc.lm.RecollectForCausalLM(config)
+    shapes = [
+        (x.num_heads, x.num_kv_heads, x.head_dim, x.value_dim)
+        for x in (block.layer for block in model.model.blocks)
+    ]
+    assert shapes == [(4, 4, 3, 5), (2, 2, 8, 8)]
+    model.save_pretrained(tmp_path)
+    loaded = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config == config
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    wider = config_at_width(config, 32)
+    assert wider.recipe_sizes["gated_delta_net"] == {**own, "num_attention_heads": 8}
+    assert config.recipe_sizes["gated_delta_net"] == own
+    for sizes, message in (
+        ({"mamba": own}, "recipe_sizes names the recipe 'mamba'"),
+        ({"gated_delta_net": {"heads": 2}}, "has no size 'heads'"),
+        ({"gated_delta_net": {"head_dim": 0}}, "whole number from 1"),
+        ([1], "must map names of recipes to sizes"),
+    ):
+        with pytest.raises(rc.RecipeError, match=message):
+            sized(recipe_sizes=sizes)
+
+
+def test_zero_centered_norms_start_at_one_and_may_be_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = rc.lm.RecollectForCausalLM(sized(zero_centered_norms=True))
+    plain = rc.lm.RecollectForCausalLM(sized())
+    norms = {n for n, _ in model.named_parameters() if n.endswith("norm.weight")}
+    norms -= {"model.blocks.0.layer.norm.weight"}
+    assert len(norms) == 5
+    weights = model.state_dict()
+    for name in norms:
+        assert not weights[name].any()
+        torch.nn.init.normal_(weights[name])
+    plain.load_state_dict({n: 1 + x if n in norms else x for n, x in weights.items()})
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=1e-6, rtol=1e-6)
+    model.save_pretrained(tmp_path)
+    loaded = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_models_without_mlps() -> None:
+    config = sized(intermediate_size=0)
+    model = rc.lm.RecollectForCausalLM(config)
+    assert not any("mlp" in name for name, _ in model.named_parameters())
+    assert config_at_width(config, 32).intermediate_size == 0
+
+
 def test_options_survive_json() -> None:
     assert rc.LayerOptions.from_dict(ALL.to_dict()) == ALL
 
@@ -284,6 +360,7 @@ def test_options_without_effect_are_refused(fields: dict[str, Any], message: str
         ({"key_group_size": 2}, {"num_kv_heads": 2}, "one query head per memory"),
         ({"norm_group_size": 3}, {}, "norm_group_size=3.* must divide num_heads = 4"),
         ({"key_group_size": 2, "qk": "ones"}, {}, "shares projections of queries and keys"),
+        ({"qk_scale": "learned", "qk": "ones"}, {}, "qk_scale='learned'.* needs projections"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(

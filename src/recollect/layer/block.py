@@ -11,7 +11,7 @@ from torch.nn import functional
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.recorded_call import RecordedCall
 
-__all__ = ["Block", "FeedForward", "SwiGLU", "mlp_width"]
+__all__ = ["Block", "FeedForward", "SwiGLU", "ZeroCenteredRMSNorm", "mlp_width"]
 
 
 def mlp_width(d_model: int) -> int:
@@ -34,6 +34,21 @@ class SwiGLU(nn.Module):
         return self.down(functional.silu(gate) * linear)
 
 
+class ZeroCenteredRMSNorm(nn.RMSNorm):
+    """x / √(mean(x²) + ε) ⊙ (1 + w), with w initially 0, in at least float32."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set w to 0."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last axis."""
+        work = torch.promote_types(x.dtype, torch.float32)
+        factors = 1 + self.weight.to(work)
+        return functional.rms_norm(x.to(work), self.normalized_shape, factors, self.eps).to(x.dtype)
+
+
 class Block(nn.Module):
     """A pre-norm block: x + layer(RMS(x)), then x + MLP(RMS(x)) (Llama's).
 
@@ -41,14 +56,23 @@ class Block(nn.Module):
         layer: the sequence layer, of a recipe or of a composition.
         width: hidden channels of the MLP; ``None`` for a block without an MLP.
         eps: ε of both norms.
+        zero_centered: whether the norms multiply by 1 + w instead of w.
     """
 
-    def __init__(self, layer: nn.Module, width: int | None, *, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        width: int | None,
+        *,
+        eps: float = 1e-6,
+        zero_centered: bool = False,
+    ) -> None:
         super().__init__()
         d_model: int = layer.d_model  # type: ignore[assignment]
-        self.memory_norm = nn.RMSNorm(d_model, eps=eps)
+        norm = ZeroCenteredRMSNorm if zero_centered else nn.RMSNorm
+        self.memory_norm = norm(d_model, eps=eps)
         self.layer = layer
-        self.mlp_norm = None if width is None else nn.RMSNorm(d_model, eps=eps)
+        self.mlp_norm = None if width is None else norm(d_model, eps=eps)
         self.mlp = None if width is None else SwiGLU(d_model, width)
 
     def forward(

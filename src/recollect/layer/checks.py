@@ -215,6 +215,12 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
     if options.qk_affine and (options.qk == "ones" or makes_keys):
         reason = "LayerOptions(qk_affine=True) needs projections of queries and keys: qk='input'"
         resets.append((reason, {"qk_affine": False}))
+    if options.qk_scale != "none" and (options.qk == "ones" or makes_keys):
+        reason = (
+            f"LayerOptions(qk_scale={options.qk_scale!r}) needs projections of queries and keys: "
+            "qk='input'"
+        )
+        resets.append((reason, {"qk_scale": "none"}))
     if options.key_group_size > 1 and (options.qk == "ones" or makes_keys):
         reason = (
             f"LayerOptions(key_group_size={options.key_group_size}) shares projections of queries "

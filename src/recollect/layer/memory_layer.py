@@ -27,7 +27,7 @@ from recollect.layer.inspection import MemorySpec
 from recollect.layer.key_recurrence import Sequences
 from recollect.layer.memory_call import run_memory, state_after
 from recollect.layer.options import LayerOptions
-from recollect.layer.qk_affine import QKAffine
+from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import RecipeModule
 from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.rotary import (
@@ -160,6 +160,10 @@ class MemoryLayer(RecipeModule):
         self.gate_activation = torch.sigmoid if is_sigmoid else functional.silu
         self.out = nn.Linear(width, d_model, bias=False)
         self.qk_affine = QKAffine(sum(self.qk_heads), self.head_dim) if options.qk_affine else None
+        self.qk_scale = None
+        if options.qk_scale != "none":
+            is_zero_centered = options.qk_scale == "zero_centered"
+            self.qk_scale = QKScale(self.head_dim, zero_centered=is_zero_centered)
         if self.num_heads != self.num_kv_heads and self.ties.needs_equal_heads:
             raise RecipeError(
                 "a tie that follows 'q' or copies 'k' to 'q' needs one query head per memory: "
@@ -328,8 +332,13 @@ class MemoryLayer(RecipeModule):
         else:
             q = projected.unflatten(-1, (self.num_heads, K))
             qk = [q, self.ties.complement(values, q.dtype)]
-        if self.qk_affine is not None:
-            qk = [self.qk_affine(part) for part in self._normalize(qk, values)]
+        is_normalized = self.qk_affine is not None or self.qk_scale is not None
+        if is_normalized:  # before rotations, which would not commute with factors per channel
+            qk = self._normalize(qk, values)
+            if self.qk_scale is not None:
+                qk = [self.qk_scale(part, self.qk_heads) for part in qk]
+            if self.qk_affine is not None:
+                qk = [self.qk_affine(part) for part in qk]
         if options.rope_theta is not None:
             start = None if state is None else state.position
             position, size = positions(x, start, cu_seqlens), self.num_rotated
@@ -348,7 +357,7 @@ class MemoryLayer(RecipeModule):
                 rotated_v = rotate_by_phase(v, phase)
             else:
                 qk = [rotate_by_phase(part, phase) for part in self._split_qk(qk)]
-        if self.qk_affine is None:
+        if not is_normalized:
             qk = self._normalize(qk, values)
         q, k = self._split_qk(qk)
         if options.qk_norm == "scaled":

@@ -388,6 +388,9 @@ class LayerOptions(_SavedOptions):
             own values and gates.
         qk_affine: whether queries and keys are multiplied by learned factors and added to learned
             biases, per head and channel and initially 1, after the norm and before rotations.
+        qk_scale: whether all queries, and all keys, are multiplied by learned factors per channel
+            after the norm and before rotations: w, initially 1 (``"learned"``), 1 + w, with w
+            initially 0 (``"zero_centered"``), or ``"none"``.
         rope_theta: base of the rotary position embedding on q and k, e.g. 10000.0; ``None``: no
             embedding.
         partial_rotary_factor: fraction of the channels of q and k that ``rope_theta`` and
@@ -445,6 +448,7 @@ class LayerOptions(_SavedOptions):
     key_dim: int | None = integer(None, at_least=1, optional=True)
     key_group_size: int = integer(1, at_least=1)
     qk_affine: bool = flag(False)
+    qk_scale: str = option("none", "learned", "zero_centered")
     rope_theta: float | None = number(None, above=1, optional=True)
     partial_rotary_factor: float = number(1.0, above=0, at_most=1)
     complex_decay: str = option("none", "input", "learned")

@@ -1,11 +1,13 @@
-"""Learned factors and biases of queries and keys."""
+"""Learned factors of queries and keys, with biases or shared by heads."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["QKAffine"]
+__all__ = ["QKAffine", "QKScale"]
 
 
 class QKAffine(nn.Module):
@@ -35,3 +37,37 @@ class QKAffine(nn.Module):
     def extra_repr(self) -> str:
         """Return heads and channels."""
         return ", ".join(map(str, self.weight.shape))
+
+
+class QKScale(nn.Module):
+    """x ⊙ w, or x ⊙ (1 + w), with one w for all queries and one for all keys.
+
+    Args:
+        size: K.
+        zero_centered: whether the factors are 1 + w.
+    """
+
+    def __init__(self, size: int, *, zero_centered: bool) -> None:
+        super().__init__()
+        self.is_zero_centered = zero_centered
+        self.weight = nn.Parameter(torch.empty(2, size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the factors to 1."""
+        nn.init.constant_(self.weight, 0.0 if self.is_zero_centered else 1.0)
+
+    def forward(self, qk: Tensor, num_heads: Sequence[int]) -> Tensor:
+        """Scale queries and keys ``[B, T, heads, K]``, whose numbers are ``num_heads``."""
+        work = torch.promote_types(qk.dtype, torch.float32)
+        factors = self.weight.to(work)
+        if self.is_zero_centered:
+            factors = 1 + factors
+        pairs = zip(factors.split(1), num_heads, strict=True)
+        factors = torch.cat([row.expand(count, -1) for row, count in pairs])
+        return (qk.to(work) * factors).to(qk.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the channels and the form of the factors."""
+        return f"{self.weight.shape[1]}" + ", zero_centered=True" * self.is_zero_centered

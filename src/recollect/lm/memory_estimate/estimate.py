@@ -302,8 +302,9 @@ class RankEstimator:
             raise ValueError("layers with different head sizes are not estimated under tensor")
         config = copy.deepcopy(self.config)
         ((config.head_dim, config.value_dim),) = head_sizes
-        config.num_attention_heads //= tp
-        config.num_key_value_heads //= tp
+        for sizes in (vars(config), *config.recipe_sizes.values()):
+            for name in sizes.keys() & {"num_attention_heads", "num_key_value_heads"}:
+                sizes[name] //= tp
         config.intermediate_size //= tp
         config.vocab_size = -(-config.vocab_size // tp)
         config.pad_token_id = config.bos_token_id = config.eos_token_id = None

@@ -49,6 +49,9 @@ BASE_FIELDS = frozenset(
 RecipeLike = str | Preset | Mixer | Recipe | tuple[Recipe, LayerOptions]
 """A layer: a zoo name, a preset, a mixer, a recipe, or a recipe with its options."""
 
+_RECIPE_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "value_dim")
+"""Sizes that the layers of a recipe may have of their own."""
+
 MLP = "mlp"
 """Name of an MLP among the names of layers."""
 
@@ -62,6 +65,19 @@ def _check_recipes(value: Any) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"must be a mapping of names to recipes, not {short_repr(value)}")
     return dict(value or {})
+
+
+def _check_recipe_sizes(value: Any) -> dict[str, dict[str, int]]:
+    sizes = value or {}
+    if not isinstance(sizes, Mapping) or not all(isinstance(x, Mapping) for x in sizes.values()):
+        raise ValueError(f"must map names of recipes to sizes, not {short_repr(value)}")
+    for name, size in (
+        (name, size) for by_name in sizes.values() for name, size in by_name.items()
+    ):
+        if name not in _RECIPE_SIZES:
+            raise ValueError(f"has no size {short_repr(name)}: {suggestion(name, _RECIPE_SIZES)}")
+        int_check(1, _MAX_SIZE)(size)
+    return {recipe: dict(by_name) for recipe, by_name in sizes.items()}
 
 
 def _check_layers(value: Any) -> list[str]:
@@ -93,7 +109,11 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         num_key_value_heads: number of memories per layer; by default the number of query heads.
         head_dim, value_dim: channels K of keys and V of values; by default hidden_size / heads, and
             K.
-        intermediate_size: width of the SwiGLU MLP; by default 8/3 · hidden_size.
+        recipe_sizes: sizes of the layers of a recipe that differ from those of the model:
+            ``{name: {"num_attention_heads": ..., "num_key_value_heads": ..., "head_dim": ...,
+            "value_dim": ...}}``, each with any of these keys.
+        intermediate_size: width of the SwiGLU MLP; by default 8/3 · hidden_size. 0: no layer has
+            an MLP.
         recipes: complete recipes ``{name: {"recipe": ..., "options": ...}}``, or compositions as
             `recollect.blocks.Mixer.to_dict` returns them.
         layers: names of recipes from the first layer on, repeated over the depth; by default all in
@@ -104,6 +124,8 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         precision: precision of the products of memories, as in `recall`: one for all layers, or
             ``{name: precision}`` by recipe. Autocast governs the rest of a layer.
         rms_norm_eps: ε of the norms.
+        zero_centered_norms: whether the norms of the backbone multiply by 1 + w, with w initially
+            0, instead of w.
         initializer_range: standard deviation of initial linear maps and embeddings; by default
             hidden_size^(−1/2), which is the usual 0.02 at 2500.
         tie_word_embeddings: whether the output layer shares the weight of the embedding.
@@ -154,13 +176,15 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
     num_key_value_heads: Any = _size(None)
     head_dim: int | None = _size(None)
     value_dim: int | None = _size(None)
-    intermediate_size: Any = _size(None)
+    recipe_sizes: dict[str, dict[str, int]] = validated_field(None, _check_recipe_sizes)
+    intermediate_size: Any = validated_field(None, int_check(0, _MAX_SIZE), optional=True)
     recipes: dict[str, Any] = validated_field(None, _check_recipes)
     layers: list[str] = validated_field(None, _check_layers, optional=True)
     schema: int = SCHEMA
     engine: str = text("auto")
     precision: str | dict[str, str] | None = validated_field(None, _check_precision)
     rms_norm_eps: float = number(1e-6, above=0, below=1000)
+    zero_centered_norms: bool = flag(False)
     initializer_range: Any = number(None, above=0, below=1000, optional=True)
     tie_word_embeddings: bool = flag(False)
     logit_scale: float = number(1.0, above=0, below=1000)
@@ -230,6 +254,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         for argument, names in (
             ("layers", [name for name in self.layers if name != MLP]),
             ("precision", self.precision if isinstance(self.precision, Mapping) else ()),
+            ("recipe_sizes", self.recipe_sizes),
         ):
             for name in names:
                 if name not in self.recipes:
@@ -295,6 +320,19 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         precision = self.precision
         return precision.get(name) if isinstance(precision, Mapping) else precision
 
+    def sizes_of(self, name: str) -> dict[str, int | None]:
+        """Return the numbers of heads and the sizes of heads in the layers of a recipe."""
+        sizes = self.recipe_sizes.get(name, {})
+        heads = sizes.get("num_attention_heads", self.num_attention_heads)
+        has_own_heads = "num_attention_heads" in sizes
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads if has_own_heads else self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "value_dim": None if "head_dim" in sizes else self.value_dim,
+            **sizes,
+        }
+
     def mixer(self, name: str) -> Mixer:
         """Return the recipe or composition of a name.
 
@@ -331,6 +369,8 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
     def has_mlp(self) -> list[bool]:
         """Whether an MLP follows, for every layer."""
         names, size = self.layers, len(self.layers)
+        if not self.intermediate_size:
+            return [False] * self.num_hidden_layers
         if MLP not in names:
             return [True] * self.num_hidden_layers
         is_next_mlp = [names[(i + 1) % size] == MLP for i in range(size) if names[i] != MLP]

@@ -20,7 +20,7 @@ from recollect.blocks.builder import build
 from recollect.blocks.mixers import Mixer
 from recollect.blocks.routed import Router, record_routing
 from recollect.choices.runtime import seeded_generators
-from recollect.layer.block import Block
+from recollect.layer.block import Block, ZeroCenteredRMSNorm
 from recollect.layer.recorded_call import RecordedCall
 from recollect.lm.model.arguments import (
     ForwardKwargs,
@@ -62,10 +62,12 @@ class RecollectModel(RecollectPreTrainedModel):
                 _build_layer(config, mixer, index),
                 config.intermediate_size if has_mlp else None,
                 eps=config.rms_norm_eps,
+                zero_centered=config.zero_centered_norms,
             )
             for index, (mixer, has_mlp) in enumerate(config.layer_specs)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = ZeroCenteredRMSNorm if config.zero_centered_norms else nn.RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -419,13 +421,14 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     }
 )
 def _build_layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
+    sizes = config.sizes_of(config.layer_names[index])
     return build(
         mixer,
         config.hidden_size,
-        config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        value_dim=config.value_dim,
+        sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
+        value_dim=sizes["value_dim"],
         engine=config.engine,
         precision=config.precision_of(config.layer_names[index]),
         depth=(index, config.num_hidden_layers),

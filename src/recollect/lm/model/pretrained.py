@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from recollect.blocks.layers import PersistentTokens
+from recollect.layer.block import ZeroCenteredRMSNorm
 from recollect.layer.gates import GateProjection
 from recollect.layer.recipe_module import InitialMemory
 from recollect.layer.short_conv import ShortConvolution
@@ -195,7 +196,8 @@ class RecollectPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
+            is_zero_centered = isinstance(module, ZeroCenteredRMSNorm)
+            (nn.init.zeros_ if is_zero_centered else nn.init.ones_)(module.weight)
         elif isinstance(
             module, GateProjection | ShortConvolution | InitialMemory | PersistentTokens
         ):

@@ -29,7 +29,7 @@ from recollect.layer.feed_forward import FeedForward
 from recollect.layer.gates import GateProjection
 from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.qk_affine import QKAffine
+from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
 from recollect.layer.rotary import ComplexDecayPhase
 from recollect.layer.short_conv import ShortConvolution
@@ -57,7 +57,7 @@ _MATRIX_AXES: dict[type[nn.Module], dict[str, tuple[int, int]]] = {
 
 _PER_HEAD_MODULES = (InitialMemory, InitialKernelRows)
 _VECTOR_MODULES = (
-    *(nn.RMSNorm, GroupedRMSNorm, MemoryLayer, Ties, QKAffine, ShortConvolution),
+    *(nn.RMSNorm, GroupedRMSNorm, MemoryLayer, Ties, QKAffine, QKScale, ShortConvolution),
     PersistentTokens,
     *_PER_HEAD_MODULES,
 )
@@ -121,16 +121,19 @@ def config_at_width(config: RecollectConfig, width: int) -> RecollectConfig:
         return result
     factor = width / config.hidden_size
     result.hidden_size = width
-    for name, label in (("num_attention_heads", "heads"), ("num_key_value_heads", "kv_heads")):
-        count = getattr(config, name) * factor
-        if count < 1 or count != int(count):
-            raise RecipeError(
-                f"the number of heads grows with the width, and {getattr(config, name)} {label} of "
-                f"width {config.hidden_size} are {count:g} of width {width}: use a width that "
-                "makes it an integer, or another number of heads"
-            )
-        setattr(result, name, int(count))
-    result.intermediate_size = max(1, round(config.intermediate_size * factor))
+    labels = {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads"}
+    for sizes in (vars(result), *result.recipe_sizes.values()):
+        for name in sizes.keys() & labels.keys():
+            count = sizes[name] * factor
+            if count < 1 or count != int(count):
+                raise RecipeError(
+                    f"the number of heads grows with the width, and {sizes[name]} {labels[name]} "
+                    f"of width {config.hidden_size} are {count:g} of width {width}: use a width "
+                    "that makes it an integer, or another number of heads"
+                )
+            sizes[name] = int(count)
+    if config.intermediate_size:
+        result.intermediate_size = max(1, round(config.intermediate_size * factor))
     if uses_default_init(config):
         result.initializer_range = width**-0.5
     return result
