@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import recollect as rc
+from recollect.recipe.stability import step_limit
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -210,6 +211,23 @@ def test_the_fields_of_a_configuration_stand_with_their_defaults() -> None:
         if field.name not in inherited
     }
     assert table(page("language-models.md"), "## Configuration") == defaults
+
+
+def test_the_rates_of_presets_are_on_the_design_page() -> None:
+    row = re.compile(r"^\| (`.*`) \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$", re.MULTILINE)
+    found = {
+        name: tuple(map(float, values))
+        for names, *values in row.findall(page("design/steps.md"))
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    expected = {}
+    for name in rc.zoo.names():
+        preset = rc.zoo.get(name)
+        if preset.kind != "hybrid" and step_limit(preset.recipe) is not None:
+            options = dict(preset.options.gate_options).get("lr", rc.GateOptions())
+            assert options.unit in (None, "stability_limit")
+            expected[name] = (options.init or 0.5, options.low or 0.0, options.high or 1.0)
+    assert found == expected
 
 
 def test_the_zoo_stands_by_its_families() -> None:

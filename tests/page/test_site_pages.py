@@ -209,3 +209,22 @@ def test_the_picture_shows_what_was_computed() -> None:
     drawing = picture.render_picture()
     assert drawing.svg != drawing.narrow
     assert "<svg" in drawing.svg and "http://www.w3.org/2000/svg" in drawing.narrow
+
+
+def test_the_figure_of_steps_shows_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    import stability
+    from recollect.choices import memory
+
+    monkeypatch.setattr(stability, "MULTIPLES", (0.3, 0.5, 0.9, 1.1, 2.0))
+    matrix, normed = memory.Matrix(), memory.MLP(norm="layer")
+    left = [stability.errors(matrix, "worst_case", repeated=True)]
+    expected = [abs(1 - 2 * s) ** stability.BATCHES for s in stability.MULTIPLES]
+    assert left[0] == pytest.approx(expected, rel=1e-4, abs=1e-9)  # ρ has an ε of 1e-6
+    left += [stability.errors(normed, "worst_case", repeated=True)]
+    assert left[0][-1] > 50 and max(left[1]) < 1
+    for one in (matrix, normed):
+        worst, measured = (
+            stability.errors(one, overlap, repeated=False) for overlap in ("worst_case", "measured")
+        )
+        assert all(b < a for a, b in zip(worst, measured, strict=True))

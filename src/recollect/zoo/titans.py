@@ -48,7 +48,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
     algorithm = Momentum(batch_size=16, normalized_steps=True, batch_overlap="measured")
     recipe = Recipe(memory=MLP(norm="layer"), retention=Decay(), algorithm=algorithm)
     # The inner norm bounds outputs, so that steps above the stability limit cannot diverge.
-    # docs/design/steps.md has the measurements.
+    # results/notes/steps.md has the measurements.
     gates = {
         "lr": limit_multiple(1.5, low=0.2, high=2.0),
         "momentum": GateOptions(high=0.9, init=0.3),
