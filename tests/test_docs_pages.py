@@ -104,6 +104,24 @@ def test_tables_of_measurements_are_those_of_the_results(monkeypatch: pytest.Mon
         assert end and text.strip() == expected, f"docs/{name}, {mark}:\n{expected}"
 
 
+GENERATED = {"docs/zoo/index.md", "docs/reference/commands.md", "docs/six-knobs.html"}
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+
+
+def test_relative_links_resolve_in_the_repository() -> None:
+    """Links to `results/` go through the root; `docs/hooks/site.py` adapts them to the site."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *ROOT.glob("results/**/*.md")]
+    missing = []
+    for path in pages:
+        folder = path.relative_to(ROOT).parent.as_posix()
+        text = CODE.sub("", path.read_text(encoding="utf-8"))
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+            target = posixpath.normpath(posixpath.join(folder, link))
+            if target not in GENERATED and not (ROOT / target).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {link}")
+    assert missing == []
+
+
 def test_every_reference_names_something_and_everything_public_has_one() -> None:
     pytest.importorskip("transformers")
     shown = [found for path in PAGES for found in referenced(path.read_text(encoding="utf-8"))]

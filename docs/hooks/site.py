@@ -17,7 +17,7 @@ import systems
 from addresses import project_urls
 from recollect.page import write
 
-__all__ = ["on_config", "on_files"]
+__all__ = ["on_config", "on_files", "on_page_markdown"]
 
 _NO_RESULTS = "# Results\n\nThis copy of the sources comes without measured results.\n"
 _IMAGE_LINK = re.compile(r"\]\(([^)#:]+\.(?:png|svg))\)")
@@ -60,6 +60,12 @@ def on_files(files: Any, *, config: Any) -> Any:
     for path in _images(root):
         files.append(File.generated(config, path, abs_src_path=str(root / path)))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Adapt links to `results/`, which is next to `docs/` in the repository and inside the site."""
+    to_docs = "../" * page.file.src_uri.count("/")
+    return markdown.replace(f"](../{to_docs}results/", f"]({to_docs}results/")
 
 
 def _sections(entry: Any) -> Iterator[tuple[str, list[Any]]]:
