@@ -110,7 +110,7 @@ def _language_model(name: str, results: Path) -> Table | None:
             f"Held-out text after {run['tokens']:,} training bytes; {terms['depth']} layers of "
             f"width {terms['width']}, {terms['heads']} heads, rows of {terms['length']} bytes, "
             f"seed {terms['seed']}. {_environment_note(first['environment'])}. "
-            "[Beside the others, and the command](../results/language_models/README.md)."
+            "[All systems, and the command](../results/language_models/README.md)."
         ),
     )
 
@@ -131,7 +131,7 @@ def _demo(name: str, results: Path) -> Table | None:
     runs = [run for run in data["runs"] if run["model"] == name] if data else []
     if data is None or not runs:
         return None
-    unit = {"text": "held-out bits per byte", "capacity": "share of pairs recalled"}
+    unit = {"text": "held-out bits per byte", "capacity": "fraction of pairs recalled"}
     return Table(
         title="The demo: text, and more pairs than keys have channels",
         columns=["task", "value is", "value", "parameters", "state per sequence"],
@@ -143,7 +143,7 @@ def _demo(name: str, results: Path) -> Table | None:
             for run in runs
         ],
         caption=f"Seed {data['seed']}. {_environment_note(data['environment'])}. "
-        "Made again by `make demo`.",
+        "`make demo` measures it again.",
     )
 
 
@@ -180,7 +180,7 @@ def _experiment(data: Mapping[str, Any], records: list[dict[str, Any]]) -> Table
     claims = (
         f"claims and verdicts in the [gallery](../gallery.md#{experiment})"
         if data["complete"]
-        else "not all of its models are measured so far ([results](../results/README.md))"
+        else "some of its models have no results yet ([results](../results/README.md))"
     )
     return Table(
         title=f"{experiment}: {data['source']}",
@@ -188,8 +188,8 @@ def _experiment(data: Mapping[str, Any], records: list[dict[str, Any]]) -> Table
         rows=rows,
         caption=(
             f"{scale.capitalize()} scale, {seeds_text}. {last['device']}, commit "
-            f"{last['commit'][:8]}. Made again by `recollect reproduce {experiment} --scale "
-            f"{scale}`; {claims}."
+            f"{last['commit'][:8]}. `recollect reproduce {experiment} --scale {scale}` measures it "
+            f"again; {claims}."
         ),
     )
 

@@ -22,6 +22,7 @@ from recollect.page.write import PAGE
 from recollect.report.formatting import format_si
 from recollect.report.tables import CellValue, Column, Table
 from recollect.zoo.preset import Preset
+from uses import cost_line, published_models, use_line
 
 __all__ = ["INDEX", "families", "system_pages"]
 
@@ -59,9 +60,9 @@ def _index(results: Path) -> str:
         "",
         f"{len(zoo.names())} presets of one recipe and "
         f"{len(zoo.names(kind='hybrid'))} hybrids of several.",
-        "State and FLOPs are of one head at K = V = 64 and T = 4096, counted by `rc.cost`; bits",
-        "per byte are of a language model of 3 million parameters after a million bytes, [where",
-        "one was trained](../results/language_models/README.md). [How to use the zoo](../zoo.md).",
+        "`rc.cost` counts state and FLOPs, for one head at K = V = 64 and T = 4096. Bits per byte",
+        "are those of [language models](../results/language_models/README.md) with 3 million",
+        "parameters after a million bytes. [How to use the zoo](../zoo.md).",
         "",
     ]
     for family, names in families().items():
@@ -109,16 +110,29 @@ def _page(name: str, results: Path) -> str:
     lines = [*_front_matter(name), f"# {_escape(system.title)}", "", _facts(system), ""]
     if system.summary:
         lines += [_escape(system.summary), ""]
+    lines += [*_use_and_cost(system), ""]
     lines += ["## Equation", "", *_equations(system)]
     lines += _hybrid_sections(system) if system.kind == "hybrid" else _preset_sections(system)
     lines += ["## Sources", "", *(f"- {_escape(str(x))}" for x in system.references), ""]
     lines += [*_fidelity(system), *_printed_variant(system), "## Measured", ""]
     tables = results_for(name, results)
     if not tables:
-        lines += [f"Nothing yet. `recollect compare --models {name} --task text` trains one.", ""]
+        lines += [
+            f"No results yet. `recollect compare --models {name} --task text` trains a model.",
+            "",
+        ]
     for table in tables:
         lines += [f"**{table.title}**", "", table.to_markdown(), "", table.caption, ""]
     return "\n".join(lines)
+
+
+def _use_and_cost(system: Preset) -> list[str]:
+    """Return lines with the use, the published models and the cost of a system."""
+    explanation = explain(system)
+    lines = [f"- **Used for:** {use_line(system, explanation)}"]
+    if models := published_models().get(system.name):
+        lines += [f"- **Used in:** {models} ([published models](../adopt.md#models))."]
+    return [*lines, f"- **Cost:** {cost_line(system, explanation)}"]
 
 
 def _equations(system: Preset) -> list[str]:
@@ -200,7 +214,7 @@ def _preset_sections(preset: Preset) -> list[str]:
     return [
         *("As recollect derives it from the recipe:", "", *_fenced("text", equations), ""),
         *("## Recipe", "", *_fenced("python", code), ""),
-        f"[Turn its six knobs](../{PAGE}#recipe={preset.name}){{ .md-button }}",
+        f"[Change its six choices](../{PAGE}#recipe={preset.name}){{ .md-button }}",
         *("", "## How it runs", ""),
         "The other lines of `rc.explain` ([how to read them](../explain.md#the-blocks)).",
         *("", _other_blocks(explanation).to_markdown(), ""),

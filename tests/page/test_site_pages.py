@@ -12,6 +12,7 @@ import pytest
 
 import recollect as rc
 import systems
+import uses
 from measured import results_for
 from recollect.page.python_text import as_python
 from systems import INDEX, families, system_pages
@@ -38,6 +39,31 @@ def test_every_system_has_a_page_and_a_row(pages: dict[str, str]) -> None:
         assert f"**{system.fidelity.kind.capitalize()}**, from " in page
         unescaped = page.replace("\\", "")
         assert all(str(reference) in unescaped for reference in system.references)
+
+
+def test_a_page_states_use_and_cost_in_a_line_each(pages: dict[str, str]) -> None:
+    for name in SYSTEMS:
+        introduction = pages[f"zoo/{name}.md"].partition("## Equation")[0]
+        for label in ("Used for", "Cost"):
+            (line,) = re.findall(rf"^- \*\*{label}:\*\* (.+)$", introduction, re.M)
+            assert line.endswith("."), name
+    models = {name for name in SYSTEMS if "**Used in:**" in pages[f"zoo/{name}.md"]}
+    assert models == set(uses.published_models()) and "gated_delta_net" in models
+
+
+def test_the_use_of_a_system_follows_from_its_structure() -> None:
+    lines = {
+        name: uses.use_line(rc.zoo.get(name), rc.explain(name))
+        for name in ("linear_attention", "gated_delta_net", "softmax_attention", "titans_mac")
+    }
+    assert lines == {
+        "linear_attention": "long texts (constant state).",
+        "gated_delta_net": "long texts (constant state), pairs whose values change and texts whose "
+        "subject changes.",
+        "softmax_attention": "recall of every earlier token (growing state).",
+        "titans_mac": "long texts (constant state), pairs whose values change, texts whose subject "
+        "changes, nonlinear maps from keys to values and recall of recent tokens.",
+    }
 
 
 def test_a_page_has_the_printed_equation_of_a_variant(pages: dict[str, str]) -> None:
@@ -175,7 +201,7 @@ def test_numbers_are_those_of_the_results(pages: dict[str, str]) -> None:
 
 def test_without_results_pages_say_so(tmp_path: Path) -> None:
     assert results_for("titans", tmp_path) == []
-    assert "Nothing yet." in system_pages(tmp_path)["zoo/titans.md"]
+    assert "No results yet." in system_pages(tmp_path)["zoo/titans.md"]
 
 
 def test_links_between_pages_lead_somewhere(pages: dict[str, str]) -> None:
