@@ -27,7 +27,7 @@ RESULTS_NAME = "results.json"
 
 _COSTS = {
     "state": "state, KiB per sequence",
-    "time": "estimated time, multiple of Gated DeltaNet",
+    "time": "estimated time / Gated DeltaNet",
 }
 
 
@@ -152,7 +152,7 @@ def _series(
 ) -> Series:
     return Series(
         name=name,
-        x=[cost / unit for cost, _, _ in points],
+        x=[round(cost / unit, 3 if unit == 1 else 1) for cost, _, _ in points],
         y=[value for _, value, _ in points],
         style=style,
         points_only=points_only,
