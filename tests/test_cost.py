@@ -30,7 +30,7 @@ CHUNK = chunk_length(solves=True)
 R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
 features, memory, retention = rc.features, rc.memory, rc.retention
 
-DOT = bias.DotProduct()
+DOT, CODES = bias.DotProduct(), memory.Matrix(read=memory.Read(transposed=True))
 LONG = 960  # whole chunks, whatever their length
 PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
 LINEAR: dict[str, rc.Recipe] = {
@@ -49,11 +49,17 @@ LINEAR: dict[str, rc.Recipe] = {
     "sub-steps": R(algorithm=algorithm.GradientDescent(updates_per_token=2)),
     "vector": R(memory=memory.Vector()),
     "scan": R(retention=retention.Decay(per="key"), algorithm=algorithm.Momentum()),
+    "transposed": R(memory=CODES, retention=retention.Decay()),
+    "transposed sum": R(memory=CODES, bias=DOT, retention=retention.Decay(per="value")),
+    "transposed before": R(memory=memory.Matrix(read=memory.Read(transposed=True, when="before"))),
+    "transposed sub-steps": R(
+        memory=CODES, algorithm=algorithm.GradientDescent(updates_per_token=2)
+    ),
     "polynomial": R(features=features.Polynomial(degree=2)),
 }
 # Decays per channel that cannot be absorbed skip blocks above the diagonal: the count is a bound.
 BOUNDED = {"gla", "both channels", "dfw", "gateloop", "hgrn2", "retnet_xpos", "rwkv6"}
-BOUNDED |= {"kalman_linear_attention"}
+BOUNDED |= {"kalman_linear_attention", "oja", "transposed sum"}
 LINEAR["both channels"] = R(bias=DOT, retention=retention.Decay(per="key_value"))
 
 
@@ -81,7 +87,9 @@ def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
 
 
 def inputs(recipe: rc.Recipe, *, T: int, B: int = 2, G: int = 2) -> generate.Inputs:
-    V = 16 if recipe.memory.is_elementwise or getattr(recipe.memory, "residual", False) else 24
+    memory = recipe.memory
+    is_square = memory.is_elementwise or memory.residual or memory.read.transposed
+    V = 16 if is_square else 24
     return unpaired(
         recipe, generate.inputs(recipe, B=B, T=T, H=2, G=G, K=16, V=V, dtype=torch.float32)
     )

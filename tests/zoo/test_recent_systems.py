@@ -117,6 +117,18 @@ def gated_kalmanet(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), U
 
 
+def oja(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """S = S Diag(α), S = S + β (x − S c) cᵀ, o = Sᵀ q, with inputs x and codes c."""
+    (q, code, inputs), alpha = unit_inputs(made, x), decay(made, x)
+    beta = gate(made, "lr", x).sigmoid()
+    S, outputs = zeros(made, x), []
+    for t in range(x.shape[1]):
+        S = S * alpha[:, t].unsqueeze(-2)
+        S = S + column(beta, t) * outer(inputs[:, t] - read(S, code[:, t]), code[:, t])
+        outputs.append(read(S.mT, q[:, t]))
+    return torch.stack(outputs, 1), S
+
+
 def kalman_linear_attention(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """η = a η/(a² + p Λ) + w k v, Λ = Λ/(a² + p Λ) + w k², y = Σ_n q_n η_n/Λ_n."""
     q, k, v = unit_inputs(module, x)
@@ -253,6 +265,7 @@ LOOPS: dict[str, Loop] = {
     "erase_then_delta": erase_then_delta,
     "momentum_delta_rule": momentum_delta_rule,
     "gated_kalmanet": gated_kalmanet,
+    "oja": oja,
     "kalman_linear_attention": kalman_linear_attention,
     "mamba3": mamba3,
     "falcon_1": falcon,

@@ -117,7 +117,7 @@ def _why_not_linear(mixer: Mixer) -> str:
     if reasons := LinearEngine().unsupported_reasons(recipe):
         return reasons[0]
     read, algorithm = recipe.memory.read, recipe.algorithm
-    if read.normalize != "none" or read.when != "after" or read.bonus != 0.0:
+    if not read.plain:
         return f"{recipe.memory.brief} reads more than the matrix after the write"
     if recipe.context.horizon != 1:
         return f"{recipe.context.brief} writes associations of earlier tokens"

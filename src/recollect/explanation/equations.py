@@ -396,6 +396,7 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
     weights = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
+    weights += "ᵀ" * read.transposed
     line = memory.prediction_text(q, raw="q_t", W=weights)
     n = "n_(t−1)" if read.when == "before" else "n_t"
     notes: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from recollect.blocks.builder import leaf_inputs
 from recollect.blocks.layers import MixerLayer, layer_spec
+from recollect.choices.memory.base import Read
 from recollect.functional.read import read
 from recollect.functional.recall import recall
 from recollect.layer.inspection import InspectableLayer
@@ -49,10 +51,13 @@ class MemoryRun:
         return y, next_state
 
     def read(self, keys: Tensor, gates: Mapping[str, Tensor], state: State) -> Tensor:
-        """Return the outputs of a state for keys ``[B, S, H, K]``."""
-        spec, params = self.spec, self.inputs.params
+        """Return the predictions of a state for keys ``[B, S, H, K]``."""
+        spec, params, recipe = self.spec, self.inputs.params, self.spec.recipe
+        if recipe.memory.read.transposed:  # keys predict values, and only queries are values
+            recipe = recipe.replace(memory=replace(recipe.memory, read=Read()))  # type: ignore[call-arg]
+            state = state.replace(recipe_id=None)
         precision = spec.precision
-        return read(spec.recipe, keys, gates=gates, state=state, params=params, precision=precision)
+        return read(recipe, keys, gates=gates, state=state, params=params, precision=precision)
 
 
 def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:

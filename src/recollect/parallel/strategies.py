@@ -126,6 +126,8 @@ def _affine_strategy(recipe: Recipe) -> Strategy | str:
     reasons = LinearEngine().unsupported_reasons(recipe)
     if reasons:
         return reasons[0]
+    if recipe.memory.read.transposed:
+        return "it reads the transposed weights"
     if recipe.memory.read.normalize == "floor":
         return "its normaliser keeps a running scale"
     if recipe.spaced_window:

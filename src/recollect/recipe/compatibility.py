@@ -76,7 +76,9 @@ def member_conflicts(recipe: Recipe) -> Iterator[str]:
             f"bias.Probe needs memory.Matrix with algorithm.GradientDescent(reduction='sum'), not "
             f"{memory.title} with {algorithm.title}"
         )
-    if memory.read != Read() and recipe.features.finite:
+    if memory.read.transposed:
+        yield from _transposition_conflicts(recipe)
+    elif memory.read != Read() and recipe.features.finite:
         yield from _read_conflicts(recipe)
 
 
@@ -210,6 +212,28 @@ def _read_conflicts(recipe: Recipe) -> Iterator[str]:
         yield (
             f"memory.Read(when={read.when!r}, bonus=...) refers to the current token's write: use "
             f"batch_size=1 and updates_per_token=1 in {algorithm.title}"
+        )
+
+
+def _transposition_conflicts(recipe: Recipe) -> Iterator[str]:
+    memory, algorithm, read = recipe.memory, recipe.algorithm, recipe.memory.read
+    subject = "memory.Read(transposed=True) reads Wᵀ q"
+    if not memory.linear or memory.is_elementwise or recipe.features != Identity():
+        yield (
+            f"{subject}, a sum of keys, which {memory.title} over {recipe.features.title} does not "
+            "give: use memory.Matrix and features.Identity()"
+        )
+    if recipe.context.horizon is None or algorithm.inverse is not None:
+        yield (
+            f"{subject} of weights that change token by token: use context.Online() or Window() "
+            f"with algorithm.GradientDescent(), not {recipe.context.title} with {algorithm.title}"
+        )
+    if read != Read(transposed=True, when=read.when):
+        yield f"{subject} without a normaliser or bonus: leave them out of memory.{read.brief}"
+    elif read.when == "before" and (algorithm.batch_size > 1 or algorithm.updates_per_token > 1):
+        yield (
+            "memory.Read(when='before') refers to the current token's write: use batch_size=1 and "
+            f"updates_per_token=1 in {algorithm.title}"
         )
 
 

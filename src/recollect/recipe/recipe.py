@@ -301,6 +301,11 @@ class Recipe:
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
                 f"= V, not K = {K} and V = {V}: use residual=False or equal sizes"
             )
+        if self.memory.read.transposed and K != V:
+            raise RecipeError(
+                f"memory.Read(transposed=True) compares queries with values and needs K = V, not "
+                f"K = {K} and V = {V}: use equal sizes"
+            )
         F = self.features.dim(K) if self.features.finite else 0
         sizes = {
             "K": K,

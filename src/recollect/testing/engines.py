@@ -130,7 +130,8 @@ def inputs_for(
         B, T, H, G, K: sizes, as for `inputs`.
         V: size of values; K or 3 by default.
     """
-    is_square = recipe.memory.is_elementwise or recipe.memory.residual
+    memory = recipe.memory
+    is_square = memory.is_elementwise or memory.residual or memory.read.transposed
     return inputs(recipe, B=B, T=T, H=H, G=G, K=K, V=(K if is_square else 3) if V is None else V)
 
 

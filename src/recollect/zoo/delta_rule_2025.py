@@ -12,6 +12,7 @@ Examples:
     preconditioned_kda              preconditioned Kimi Delta Attention
     erase_then_delta                Erase-then-Delta attention
     momentum_delta_rule             Momentum DeltaNet
+    oja                             gated Oja's rule
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import replace
 from recollect.choices.algorithm.descent import Flow, GradientDescent, Momentum
 from recollect.choices.bias.base import Probe
 from recollect.choices.bias.losses import L2
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
@@ -36,6 +39,7 @@ __all__ = [
     "gated_delta_net_2",
     "kimi_delta_attention",
     "momentum_delta_rule",
+    "oja",
     "preconditioned_gated_delta_net",
     "preconditioned_kda",
     "q_delta",
@@ -259,3 +263,29 @@ def momentum_delta_rule() -> tuple[Recipe, LayerOptions]:
         gate_options={"lr": GateOptions(low=0.0, high=2.0, init=1.0)},
         ties=(Tie(target="q", source="k", rule="difference"),),
     )
+
+
+@preset(
+    "gated Oja's rule",
+    rule="M_t = M_(t−1) Diag(α_t) − β_t (M_(t−1) Diag(α_t) k_t − v_t) k_tᵀ,  y_t = M_tᵀ q_t",
+    references=(
+        Paper("Hu, gated_oja_rule of flash-linear-attention", 2026).at("pull request 730"),
+        Paper("Oja, Neural networks, principal components, and subspaces", 1989).at(
+            "the subspace rule", introduces=False
+        ),
+    ),
+    fidelity=exact(
+        "the recurrence of flash-linear-attention's gated_oja_rule with one β_t per head",
+        source_equation="S_t = S_(t−1) Diag(α_t) + β_t (k_t − S_(t−1) Diag(α_t) v_t) v_tᵀ,  "
+        "o_t = S_tᵀ q_t  (gated_oja_rule)",
+        sign="The source names inputs k and their codes v; here codes are keys and inputs are "
+        "values.",
+        decay="The decay is log α = logsigmoid(linear(x)) per channel of the code.",
+        unpublished="The source has a kernel of this rule and no layer.",
+        common_layer=True,
+    ),
+)
+def oja() -> tuple[Recipe, LayerOptions]:
+    """The delta rule from codes to inputs, read in the other direction: the code of a query."""
+    memory = Matrix(read=Read(transposed=True))
+    return Recipe(memory=memory, retention=_CHANNELS), LayerOptions()

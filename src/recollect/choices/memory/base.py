@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recollect.choices.member import Member, member
 from recollect.choices.overrides import check_override, check_shape
-from recollect.fields import option, quantity
+from recollect.fields import flag, option, quantity
 from recollect.messages import RecipeError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Read(Member):
         when: ``"after"`` the token's write, or ``"before"`` it (RWKV-6).
         bonus: factor u of ⟨φ(q), u ⊙ φ(k)⟩ v, which is added for the current token: a constant, or
             ``"learned"`` per head and channel.
+        transposed: whether the query is compared with values and the output is a sum of keys,
+            y = Wᵀ q. It needs ``memory.Matrix``, keys without features, and K = V.
 
     Examples:
         >>> read = rc.memory.Read(normalize="sum")  # linear attention with its denominator
@@ -63,10 +65,11 @@ class Read(Member):
     normalize: str = option("none", "sum", "floor")
     when: str = option("after", "before")
     bonus: float | str = quantity(0.0, axes=("F",), sources=("learned",), init=0.5)
+    transposed: bool = flag(False)
 
     @property
     def plain(self) -> bool:
-        """Whether this is y_t = W_t φ(q_t), without a normaliser or bonus."""
+        """Whether this is y_t = W_t φ(q_t), without a normaliser, bonus or transposition."""
         return self == Read()
 
 

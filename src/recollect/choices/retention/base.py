@@ -168,9 +168,9 @@ class Retention(Member):
             quantities.pop(name, None)
         if self.has_link and recipe.memory.read != type(recipe.memory.read)():
             yield (
-                "memory.Read(...) with a normaliser, bonus or earlier read needs weights that are "
-                f"the state itself, and {self.title} puts a link between them: use "
-                "retention.Keep() or Decay()"
+                "memory.Read(...) with a normaliser, bonus, earlier or transposed read needs "
+                f"weights that are the state itself, and {self.title} puts a link between them: "
+                "use retention.Keep() or Decay()"
             )
         for name, axes in quantities.items():
             if name == "log_decay":

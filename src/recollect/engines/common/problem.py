@@ -29,6 +29,7 @@ __all__ = [
     "join_buffer",
     "loss_gradients",
     "memory_forward",
+    "memory_read",
     "problem_tensors",
     "requires_grad",
     "resolve_rates",
@@ -343,6 +344,13 @@ def memory_forward(problem: Problem) -> Forward:
     recipe = problem.recipe
     F = recipe.features.dim(problem.k.shape[-1])
     return recipe.memory.bind(F, problem.v.shape[-1])
+
+
+def memory_read(problem: Problem) -> Forward:
+    """Return the function of weights and queries that reads the memory."""
+    if problem.recipe.memory.read.transposed:
+        return lambda weights, x, raw, params: x @ weights[0]
+    return memory_forward(problem)
 
 
 def as_matrix(w: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ class DeepEngine(Engine):
             reasons.append(f"{recipe.context.title} skips the other associations of a token")
         if recipe.bias.probe is not None:
             reasons.append("a probe writes and erases separately, as in the linear engine")
-        if memory.read.when != "after" or memory.read.bonus != Read().bonus:
+        read = memory.read
+        if read.when != "after" or read.bonus != Read().bonus or read.transposed:
             reasons.append(f"{memory.title} has a read that is not a plain read after the write")
         decay = recipe.retention.decay
         if decay is not None and decay.per == "entry" and decay.is_input_scaled:

@@ -72,6 +72,8 @@ def structure(bound: BoundRecipe) -> Structure | str:
 def _unsupported_features(recipe: Recipe) -> Iterator[str]:
     """Yield the features that the linear engine supports and the operators do not."""
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
+    if memory.read.transposed:
+        yield "it has no operator for a transposed read"
     if algorithm.recursion != "none":
         yield f"it has no operator for the momentum of {algorithm.title}"
     if recipe.context.horizon != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recollect.engines.common.sizes import FlopCount, Sizes
+from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.linear.decode import decodes_in_one_step
 from recollect.engines.linear.scan import ScanLayout
 
@@ -73,3 +74,19 @@ def chunk_flops(
         "state": 2 * R * states * V * (directions + has_error),
         "read": 2 * J * states * V + 2 * J * R * (F + V) * directions,
     }
+
+
+def transposed_flops(recipe: Recipe, s: Sizes) -> dict[str, int]:
+    """Count T associations with a transposed read: a pass that predicts, and one that reads."""
+    counts: dict[str, int] = {}
+
+    def add(F: int, V: int, reads: int, *, has_error: bool) -> None:
+        C = max(1, min(chunk_length(solves=has_error), s.T))
+        for name, n in chunk_flops(F, V, C, C * reads, has_error=has_error).items():
+            counts[name] = counts.get(name, 0) + n * -(-s.T // C) * s.H
+
+    add(s.V, s.F, s.G, has_error=False)
+    if recipe.bias.sees_prediction:
+        add(s.F, s.V, 1, has_error=True)
+        counts["read"] += 2 * s.F * s.V * s.H if s.T else 0  # the first prediction
+    return counts

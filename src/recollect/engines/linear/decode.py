@@ -3,7 +3,7 @@
 The number of operations bounds decoding time. The plan of the engine excludes windows, momentum,
 probes and decays over values, which `recurrent` supports. With P = A_{t−1} or D_t A_{t−1}::
 
-    A_t = D_t A_{t−1} + η_t (b v_t − a P k_t) k_tᵀ,     y_t = A_t q_t
+    A_t = D_t A_{t−1} + η_t (b v_t − a P k_t) k_tᵀ,     y_t = A_t q_t or A_tᵀ q_t
 
 If the error does not depend on the prediction (a = 0), η_t may be per value channel and D_t per
 entry.
@@ -32,6 +32,7 @@ __all__ = [
     "per_value_systems",
     "scans",
     "step",
+    "transposition_misfits",
 ]
 
 
@@ -44,6 +45,7 @@ class LinearPlan:
         bare: whether the recipe is plain, has no features, and has no params other than gates and
             the scale of a decay.
         decays_first: whether the error is measured after the decay.
+        transposed: whether the read is y = Aᵀ q.
         split_values: whether value channels are separate memories (`per_value_systems`).
         erases_along_key: whether a probe has one rate and erases along the key.
     """
@@ -51,6 +53,7 @@ class LinearPlan:
     plain: bool
     bare: bool
     decays_first: bool
+    transposed: bool
     split_values: bool
     erases_along_key: bool
 
@@ -87,6 +90,18 @@ def erases_along_key(recipe: Recipe) -> bool:
     """Whether a probe has one rate and erases along the key of the write."""
     probe = recipe.bias.probe
     return probe is not None and probe.write == "key" and probe.per == "head"
+
+
+def transposition_misfits(recipe: Recipe) -> list[str]:
+    """Return the reasons why a transposed read has no second memory of keys."""
+    reasons: list[str] = []
+    if recipe.context.horizon != 1 or recipe.algorithm.recursion != "none":
+        reasons.append("its transposed read needs one association per step, without momentum")
+    if recipe.bias.probe is not None:
+        reasons.append("its transposed read needs an error at the key, without a probe")
+    if scans(recipe) or per_value_systems(recipe):
+        reasons.append("its transposed read needs one equation for all value channels")
+    return reasons
 
 
 def decodes_in_one_step(recipe: Recipe) -> bool:
@@ -147,4 +162,4 @@ def step(
         error = torch.baddbmm(v, k, (decayed if plan.decays_first else A).mT, beta=b, alpha=-a)
     lr = lr.reshape(k.shape[0], 1, *(lr.shape[3:] or (1,)))
     updated = torch.addcmul(decayed, (error * lr).mT, k)
-    return torch.bmm(q, updated.mT), updated
+    return torch.bmm(q, updated if plan.transposed else updated.mT), updated

@@ -26,6 +26,7 @@ from recollect.engines.linear.cost import (
     read_extras,
     scan_flops,
     token_flops,
+    transposed_flops,
 )
 from recollect.engines.linear.decode import (
     LinearPlan,
@@ -35,6 +36,7 @@ from recollect.engines.linear.decode import (
     per_value_systems,
     scans,
     step,
+    transposition_misfits,
 )
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
 from recollect.engines.linear.scan import ScanInputs, scan
@@ -80,6 +82,8 @@ class LinearEngine(Engine):
             )
         if algorithm.reduction != "sum":
             reasons.append("the step is averaged over the open inner batch")
+        if memory.read.transposed and not reasons:
+            reasons += transposition_misfits(recipe)
         return reasons
 
     def describe(self, recipe: Recipe) -> str:
@@ -114,6 +118,7 @@ class LinearEngine(Engine):
             and [name for name, _, _ in bound.learned_rates] == factors
             and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
             decays_first=decay is not None and decay.when == "before",
+            transposed=recipe.memory.read.transposed,
             split_values=per_value_systems(recipe),
             erases_along_key=erases_along_key(recipe),
         )
@@ -230,11 +235,18 @@ class LinearEngine(Engine):
             )
             return {**counted, "coefficients": 2 * C**3 if has_momentum else 0}
 
-        if sizes.n > 1:  # the sub-steps of a decoded token form a chunk
-            token = sum(chunk(sizes.n).values()) * heads
         C = min(chunk_length(solves=has_error), T)
         N = -(-T // C) if T else 0
         forward = {name: n * N * heads for name, n in chunk(C).items()}
+        if sizes.n > 1:  # the sub-steps of a decoded token form a chunk
+            token = sum(chunk(sizes.n).values()) * heads
+        if recipe.memory.read.transposed:
+            forward = transposed_flops(recipe, replace(sizes, T=T))
+            N += -(-T // chunk_length(solves=False)) if has_error else 0
+            if sizes.n > 1:
+                token = sum(transposed_flops(recipe, replace(sizes, T=sizes.n)).values())
+            elif has_error and not decodes_in_one_step(recipe):
+                token += 6 * F * V * heads  # both passes: a second write, and two more reads
         bonus, first = read_extras(recipe, sizes)
         forward["read"] += bonus * sizes.T + first
         return FlopCount(
@@ -264,6 +276,8 @@ def _matrix(problem: Problem, p: LinearProblem) -> Solved:
     elif p.lr.dim() == 4:
         # η acts on the write alone: fold a gate per value channel into the value.
         p = _fold_rate(p)
+    if read.transposed:
+        return read_transposed(p, read.when)
     by_entry = p.log_decay is not None and (p.log_decay.dim() == 5 or p.decay_scale is not None)
     y, A, S = read_in_order(p, read.when, _scan_entries if by_entry else chunked)
     if split:
@@ -295,6 +309,37 @@ def read_in_order(
     y, A, S = solve(replace(p, q=torch.cat([p.q[:, 1:], torch.zeros_like(p.q[:, :1])], dim=1)))
     first = torch.einsum("bhvk,bhgk->bhgv", p.A0, p.q[:, 0].to(p.A0.dtype)).unsqueeze(1)
     return torch.cat([first, y[:, :-1]], dim=1), A, S
+
+
+def read_transposed(p: LinearProblem, order: str) -> Solved:
+    """Read y = Aᵀ q. Aᵀ is a memory of the keys k_t at the errors u_t = η_t (b v_t − a P_t k_t).
+
+    A first pass predicts P_t k_t, by reads before the writes, and a second one reads Aᵀ.
+    """
+    p, (a, b) = p.masked(), p.affine
+    lr, A, rows, columns = p.lr.unsqueeze(-1), None, p.log_decay_value, p.log_decay
+    if rows is None and columns is not None and columns.dim() == 3:
+        rows, columns = columns, None  # one decay of all entries
+    u = b * lr * p.v
+    if a != 0:
+        keys = p.k
+        if p.decays_first and p.log_decay is not None:
+            decay = p.log_decay.exp()
+            keys = keys * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
+        prediction, A, _ = read_in_order(replace(p, q=keys.unsqueeze(3)), "before")
+        u = u - a * lr * prediction.squeeze(3)
+    transposed = replace(
+        p,
+        k=u,
+        v=p.k,
+        lr=torch.ones_like(p.lr),
+        A0=p.A0.mT,
+        log_decay=rows,
+        log_decay_value=columns,
+        affine=(0.0, 1.0),
+    )
+    y, M, _ = read_in_order(transposed, order)
+    return y, M.mT if A is None else A, None
 
 
 def _scan_entries(p: LinearProblem) -> Solved:

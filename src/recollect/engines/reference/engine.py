@@ -26,7 +26,7 @@ from recollect.choices.algorithm.muon import newton_schulz_flops
 from recollect.choices.memory.base import Stack
 from recollect.engines.base import Engine
 from recollect.engines.common.kernel_rows_flops import kernel_rows_flops, row_read_flops
-from recollect.engines.common.problem import Problem, join_buffer, memory_forward
+from recollect.engines.common.problem import Problem, join_buffer, memory_read
 from recollect.engines.common.sizes import FlopCount, Sizes, numel_of, weight_read_flops
 from recollect.engines.reference import kernel_token_loop, local_regression
 from recollect.engines.reference.full_batch import full_batch, full_batch_weights
@@ -84,7 +84,7 @@ class ReferenceEngine(Engine):
         phi = problem.phi(problem.q, "query", position)
         if recipe.algorithm.inverse is not None:
             return read_least_squares(problem, phi, query_rates).to(problem.v.dtype)
-        raw, forward = problem.q.to(phi.dtype), memory_forward(problem)
+        raw, forward = problem.q.to(phi.dtype), memory_read(problem)
         if recipe.context.horizon is None:
             tokens = join_buffer(problem)
             W = [full_batch_weights(problem, tokens, len(tokens) - 1)] * T

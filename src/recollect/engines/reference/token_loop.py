@@ -18,6 +18,7 @@ from recollect.engines.common.problem import (
     join_buffer,
     loss_gradients,
     memory_forward,
+    memory_read,
     requires_grad,
 )
 from recollect.engines.reference.normalized_steps import (
@@ -48,7 +49,7 @@ class TokenLoop:
         self.problem = problem
         self.outer = requires_grad(problem)
         self.tokens = join_buffer(problem)
-        self.forward = memory_forward(problem)
+        self.forward, self.read = memory_forward(problem), memory_read(problem)
         self.b = recipe.algorithm.batch_size
         self.A: Weights = list(problem.state.weights)
         self.S = {name: list(slot) for name, slot in problem.state.algorithm_state.items()}
@@ -459,7 +460,7 @@ class TokenLoop:
         return problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
 
     def _read(self, phi: Tensor, raw: Tensor) -> Tensor:
-        return self.forward(self.read_weights, phi, raw.to(phi.dtype), self.problem.params)
+        return self.read(self.read_weights, phi, raw.to(phi.dtype), self.problem.params)
 
     def weights_for_read(self, rates: Mapping[str, Tensor], t: int) -> Weights:
         """Return the weights after the replay that a query with these gates reads."""
