@@ -26,6 +26,18 @@ def memory() -> tuple[rc.Recipe, rc.LayerOptions]:
     return rc.Recipe(retention=rc.retention.Decay(when="before")), MEMORY
 
 
+def self_modifying(size: int) -> tuple[rc.Recipe, rc.LayerOptions]:
+    """A perceptron under delta gradient descent, whose inner batches have ``size`` tokens."""
+    algorithm = rc.algorithm.GradientDescent(
+        batch_size=size, update_every="token" if size == 1 else "batch", erasure=1.0
+    )
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(expansion=2), retention=rc.retention.Decay(), algorithm=algorithm
+    )
+    gates = {"lr": rc.GateOptions(init=0.05)}
+    return recipe, rc.LayerOptions(conv_size=0, gate_options=gates)
+
+
 def attention(
     size: int | None = None, first: int | None = None
 ) -> tuple[rc.Recipe, rc.LayerOptions]:

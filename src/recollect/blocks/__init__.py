@@ -29,6 +29,7 @@ from recollect.blocks.compositions import (
 from recollect.blocks.levels import Levels
 from recollect.blocks.local import LocalMemories
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
+from recollect.blocks.self_modifying import SelfModifyingMemory
 from recollect.blocks.slots import SlotMemory
 from recollect.blocks.state import MixerState
 
@@ -43,6 +44,7 @@ __all__ = [
     "MixtureOfMemories",
     "RecipeMixer",
     "ResidualMemory",
+    "SelfModifyingMemory",
     "Sequential",
     "SlotMemory",
     "as_mixer",

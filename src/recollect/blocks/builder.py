@@ -26,6 +26,8 @@ from recollect.blocks.local_layer import LocalMemoriesLayer
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
 from recollect.blocks.residual_memory import ResidualMemoryLayer
 from recollect.blocks.routed import MixtureOfMemoriesLayer
+from recollect.blocks.self_modifying import SelfModifyingMemory
+from recollect.blocks.self_modifying_layer import ProjectionMemories, SelfModifyingMemoryLayer
 from recollect.blocks.sequential import MemoryAsGateLayer, SequentialLayer
 from recollect.blocks.slot_layer import SlotMemoryLayer
 from recollect.blocks.slots import SlotMemory
@@ -77,7 +79,8 @@ def leaf_inputs(layer: MixerLayer, x: Tensor) -> dict[str, Tensor]:
 
     A part that is reset with every segment has the tokens of the last segment only. A memory of a
     mixture has the tokens that are routed to it. The second memory of `ResidualMemory`, the local
-    memories of `LocalMemories` and the memories of `SlotMemory` have no tokens of their own.
+    memories of `LocalMemories` and the memories of `SlotMemory` have no tokens of their own. Keys,
+    values and gates of `SelfModifyingMemory` differ from those of its layer alone.
 
     Args:
         layer: layer of a composition.
@@ -156,6 +159,7 @@ _LAYERS: dict[type[Mixer], Callable[..., MixerLayer]] = {
     CachedMemory: CachedMemoryLayer,
     Levels: LevelsLayer,
     LocalMemories: LocalMemoriesLayer,
+    SelfModifyingMemory: SelfModifyingMemoryLayer,
 }
 
 
@@ -171,6 +175,11 @@ def _build(
         return layer(d_model, mixer, _two_memories(mixer, d_model, num_heads, **sizes))
     if isinstance(mixer, LocalMemories):
         return layer(d_model, mixer, _local_memories(mixer, d_model, num_heads, **sizes))
+    if isinstance(mixer, SelfModifyingMemory):
+        first = _build(mixer.memory, d_model, num_heads, **sizes)
+        assert isinstance(first, MemoryLayer)
+        projections = ProjectionMemories(first, len(mixer.children) - 1)
+        return layer(d_model, mixer, {"memory": first, "projections": projections})
     parts = {n: _build(child, d_model, num_heads, **sizes) for n, child in mixer.children.items()}
     return layer(d_model, mixer, parts)
 

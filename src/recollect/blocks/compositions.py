@@ -17,6 +17,7 @@ from recollect.blocks.field_values import gate_name, gate_names, mixers
 from recollect.blocks.levels import Levels
 from recollect.blocks.local import LocalMemories
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer
+from recollect.blocks.self_modifying import SelfModifyingMemory
 from recollect.blocks.slots import SlotMemory
 from recollect.fields import integer, number, option, validated_field
 from recollect.layer.options import LayerOptions
@@ -420,7 +421,7 @@ class MixtureOfMemories(_ListMixer):
 KINDS: Mapping[str, type[Mixer]] = {
     cls.kind: cls
     for cls in (
-        *(Sequential, MemoryAsGate, MemoryAsContext),
+        *(Sequential, MemoryAsGate, MemoryAsContext, SelfModifyingMemory),
         *(ResidualMemory, MixtureOfMemories, SlotMemory, CachedMemory, Levels, LocalMemories),
     )
 }
@@ -525,7 +526,10 @@ def _check_persistent(parts: Mapping[str, Mixer], persistent: int) -> None:
             )
 
 
-_FULL_STREAM = (Sequential, MemoryAsGate, ResidualMemory, SlotMemory, LocalMemories)
+_FULL_STREAM = (
+    *(Sequential, MemoryAsGate, ResidualMemory, SlotMemory, LocalMemories),
+    SelfModifyingMemory,
+)
 """Compositions whose parts run over all tokens from the first one on."""
 
 

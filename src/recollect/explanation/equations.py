@@ -468,7 +468,9 @@ def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     notes = [note for part in recipe.members() for note in part.notes()]
     if full and recipe.algorithm.uses_normalized_steps and recipe.retention.link_lipschitz is None:
         notes.append("gain(G): effect on W of a step of A along G, ⟨G, J G⟩ with J = ∂W/∂A")
-    notes += erasure_note(recipe, "s" if recipe.algorithm.reduction == "mean" else _index(recipe))
+    algorithm = recipe.algorithm
+    sums_batch = algorithm.reduction == "mean" or algorithm.update_every == "batch"
+    notes += erasure_note(recipe, "s" if sums_batch else _index(recipe))
     decay = recipe.retention.decay
     if not recipe.nonparametric and not recipe.memory.linear:
         maps = ", ".join(map_names(recipe))

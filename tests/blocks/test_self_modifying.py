@@ -1,0 +1,163 @@
+"""`SelfModifyingMemory`: keys, values and gates are outputs of memories that learn them too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.blocks import loops
+from torch import Tensor, nn
+from torch.nn import functional
+
+import recollect as rc
+from recollect.blocks import SelfModifyingMemory, build, read_mixer
+
+TOL = {"atol": 1e-10, "rtol": 1e-10}  # float64, sums of order 1
+NAMES = ("memory", "keys", "values", "log_decay", "lr")
+
+
+def derivative(z: Tensor) -> Tensor:
+    """The derivative of the GELU."""
+    return 0.5 * (1 + torch.erf(z / 2**0.5)) + z * torch.exp(-0.5 * z * z) / (2 * torch.pi) ** 0.5
+
+
+def output(W: list[Tensor], x: Tensor) -> Tensor:
+    """M(x) = x + W_1 gelu(W_2 x)."""
+    return x + W[1] @ functional.gelu(W[0] @ x)
+
+
+def step(W: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+    """−∇½‖M(k) − v‖² − W_l h_l h_lᵀ for every map, by the chain rule."""
+    z = W[0] @ k
+    h = functional.gelu(z)
+    error = k + W[1] @ h - v
+    delta = derivative(z) * (W[1].T @ error)
+    return [-torch.outer(delta + z, k), -torch.outer(error + W[1] @ h, h)]
+
+
+def self_referential(layer: Any, x: Tensor, size: int) -> Tensor:
+    """Behrouz et al. 2025, eqs. 83-90, one sequence: every memory writes its own value at k_t.
+
+    Tokens of ``size`` read the memories at the start of their inner batch. Decays and erasures act
+    at its end.
+    """
+    first, H = layer.first, layer.first.num_heads
+    u = functional.silu(x @ first.qkv.weight.T)
+    q, k, v = (part.unflatten(-1, (H, -1)) for part in u.split(first.qkv_sizes, dim=-1))
+    start = [
+        torch.cat(pair) for pair in zip(first.memory(), layer.projections.memory(), strict=True)
+    ]
+    M = {name: [[w[i * H + h] for w in start] for h in range(H)] for i, name in enumerate(NAMES)}
+    outputs, changes, decays = [], {}, []
+    for t in range(len(x)):
+        if t % size == 0:
+            changes = {name: [[torch.zeros_like(w) for w in W] for W in M[name]] for name in NAMES}
+            decays = [x.new_ones(()) for _ in range(H)]
+        outputs.append([output(M["memory"][h], loops.unit(q[t, h])) for h in range(H)])
+        keys = [loops.unit(output(M["keys"][h], loops.unit(k[t, h]))) for h in range(H)]
+        values = [output(M["values"][h], v[t, h]) for h in range(H)]
+        gates = {}
+        for name in ("log_decay", "lr"):
+            read = torch.cat([output(M[name][h], v[t, h]) for h in range(H)])
+            gates[name] = first.gates[name](layer.gate_map(read)[None, None])[0, 0]
+        for h in range(H):
+            decays[h] = decays[h] * gates["log_decay"][h].exp()
+            for name in NAMES:
+                own_value = output(M[name][h], values[h])
+                moves = step(M[name][h], keys[h], own_value)
+                changes[name][h] = [
+                    total + gates["lr"][h] * move
+                    for total, move in zip(changes[name][h], moves, strict=True)
+                ]
+        if (t + 1) % size == 0:
+            M = {
+                name: [
+                    [decays[h] * w + c for w, c in zip(M[name][h], changes[name][h], strict=True)]
+                    for h in range(H)
+                ]
+                for name in NAMES
+            }
+    y = torch.stack(
+        [torch.stack([loops.rms(o, first.norm.weight) for o in row]) for row in outputs]
+    )
+    gate = nn.functional.silu(x @ first.output_gate.weight.T)
+    return (y.flatten(1) * gate) @ first.out.weight.T
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_layer_is_the_loop_of_its_equations(size: int) -> None:
+    layer: Any = build(SelfModifyingMemory(loops.self_modifying(size)), 8, 2).double()
+    x = torch.randn(2, 8, 8, dtype=torch.float64).requires_grad_()
+    y = layer(x)[0]
+    expected = torch.stack([self_referential(layer, row, size) for row in x])
+    torch.testing.assert_close(y, expected, **TOL)
+    leaves, direction = [x, *layer.parameters()], torch.randn_like(y)
+    ours = torch.autograd.grad((y * direction).sum(), leaves)
+    theirs = torch.autograd.grad((expected * direction).sum(), leaves)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
+        assert b.abs().max() > 1e-9
+
+
+def test_the_state_has_a_memory_per_gate() -> None:
+    mixer = SelfModifyingMemory(loops.self_modifying(4))
+    assert tuple(mixer.children) == NAMES
+    layer = build(mixer, 8, 2)
+    _, state = layer(torch.randn(1, 8, 8))
+    memory, projections = (state.parts[name].memory for name in ("memory", "projections"))
+    assert [w.shape[1] for w in memory.weights] == [2, 2]
+    assert [w.shape[1] for w in projections.weights] == [8, 8]
+    # Each memory has two maps of 4 x 8 numbers per head, and 3 open associations.
+    price = rc.cost(mixer, K=4, V=4, H=2, T=8)
+    stored = sum(w.numel() * w.element_size() for w in (*memory.weights, *projections.weights))
+    assert sum(size for name, size in price.state.items() if "open" not in name) >= stored
+    assert rc.explain(mixer).parts.keys() == set(NAMES)
+
+
+def test_grouped_queries_read_one_memory() -> None:
+    layer: Any = build(SelfModifyingMemory(loops.self_modifying(2)), 8, 4, num_kv_heads=2).double()
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    weight = layer.first.qkv.weight.detach().clone()
+    y = layer(x)[0]
+    with torch.no_grad():  # both queries of a memory are exchanged, and the output map too
+        swap = torch.tensor([1, 0, 3, 2])
+        layer.first.qkv.weight[:8] = weight[:8].view(4, 2, 8)[swap].flatten(0, 1)
+        gate, out = layer.first.output_gate.weight, layer.first.out.weight
+        gate.copy_(gate.view(4, 2, 8)[swap].flatten(0, 1))
+        out.copy_(out.view(8, 4, 2)[:, swap].flatten(1))
+    torch.testing.assert_close(layer(x)[0], y, **TOL)
+
+
+def test_round_trip() -> None:
+    mixer = SelfModifyingMemory(loops.self_modifying(4))
+    assert read_mixer(mixer.to_dict()) == mixer
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: SelfModifyingMemory("titans"), "use update_every='batch'"),
+        (lambda: SelfModifyingMemory("comba"), "leave ties and complex_decay out"),
+        (
+            lambda: SelfModifyingMemory(rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()))),
+            "at='key'",
+        ),
+        (
+            lambda: SelfModifyingMemory(rc.Recipe(features=rc.features.Polynomial())),
+            "use features.Identity",
+        ),
+        (lambda: SelfModifyingMemory("softmax_attention"), "is not a plain read of linear maps"),
+        (
+            lambda: SelfModifyingMemory(rc.Recipe(retention=rc.retention.Lq(q=4.0))),
+            "use retention.Keep",
+        ),
+        (
+            lambda: build(SelfModifyingMemory(rc.Recipe()), 8, 2, head_dim=4, value_dim=2),
+            "must be equal",
+        ),
+    ],
+)
+def test_refusals(made: Any, message: str) -> None:
+    with pytest.raises(rc.RecipeError, match=message):
+        made()
