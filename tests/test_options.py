@@ -189,3 +189,17 @@ def test_one_value_per_head_for_all_channels() -> None:
     torch.testing.assert_close(values["decay_scale"], expected)
     layer(torch.randn(1, 3, 8))[0].sum().backward()
     assert layer.params["decay_scale"].bias.grad is not None
+
+
+def test_an_activation_on_some_projections() -> None:
+    x = torch.randn(1, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for on in ("q", "v", "qk"):
+        options = rc.LayerOptions(conv_size=0, qk_norm="none", conv_activation_on=on)
+        layer = rc.MemoryLayer(8, 2, rc.Recipe(), options).double()
+        inputs = layer.memory_inputs(x)
+        for name, weight in zip("qkv", layer.qkv.weight.split(8), strict=True):
+            y = (x @ weight.T).unflatten(-1, (2, 4))
+            expected = torch.nn.functional.silu(y) if name in on else y
+            assert torch.allclose(getattr(inputs, name), expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(rc.RecipeError, match=r"on='q'.* needs an activation"):
+        rc.LayerOptions(conv_activation="none", conv_activation_on="q")

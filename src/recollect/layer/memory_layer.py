@@ -314,7 +314,7 @@ class MemoryLayer(RecipeModule):
             conv_state = None if state is None else state.conv
             u, conv_state = conv(u, conv_state, lengths=lengths, cu_seqlens=cu_seqlens)
         if options.conv_activation == "silu":
-            u = functional.silu(u)
+            u = self._activate(u)
         qk_width = self.qkv_sizes[0] + self.qkv_sizes[1]
         projected, v = u.split_with_sizes([qk_width, self.qkv_sizes[2]], dim=-1)
         zeros = options.zero_values
@@ -386,6 +386,14 @@ class MemoryLayer(RecipeModule):
             keys=None if history is None else history.per_token,
             final_keys=None if history is None else history.final,
         )
+
+    def _activate(self, u: Tensor) -> Tensor:
+        """Apply SiLU to the projections that have an activation."""
+        on = self.options.conv_activation_on
+        if on == "qkv":
+            return functional.silu(u)
+        parts = zip("qkv", u.split_with_sizes(self.qkv_sizes, dim=-1), strict=True)
+        return torch.cat([functional.silu(x) if name in on else x for name, x in parts], dim=-1)
 
     def _normalize(self, qk: Sequence[Tensor], values: dict[str, Tensor]) -> Sequence[Tensor]:
         """Return queries and keys of the length of ``qk_norm``; normalize gates that are keys."""

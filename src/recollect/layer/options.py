@@ -378,6 +378,8 @@ class LayerOptions(_SavedOptions):
         conv_size: width of the causal depthwise convolution on q, k and v; 0 or ``None``: none.
         conv_bias: whether the convolution adds a learned bias per channel, initially 0.
         conv_activation: ``"silu"`` or ``"none"``, after the convolution (also without one).
+        conv_activation_on: projections with this activation: ``"qkv"``, ``"qk"``, ``"q"`` or
+            ``"v"``.
         qk_norm: ``"l2"``: queries and keys of unit length per head; ``"rms"``: of length √K;
             ``"scaled"``: keys times K^(−1/2); or ``"none"``.
         qk_norm_eps: ε of the norms of queries and keys, added to their squared lengths.
@@ -442,6 +444,7 @@ class LayerOptions(_SavedOptions):
     conv_size: int = validated_field(4, _conv)
     conv_bias: bool = flag(False)
     conv_activation: str = option("silu", "none")
+    conv_activation_on: str = option("qkv", "qk", "q", "v")
     qk_norm: str = option("l2", "rms", "scaled", "none")
     qk_norm_eps: float = number(1e-12, above=0)
     qk: str = option("input", "ones")
@@ -479,6 +482,10 @@ class LayerOptions(_SavedOptions):
                 "output_gate='silu' or 'sigmoid', or leave output_gate_rank out"
             )
         missing = {
+            f"conv_activation_on={self.conv_activation_on!r}": (
+                *("an activation", "conv_activation"),
+                self.conv_activation_on != "qkv" and self.conv_activation == "none",
+            ),
             "conv_bias=True": ("a convolution", "conv_size", self.conv_bias and not self.conv_size),
             "value_skip_per='head'": (
                 *("a skip", "value_skip"),

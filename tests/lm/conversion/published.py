@@ -140,10 +140,10 @@ def retnet_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -
     q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
     K = q.shape[-1]
     angle = 10000.0 ** (-torch.arange(0, K, 2, dtype=x.dtype) / K)
-    turn = torch.polar(torch.ones(T, K // 2, dtype=x.dtype), torch.arange(T)[:, None] * angle)
+    rotation = torch.polar(torch.ones(T, K // 2, dtype=x.dtype), torch.arange(T)[:, None] * angle)
 
     def rotate(y: Tensor) -> Tensor:
-        z = torch.complex(*y.chunk(2, -1)) * turn[:, None]
+        z = torch.complex(*y.chunk(2, -1)) * rotation[:, None]
         return torch.cat([z.real, z.imag], -1)
 
     q, k = rotate(q), rotate(k)
@@ -154,6 +154,22 @@ def retnet_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -
                 weight = (1 - 2.0 ** (-5 - h)) ** (t - s) * (q[t, h] @ k[s, h]) * K**-0.5
                 y[t, h] += weight * v[s, h]
     return gated_output(x, y, w, config)
+
+
+def hgrn2_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
+    """S_t = Diag(α) S_(t−1) + (1 − α) iᵀ with α = σ(f); one norm over all heads, ε = 1e-5."""
+    K = config["expand_ratio"]
+    q, alpha = silu(x @ w["q_proj.weight"].T), sigmoid(x @ w["f_proj.weight"].T)
+    v = (x @ w["i_proj.weight"].T).unflatten(-1, (q.shape[-1] // K, -1))
+    y = torch.zeros_like(v)
+    for h in range(v.shape[1]):
+        channels = slice(h * K, (h + 1) * K)
+        state = torch.zeros(K, v.shape[-1], dtype=x.dtype)
+        for t in range(x.shape[0]):
+            a = alpha[t, channels]
+            state = a[:, None] * state + torch.outer(1 - a, v[t, h])
+            y[t, h] = K**-0.5 * q[t, channels] @ state
+    return rms(y.flatten(1), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
@@ -262,6 +278,11 @@ def retnet_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | gated_shapes(config, value)
 
 
+def hgrn2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    d = config["hidden_size"]
+    return {f"{name}_proj.weight": (d, d) for name in "qfio"} | {"g_norm.weight": (d,)}
+
+
 def delta_shapes(config: Mapping[str, Any], key: int, value: int) -> dict[str, tuple[int, ...]]:
     d, sizes = config["hidden_size"], {"q": key, "k": key, "v": value}
     shapes = {f"{name}_proj.weight": (size, d) for name, size in sizes.items()}
@@ -327,6 +348,11 @@ FAMILIES: dict[str, tuple[Callable[..., dict[str, tuple[int, ...]]], Layer, dict
             "conv_size": 4,
             "allow_neg_eigval": False,
         },
+    ),
+    "hgrn2": (
+        hgrn2_shapes,
+        hgrn2_layer,
+        {"num_heads": 3, "expand_ratio": 16, "use_lower_bound": False},
     ),
     "retnet": (
         retnet_shapes,

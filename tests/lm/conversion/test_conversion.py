@@ -23,6 +23,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gated_deltanet", {"allow_neg_eigval": True, "output_gate_activation": "sigmoid"}),
     ("gated_deltanet", {"use_gate": False, "use_short_conv": False, "expand_v": 1.0}),
     ("kda", {"allow_neg_eigval": True, "use_short_conv": False, "expand_v": 0.5}),
+    ("gated_deltanet", {"num_v_heads": 4, "expand_v": 1.0}),
+    ("kda", {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}),
     ("retnet", {"use_output_gate": False, "expand_k": 0.5, "expand_v": 1.0}),
 ]
 

@@ -55,7 +55,15 @@ ModelSpec = str | Preset | tuple[str, Recipe] | tuple[str, Mixer] | tuple[str, R
 """Zoo name, preset, or name and recipe or mixer, with layer options or without."""
 
 SHARED_OPTIONS = (
-    *("conv_size", "conv_bias", "conv_activation", "token_shift", "value_skip", "value_skip_per"),
+    *(
+        "conv_size",
+        "conv_bias",
+        "conv_activation",
+        "conv_activation_on",
+        "token_shift",
+        "value_skip",
+        "value_skip_per",
+    ),
     *("output_norm", "norm_group_size", "norm_before_gate", "output_gate", "output_gate_rank"),
 )
 """Options that do not depend on the memory: the layer applies them before or after it."""

@@ -15,7 +15,7 @@ from recollect.blocks.mixers import RecipeMixer
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.retention.base import Decay
-from recollect.layer.options import GateOptions, LayerOptions
+from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.lm.conversion.layout import NEGATE, TAPS, Layout, Piece, parts, reshape
 from recollect.lm.model.config import RecollectConfig
 from recollect.recipe.recipe import Recipe
@@ -60,6 +60,7 @@ def _config(
     *,
     head_dim: int,
     value_dim: int,
+    num_heads: int | None = None,
     num_kv_heads: int | None = None,
 ) -> RecollectConfig:
     """Return our configuration with one recipe in all layers."""
@@ -71,7 +72,7 @@ def _config(
     return RecollectConfig.from_recipes(
         {"memory": (recipe, layer_options)},
         **{**sizes, "intermediate_size": width},
-        num_attention_heads=options["num_heads"],
+        num_attention_heads=num_heads or options["num_heads"],
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
@@ -131,8 +132,9 @@ def _pieces(
 def _projections(config: RecollectConfig, *, conv: bool) -> Iterator[Piece]:
     """Yield the pieces of the projections of q, k, v and y, and of the convolutions."""
     K, V = _dims(config)
+    group_size = _layer_options(config).key_group_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = [heads * K, kv_heads * K, kv_heads * V]
+    sizes = [heads // group_size * K, kv_heads // group_size * K, kv_heads * V]
     for name, part in zip("qkv", parts("qkv.weight", sizes), strict=True):
         yield Piece(f"{name}_proj.weight", part)
     if conv:
@@ -295,18 +297,25 @@ def _delta_rule_output(options: Options) -> Iterator[Piece]:
 
 def _sizes(options: Options) -> tuple[int, int, int]:
     """Return K, V and the number of heads."""
-    K, heads, value_heads = options["head_dim"], options["num_heads"], options["num_v_heads"]
+    K, heads = options["head_dim"], options["num_heads"]
+    value_heads = options["num_v_heads"] or heads
     V = K * options["expand_v"]
     if not math.isclose(V, round(V)) or round(V) < 1:
         raise ValueError(f"head_dim · expand_v is {V:g}, and a head needs a whole number")
-    if value_heads not in (None, heads):
-        raise ValueError(f"num_v_heads is {value_heads}, and it must be num_heads, {heads}")
-    return K, round(V), heads
+    if value_heads % heads:
+        raise ValueError(f"num_v_heads is {value_heads}, and num_heads, {heads}, must divide it")
+    return K, round(V), value_heads
 
 
 def _published_sizes(config: RecollectConfig) -> dict[str, Any]:
-    K, V = _dims(config)
-    return {"head_dim": K, "expand_v": V / K}
+    (K, V), value_heads = _dims(config), config.num_attention_heads
+    heads = value_heads // _layer_options(config).key_group_size
+    return {
+        "head_dim": K,
+        "expand_v": V / K,
+        "num_heads": heads,
+        "num_v_heads": None if heads == value_heads else value_heads,
+    }
 
 
 _DECAY_SCALE = GateOptions(activation="exp", per="head")
@@ -314,7 +323,7 @@ _DECAY_SCALE = GateOptions(activation="exp", per="head")
 
 
 def _gated_deltanet(options: Options) -> RecollectConfig:
-    K, V, _ = _sizes(options)
+    K, V, heads = _sizes(options)
     activation = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
     name = options["output_gate_activation"]
     if name not in activation:
@@ -322,6 +331,7 @@ def _gated_deltanet(options: Options) -> RecollectConfig:
     layer = LayerOptions(
         **_conv_options(options),
         qk_norm_eps=1e-6,
+        key_group_size=heads // options["num_heads"],
         norm_eps=_scaled_eps(options, K),
         output_gate=activation[name] if options["use_gate"] else "none",
         gate_options={
@@ -331,7 +341,7 @@ def _gated_deltanet(options: Options) -> RecollectConfig:
         },
     )
     recipe = Recipe(retention=Decay(when="before", alpha="input_scaled"))
-    return _config(options, recipe, layer, head_dim=K, value_dim=V)
+    return _config(options, recipe, layer, head_dim=K, value_dim=V, num_heads=heads)
 
 
 def _published_gated_deltanet(config: RecollectConfig) -> dict[str, Any]:
@@ -361,6 +371,7 @@ def _kda(options: Options) -> RecollectConfig:
     layer = LayerOptions(
         **_conv_options(options),
         qk_norm_eps=1e-6,
+        key_group_size=heads // options["num_heads"],
         norm_eps=_scaled_eps(options, K),
         output_gate="sigmoid",
         output_gate_rank=rank,
@@ -371,7 +382,7 @@ def _kda(options: Options) -> RecollectConfig:
         },
     )
     recipe = Recipe(retention=Decay(per="key", when="before", alpha="input_scaled"))
-    return _config(options, recipe, layer, head_dim=K, value_dim=V)
+    return _config(options, recipe, layer, head_dim=K, value_dim=V, num_heads=heads)
 
 
 def _published_kda(config: RecollectConfig) -> dict[str, Any]:
@@ -442,6 +453,48 @@ def _published_retnet(config: RecollectConfig) -> dict[str, Any]:
 def _retnet_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
     yield from _projections(config, conv=False)
     yield from _gated_norm(options)
+
+
+# -- linear attention with keys that complement decays ---------------------------------------------
+
+
+def _hgrn2(options: Options) -> RecollectConfig:
+    width, heads, K = options["hidden_size"], options["num_heads"], options["expand_ratio"]
+    if K is not None:
+        heads = width // K
+    if not heads or width % heads:
+        raise ValueError(
+            f"hidden_size is {width}, and expand_ratio, {K}, or num_heads, {heads}, must divide it"
+        )
+    recipe = Recipe(
+        bias=DotProduct(), retention=Decay(per="key"), algorithm=GradientDescent(lr=1.0)
+    )
+    layer = LayerOptions(
+        conv_size=0,
+        conv_activation_on="q",
+        qk_norm="scaled",
+        norm_eps=1e-5,  # whatever norm_eps is: the layer leaves this argument out
+        norm_group_size=heads,
+        output_gate="none",
+        gate_options={"log_decay": GateOptions(activation="logsigmoid", rank=0, bias=False)},
+        ties=(Tie(target="k", source="log_decay", rule="complement"),),
+    )
+    sizes = {"head_dim": K or width // heads, "value_dim": width // heads}
+    return _config(options, recipe, layer, **sizes, num_heads=heads)
+
+
+def _published_hgrn2(config: RecollectConfig) -> dict[str, Any]:
+    return {**_backbone_options(config), "expand_ratio": _dims(config)[0]}
+
+
+def _hgrn2_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    heads, (K, V) = config.num_attention_heads, _dims(config)
+    query, value = parts("qkv.weight", [heads * K, heads * V])
+    yield Piece("q_proj.weight", query)
+    yield Piece("i_proj.weight", value)
+    yield Piece("f_proj.weight", "gates.log_decay.weight")
+    yield Piece("g_norm.weight", "norm.weight", (reshape((-1,), (heads, V)),))
+    yield Piece("o_proj.weight", "out.weight")
 
 
 # -- all layouts -----------------------------------------------------------------------------------
@@ -540,6 +593,21 @@ FLA_LAYOUTS = (
         to_ours=_kda,
         to_published=_published_kda,
         pieces=_pieces(_kda_pieces),
+    ),
+    Layout(
+        model_type="hgrn2",
+        architecture="HGRN2ForCausalLM",
+        defaults={**_BACKBONE, "num_heads": None, "expand_ratio": 128},
+        required={
+            **_REQUIRED,
+            "use_lower_bound": False,
+            "use_short_conv": False,
+            "elementwise_affine": True,
+        },
+        ignored=_IGNORED | {"conv_size", "fuse_norm"},
+        to_ours=_hgrn2,
+        to_published=_published_hgrn2,
+        pieces=_pieces(_hgrn2_pieces),
     ),
     Layout(
         model_type="retnet",
