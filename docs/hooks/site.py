@@ -22,6 +22,7 @@ __all__ = ["on_config", "on_files", "on_page_markdown"]
 _NO_RESULTS = "# Results\n\nThis copy of the sources comes without measured results.\n"
 _IMAGE_LINK = re.compile(r"\]\(([^)#:]+\.(?:png|svg))\)")
 _DOCS_LINK = re.compile(r"\]\(((?:\.\./)+)docs/")
+_REPORT_LINK = re.compile(r"\]\((?:\.\./)*(results/[\w/.-]+\.md)")
 
 
 def on_config(config: Any) -> Any:
@@ -87,8 +88,13 @@ def _results(root: Path) -> dict[str, str]:
         path.relative_to(root).as_posix(): _DOCS_LINK.sub(r"](\1", path.read_text("utf-8"))
         for path in _reports(root)
     }
-    names = ("README.md", "gpu/README.md", "language_models/README.md")
-    return pages or {f"results/{name}": _NO_RESULTS for name in names}
+    return pages or dict.fromkeys(_linked_reports(root), _NO_RESULTS)
+
+
+def _linked_reports(root: Path) -> list[str]:
+    """Return the paths of the reports to which pages link, for a copy without results."""
+    texts = (path.read_text("utf-8") for path in (root / "docs").glob("**/*.md"))
+    return sorted({link for text in texts for link in _REPORT_LINK.findall(text)})
 
 
 def _images(root: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -202,6 +203,13 @@ def test_numbers_are_those_of_the_results(pages: dict[str, str]) -> None:
 def test_without_results_pages_say_so(tmp_path: Path) -> None:
     assert results_for("titans", tmp_path) == []
     assert "No results yet." in system_pages(tmp_path)["zoo/titans.md"]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("[x](../results/notes/steps.md#y), `results/z.md`")
+    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs" / "hooks" / "site.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)  # the standard library has a module `site`
+    spec.loader.exec_module(hook)
+    assert list(hook._results(tmp_path)) == ["results/notes/steps.md"]
 
 
 def test_links_between_pages_lead_somewhere(pages: dict[str, str]) -> None:
