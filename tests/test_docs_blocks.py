@@ -3,10 +3,10 @@
 The python blocks of a page share their names, as somebody's who pastes one after the other. Console
 blocks run where they name ``recollect``; what they name of make and pip must exist. TOML blocks are
 written under the name that the page gives them, and so is any block with a title, which is then not
-run by itself: ``torchrun`` runs it where it is a script. A text right below a block is what that
-printed. Each page starts in an empty folder with what it takes as given (`_given`): a saved model,
-texts. What would train for minutes runs at another size (`SMOKE`), everything else word for word;
-what takes seconds even so is slow.
+run by itself: ``torchrun`` runs it where it is a script. A text right below a block is its output,
+and a line ``…`` in it stands for lines that are left out. Each page starts in an empty folder with
+what it takes as given (`_given`): a saved model, texts. A training of minutes runs at another
+size (`SMOKE`), everything else word for word; what takes seconds even so is slow.
 """
 
 from __future__ import annotations
@@ -216,16 +216,31 @@ def _torchrun(arguments: list[str]) -> str:
     return found.stdout
 
 
-def _printed(line: str, lines: list[str], page: str) -> bool:
-    """Whether a line of the page is one that was printed; in tutorials decimals nearly so."""
-    if line in lines or not page.startswith(TUTORIALS):
-        return line in lines
+def _equal(line: str, printed: str, page: str) -> bool:
+    """Whether a line of the page is the printed one; in tutorials decimals nearly so."""
+    if line == printed or not page.startswith(TUTORIALS):
+        return line == printed
+    if NUMBER.sub("#", line) != NUMBER.sub("#", printed):
+        return False
     wanted = list(map(float, NUMBER.findall(line)))
-    return any(
-        NUMBER.sub("#", line) == NUMBER.sub("#", one)
-        and list(map(float, NUMBER.findall(one))) == pytest.approx(wanted, rel=ROUGH)
-        for one in lines
-    )
+    return list(map(float, NUMBER.findall(printed))) == pytest.approx(wanted, rel=ROUGH)
+
+
+def _missing(block: str, printed: str, page: str) -> list[str]:
+    """The lines of a block that were not printed there; a line ``…`` stands for any lines.
+
+    A block may end early.
+    """
+    rest, is_gap = printed.splitlines(), False
+    for number, line in enumerate(lines := block.splitlines()):
+        if line.strip() == "…":
+            is_gap = True
+            continue
+        found = [i for i, one in enumerate(rest) if _equal(line, one, page)][:1]
+        if not found or (found[0] and not is_gap):
+            return lines[number:]
+        rest, is_gap = rest[found[0] + 1 :], False
+    return []
 
 
 def _module(page: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
@@ -256,9 +271,7 @@ def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
         elif kind == "console":
             printed = _console(page, block, slow)
         elif kind == "text" and (not between.strip() or page == "README.md"):
-            # All of what the block above prints, or its first lines.
-            lines = printed.splitlines()
-            assert [one for one in block.splitlines() if not _printed(one, lines, page)] == []
+            assert _missing(block, printed, page) == []
     for test in [value for name, value in vars(module).items() if name.startswith("test_")]:
         test()
 

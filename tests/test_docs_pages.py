@@ -157,6 +157,65 @@ def test_the_reference_begins_with_all_of_its_names() -> None:
             assert names == set(headings) - families, name.name
 
 
+def _minutes(preset: str) -> float:
+    stored = json.loads((ROOT / f"results/language_models/{preset}.json").read_text("utf-8"))
+    return stored["run"]["cpu_seconds"] / 60
+
+
+def _bits(preset: str) -> float:
+    stored = json.loads((ROOT / f"results/language_models/{preset}.json").read_text("utf-8"))
+    return stored["run"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("examples/train_on_your_text.py", "about six minutes on one thread", 6),
+        ("docs/choose.md", "reaches {:.3f} bits per byte", _bits("softmax_attention-same")),
+    ],
+)
+def test_numbers_in_sentences_are_those_of_the_results(name: str, text: str, value: float) -> None:
+    page_text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    assert text.format(value) in page_text
+    if name.startswith("examples/"):  # the example trains the model of this result
+        assert round(_minutes("gated_delta_net")) == value
+
+
+def test_every_page_names_one_duration_of_the_demo() -> None:
+    texts = {
+        name: " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/index.md")
+    }
+    for name, text in texts.items():
+        assert "about five minutes on two cores" in text.partition("make demo")[2], name
+
+
+def test_the_defaults_of_devices_are_those_of_the_commands() -> None:
+    pytest.importorskip("typer")
+    from command_line import render_commands
+
+    sections = re.findall(r"^## recollect (\w+)\n(.*?)(?=^## |\Z)", render_commands(), re.M | re.S)
+    defaults = {
+        name: row[1]
+        for name, section in sections
+        if (row := re.search(r"^\| `--device <str>` \| .* \| (.*) \|$", section, re.M))
+    }
+    on_gpu = {name for name, default in defaults.items() if default == "a GPU if there is one"}
+    assert {default for name, default in defaults.items() if name not in on_gpu} == {"cpu", ""}
+    assert defaults["train"] == ""  # the run file's, by default a GPU if there is one
+    paragraph = page("commands.md").partition("**Devices.**")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", paragraph)) - {"cpu", "cuda", "mps"} == on_gpu | {"train"}
+
+
+@pytest.mark.parametrize("name", ["docs/design/README.md", "CONTRIBUTING.md"])
+def test_every_package_is_in_the_tree(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    packages = [
+        path.name for path in (ROOT / "src/recollect").iterdir() if (path / "__init__.py").exists()
+    ]
+    assert len(packages) > 15
+    assert [one for one in packages if f"{one}/" not in text] == []
+
+
 def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     order = re.findall(r"([\w/-]+\.md)$", nav.partition("\n\n")[0], re.MULTILINE)
