@@ -19,16 +19,16 @@ TOL = {"atol": 1e-10, "rtol": 1e-10}
 DECAYS = [
     None,
     *(
-        Decay(per=per, when=when)
-        for per, when in itertools.product(
+        Decay(per=per, when=order)
+        for per, order in itertools.product(
             ("head", "key", "value", "key_value"), ("before", "after")
         )
     ),
 ]
 
 
-def recipe(when: str = "after", **choices: object) -> rc.Recipe:
-    memory = rc.memory.Matrix(read=rc.memory.Read(transposed=True, when=when))
+def recipe(order: str = "after", **choices: object) -> rc.Recipe:
+    memory = rc.memory.Matrix(read=rc.memory.Read(transposed=True, when=order))
     return rc.Recipe(memory=memory, **choices)  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ def draw(problem: rc.Recipe, T: int = 37) -> Inputs:
     return inputs(problem, B=2, T=T, H=2, K=4, V=4, G=2)
 
 
-def loop(x: Inputs, decay: Decay | None, *, is_sum: bool, when: str) -> tuple[Tensor, Tensor]:
+def loop(x: Inputs, decay: Decay | None, *, is_sum: bool, order: str) -> tuple[Tensor, Tensor]:
     """W = D W + η (v − P k) kᵀ with P = W or D W; without P for a sum."""
     q = x.q.unflatten(2, (2, -1))
     W = torch.zeros(2, 2, 4, 4, dtype=x.q.dtype) + (0 if x.init is None else x.init[0])
@@ -54,18 +54,18 @@ def loop(x: Inputs, decay: Decay | None, *, is_sum: bool, when: str) -> tuple[Te
         P = D * W if decay is None or decay.when == "before" else W
         error = v if is_sum else v - P @ k
         W = D * W + x.gates["lr"][:, t][..., None, None] * error @ k.mT
-        outputs.append(q[:, t] @ (earlier if when == "before" else W))
+        outputs.append(q[:, t] @ (earlier if order == "before" else W))
     return torch.stack(outputs, 1).flatten(2, 3), W
 
 
-@pytest.mark.parametrize("when", ["after", "before"])
+@pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("is_sum", [False, True])
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
-def test_a_loop_over_tokens(decay: Decay | None, is_sum: bool, when: str) -> None:
+def test_a_loop_over_tokens(decay: Decay | None, is_sum: bool, order: str) -> None:
     choices: dict[str, object] = {"bias": rc.bias.DotProduct()} if is_sum else {}
-    problem = recipe(when, **choices, **({} if decay is None else {"retention": decay}))
+    problem = recipe(order, **choices, **({} if decay is None else {"retention": decay}))
     x = draw(problem)
-    want, W = loop(x, decay, is_sum=is_sum, when=when)
+    want, W = loop(x, decay, is_sum=is_sum, order=order)
     for engine in ("auto", "reference"):
         y, state = run_recall(problem, x, engine=engine)
         torch.testing.assert_close(y, want, **TOL)
@@ -76,23 +76,25 @@ def test_a_loop_over_tokens(decay: Decay | None, is_sum: bool, when: str) -> Non
         check_agrees(problem, x, "linear", chunk_size=8)
 
 
-@pytest.mark.parametrize("when", ["after", "before"])
-def test_tokens_padding_and_reads(when: str) -> None:
-    problem = recipe(when, retention=Decay(per="key", when="before"))
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_tokens_padding_and_reads(order: str) -> None:
+    problem = recipe(order, retention=Decay(per="key", when="before"))
     x = draw(problem)
     y, state = run_recall(problem, x)
-    parts, after = [], None
+    parts, state_after = [], None
     for t in range(37):
-        part, after = run_recall(problem, x.slice_tokens(t, t + 1), state=after)
+        part, state_after = run_recall(problem, x.slice_tokens(t, t + 1), state=state_after)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), y, **TOL)
-    torch.testing.assert_close(after.weights[0], state.weights[0], **TOL)
+    torch.testing.assert_close(state_after.weights[0], state.weights[0], **TOL)
     mask = torch.ones(2, 37)
     mask[0, 20:], mask[1, :5] = 0, 0
     padded, end = run_recall(problem, x, attention_mask=mask)
     for row, tokens in enumerate((slice(0, 20), slice(5, 37))):
-        alone, last = run_recall(problem, x.select_row(row).slice_tokens(tokens.start, tokens.stop))
-        torch.testing.assert_close(padded[row : row + 1, tokens], alone, **TOL)
+        expected, last = run_recall(
+            problem, x.select_row(row).slice_tokens(tokens.start, tokens.stop)
+        )
+        torch.testing.assert_close(padded[row : row + 1, tokens], expected, **TOL)
         torch.testing.assert_close(end.weights[0][row : row + 1], last.weights[0], **TOL)
     read = rc.read(problem, x.q, state=state)
     W = state.weights[0].unsqueeze(1)

@@ -24,11 +24,11 @@ def tokens(rows: int = 2, count: int = N) -> Tensor:
     return normal(rows, count, D, seed=40)
 
 
-def loop(made: MemoryLayer, x: Tensor) -> Tensor:
+def loop(module: MemoryLayer, x: Tensor) -> Tensor:
     """Outputs of the memory ``[B, T, H, V]``."""
-    _, projected, v = around(made, x)
-    factors = made.ties.factors
-    decay = made.gates["log_average_decay"].bias.sigmoid()[:, None]  # λ
+    _, projected, v = around(module, x)
+    factors = module.ties.factors
+    decay = module.gates["log_average_decay"].bias.sigmoid()[:, None]  # λ
     key_length = math.e * factors["k"].exp()
     value_length = math.exp(-0.5) * factors["v_length"].exp()
     average, keys = torch.zeros_like(projected[:, 0]), []
@@ -49,17 +49,17 @@ def loop(made: MemoryLayer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 def test_the_layer_is_the_loop_of_the_paper(engine: str) -> None:
-    made, x = layer("memory_mosaics", engine=engine), tokens()
-    assert made.qkv.weight.shape == (2 * D, D)  # no projection of queries
-    torch.testing.assert_close(made(x)[0], finish(made, loop(made, x), x), **TOL)
+    module, x = layer("memory_mosaics", engine=engine), tokens()
+    assert module.qkv.weight.shape == (2 * D, D)  # no projection of queries
+    torch.testing.assert_close(module(x)[0], finish(module, loop(module, x), x), **TOL)
 
 
 def test_gradients_are_those_of_the_loop() -> None:
-    made, x = layer("memory_mosaics"), tokens().requires_grad_()
-    weights = [x, *made.parameters()]
-    got = torch.autograd.grad(made(x)[0].square().sum(), weights)
-    want = torch.autograd.grad(finish(made, loop(made, x), x).square().sum(), weights)
-    for one, other in zip(got, want, strict=True):
+    module, x = layer("memory_mosaics"), tokens().requires_grad_()
+    weights = [x, *module.parameters()]
+    gradients = torch.autograd.grad(module(x)[0].square().sum(), weights)
+    want = torch.autograd.grad(finish(module, loop(module, x), x).square().sum(), weights)
+    for one, other in zip(gradients, want, strict=True):
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
 
 
@@ -71,11 +71,11 @@ def assert_states_equal(state: rc.LayerState, other: rc.LayerState) -> None:
 @pytest.mark.parametrize("split", [(1,) * 9 + (N - 9,), (17, 20), (36, 1)])
 @pytest.mark.parametrize("value_dim", [None, 6])
 def test_splits_and_tokens(split: tuple[int, ...], value_dim: int | None) -> None:
-    made, x = layer("memory_mosaics", value_dim=value_dim), tokens()
-    y, want = made(x)
+    module, x = layer("memory_mosaics", value_dim=value_dim), tokens()
+    y, want = module(x)
     parts, state = [], None
     for piece in x.split(split, dim=1):
-        part, state = made(piece, state)
+        part, state = module(piece, state)
         state = rc.LayerState.from_dict(state.to_dict())
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), y, **TOL)
@@ -83,43 +83,45 @@ def test_splits_and_tokens(split: tuple[int, ...], value_dim: int | None) -> Non
 
 
 def test_padding_and_documents() -> None:
-    made, x = layer("memory_mosaics"), tokens()
+    module, x = layer("memory_mosaics"), tokens()
     mask = torch.ones(2, N)
     mask[0, :7], mask[1, 30:] = 0, 0
-    for start in (None, made(tokens(2, 3))[1]):
-        y, state = made(x, start, mask)
+    for start in (None, module(tokens(2, 3))[1]):
+        y, state = module(x, start, mask)
         for row, valid in enumerate(mask.bool()):
             before = None if start is None else start.select(torch.tensor([row]))
-            alone, end = made(x[row : row + 1, valid], before)
-            torch.testing.assert_close(y[row : row + 1, valid], alone, **TOL)
-            after = [made(x[:1, :5], one)[0] for one in (state.select(torch.tensor([row])), end)]
-            torch.testing.assert_close(*after, **TOL)
-    for start in (None, made(tokens(3, 3))[1]):
-        y, state = made(x[:1], start, cu_seqlens=torch.tensor([0, 16, 16, N]))
+            expected, end = module(x[row : row + 1, valid], before)
+            torch.testing.assert_close(y[row : row + 1, valid], expected, **TOL)
+            outputs = [
+                module(x[:1, :5], one)[0] for one in (state.select(torch.tensor([row])), end)
+            ]
+            torch.testing.assert_close(*outputs, **TOL)
+    for start in (None, module(tokens(3, 3))[1]):
+        y, state = module(x[:1], start, cu_seqlens=torch.tensor([0, 16, 16, N]))
         for row, (first, last) in enumerate(((0, 16), (16, 16), (16, N))):
             before = None if start is None else start.select(torch.tensor([row]))
-            alone, _ = made(x[:1, first:last], before)
-            torch.testing.assert_close(y[:, first:last], alone, **TOL)
+            expected, _ = module(x[:1, first:last], before)
+            torch.testing.assert_close(y[:, first:last], expected, **TOL)
 
 
 def test_earlier_states_of_a_recorded_call() -> None:
-    made, x = layer("memory_mosaics", value_dim=6), tokens()
-    _, start = made(tokens(2, 3))
+    module, x = layer("memory_mosaics", value_dim=6), tokens()
+    _, start = module(tokens(2, 3))
     calls: list[rc.layer.RecordedCall] = []
-    made(x, start, calls=calls)
-    assert_states_equal(calls[0].state_at(23), made(x[:, :23], start)[1])
+    module(x, start, calls=calls)
+    assert_states_equal(calls[0].state_at(23), module(x[:, :23], start)[1])
 
 
 def test_tokens_of_value_zero_and_one_token() -> None:
-    made = layer("memory_mosaics")
+    module = layer("memory_mosaics")
     x = tokens()
     x[:, 5:8] = 0
     x.requires_grad_()
-    y, _ = made(x)
+    y, _ = module(x)
     (gradient,) = torch.autograd.grad(y.square().sum(), x)
     assert y.isfinite().all()
     assert gradient.isfinite().all()
-    assert made(x[:, :1])[0].abs().max() == 0
+    assert module(x[:, :1])[0].abs().max() == 0
 
 
 # -- the ties and the restriction ------------------------------------------------------------------
@@ -151,9 +153,9 @@ def test_several_ties_of_one_target_apply_in_their_order() -> None:
 def test_queries_that_are_keys() -> None:
     copy = Tie(target="q", source="k", rule="copy")
     for options in ({}, {"rope_theta": 100.0}, {"qk_affine": True}, {"token_shift": "input"}):
-        made = tied(copy, **options)
-        assert made.qkv_sizes[0] == 0
-        inputs = made.memory_inputs(tokens())
+        module = tied(copy, **options)
+        assert module.qkv_sizes[0] == 0
+        inputs = module.memory_inputs(tokens())
         assert torch.equal(inputs.q, inputs.k)
     with pytest.raises(rc.RecipeError, match="needs one query head per memory"):
         MemoryLayer(D, 2, rc.Recipe(), LayerOptions(ties=(copy,)), num_kv_heads=1)

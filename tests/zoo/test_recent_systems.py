@@ -117,11 +117,11 @@ def gated_kalmanet(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), U
 
 
-def oja(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def oja(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = S Diag(α), S = S + β (x − S c) cᵀ, o = Sᵀ q, with inputs x and codes c."""
-    (q, code, inputs), alpha = unit_inputs(made, x), decay(made, x)
-    beta = gate(made, "lr", x).sigmoid()
-    S, outputs = zeros(made, x), []
+    (q, code, inputs), alpha = unit_inputs(module, x), decay(module, x)
+    beta = gate(module, "lr", x).sigmoid()
+    S, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         S = S * alpha[:, t].unsqueeze(-2)
         S = S + column(beta, t) * outer(inputs[:, t] - read(S, code[:, t]), code[:, t])
