@@ -279,8 +279,8 @@ def sized(**fields: Any) -> Any:
 
 
 def test_layers_of_a_recipe_have_sizes_of_their_own(tmp_path: Path) -> None:
-    own = {"num_attention_heads": 4, "head_dim": 3, "value_dim": 5}
-    config = sized(recipe_sizes={"gated_delta_net": own})
+    recipe_sizes = {"num_attention_heads": 4, "head_dim": 3, "value_dim": 5}
+    config = sized(recipe_sizes={"gated_delta_net": recipe_sizes})
     model = rc.lm.RecollectForCausalLM(config)
     shapes = [
         (x.num_heads, x.num_kv_heads, x.head_dim, x.value_dim)
@@ -293,10 +293,10 @@ def test_layers_of_a_recipe_have_sizes_of_their_own(tmp_path: Path) -> None:
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     wider = config_at_width(config, 32)
-    assert wider.recipe_sizes["gated_delta_net"] == {**own, "num_attention_heads": 8}
-    assert config.recipe_sizes["gated_delta_net"] == own
+    assert wider.recipe_sizes["gated_delta_net"] == {**recipe_sizes, "num_attention_heads": 8}
+    assert config.recipe_sizes["gated_delta_net"] == recipe_sizes
     for sizes, message in (
-        ({"mamba": own}, "recipe_sizes names the recipe 'mamba'"),
+        ({"mamba": recipe_sizes}, "recipe_sizes names the recipe 'mamba'"),
         ({"gated_delta_net": {"heads": 2}}, "has no size 'heads'"),
         ({"gated_delta_net": {"head_dim": 0}}, "whole number from 1"),
         ([1], "must map names of recipes to sizes"),

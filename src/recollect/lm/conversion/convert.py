@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from recollect.lm.conversion.fla import FLA_LAYOUTS
+from recollect.lm.conversion.huggingface import HUGGINGFACE_LAYOUTS
 from recollect.lm.conversion.layout import Layout
 from recollect.lm.conversion.tensors import (
     DTYPES,
@@ -30,7 +31,9 @@ from recollect.messages import short_repr, suggestion
 
 __all__ = ["LAYOUTS", "convert", "published_config"]
 
-LAYOUTS: dict[str, Layout] = {layout.model_type: layout for layout in FLA_LAYOUTS}
+LAYOUTS: dict[str, Layout] = {
+    layout.model_type: layout for layout in (*FLA_LAYOUTS, *HUGGINGFACE_LAYOUTS)
+}
 """Published layouts by ``model_type``."""
 
 _COPIED_FILES = (
@@ -183,17 +186,15 @@ def _published_options(layout: Layout, config: RecollectConfig) -> dict[str, Any
 
 def _facts(config: RecollectConfig) -> dict[str, Any]:
     """Return everything in a configuration that shapes the outputs of a model."""
-    names = "vocab_size hidden_size num_attention_heads num_key_value_heads intermediate_size"
-    names += " rms_norm_eps tie_word_embeddings logit_scale"
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    return {
-        **{name: getattr(config, name) for name in names.split()},
-        "head_dim": head_dim,
-        "value_dim": config.value_dim or head_dim,
-        "layers": [
-            {**mixer.to_dict(), "has_mlp": has_mlp} for mixer, has_mlp in config.layer_specs
-        ],
-    }
+    names = "vocab_size hidden_size intermediate_size rms_norm_eps zero_centered_norms"
+    names += " tie_word_embeddings logit_scale"
+    layers: list[dict[str, Any]] = []
+    for name, (mixer, has_mlp) in zip(config.layer_names, config.layer_specs, strict=True):
+        sizes: dict[str, Any] = config.sizes_of(name)
+        sizes["head_dim"] = sizes["head_dim"] or config.hidden_size // sizes["num_attention_heads"]
+        sizes["value_dim"] = sizes["value_dim"] or sizes["head_dim"]
+        layers.append({**mixer.to_dict(), "has_mlp": has_mlp, **sizes})
+    return {**{name: getattr(config, name) for name in names.split()}, "layers": layers}
 
 
 def _first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
@@ -211,8 +212,10 @@ def _first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | 
 def _write_published_config(
     folder: Path, layout: Layout, options: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
+    aliases = {alias: options[name] for alias, name in layout.aliases.items()}
     config = {
         **options,
+        **aliases,
         "model_type": layout.model_type,
         "architectures": [layout.architecture],
         "dtype": str(dtype).removeprefix("torch."),

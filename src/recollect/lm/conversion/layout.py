@@ -128,6 +128,8 @@ class Layout:
         defaults: options of its ``config.json`` that shape the model, and their default values.
         required: options that can have one value here. Other values are refused.
         ignored: options that do not change the outputs. Written models have their defaults.
+        aliases: other names of options, which are read and written, too.
+        normalize: returns options with one form of each value, before they are checked.
         to_ours: returns our configuration of a model with these options; raises `ValueError` if
             there is none.
         to_published: returns the options of a model with our configuration. The caller checks that
@@ -140,6 +142,8 @@ class Layout:
     defaults: Mapping[str, Any]
     required: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    normalize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     to_ours: Callable[[Mapping[str, Any]], RecollectConfig]
     to_published: Callable[[RecollectConfig], Mapping[str, Any]]
     pieces: Callable[[Mapping[str, Any], RecollectConfig], Iterable[Piece]]
@@ -150,6 +154,7 @@ class Layout:
         Raises:
             ValueError: an option that is unknown, or has a value without a counterpart here.
         """
+        config = self.normalize(self._without_aliases(config))
         for name, value in config.items():
             if name in self.required and value != self.required[name]:
                 raise ValueError(
@@ -171,6 +176,13 @@ class Layout:
                 self._check_value(name, value, _kind(default))
         return {**self.defaults, **self.required, **known}
 
+    def _without_aliases(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = dict(config)
+        for alias, name in self.aliases.items():
+            if alias in renamed and renamed.setdefault(name, renamed[alias]) != renamed.pop(alias):
+                raise ValueError(f"the options {alias!r} and {name!r} are one, and they differ")
+        return renamed
+
     def _check_value(self, name: str, value: Any, kind: str) -> None:
         """Check that a value is of a kind, such as a number above 0."""
         is_number = isinstance(value, int | float) and type(value) is not bool
@@ -179,6 +191,8 @@ class Layout:
             "a word": isinstance(value, str),
             "a number above 0": is_number and 0 < value < math.inf,
             "an integer above 0": type(value) is int and value > 0,
+            "a list": isinstance(value, list | tuple),
+            "a mapping": isinstance(value, Mapping),
         }
         if not is_valid[kind]:
             raise ValueError(
@@ -189,4 +203,5 @@ class Layout:
 def _kind(default: Any) -> str:
     """Return the kind of value that an option with this default takes."""
     kinds: dict[type, str] = {bool: "true or false", str: "a word", float: "a number above 0"}
+    kinds |= {list: "a list", dict: "a mapping"}
     return kinds.get(type(default), "an integer above 0")

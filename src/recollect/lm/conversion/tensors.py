@@ -109,11 +109,11 @@ class PlannedTensor:
 
     def read(self) -> Tensor:
         """Read and transform all parts."""
-        outputs = []
-        for move in self.moves:
-            name = move.source.name
-            with safe_open(self.files[name], framework="pt") as file:
-                outputs.append(move.transform(move.source.of(file.get_tensor(name))))
+        tensors: dict[str, Tensor] = {}
+        for name, path in self.files.items():
+            with safe_open(path, framework="pt") as file:
+                tensors[name] = file.get_tensor(name)
+        outputs = [move.transform(move.source.of(tensors[move.source.name])) for move in self.moves]
         return torch.cat(outputs, self.moves[0].target.dim)
 
 
