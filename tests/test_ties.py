@@ -94,6 +94,11 @@ def test_ties_that_no_recipe_allows(tie: dict[str, str], says: str) -> None:
             "one association per token",
         ),
         (
+            {"target": "log_decay", "source": "lr", "rule": "rate"},
+            {"algorithm": GD(updates_per_token=2), "retention": Decay()},
+            "one value per token, or both one per association",
+        ),
+        (
             {"target": "window", "source": "log_decay", "rule": "trapezoid"},
             {"context": rc.context.Window(size=3), "retention": Decay()},
             "a window of two associations",
@@ -150,6 +155,12 @@ def test_ties_follow_what_was_tied_before() -> None:
         ({"value_skip": True}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"qk": "ones"}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"zero_values": 1}, {}, "leaves a token without a value"),
+        ({"mimo": True}, {}, "set updates_per_token"),
+        (
+            {"mimo": True, "zero_values": 1},
+            {"algorithm": GD(updates_per_token=2)},
+            "one value for all associations",
+        ),
         ({"partial_rotary_factor": 0.5}, {}, "needs rope_theta or complex_decay"),
         (
             {

@@ -73,6 +73,8 @@ def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
         ("comba", 2),  # a tie of queries
         (("kimi_delta_attention", 3), 4),  # an output gate of low rank
         ("mamba3", 4),  # factors and biases of queries and keys
+        ("mamba3_mimo", 4),  # factors of inputs and outputs
+        ("mamba3_mimo", 2),
         ("erase_then_delta", 4),  # an association without a value
         ("preconditioned_kda", 4),  # gates of a tie
     ],

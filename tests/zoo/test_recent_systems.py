@@ -207,32 +207,69 @@ def erase_then_delta(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), M
 
 
-def mamba3(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def mamba3_gates(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Δ, α = exp(−Δ a), λ and the angles Σ Δ θ."""
+    delta = functional.softplus(gate(module, "lr", x))
+    start = module.gates["lr"].initial()
+    a = functional.softplus(-gate(module, "log_decay", x)) / start
+    alpha, mix = (-delta * a).exp(), gate(module, "window", x).sigmoid()
+    theta = module.phase.bias + (x @ module.phase.weight.T).unflatten(-1, module.phase.bias.shape)
+    return delta, alpha, mix, (theta * (delta / start).unsqueeze(-1)).cumsum(1)
+
+
+def turned(part: Tensor, weight: Tensor, bias: Tensor, angle: Tensor) -> Tensor:
+    """RMS norm, factors and biases, then a rotation of the first half of the channels."""
+    size, part = angle.shape[-1], part * (part.square().mean(-1, keepdim=True)).rsqrt()
+    part = part * weight + bias
+    pair = torch.complex(part[..., :size], part[..., size : 2 * size]) * torch.exp(-1j * angle)
+    return torch.cat([pair.real, pair.imag, part[..., 2 * size :]], -1)
+
+
+def mamba3(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """h = α h + (1 − λ) Δ α B_(t−1) x_(t−1) + λ Δ B x, α = exp(−Δ a), B and C turned by Σ Δ θ."""
-    q, k, v = around(made, x)
-    delta = functional.softplus(gate(made, "lr", x))
-    start = made.gates["lr"].initial()
-    a = functional.softplus(-gate(made, "log_decay", x)) / start
-    alpha, mix = (-delta * a).exp(), gate(made, "window", x).sigmoid()
-    theta = made.phase.bias + (x @ made.phase.weight.T).unflatten(-1, made.phase.bias.shape)
-    angle = (theta * (delta / start).unsqueeze(-1)).cumsum(1)
-    size, heads = angle.shape[-1], made.num_heads
-
-    def turned(part: Tensor, rows: slice) -> Tensor:
-        part = part * (part.square().mean(-1, keepdim=True)).rsqrt()
-        part = part * made.qk_affine.weight[rows] + made.qk_affine.bias[rows]
-        pair = torch.complex(part[..., :size], part[..., size : 2 * size]) * torch.exp(-1j * angle)
-        return torch.cat([pair.real, pair.imag, part[..., 2 * size :]], -1)
-
-    C, B = turned(q, slice(0, heads)), turned(k, slice(heads, None))
-    h, outputs, previous = zeros(made, x), [], torch.zeros_like(outer(v[:, 0], B[:, 0]))
+    (q, k, v), (delta, alpha, mix, angle) = around(module, x), mamba3_gates(module, x)
+    rows = zip(module.qk_affine.weight.chunk(2), module.qk_affine.bias.chunk(2), strict=True)
+    C, B = (turned(part, *row, angle) for part, row in zip((q, k), rows, strict=True))
+    h, outputs, previous = zeros(module, x), [], torch.zeros_like(outer(v[:, 0], B[:, 0]))
     for t in range(x.shape[1]):
         now = outer(v[:, t], B[:, t])
         before = column((1 - mix) * delta * alpha, t) * previous
         h = column(alpha, t) * h + before + column(mix * delta, t) * now
         outputs.append(read(h, C[:, t]))
         previous = now
-    return torch.stack(outputs, 1) + made.skip * v, h
+    return torch.stack(outputs, 1) + module.skip * v, h
+
+
+def mamba3_mimo(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The trapezoidal rule for h = Σ_r B_r x_rᵀ with x_r = p_r ⊙ x, and y_r = hᵀ C_r + D ⊙ x_r."""
+    (q, k, v), (delta, alpha, mix, angle) = around(module, x), mamba3_gates(module, x)
+    R, heads = module.recipe.algorithm.updates_per_token, module.num_heads
+    rows = (
+        a.unflatten(0, (2, heads, R)).unbind(0)
+        for a in (module.qk_affine.weight, module.qk_affine.bias)
+    )
+    C, B = (
+        turned(part.unflatten(-1, (R, -1)), *row, angle.unsqueeze(3))
+        for part, row in zip((q, k), zip(*rows, strict=True), strict=True)
+    )
+    values = v.unsqueeze(3) * module.mimo.values
+    h, outputs, previous = zeros(module, x), [], torch.zeros_like(zeros(module, x))
+    for t in range(x.shape[1]):
+        now = torch.einsum("bhrv,bhrk->bhvk", values[:, t], B[:, t])
+        before = column((1 - mix) * delta * alpha, t) * previous
+        h = column(alpha, t) * h + before + column(mix * delta, t) * now
+        outputs.append(torch.einsum("bhvk,bhrk->bhrv", h, C[:, t]))
+        previous = now
+    return torch.stack(outputs, 1) + module.skip.unsqueeze(1) * values, h
+
+
+def complete(module: rc.MemoryLayer, y: Tensor, x: Tensor) -> Tensor:
+    """The output of a layer; outputs y_r ``[B, T, H, R, V]`` are Σ_r o_r ⊙ y_r ⊙ silu(g_r ⊙ z)."""
+    if module.mimo is None:
+        return finish(module, y, x)
+    z = (x @ module.output_gate.weight.T).unflatten(-1, (module.num_heads, 1, -1))
+    y = (module.mimo.outputs * y * functional.silu(module.mimo.gates * z)).sum(3)
+    return y.flatten(2) @ module.out.weight.T
 
 
 def falcon(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,6 +305,7 @@ LOOPS: dict[str, Loop] = {
     "oja": oja,
     "kalman_linear_attention": kalman_linear_attention,
     "mamba3": mamba3,
+    "mamba3_mimo": mamba3_mimo,
     "falcon_1": falcon,
     "falcon_2": falcon,
     "falcon_3": falcon,
@@ -284,7 +322,7 @@ def test_the_layer_is_the_loop_of_the_paper(name: str) -> None:
     made, x = layer(name), tokens()
     y, state = made(x)
     memory, M = LOOPS[name](made, x)
-    torch.testing.assert_close(y, finish(made, memory, x), **TOL)
+    torch.testing.assert_close(y, complete(made, memory, x), **TOL)
     torch.testing.assert_close(state.memory.weights[0], M, **TOL)
 
 
@@ -304,7 +342,7 @@ def test_gradients_are_those_of_the_loop(name: str) -> None:
     made, x = layer(name), tokens().requires_grad_()
     weights = [x, *made.parameters()]
     loss = made(x)[0].square().sum()
-    want = finish(made, LOOPS[name](made, x)[0], x).square().sum()
+    want = complete(made, LOOPS[name](made, x)[0], x).square().sum()
     got = torch.autograd.grad(loss, weights, allow_unused=True)
     for one, other in zip(got, torch.autograd.grad(want, weights, allow_unused=True), strict=True):
         assert (one is None) == (other is None)

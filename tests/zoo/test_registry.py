@@ -25,6 +25,7 @@ TWINS = {
     "ffn_multi_head": "ffn_relu",
     "ffn_normalized": "ffn_relu",
     "gated_delta_product": "delta_product",
+    "mamba3_mimo": "mamba3",
     "moneta_exact": "moneta",
     "titans_with_base": "titans",
     "omega_net_with_base": "omega_net",

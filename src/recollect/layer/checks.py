@@ -199,16 +199,31 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
         )
     yield from _unit_misfits(recipe, options)
     resets: list[tuple[str, dict[str, Any]]] = []
-    if recipe.associations_per_token > 1 and (options.value_skip or options.qk == "ones"):
+    n = recipe.associations_per_token
+    if options.mimo and n == 1:
+        reason = (
+            "LayerOptions(mimo=True) is for several associations per token: set updates_per_token "
+            f"of the algorithm, which {recipe.algorithm.title} has at 1"
+        )
+        resets.append((reason, {"mimo": False}))
+    for option, default in (("zero_values", 0), ("norm_group_size", None)):
+        value = getattr(options, option)
+        if options.mimo and value != default:
+            reason = (
+                "LayerOptions(mimo=True) has one value per token, and outputs that are normalized "
+                f"by themselves: leave out {option}={value}"
+            )
+            resets.append((reason, {option: default}))
+    if n > 1 and ((options.value_skip and not options.mimo) or options.qk == "ones"):
         reason = (
             "LayerOptions(value_skip=..., qk=...) need one association per token, and this "
-            f"recipe takes {recipe.associations_per_token}"
+            f"recipe takes {n}: leave them out; value_skip also works with mimo=True"
         )
         resets.append((reason, {"value_skip": False, "value_skip_per": "value", "qk": "input"}))
-    if options.zero_values >= recipe.associations_per_token:
+    if options.zero_values >= n:
         reason = (
             f"LayerOptions(zero_values={options.zero_values}) leaves a token without a value: this "
-            f"recipe takes {recipe.associations_per_token} per token, as updates_per_token sets"
+            f"recipe takes {n} per token, as updates_per_token sets"
         )
         resets.append((reason, {"zero_values": 0}))
     makes_keys = any(tie.rule == "complement" for tie in options.ties)

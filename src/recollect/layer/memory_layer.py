@@ -26,6 +26,7 @@ from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.inspection import MemorySpec
 from recollect.layer.key_recurrence import Sequences
 from recollect.layer.memory_call import run_memory, state_after
+from recollect.layer.mimo import InputOutputFactors
 from recollect.layer.options import LayerOptions
 from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import RecipeModule
@@ -123,13 +124,14 @@ class MemoryLayer(RecipeModule):
         check_options(recipe, options)
         self._bind(engine, precision)
 
-        per_token = self.num_kv_heads * recipe.associations_per_token
-        group_size = options.key_group_size
+        n, group_size = recipe.associations_per_token, options.key_group_size
+        num_queries = num_heads * n if options.mimo else num_heads
+        num_values = 1 if options.mimo else n - options.zero_values
         # Queries and keys of a token.
-        self.qk_heads = [num_heads // group_size, per_token // group_size]
+        self.qk_heads = [num_queries // group_size, self.num_kv_heads * n // group_size]
         self.qkv_sizes = [
             *(count * self.head_dim for count in self.qk_heads),
-            (per_token - self.num_kv_heads * options.zero_values) * self.value_dim,
+            self.num_kv_heads * num_values * self.value_dim,
         ]
         self._build_ties()
         if options.qk == "ones":
@@ -184,6 +186,10 @@ class MemoryLayer(RecipeModule):
             streams += [name for name, gate in self.gates.items() if gate.source == "input"]
             streams += ["out"] if has_gate else []
             self.shift = TokenShift(options.token_shift, d_model, streams)
+        self.mimo = None
+        if options.mimo:
+            sizes = {"count": n, "size": self.value_dim}
+            self.mimo = InputOutputFactors(num_heads, self.num_kv_heads, has_gate=has_gate, **sizes)
         self.skip = None
         if options.value_skip:
             size = 1 if options.value_skip_per == "head" else self.value_dim
@@ -295,7 +301,7 @@ class MemoryLayer(RecipeModule):
         Returns:
             ``q [B, T, heads, K]``, ``k [B, T, num_kv_heads, K]``, ``v [B, T, num_kv_heads, V]``,
             ``gates`` and ``params`` by name. Keys and values are ``[B, T, num_kv_heads, n, ·]`` if
-            a token has n > 1 associations.
+            a token has n > 1 associations, and a head has n queries with `LayerOptions.mimo`.
 
         Examples:
             >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, num_heads=2)
@@ -317,9 +323,11 @@ class MemoryLayer(RecipeModule):
             u = self._activate(u)
         qk_width = self.qkv_sizes[0] + self.qkv_sizes[1]
         projected, v = u.split_with_sizes([qk_width, self.qkv_sizes[2]], dim=-1)
-        zeros = options.zero_values
-        heads = (self.num_kv_heads, n - zeros) if n > 1 else (self.num_kv_heads,)
+        zeros, mimo = options.zero_values, self.mimo
+        heads = (self.num_kv_heads, n - zeros) if n > 1 and mimo is None else (self.num_kv_heads,)
         v = v.view(*x.shape[:2], *heads, self.value_dim)
+        if mimo is not None:
+            v = mimo.expand_values(v)
         if zeros:
             v = functional.pad(v, (0, 0, zeros, 0))
         values = self.compute_gates(x, shifted)
@@ -454,7 +462,9 @@ class MemoryLayer(RecipeModule):
             if n > 1:
                 k = k.unflatten(2, (-1, n))
             if group_size > 1:
+                q = q if self.mimo is None else q.unflatten(2, (-1, n))
                 q, k = (x.repeat_interleave(group_size, dim=2) for x in (q, k))
+                q = q if self.mimo is None else q.flatten(2, 3)
             return q, k
         return qk
 
@@ -462,26 +472,31 @@ class MemoryLayer(RecipeModule):
         """Apply the norm, the gate and the output map to the outputs of the memory.
 
         Args:
-            y: outputs of the memory ``[B, T, heads, V]``.
+            y: outputs of the memory ``[B, T, heads, V]``, n per head with `LayerOptions.mimo`.
             inputs: inputs of the memory at the tokens.
         """
+        mimo = self.mimo
+        if mimo is not None:
+            y = y.unflatten(2, (self.num_heads, mimo.count))
         if inputs.phase is not None and self.recipe.memory.is_elementwise:
             y = rotate_by_phase(y, inputs.phase, inverse=True)
         if self.skip is not None:
             v = inputs.unrotated_values
             group_size = self.num_heads // self.num_kv_heads
-            y = y + (self.skip.to(v.dtype) * v).repeat_interleave(group_size, 2)
+            skip = self.skip if mimo is None else self.skip.unsqueeze(1)
+            y = y + (skip.to(v.dtype) * v).repeat_interleave(group_size, 2)
         norm, gate = self.norm, self.output_gate  # access to a submodule is slow: once each
         is_norm_first = self.options.norm_before_gate
         if norm is not None and is_norm_first:
             y = norm(y.to(norm.weight.dtype)).to(y.dtype)
         if gate is not None:
             x, down = inputs.gate_input, self.output_gate_down
-            factor = self.gate_activation(gate(x if down is None else down(x)))
-            y = y * factor.view_as(y)
+            z = gate(x if down is None else down(x))
+            z = z.view_as(y) if mimo is None else mimo.expand_gates(z)
+            y = y * self.gate_activation(z)
         if norm is not None and not is_norm_first:
             y = norm(y.to(norm.weight.dtype)).to(y.dtype)
-        return self.out(y.flatten(2))
+        return self.out((y if mimo is None else mimo.combine_outputs(y)).flatten(2))
 
     @property
     def memory_spec(self) -> MemorySpec:
@@ -499,7 +514,7 @@ class MemoryLayer(RecipeModule):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             value_dim=self.value_dim,
-            num_heads=self.num_heads,
+            num_heads=self.num_heads * (1 if self.mimo is None else self.mimo.count),
             engine=self.engine,
             precision=self.precision,
             chunk_size=self.chunk_size,

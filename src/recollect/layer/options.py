@@ -405,7 +405,13 @@ class LayerOptions(_SavedOptions):
             (``"none"``).
         zero_values: number of the first associations of a token whose value is 0, without a
             projection: they only erase.
+        mimo: whether the n > 1 associations of a token have one value v and one set of gates
+            (multi-input, multi-output). Association j has the value p_j ⊙ v. A head has n queries,
+            with outputs y_j that are gated by σ(g_j ⊙ linear(x)) and summed, Σ_j o_j ⊙ y_j. The
+            learned factors p, g and o have one entry per head, j and channel, initially 1/n, 1 and
+            1/n.
         value_skip: whether to add D ⊙ v to the memory's output, D learned and initially 1.
+            With ``mimo``, output j has the value of association j.
         value_skip_per: one D per channel of each memory (``"value"``), or per memory (``"head"``).
         output_norm: ``"rms"``, or ``"none"``.
         norm_eps: ε of the output norm, added to the mean square.
@@ -457,6 +463,7 @@ class LayerOptions(_SavedOptions):
     complex_decay: str = option("none", "input", "learned")
     token_shift: str = option("none", "learned", "input")
     zero_values: int = integer(0)
+    mimo: bool = flag(False)
     value_skip: bool = flag(False)
     value_skip_per: str = option("value", "head")
     output_norm: str = option("rms", "none")

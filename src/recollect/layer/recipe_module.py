@@ -215,6 +215,7 @@ class RecipeModule(nn.Module):
                 heads=self.num_kv_heads,
                 depth=self.depth,
                 recipe=self.recipe,
+                is_shared=self.options.mimo,
                 unit=unit,
             )
         return nn.ModuleDict(projections)
@@ -275,8 +276,17 @@ class RecipeModule(nn.Module):
     def _apply_stability_limit(
         self, values: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return gates, with the rate as a multiple of its stability limit, and params."""
+        """Return gates, with the rate as a multiple of its stability limit, and params.
+
+        Gates that associations share are repeated for each of them.
+        """
         if self.limit is not None:
             values = {**values, "lr": values["lr"] * stability_limit(self.limit, values)}
         params = {name: values.pop(name) for name in self._bound.params}
+        if self.options.mimo:
+            n = self._bound.associations_per_token
+            for gate in self.recipe.gates():
+                if self.recipe.per_association(gate):
+                    x = values[gate.name].unsqueeze(3)
+                    values[gate.name] = x.expand(*x.shape[:3], n, *x.shape[4:])
         return values, params

@@ -127,10 +127,18 @@ def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, st
             reason, gate = None, gates.get(tie.source)
             if options.complex_decay == "none" or tie.source in targets:
                 reason = "needs complex_decay, and a source without a tie"
-            elif gate is None or gate.axes or recipe.associations_per_token > 1:
-                reason = "needs a gate per head as source, and one association per token"
+            elif gate is None or gate.axes or _varies_in_token(gate, recipe, options):
+                reason = "needs a gate per head as source, with one value per token: set mimo=True"
         else:
             reason = _incompatibility(tie, recipe, gates, known)
+            pair = [gates[name] for name in (tie.source, tie.target) if name in gates]
+            if tie.rule in ("rate", "negative", "shrink", "copy", "variance") and (
+                len({_varies_in_token(gate, recipe, options) for gate in pair}) > 1
+            ):
+                reason = reason or (
+                    "needs gates that both have one value per token, or both one per association: "
+                    "set mimo=True, or updates_per_token=1"
+                )
             if tie.target == "v" and options.complex_decay != "none":
                 reason = "needs complex_decay='none'"
             if _makes_queries(tie) and (
@@ -142,6 +150,11 @@ def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, st
                 reason = reason or "needs a rate that is no multiple of the stability limit"
         if reason is not None:
             yield tie, f"{tie} {reason}"
+
+
+def _varies_in_token(gate: Gate | Param, recipe: Recipe, options: LayerOptions) -> bool:
+    """Return whether the associations of a token have different values of a gate."""
+    return isinstance(gate, Gate) and recipe.per_association(gate) and not options.mimo
 
 
 def _incompatibility(

@@ -78,6 +78,8 @@ def shard_specs(module: nn.Module) -> dict[str, ShardSpec]:
         for name in ("qk_affine.weight", "qk_affine.bias"):
             specs[name] = ShardSpec(axis=0, section_sizes=heads)
         per_head.append(module.skip)
+        if module.mimo is not None:
+            per_head += module.mimo.parameters()
         if isinstance(module.norm, GroupedRMSNorm):
             per_head.append(module.norm.weight)
         if module.phase is not None:

@@ -29,6 +29,7 @@ from recollect.layer.feed_forward import FeedForward
 from recollect.layer.gates import GateProjection
 from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.mimo import InputOutputFactors
 from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
 from recollect.layer.rotary import ComplexDecayPhase
@@ -58,6 +59,7 @@ _MATRIX_AXES: dict[type[nn.Module], dict[str, tuple[int, int]]] = {
 _PER_HEAD_MODULES = (InitialMemory, InitialKernelRows)
 _VECTOR_MODULES = (
     *(nn.RMSNorm, GroupedRMSNorm, MemoryLayer, Ties, QKAffine, QKScale, ShortConvolution),
+    InputOutputFactors,
     PersistentTokens,
     *_PER_HEAD_MODULES,
 )

@@ -12,6 +12,7 @@ from recollect.blocks.routed import Router
 from recollect.layer.gates import GateProjection
 from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.mimo import InputOutputFactors
 from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
 from recollect.layer.rotary import ComplexDecayPhase
@@ -24,7 +25,8 @@ __all__ = ["decay_parameter_names", "parameter_groups"]
 
 _NO_DECAY_MODULES = (
     *(GateProjection, Ties, QKAffine, QKScale, InitialMemory, InitialKernelRows, ComplexDecayPhase),
-    *(TokenShift, ShortConvolution, GroupedRMSNorm, PersistentTokens, Router),
+    *(TokenShift, ShortConvolution, GroupedRMSNorm, InputOutputFactors),
+    *(PersistentTokens, Router),
 )
 """Modules whose weights do not decay, because zero is not a neutral value for them.
 
