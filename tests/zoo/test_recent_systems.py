@@ -233,8 +233,8 @@ def mamba3(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     h, outputs, previous = zeros(module, x), [], torch.zeros_like(outer(v[:, 0], B[:, 0]))
     for t in range(x.shape[1]):
         now = outer(v[:, t], B[:, t])
-        before = column((1 - mix) * delta * alpha, t) * previous
-        h = column(alpha, t) * h + before + column(mix * delta, t) * now
+        previous_step = column((1 - mix) * delta * alpha, t) * previous
+        h = column(alpha, t) * h + previous_step + column(mix * delta, t) * now
         outputs.append(read(h, C[:, t]))
         previous = now
     return torch.stack(outputs, 1) + module.skip * v, h
@@ -256,8 +256,8 @@ def mamba3_mimo(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     h, outputs, previous = zeros(module, x), [], torch.zeros_like(zeros(module, x))
     for t in range(x.shape[1]):
         now = torch.einsum("bhrv,bhrk->bhvk", values[:, t], B[:, t])
-        before = column((1 - mix) * delta * alpha, t) * previous
-        h = column(alpha, t) * h + before + column(mix * delta, t) * now
+        previous_step = column((1 - mix) * delta * alpha, t) * previous
+        h = column(alpha, t) * h + previous_step + column(mix * delta, t) * now
         outputs.append(torch.einsum("bhvk,bhrk->bhrv", h, C[:, t]))
         previous = now
     return torch.stack(outputs, 1) + module.skip.unsqueeze(1) * values, h
