@@ -8,7 +8,8 @@ Examples:
     ['samba', 'titans_mac', 'titans_mag', 'titans_mal', 'atlas_mac', 'atlas_mag', 'atlas_mal',
      'gated_delta_net_h1', 'gated_delta_net_h2', 'moneta_h', 'yaad_h', 'memora_h',
      'residual_delta_net', 'mixture_of_memories', 'gated_slot_attention', 'abc', 'raven',
-     'memory_caching', 'tnt', 'log_linear_attention', 'log_linear_gated_delta_net']
+     'memory_caching', 'tnt', 'log_linear_attention', 'log_linear_gated_delta_net', 'hope',
+     'hope_attention']
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from recollect.blocks.compositions import (
 from recollect.blocks.levels import Levels
 from recollect.blocks.local import LocalMemories
 from recollect.blocks.mixers import Mixer, RecipeMixer, as_mixer
+from recollect.blocks.self_modifying import SelfModifyingMemory
 from recollect.blocks.slots import SlotMemory
 from recollect.choices.algorithm.closed_form import Analytic
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
@@ -35,6 +37,7 @@ from recollect.choices.bias.losses import DotProduct
 from recollect.choices.context.restrictions import SinkWindow
 from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.memory.local import LocalConstant
+from recollect.choices.memory.maps import MLP
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
@@ -47,7 +50,7 @@ from recollect.zoo.attention import (
 from recollect.zoo.delta_rule import gated_delta_net
 from recollect.zoo.fidelity import approximation, exact, reconstruction
 from recollect.zoo.miras import memora, moneta, yaad
-from recollect.zoo.preset import Factory, preset
+from recollect.zoo.preset import Factory, decay_from, limit_multiple, preset
 from recollect.zoo.references import ATLAS, MIRAS, TITANS, Paper, Reference
 from recollect.zoo.state_space import mamba, mamba2
 from recollect.zoo.titans import titans
@@ -61,6 +64,8 @@ __all__ = [
     "gated_delta_net_h1",
     "gated_delta_net_h2",
     "gated_slot_attention",
+    "hope",
+    "hope_attention",
     "log_linear_attention",
     "log_linear_gated_delta_net",
     "memora_h",
@@ -484,3 +489,86 @@ def log_linear_attention() -> Mixer:
 def log_linear_gated_delta_net() -> Mixer:
     """One memory under the gated delta rule for each part of the past, of 1, 2, 4, 8, … tokens."""
     return Levels(gated_delta_net())
+
+
+_LEVELS = (64, 256, 1024)
+_CHAIN = (
+    "y_t = M_1024(M_256(M_64(o_t))),  M_C ← M_C − Σ_s η_s r_s ρ_s ∇ℓ(M_C; k_s, v_s) every C tokens"
+)
+_CHAIN_AS_PRINTED = (
+    "y_t = MLP^(f_k)(MLP^(f_(k−1))(… MLP^(f_1)(x_t)))  (eq. 70)\n"
+    "θ^(f_ℓ)_(i+1) = θ^(f_ℓ)_i − Σ_(t=i−C)^i η_t f(θ^(f_ℓ)_t; x_t) if i ≡ 0 (mod C)  (eq. 71)"
+)
+
+
+def _level(size: int) -> tuple[Recipe, LayerOptions]:
+    """Return a perceptron that learns once per inner batch, after its tokens have read it."""
+    algorithm = GradientDescent(
+        batch_size=size, update_every="batch", normalized_steps=True, batch_overlap="measured"
+    )
+    options = LayerOptions(
+        conv_size=0,
+        output_norm="none",
+        output_gate="none",
+        gate_options={"lr": limit_multiple(0.5)},
+        last_map_init_scale=0.1,
+    )
+    return Recipe(memory=MLP(), algorithm=algorithm), options
+
+
+def _nested(
+    title: str, equations: str, *, rule: str, printed: str = "", **deviations: str | bool
+) -> Callable[[Factory], Factory]:
+    """Decorate a mixer whose last parts are memories that learn after 64, 256 and 1024 tokens."""
+    paper = Paper(
+        "Behrouz et al., Nested learning: the illusion of deep learning architectures", 2025
+    )
+    fidelity = reconstruction(
+        f"Behrouz et al. {equations}, in transcriptions of the paper",
+        source_equation=printed + _CHAIN_AS_PRINTED,
+        loss="Levels learn values of their own; eq. 71 leaves the error f open.",
+        half_loss=True,
+        normalized_step=True,
+        key_overlap=True,
+        sizes="Three levels learn after 64, 256 and 1,024 tokens; the paper has more tokens.",
+        layer="Every level has projections of queries, keys, values and outputs, which eq. 70 does "
+        "not have.\n"
+        "In a model, an MLP follows each layer; the levels of the paper take its place.",
+        **deviations,
+    )
+    references = (paper.at(f"arXiv 2512.24695, {equations}"),)
+    return preset(title, rule=f"{rule},  {_CHAIN}", references=references, fidelity=fidelity)
+
+
+@_nested(
+    "Hope",
+    "eqs. 70–71 and 83–97",
+    rule="o_t = M(q_t),  k_t = M_k(x_t),  v_t = M_v(x_t),  η_t = M_η(x_t),  α_t = M_α(x_t),  "
+    "M_□ ← (Π_s α_s) M_□ − Σ_s η_s (∇ℓ(M_□; k_s, M_□(v_s)) + W h_s h_sᵀ)",
+    printed="o_t = M_(memory,t−1)(q_t),  v̂_(□,t) = M_(□,t−1)(v_t),  k_t = M_(k,t−1)(x_t),  "
+    "v_t = M_(v,t−1)(x_t),  η_t = M_(η,t−1)(x_t)  (eq. 94)\n"
+    "M_(□,t) = M_(□,t−1)(α_t I − η_t k_t k_tᵀ) − η_t ∇L(M_(□,t−1); k_t, v̂_(□,t))  (eq. 95)\n",
+    inner_batches="The memories of the first part have inner batches of 16 tokens; those of the "
+    "paper have two sizes.\n"
+    "Decays and erasures act on the memory at the start of the batch; eq. 91 has them inside it.",
+    step="Every linear map of a memory erases at its own input h; eq. 95 prints k_t.",
+    gates="M_k reads W_k x_t, and M_v, M_η and M_α read W_v x_t; those of the paper read x_t.\n"
+    "η_t and α_t are per head, from a learned map of the outputs of M_η and M_α.",
+    rate="η_t is below 0.05 and starts at 0.01.",
+)
+def hope() -> Mixer:
+    """A memory that determines its own keys, values and rates, before memories of three speeds."""
+    algorithm = GradientDescent(batch_size=16, update_every="batch", erasure=1.0)
+    recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=algorithm)
+    gates = {
+        "lr": GateOptions(activation="sigmoid", high=0.05, init=0.01),
+        "log_decay": decay_from(0.999),
+    }
+    options = LayerOptions(gate_options=gates, last_map_init_scale=0.1)
+    return Sequential(SelfModifyingMemory((recipe, options)), *map(_level, _LEVELS))
+
+
+@_nested("Hope-Attention", "eqs. 70–71 and section 8.3", rule="o = attention(x)")
+def hope_attention() -> Mixer:
+    """Attention before memories of three speeds."""
+    return Sequential(softmax_attention(), *map(_level, _LEVELS))
