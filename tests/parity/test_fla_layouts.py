@@ -48,6 +48,33 @@ for folder in sys.argv[1:]:
 """
 
 
+# In Triton's interpreter; the first import chooses it.
+COMPUTE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.gpu import interpreter
+import torch, warnings
+warnings.simplefilter("ignore")
+import fla.models
+from transformers import AutoConfig, AutoModelForCausalLM
+from tests.lm.conversion.published import FAMILIES, forward, make
+from tests.lm.conversion.test_conversion import VARIANTS
+interpreter.mend("fla")
+ids = torch.randint(19, (9,), generator=torch.Generator().manual_seed(1))
+for model_type, changes in VARIANTS:
+    config, state = make(model_type, **changes, num_hidden_layers=2)
+    options = {name: value for name, value in config.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options)).eval()
+    model.load_state_dict(state, strict=not config["tie_word_embeddings"])
+    model.tie_weights()
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0]
+    expected = forward(ids, state, config, FAMILIES[model_type][1])
+    error = (logits - expected).abs().max() / expected.abs().max()
+    assert error < 2e-5, (model_type, changes, error)
+"""
+
+
 def options_of(model_type: str) -> dict[str, Any]:
     options = dict(make(model_type)[0])
     del options["model_type"]
@@ -83,6 +110,11 @@ def test_their_models_convert_and_ours_load_there(tmp_path: Path) -> None:
             for folder in (tmp_path / model_type, back / "again")
         ]
         assert configs[0] == configs[1], model_type
+
+
+def test_their_kernels_compute_the_equations_of_our_tests() -> None:
+    """The largest error is 2e-6, which is rounding to float32."""
+    run(COMPUTE, str(Path(__file__).parents[2]))
 
 
 def test_defaults_are_theirs(tmp_path: Path) -> None:

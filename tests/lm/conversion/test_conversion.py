@@ -48,6 +48,12 @@ def test_outputs_and_round_trip(tmp_path: Path, model_type: str, changes: dict[s
     with torch.no_grad():
         logits = model(ids[None]).logits[0]
         assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+        steps, cache = [], None
+        for part in (ids[:9], ids[9:10], ids[10:]):
+            outputs = model(part[None], cache=cache, use_cache=True)
+            cache = rc.lm.cache_of(outputs)
+            steps.append(outputs.logits[0])
+        assert (torch.cat(steps) - expected).abs().max() <= 1e-5 * expected.abs().max()
         exact = model.double()(ids[None]).logits[0]  # also the constants are those of the layout
         assert (exact - expected).abs().max() <= 1e-9 * expected.abs().max()
 
