@@ -159,7 +159,7 @@ def test_ties_follow_what_was_tied_before() -> None:
         (
             {"mimo": True, "zero_values": 1},
             {"algorithm": GD(updates_per_token=2)},
-            "one value for all associations",
+            "one value per token",
         ),
         ({"partial_rotary_factor": 0.5}, {}, "needs rope_theta or complex_decay"),
         (
