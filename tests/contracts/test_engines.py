@@ -334,6 +334,16 @@ def _solvers() -> dict[str, rc.Recipe]:
     for past, rule in itertools.product(pasts, rules):
         name = f"{rule}, {past}"
         found[name] = rc.Recipe(context=pasts[past], algorithm=rules[rule])
+    per_token: dict[str, Any] = {
+        "constant": LeastSquares(ridge_schedule="constant", ridge="input"),
+        "relative": LeastSquares(ridge_schedule="relative", ridge="input", ridge_per="key"),
+        "spectral": Preconditioned(kind="spectral", power=0.5, ridge="input"),
+        "diagonal": Preconditioned(kind="diagonal", power=0.5, ridge="input"),
+        "conjugate gradients": Preconditioned(steps=2, ridge="input"),
+    }
+    for name, rule in per_token.items():
+        context = pasts["gated"]
+        found[f"{name}, ridge per token"] = rc.Recipe(context=context, algorithm=rule)
     found["lifted least squares"] = rc.Recipe(
         features=rc.features.Polynomial(),
         context=pasts["gated"],

@@ -56,7 +56,8 @@ def read(
     Args:
         recipe: the regression problem, a name of the zoo, or an object with a recipe.
         q: queries ``[B, T, Hq, K]``.
-        gates: gates of a link, if it has any (a ball's radius, an elastic net's threshold).
+        gates: gates of a link, if it has any (a ball's radius, an elastic net's threshold), and of
+            the queries (a ridge per token).
         state: state of an earlier call; or
         initial_memory: a memory A₀ as for `recall`, if nothing was memorised yet.
         params: learned tensors, as for `recall`.

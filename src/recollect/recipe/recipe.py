@@ -132,13 +132,14 @@ class Recipe:
 
     @cached_property
     def read_gates(self) -> tuple[str, ...]:
-        """Gates that a read needs: those of retention except decays, of context and memory."""
+        """Gates that a read needs: those of retention except decays, and of queries."""
         of_retention = [gate.name for gate in self.retention.gates() if gate.role != "decay"]
         query_gates = {name for part in self.context.restrictions for name in part.query_gates}
         of_context = [gate.name for gate in self.context.gates() if gate.name in query_gates]
         slope = self.memory.slope_gate
         of_memory = [] if slope is None else [slope]
-        return tuple(dict.fromkeys((*of_retention, *of_context, *of_memory)))
+        of_algorithm = self.algorithm.query_gates
+        return tuple(dict.fromkeys((*of_retention, *of_context, *of_memory, *of_algorithm)))
 
     def params(self) -> tuple[Param, ...]:
         """Return the learned tensors that `recall` needs."""

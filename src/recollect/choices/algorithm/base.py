@@ -375,6 +375,11 @@ class Algorithm(Member):
                 f"{name} declares an inverse, which needs slots={self.inverse.slots} and the "
                 "quantity 'ridge', per head or with axes=('in',)"
             )
+        if self.inverse is not None and self.inverse.is_recursive and self.query_gates:
+            yield (
+                f"{name}(ridge='input') has a ridge per token, and its recursion has one for all "
+                "tokens: use ridge_schedule='constant' or 'relative', or ridge='learned'"
+            )
         if recursion in ("gradient", "value") and (
             slots != ("momentum",) or "momentum" not in self.quantity_axes
         ):
@@ -408,6 +413,11 @@ class Algorithm(Member):
                 f"{name} sets full_batch=True and overrides update, but a full pass takes plain "
                 "steps −η g: do not override update, or use context.Online()"
             )
+
+    @property
+    def query_gates(self) -> tuple[str, ...]:
+        """Gates that every query needs, also when a state is only read: a ridge per token."""
+        return tuple(gate.name for gate in self.gates() if gate.role == "ridge")
 
     def _unused_quantities(self) -> Iterator[str]:
         """Yield declared quantities that no engine uses, or with unsupported axes."""

@@ -133,7 +133,6 @@ def _ridge(init: float = 1.0) -> float | str:
         above=0,
         init=init,
         axes=lambda a: ("in",) if a.ridge_per == "key" else (),
-        sources=("learned",),
         letter="λ",
     )
 
@@ -154,7 +153,9 @@ class LeastSquares(_StatisticsSolver):
     decay leave less of the oldest association than float64 resolves, `recollect.recall` raises.
 
     Args:
-        ridge: λ > 0: a constant, or a param (``"learned"``) per head.
+        ridge: λ > 0: a constant, a param (``"learned"``) per head, or the gate ``"ridge"``
+            (``"input"``), whose value at token t is that of the solution which token t reads; with
+            ``ridge_schedule="constant"`` or ``"relative"``.
         ridge_per: ``"key"`` for one λ per lifted key channel.
         ridge_schedule: ρ_t under decay. ``"decaying"``: ρ_t = λ Π γ_i over i ≤ t, the classical
             recursion, which winds up if keys leave directions unexcited. ``"refreshed"``: decaying
@@ -232,7 +233,7 @@ class Preconditioned(_StatisticsSolver):
             on (G + λI) z = q, so B depends on q.
         steps: j ≥ 1, number of conjugate-gradient steps.
         power: p in [0, 1] of the diagonal and spectral kinds.
-        ridge: λ > 0: a constant or a param.
+        ridge: λ > 0: a constant, a param, or the gate ``"ridge"`` of the token that reads.
         ridge_per: ``"key"`` for one λ per lifted key channel.
 
     Examples:

@@ -13,7 +13,13 @@ from recollect.engines.common.conjugate_gradient import conjugate_gradient
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 
-__all__ = ["RidgeStatistics", "apply_approximate_inverse", "initial_ridge", "weighted_associations"]
+__all__ = [
+    "RidgeStatistics",
+    "apply_approximate_inverse",
+    "initial_ridge",
+    "ridges",
+    "weighted_associations",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +64,15 @@ def weighted_associations(
     return phi, v if a == b else v * (b / a), weight if a == 1 else weight * a
 
 
+def ridges(rates: Mapping[str, Tensor], features: int) -> Tensor:
+    """Return λ ``[B, T, H, F]``."""
+    ridge = rates["ridge"]
+    return ridge if ridge.dim() == 4 else ridge.unsqueeze(-1).expand(-1, -1, -1, features)
+
+
 def initial_ridge(rates: Mapping[str, Tensor], features: int) -> Tensor:
-    """Return λ ``[B, H, F]``, which does not depend on the token."""
-    ridge = rates["ridge"][:, 0]
-    return ridge if ridge.dim() == 3 else ridge.unsqueeze(-1).expand(-1, -1, features)
+    """Return λ ``[B, H, F]`` of the first token; only a gate depends on the token."""
+    return ridges(rates, features)[:, 0]
 
 
 def apply_approximate_inverse(inverse: Inverse, now: RidgeStatistics, q: Tensor) -> Tensor:

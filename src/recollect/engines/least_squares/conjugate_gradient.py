@@ -24,7 +24,7 @@ from recollect.choices.runtime import has_data
 from recollect.engines.common.conjugate_gradient import conjugate_gradient, safe_divide
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.ridge import initial_ridge, weighted_associations
+from recollect.engines.common.ridge import ridges, weighted_associations
 from recollect.engines.linear.chunked import chunked
 from recollect.engines.linear.inputs import LinearProblem
 
@@ -219,7 +219,8 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     is_new = (state.position == 0)[:, None, None, None]
     origin = torch.where(is_new, A, state.algorithm_state["origin"][0])
     B, _, H, F = k.shape
-    ridge = initial_ridge(problem.rates, F).unsqueeze(1)
+    ridge = ridges(problem.rates, F)
+    ridge = ridge if recipe.algorithm.query_gates else ridge[:, :1]
     gram = state.algorithm_state["gram"][0] if "gram" in state.algorithm_state else None
     systems = _PrefixSystems(
         k=k,
@@ -348,12 +349,12 @@ class _Solve(CustomFunction):
 
 def _spectral(systems: _PrefixSystems, q: Tensor, power: float) -> Tensor:
     """Return (D_t + λ)^(−p) q_t, by blocks of tokens."""
-    block, gram = 64, systems.gram
+    block, gram, T = 64, systems.gram, q.shape[1]
     outputs: list[Tensor] = []
-    ridge = torch.diag_embed(systems.ridge)
-    for start in range(0, q.shape[1], block):
+    ridge = systems.ridge.expand(-1, T, -1, -1)
+    for start in range(0, T, block):
         grams: list[Tensor] = []
-        for t in range(start, min(start + block, q.shape[1])):
+        for t in range(start, min(start + block, T)):
             k, w = systems.k[:, t], systems.weight[:, t, :, None, None]
             if systems.token_mask is not None:
                 w = torch.where(systems.token_mask[:, t, None, None, None], w, 0.0)
@@ -365,6 +366,7 @@ def _spectral(systems: _PrefixSystems, q: Tensor, power: float) -> Tensor:
                 decayed = gram * log.exp()
             gram = decayed + w * k.unsqueeze(-1) * k.unsqueeze(-2)
             grams.append(gram)
-        root = inverse_power(torch.stack(grams, dim=1) + ridge, power)
+        penalty = torch.diag_embed(ridge[:, start : start + block])
+        root = inverse_power(torch.stack(grams, dim=1) + penalty, power)
         outputs.append(q[:, start : start + block] @ root)
     return torch.cat(outputs, dim=1)

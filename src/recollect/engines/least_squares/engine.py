@@ -192,7 +192,11 @@ class LeastSquaresEngine(Engine):
         assert inverse is not None  # unsupported_reasons
         per_query, shared = 2 * sizes.G * F * V, 0
         if inverse.kind == "exact" and not inverse.is_recursive:
-            shared = 2 * F**3 // 3 + 2 * F * F * V  # one factor for all queries
+            solve = 2 * F**3 // 3 + 2 * F * F * V
+            if recipe.algorithm.query_gates:
+                per_query += solve
+            else:
+                shared = solve  # one factor for all queries
         elif inverse.kind == "spectral":
             per_query += 10 * F**3
         elif inverse.kind == "conjugate_gradient":

@@ -32,6 +32,7 @@ from recollect.engines.common.ridge import (
     RidgeStatistics,
     apply_approximate_inverse,
     initial_ridge,
+    ridges,
     weighted_associations,
 )
 from recollect.state.state import State
@@ -84,6 +85,8 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         k, v, weight, q, ridge, logs = (x.double() for x in (k, v, weight, q, ridge, logs))
         state = state.map(lambda x: x.double() if x.is_floating_point() else x)
     statistics = _start(state, ridge, inverse)
+    # Only algorithms without a recursion have ridges that differ between tokens.
+    per_token = ridges(problem.rates, k.shape[-1]).to(ridge.dtype)
     is_reset = logs < RESET_LOG_DECAY if is_float64 else torch.zeros_like(logs, dtype=torch.bool)
     decay = torch.where(is_reset, 0.0, logs.exp())
     token_mask = problem.token_mask
@@ -112,6 +115,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
             gram=gram,
             residual=alpha * statistics.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
             ridge_share=share,
+            ridge=per_token[:, t],
         )
         statistics = _select_rows(rows, updated, statistics)
         if is_float64:
@@ -199,7 +203,12 @@ def read_least_squares(problem: Problem, q: Tensor, rates: Mapping[str, Tensor])
     if "kept" in algorithm.slots or q.shape[1] == 0:
         return q @ A.mT
     assert algorithm.inverse is not None  # the recipe has fixed-size statistics
-    statistics = _start(state, initial_ridge(rates, q.shape[-1]), algorithm.inverse)
-    if algorithm.inverse.kind == "exact":
+    per_query = ridges(rates, q.shape[-1])
+    statistics = _start(state, per_query[:, 0], algorithm.inverse)
+    if algorithm.inverse.kind == "exact" and not algorithm.query_gates:
         return q @ statistics.solved().unsqueeze(1).mT
-    return torch.stack([_read(problem, statistics, q[:, t]) for t in range(q.shape[1])], dim=1)
+    outputs = [
+        _read(problem, replace(statistics, ridge=per_query[:, t]), q[:, t])
+        for t in range(q.shape[1])
+    ]
+    return torch.stack(outputs, dim=1)
