@@ -30,10 +30,35 @@ _NOTES = {
     "layer": "Every head has k, q and angles of its own; Mamba-3 shares them between heads.",
     "query_key_norm": "Factors of the RMS norm are learned per head.\n"
     "Channels i and i + K/4 of the first half of k and q are turned together.",
-    "gates": "D is one number per channel; Mamba-3 has one per head.",
 }
 # 0.001 to 0.1, as published
 _DELTA = GateOptions(activation="softplus", init=0.01, head_spread=10.0)
+
+
+def _trapezoidal() -> tuple[Recipe, LayerOptions]:
+    """Return the recipe and the layer of one association per token."""
+    recipe = Recipe(bias=DotProduct(), context=Window(size=2), retention=Decay())
+    return recipe, LayerOptions(
+        conv_size=0,
+        conv_activation="none",
+        qk_norm="rms",
+        qk_affine=True,
+        complex_decay="input",
+        partial_rotary_factor=0.5,
+        value_skip=True,
+        value_skip_per="head",
+        output_norm="none",
+        gate_options={
+            "lr": _DELTA,
+            "log_decay": GateOptions(source="input"),
+            "window": GateOptions(activation="sigmoid", low=0.0, high=1.0, init=0.5),
+        },
+        ties=(
+            Tie(target="log_decay", source="lr", rule="rate"),
+            Tie(target="window", source="log_decay", rule="trapezoid"),
+            Tie(target="angle", source="lr", rule="rate"),
+        ),
+    )
 
 
 @preset(
@@ -47,27 +72,7 @@ _DELTA = GateOptions(activation="softplus", init=0.01, head_spread=10.0)
 )
 def mamba3() -> tuple[Recipe, LayerOptions]:
     """Every token writes its association and that of the previous token."""
-    recipe = Recipe(bias=DotProduct(), context=Window(size=2), retention=Decay())
-    return recipe, LayerOptions(
-        conv_size=0,
-        conv_activation="none",
-        qk_norm="rms",
-        qk_affine=True,
-        complex_decay="input",
-        partial_rotary_factor=0.5,
-        value_skip=True,
-        output_norm="none",
-        gate_options={
-            "lr": _DELTA,
-            "log_decay": GateOptions(source="input"),
-            "window": GateOptions(activation="sigmoid", low=0.0, high=1.0, init=0.5),
-        },
-        ties=(
-            Tie(target="log_decay", source="lr", rule="rate"),
-            Tie(target="window", source="log_decay", rule="trapezoid"),
-            Tie(target="angle", source="lr", rule="rate"),
-        ),
-    )
+    return _trapezoidal()
 
 
 @preset(
@@ -85,6 +90,6 @@ def mamba3() -> tuple[Recipe, LayerOptions]:
 )
 def mamba3_mimo() -> tuple[Recipe, LayerOptions]:
     """Mamba-3 with four associations and four queries per token and head."""
-    recipe, options = mamba3()
+    recipe, options = _trapezoidal()
     several = recipe.replace(algorithm=GradientDescent(updates_per_token=4))
     return several, replace(options, mimo=True)
