@@ -56,10 +56,11 @@ def self_referential(layer: Any, x: Tensor, size: int) -> Tensor:
             decays = [x.new_ones(()) for _ in range(H)]
         outputs.append([output(M["memory"][h], loops.unit(q[t, h])) for h in range(H)])
         keys = [loops.unit(output(M["keys"][h], loops.unit(k[t, h]))) for h in range(H)]
-        values = [output(M["values"][h], v[t, h]) for h in range(H)]
+        v_unit = [loops.unit(v[t, h]) for h in range(H)]
+        values = [loops.unit(output(M["values"][h], v_unit[h])) for h in range(H)]
         gates = {}
         for name in ("log_decay", "lr"):
-            read = torch.cat([output(M[name][h], v[t, h]) for h in range(H)])
+            read = torch.cat([output(M[name][h], v_unit[h]) for h in range(H)])
             gates[name] = first.gates[name](layer.gate_map(read)[None, None])[0, 0]
         for h in range(H):
             decays[h] = decays[h] * gates["log_decay"][h].exp()
@@ -146,6 +147,10 @@ def test_round_trip() -> None:
         (
             lambda: SelfModifyingMemory(rc.Recipe(features=rc.features.Polynomial())),
             "use features.Identity",
+        ),
+        (
+            lambda: SelfModifyingMemory((rc.Recipe(), rc.LayerOptions(qk_norm="none"))),
+            "use 'l2' or 'rms'",
         ),
         (lambda: SelfModifyingMemory("softmax_attention"), "is not a plain read of linear maps"),
         (

@@ -22,12 +22,14 @@ class SelfModifyingMemory(Mixer):
     the q_t, k_t and v_t of the layer of the recipe, M the memory, and M_k, M_v and one M_g per gate
     of the recipe as further memories of it::
 
-        k'_t = M_k(k_t) / ‖M_k(k_t)‖,   v'_t = M_v(v_t),   gate g of token t from U M_g(v_t)
+        k'_t = norm(M_k(k_t)),   v'_t = norm(M_v(norm(v_t))),   gate g of t from U M_g(norm(v_t))
         y_t = M(q_t)
         every M_□ of M, M_k, M_v and M_g learns (k'_t, M_□(v'_t)) with these gates
 
-    All of these outputs are those of the memories at the start of the inner batch. U is learned.
-    The layer's norm, gate and output map follow y.
+    All of these outputs are those of the memories at the start of the inner batch. U is learned,
+    and norm is the ``qk_norm`` of the layer, ``"l2"`` or ``"rms"``: a memory that writes its output
+    at v'_t may grow without bound if v'_t is longer than k'_t. The layer's norm, gate and output
+    map follow y.
 
     Args:
         memory: a recipe with its layer. Its memory consists of linear maps without features, and
@@ -82,7 +84,7 @@ class SelfModifyingMemory(Mixer):
         gates = ", ".join(f"{name} of U m_{name}(v)" for name in self.gate_names)
         return (
             f"k' = m_keys(k), v' = m_values(v){', ' if gates else ''}{gates}, y = m_memory(q)",
-            "every m learns (k', m(v')) with these gates",
+            "k, k', v and v' have the length of qk_norm, and every m learns (k', m(v'))",
             "all outputs are those at the start of the inner batch",
         )
 
@@ -108,6 +110,8 @@ def _why_not_self_modifying(mixer: Mixer) -> str:
         )
     if options.ties or options.complex_decay != "none":
         return "its keys or gates come from the layer: leave ties and complex_decay out"
+    if options.qk_norm not in ("l2", "rms"):
+        return f"LayerOptions(qk_norm={options.qk_norm!r}) lets it diverge: use 'l2' or 'rms'"
     if any(gate.role == "key" for gate in recipe.gates()):
         return f"{recipe.bias.title} has a key from the layer: use bias.Probe(at='key')"
     return ""

@@ -131,7 +131,8 @@ class SelfModifyingMemoryLayer(RowsLayer):
         """Return the inputs at which the memories of keys, values and gates are read."""
         others = self.projections
         count = others.num_kv_heads // self.first.num_kv_heads
-        read_at = torch.cat([inputs.k, *[inputs.v] * (count - 1)], dim=2)
+        (v,) = self.first._normalize([inputs.v], {})
+        read_at = torch.cat([inputs.k, *[v] * (count - 1)], dim=2)
         _, params = others._apply_stability_limit(others.compute_gates(x, {}))
         gates = {name: torch.cat([gate] * count, dim=2) for name, gate in inputs.gates.items()}
         return replace(inputs, q=read_at, k=read_at, v=read_at, gates=gates, params=params)
@@ -150,7 +151,7 @@ class SelfModifyingMemoryLayer(RowsLayer):
         y = self._read(own.q, memory.weights, own.params)
         read = self._read(of_others.q, projections.weights, of_others.params)
         k, v, *gate_reads = read.split(H, dim=2)
-        (k,) = first._normalize([k], {})
+        k, v = first._normalize([k, v], {})
         gates, _ = first._apply_stability_limit({**self._gates(gate_reads), **own.params})
         weights = [
             torch.cat(pair, 1) for pair in zip(memory.weights, projections.weights, strict=True)

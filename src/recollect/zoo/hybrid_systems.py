@@ -554,6 +554,7 @@ def _nested(
     step="Every linear map of a memory erases at its own input h; eq. 95 prints k_t.",
     gates="M_k reads W_k x_t, and M_v, M_η and M_α read W_v x_t; those of the paper read x_t.\n"
     "η_t and α_t are per head, from a learned map of the outputs of M_η and M_α.",
+    query_key_norm="Values at which memories are read have length 1 too; the text names q and k.",
     rate="η_t is below 0.05 and starts at 0.01.",
 )
 def hope() -> Mixer:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recollect.blocks.as_context import MemoryAsContextLayer
 from recollect.blocks.layers import MixerLayer
 from recollect.blocks.levels_layer import LevelsLayer
+from recollect.blocks.self_modifying_layer import SelfModifyingMemoryLayer
 from recollect.blocks.slot_layer import RunningSoftmax, SlotRouter
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.block import SwiGLU
@@ -109,10 +110,15 @@ def model_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 def check_divisible(module: nn.Module, tp_size: int, *, name: str = "") -> None:
     """Raise RecipeError unless a layer or an MLP can be divided over ``tp_size`` ranks."""
-    if isinstance(module, LevelsLayer):
+    if isinstance(module, LevelsLayer | SelfModifyingMemoryLayer):
+        heads = (
+            "reads its memory at several levels"
+            if isinstance(module, LevelsLayer)
+            else "has gates from the outputs of all heads"
+        )
         raise RecipeError(
-            f"[run] parallel: tensor = {tp_size} divides layers by heads, and {name} reads its "
-            "memory at several levels: leave tensor out, and give data all processes"
+            f"[run] parallel: tensor = {tp_size} divides layers by heads, and {name} {heads}: "
+            "leave tensor out, and give data all processes"
         )
     if isinstance(module, MixerLayer):
         if isinstance(module, MemoryAsContextLayer) and any(
