@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect.blocks import SelfModifyingMemory, build, read_mixer
+from recollect.lm.distributed.head_sharding import check_divisible
 
 TOL = {"atol": 1e-10, "rtol": 1e-10}  # float64, sums of order 1
 NAMES = ("memory", "keys", "values", "log_decay", "lr")
@@ -128,6 +129,12 @@ def test_grouped_queries_read_one_memory() -> None:
         gate.copy_(gate.view(4, 2, 8)[swap].flatten(0, 1))
         out.copy_(out.view(8, 4, 2)[:, swap].flatten(1))
     torch.testing.assert_close(layer(x)[0], y, **TOL)
+
+
+def test_heads_are_not_divided_over_ranks() -> None:
+    layer = build(SelfModifyingMemory(loops.self_modifying(4)), 8, 2)
+    with pytest.raises(rc.RecipeError, match="has gates from the outputs of all heads"):
+        check_divisible(layer, 2, name="layer 0")
 
 
 def test_round_trip() -> None:

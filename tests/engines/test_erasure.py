@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
+from recollect.engines.deep.chain import engine as chain_engine
 from recollect.engines.deep.structure import chain_of, execution_mode
 from recollect.testing.sequences import check_masks, check_packing
 
@@ -106,6 +107,18 @@ def test_equals_a_loop(b: int, c: float, engine: str) -> None:
 def test_the_engine_equals_the_reference(name: str) -> None:
     """Outputs, state and gradients, in one call and split between engines."""
     check(RECIPES[name], 5)
+
+
+def test_an_erasure_runs_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of the recurrence have no erasure, so a device takes the PyTorch recurrence."""
+    calls: list[object] = []
+    monkeypatch.setattr(chain_engine, "is_cpu", lambda _: False)
+    monkeypatch.setattr(chain_engine, "select_runner", lambda *args: calls.append(args))
+    for erasure, count in ((1.0, 0), (0.0, 1)):
+        rule = algorithm.Momentum(batch_size=3, erasure=erasure)
+        recipe = DEEP.replace(algorithm=rule)
+        generate.run_recall(recipe, generate.inputs(recipe, T=7), engine="deep")
+        assert len(calls) == count
 
 
 def test_the_recipes_use_every_path() -> None:
