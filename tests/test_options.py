@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -203,3 +204,42 @@ def test_an_activation_on_some_projections() -> None:
             assert torch.allclose(getattr(inputs, name), expected, rtol=1e-12, atol=1e-14)
     with pytest.raises(rc.RecipeError, match=r"on='q'.* needs an activation"):
         rc.LayerOptions(conv_activation="none", conv_activation_on="q")
+
+
+def test_lower_ends_of_decays_grow_with_the_depth() -> None:
+    recipe = rc.Recipe(bias=rc.bias.DotProduct(), retention=rc.retention.Decay(per="key"))
+    gate = rc.GateOptions(depth_floor=True, rank=0)
+    options = rc.LayerOptions(gate_options={"log_decay": gate})
+    x = torch.randn(1, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shares = torch.randn(3, 2, 4, dtype=torch.float64).softmax(0)
+    for index in range(3):
+        layer = rc.MemoryLayer(8, 2, recipe, options, depth=(index, 3)).double()
+        projection = layer.gates["log_decay"]
+        with torch.no_grad():
+            projection.floors.weight.copy_(shares.log())
+        floor = sum(shares[1 : index + 1], torch.zeros(2, 4))
+        z = (x @ projection.weight.T).unflatten(-1, (2, 4)) + projection.bias
+        expected = floor + (1 - floor) * torch.sigmoid(z)
+        torch.testing.assert_close(projection(x).exp(), expected, rtol=1e-12, atol=0)
+        layer(x)[0].sum().backward()
+        assert (projection.floors.weight.grad is None) == (index == 0)
+    with pytest.raises(rc.RecipeError, match="'lr': depth_floor=True is for log decays"):
+        rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(gate_options={"lr": gate}))
+
+
+def test_the_layers_of_a_model_share_lower_ends() -> None:
+    pytest.importorskip("transformers")
+
+    options = {"num_hidden_layers": 3, "hidden_size": 16, "expand_ratio": 4, "vocab_size": 9}
+    config = rc.lm.published_config("hgrn2", **options)
+    model = rc.lm.RecollectForCausalLM(config)
+    names = [name for name, _ in model.named_parameters() if "floors" in name]
+    assert names == ["model.decay_floors.weight"]
+    ids = torch.tensor([[1, 2, 3, 4]])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.decay_floors.weight[1] += 1.0
+    assert not torch.equal(copied(ids).logits, model(ids).logits)
+    copied(ids, labels=ids).loss.backward()
+    assert copied.model.decay_floors.weight.grad.abs().sum() > 0
+    assert model.model.decay_floors.weight.grad is None

@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from recollect.choices.runtime import autocast_enabled, cached_constant, is_cacheable
 from recollect.fields import Gate, Param, Range
+from recollect.layer.depth_floors import DepthFloors
 from recollect.layer.options import GateOptions
 from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_value
@@ -39,7 +40,13 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
     from recollect.recipe.stability import StabilityLimit
 
-__all__ = ["GateProjection", "RangeMap", "normalize_to_length", "stability_limit"]
+__all__ = [
+    "GateProjection",
+    "RangeMap",
+    "normalize_to_length",
+    "share_depth_floors",
+    "stability_limit",
+]
 
 DECAY_SPREAD = 8.0
 GATE_RANK = 32
@@ -316,6 +323,12 @@ class GateProjection(nn.Module):
                 f"options of {declared.name!r}: init has {len(options.init)} values and there are "
                 f"{heads} heads: set one per head, or one number"
             )
+        if options.depth_floor and not self.is_log:
+            raise RecipeError(
+                f"options of {declared.name!r}: depth_floor=True is for log decays: leave it out"
+            )
+        self.floors = DepthFloors(depth[1], self.shape) if options.depth_floor else None
+        self._shared_floors: tuple[DepthFloors, ...] = ()  # in a tuple, so no submodule
         self.is_random = not gate and declared.draw is not None
         if self.is_random and (options.init is not None or options.activation is not None):
             raise RecipeError(
@@ -453,6 +466,10 @@ class GateProjection(nn.Module):
         self.shape = (size, *self.shape[1:])
         self._fixed_values.clear()
 
+    def share_floors(self, floors: DepthFloors) -> None:
+        """Take the lower ends of other layers, which another module owns."""
+        self.floors, self._shared_floors = None, (floors,)
+
     def _spread(self, log_decay: Tensor, factor: float) -> Tensor:
         """Spread values over the channels, or over the heads if there are no separate channels."""
         return _geometric_spread(log_decay, factor, axis=0 if self.shared_sizes else -1)
@@ -499,6 +516,8 @@ class GateProjection(nn.Module):
                 value = self.activation(z / unit) * unit
             else:
                 value = self.activation(z)
+        for floors in self._shared_floors if self.floors is None else (self.floors,):
+            value = floors(value, self.depth[0])
         if weight is None and isinstance(self.declared, Gate):
             value = value.expand(*x.shape[:2], *self.shape)
         if self.shared_sizes:
@@ -509,3 +528,24 @@ class GateProjection(nn.Module):
         """Return shape, source and activation."""
         low_rank = f", rank={self.rank}" if self.rank and self.source == "input" else ""
         return f"{list(self.shape)}, {self.source}, {self.activation.kind}{low_rank}"
+
+
+def share_depth_floors(model: nn.Module) -> DepthFloors | None:
+    """Let all gates with lower ends by depth share those of the first one, and return them.
+
+    Raises:
+        RecipeError: gates of different shapes.
+    """
+    gates = [m for m in model.modules() if isinstance(m, GateProjection) and m.floors is not None]
+    if not gates:
+        return None
+    floors = gates[0].floors
+    assert floors is not None
+    for gate in gates:
+        if gate.shape != gates[0].shape:
+            raise RecipeError(
+                "GateOptions(depth_floor=True) shares lower ends among layers, and their decays "
+                f"have the shapes {[*gates[0].shape]} and {[*gate.shape]}: use one shape"
+            )
+        gate.share_floors(floors)
+    return floors

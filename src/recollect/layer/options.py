@@ -170,6 +170,9 @@ class GateOptions(_SavedOptions):
         rank: rank of the projection; 0 is a full matrix. Default: 32 for gates per channel, else 0.
         per: ``"head"`` for one value per head that all channels share. Default: one per channel, if
             the declaration has channels.
+        depth_floor: whether a log decay of layer l has a learned lower end γ_l: α becomes
+            γ_l + (1 − γ_l) α, with γ_l = Σ_{1 ≤ i ≤ l} softmax(B)_i over layers. The layers of a
+            language model share B.
         bias: whether z has a learned bias; without one, a gate starts at activation(0).
         init_schedule: initial decays by head h and by layer l of L, instead of ``init``.
             ``"dyadic"``: α = 1 − 2^(−5−h). ``"alibi"``: log α = −2^(−8(h+1)/H)·(1 − l/L).
@@ -201,6 +204,7 @@ class GateOptions(_SavedOptions):
     head_spread: float | None = number(None, at_least=1, optional=True)
     rank: int | None = integer(None, optional=True)
     per: str | None = option(None, "head", optional=True)
+    depth_floor: bool = flag(False)
     bias: bool = flag(True)
     init_schedule: str | None = option(None, "dyadic", "alibi", "integers", "xpos", optional=True)
 

@@ -157,9 +157,11 @@ def retnet_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -
 
 
 def hgrn2_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> Tensor:
-    """S_t = Diag(α) S_(t−1) + (1 − α) iᵀ with α = σ(f); one norm over all heads, ε = 1e-5."""
+    """S_t = Diag(α) S_(t−1) + (1 − α) iᵀ, α = γ + (1 − γ) σ(f); a norm over all heads, ε = 1e-5."""
     K = config["expand_ratio"]
     q, alpha = silu(x @ w["q_proj.weight"].T), sigmoid(x @ w["f_proj.weight"].T)
+    if config["use_lower_bound"]:
+        alpha = w["lower_bound"] + (1 - w["lower_bound"]) * alpha
     v = (x @ w["i_proj.weight"].T).unflatten(-1, (q.shape[-1] // K, -1))
     y = torch.zeros_like(v)
     for h in range(v.shape[1]):
@@ -210,6 +212,9 @@ def forward(ids: Tensor, state: Weights, config: Mapping[str, Any], layer: Layer
             if name.startswith(f"model.layers.{i}.")
         }
         attn = {n.removeprefix("attn."): y for n, y in block.items() if n.startswith("attn.")}
+        if "model.lower_bounds" in w:  # γ of this layer, 0 of the first one
+            shares = w["model.lower_bounds"].softmax(0)
+            attn["lower_bound"] = shares[: i + 1].sum(0) - shares[0]
         eps = config["norm_eps"]
         x = x + layer(rms(x, block["attn_norm.weight"], eps), attn, config, i)
         h = rms(x, block["mlp_norm.weight"], eps)
@@ -352,7 +357,7 @@ FAMILIES: dict[str, tuple[Callable[..., dict[str, tuple[int, ...]]], Layer, dict
     "hgrn2": (
         hgrn2_shapes,
         hgrn2_layer,
-        {"num_heads": 3, "expand_ratio": 16, "use_lower_bound": False},
+        {"num_heads": 3, "expand_ratio": 16, "use_lower_bound": True},
     ),
     "retnet": (
         retnet_shapes,
@@ -380,6 +385,8 @@ def tensor_shapes(model_type: str, config: Mapping[str, Any]) -> dict[str, tuple
         layer |= {"mlp.down_proj.weight": (d, width)}
         shapes |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
     shapes["model.norm.weight"] = (d,)
+    if config.get("use_lower_bound"):
+        shapes["model.lower_bounds"] = (config["num_hidden_layers"], d)
     return shapes if config["tie_word_embeddings"] else {**shapes, "lm_head.weight": (vocab, d)}
 
 
@@ -396,7 +403,7 @@ def make(model_type: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Ten
             x = 1 + 0.3 * x
         elif "conv1d" in name:
             x = 0.5 * x
-        elif "embeddings" not in name:
+        elif "embeddings" not in name and "bounds" not in name:
             x = x * (1.3 / math.sqrt(fan) if len(shape) > 1 else 1.0)
         state[name] = x
     return config, state

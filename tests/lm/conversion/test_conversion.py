@@ -25,6 +25,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("kda", {"allow_neg_eigval": True, "use_short_conv": False, "expand_v": 0.5}),
     ("gated_deltanet", {"num_v_heads": 4, "expand_v": 1.0}),
     ("kda", {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}),
+    ("hgrn2", {"use_lower_bound": False, "expand_ratio": 12, "num_heads": 4}),
+    ("hgrn2", {"num_hidden_layers": 3}),
     ("retnet", {"use_output_gate": False, "expand_k": 0.5, "expand_v": 1.0}),
 ]
 

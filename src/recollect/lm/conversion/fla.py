@@ -459,13 +459,10 @@ def _retnet_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]
 
 
 def _hgrn2(options: Options) -> RecollectConfig:
-    width, heads, K = options["hidden_size"], options["num_heads"], options["expand_ratio"]
-    if K is not None:
-        heads = width // K
-    if not heads or width % heads:
-        raise ValueError(
-            f"hidden_size is {width}, and expand_ratio, {K}, or num_heads, {heads}, must divide it"
-        )
+    width, K = options["hidden_size"], options["expand_ratio"]
+    if width % K:
+        raise ValueError(f"hidden_size is {width}, and expand_ratio, {K}, must divide it")
+    heads = width // K
     recipe = Recipe(
         bias=DotProduct(), retention=Decay(per="key"), algorithm=GradientDescent(lr=1.0)
     )
@@ -476,15 +473,25 @@ def _hgrn2(options: Options) -> RecollectConfig:
         norm_eps=1e-5,  # whatever norm_eps is: the layer leaves this argument out
         norm_group_size=heads,
         output_gate="none",
-        gate_options={"log_decay": GateOptions(activation="logsigmoid", rank=0, bias=False)},
+        gate_options={
+            "log_decay": GateOptions(
+                activation="logsigmoid",
+                rank=0,
+                bias=False,
+                depth_floor=options["use_lower_bound"],
+            )
+        },
         ties=(Tie(target="k", source="log_decay", rule="complement"),),
     )
-    sizes = {"head_dim": K or width // heads, "value_dim": width // heads}
-    return _config(options, recipe, layer, **sizes, num_heads=heads)
+    return _config(options, recipe, layer, head_dim=K, value_dim=K, num_heads=heads)
 
 
 def _published_hgrn2(config: RecollectConfig) -> dict[str, Any]:
-    return {**_backbone_options(config), "expand_ratio": _dims(config)[0]}
+    return {
+        **_backbone_options(config),
+        "expand_ratio": _dims(config)[0],
+        "use_lower_bound": _layer_options(config).gate("log_decay").depth_floor,
+    }
 
 
 def _hgrn2_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
@@ -495,6 +502,14 @@ def _hgrn2_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
     yield Piece("f_proj.weight", "gates.log_decay.weight")
     yield Piece("g_norm.weight", "norm.weight", (reshape((-1,), (heads, V)),))
     yield Piece("o_proj.weight", "out.weight")
+
+
+def _hgrn2_model_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    yield from _pieces(_hgrn2_pieces)(options, config)
+    if options["use_lower_bound"]:
+        layers, shape = config.num_hidden_layers, (config.num_attention_heads, _dims(config)[0])
+        transforms = (reshape((layers, -1), (layers, *shape)),)
+        yield Piece("model.lower_bounds", "model.decay_floors.weight", transforms)
 
 
 # -- all layouts -----------------------------------------------------------------------------------
@@ -597,17 +612,21 @@ FLA_LAYOUTS = (
     Layout(
         model_type="hgrn2",
         architecture="HGRN2ForCausalLM",
-        defaults={**_BACKBONE, "num_heads": None, "expand_ratio": 128},
+        defaults={
+            **_BACKBONE,
+            "num_heads": None,
+            "expand_ratio": 128,
+            "use_lower_bound": True,
+        },
         required={
             **_REQUIRED,
-            "use_lower_bound": False,
             "use_short_conv": False,
             "elementwise_affine": True,
         },
         ignored=_IGNORED | {"conv_size", "fuse_norm"},
         to_ours=_hgrn2,
         to_published=_published_hgrn2,
-        pieces=_pieces(_hgrn2_pieces),
+        pieces=_hgrn2_model_pieces,
     ),
     Layout(
         model_type="retnet",

@@ -134,6 +134,13 @@ def check_divisible(module: nn.Module, tp_size: int, *, name: str = "") -> None:
             if not isinstance(part, SecondMemory):  # it has the heads of the first
                 check_divisible(part, tp_size, name=f"{name}, {part_name}")
         return
+    if isinstance(module, MemoryLayer) and any(
+        options.depth_floor for options in dict(module.options.gate_options).values()
+    ):
+        raise RecipeError(
+            f"[run] parallel: tensor = {tp_size} divides layers by heads, and the layers share the "
+            f"lower ends of the decays of {name}: leave tensor out, and give data all processes"
+        )
     sizes = {"mlp": module.width} if isinstance(module, SwiGLU) else {}
     if isinstance(module, MemoryLayer):
         sizes = {"num_kv_heads": module.num_kv_heads, "num_heads": module.num_heads}

@@ -21,6 +21,7 @@ from recollect.blocks.mixers import Mixer
 from recollect.blocks.routed import Router, record_routing
 from recollect.choices.runtime import seeded_generators
 from recollect.layer.block import Block, ZeroCenteredRMSNorm
+from recollect.layer.gates import share_depth_floors
 from recollect.layer.recorded_call import RecordedCall
 from recollect.lm.model.arguments import (
     ForwardKwargs,
@@ -66,6 +67,7 @@ class RecollectModel(RecollectPreTrainedModel):
             )
             for index, (mixer, has_mlp) in enumerate(config.layer_specs)
         )
+        self.decay_floors = share_depth_floors(self.blocks)
         norm = ZeroCenteredRMSNorm if config.zero_centered_norms else nn.RMSNorm
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False

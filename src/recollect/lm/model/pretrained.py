@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from recollect.blocks.layers import PersistentTokens
 from recollect.layer.block import ZeroCenteredRMSNorm
+from recollect.layer.depth_floors import DepthFloors
 from recollect.layer.gates import GateProjection
 from recollect.layer.recipe_module import InitialMemory
 from recollect.layer.short_conv import ShortConvolution
@@ -199,7 +200,8 @@ class RecollectPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             is_zero_centered = isinstance(module, ZeroCenteredRMSNorm)
             (nn.init.zeros_ if is_zero_centered else nn.init.ones_)(module.weight)
         elif isinstance(
-            module, GateProjection | ShortConvolution | InitialMemory | PersistentTokens
+            module,
+            GateProjection | ShortConvolution | InitialMemory | PersistentTokens | DepthFloors,
         ):
             loaded = [
                 (weight, weight.clone())

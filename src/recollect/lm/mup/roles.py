@@ -25,6 +25,7 @@ from typing import Literal
 from torch import nn
 
 from recollect.blocks.layers import PersistentTokens
+from recollect.layer.depth_floors import DepthFloors
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.gates import GateProjection
 from recollect.layer.grouped_norm import GroupedRMSNorm
@@ -59,8 +60,7 @@ _MATRIX_AXES: dict[type[nn.Module], dict[str, tuple[int, int]]] = {
 _PER_HEAD_MODULES = (InitialMemory, InitialKernelRows)
 _VECTOR_MODULES = (
     *(nn.RMSNorm, GroupedRMSNorm, MemoryLayer, Ties, QKAffine, QKScale, ShortConvolution),
-    InputOutputFactors,
-    PersistentTokens,
+    *(InputOutputFactors, PersistentTokens, DepthFloors),
     *_PER_HEAD_MODULES,
 )
 """Modules whose own parameters are vectors, or matrices inside a head."""

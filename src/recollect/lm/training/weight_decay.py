@@ -9,6 +9,7 @@ from torch import nn
 
 from recollect.blocks.layers import PersistentTokens
 from recollect.blocks.routed import Router
+from recollect.layer.depth_floors import DepthFloors
 from recollect.layer.gates import GateProjection
 from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
@@ -26,7 +27,7 @@ __all__ = ["decay_parameter_names", "parameter_groups"]
 _NO_DECAY_MODULES = (
     *(GateProjection, Ties, QKAffine, QKScale, InitialMemory, InitialKernelRows, ComplexDecayPhase),
     *(TokenShift, ShortConvolution, GroupedRMSNorm, InputOutputFactors),
-    *(PersistentTokens, Router),
+    *(DepthFloors, PersistentTokens, Router),
 )
 """Modules whose weights do not decay, because zero is not a neutral value for them.
 
