@@ -1,9 +1,9 @@
-"""Read a long prompt once, save what was read, and answer several questions from it.
+"""Read a long prompt once, save the state, and answer several questions from it.
 
     python examples/continue_from_cache.py --model runs/my-text/model --text manual.txt
 
-What is saved is the state of every memory, so for a recurrent recipe the file is as small after a
-book as after a line. It is data: loading it runs nothing, and another model refuses it.
+The file contains the state of every memory. For a recurrent recipe its size does not depend on the
+length of the prompt. Loading it runs no code, and another model refuses it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import recollect as rc
 from recollect.lm.data.tokenizers import byte_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="folder of a saved model; an untrained one when left out")
-parser.add_argument("--text", help="the prompt, a UTF-8 file; this example's source when left out")
-parser.add_argument("--ask", action="append", help="what follows it; may be given several times")
+parser.add_argument("--model", help="folder of a saved model; by default an untrained model")
+parser.add_argument("--text", help="UTF-8 file with the prompt; by default this example")
+parser.add_argument("--ask", action="append", help="question after the prompt; repeatable")
 parser.add_argument("--tokens", type=int, default=100)
 parser.add_argument("--smoke", action="store_true", help="a few tokens")
 arguments = parser.parse_args()
@@ -58,7 +58,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     print(f"read {len(text)} characters, saved {path.stat().st_size:,} bytes")
 
-    # Elsewhere, later: the same model goes on without reading the text again.
+    # Later, in another process: the model continues without reading the text again.
     prompt = rc.lm.CachedPrompt.load(path, model)
     for question in questions:
         inputs = prompt.generate_kwargs(encoded(question))

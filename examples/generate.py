@@ -1,8 +1,8 @@
-"""Text from a saved model: greedy, sampled and by beams, for several prompts at once.
+"""Generate text with a saved model: greedy, sampled and with beams, for several prompts at once.
 
     python examples/generate.py --model runs/my-text/model --prompt "The memory" --prompt "A"
 
-``recollect generate MODEL --prompt TEXT`` does the same for one prompt, and streams it.
+``recollect generate MODEL --prompt TEXT`` generates from one prompt, and streams the text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import recollect as rc
 from recollect.lm.data.tokenizers import byte_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="folder of a saved model; an untrained one when left out")
-parser.add_argument("--prompt", action="append", help="may be given several times")
+parser.add_argument("--model", help="folder of a saved model; by default an untrained model")
+parser.add_argument("--prompt", action="append", help="text to continue; repeatable")
 parser.add_argument("--tokens", type=int, default=100)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--smoke", action="store_true", help="a few tokens")
@@ -26,7 +26,7 @@ prompts = arguments.prompt or ["The memory", "A"]
 tokens = 4 if arguments.smoke else arguments.tokens
 
 if arguments.model:
-    # Importing recollect.lm registered its models: no code comes with a checkpoint.
+    # The import of recollect.lm registered the model's type, so no remote code is needed.
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 else:
@@ -42,7 +42,7 @@ else:
     tokenizer = byte_tokenizer()
     print("no --model: this one has random weights, and what it writes means nothing")
 
-# Prompts of different lengths in one batch: padding on the left changes nothing.
+# Prompts of different lengths in one batch: left padding does not change results.
 batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
 batch.pop("token_type_ids", None)
 how = {**batch, "max_new_tokens": tokens, "pad_token_id": tokenizer.pad_token_id}
@@ -53,7 +53,7 @@ sampled = model.generate(
     do_sample=True,
     temperature=0.8,
     top_p=0.95,
-    generator=torch.Generator().manual_seed(arguments.seed),  # the same text every time
+    generator=torch.Generator().manual_seed(arguments.seed),  # reproducible text
 )
 beams = model.generate(**how, do_sample=False, num_beams=4)
 

@@ -1,4 +1,4 @@
-"""Train the recipe in own_recipe.toml, and say what it solves.
+"""Train the recipe in own_recipe.toml, and print the problem that it solves.
 
 python examples/own_recipe.py --text mine.txt
 """
@@ -36,5 +36,5 @@ with tempfile.TemporaryDirectory() as scratch:
             run=replace(plan.run, out=scratch, save_every=0, eval_every=0),
         )
     begun = Path(plan.run.out, "plan.json").exists()
-    result = rc.lm.train(plan, resume=begun)  # a second call goes on where the first one ended
+    result = rc.lm.train(plan, resume=begun)  # a second call continues the run
 print(f"held-out bits per byte: {result.heldout:.3f}")

@@ -1,4 +1,4 @@
-"""A saved model in `transformers.pipeline`, as any other of Hugging Face.
+"""Use a saved model in `transformers.pipeline`, as any model of Hugging Face.
 
 python examples/pipeline.py --model runs/my-text/model --prompt "The memory"
 """
@@ -14,7 +14,7 @@ import recollect as rc
 from recollect.lm.data.tokenizers import byte_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="folder of a saved model; an untrained one when left out")
+parser.add_argument("--model", help="folder of a saved model; by default an untrained model")
 parser.add_argument("--prompt", default="The memory")
 parser.add_argument("--tokens", type=int, default=100)
 parser.add_argument("--smoke", action="store_true", help="a few tokens")
@@ -23,7 +23,7 @@ arguments = parser.parse_args()
 with tempfile.TemporaryDirectory() as scratch:
     folder = arguments.model
     if folder is None:
-        # What a run leaves behind: the model and its tokenizer, in one folder.
+        # A run saves the model and its tokenizer in one folder.
         folder = scratch
         config = rc.lm.RecollectConfig.from_recipes(
             ["gated_delta_net", "softmax_attention"],
@@ -35,7 +35,7 @@ with tempfile.TemporaryDirectory() as scratch:
         rc.lm.RecollectForCausalLM(config).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         print("no --model: this one has random weights, and what it writes means nothing")
-    # `import recollect.lm` has registered the model's type: trust_remote_code is not needed.
+    # The import of recollect.lm registered the model's type, so no remote code is needed.
     write = pipeline("text-generation", model=folder, tokenizer=folder)
     made = write(
         [arguments.prompt, f"{arguments.prompt} of"],

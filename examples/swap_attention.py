@@ -1,8 +1,8 @@
-"""Put a memory into some layers of a decoder of Hugging Face, keep its projections, and train it.
+"""Replace attention in some layers of a Hugging Face decoder by a memory, and train the new parts.
 
     python examples/swap_attention.py --model meta-llama/Llama-3.2-1B --recipe gated_delta_net
 
-Without a model it takes a tiny Llama of random weights.
+By default the decoder is a tiny Llama with random weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import recollect as rc
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="a decoder's folder or hub name")
-parser.add_argument("--recipe", default="gated_delta_net", help="a name of the zoo")
+parser.add_argument("--model", help="folder or hub name of a decoder")
+parser.add_argument("--recipe", default="gated_delta_net", help="name of the zoo")
 parser.add_argument("--layers", default="0,-1", help="indices, separated by commas")
 parser.add_argument("--smoke", action="store_true", help="a few steps")
 arguments = parser.parse_args()
@@ -43,7 +43,7 @@ else:
 layers = [int(index) for index in arguments.layers.split(",")]
 print(rc.lm.replace_attention(model, arguments.recipe, layers))
 
-# The rest of the decoder stays; only what is new is trained here.
+# Train only the new parameters.
 for name, weight in model.named_parameters():
     weight.requires_grad_(".layer." in name)
 optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-3)
@@ -59,8 +59,8 @@ for step in range(2 if arguments.smoke else 50):
 model.eval()
 out = model.generate(text[:1], max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
 print(out.sequences[0].tolist())
-print(rc.lm.cache_of(out).layers)  # states where layers were swapped, keys and values elsewhere
+print(rc.lm.cache_of(out).layers)  # states of replaced layers, keys and values of the others
 
-# A swapped decoder is saved and loaded like any other; its configuration says what was swapped:
+# You save and load the decoder as any other. Its configuration lists the replaced layers:
 #     model.save_pretrained("swapped")
 #     model = transformers.AutoModelForCausalLM.from_pretrained("swapped")

@@ -1,8 +1,9 @@
-"""Train a language model of 3 million parameters on a text file of your own.
+"""Train a language model of 3 million parameters on your text file.
 
     python examples/train_on_your_text.py --text mine.txt
 
-This takes about six minutes on one thread of a CPU. With --smoke, it takes seconds, on the source of this example.
+This takes about six minutes on one thread of a CPU. With --smoke, it trains for seconds, on the
+source of this example.
 """
 
 from __future__ import annotations

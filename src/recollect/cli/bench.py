@@ -46,7 +46,7 @@ def bench(
     recipe: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME_OR_FILE", help="Time a recipe instead, next to gated_delta_net and SDPA."
+            metavar="NAME_OR_FILE", help="Recipe to time, next to gated_delta_net and SDPA."
         ),
     ] = None,
     rounds: Annotated[
@@ -80,7 +80,7 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time implementations alternately in one run, next to the device's own ceiling."""
+    """Time implementations alternately in one run, next to the peak of the device."""
     if recipe is not None and (suite is not None or only):
         other = "--only" if suite is None else "--suite"
         raise ValueError(f"--recipe and {other} exclude each other: leave one of them out")

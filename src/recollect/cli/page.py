@@ -23,7 +23,7 @@ def page(
         ),
     ] = "",
 ) -> None:
-    """Write the page of six knobs: recipes to change, explained, next to a memory at work."""
+    """Write the page of six knobs, where you change a recipe next to a memory at work."""
     names = comma_list(systems)
     check_models(names)
     import recollect as rc
