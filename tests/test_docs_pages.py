@@ -157,6 +157,22 @@ def test_the_reference_begins_with_all_of_its_names() -> None:
             assert names == set(headings) - families, name.name
 
 
+MODELS = [
+    path
+    for path in (ROOT / "results/language_models").glob("*.json")
+    if not path.stem.endswith("-same")
+]
+"""Results of language models, one for each layer."""
+
+
+def _presets_on_gpu() -> int:
+    """The number of presets measured in float32, all of which are within the bounds."""
+    tables = (ROOT / "results/gpu/README.md").read_text("utf-8")
+    within, measured = re.findall(r"^\| `float32` \| (\d+) of (\d+) \|", tables, re.M)[0]
+    assert within == measured
+    return int(measured)
+
+
 def _minutes(preset: str) -> float:
     stored = json.loads((ROOT / f"results/language_models/{preset}.json").read_text("utf-8"))
     return stored["run"]["cpu_seconds"] / 60
@@ -172,6 +188,8 @@ def _bits(preset: str) -> float:
     [
         ("examples/train_on_your_text.py", "about six minutes on one thread", 6),
         ("docs/choose.md", "reaches {:.3f} bits per byte", _bits("softmax_attention-same")),
+        ("README.md", "{} layers were trained with 3 million parameters", len(MODELS)),
+        ("README.md", "{} presets were measured and equal the CPU", _presets_on_gpu()),
     ],
 )
 def test_numbers_in_sentences_are_those_of_the_results(name: str, text: str, value: float) -> None:

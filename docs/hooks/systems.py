@@ -248,12 +248,12 @@ def _hybrid_code(hybrid: Preset) -> str:
         ((_, mixer),) = hybrid.layers
         return (
             f"import recollect as rc\n\nmixer = {as_python(mixer)}\n"
-            f'layer = rc.zoo.get("{hybrid.name}").build(d_model=64, num_heads=4)  # the same'
+            f'layer = rc.zoo.get("{hybrid.name}").build(d_model=64, num_heads=4)  # an equal layer'
         )
     lines = "".join(f'    "{name}": {as_python(mixer)},\n' for name, mixer in hybrid.layers)
     return (
         f"import recollect as rc\n\nlayers = {{  # repeated over the depth\n{lines}}}\n"
-        f'config = rc.lm.RecollectConfig.from_recipes("{hybrid.name}", hidden_size=64)  # the same'
+        f'config = rc.lm.RecollectConfig.from_recipes("{hybrid.name}", hidden_size=64)  # equal'
     )
 
 
