@@ -237,7 +237,7 @@ def test_what_is_wrong_with_a_checkpoint_is_one_sentence(
     with pytest.raises((CheckpointError, rc.RecipeError), match=says) as caught:
         RecollectForCausalLM.from_pretrained(folder)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 450
     assert caught.value.__cause__ is None
     # What transformers reads before it knows the class, it refuses in its own words.
     if what not in ("another model type",):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.lm.adoption import models
 from torch import Tensor
@@ -80,6 +81,30 @@ def test_logits_and_round_trip(tmp_path: Path, model_type: str, changes: dict[st
     assert all(torch.equal(x, result[name]) for name, x in state.items())
     loaded = type(model).from_pretrained(back).eval()
     assert error(loaded(ids, use_cache=False).logits, expected) <= 1e-6  # in other chunks
+
+
+@torch.no_grad()
+def test_the_text_model_of_a_model_of_images(tmp_path: Path) -> None:
+    """A text model that was loaded from a model of images is saved with other names."""
+    text = make_model("qwen3_5_text")
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = transformers.Qwen3_5Config(
+        text_config=text.config.to_dict(), vision_config={**vision, "out_hidden_size": 32}
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "images")
+    with pytest.raises(rc.lm.CheckpointError, match="they have images, too; save the text model"):
+        rc.lm.convert(tmp_path / "images", tmp_path / "ours")
+    model = type(text).from_pretrained(tmp_path / "images").eval()
+    converted, ours = convert(model, tmp_path)
+    state = load_file(tmp_path / "published" / "model.safetensors")
+    assert any(name.startswith("model.language_model.") for name in state)
+    ids = tokens(1, 9)
+    assert error(converted(ids).logits, model(ids).logits) <= 1e-5
+    back = rc.lm.convert(ours, tmp_path / "back", to="qwen3_5_text")
+    result = load_file(back / "model.safetensors")
+    names = {name: name.replace("model.language_model.", "model.") for name in state}
+    assert {*names.values()} == result.keys()
+    assert all(torch.equal(x, result[names[name]]) for name, x in state.items())
 
 
 @torch.no_grad()
@@ -248,6 +273,7 @@ def test_mamba2_of_flash_linear_attention_with_a_skip_per_channel(tmp_path: Path
     ("model_type", "changes", "message"),
     [
         ("mamba2", {"time_step_limit": [0.001, 0.1]}, "'time_step_limit' of mamba2 must be"),
+        ("mamba2", {"model_type": "rwkv7"}, "'rwkv7' cannot be converted: their layers mix values"),
         ("mamba2", {"use_bias": True}, "'use_bias' of mamba2 must be False"),
         ("mamba2", {"norm_eps": 1e-3}, "'norm_eps' and 'layer_norm_epsilon' are one"),
         (

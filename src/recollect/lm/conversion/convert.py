@@ -6,10 +6,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from recollect.lm.conversion.fla import FLA_LAYOUTS
 from recollect.lm.conversion.huggingface import HUGGINGFACE_LAYOUTS
@@ -20,6 +21,7 @@ from recollect.lm.conversion.tensors import (
     all_shapes,
     main_dtype,
     plan_tensors,
+    tensor_names,
     write_tensors,
 )
 from recollect.lm.model.checkpoint import CheckpointError, check_model_folder
@@ -35,6 +37,18 @@ LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout for layout in (*FLA_LAYOUTS, *HUGGINGFACE_LAYOUTS)
 }
 """Published layouts by ``model_type``."""
+
+_REFUSED = {
+    "qwen3_5": (
+        "they have images, too; save the text model by "
+        "Qwen3_5ForCausalLM.from_pretrained(...).save_pretrained(...), and convert that"
+    ),
+    "rwkv7": (
+        "their layers mix values with those of the first layer, and their MLPs mix each token with "
+        "the previous one, which layers of recollect do not do"
+    ),
+}
+"""Reasons why there is no converter, by ``model_type``."""
 
 _COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -93,7 +107,7 @@ def convert(
         raise CheckpointError(f"{source} cannot be converted: {error}") from None
     with torch.device("meta"):
         model = RecollectForCausalLM(config)
-    pieces = list(layout.pieces(options, config))
+    pieces = layout.named_pieces(options, config, () if is_ours else tensor_names(source))
     tensors = plan_tensors(source, pieces, all_shapes(pieces, model), to_ours=not is_ours)
     dtype = main_dtype(tensors)
     staged = out.with_name(f".{out.name}.saving")
@@ -109,7 +123,10 @@ def convert(
             config.save_pretrained(staged)
             lines = RecollectForCausalLM._load_lines()
             write_card(
-                staged, model.to(dtype=dtype), load_lines=lines, recipes=config.all_recipes()
+                staged,
+                cast(nn.Module, model).to(dtype=dtype),
+                load_lines=lines,
+                recipes=config.all_recipes(),
             )
             write_manifest(staged, is_model_file)
         staged.replace(out)
@@ -156,6 +173,8 @@ def _find_layout(source: Path, model_type: Any, to: str | None, *, is_ours: bool
         raise CheckpointError(
             f"{source} is a model of recollect: name the layout to convert to, one of {known}"
         )
+    if name in _REFUSED:
+        raise CheckpointError(f"models of type {name!r} cannot be converted: {_REFUSED[name]}")
     if name not in LAYOUTS:
         raise CheckpointError(
             f"there is no converter for models of type {short_repr(name)}: the known ones are "

@@ -65,9 +65,9 @@ _NO_LIMIT = [0.0, {"__float__": "Infinity"}]
 
 def _mamba2_forms(options: Options) -> dict[str, Any]:
     """Return options with one form of each value."""
-    limit = options.get("time_step_limit")
-    is_pair = isinstance(limit, list | tuple) and len(limit) == 2
-    if is_pair and limit[0] == 0 and limit[1] in (float("inf"), _NO_LIMIT[1]):
+    limit: Any = options.get("time_step_limit")
+    is_list = isinstance(limit, list | tuple)
+    if is_list and list(limit) in ([0, float("inf")], _NO_LIMIT):
         return {**options, "time_step_limit": _NO_LIMIT}
     return dict(options)
 
@@ -424,6 +424,7 @@ HUGGINGFACE_LAYOUTS = (
             | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
         ),
         normalize=_qwen3_5_forms,
+        nested_prefix="model.language_model.",
         to_ours=_qwen3_5,
         to_published=_published_qwen3_5,
         pieces=_qwen3_5_pieces,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -130,6 +131,8 @@ class Layout:
         ignored: options that do not change the outputs. Written models have their defaults.
         aliases: other names of options, which are read and written, too.
         normalize: returns options with one form of each value, before they are checked.
+        nested_prefix: prefix of names in place of ``"model."``, in files of a part of a larger
+            model; they are read, too.
         to_ours: returns our configuration of a model with these options; raises `ValueError` if
             there is none.
         to_published: returns the options of a model with our configuration. The caller checks that
@@ -144,6 +147,7 @@ class Layout:
     ignored: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
     normalize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    nested_prefix: str = ""
     to_ours: Callable[[Mapping[str, Any]], RecollectConfig]
     to_published: Callable[[RecollectConfig], Mapping[str, Any]]
     pieces: Callable[[Mapping[str, Any], RecollectConfig], Iterable[Piece]]
@@ -175,6 +179,24 @@ class Layout:
             if not is_token and (value is not None or default is not None):
                 self._check_value(name, value, _kind(default))
         return {**self.defaults, **self.required, **known}
+
+    def named_pieces(
+        self, options: Mapping[str, Any], config: RecollectConfig, names: Iterable[str] = ()
+    ) -> list[Piece]:
+        """Return the pieces of a model, with the prefix that the names of its tensors have."""
+        pieces = list(self.pieces(options, config))
+        prefix = self.nested_prefix
+        if not prefix or not any(name.startswith(prefix) for name in names):
+            return pieces
+        return [
+            replace(
+                piece,
+                published=replace(
+                    piece.source, name=re.sub(r"^model\.", prefix, piece.source.name)
+                ),
+            )
+            for piece in pieces
+        ]
 
     def _without_aliases(self, config: Mapping[str, Any]) -> dict[str, Any]:
         renamed = dict(config)

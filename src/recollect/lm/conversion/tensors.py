@@ -29,6 +29,7 @@ __all__ = [
     "all_shapes",
     "main_dtype",
     "plan_tensors",
+    "tensor_names",
     "write_tensors",
 ]
 
@@ -115,6 +116,11 @@ class PlannedTensor:
                 tensors[name] = file.get_tensor(name)
         outputs = [move.transform(move.source.of(tensors[move.source.name])) for move in self.moves]
         return torch.cat(outputs, self.moves[0].target.dim)
+
+
+def tensor_names(source: Path) -> list[str]:
+    """Return the names of the tensors in a folder."""
+    return [name for path in weight_files(source) for name in read_header(path)]
 
 
 def plan_tensors(

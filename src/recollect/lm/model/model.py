@@ -423,7 +423,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     }
 )
 def _build_layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
-    sizes = config.sizes_of(config.layer_names[index])
+    sizes: Any = config.sizes_of(config.layer_names[index])
     return build(
         mixer,
         config.hidden_size,
