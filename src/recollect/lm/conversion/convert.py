@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from recollect.lm.conversion.fla import FLA_LAYOUTS
+from recollect.lm.conversion.fla_delta import DELTA_LAYOUTS
+from recollect.lm.conversion.fla_linear import LINEAR_LAYOUTS
 from recollect.lm.conversion.huggingface import HUGGINGFACE_LAYOUTS
 from recollect.lm.conversion.layout import Layout
 from recollect.lm.conversion.tensors import (
@@ -34,7 +35,7 @@ from recollect.messages import short_repr, suggestion
 __all__ = ["LAYOUTS", "convert", "published_config"]
 
 LAYOUTS: dict[str, Layout] = {
-    layout.model_type: layout for layout in (*FLA_LAYOUTS, *HUGGINGFACE_LAYOUTS)
+    layout.model_type: layout for layout in (*DELTA_LAYOUTS, *LINEAR_LAYOUTS, *HUGGINGFACE_LAYOUTS)
 }
 """Published layouts by ``model_type``."""
 
@@ -85,8 +86,8 @@ def convert(
     Examples:
         >>> config = rc.lm.published_config("gla", num_hidden_layers=1, vocab_size=32)
         >>> rc.lm.RecollectForCausalLM(config).save_pretrained("mine")
-        >>> sorted(path.name for path in rc.lm.convert("mine", "published", to="gla").iterdir())
-        ['config.json', 'model.safetensors']
+        >>> rc.lm.convert("mine", "published", to="gla").name
+        'published'
     """
     source, out = Path(source), Path(out)
     if not source.is_dir():
@@ -224,8 +225,8 @@ def _first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | 
         pairs = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(a, b, strict=True))]
     else:
         return None if a == b and type(a) is type(b) else (path, a, b)
-    found = (_first_difference(x, y, name) for name, x, y in pairs)
-    return next((difference for difference in found if difference is not None), None)
+    differences = (_first_difference(x, y, name) for name, x, y in pairs)
+    return next((difference for difference in differences if difference is not None), None)
 
 
 def _write_published_config(

@@ -62,8 +62,8 @@ def all_shapes(pieces: Iterable[Piece], model: nn.Module) -> Shapes:
         our_parts.setdefault(piece.target.name, []).append((piece.target, x))
         entry = piece.source, piece.to_published(x)
         published_parts.setdefault(piece.source.name, []).append(entry)
-    published = {name: _joined_shape(name, found) for name, found in published_parts.items()}
-    covered = {name: _joined_shape(name, found) for name, found in our_parts.items()}
+    published = {name: _joined_shape(name, entries) for name, entries in published_parts.items()}
+    covered = {name: _joined_shape(name, entries) for name, entries in our_parts.items()}
     shapes = {name: tuple(weight.shape) for name, weight in ours.items()}
     if covered != shapes:
         names = sorted(name for name in shapes if covered.get(name) != shapes[name])
@@ -71,14 +71,14 @@ def all_shapes(pieces: Iterable[Piece], model: nn.Module) -> Shapes:
     return Shapes(published=published, ours=shapes)
 
 
-def _joined_shape(name: str, found: Sequence[tuple[Part, Tensor]]) -> tuple[int, ...]:
+def _joined_shape(name: str, entries: Sequence[tuple[Part, Tensor]]) -> tuple[int, ...]:
     """Return the shape of a tensor whose parts follow each other."""
-    dim, stop = found[0][0].dim, 0
-    for part, x in sorted(found, key=lambda item: item[0].start):
+    dim, stop = entries[0][0].dim, 0
+    for part, x in sorted(entries, key=lambda item: item[0].start):
         if part.start != stop or part.stop not in (None, stop + x.shape[dim]):
             raise RuntimeError(f"the pieces of {name!r} do not follow each other")
         stop += x.shape[dim]
-    shape = list(found[0][1].shape)
+    shape = list(entries[0][1].shape)
     shape[dim] = stop
     return tuple(shape)
 

@@ -1,0 +1,273 @@
+"""Layouts of flash-linear-attention without erasure: GLA, HGRN2 and RetNet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.retention.base import Decay
+from recollect.layer.options import GateOptions, LayerOptions, Tie
+from recollect.lm.conversion.fla_backbone import (
+    BACKBONE,
+    IGNORED,
+    REQUIRED,
+    Options,
+    backbone_options,
+    check_rank,
+    conv_options,
+    expansion,
+    first_layer_options,
+    head_sizes,
+    make_config,
+    model_pieces,
+    projections,
+    published_conv,
+    size_per_head,
+)
+from recollect.lm.conversion.layout import Layout, Piece, parts, reshape
+from recollect.lm.model.config import RecollectConfig
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["LINEAR_LAYOUTS"]
+
+
+# -- gated linear attention ------------------------------------------------------------------------
+
+
+def _gla(options: Options) -> RecollectConfig:
+    recipe = Recipe(
+        bias=DotProduct(), retention=Decay(per="key"), algorithm=GradientDescent(lr=1.0)
+    )
+    K, kv_heads = size_per_head(options, "expand_k"), options["num_kv_heads"]
+    rank = check_rank(options, 16, (kv_heads or options["num_heads"]) * K)
+    layer = LayerOptions(
+        **conv_options(options),
+        conv_activation="silu" if options["use_short_conv"] else "none",
+        qk_norm="scaled",
+        norm_eps=options["norm_eps"],
+        output_gate="silu" if options["use_output_gate"] else "none",
+        gate_options={"log_decay": GateOptions(temperature=16.0, rank=rank)},
+    )
+    return make_config(
+        options,
+        recipe,
+        layer,
+        head_dim=K,
+        value_dim=size_per_head(options, "expand_v"),
+        num_kv_heads=kv_heads,
+    )
+
+
+def _published_gla(config: RecollectConfig) -> dict[str, Any]:
+    layer, (K, V) = first_layer_options(config), head_sizes(config)
+    kv_heads = config.num_key_value_heads
+    return {
+        **backbone_options(config),
+        **published_conv(layer),
+        "expand_k": expansion(config, K),
+        "expand_v": expansion(config, V),
+        "num_kv_heads": None if kv_heads == config.num_attention_heads else kv_heads,
+        "use_output_gate": layer.output_gate != "none",
+    }
+
+
+def _gla_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    yield from projections(config, conv=options["use_short_conv"])
+    yield from _gated_norm(options)
+    shape = config.num_key_value_heads, head_sizes(config)[0]
+    yield Piece("gk_proj.0.weight", "gates.log_decay.down")
+    yield Piece("gk_proj.1.weight", "gates.log_decay.weight")
+    yield Piece("gk_proj.1.bias", "gates.log_decay.bias", (reshape((-1,), shape),))
+
+
+def _gated_norm(options: Options) -> Iterator[Piece]:
+    """Yield the pieces of a norm that may be fused with its gate."""
+    has_gate = options["use_output_gate"]
+    if has_gate:
+        yield Piece("g_proj.weight", "output_gate.weight")
+    is_fused = has_gate and options["fuse_norm"]
+    yield Piece(f"{'g_norm_swish_gate' if is_fused else 'g_norm'}.weight", "norm.weight")
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+def _retnet(options: Options) -> RecollectConfig:
+    heads, kv_heads = options["num_heads"], options["num_kv_heads"]
+    if kv_heads not in (None, heads):
+        raise ValueError(
+            f"num_kv_heads is {kv_heads}, and it must be num_heads, {heads}: the decays differ "
+            "among heads with one key"
+        )
+    recipe = Recipe(
+        bias=DotProduct(), retention=Decay(alpha="learned"), algorithm=GradientDescent(lr=1.0)
+    )
+    layer = LayerOptions(
+        conv_size=0,
+        conv_activation="none",
+        qk_norm="scaled",
+        rope_theta=10000.0,
+        norm_eps=options["norm_eps"],
+        output_gate="silu" if options["use_output_gate"] else "none",
+        gate_options={"decay": GateOptions(source="constant", init_schedule="dyadic")},
+    )
+    return make_config(
+        options,
+        recipe,
+        layer,
+        head_dim=size_per_head(options, "expand_k"),
+        value_dim=size_per_head(options, "expand_v"),
+    )
+
+
+def _published_retnet(config: RecollectConfig) -> dict[str, Any]:
+    layer, (K, V) = first_layer_options(config), head_sizes(config)
+    return {
+        **backbone_options(config),
+        "expand_k": expansion(config, K),
+        "expand_v": expansion(config, V),
+        "use_output_gate": layer.output_gate != "none",
+    }
+
+
+def _retnet_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    yield from projections(config, conv=False)
+    yield from _gated_norm(options)
+
+
+# -- linear attention with keys that complement decays ---------------------------------------------
+
+
+def _hgrn2(options: Options) -> RecollectConfig:
+    width, K = options["hidden_size"], options["expand_ratio"]
+    if width % K:
+        raise ValueError(f"hidden_size is {width}, and expand_ratio, {K}, must divide it")
+    heads = width // K
+    recipe = Recipe(
+        bias=DotProduct(), retention=Decay(per="key"), algorithm=GradientDescent(lr=1.0)
+    )
+    layer = LayerOptions(
+        conv_size=0,
+        conv_activation_on="q",
+        qk_norm="scaled",
+        norm_eps=1e-5,  # whatever norm_eps is: the layer leaves this argument out
+        norm_group_size=heads,
+        output_gate="none",
+        gate_options={
+            "log_decay": GateOptions(
+                activation="logsigmoid",
+                rank=0,
+                bias=False,
+                depth_floor=options["use_lower_bound"],
+            )
+        },
+        ties=(Tie(target="k", source="log_decay", rule="complement"),),
+    )
+    return make_config(options, recipe, layer, head_dim=K, value_dim=K, num_heads=heads)
+
+
+def _published_hgrn2(config: RecollectConfig) -> dict[str, Any]:
+    return {
+        **backbone_options(config),
+        "expand_ratio": head_sizes(config)[0],
+        "use_lower_bound": first_layer_options(config).gate("log_decay").depth_floor,
+    }
+
+
+def _hgrn2_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    heads, (K, V) = config.num_attention_heads, head_sizes(config)
+    query, value = parts("qkv.weight", [heads * K, heads * V])
+    yield Piece("q_proj.weight", query)
+    yield Piece("i_proj.weight", value)
+    yield Piece("f_proj.weight", "gates.log_decay.weight")
+    yield Piece("g_norm.weight", "norm.weight", (reshape((-1,), (heads, V)),))
+    yield Piece("o_proj.weight", "out.weight")
+
+
+def _hgrn2_model_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
+    yield from model_pieces(_hgrn2_pieces)(options, config)
+    if options["use_lower_bound"]:
+        layers, shape = (
+            config.num_hidden_layers,
+            (config.num_attention_heads, head_sizes(config)[0]),
+        )
+        transforms = (reshape((layers, -1), (layers, *shape)),)
+        yield Piece("model.lower_bounds", "model.decay_floors.weight", transforms)
+
+
+# -- all layouts --------------------------------------------------------------------------------
+
+LINEAR_LAYOUTS = (
+    Layout(
+        model_type="gla",
+        architecture="GLAForCausalLM",
+        defaults={
+            **BACKBONE,
+            "expand_k": 0.5,
+            "expand_v": 1.0,
+            "num_heads": 4,
+            "num_kv_heads": None,
+            "use_short_conv": False,
+            "conv_size": 4,
+            "use_output_gate": True,
+            "fuse_norm": True,
+        },
+        required={
+            **REQUIRED,
+            "feature_map": None,
+            "clamp_min": None,
+            "elementwise_affine": True,
+            "use_gk": True,
+            "use_gv": False,
+        },
+        ignored=IGNORED,
+        to_ours=_gla,
+        to_published=_published_gla,
+        pieces=model_pieces(_gla_pieces),
+    ),
+    Layout(
+        model_type="hgrn2",
+        architecture="HGRN2ForCausalLM",
+        defaults={
+            **BACKBONE,
+            "num_heads": None,
+            "expand_ratio": 128,
+            "use_lower_bound": True,
+        },
+        required={
+            **REQUIRED,
+            "use_short_conv": False,
+            "elementwise_affine": True,
+        },
+        ignored=IGNORED | {"conv_size", "fuse_norm"},
+        to_ours=_hgrn2,
+        to_published=_published_hgrn2,
+        pieces=_hgrn2_model_pieces,
+    ),
+    Layout(
+        model_type="retnet",
+        architecture="RetNetForCausalLM",
+        defaults={
+            **BACKBONE,
+            "hidden_ratio": 2,
+            "expand_k": 1.0,
+            "expand_v": 2.0,
+            "num_heads": 8,
+            "num_kv_heads": None,
+            "use_output_gate": True,
+            "fuse_norm": True,
+        },
+        required={
+            **REQUIRED,
+            "feature_map": None,
+            "use_short_conv": False,
+            "elementwise_affine": True,
+        },
+        ignored=IGNORED | {"conv_size"},
+        to_ours=_retnet,
+        to_published=_published_retnet,
+        pieces=model_pieces(_retnet_pieces),
+    ),
+)
