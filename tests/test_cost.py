@@ -47,6 +47,14 @@ LINEAR: dict[str, rc.Recipe] = {
     "a decay per entry": R(bias=DOT, retention=retention.Decay(per="entry", alpha="input_scaled")),
     "a system per entry decay": R(retention=retention.Decay(per="entry")),
     "sub-steps": R(algorithm=algorithm.GradientDescent(updates_per_token=2)),
+    "sub-steps without an error": R(
+        bias=bias.DotProduct(), algorithm=algorithm.GradientDescent(updates_per_token=2)
+    ),
+    "sub-steps in a window": R(
+        bias=bias.DotProduct(),
+        context=context.Window(size=2),
+        algorithm=algorithm.GradientDescent(updates_per_token=4),
+    ),
     "vector": R(memory=memory.Vector()),
     "scan": R(retention=retention.Decay(per="key"), algorithm=algorithm.Momentum()),
     "transposed": R(memory=CODES, retention=retention.Decay()),

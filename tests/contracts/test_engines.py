@@ -259,6 +259,10 @@ def _structures() -> dict[str, rc.Recipe]:
     for kept in (rc.retention.Keep(), before, key):
         what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
         found[f"two steps, {what}"] = rc.Recipe(algorithm=GD(updates_per_token=2), retention=kept)
+    for per in ("head", "key", "value"):
+        found[f"two steps, dot product, {per}"] = rc.Recipe(
+            bias=Dot, algorithm=GD(updates_per_token=2), retention=Decay(per=per)
+        )
     spaced: dict[str, dict[str, Any]] = {
         "dot product": {"bias": Dot, "retention": Decay()},
         "dot product, key": {"bias": Dot, "retention": key},

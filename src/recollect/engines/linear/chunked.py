@@ -36,17 +36,21 @@ from recollect.engines.linear.recurrent import recurrent
 
 __all__ = ["chunk_length", "chunked"]
 
+MIN_CHUNK = 16
+"""Smallest default number of tokens per chunk."""
+
 GROUP = 4096
 """Rows (tokens · heads · batch) of a group on a CPU; 1 MB per intermediate of 64 channels."""
 
 
-def chunk_length(*, solves: bool, cpu: bool = True) -> int:
+def chunk_length(*, solves: bool, cpu: bool = True, associations: int = 1) -> int:
     """Return the default number of tokens per chunk, which does not affect results.
 
     On a CPU, a smaller triangular system saves more time than additional chunks cost. Without a
-    system, and on a GPU, fewer and larger operations are faster.
+    system, and on a GPU, fewer and larger operations are faster. Tokens with several associations
+    that are written at once have shorter chunks.
     """
-    return 32 if solves and cpu else 64
+    return max((32 if solves and cpu else 64) // associations, MIN_CHUNK)
 
 
 def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -75,6 +79,11 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         mask = p.lr.new_ones(p.lr.shape) if p.token_mask is None else p.token_mask.unsqueeze(-1)
         mask = mask.expand(p.lr.shape).to(p.lr.dtype)
         tokens["outer_lr"] = mask if p.outer_lr is None else mask * p.outer_lr
+    n = p.steps_per_token
+    is_merged = n > 1 and p.affine[0] == 0 and p.momentum is None and p.erase is None
+    if is_merged:
+        tokens, T = _merged_substeps(tokens, n), T // n
+        C = min(p.chunk_size or chunk_length(solves=False, cpu=cpu, associations=n), T)
     # On a GPU launches cost more than memory: use one group.
     chunks = max(1, GROUP // (B * H * C * tokens["k"].shape[3])) if cpu else -(-T // C)
     equations = ChunkEquations(
@@ -88,6 +97,8 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
     states = p.A0 if p.S0 is None else torch.cat([p.A0, p.S0], dim=-1)
     y, Z = run_chunks(equations.layout, equations, states.mT.flatten(0, 1), *tokens.values())
     Z = Z.unflatten(0, (B, H))
+    if is_merged:  # restore the axis of sub-steps
+        y = y.unsqueeze(2).expand(-1, -1, n, -1, -1, -1).flatten(1, 2)
     if p.S0 is None:
         return y, Z.mT, None
     # Tensors of a state have memory of their own.
@@ -97,7 +108,7 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _window_rows(p: LinearProblem, window: Tensor) -> dict[str, Tensor]:
     """Return c written rows per token: k and v ``[B, T, H, c, ·]``, and lr ``[B, T, H, c]``."""
-    (B, T), c, n = p.k.shape[:2], window.shape[-1], p.window_stride
+    (B, T), c, n = p.k.shape[:2], window.shape[-1], p.steps_per_token
     if p.past is None:
         past = [x.new_zeros(B, (c - 1) * n, *x.shape[2:]) for x in (p.k, p.v, p.lr[..., 0])]
     else:
@@ -108,6 +119,17 @@ def _window_rows(p: LinearProblem, window: Tensor) -> dict[str, Tensor]:
         for old, x in zip(past, (p.k, p.v, p.lr.new_ones(B, T)), strict=True)
     )
     return {"k": k.mT, "v": v.mT, "lr": p.lr.unsqueeze(-1) * window.flip(-1) * present.unsqueeze(2)}
+
+
+def _merged_substeps(tokens: dict[str, Tensor], n: int) -> dict[str, Tensor]:
+    """Return tokens that write the rows of n sub-steps at once, which no error separates."""
+    merged: dict[str, Tensor] = {}
+    for name, x in tokens.items():
+        if name in ("k", "v", "lr"):  # [B, T n, H, r, ...] -> [B, T, H, n r, ...]
+            merged[name] = x.unflatten(1, (-1, n)).movedim(2, 3).flatten(3, 4)
+        else:
+            merged[name] = x[:, n - 1 :: n] if name == "q" else x[:, ::n]
+    return merged
 
 
 class _ReadRows(NamedTuple):

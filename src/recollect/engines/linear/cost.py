@@ -77,13 +77,16 @@ def chunk_flops(
 
 
 def transposed_flops(recipe: Recipe, s: Sizes) -> dict[str, int]:
-    """Count T associations with a transposed read: a pass that predicts, and one that reads."""
+    """Count a transposed read: a pass that predicts, and one that reads."""
     counts: dict[str, int] = {}
 
     def add(F: int, V: int, reads: int, *, has_error: bool) -> None:
-        C = max(1, min(chunk_length(solves=has_error), s.T))
-        for name, n in chunk_flops(F, V, C, C * reads, has_error=has_error).items():
-            counts[name] = counts.get(name, 0) + n * -(-s.T // C) * s.H
+        # Without an error, a token writes all of its associations at once.
+        rows = 1 if has_error else s.n
+        T = s.T * s.n // rows
+        C = max(1, min(chunk_length(solves=has_error, associations=rows), T))
+        for name, n in chunk_flops(F, V, C * rows, C * reads, has_error=has_error).items():
+            counts[name] = counts.get(name, 0) + n * -(-T // C) * s.H
 
     add(s.V, s.F, s.G, has_error=False)
     if recipe.bias.sees_prediction:

@@ -197,7 +197,9 @@ class LinearEngine(Engine):
         elif per_value_systems(recipe):
             notes.append(f"one triangular system per value channel: {V} of them in place of one")
             heads, V, per = sizes.H * V, 1, "key" if per in ("key_value", "entry") else "head"
-        T, c = sizes.T * sizes.n, sizes.c
+        # Without an error, a token writes all of its associations at once.
+        n = sizes.n if has_error else 1
+        T, c = sizes.T * n, sizes.c * sizes.n // n
         probe = recipe.bias.probe is not None and not erases_along_key(recipe)
         has_value_momentum = has_error and algorithm.recursion == "value"
         token = (
@@ -235,16 +237,16 @@ class LinearEngine(Engine):
             )
             return {**counted, "coefficients": 2 * C**3 if has_momentum else 0}
 
-        C = min(chunk_length(solves=has_error), T)
+        C = min(chunk_length(solves=has_error, associations=sizes.n // n), T)
         N = -(-T // C) if T else 0
-        forward = {name: n * N * heads for name, n in chunk(C).items()}
-        if sizes.n > 1:  # the sub-steps of a decoded token form a chunk
-            token = sum(chunk(sizes.n).values()) * heads
+        forward = {name: count * N * heads for name, count in chunk(C).items()}
+        if sizes.n > 1:  # the associations of a decoded token form a chunk
+            token = sum(chunk(n).values()) * heads
         if recipe.memory.read.transposed:
-            forward = transposed_flops(recipe, replace(sizes, T=T))
+            forward = transposed_flops(recipe, sizes)
             N += -(-T // chunk_length(solves=False)) if has_error else 0
             if sizes.n > 1:
-                token = sum(transposed_flops(recipe, replace(sizes, T=sizes.n)).values())
+                token = sum(transposed_flops(recipe, replace(sizes, T=1)).values())
             elif has_error and not decodes_in_one_step(recipe):
                 token += 6 * F * V * heads  # both passes: a second write, and two more reads
         bonus, first = read_extras(recipe, sizes)

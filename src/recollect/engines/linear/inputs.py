@@ -54,7 +54,8 @@ class LinearProblem:
         momentum: θ in [0, 1), ``[B, T, H]``.
         outer_lr: σ ≥ 0, ``[B, T, H]``, or ``None`` for 1; used with momentum.
         window: γ ``[B, T, H, c]``, entry m for association t − m n.
-        window_stride: n, the number of tokens of this problem that are one token of the caller.
+        steps_per_token: n, the number of tokens of this problem that are one token of the caller.
+            Only the first of them decays, and only the output of the last is used.
         past: associations before the first token, or ``None``.
         probe, erase: w and e, ``[B, T, H, F]``, or ``None``.
         token_mask: ``[B, T]``, False only on the right. Masked tokens change nothing.
@@ -76,7 +77,7 @@ class LinearProblem:
     momentum: Tensor | None = None
     outer_lr: Tensor | None = None
     window: Tensor | None = None
-    window_stride: int = 1
+    steps_per_token: int = 1
     past: Past | None = None
     probe: Tensor | None = None
     erase: Tensor | None = None
@@ -182,7 +183,7 @@ def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProb
         momentum=rates["momentum"] if has_momentum else None,
         outer_lr=rates.get("outer_lr") if has_momentum else None,
         window=window,
-        window_stride=problem.steps_per_token,
+        steps_per_token=problem.steps_per_token,
         past=past,
         probe=probe,
         erase=erase,

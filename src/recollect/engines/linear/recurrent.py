@@ -18,7 +18,7 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
     p = p.masked()
     B, T, H, G, _ = p.q.shape
     (a, b), k, v, A, S = p.affine, p.k, p.v, p.A0, p.S0
-    c, n = (1 if p.window is None else p.window.shape[-1]), p.window_stride
+    c, n = (1 if p.window is None else p.window.shape[-1]), p.steps_per_token
     buffered, present = 0, None
     if c > 1:
         present = v.new_ones(B, T)
