@@ -196,6 +196,23 @@ def test_modes_agree(name: str) -> None:
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["all", "zero-centered scale"])
+def test_compiled_and_half_precision_layers_agree(name: str) -> None:
+    layer, x = build(name).float(), tokens().float()
+    y, _ = layer(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x)[0], y, atol=1e-5, rtol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, _ = layer(x)
+    assert (half.float() - y).norm() < 0.03 * y.norm()
+    half, _ = layer.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - y).norm() < 0.03 * y.norm()
+    assert layer(x[:, :0].bfloat16())[0].shape == (2, 0, D)
+
+
 def test_shared_keys_are_repeated_keys() -> None:
     """With several associations per token and a tie, too."""
     for system in ("delta_product", "rwkv7", "comba"):
