@@ -45,9 +45,11 @@ def choices(results: Path) -> str:
     """Return the table of the page `choose.md`: systems with a language model, the best first."""
     paths = sorted((results / "language_models").glob("*.json"))
     data = {path.stem: stored for path in paths if (stored := _read(path)) is not None}
-    bench = _read(results / "bench" / "presets-cpu.json")
-    assert bench is not None
-    times = {timing["name"]: timing["ratio"] for timing in bench["timings"]}
+    times: dict[str, float] = {}
+    for suite in ("presets-2025", "presets"):
+        bench = _read(results / "bench" / f"{suite}-cpu.json")
+        assert bench is not None
+        times |= {timing["name"]: timing["ratio"] for timing in bench["timings"]}
     lines = [
         "| preset | bits per byte | state per sequence | time / Gated DeltaNet |",
         "|---|---:|---:|---:|",
