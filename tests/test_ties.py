@@ -12,6 +12,7 @@ from recollect import GateOptions, LayerOptions, MemoryLayer
 from recollect.layer.options import Tie
 
 Decay, GD = rc.retention.Decay, rc.algorithm.GradientDescent
+TRANSPOSED = rc.memory.Matrix(read=rc.memory.Read(transposed=True))
 DOT = rc.bias.DotProduct()
 
 
@@ -152,6 +153,8 @@ def test_ties_follow_what_was_tied_before() -> None:
         ),
         ({"complex_decay": "input"}, {"memory": rc.memory.Vector(), "bias": DOT}, "qk='ones'"),
         ({"complex_decay": "input", "qk": "ones"}, {"memory": rc.memory.Vector()}, "DotProduct"),
+        ({"complex_decay": "input"}, {"memory": TRANSPOSED}, "compares queries with values"),
+        ({"rope_theta": 100.0}, {"memory": TRANSPOSED}, "compares queries with values"),
         ({"value_skip": True}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"qk": "ones"}, {"algorithm": GD(updates_per_token=2)}, "one association per token"),
         ({"zero_values": 1}, {}, "leaves a token without a value"),

@@ -163,6 +163,7 @@ def test_it_is_saved_as_data() -> None:
         (lambda: LocalMemories("gla", ["delta_product"], segment=4), "use updates_per_token=1"),
         (lambda: LocalMemories("gla", ["rg_lru"], segment=4), "one weight per channel"),
         (lambda: LocalMemories("ffn_relu", ["gla"], segment=4), "is never written"),
+        (lambda: LocalMemories("gla", ["oja"], segment=4), "set project_queries=False"),
         (
             lambda: LocalMemories("titans", ["titans"], segment=24),
             "a multiple of the batch_size=16",

@@ -200,6 +200,7 @@ def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
             lambda: ResidualMemory("gla", "delta_product"),
             "ResidualMemory takes one association per token",
         ),
+        (lambda: ResidualMemory("oja", "gla"), "reads Mᵀ q and not M k: take another first memory"),
         (lambda: ResidualMemory("gla", "rg_lru"), "must have one weight per channel"),
         (lambda: ResidualMemory("gla", "gla", clip=0), "must be a finite number > 0, not 0"),
         (

@@ -212,6 +212,8 @@ def test_it_is_saved_as_data(mixer: SlotMemory) -> None:
         (lambda: SlotMemory("gla", "delta_product"), "use updates_per_token=1"),
         (lambda: SlotMemory("gla", "rg_lru"), "has one weight per channel: take a matrix"),
         (lambda: SlotMemory("ffn_relu", "gla"), "is never written: leave it out"),
+        (lambda: SlotMemory("oja", "gla"), "SlotMemory(first=...) reads M q"),
+        (lambda: SlotMemory("gla", "oja"), "SlotMemory(second=...) reads M q"),
         (lambda: SlotMemory("gla", "gla", num_slots=0), "must be a whole number >= 1, not 0"),
         (
             lambda: SlotMemory("gla", "gla", top_k=3, write="running_softmax"),

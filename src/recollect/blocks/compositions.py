@@ -505,6 +505,8 @@ def _why_read_is_gated(mixer: Mixer) -> str:
     """Return the reason why an output depends on more than memory and query; empty if not."""
     assert isinstance(mixer, RecipeMixer)
     recipe = mixer.recipe
+    if recipe.memory.read.transposed:
+        return f"{recipe.memory.brief} reads Mᵀ q and not M k"
     if recipe.memory.read.when != "after":
         return f"{recipe.memory.brief} reads before it writes: set read='before' of ResidualMemory"
     if recipe.read_gates:

@@ -41,8 +41,8 @@ class LocalMemories(Mixer):
         project_queries: whether local memories read at P^i_t q_t; if not, at q_t.
 
     Raises:
-        RecipeError: a part that is a composition, no local memory, or a segment that does not
-            consist of complete inner batches.
+        RecipeError: a part that is a composition, no local memory, a projected query of a
+            transposed read, or a segment that does not consist of complete inner batches.
 
     Examples:
         >>> titans = rc.zoo.get("titans")
@@ -70,6 +70,13 @@ class LocalMemories(Mixer):
                     f"token, and {reason}"
                 )
         for part in self.local:
+            assert isinstance(part, RecipeMixer)  # why_not_one_memory
+            if self.project_queries and part.recipe.memory.read.transposed:
+                raise ValueError(
+                    "LocalMemories projects queries on keys, and "
+                    f"{part.recipe.memory.brief} compares queries with values: set "
+                    "project_queries=False, or take a memory without a transposed read"
+                )
             size = batch_size(part)
             if self.segment % size:
                 raise ValueError(

@@ -81,6 +81,12 @@ class SlotMemory(Mixer):
                     f"SlotMemory({name}=...) needs one recipe that is written with a key and a "
                     f"value per token, and {reason}"
                 )
+            assert isinstance(part, RecipeMixer)  # why_not_one_memory
+            if part.recipe.memory.read.transposed:
+                raise ValueError(
+                    f"SlotMemory({name}=...) reads M q, and {part.recipe.memory.brief} reads Mᵀ q: "
+                    "take a memory without a transposed read"
+                )
         if self.top_k is not None and self.write == "running_softmax":
             raise ValueError(
                 f"SlotMemory(top_k={self.top_k}) chooses slots by a router, which "

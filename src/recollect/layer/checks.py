@@ -14,7 +14,7 @@ from recollect.choices.runtime import autocast_enabled
 from recollect.fields import Gate, Param, as_int
 from recollect.functional.checks import DENSE, check_rows, layout_name
 from recollect.layer.options import GateOptions, LayerOptions
-from recollect.layer.rotary import phase_misfit
+from recollect.layer.rotary import phase_misfit, transposed_misfit
 from recollect.layer.state import LayerState
 from recollect.layer.ties import tie_gates, tie_misfits
 from recollect.messages import RecipeError, argument_name, short_repr
@@ -242,6 +242,9 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
             "and keys: qk='input'"
         )
         resets.append((reason, {"key_group_size": 1}))
+    if options.rope_theta is not None and recipe.memory.read.transposed:
+        reason = transposed_misfit(recipe, f"LayerOptions(rope_theta={options.rope_theta:g})")
+        resets.append((reason, {"rope_theta": None}))
     rotates = options.rope_theta is not None or options.complex_decay != "none"
     if options.partial_rotary_factor != 1 and not rotates:
         reason = (

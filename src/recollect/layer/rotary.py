@@ -38,6 +38,7 @@ __all__ = [
     "rope_cos_sin",
     "rotate_by_phase",
     "rotate_pairs",
+    "transposed_misfit",
 ]
 
 BASE = 10000.0
@@ -46,6 +47,8 @@ BASE = 10000.0
 def phase_misfit(recipe: Recipe, options: LayerOptions) -> str | None:
     """Return the reason why a complex decay does not fit a recipe, or ``None``."""
     option = f"LayerOptions(complex_decay={options.complex_decay!r})"
+    if recipe.memory.read.transposed:
+        return transposed_misfit(recipe, option)
     if not recipe.memory.linear or recipe.features != Identity():
         return (
             f"{option} rotates the keys of a linear memory, which {recipe.memory.title} with "
@@ -67,6 +70,14 @@ def phase_misfit(recipe: Recipe, options: LayerOptions) -> str | None:
             "channels of keys, so it needs memory.Matrix and a decay per head"
         )
     return None
+
+
+def transposed_misfit(recipe: Recipe, option: str) -> str:
+    """Return the reason why a rotation does not fit a transposed read."""
+    return (
+        f"{option} rotates queries and keys, and {recipe.memory.brief} compares queries with "
+        "values: leave the option out, or take a memory without a transposed read"
+    )
 
 
 class ComplexDecayPhase(nn.Module):
