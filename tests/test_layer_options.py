@@ -18,6 +18,7 @@ from recollect.lm.mup.roles import config_at_width, roles
 from recollect.lm.training.weight_decay import decay_parameter_names
 
 Decay = rc.retention.Decay
+COPY = rc.Tie(target="q", source="k", rule="copy")
 
 D, HEADS, T = 12, 4, 11
 TOL = {"atol": 1e-10, "rtol": 1e-10}
@@ -362,12 +363,28 @@ def test_options_survive_json() -> None:
         ({"value_skip_per": "head"}, "value_skip_per='head'.* needs a skip: set value_skip"),
         ({"norm_group_size": 2, "output_norm": "none"}, "norm_group_size.* needs an output norm"),
         ({"norm_before_gate": False, "output_gate": "none"}, "norm and an output gate: set"),
+        ({"norm_eps": 1e-3, "output_norm": "none"}, "norm_eps=0.001.* needs an output norm: set"),
+        ({"qk_norm_eps": 1e-3, "qk_norm": "none"}, "qk_norm_eps=0.001.* set qk_norm='l2' or 'rms'"),
+        ({"qk_norm_eps": 1e-3, "qk_norm": "scaled"}, "qk_norm='scaled'.* needs a norm of queries"),
+        ({"conv_activation_on": "qk", "qk": "ones"}, "'qk', qk='ones'.* set qk='input', or leave"),
+        ({"conv_activation_on": "q", "qk": "ones"}, "'q', qk='ones'.* needs projections of"),
+        ({"conv_activation_on": "q", "ties": (COPY,)}, "needs a projection of queries, which"),
         ({"key_group_size": 0}, "key_group_size=...* must be a whole number >= 1"),
     ],
 )
 def test_options_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(rc.RecipeError, match=message):
         rc.LayerOptions(**fields)
+
+
+def test_options_next_to_those_without_effect_are_accepted() -> None:
+    rc.LayerOptions(conv_activation_on="v", qk="ones")
+    rc.LayerOptions(conv_activation_on="qk", ties=(COPY,))
+    rc.LayerOptions(qk_norm="rms", qk_norm_eps=1e-3, output_norm="rms", norm_eps=1e-3)
+    rc.LayerOptions(qk_norm="none", output_norm="none")
+    leaf = rc.Recipe(), rc.LayerOptions(qk_norm_eps=1e-3, norm_eps=1e-3)
+    slots = rc.blocks.SlotMemory(leaf, leaf, num_slots=4)
+    assert rc.blocks.build(slots, d_model=8, num_heads=2)(torch.randn(1, 3, 8))[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from recollect.functional.packing import CompactedBatch, compact, scatter
 from recollect.layer.checks import check_options, check_sizes
 from recollect.layer.key_recurrence import Sequences
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.options import LayerOptions
 from recollect.layer.recipe_module import RecipeModule
 from recollect.messages import RecipeError
 
@@ -50,6 +51,7 @@ class SecondMemory(RecipeModule):
         options = replace(
             leaf.options,
             qk_norm=first.options.qk_norm if head_dim is None else "none",
+            qk_norm_eps=LayerOptions().qk_norm_eps,  # keys have their length already
             complex_decay=first.options.complex_decay,
         )
         self.d_model, self.num_kv_heads = first.d_model, first.num_kv_heads

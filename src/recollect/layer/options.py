@@ -492,15 +492,34 @@ class LayerOptions(_SavedOptions):
                 f"LayerOptions(output_gate_rank={self.output_gate_rank}) needs an output gate: set "
                 "output_gate='silu' or 'sigmoid', or leave output_gate_rank out"
             )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         missing = {
             f"conv_activation_on={self.conv_activation_on!r}": (
                 *("an activation", "conv_activation"),
                 self.conv_activation_on != "qkv" and self.conv_activation == "none",
             ),
+            f"conv_activation_on={self.conv_activation_on!r}, qk='ones'": (
+                *("projections of queries and keys", "qk='input'"),
+                self.conv_activation_on in ("q", "qk") and self.qk == "ones",
+            ),
+            "conv_activation_on='q', ties=...": (
+                "a projection of queries, which the tie of q by 'copy' removes",
+                "conv_activation_on='qk'",
+                self.conv_activation_on == "q"
+                and any((tie.target, tie.rule) == ("q", "copy") for tie in self.ties),
+            ),
+            f"qk_norm_eps={self.qk_norm_eps:g}, qk_norm={self.qk_norm!r}": (
+                *("a norm of queries and keys", "qk_norm='l2' or 'rms'"),
+                self.qk_norm_eps != defaults["qk_norm_eps"] and self.qk_norm not in ("l2", "rms"),
+            ),
             "conv_bias=True": ("a convolution", "conv_size", self.conv_bias and not self.conv_size),
             "value_skip_per='head'": (
                 *("a skip", "value_skip"),
                 self.value_skip_per == "head" and not self.value_skip,
+            ),
+            f"norm_eps={self.norm_eps:g}": (
+                *("an output norm", "output_norm"),
+                self.norm_eps != defaults["norm_eps"] and self.output_norm == "none",
             ),
             "norm_group_size=...": (
                 *("an output norm", "output_norm"),
