@@ -175,7 +175,7 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
         ),
         (
             {"mlp": 2**31},
-            "[model] mlp must be a whole number from 1 to 2147483647, not 2147483648",
+            "[model] mlp must be a whole number from 0 to 2147483647, not 2147483648",
         ),
         (
             {"recipe": "gla", "width": 12, "heads": 2, "parameters": 1},
