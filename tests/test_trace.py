@@ -145,6 +145,20 @@ def test_a_trace_is_a_table_data_and_a_picture() -> None:
         result.plot(head=2)
 
 
+def test_an_association_without_a_value_has_no_error() -> None:
+    torch.manual_seed(0)
+    recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(updates_per_token=2))
+    layer = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(zero_values=1))
+    result = rc.trace(layer, torch.randn(1, 3, 8))
+    rows = [line.split()[-6:] for line in str(result).splitlines()[2:8]]
+    assert [row == ["–", "→", "–"] * 2 for row in rows] == [True, False] * 3
+    assert "inf" not in str(result) and "nan" not in str(result)
+    second = result.relative_error[2, 1::2]
+    assert second.isfinite().all() and result.relative_error[2, ::2].isnan().all()
+    assert result.cosine_similarity[2, ::2].isnan().all()
+    assert rows[1][4:] == ["→", f"{second[0].mean():.3g}"]
+
+
 def test_inputs_that_cannot_be_traced_are_one_sentence() -> None:
     layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(2, 3, 8)

@@ -157,6 +157,7 @@ def test_findings_speak_where_they_hold() -> None:
     assert "at most 512 pairs" in said("titans")
     assert findings(rc.zoo.get("softmax_attention").recipe, 64, 64) == ()
     assert findings(rc.zoo.get("lru").recipe, 64, 64) == ()
+    assert findings(rc.zoo.get("oja").recipe, 64, 64) == (), "it is not read at keys"
     tracker = rounding(rc.features.Round())
     assert any("exchange" in line for line in findings(tracker, 36, 64))
     other = tracker.replace(bias=rc.bias.DotProduct())

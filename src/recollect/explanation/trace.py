@@ -42,7 +42,7 @@ class Trace:
     """The values that a memory returns for the keys of earlier tokens.
 
     With T tokens of n associations each, association s belongs to token s // n. Entries of
-    associations that are later than the token are NaN.
+    associations that are later than the token, or whose value is zero, are NaN.
 
     Attributes:
         recipe: recipe of the layer.
@@ -96,7 +96,7 @@ class Trace:
         token, last = index // (len(names) // len(self.tokens)), len(self.tokens) - 1
         columns = {"token": [str(t) for t in token.tolist()], "word": list(names)}
         for title, table in (("cosine", self.cosine_similarity), ("error", self.relative_error)):
-            means = table.mean(-1)
+            means = table.nanmean(-1)
             columns[title] = format_change(means[token, index], means[last])
         layer = f"layer {self.layer}, " if self.layer else ""
         heads, tokens = self.num_heads, len(self.tokens)
@@ -119,7 +119,7 @@ class Trace:
         if head is not None and not 0 <= head < self.num_heads:
             raise ValueError(f"head must be from 0 to {self.num_heads - 1}, not {head}")
         table = self.cosine_similarity
-        values = table.mean(-1) if head is None else table[..., head]
+        values = table.nanmean(-1) if head is None else table[..., head]
         label = f"mean of {self.num_heads} heads" if head is None else f"head {head}"
         with new_figure() as canvas:
             side = min(7.2, 2.4 + 0.22 * min(max(table.shape[:2]), MAX_LABELS))
@@ -251,8 +251,11 @@ def read_back(run: MemoryRun) -> tuple[Tensor, Tensor]:
         }
         y = run.read(keys[:, :count], gates, state)[0].double()  # [n·(t + 1), H, V]
         v = values[0, :count].double()
-        cosine[t, :count] = functional.cosine_similarity(y, v, dim=-1).float().cpu()
-        error[t, :count] = ((y - v).norm(dim=-1) / v.norm(dim=-1)).float().cpu()
+        length = v.norm(dim=-1)
+        similarity = functional.cosine_similarity(y, v, dim=-1).where(length > 0, torch.nan)
+        cosine[t, :count] = similarity.float().cpu()
+        relative = ((y - v).norm(dim=-1) / length).where(length > 0, torch.nan)
+        error[t, :count] = relative.float().cpu()
     return cosine, error
 
 

@@ -35,6 +35,8 @@ def findings(recipe: RecipeLike, K: int, V: int) -> tuple[str, ...]:
 
 
 def _findings(recipe: Recipe, K: int, V: int) -> Iterator[str]:
+    if recipe.memory.read.transposed:  # the statements are about values that are read at keys
+        return
     if not recipe.nonparametric and not recipe.memory.is_elementwise:
         bound = capacity_bound(recipe, K, V)
         if math.isfinite(bound.pairs):
