@@ -141,6 +141,15 @@ def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
     ("recipe", "names"),
     [
         (rc.Recipe(memory=rc.memory.MLP()), ["memory.MLP"]),
+        (
+            rc.Recipe(memory=rc.memory.Matrix(read=rc.memory.Read(transposed=True))),
+            ["memory.Matrix"],
+        ),
+        (
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(erasure=0.5)),
+            ["algorithm.GradientDescent"],
+        ),
+        (rc.Recipe(algorithm=rc.algorithm.Momentum(erasure=0.5)), ["algorithm.Momentum"]),
         (rc.Recipe(features=rc.features.Relu()), ["features.Relu"]),
         (rc.Recipe(bias=rc.bias.Huber()), ["bias.Huber"]),
         (

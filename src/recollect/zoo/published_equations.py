@@ -9,7 +9,7 @@ Examples:
     deep_transformer swdt dot
     >>> rc.zoo.get("titans", variant="published").recipe.algorithm
     Momentum(batch_size=1, lr='input', momentum='input', momentum_on='gradient', outer_lr=1.0,
-             per='head', normalized_steps=False, batch_overlap='worst_case')
+             per='head', normalized_steps=False, batch_overlap='worst_case', erasure=0.0)
 """
 
 from __future__ import annotations

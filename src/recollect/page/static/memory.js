@@ -13,8 +13,8 @@
 
   const isNumber = (value) => typeof value === "number";
 
-  // What of a recipe (six members as data) runs here, and the titles of what does not: its default
-  // stands in its place. A number of the recipe that is a constant is fixed; others have sliders.
+  // Return the parts of a recipe (six members as data) that run here, and the titles of the members
+  // that the default replaces. Constants of the recipe are fixed, and other numbers have sliders.
   R.spec = function (recipe) {
     const spec = { linear: true, window: 1, when: "never", step: "gradient", fixed: {}, replaced: [] };
     const parts = {
@@ -38,7 +38,7 @@
   };
 
   const plainRead = (read) =>
-    read?.normalize === "none" && read.when === "after" && read.bonus === 0;
+    read?.normalize === "none" && read.when === "after" && read.bonus === 0 && !read.transposed;
 
   function readBias(member, spec) {
     spec.linear = member.member !== "DotProduct";
@@ -63,9 +63,10 @@
     const plain = {
       GradientDescent: () =>
         member.batch_size === 1 && member.updates_per_token === 1 && member.reduction === "sum" &&
-        !member.normalized_steps,
+        !member.normalized_steps && member.erasure === 0,
       Momentum: () =>
-        member.batch_size === 1 && !member.normalized_steps && member.outer_lr === 1,
+        member.batch_size === 1 && !member.normalized_steps && member.outer_lr === 1 &&
+        member.erasure === 0,
       Implicit: () => true,
       Flow: () => true,
       NLMS: () => true,
