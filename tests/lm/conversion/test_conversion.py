@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.lm.conversion.published import FAMILIES, forward, make, save
 
 import recollect as rc
@@ -106,6 +106,35 @@ def test_a_norm_that_is_not_fused_has_another_name_only(tmp_path: Path) -> None:
     )
     a, b = tensors(separate), tensors(fused)
     assert a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+@pytest.mark.parametrize("model_type", ["delta_net", "recollect"])
+def test_the_repeated_head_of_a_tied_model(tmp_path: Path, model_type: str) -> None:
+    source, to = published(tmp_path / "in", tie_word_embeddings=True), None
+    embedding = "model.embeddings.weight"
+    if model_type == "recollect":
+        source, to = rc.lm.convert(source, tmp_path / "ours"), "delta_net"
+        embedding = "model.embed_tokens.weight"
+    state, file = tensors(source), source / "model.safetensors"
+    head = state[embedding].clone()
+    save_file({**state, "lm_head.weight": head}, file)
+    assert "lm_head.weight" not in tensors(rc.lm.convert(source, tmp_path / "equal", to=to))
+    head[3, 1] += 1
+    for changed in (head, state[embedding].double()):
+        save_file({**state, "lm_head.weight": changed}, file)
+        with pytest.raises(rc.lm.CheckpointError, match="set tie_word_embeddings to false"):
+            rc.lm.convert(source, tmp_path / "different", to=to)
+    assert not (tmp_path / "different").exists()
+
+
+def test_folders_next_to_the_result_are_kept(tmp_path: Path) -> None:
+    source, other = published(tmp_path / "in"), tmp_path / ".ours.saving"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    ours = rc.lm.convert(source, tmp_path / "ours")
+    assert (other / "notes.txt").read_text() == "mine"
+    assert ours.stat().st_mode == other.stat().st_mode
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "ours", ".ours.saving"}
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:

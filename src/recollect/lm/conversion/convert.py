@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -111,31 +112,30 @@ def convert(
     pieces = layout.named_pieces(options, config, () if is_ours else tensor_names(source))
     tensors = plan_tensors(source, pieces, all_shapes(pieces, model), to_ours=not is_ours)
     dtype = main_dtype(tensors)
-    staged = out.with_name(f".{out.name}.saving")
-    shutil.rmtree(staged, ignore_errors=True)
     try:
-        staged.mkdir(parents=True)
-        write_tensors(staged, tensors, max_shard_size)
-        _copy_files(source, staged)
-        if is_ours:
-            _write_published_config(staged, layout, options, dtype)
-        else:
-            config.architectures, config.dtype = [RecollectForCausalLM.__name__], dtype
-            config.save_pretrained(staged)
-            lines = RecollectForCausalLM._load_lines()
-            write_card(
-                staged,
-                cast(nn.Module, model).to(dtype=dtype),
-                load_lines=lines,
-                recipes=config.all_recipes(),
-            )
-            write_manifest(staged, is_model_file)
-        staged.replace(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+            staged = Path(temporary) / "model"  # its permissions are those of a new folder
+            staged.mkdir()
+            write_tensors(staged, tensors, max_shard_size)
+            _copy_files(source, staged)
+            if is_ours:
+                _write_published_config(staged, layout, options, dtype)
+            else:
+                config.architectures, config.dtype = [RecollectForCausalLM.__name__], dtype
+                config.save_pretrained(staged)
+                lines = RecollectForCausalLM._load_lines()
+                write_card(
+                    staged,
+                    cast(nn.Module, model).to(dtype=dtype),
+                    load_lines=lines,
+                    recipes=config.all_recipes(),
+                )
+                write_manifest(staged, is_model_file)
+            staged.replace(out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise CheckpointError(f"{out} could not be written: {reason}") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     return out
 
 

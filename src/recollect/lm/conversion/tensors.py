@@ -37,7 +37,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Types of weights by their names in a file."""
 
 MAX_SHARD_SIZE = 5 * 10**9
-_HEAD = "lm_head.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # our names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +124,13 @@ def tensor_names(source: Path) -> list[str]:
 
 
 def plan_tensors(
-    source: Path, pieces: Iterable[Piece], shapes: Shapes, *, to_ours: bool
+    source: Path, pieces: Sequence[Piece], shapes: Shapes, *, to_ours: bool
 ) -> dict[str, PlannedTensor]:
     """Check names, shapes and types of the tensors of a folder, and plan those of the result.
 
     Raises:
-        CheckpointError: a missing, unexpected or wrongly shaped tensor, or mixed types.
+        CheckpointError: a missing, unexpected or wrongly shaped tensor, mixed types, or a head that
+            differs from the embedding it is tied to.
     """
     headers = {
         name: (path, dtype, shape)
@@ -139,8 +140,7 @@ def plan_tensors(
     expected, results = shapes.published, shapes.ours
     if not to_ours:
         expected, results = results, expected
-    if _HEAD not in expected:
-        headers.pop(_HEAD, None)  # the head of a tied model, which some files repeat
+    repeated_head = None if _HEAD in expected else headers.pop(_HEAD, None)  # of a tied model
     check_names(
         str(source),
         missing=expected.keys() - headers.keys(),
@@ -151,6 +151,10 @@ def plan_tensors(
             if name in headers and headers[name][2] != shape
         ],
     )
+    if repeated_head is not None:
+        piece = next(piece for piece in pieces if piece.target.name == _EMBEDDING)
+        name = (piece.source if to_ours else piece.target).name
+        _check_repeated_head(source, repeated_head[0], name, headers[name][0])
     by_target: dict[str, list[Move]] = {}
     for piece in pieces:
         move = Move(source=piece.source, target=piece.target, transform=piece.to_ours)
@@ -173,12 +177,26 @@ def plan_tensors(
     return planned
 
 
+def _check_repeated_head(source: Path, head_file: Path, name: str, file: Path) -> None:
+    """Check that the head in a file of a tied model is equal to the embedding."""
+    with safe_open(head_file, framework="pt") as opened:
+        head = opened.get_tensor(_HEAD)
+    with safe_open(file, framework="pt") as opened:
+        embedding = opened.get_tensor(name)
+    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{source} has {_HEAD!r} that differs from {name!r}, and config.json ties them: set "
+            "tie_word_embeddings to false there"
+        )
+
+
 def main_dtype(tensors: Mapping[str, PlannedTensor]) -> torch.dtype:
     """Return the type of most numbers."""
-    sizes: dict[torch.dtype, int] = {}
+    counts: dict[torch.dtype, int] = {}
     for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
+        count = tensor.num_bytes // tensor.dtype.itemsize
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + count
+    return max(counts, key=lambda dtype: counts[dtype])
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, PlannedTensor], max_shard_size: int) -> None:
