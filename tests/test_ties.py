@@ -268,6 +268,14 @@ def test_an_explanation_has_the_equations_of_ties() -> None:
         "w_t = (k_t ⊙ ξ)/‖k_t ⊙ ξ‖",
         "k_t ← k_t ⊙ (1 + ξ (erase − 1))",
     )
+    assert rc.explain("memory_mosaics").ties == (
+        "k_t ← A_t, A_t = λ_t A_(t−1) + k_t",
+        "k_t ← ζ_k k_t/‖k_t‖",
+        "q_t = k_t",
+        "k_t ← k_(t−1)",
+        "v_t ← (1 − ξ_v) v_t + ξ_v v_(t−1)",
+        "v_t ← ζ_v v_t/‖v_t‖",
+    )
     assert "ties     k_t ← k_(t−1)\n" in str(rc.explain("falcon_1"))
     assert rc.explain(rc.zoo.get("q_delta").recipe).ties == ()
 

@@ -45,7 +45,7 @@ class ResidualMemoryLayer(TwoMemoriesLayer):
         lengths = None if batch is None else batch.lengths
         inputs = first.memory_inputs(x, first_state, lengths, cu_seqlens)
         q = inputs.q.unflatten(2, (first.num_kv_heads, -1))  # [B, T, H, G, K]
-        # Queries of M_(t−1) are asked one token early, and those of M_t at their own token.
+        # Queries of M_(t−1) are moved to the token before, and those of M_t stay at their token.
         early, on_time = [inputs.k.unsqueeze(3)], [q]
         if mixer.read == "before":
             early, on_time = [*early, q], []

@@ -145,21 +145,23 @@ class SelfModifyingMemoryLayer(RowsLayer):
     ) -> tuple[Tensor, State, State]:
         """Return the outputs of the memory for tokens of one inner batch, and the next states."""
         first, others = self.first, self.projections
-        own, of_others = inputs
+        of_first, of_others = inputs
         memory, projections = states
-        H, batch = first.num_kv_heads, padded_right(own.q, lengths)
-        y = self._read(own.q, memory.weights, own.params)
+        H, batch = first.num_kv_heads, padded_right(of_first.q, lengths)
+        y = self._read(of_first.q, memory.weights, of_first.params)
         read = self._read(of_others.q, projections.weights, of_others.params)
         k, v, *gate_reads = read.split(H, dim=2)
         k, v = first._normalize([k, v], {})
-        gates, _ = first._apply_stability_limit({**self._gates(gate_reads), **own.params})
+        gates, _ = first._apply_stability_limit({**self._gates(gate_reads), **of_first.params})
         weights = [
             torch.cat(pair, 1) for pair in zip(memory.weights, projections.weights, strict=True)
         ]
-        params = {name: torch.cat([p, of_others.params[name]]) for name, p in own.params.items()}
+        params = {
+            name: torch.cat([p, of_others.params[name]]) for name, p in of_first.params.items()
+        }
         count = others.num_kv_heads // H
         values = self._read(torch.cat([v] * (1 + count), dim=2), weights, params)
-        own = replace(own, q=k, k=k, v=values[:, :, :H], gates=gates)
+        of_first = replace(of_first, q=k, k=k, v=values[:, :, :H], gates=gates)
         repeated = torch.cat([k] * count, dim=2)
         of_others = replace(
             of_others,
@@ -168,7 +170,7 @@ class SelfModifyingMemoryLayer(RowsLayer):
             v=values[:, :, H:],
             gates={name: torch.cat([gate] * count, dim=2) for name, gate in gates.items()},
         )
-        _, next_memory = run_memory(first, own, LayerState(memory=memory), batch=batch)
+        _, next_memory = run_memory(first, of_first, LayerState(memory=memory), batch=batch)
         _, next_projections = run_memory(
             others, of_others, LayerState(memory=projections), batch=batch
         )

@@ -116,7 +116,7 @@ class SlotMemoryLayer(TwoMemoriesLayer):
         rows = Sequences(
             keys=None if sums is None else sums.unsqueeze(1), lengths=lengths, cu_seqlens=cu_seqlens
         )
-        slots, own_gates, tensors = self._slots(x, inputs.gates, rows)
+        slots, first_gates, tensors = self._slots(x, inputs.gates, rows)
         slots = slots.to(inputs.k.dtype)
         sequences = {
             "batch": batch,
@@ -124,13 +124,13 @@ class SlotMemoryLayer(TwoMemoriesLayer):
             "output_final_state": output_final_state,
         }
         logits, memory = run_memory(
-            first, replace(inputs, v=slots, gates=own_gates), first_state, **sequences
+            first, replace(inputs, v=slots, gates=first_gates), first_state, **sequences
         )
         queries = logits
         if mixer.activation == "softmax":
             dtype = torch.promote_types(logits.dtype, torch.float32)
             queries = logits.softmax(-1, dtype=dtype).to(logits.dtype)
-        shared = {name: own_gates[name] for name in mixer.share}
+        shared = {name: first_gates[name] for name in mixer.share}
         gates, params = second.gates_and_params(x, slots, shared)
         y, second_memory = run_memory(
             second,

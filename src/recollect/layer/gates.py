@@ -273,7 +273,7 @@ class GateProjection(nn.Module):
         heads: H, number of memories.
         depth: (index of this layer, number of layers), for schedules.
         recipe: recipe with the declaration.
-        is_shared: whether the associations of a token have one value, without the axis n.
+        per_token: whether all associations of a token have one value, without the axis n.
         unit: size of the unit in which the options were written; used in error messages.
 
     Raises:
@@ -290,7 +290,7 @@ class GateProjection(nn.Module):
         heads: int,
         depth: tuple[int, int],
         recipe: Recipe,
-        is_shared: bool = False,
+        per_token: bool = False,
         unit: float = 1.0,
     ) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class GateProjection(nn.Module):
         gate = isinstance(declared, Gate)
         source = options.source or _source(declared)
         per_association = isinstance(declared, Gate) and recipe.per_association(declared)
-        per_association = per_association and not is_shared
+        per_association = per_association and not per_token
         inner = [sizes[axis] for axis in declared.axes]
         # Sizes of the axes along which values are equal.
         self.shared_sizes = tuple(inner) if options.per == "head" else ()

@@ -503,7 +503,7 @@ class MemoryLayer(RecipeModule):
         """The recipe, sizes and engine, for `recollect.explain` and `recollect.diagnose`."""
         ranges: dict[str, tuple[float, float]] = {}
         for name, gate in self.gates.items():
-            if isinstance(gate, GateProjection) and name not in self.ties.own_gates:
+            if isinstance(gate, GateProjection) and name not in self.ties.gate_names:
                 activation = gate.activation
                 is_bounded = activation.kind == "sigmoid"
                 if is_bounded or name in self.recipe.log_decays:

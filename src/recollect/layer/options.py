@@ -36,9 +36,9 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "blend": (("k",), ("gate",), "k_t ← k_t ⊙ (1 + ξ ({source} − 1))"),
     "precondition": (("k",), ("k",), "k_t ← {s}^(−r/(1 + |r|)) ⊙ k_t, r = log A_t − ξ"),
     "previous": (("k", "v"), ("k", "v"), "{x}_t ← {x}_(t−1)"),
-    "mix": (("k", "v"), ("k", "v"), "{x}_t ← (1 − ξ) {x}_t + ξ {x}_(t−1)"),
+    "mix": (("k", "v"), ("k", "v"), "{x}_t ← (1 − ξ_{x}) {x}_t + ξ_{x} {x}_(t−1)"),
     "leaky_average": (("k",), ("k",), "k_t ← A_t, A_t = λ_t A_(t−1) + k_t"),
-    "length": (("k", "v"), ("k", "v"), "{x}_t ← ξ {x}_t/‖{x}_t‖"),
+    "length": (("k", "v"), ("k", "v"), "{x}_t ← ζ_{x} {x}_t/‖{x}_t‖"),
     "filter": (
         ("k",),
         ("k",),
@@ -275,7 +275,7 @@ class Tie(_SavedOptions):
         target: ``"q"``, ``"k"``, ``"v"``, a gate or param of the recipe, or ``"angle"``, the
             increment of the angle of `LayerOptions.complex_decay`.
         source: ``"q"``, ``"k"``, ``"v"``, or a gate or param of the recipe.
-        rule: formula of the target, with a c (the target's own projection), a learned ξ and the
+        rule: formula of the target, with a c (the target's projection), a learned ξ or ζ and the
             constant s:
 
             * ``"complement"``: k = 1 − α, α = exp(source) per key channel (HGRN2).
@@ -287,7 +287,7 @@ class Tie(_SavedOptions):
             * ``"mix"``: (1 − ξ) v_t + ξ v_(t−1), or of keys, ξ per head (Memory Mosaics).
             * ``"leaky_average"``: A_t = λ_t A_(t−1) + k_t; log λ per head is the gate
               ``"log_average_decay"`` of the layer (Memory Mosaics).
-            * ``"length"``: ξ k/‖k‖, or of values, ξ = s e^c per head with a learned c that starts
+            * ``"length"``: ζ k/‖k‖, or of values, ζ = s e^c per head with a learned c that starts
               at 0 (Memory Mosaics).
             * ``"filter"``: w k/Λ, the gain of a Kalman filter per key channel that observes the
               value as k times the weight. Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + w_t k_t² is its

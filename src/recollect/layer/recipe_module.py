@@ -15,7 +15,7 @@ from recollect.functional.binding import bind, named
 from recollect.layer.gates import GateProjection, stability_limit
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotary import pairs_share
-from recollect.layer.ties import RULES_WITH_OWN_VALUE, Ties, declared_for_tie, tie_gates
+from recollect.layer.ties import RULES_WITH_PROJECTION, Ties, declared_for_tie, tie_gates
 from recollect.recipe.bound import BoundRecipe
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.stability import step_limit
@@ -190,7 +190,7 @@ class RecipeModule(nn.Module):
         for declared in declarations:
             options = self.options.gate(declared.name)
             rule = rules.get(declared.name)
-            if rule is not None and rule not in RULES_WITH_OWN_VALUE:
+            if rule is not None and rule not in RULES_WITH_PROJECTION:
                 continue
             declared = declared_for_tie(declared, rule)
             if rule == "rate":
@@ -215,7 +215,7 @@ class RecipeModule(nn.Module):
                 heads=self.num_kv_heads,
                 depth=self.depth,
                 recipe=self.recipe,
-                is_shared=self.options.mimo,
+                per_token=self.options.mimo,
                 unit=unit,
             )
         return nn.ModuleDict(projections)

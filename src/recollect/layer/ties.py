@@ -24,14 +24,14 @@ from recollect.recipe.recipe import Recipe
 
 __all__ = ["TiedInputs", "Ties", "declared_for_tie", "tie_gates", "tie_misfits"]
 
-RULES_WITH_OWN_VALUE = (
+RULES_WITH_PROJECTION = (
     *("rate", "variance", "implicit", "normalize"),
     *("product", "sum", "trapezoid"),
 )
-"""Rules that change a target with a projection of its own."""
+"""Rules whose target keeps its projection."""
 
 SCALAR_RULES = ("sum", "trapezoid")
-"""Rules whose own projection has one value per head."""
+"""Rules whose target has a projection of one value per head."""
 
 FACTORS = {
     "blend": 1.0,
@@ -50,7 +50,7 @@ MAX_ERASURE = 1 - 1e-6
 """Largest fraction that a diagonal erasure removes in one step: log 0 has no gradient."""
 
 
-_OWN_GATES = {
+_GATES_OF_RULES = {
     "leaky_average": (
         Gate(
             name="log_average_decay",
@@ -94,16 +94,16 @@ _OWN_GATES = {
         ),
     ),
 }
-"""Gates of rules besides those of the recipe."""
+"""Gates of rules that no recipe declares."""
 
 
 def tie_gates(options: LayerOptions) -> tuple[Gate, ...]:
     """Return the gates that ties need and the recipe does not declare."""
-    return tuple(gate for tie in options.ties for gate in _OWN_GATES.get(tie.rule, ()))
+    return tuple(gate for tie in options.ties for gate in _GATES_OF_RULES.get(tie.rule, ()))
 
 
 def declared_for_tie(declared: Gate | Param, rule: str | None) -> Gate | Param:
-    """Return the declaration of a target's own projection."""
+    """Return the declaration of the projection of a target."""
     return replace(declared, axes=()) if rule in SCALAR_RULES else declared
 
 
@@ -236,7 +236,7 @@ class Ties(nn.Module):
     def __init__(self, options: LayerOptions, recipe: Recipe, *, heads: int, key_dim: int) -> None:
         super().__init__()
         self.ties, self.log_gates = options.ties, recipe.log_gates
-        self.own_gates = [gate.name for gate in tie_gates(options)]
+        self.gate_names = [gate.name for gate in tie_gates(options)]
         self.num_recurrences = sum(tie.rule in RECURRENCES for tie in options.ties)
         factors = [tie for tie in options.ties if tie.rule in FACTORS]
         sizes = [key_dim if tie.rule in ("blend", "direction") else 1 for tie in factors]
@@ -330,7 +330,7 @@ class Ties(nn.Module):
                 source = qkv.get(tie.source)
                 source = tied[tie.source] if source is None else source
                 tied[tie.target] = self._tied_value(tie, tied, source, qkv["k"], gates)
-        for name in self.own_gates:
+        for name in self.gate_names:
             del tied[name]
         return TiedInputs(**qkv, gates=tied, history=KeyHistory.stack(states))
 
@@ -428,7 +428,7 @@ class Ties(nn.Module):
             size = k.to(value.dtype).square().sum(-1)
             size = size.view(*size.shape, *(1,) * (value.dim() - size.dim()))
             return value / (1 + value * size if tie.rule == "implicit" else tie.constant + size)
-        # The value is that of the target's own projection if the source is at its initial value.
+        # The value is that of the target's projection if the source is at its initial value.
         ratio = _ratio(tie.source, source, gates)
         return value * ratio.view(*ratio.shape, *(1,) * (value.dim() - ratio.dim()))
 

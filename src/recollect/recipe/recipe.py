@@ -212,7 +212,7 @@ class Recipe:
 
     @cached_property
     def spaced_window(self) -> bool:
-        """Whether a sub-step sees one of several associations of each token in a window."""
+        """Whether a window takes one association of each earlier token."""
         horizon = self.context.horizon
         return self.associations_per_token > 1 and horizon is not None and horizon > 1
 

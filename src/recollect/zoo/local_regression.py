@@ -145,8 +145,8 @@ def kernel_regression_attention() -> tuple[Recipe, LayerOptions]:
 @preset(
     "Memory Mosaics",
     rule="y_t = Σ_(i<t) s_ti v_i / Σ_(i<t) s_ti,  s_ti = exp(−‖k_t − k_i‖²/2),  "
-    "k_t = ξ k̄_t/‖k̄_t‖,  k̄_t = λ k̄_(t−1) + W_K x_t,  v_t = ζ v̄_t/‖v̄_t‖,  "
-    "v̄_t = W_V ((1 − c) x_(t+1) + c x_t)",
+    "k_t = ζ_k k̄_t/‖k̄_t‖,  k̄_t = λ k̄_(t−1) + W_K x_t,  v_t = ζ_v v̄_t/‖v̄_t‖,  "
+    "v̄_t = W_V ((1 − ξ_v) x_(t+1) + ξ_v x_t)",
     references=(
         Paper("Zhang et al., Memory Mosaics", 2024).at(
             "arXiv 2405.06394, contextual memory units of the language model"
@@ -159,9 +159,9 @@ def kernel_regression_attention() -> tuple[Recipe, LayerOptions]:
         "The first token stores no pair and outputs 0.",
         decay="λ per head starts at e^(−0.5) to e^(−5), with −log λ spread geometrically; the "
         "authors spread it evenly.",
-        query_key_norm="The length ξ of keys, per head, starts at e and has no upper limit; the "
+        query_key_norm="The length ζ_k of keys, per head, starts at e and has no upper limit; the "
         "authors' is e⁵.",
-        gates="The weight c starts at 0.5 per head; the authors draw it between 0 and 1.",
+        gates="The weight ξ_v starts at 0.5 per head; the authors draw it between 0 and 1.",
         layer="The layer has no convolution, positions, norm or output gate, and its maps have no "
         "bias.\n"
         "The paper's persistent memory units replace the feed-forward network and are not part of "

@@ -42,11 +42,11 @@ def _same(source: Any) -> dict[str, Any]:
 
 def _layers_by_kind(config: RecollectConfig) -> dict[bool, tuple[str, LayerOptions]]:
     """Return name and options of a layer of attention (``True``) and of another one."""
-    found: dict[bool, tuple[str, LayerOptions]] = {}
+    layers: dict[bool, tuple[str, LayerOptions]] = {}
     for name, (mixer, _) in zip(config.layer_names, config.layer_specs, strict=True):
         if isinstance(mixer, RecipeMixer):
-            found.setdefault(mixer.recipe.nonparametric, (name, mixer.options))
-    return found
+            layers.setdefault(mixer.recipe.nonparametric, (name, mixer.options))
+    return layers
 
 
 def _sizes(config: RecollectConfig, name: str) -> tuple[int, int, int, int]:
@@ -139,13 +139,13 @@ def _mamba2_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]
         gate, v, k, q, step = parts("in_proj.weight", [width, *sizes])
         convs = [("conv1d.weight", "conv.weight", 1, (TAPS,))]
         convs += [("conv1d.bias", "conv.bias", 0, ())] if options["use_conv_bias"] else []
-        own = parts("qkv.weight", [keys, keys, width])
+        qkv = parts("qkv.weight", [keys, keys, width])
         pieces = [Piece(gate, "output_gate.weight"), Piece(step, "gates.lr.weight")]
-        pieces += [Piece(*pair) for pair in zip((q, k, v), own, strict=True)]
+        pieces += [Piece(*pair) for pair in zip((q, k, v), qkv, strict=True)]
         for name, our_name, dim, transforms in convs:
             theirs = parts(name, sizes[:3])[::-1]
-            own = parts(our_name, [keys, keys, width], dim=dim)
-            pieces += [Piece(*pair, transforms) for pair in zip(theirs, own, strict=True)]
+            ours = parts(our_name, [keys, keys, width], dim=dim)
+            pieces += [Piece(*pair, transforms) for pair in zip(theirs, ours, strict=True)]
         skip_size = V if options["D_has_hdim"] else 1
         pieces += [
             Piece("dt_bias", "gates.lr.bias"),
@@ -258,10 +258,10 @@ def _attention_options(options: Options) -> LayerOptions:
 
 
 def _published_qwen3_5(config: RecollectConfig) -> dict[str, Any]:
-    found = _layers_by_kind(config)
-    name, delta = found.get(False, (config.layer_names[0], LayerOptions()))
+    layers = _layers_by_kind(config)
+    name, delta = layers.get(False, (config.layer_names[0], LayerOptions()))
     heads, _, K, V = _sizes(config, name)
-    name, attention = found.get(True, (name, LayerOptions()))
+    name, attention = layers.get(True, (name, LayerOptions()))
     query_heads, kv_heads, head_dim, _ = _sizes(config, name)
     types = [
         _ATTENTION if isinstance(mixer, RecipeMixer) and mixer.recipe.nonparametric else _DELTA
@@ -298,12 +298,12 @@ def _qwen3_5_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece
         for piece in layer:
             prefix = "self_attn." if is_attention else "linear_attn."
             yield piece.within(f"{block}{prefix}", f"{our_block}layer.")
-        gate, up = parts("mlp.gate_up.weight", [width, width])
+        gate_proj, up_proj = parts("mlp.gate_up.weight", [width, width])
         for piece in (
             Piece("input_layernorm.weight", "memory_norm.weight"),
             Piece("post_attention_layernorm.weight", "mlp_norm.weight"),
-            Piece("mlp.gate_proj.weight", gate),
-            Piece("mlp.up_proj.weight", up),
+            Piece("mlp.gate_proj.weight", gate_proj),
+            Piece("mlp.up_proj.weight", up_proj),
             Piece("mlp.down_proj.weight", "mlp.down.weight"),
         ):
             yield piece.within(block, our_block)
