@@ -30,7 +30,7 @@ from recollect.lm.memory_estimate.flops import model_flops
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
 NAMES |= {"residual_delta_net", "mixture_of_memories", "gated_slot_attention", "memory_caching"}
-NAMES |= {"abc", "raven", "tnt"}
+NAMES |= {"abc", "raven", "tnt", "hope", "hope_attention"}
 NAMES |= {"log_linear_attention", "log_linear_gated_delta_net"}
 NAMES |= {"titans_mac", "titans_mag", "titans_mal", "atlas_mac", "atlas_mag", "atlas_mal"}
 

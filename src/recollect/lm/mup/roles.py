@@ -125,11 +125,13 @@ def config_at_width(config: RecollectConfig, width: int) -> RecollectConfig:
     result.hidden_size = width
     labels = {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads"}
     for sizes in (vars(result), *result.recipe_sizes.values()):
-        for name in sizes.keys() & labels.keys():
+        for name, label in labels.items():
+            if name not in sizes:
+                continue
             count = sizes[name] * factor
             if count < 1 or count != int(count):
                 raise RecipeError(
-                    f"the number of heads grows with the width, and {sizes[name]} {labels[name]} "
+                    f"the number of heads grows with the width, and {sizes[name]} {label} "
                     f"of width {config.hidden_size} are {count:g} of width {width}: use a width "
                     "that makes it an integer, or another number of heads"
                 )
