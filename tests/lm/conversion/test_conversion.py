@@ -13,6 +13,7 @@ from tests.lm.conversion.published import FAMILIES, forward, make, save
 
 import recollect as rc
 import recollect.lm
+from recollect.lm.conversion.fla_backbone import factor_of, size_per_head
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((model_type, {}) for model_type in FAMILIES),
@@ -97,6 +98,18 @@ def test_a_type_per_tensor_is_kept(tmp_path: Path) -> None:
     assert all(torch.equal(x, result[n]) and x.dtype == result[n].dtype for n, x in state.items())
 
 
+def test_the_type_of_a_model_is_that_of_most_numbers(tmp_path: Path) -> None:
+    config, state = make("delta_net")
+    large = {name for name, x in state.items() if "mlp" in name or "embed" in name}
+    state = {n: x.double() if n in large else x.bfloat16() for n, x in state.items()}
+    counts = {x.dtype: 0 for x in state.values()}
+    for x in state.values():
+        counts[x.dtype] += x.numel()
+    assert counts[torch.bfloat16] > counts[torch.float64] > counts[torch.bfloat16] / 4
+    ours = rc.lm.convert(save(tmp_path / "published", config, state), tmp_path / "ours")
+    assert json.loads((ours / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_a_norm_that_is_not_fused_has_another_name_only(tmp_path: Path) -> None:
     config, state = make("gla", fuse_norm=False)
     separate = rc.lm.convert(save(tmp_path / "a", config, state), tmp_path / "ours_a")
@@ -139,12 +152,17 @@ def test_folders_next_to_the_result_are_kept(tmp_path: Path) -> None:
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     source = published(tmp_path / "published")
-    (source / "tokenizer.json").write_text("{}")
+    files = ["tokenizer.json", "spiece.model", "tekken.json", "chat_template.json"]
+    files += ["additional_chat_templates/tools.jinja"]
+    (source / "additional_chat_templates").mkdir()
+    for file in files:
+        (source / file).write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": 2}')
     (source / "modeling_secret.py").write_text("raise RuntimeError")
     ours = rc.lm.convert(source, tmp_path / "ours")
     names = {path.name for path in ours.iterdir()}
-    assert {"tokenizer.json", "generation_config.json", "README.md", "manifest.json"} <= names
+    assert {"generation_config.json", "README.md", "manifest.json"} <= names
+    assert all((ours / file).read_text() == "{}" for file in files)
     assert "modeling_secret.py" not in names
 
 
@@ -156,7 +174,11 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
         ({"use_moon": True}, "the option 'use_moon' is unknown to the converter of delta_net"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"model_type": "llama"}, "no converter for models of type 'llama': the known ones"),
-        ({"expand_k": 0.3}, "hidden_size · expand_k / num_heads is 7.2"),
+        ({"model_type": ["gla"]}, r"no converter for models of type \['gla'\]: the known ones"),
+        ({"expand_k": 0.32}, "hidden_size · expand_k is 15.36, and num_heads, 2, must divide"),
+        ({"expand_k": 1e308}, "hidden_size · expand_k is inf, and num_heads, 2, must divide"),
+        ({"expand_k": 1e300}, "cannot be converted: LayerOptions"),
+        ({"hidden_size": 10**400}, "too large"),
         ({"num_heads": "two"}, "'num_heads' of delta_net must be an integer above 0, not 'two'"),
         ({"num_heads": 0}, "'num_heads' of delta_net must be an integer above 0, not 0"),
         ({"norm_eps": None}, "'norm_eps' of delta_net must be a number above 0, not None"),
@@ -171,6 +193,71 @@ def test_options_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], messag
         rc.lm.convert(source, tmp_path / "ours")
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["published"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gla", {"num_heads": 4, "num_kv_heads": 3}, "must be a multiple of .* = 3"),
+        ("hgrn2", {"num_heads": 5}, "num_heads is 5, and hidden_size / expand_ratio is 3"),
+        ("gated_deltanet", {"expand_v": 1e308}, "head_dim · expand_v is inf"),
+        ("kda", {"expand_v": 0.7501}, "head_dim · expand_v is .*a whole number"),
+    ],
+)
+def test_sizes_that_do_not_fit(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    config, state = make(model_type)
+    source = save(tmp_path / "published", {**config, **changes}, state)
+    with pytest.raises(rc.lm.CheckpointError, match=message):
+        rc.lm.convert(source, tmp_path / "ours")
+
+
+def test_published_factors_of_sizes_give_the_sizes() -> None:
+    """The published layers take the integer part of a product with a factor."""
+    for n in range(1, 300):
+        for m in range(1, 2 * n, 7):
+            x = factor_of((n, m), (12 * n, 12 * m))
+            assert (int(n * x), int(12 * n * x)) == (m, 12 * m)
+            assert abs(x - m / n) <= 4e-16 * x
+    lost = {(n, m) for n in range(1, 300) for m in range(1, 2 * n) if int(n * (m / n)) < m}
+    n, m = min(lost)  # such pairs exist
+    options = {"hidden_size": n, "expand_v": factor_of((n, m)), "num_heads": 1}
+    assert size_per_head(options, "expand_v") == m
+    with pytest.raises(ValueError, match="must divide its integer part"):
+        size_per_head({**options, "expand_v": 0.999 / n}, "expand_v")
+
+
+def test_quantized_models_are_refused(tmp_path: Path) -> None:
+    ours = rc.lm.convert(published(tmp_path / "published"), tmp_path / "ours")
+    saved = json.loads((ours / "config.json").read_text())
+    saved["quantization_config"] = {"quant_method": "torchao"}
+    (ours / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(rc.lm.CheckpointError, match="the weights are quantised"):
+        rc.lm.convert(ours, tmp_path / "back", to="delta_net")
+    config, state = make("delta_net")
+    state = {name: x.to(torch.float8_e4m3fn) for name, x in state.items()}
+    source = save(tmp_path / "f8", {**config, "quantization_config": None}, state)
+    message = "has type F8_E4M3, which is none of F64, F32, F16, BF16: save it in one of them"
+    with pytest.raises(rc.lm.CheckpointError, match=message):
+        rc.lm.convert(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("size", ["5GB", None, 0, -5, True])
+def test_sizes_of_files_that_do_not_fit(tmp_path: Path, size: Any) -> None:
+    source = published(tmp_path / "published")
+    with pytest.raises(rc.lm.CheckpointError, match="max_shard_size must be a number of bytes"):
+        rc.lm.convert(source, tmp_path / "ours", max_shard_size=size)
+
+
+@pytest.mark.parametrize("out", ["", ".", "new/.."])
+def test_results_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    source = published(tmp_path / "published")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(rc.lm.CheckpointError, match="name a new folder"):
+        rc.lm.convert(source, out)
+    assert not any((tmp_path / "empty").iterdir())
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
@@ -247,6 +334,15 @@ def test_a_new_model_with_a_published_layout_trains_and_converts(
     with torch.no_grad():
         logits = model.eval()(ids).logits[0]
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_silu_and_swish_are_one_activation() -> None:
+    sizes = {"num_hidden_layers": 1, "vocab_size": 19}
+    for model_type, name in (("gla", "silu"), ("qwen3_5_text", "swish")):
+        config = rc.lm.published_config(model_type, **sizes, hidden_act=name)
+        assert config.to_dict() == rc.lm.published_config(model_type, **sizes).to_dict()
+    with pytest.raises(ValueError, match="'hidden_act' of gla must be 'swish'"):
+        rc.lm.published_config("gla", hidden_act="gelu")
 
 
 def test_published_config_refuses(tmp_path: Path) -> None:

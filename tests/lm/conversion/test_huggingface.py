@@ -107,6 +107,20 @@ def test_the_text_model_of_a_model_of_images(tmp_path: Path) -> None:
     assert all(torch.equal(x, result[names[name]]) for name, x in state.items())
 
 
+def test_tensors_that_transformers_ignores(tmp_path: Path) -> None:
+    """Heads of several tokens are left out, and other unknown tensors are refused."""
+    make_model("qwen3_5_text").save_pretrained(tmp_path / "published")
+    file = tmp_path / "published" / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "mtp.fc.weight": torch.zeros(2, 2)}, file)
+    ours = rc.lm.convert(tmp_path / "published", tmp_path / "ours")
+    back = rc.lm.convert(ours, tmp_path / "back", to="qwen3_5_text")
+    assert load_file(back / "model.safetensors").keys() == state.keys()
+    save_file({**state, "model.mtp.weight": torch.zeros(2, 2)}, file)
+    with pytest.raises(rc.lm.CheckpointError, match=r"has the weight 'model\.mtp\.weight'"):
+        rc.lm.convert(tmp_path / "published", tmp_path / "again")
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["mamba2", "qwen3_5_text"])
 def test_decoding_padding_and_generation(tmp_path: Path, model_type: str) -> None:
@@ -288,6 +302,24 @@ def test_mamba2_of_flash_linear_attention_with_a_skip_per_channel(tmp_path: Path
             "'attention_bias' of qwen3_5_text must be False",
         ),
         ("qwen3_5_text", {"layer_types": ["conv"] * 3}, "layer_types must have 3 names"),
+        ("qwen3_5_text", {"layer_types": [[1], 2, 3]}, "layer_types must have 3 names"),
+        (
+            "qwen3_5_text",
+            {"layer_types": None, "full_attention_interval": 0},
+            "'full_attention_interval' of qwen3_5_text must be an integer above 0, not 0",
+        ),
+        *(
+            (
+                "qwen3_5_text",
+                {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, name: value}},
+                f"{name} of rope_parameters must be a number above 0, not {value!r}",
+            )
+            for name, value in (
+                ("partial_rotary_factor", None),
+                ("partial_rotary_factor", "x"),
+                ("rope_theta", None),
+            )
+        ),
         ("qwen3_5_text", {"layer_types": 3}, "'layer_types' of qwen3_5_text must be a list, not 3"),
         ("qwen3_5_text", {"linear_num_key_heads": 3}, "linear_num_key_heads, 3, must divide it"),
         (

@@ -16,7 +16,7 @@ from torch import nn
 from recollect.lm.conversion.fla_delta import DELTA_LAYOUTS
 from recollect.lm.conversion.fla_linear import LINEAR_LAYOUTS
 from recollect.lm.conversion.huggingface import HUGGINGFACE_LAYOUTS
-from recollect.lm.conversion.layout import Layout
+from recollect.lm.conversion.layout import QUANTIZED, Layout
 from recollect.lm.conversion.tensors import (
     DTYPES,
     MAX_SHARD_SIZE,
@@ -54,9 +54,10 @@ _REFUSED = {
 
 _COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
-    "generation_config.json",
+    *("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
+_CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def convert(
@@ -93,6 +94,15 @@ def convert(
     source, out = Path(source), Path(out)
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}: name that of a saved model")
+    if out.name in ("", ".."):
+        raise CheckpointError(
+            f"{str(out)!r} has no name to create a folder with: name a new folder"
+        )
+    if type(max_shard_size) is not int or max_shard_size < 1:
+        raise CheckpointError(
+            "max_shard_size must be a number of bytes of at least 1, not "
+            f"{short_repr(max_shard_size)}"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists already: name a new folder")
     saved = check_model_folder(source, tuple(DTYPES))
@@ -100,17 +110,22 @@ def convert(
     layout = _find_layout(source, saved.get("model_type"), to, is_ours=is_ours)
     try:
         if is_ours:
+            if saved.get("quantization_config") is not None:
+                raise ValueError(QUANTIZED)
             config = RecollectConfig.from_dict(saved)
             options = _published_options(layout, config)
         else:
             options = layout.options(saved)
             config = layout.to_ours(options)
-    except ValueError as error:
-        raise CheckpointError(f"{source} cannot be converted: {error}") from None
-    with torch.device("meta"):
-        model = RecollectForCausalLM(config)
+        with torch.device("meta"):
+            model = RecollectForCausalLM(config)
+    except (ValueError, OverflowError, RuntimeError) as error:  # sizes, too, that torch refuses
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{source} cannot be converted: {reason}") from None
     pieces = layout.named_pieces(options, config, () if is_ours else tensor_names(source))
-    tensors = plan_tensors(source, pieces, all_shapes(pieces, model), to_ours=not is_ours)
+    shapes = all_shapes(pieces, model)
+    ignored = () if is_ours else layout.ignored_prefixes
+    tensors = plan_tensors(source, pieces, shapes, to_ours=not is_ours, ignored_prefixes=ignored)
     dtype = main_dtype(tensors)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -174,9 +189,9 @@ def _find_layout(source: Path, model_type: Any, to: str | None, *, is_ours: bool
         raise CheckpointError(
             f"{source} is a model of recollect: name the layout to convert to, one of {known}"
         )
-    if name in _REFUSED:
+    if isinstance(name, str) and name in _REFUSED:
         raise CheckpointError(f"models of type {name!r} cannot be converted: {_REFUSED[name]}")
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise CheckpointError(
             f"there is no converter for models of type {short_repr(name)}: the known ones are "
             f"{known}"
@@ -252,3 +267,6 @@ def _copy_files(source: Path, folder: Path) -> None:
     for name in _COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    for path in sorted((source / _CHAT_TEMPLATES).glob("*.jinja")):
+        (folder / _CHAT_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / _CHAT_TEMPLATES / path.name)

@@ -26,6 +26,7 @@ __all__ = [
     "check_rank",
     "conv_options",
     "expansion",
+    "factor_of",
     "first_layer_options",
     "head_sizes",
     "make_config",
@@ -167,19 +168,28 @@ def published_conv(options: LayerOptions) -> dict[str, Any]:
 
 
 def size_per_head(options: Options, name: str) -> int:
-    """Return hidden_size · options[name] per head."""
-    size = options["hidden_size"] * options[name] / options["num_heads"]
-    if not math.isclose(size, round(size)) or round(size) < 1:
+    """Return the integer part of hidden_size · options[name], per head."""
+    size, heads = options["hidden_size"] * options[name], options["num_heads"]
+    if not heads <= size < math.inf or int(size) % heads:
         raise ValueError(
-            f"hidden_size · {name} / num_heads is {size:g}, and a head needs a whole number of "
-            "channels"
+            f"hidden_size · {name} is {size:g}, and num_heads, {heads}, must divide its integer "
+            "part"
         )
-    return round(size)
+    return int(size) // heads
 
 
 def expansion(config: RecollectConfig, size: int) -> float:
     """Return the option that `size_per_head` maps to a size of heads."""
-    return size * config.num_attention_heads / config.hidden_size
+    return factor_of((config.hidden_size, size * config.num_attention_heads))
+
+
+def factor_of(*products: tuple[int, int]) -> float:
+    """Return a number x such that int(n · x) = m for all pairs (n, m) of one ratio."""
+    n, m = products[0]
+    x = m / n
+    while any(int(n * x) < m for n, m in products):  # a quotient that was rounded down
+        x = math.nextafter(x, math.inf)
+    return x
 
 
 def check_rank(options: Options, rank: int, size: int) -> int:

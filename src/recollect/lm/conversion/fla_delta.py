@@ -17,6 +17,7 @@ from recollect.lm.conversion.fla_backbone import (
     check_rank,
     conv_options,
     expansion,
+    factor_of,
     first_layer_options,
     head_sizes,
     make_config,
@@ -94,11 +95,11 @@ def _sizes(options: Options) -> tuple[int, int, int]:
     K, heads = options["head_dim"], options["num_heads"]
     value_heads = options["num_v_heads"] or heads
     V = K * options["expand_v"]
-    if not math.isclose(V, round(V)) or round(V) < 1:
+    if not 1 <= V < math.inf or not math.isclose(V, int(V), rel_tol=1e-5):
         raise ValueError(f"head_dim · expand_v is {V:g}, and a head needs a whole number")
     if value_heads % heads:
         raise ValueError(f"num_v_heads is {value_heads}, and num_heads, {heads}, must divide it")
-    return K, round(V), value_heads
+    return K, int(V), value_heads
 
 
 def _published_sizes(config: RecollectConfig) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _published_sizes(config: RecollectConfig) -> dict[str, Any]:
     heads = value_heads // first_layer_options(config).key_group_size
     return {
         "head_dim": K,
-        "expand_v": V / K,
+        "expand_v": factor_of((K, V), (value_heads * K, value_heads * V)),
         "num_heads": heads,
         "num_v_heads": None if heads == value_heads else value_heads,
     }

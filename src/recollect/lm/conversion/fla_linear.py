@@ -145,6 +145,11 @@ def _hgrn2(options: Options) -> RecollectConfig:
     if width % K:
         raise ValueError(f"hidden_size is {width}, and expand_ratio, {K}, must divide it")
     heads = width // K
+    if options["num_heads"] not in (None, heads):
+        raise ValueError(
+            f"num_heads is {options['num_heads']}, and hidden_size / expand_ratio is {heads}: set "
+            f"num_heads to {heads}"
+        )
     recipe = Recipe(
         bias=DotProduct(), retention=Decay(per="key"), algorithm=GradientDescent(lr=1.0)
     )

@@ -5,6 +5,7 @@ Models of Mamba-2 have the same tensors in flash-linear-attention, and other nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -171,7 +172,12 @@ def _qwen3_5_forms(options: Options) -> dict[str, Any]:
     """Return options with a type for every layer, and the rotations that text depends on."""
     options = dict(options)
     interval, count = options.pop("full_attention_interval", 4), options.get("num_hidden_layers")
-    if not options.get("layer_types") and isinstance(count, int) and isinstance(interval, int):
+    if not options.get("layer_types") and isinstance(count, int):
+        if type(interval) is not int or interval < 1:
+            raise ValueError(
+                "the option 'full_attention_interval' of qwen3_5_text must be an integer above 0, "
+                f"not {short_repr(interval)}"
+            )
         options["layer_types"] = [
             _DELTA if (index + 1) % interval else _ATTENTION for index in range(count)
         ]
@@ -184,7 +190,8 @@ def _qwen3_5_forms(options: Options) -> dict[str, Any]:
 
 def _qwen3_5(options: Options) -> RecollectConfig:
     kinds, eps = options["layer_types"], options["rms_norm_eps"]
-    if len(kinds) != options["num_hidden_layers"] or not {*kinds} <= {_DELTA, _ATTENTION}:
+    is_known = all(kind in (_DELTA, _ATTENTION) for kind in kinds)
+    if len(kinds) != options["num_hidden_layers"] or not is_known:
         raise ValueError(
             f"layer_types must have {options['num_hidden_layers']} names, each {_DELTA!r} or "
             f"{_ATTENTION!r}, not {short_repr(kinds)}"
@@ -239,7 +246,12 @@ def _attention_options(options: Options) -> LayerOptions:
             "rope_parameters must have the rope_type 'default', a rope_theta and a "
             f"partial_rotary_factor, not {short_repr(dict(rope))}"
         )
-    factor = rope["partial_rotary_factor"]
+    factor, theta = rope["partial_rotary_factor"], rope.get("rope_theta", 10000.0)
+    for name, value in (("partial_rotary_factor", factor), ("rope_theta", theta)):
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{name} of rope_parameters must be a number above 0, not {short_repr(value)}"
+            )
     if int(K * factor) % 2 or int(K * factor) < 2:
         raise ValueError(
             f"head_dim · partial_rotary_factor is {K * factor:g}, and rotations need an even number"
@@ -250,7 +262,7 @@ def _attention_options(options: Options) -> LayerOptions:
         qk_norm="rms",
         qk_norm_eps=options["rms_norm_eps"] * K,  # added to a mean of K squares there
         qk_scale="zero_centered",
-        rope_theta=rope.get("rope_theta", 10000.0),
+        rope_theta=theta,
         partial_rotary_factor=factor,
         output_norm="none",
         output_gate="sigmoid",
@@ -425,6 +437,7 @@ HUGGINGFACE_LAYOUTS = (
         ),
         normalize=_qwen3_5_forms,
         nested_prefix="model.language_model.",
+        ignored_prefixes=("mtp.",),  # heads of several tokens, which transformers does not load
         to_ours=_qwen3_5,
         to_published=_published_qwen3_5,
         pieces=_qwen3_5_pieces,

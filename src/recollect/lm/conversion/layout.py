@@ -19,7 +19,19 @@ from torch import Tensor
 from recollect.lm.model.config import BASE_FIELDS, RecollectConfig
 from recollect.messages import short_repr
 
-__all__ = ["NEGATE", "TAPS", "Layout", "Part", "Piece", "Transform", "parts", "reshape"]
+__all__ = [
+    "NEGATE",
+    "QUANTIZED",
+    "TAPS",
+    "Layout",
+    "Part",
+    "Piece",
+    "Transform",
+    "parts",
+    "reshape",
+]
+
+QUANTIZED = "the weights are quantised, and a conversion needs full weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +145,7 @@ class Layout:
         normalize: returns options with one form of each value, before they are checked.
         nested_prefix: prefix of names in place of ``"model."``, in files of a part of a larger
             model; they are read, too.
+        ignored_prefixes: prefixes of the names of published tensors that do not change the outputs.
         to_ours: returns our configuration of a model with these options; raises `ValueError` if
             there is none.
         to_published: returns the options of a model with our configuration. The caller checks that
@@ -148,6 +161,7 @@ class Layout:
     aliases: Mapping[str, str] = field(default_factory=dict)
     normalize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     nested_prefix: str = ""
+    ignored_prefixes: tuple[str, ...] = ()
     to_ours: Callable[[Mapping[str, Any]], RecollectConfig]
     to_published: Callable[[RecollectConfig], Mapping[str, Any]]
     pieces: Callable[[Mapping[str, Any], RecollectConfig], Iterable[Piece]]
@@ -160,13 +174,13 @@ class Layout:
         """
         config = self.normalize(self._without_aliases(config))
         for name, value in config.items():
-            if name in self.required and value != self.required[name]:
+            if name in self.required and _one_name(value) != _one_name(self.required[name]):
                 raise ValueError(
                     f"the option {name!r} of {self.model_type} must be "
                     f"{self.required[name]!r} to be converted, not {short_repr(value)}"
                 )
             if name == "quantization_config" and value is not None:
-                raise ValueError("the weights are quantised, and a conversion needs full weights")
+                raise ValueError(QUANTIZED)
             if name not in {*self.defaults, *self.required, *self.ignored, *BASE_FIELDS}:
                 raise ValueError(
                     f"the option {name!r} is unknown to the converter of {self.model_type}: if it "
@@ -220,6 +234,11 @@ class Layout:
             raise ValueError(
                 f"the option {name!r} of {self.model_type} must be {kind}, not {short_repr(value)}"
             )
+
+
+def _one_name(value: Any) -> Any:
+    """Return a value with one of the two names of the activation x · sigmoid(x)."""
+    return "silu" if value == "swish" else value
 
 
 def _kind(default: Any) -> str:

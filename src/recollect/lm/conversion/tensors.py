@@ -124,9 +124,16 @@ def tensor_names(source: Path) -> list[str]:
 
 
 def plan_tensors(
-    source: Path, pieces: Sequence[Piece], shapes: Shapes, *, to_ours: bool
+    source: Path,
+    pieces: Sequence[Piece],
+    shapes: Shapes,
+    *,
+    to_ours: bool,
+    ignored_prefixes: tuple[str, ...] = (),
 ) -> dict[str, PlannedTensor]:
     """Check names, shapes and types of the tensors of a folder, and plan those of the result.
+
+    Tensors whose names have ``ignored_prefixes`` are left out.
 
     Raises:
         CheckpointError: a missing, unexpected or wrongly shaped tensor, mixed types, or a head that
@@ -136,6 +143,7 @@ def plan_tensors(
         name: (path, dtype, shape)
         for path in weight_files(source)
         for name, (dtype, shape) in read_header(path).items()
+        if not name.startswith(ignored_prefixes)
     }
     expected, results = shapes.published, shapes.ours
     if not to_ours:

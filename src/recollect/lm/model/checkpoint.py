@@ -56,6 +56,7 @@ def check_model_folder(folder: Path, dtypes: Collection[str] | None = None) -> d
     config = check_config(folder / "config.json")
     if (folder / "generation_config.json").exists():
         check_config(folder / "generation_config.json")
+    is_quantized = config.get("quantization_config") is not None
     names: set[str] = set()
     for path in weight_files(folder):
         for name, (dtype, _) in read_header(path).items():
@@ -64,10 +65,11 @@ def check_model_folder(folder: Path, dtypes: Collection[str] | None = None) -> d
                     f"{folder} has the weight {name!r} in two files: {RECOPY_HINT}"
                 )
             names.add(name)
-            if dtypes and dtype not in dtypes and "quantization_config" not in config:
+            if dtypes and dtype not in dtypes and not is_quantized:
+                advice = "save it in one of them" if dtype in FLOAT_DTYPES else RECOPY_HINT
                 raise CheckpointError(
-                    f"{path}: the weight {name!r} has type {dtype}, which is not floating-point: "
-                    f"{RECOPY_HINT}"
+                    f"{path}: the weight {name!r} has type {dtype}, which is none of "
+                    f"{', '.join(dtypes)}: {advice}"
                 )
     return config
 
