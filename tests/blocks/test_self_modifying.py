@@ -142,6 +142,36 @@ def test_round_trip() -> None:
     assert read_mixer(mixer.to_dict()) == mixer
 
 
+def with_options(memory: rc.Memory | None = None, **options: Any) -> SelfModifyingMemory:
+    recipe = rc.Recipe(memory=memory or rc.memory.MLP())
+    return SelfModifyingMemory((recipe, rc.LayerOptions(**options)))
+
+
+@pytest.mark.parametrize(("size", "high"), [(4, 0.05), (16, 0.05), (64, 0.0125)])
+def test_the_default_rate_is_bounded_per_inner_batch(size: int, high: float) -> None:
+    algorithm = rc.algorithm.GradientDescent(batch_size=size, update_every="batch", erasure=1.0)
+    recipe = rc.Recipe(memory=rc.memory.MLP(), retention=rc.retention.Decay(), algorithm=algorithm)
+    mixer = SelfModifyingMemory(recipe)
+    rate = mixer.memory.options.gate("lr")
+    assert (rate.activation, rate.high, rate.init) == ("sigmoid", high, pytest.approx(high / 5))
+    assert read_mixer(mixer.to_dict()) == mixer
+    # A rate of the user is not replaced.
+    chosen = (recipe, rc.LayerOptions(gate_options={"lr": rc.GateOptions(init=0.3)}))
+    assert SelfModifyingMemory(chosen).memory.options.gate("lr") == rc.GateOptions(init=0.3)
+
+
+def test_outputs_are_finite_at_the_default_rate() -> None:
+    torch.manual_seed(0)
+    algorithm = rc.algorithm.GradientDescent(batch_size=16, update_every="batch", erasure=1.0)
+    recipe = rc.Recipe(memory=rc.memory.MLP(), retention=rc.retention.Decay(), algorithm=algorithm)
+    layer: Any = build(SelfModifyingMemory(recipe), 64, 4)
+    with torch.no_grad():
+        y, state = layer(torch.cat([torch.randn(1, 256, 64), torch.randn(64).expand(1, 256, 64)]))
+    assert y.abs().max() < 10
+    weights = [w for part in state.parts.values() for w in part.memory.weights]
+    assert max(float(w.abs().max()) for w in weights) < 2
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -165,8 +195,19 @@ def test_round_trip() -> None:
             "use retention.Keep",
         ),
         (
-            lambda: build(SelfModifyingMemory(rc.Recipe()), 8, 2, head_dim=4, value_dim=2),
+            lambda: build(
+                with_options(rc.memory.MLP(residual=False)), 8, 2, head_dim=4, value_dim=2
+            ),
             "must be equal",
+        ),
+        (lambda: SelfModifyingMemory(rc.Recipe()), r"its keys stay 0: use memory.MLP\(\)"),
+        (lambda: with_options(qk_norm="scaled"), "use 'l2' or 'rms'"),
+        (lambda: with_options(rope_theta=1e4), "leave rope_theta out"),
+        (lambda: with_options(qk_scale="learned"), "leave qk_scale out"),
+        (lambda: with_options(qk_affine=True), "leave qk_affine out"),
+        (
+            lambda: with_options(rc.memory.MLP(residual=False), last_map_init_scale=0.0),
+            "its keys stay 0: leave last_map_init_scale out",
         ),
     ],
 )

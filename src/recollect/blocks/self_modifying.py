@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from recollect.blocks.mixers import Mixer, RecipeMixer, Stream, as_mixer, why_not_one_memory
@@ -12,6 +12,27 @@ from recollect.choices.memory.base import Stack
 from recollect.fields import validated_field
 
 __all__ = ["SelfModifyingMemory"]
+
+MAX_RATE, MAX_TOTAL_RATE = 0.05, 0.8
+"""Largest default rate of a token, and of all steps of an inner batch, for keys of length 1."""
+
+
+def _with_rate(value: Any) -> Mixer:
+    """Convert a value to a mixer whose rate has the default range of the composition."""
+    mixer = as_mixer(value)
+    if not isinstance(mixer, RecipeMixer):
+        return mixer
+    recipe, options = mixer.recipe, mixer.options
+    rate = options.gate("lr")
+    has_rate = any(x.name == "lr" for x in (*recipe.gates(), *recipe.params()))
+    has_range = (rate.activation, rate.low, rate.high, rate.init) != (None,) * 4
+    if not has_rate or has_range or rate.resolve_unit("lr", recipe) is not None:
+        return mixer
+    num_tokens = 1 if recipe.algorithm.reduction == "mean" else recipe.algorithm.batch_size
+    high = min(MAX_RATE, MAX_TOTAL_RATE / (num_tokens * (recipe.context.horizon or 1)))
+    rate = replace(rate, activation="sigmoid", high=high, init=high / 5)
+    gates = {**dict(options.gate_options), "lr": rate}
+    return replace(mixer, options=replace(options, gate_options=gates))
 
 
 @dataclass(frozen=True)
@@ -31,12 +52,17 @@ class SelfModifyingMemory(Mixer):
     at v'_t may grow without bound if v'_t is longer than k'_t. The layer's norm, gate and output
     map follow y.
 
+    By default, the rate ``"lr"`` is below η = min(0.05, 0.8/n) and starts at η/5, with n the number
+    of losses of an inner batch. Larger sums of steps may diverge for keys of length 1. Keys of
+    ``qk_norm="rms"`` have length √K: set the rate to about 1/(4K) of the default.
+
     Args:
         memory: a recipe with its layer. Its memory consists of linear maps without features, and
-            tokens of an inner batch read its start (``update_every="batch"``, or ``batch_size=1``).
+            its output before the first write is not 0. Tokens of an inner batch read its start
+            (``update_every="batch"``, or ``batch_size=1``).
 
     Raises:
-        RecipeError: another recipe, or ties of its layer.
+        RecipeError: another recipe, or ties, rotations or factors of queries and keys.
 
     Examples:
         >>> recipe = rc.Recipe(
@@ -57,13 +83,14 @@ class SelfModifyingMemory(Mixer):
     kind: ClassVar[str] = "self_modifying_memory"
     mixer_fields: ClassVar[tuple[str, ...]] = ("memory",)
 
-    memory: Mixer | Any = validated_field(dataclasses.MISSING, as_mixer)
+    memory: Mixer | Any = validated_field(dataclasses.MISSING, _with_rate)
 
     def validate(self) -> None:
         reason = _why_not_self_modifying(self.memory)
         if reason:
             raise ValueError(
-                f"SelfModifyingMemory reads its memory at the start of inner batches, and {reason}"
+                "SelfModifyingMemory reads keys, values and gates from memories at the start of "
+                f"inner batches, and {reason}"
             )
 
     @property
@@ -112,6 +139,15 @@ def _why_not_self_modifying(mixer: Mixer) -> str:
         return "its keys or gates come from the layer: leave ties and complex_decay out"
     if options.qk_norm not in ("l2", "rms"):
         return f"LayerOptions(qk_norm={options.qk_norm!r}) lets it diverge: use 'l2' or 'rms'"
+    for name, default in (("rope_theta", None), ("qk_scale", "none"), ("qk_affine", False)):
+        value = getattr(options, name)
+        if value != default:
+            return f"LayerOptions({name}={value!r}) changes queries and not k': leave {name} out"
     if any(gate.role == "key" for gate in recipe.gates()):
         return f"{recipe.bias.title} has a key from the layer: use bias.Probe(at='key')"
+    if memory.linear:
+        return f"{memory.brief} starts at 0, so that its keys stay 0: use memory.MLP()"
+    for name in ("memory_init_scale", "last_map_init_scale"):
+        if not memory.residual and recipe.needs_init() and getattr(options, name) == 0:
+            return f"LayerOptions({name}=0) starts at 0, so that its keys stay 0: leave {name} out"
     return ""
