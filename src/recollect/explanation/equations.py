@@ -48,9 +48,9 @@ def objective(recipe: Recipe) -> str:
     if recipe.associations_per_token > 1:
         total = f"Σ_(j≤{recipe.associations_per_token})"
         loss = loss if i == "tj" else _sum_over_context(recipe, loss)
-        if len(loss) > 1:
-            return f"{total} ({render_sum(loss)})"
-        return str(Term((total, *loss[0].factors), loss[0].coefficient))
+        if len(loss) == 1:
+            return str(Term((total, *loss[0].factors), loss[0].coefficient))
+        return f"{total} ({render_sum(loss)})"
     penalty = recipe.algorithm.penalty_text(recipe)
     return render_sum(_sum_over_context(recipe, loss)) + (f" + {penalty}" if penalty else "")
 

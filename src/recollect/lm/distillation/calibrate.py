@@ -179,10 +179,11 @@ def calibrate(layer: MemoryLayer, statistics: AttentionStatistics, *, copied: bo
             continue
         changed.append(f"gates.{name}")
     z = statistics.outputs
-    is_first_norm = isinstance(layer.norm, nn.RMSNorm) and layer.options.norm_before_gate
-    if not copied or not is_first_norm or z.shape[1:] != (layer.num_heads, layer.value_dim):
+    norm = layer.norm if layer.options.norm_before_gate else None
+    is_per_head = z.shape[1:] == (layer.num_heads, layer.value_dim)
+    if not copied or not is_per_head or not isinstance(norm, nn.RMSNorm):
         return changed
-    layer.norm.weight.copy_(z.square().mean((0, 1)).sqrt().clamp_min(1e-4))
+    norm.weight.copy_(z.square().mean((0, 1)).sqrt().clamp_min(1e-4))
     changed.append("norm")
     is_silu_map = layer.output_gate_down is None and layer.gate_activation is functional.silu
     if layer.output_gate is not None and is_silu_map and layer.shift is None:
