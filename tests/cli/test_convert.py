@@ -33,8 +33,26 @@ def test_both_directions(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("nowhere", "out"), "there is no folder nowhere: name that of a saved model"),
-        (("in", "out", "--text", "a.txt"), "replace attention: add --attention-to RECIPE"),
-        (("in", "out", "--resume"), "replace attention: add --attention-to RECIPE"),
+        (("in", "out", "--text", "a.txt"), "--text can be set only to replace attention: add"),
+        (("in", "out", "--resume"), "--resume can be set only to replace attention: add"),
+        *(
+            (
+                ("in", "out", option, value, "--to", "gla"),
+                f"{option} can be set only to replace attention: add --attention-to RECIPE",
+            )
+            for option, value in (
+                ("--device", "cpu"),  # a default
+                ("--steps", "1,1,1"),
+                ("--layers", "0"),
+                ("--keep-attention", "1"),
+                ("--heldout", "a.txt"),
+                ("--batch", "2"),
+                ("--context", "4"),
+                ("--save-every", "9"),
+                ("--seed", "3"),
+            )
+        ),
+        (("in", "out", "--seed", "1", "--batch", "2"), "--batch, --seed can be set only"),
         (("in", "out", "--attention-to", "gla"), "trains on a text: add --text FILE"),
         (
             ("in", "out", "--attention-to", "gla", "--text", "a.txt", "--to", "gla"),

@@ -13,7 +13,6 @@ from recollect.cli.console import exit_interrupted, make_console, print_json
 from recollect.cli.options import (
     DeviceOption,
     JsonOption,
-    ModelFolderArgument,
     check_device,
     check_exists,
     comma_list,
@@ -26,7 +25,15 @@ __all__ = ["convert"]
 
 
 def convert(
-    model: ModelFolderArgument,
+    ctx: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder of a saved model; with --attention-to also that of a run, or name of a "
+            "model on the hub.",
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of all results.")],
     to: Annotated[
         str | None,
@@ -69,10 +76,7 @@ def convert(
     recovered.
     """
     if attention_to is None:
-        if text or heldout or resume:
-            raise ValueError(
-                "--text, --heldout and --resume replace attention: add --attention-to RECIPE"
-            )
+        _check_no_training_options(ctx)
         _convert_layout(Path(model), out, to, as_json=as_json)
         return
     if to is not None:
@@ -129,6 +133,20 @@ def convert(
         return
     typer.echo(str(result))
     typer.echo(f"model: {result.folder}")
+
+
+def _check_no_training_options(ctx: typer.Context) -> None:
+    """Refuse options that a change of the layout does not read."""
+    names = [
+        option.opts[0]
+        for option in ctx.command.params
+        if option.name not in ("model", "out", "to", "attention_to", "as_json", "imports")
+        and getattr(ctx.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
+    ]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)} can be set only to replace attention: add --attention-to RECIPE"
+        )
 
 
 def _convert_layout(model: Path, out: Path, to: str | None, *, as_json: bool) -> None:
