@@ -52,7 +52,8 @@ def test_a_command_has_the_options_and_files_that_it_names(page: str, command: s
     program, *rest = words
     if program == "recollect":
         params = parse(rest)
-        assert set((params.get("models") or "gla").split(",")) <= set(rc.zoo.names())
+        systems = {*rc.zoo.names(), *rc.zoo.names(kind="hybrid")}
+        assert set((params.get("models") or "gla").split(",")) <= systems
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert rest[0] in targets
