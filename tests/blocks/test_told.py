@@ -19,6 +19,7 @@ from recollect.blocks import (
     MemoryAsGate,
     MixtureOfMemories,
     ResidualMemory,
+    SelfModifyingMemory,
     Sequential,
     SlotMemory,
     build,
@@ -345,6 +346,25 @@ def test_what_a_memory_receives_can_be_diagnosed() -> None:
     assert diagnosis.loss.shape == (10, 2)
     with pytest.raises(rc.RecipeError, match="this layer composes memory, attention"):
         rc.diagnose(layer, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_self_modifying", [True, False])
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_memory_that_its_composition_feeds_is_traced_by_itself(
+    is_self_modifying: bool, is_nested: bool
+) -> None:
+    mixer = (
+        SelfModifyingMemory(loops.self_modifying(4))
+        if is_self_modifying
+        else ResidualMemory(loops.memory(), loops.memory())
+    )
+    layer = build(Sequential(mixer) if is_nested else mixer, 8, 2).double()
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+    name = ("0." if is_nested else "") + ("memory" if is_self_modifying else "first")
+    with pytest.raises(rc.RecipeError, match=rf"this layer composes {name}: give one of"):
+        rc.trace(layer, x)
+    result = rc.trace(layer.leaves[name], leaf_inputs(layer, x)[name])
+    assert result.cosine_similarity.shape[0] == 6
 
 
 def test_models_of_hybrids_are_compared() -> None:

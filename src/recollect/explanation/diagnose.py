@@ -35,6 +35,7 @@ from recollect.explanation.diagnosis import (
 )
 from recollect.explanation.model_inputs import (
     MemoryRun,
+    composition_error,
     model_inputs,
     received_by_memory,
     received_tokens,
@@ -43,7 +44,6 @@ from recollect.explanation.tangent import supports_recipe, top_eigenvalue
 from recollect.functional.binding import bind
 from recollect.layer.gates import stability_limit
 from recollect.layer.inspection import InspectableLayer
-from recollect.messages import RecipeError
 from recollect.state.state import State
 
 __all__ = ["Diagnosis", "Fault", "ModelDiagnosis", "diagnose"]
@@ -85,10 +85,7 @@ def diagnose(layer: Any, x: Any) -> Diagnosis | ModelDiagnosis:
         (['W1', 'W2'], 'deep')
     """
     if isinstance(layer, MixerLayer):
-        raise RecipeError(
-            f"diagnose looks at one memory, and this layer composes {', '.join(layer.leaves)}: "
-            "give one of layer.leaves and its tokens from rc.blocks.leaf_inputs(layer, x)"
-        )
+        raise composition_error("diagnose", layer)
     layers = memory_layers(layer, "diagnose")
     if "" not in layers:
         return _diagnose_model(layer, layers, model_inputs(layer, x))

@@ -19,7 +19,13 @@ from recollect.layer.inspection import InspectableLayer
 from recollect.messages import RecipeError
 from recollect.state.state import State
 
-__all__ = ["MemoryRun", "model_inputs", "received_by_memory", "received_tokens"]
+__all__ = [
+    "MemoryRun",
+    "composition_error",
+    "model_inputs",
+    "received_by_memory",
+    "received_tokens",
+]
 
 
 class MemoryRun:
@@ -75,6 +81,14 @@ def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:
         raise ValueError(f"token ids must have shape [T] or [B, T] with T ≥ 1, not {[*ids.shape]}")
     device = next((weight.device for weight in model.parameters()), ids.device)
     return ids.to(device)
+
+
+def composition_error(caller: str, layer: MixerLayer) -> RecipeError:
+    """Return the error for a composition in the place of one of its memories."""
+    return RecipeError(
+        f"{caller} looks at one memory, and this layer composes {', '.join(layer.leaves)}: "
+        "give one of layer.leaves and its tokens from rc.blocks.leaf_inputs(layer, x)"
+    )
 
 
 def received_by_memory(

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.blocks.layers import MixerLayer
 from recollect.explanation.diagnosis import curves_to_json, format_change, text_table
-from recollect.explanation.model_inputs import MemoryRun, model_inputs, received_tokens
+from recollect.explanation.model_inputs import (
+    MemoryRun,
+    composition_error,
+    model_inputs,
+    received_tokens,
+)
 from recollect.layer.checks import check_tokens
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.messages import RecipeError
@@ -294,9 +300,16 @@ def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) 
     """Return the tokens that a layer receives when the model reads the inputs."""
     with received_tokens({name: memory}) as calls:
         model(inputs)
-    if not calls[name]:
-        raise RecipeError(f"{name} is not called for this text, and rc.trace needs one call")
-    return calls[name][0]
+    if calls[name] and (calls[name][0].shape[1] or not inputs.shape[1]):
+        return calls[name][0]
+    compositions = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, MixerLayer) and (not path or name.startswith(f"{path}."))
+    ]
+    if compositions:
+        raise composition_error("rc.trace", compositions[0])
+    raise RecipeError(f"{name} is not called for this text, and rc.trace needs one call")
 
 
 def token_label(text: str) -> str:
