@@ -66,9 +66,9 @@ def _interruptible() -> Iterator[None]:
     Tests that interrupt themselves, and children that inherit what is ignored, would wait for ever.
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, answer) for number, answer in usual.items()}
+    initial = {number: signal.signal(number, answer) for number, answer in usual.items()}
     yield
-    for number, answer in before.items():
+    for number, answer in initial.items():
         signal.signal(number, answer)
 
 

@@ -87,8 +87,8 @@ def test_a_titans_layer_goes_through_few_files(normalize: bool, most: int) -> No
 def test_a_binding_is_made_once_and_copied_as_what_it_was_made_of() -> None:
     recipe = rc.zoo.get("titans").recipe
     bound = bind(recipe, H=2, K=8, V=8)
-    again = rc.Recipe.from_json(recipe.to_json())
-    assert bind(again, H=2, K=8, V=8) is bound
+    repeated = rc.Recipe.from_json(recipe.to_json())
+    assert bind(repeated, H=2, K=8, V=8) is bound
     assert bind(recipe, H=3, K=8, V=8) is not bound
     assert bind(recipe, H=2, K=8, V=8, engine="reference").engine.name == "reference"
     assert copy.deepcopy(bound) is bound

@@ -49,10 +49,10 @@ def call(*arguments: str) -> Result:
 
 def refusal(*arguments: str) -> str:
     """The one sentence of a call that is refused."""
-    found = call(*arguments)
-    assert found.exit_code == 2, found.output
-    assert found.stdout == ""
-    (sentence,) = found.stderr.strip().split("\n")
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (sentence,) = result.stderr.strip().split("\n")
     assert "Traceback" not in sentence
     return sentence
 
@@ -62,10 +62,10 @@ def test_version() -> None:
 
 
 def test_a_function_of_the_library_is_no_command_and_is_named() -> None:
-    found = CliRunner().invoke(cli.build(), ["diagnose"], env={"COLUMNS": "200"})
-    assert found.exit_code == 2
+    result = CliRunner().invoke(cli.build(), ["diagnose"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
     assert "No such command 'diagnose'. In Python it is rc.diagnose: see help(rc.diagnose)." in (
-        found.stderr
+        result.stderr
     )
     other = CliRunner().invoke(cli.build(), ["annotations"], env={"COLUMNS": "200"}).stderr
     assert "No such command 'annotations'" in other and "Python" not in other
@@ -177,17 +177,17 @@ def test_names_in_the_source_of_the_zoo_are_those_that_are_registered() -> None:
 
 
 def test_zoo_lists_every_architecture() -> None:
-    found = call("zoo")
-    assert found.exit_code == 0
+    result = call("zoo")
+    assert result.exit_code == 0
     for name in rc.zoo.names():
-        assert name in found.stdout
-    assert "α_t W_(t−1)" in found.stdout
+        assert name in result.stdout
+    assert "α_t W_(t−1)" in result.stdout
 
 
 def test_zoo_of_one_family() -> None:
-    found = call("zoo", "--family", "delta_rule")
-    assert "gated_delta_net" in found.stdout
-    assert "retnet" not in found.stdout
+    result = call("zoo", "--family", "delta_rule")
+    assert "gated_delta_net" in result.stdout
+    assert "retnet" not in result.stdout
     assert "has no family 'delta'" in refusal("zoo", "--family", "delta")
 
 
@@ -218,22 +218,22 @@ def test_a_table_fits_every_terminal(
 ) -> None:
     if asked[0] == "sizes":
         pytest.importorskip("transformers")
-    whole = json.loads(call(*asked, "--json").stdout)
+    full = json.loads(call(*asked, "--json").stdout)
     for width in (20, 40, 60, 80, 120) if asked[0] != "sizes" else (40, 80):
         monkeypatch.setenv("COLUMNS", str(width))
-        found = call(*asked)
-        assert found.exit_code == 0
-        lines = found.stdout.splitlines()
+        result = call(*asked)
+        assert result.exit_code == 0
+        lines = result.stdout.splitlines()
         if asked[0] != "reproduce":
             lines.pop()  # the sentence below the table, which terminals break
         # A combining overline is a character and takes no column.
         assert max(map(cell_len, lines)) <= width
-        for row in whole:
-            assert row["name"] in found.stdout.replace("\n", "").replace(" ", "")
+        for row in full:
+            assert row["name"] in result.stdout.replace("\n", "").replace(" ", "")
             for parts in row.get("parameters", {}).values():
-                assert f"{parts['total']:,}" in found.stdout
+                assert f"{parts['total']:,}" in result.stdout
         if asked == ("zoo",):
-            assert "left out" in found.stdout or "algorithm:" in found.stdout
+            assert "left out" in result.stdout or "algorithm:" in result.stdout
 
 
 def test_the_zoo_in_a_pipe_has_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,15 +272,15 @@ def test_help_shows_every_text_as_it_is_written(monkeypatch: pytest.MonkeyPatch)
 
 def test_help_without_rich_has_no_backslashes() -> None:
     code = "from recollect.cli import main; main()"
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, "train", "--help"],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "TYPER_USE_RICH": "0"},
     )
-    assert "in place of [run] out" in found.stdout
-    assert "\\" not in found.stdout
+    assert "in place of [run] out" in result.stdout
+    assert "\\" not in result.stdout
 
 
 def test_names_and_reasons_with_brackets_are_shown_whole(
@@ -298,7 +298,7 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     run = ModelRun(
         task="text", model=name, parameters=1, state_bytes=1, grows=False, value=1.5, tokens=1
     )
-    made = Comparison(
+    result = Comparison(
         runs=(run,),
         sizes={"text": DEFAULTS["text"]},
         seed=0,
@@ -309,9 +309,9 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     said = io.StringIO()
     monkeypatch.setattr(sys, "stdout", said)
     console = make_console()
-    command._show(console, made)
+    command._show(console, result)
     with pytest.raises(typer.Exit):
-        command._report_outcome(console, tmp_path / "none", made)
+        command._report_outcome(console, tmp_path / "none", result)
     display = CompareDisplay(console, models=1, tasks=1)
     display.on_start("text", name, 1, 1)
     console.print(display._render())
@@ -324,7 +324,7 @@ def test_a_reason_that_several_failures_share_is_said_once() -> None:
     from recollect.experiments.comparison.results import DEFAULTS
     from recollect.report import describe_environment
 
-    made = Comparison(
+    result = Comparison(
         runs=(),
         sizes={"text": DEFAULTS["text"]},
         seed=0,
@@ -336,23 +336,23 @@ def test_a_reason_that_several_failures_share_is_said_once() -> None:
             ("text", "retnet, seed 0", "it diverged"),
         ),
     )
-    assert made.failure_messages() == [
+    assert result.failure_messages() == [
         "gla, seed 0, gla, seed 1 could not be trained on text: no room",
         "gla, seed 0 could not be trained on mqar: no room",
         "retnet, seed 0 could not be trained on text: it diverged",
     ]
-    assert str(made).count("no room") == 2
+    assert str(result).count("no room") == 2
 
 
 def test_an_explanation_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one is stated; a pipe gets its lines whole."""
-    whole = call("explain", "titans").stdout
-    assert whole == f"{rc.explain('titans')}\n"
+    full = call("explain", "titans").stdout
+    assert full == f"{rc.explain('titans')}\n"
     monkeypatch.setenv("COLUMNS", "60")
     narrow = call("explain", "titans").stdout
-    assert max(map(len, whole.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
-    assert narrow.split() == whole.split()
-    labels = [line[:9] for line in whole.splitlines()[1:]]
+    assert max(map(len, full.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
+    assert narrow.split() == full.split()
+    labels = [line[:9] for line in full.splitlines()[1:]]
     assert [x[:9] for x in narrow.splitlines() if x[:9].strip()][-3:] == [
         x for x in labels if x.strip()
     ][-3:]
@@ -466,14 +466,14 @@ def test_without_typer_one_sentence_says_what_to_install() -> None:
         "from recollect.cli import main\n"
         "main()\n"
     )  # fmt: skip
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert found.returncode == 1
+    assert result.returncode == 1
     assert (
-        found.stderr.strip().split("\n")[-1].endswith('or in its checkout pip install -e ".[cli]"')
+        result.stderr.strip().split("\n")[-1].endswith('or in its checkout pip install -e ".[cli]"')
     )
-    assert "Traceback" not in found.stderr
+    assert "Traceback" not in result.stderr
 
 
 NEEDS_TRANSFORMERS = (
@@ -512,7 +512,7 @@ def results_without_transformers(
     folder = tmp_path_factory.mktemp("without_transformers")
     (folder / "run.toml").touch()
     calls = (*EXPERIMENT_CALLS, *NEEDS_TRANSFORMERS)
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRANSFORMERS],
         input="\n".join(map(json.dumps, calls)),
         capture_output=True,
@@ -521,7 +521,7 @@ def results_without_transformers(
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(rc.__file__).parents[1])},
     )
-    return folder, dict(zip(calls, map(json.loads, found.stdout.splitlines()), strict=True))
+    return folder, dict(zip(calls, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
 def test_the_list_of_experiments_needed_transformers(

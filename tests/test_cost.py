@@ -122,10 +122,10 @@ def priced(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> rc.Cost:
 def test_linear_engine(name: str) -> None:
     recipe = LINEAR[name]
     x = inputs(recipe, T=200)
-    found = priced(recipe, x)
-    assert found.engine == "linear"
+    result = priced(recipe, x)
+    assert result.engine == "linear"
     counted = flops(recipe, x)
-    products = found.total - found.forward_flops.get("inverse", 0)
+    products = result.total - result.forward_flops.get("inverse", 0)
     assert products == pytest.approx(counted, rel=0.01) or (
         name in BOUNDED and counted < products < 1.5 * counted
     )
@@ -149,9 +149,9 @@ def test_least_squares(name: str) -> None:
     gentle = {gate: 0.01 * g for gate, g in x.gates.items()}
     # One attempt: float32 may be followed by float64.
     x = dataclasses.replace(x, gates=gentle).map_tensors(torch.Tensor.double)
-    found = priced(recipe, x)
-    products = found.total - found.forward_flops["factor"]
-    assert found.engine == "least_squares"
+    result = priced(recipe, x)
+    products = result.total - result.forward_flops["factor"]
+    assert result.engine == "least_squares"
     assert products == pytest.approx(flops(recipe, x), rel=0.35)
 
 
@@ -185,10 +185,10 @@ def test_local_polynomials() -> None:
             algorithm=algorithm.Analytic(ridge=1.0),
         )
         x = generate.inputs(recipe, B=1, T=150, H=2, K=K, V=K, dtype=torch.float32)
-        found, counted = priced(recipe, x), flops(recipe, x)
+        result, counted = priced(recipe, x), flops(recipe, x)
         # The number of conjugate gradient steps is an estimate, and so named.
-        slack = 0.15 if "dense" in found.notes[0] else 0.6
-        assert abs(math.log(found.total / counted)) < slack, (degree, K)
+        slack = 0.15 if "dense" in result.notes[0] else 0.6
+        assert abs(math.log(result.total / counted)) < slack, (degree, K)
 
 
 REFERENCE: dict[str, rc.Recipe] = {
@@ -400,8 +400,8 @@ def test_state_bytes_are_exact() -> None:
         for dtype in (torch.float32, torch.float64)[: 1 + (index % 4 == 0)]:
             typed = x.map_tensors(lambda t, dtype=dtype: t.to(dtype))
             _, state = generate.run_recall(recipe, typed)
-            found = priced(recipe, typed, dtype_bytes=dtype.itemsize)
-            assert found.state_bytes == state.nbytes, recipe
+            result = priced(recipe, typed, dtype_bytes=dtype.itemsize)
+            assert result.state_bytes == state.nbytes, recipe
 
 
 @pytest.mark.parametrize(
@@ -426,15 +426,15 @@ def test_state_of_presets(name: str) -> None:
     for T in (130, 131):
         x = inputs(recipe, T=T)
         _, state = generate.run_recall(recipe, x)
-        found = priced(recipe, x)
-        assert found.state_bytes == state.nbytes
+        result = priced(recipe, x)
+        assert result.state_bytes == state.nbytes
         sizes.append(state.nbytes)
     if recipe.uses_kernel_rows and recipe.algorithm.batch_size > 1:
         return  # rows come a batch at a time
     # A Cholesky factor's rows grow by one number from token to token.
     rel = 0.01 if recipe.solves_from_gram else 0
-    assert found.state_bytes_per_token == pytest.approx(sizes[1] - sizes[0], rel=rel)
-    assert found.cache_grows == (recipe.buffer_size is None or recipe.uses_kernel_rows)
+    assert result.state_bytes_per_token == pytest.approx(sizes[1] - sizes[0], rel=rel)
+    assert result.cache_grows == (recipe.buffer_size is None or recipe.uses_kernel_rows)
 
 
 # -- the rest ------------------------------------------------------------------------------------
@@ -454,12 +454,12 @@ def test_scaling() -> None:
 
 
 def test_moved_bytes_hold_inputs_and_outputs() -> None:
-    found = cost(R(), T=LONG, K=32, V=16)
+    result = cost(R(), T=LONG, K=32, V=16)
     inputs_and_outputs = LONG * (32 + 16 + 32 + 16 + 1) * 4
-    borders, rest = divmod(found.min_bytes_moved - inputs_and_outputs, 2 * 32 * 16 * 4)
+    borders, rest = divmod(result.min_bytes_moved - inputs_and_outputs, 2 * 32 * 16 * 4)
     assert rest == 0
     assert LONG / 128 <= borders <= LONG / 16  # states are written and read once per chunk
-    assert cost(R(), T=LONG, K=32, V=16, dtype_bytes=2).min_bytes_moved < found.min_bytes_moved
+    assert cost(R(), T=LONG, K=32, V=16, dtype_bytes=2).min_bytes_moved < result.min_bytes_moved
 
 
 def test_dear_recipes_say_so() -> None:
@@ -477,11 +477,11 @@ def test_dear_recipes_say_so() -> None:
 
 
 def test_data_and_table() -> None:
-    found = cost(R(), H=4)
-    data = json.loads(json.dumps(found.to_dict()))
+    result = cost(R(), H=4)
+    data = json.loads(json.dumps(result.to_dict()))
     assert data["forward_total"] == sum(data["forward"].values())
     assert data["state_bytes"] == sum(data["state"].values())
-    table = str(found).split("\n")
+    table = str(result).split("\n")
     assert table[0].split(maxsplit=1) == ["engine", "linear (triangular solve)"]
     assert len({line.index(line.split("  ")[-1].lstrip()) for line in table}) == 1  # lined up
 

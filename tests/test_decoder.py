@@ -91,16 +91,16 @@ def test_inner_batches_and_going_on() -> None:
     layer = rc.MemoryLayer(8, 2, deep())
     x = torch.randn(2, 40, 8)
     with torch.no_grad():
-        whole, _ = layer(x)
+        full, _ = layer(x)
         _, state = layer(x[:, :5])
-        before = state.memory.weights[0].clone()
+        initial = state.memory.weights[0].clone()
         decoder = rc.StaticDecoder(layer, state)
-        found = [decoder(x[:, t : t + 1]).clone() for t in range(5, 31)]
+        result = [decoder(x[:, t : t + 1]).clone() for t in range(5, 31)]
         assert decoder.num_recorded == decoder.period == 4
         assert decoder.state.host_position == 31
         more, _ = layer(x[:, 31:], decoder.state)
-    torch.testing.assert_close(torch.cat([*found, more], 1), whole[:, 5:], rtol=1e-4, atol=1e-5)
-    assert torch.equal(state.memory.weights[0], before), "the given state stays as it is"
+    torch.testing.assert_close(torch.cat([*result, more], 1), full[:, 5:], rtol=1e-4, atol=1e-5)
+    assert torch.equal(state.memory.weights[0], initial), "the given state stays as it is"
 
 
 @pytest.mark.usefixtures("graphs")
@@ -121,18 +121,18 @@ def decodes_a_language_model(**options: bool) -> None:
     model = rc.lm.RecollectForCausalLM(config).eval()
     ids = torch.randint(16, (2, 30))
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         cache = rc.lm.cache_of(model(ids[:, :3], use_cache=True))
         decoder = rc.StaticDecoder(model, cache, **options)
         for t in range(3, 29):
             torch.testing.assert_close(
-                decoder(ids[:, t : t + 1])[:, 0], wanted[:, t], rtol=1e-4, atol=1e-5
+                decoder(ids[:, t : t + 1])[:, 0], expected[:, t], rtol=1e-4, atol=1e-5
             )
         assert decoder.num_recorded == decoder.period == 4
-        after = decoder.state
-        assert after.get_seq_length() == 29
-        last = model(ids[:, 29:], cache=after, use_cache=True).logits
-    torch.testing.assert_close(last[:, 0], wanted[:, 29], rtol=1e-4, atol=1e-5)
+        later = decoder.state
+        assert later.get_seq_length() == 29
+        last = model(ids[:, 29:], cache=later, use_cache=True).logits
+    torch.testing.assert_close(last[:, 0], expected[:, 29], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("graphs")
@@ -172,12 +172,12 @@ def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
             torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-10, atol=1e-12)
         with pytest.raises(ValueError, match="all 14 slots are full"):
             decoder(x[:, 14:])
-        after = decoder.state  # of its own size, from which the layer or another decoder goes on
-        assert after.position.tolist() == [14, 12]
+        later = decoder.state  # of its own size, from which the layer or another decoder goes on
+        assert later.position.tolist() == [14, 12]
         y, _ = layer(x[:, 14:], state)
-        more = rc.StaticDecoder(layer, after, max_cache_len=20)
-        for found in (layer(x[:, 14:], after)[0], more(x[:, 14:])):
-            torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-12)
+        more = rc.StaticDecoder(layer, later, max_cache_len=20)
+        for result in (layer(x[:, 14:], later)[0], more(x[:, 14:])):
+            torch.testing.assert_close(result, y, rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_refused() -> None:

@@ -56,9 +56,9 @@ def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3) -> None:
             y, state = layer(x, state)
             torch.testing.assert_close(decoder(x), y, rtol=far, atol=far)
         assert decoder.num_recorded == decoder.period
-        after = decoder.state
+        later = decoder.state
         x = torch.randn(B, 7, D)
-        torch.testing.assert_close(layer(x, after)[0], layer(x, state)[0], rtol=far, atol=far)
+        torch.testing.assert_close(layer(x, later)[0], layer(x, state)[0], rtol=far, atol=far)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_modes(
         for _ in range(decoder.warmup_tokens + 2 * decoder.period + 3):
             x = torch.randn(B, 1, D, dtype=dtype)
             y, state = layer(x, state)
-            found = decoder(x)
-            assert found.dtype == y.dtype
-            torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-6)
+            result = decoder(x)
+            assert result.dtype == y.dtype
+            torch.testing.assert_close(result, y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("traced")

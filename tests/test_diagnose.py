@@ -35,7 +35,7 @@ def build(recipe: rc.Recipe | str, options: LayerOptions | None = None) -> rc.Me
 def test_delta_net_by_hand() -> None:
     """W_t = W_(t−1) − η e kᵀ: the surprise is ½‖e‖², the step η‖k‖² = η, the norm ‖W_t‖."""
     layer, x = build("delta_net"), tokens()
-    found = rc.diagnose(layer, x)
+    result = rc.diagnose(layer, x)
     inputs = layer.memory_inputs(x)
     k, v, gates = inputs.k, inputs.v, inputs.gates
     W = torch.zeros(B, HEADS, v.shape[-1], k.shape[-1], dtype=torch.float64)
@@ -45,13 +45,13 @@ def test_delta_net_by_hand() -> None:
         surprise.append(0.5 * e.square().sum(-1).mean(0))
         W = W - gates["lr"][:, t, :, None, None] * e.unsqueeze(-1) * k[:, t].unsqueeze(-2)
         norms.append(W.flatten(2).norm(dim=-1).mean(0))
-    assert found.positions.tolist() == list(range(T + 1))
-    torch.testing.assert_close(found.memory["W"].double(), torch.stack(norms), **TOL)
-    torch.testing.assert_close(found.loss.double(), torch.stack(surprise), **TOL)
-    torch.testing.assert_close(found.step.double(), gates["lr"].mean(0), **TOL)
-    assert found.first_fault is None
-    assert found.engine == "linear"
-    assert not found.slots
+    assert result.positions.tolist() == list(range(T + 1))
+    torch.testing.assert_close(result.memory["W"].double(), torch.stack(norms), **TOL)
+    torch.testing.assert_close(result.loss.double(), torch.stack(surprise), **TOL)
+    torch.testing.assert_close(result.step.double(), gates["lr"].mean(0), **TOL)
+    assert result.first_fault is None
+    assert result.engine == "linear"
+    assert not result.slots
 
 
 def test_effective_ranks_are_those_of_the_singular_values() -> None:
@@ -117,9 +117,9 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         algorithm=rc.algorithm.Momentum(batch_size=5, lr=0.05),
     )
     layer, x = build(recipe), tokens()
-    found = rc.diagnose(layer, x)
-    assert found.positions.tolist() == [0, 5, 10, 15, 20]
-    assert list(found.memory) == ["W2", "W1"]
+    result = rc.diagnose(layer, x)
+    assert result.positions.tolist() == [0, 5, 10, 15, 20]
+    assert list(result.memory) == ["W2", "W1"]
     inputs = layer.memory_inputs(x)
     q, k, v, gates, params = inputs.q, inputs.k, inputs.v, inputs.gates, inputs.params
     state = None
@@ -130,7 +130,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         e = prediction - v[:, cut]
         near = e.norm(dim=-1) <= 2
         loss = torch.where(near, 0.5 * e.square().sum(-1), 2 * e.abs().sum(-1))
-        torch.testing.assert_close(found.loss[cut].double(), loss.mean(0), **TOL)
+        torch.testing.assert_close(result.loss[cut].double(), loss.mean(0), **TOL)
         _, state = rc.recall(
             recipe,
             *(q[:, cut], k[:, cut], v[:, cut]),
@@ -142,17 +142,17 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         error = torch.where(near.unsqueeze(-1), e, 2 * e.sign())
         gone = prediction - rc.read(recipe, k[:, cut], state=state, params=params)
         step = (gone * error).sum(-1) / error.square().sum(-1)
-        torch.testing.assert_close(found.step[cut].double(), step.mean(0), **TOL)
+        torch.testing.assert_close(result.step[cut].double(), step.mean(0), **TOL)
         for name, w in zip(("W2", "W1"), state.weights, strict=True):
             size = w.flatten(2).norm(dim=-1).mean(0)
-            torch.testing.assert_close(found.memory[name][p + 1].double(), size, **TOL)
+            torch.testing.assert_close(result.memory[name][p + 1].double(), size, **TOL)
         total = sum(w.square().sum((-2, -1)) for w in state.algorithm_state["momentum"])
         assert isinstance(total, Tensor)
         size = total.sqrt().mean(0)
-        torch.testing.assert_close(found.slots["momentum"][p + 1].double(), size, **TOL)
+        torch.testing.assert_close(result.slots["momentum"][p + 1].double(), size, **TOL)
     # The last batch is open: it was read, and has not written.
-    assert found.loss[20:].isfinite().all()
-    assert found.step[20:].isnan().all()
+    assert result.loss[20:].isfinite().all()
+    assert result.step[20:].isnan().all()
 
 
 @pytest.mark.parametrize("name", presets())
@@ -163,14 +163,14 @@ def test_every_architecture(name: str) -> None:
             rc.diagnose(layer, tokens(6))
         return
     length = layer.recipe.algorithm.batch_size + 2
-    found = rc.diagnose(layer, tokens(max(length, 6)))
-    assert found.first_fault is None
-    assert found.loss.isfinite().all()
-    assert found.heads == layer.num_kv_heads
-    assert bool(found.memory) == bool(layer.recipe.shapes(layer.head_dim, layer.value_dim))
-    assert all(norm.isfinite().all() for norm in found.memory.values())
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["engine"] == found.engine
-    assert str(found).startswith(f"engine {found.engine}, {HEADS} heads")
+    result = rc.diagnose(layer, tokens(max(length, 6)))
+    assert result.first_fault is None
+    assert result.loss.isfinite().all()
+    assert result.heads == layer.num_kv_heads
+    assert bool(result.memory) == bool(layer.recipe.shapes(layer.head_dim, layer.value_dim))
+    assert all(norm.isfinite().all() for norm in result.memory.values())
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["engine"] == result.engine
+    assert str(result).startswith(f"engine {result.engine}, {HEADS} heads")
 
 
 @pytest.mark.parametrize(
@@ -193,17 +193,17 @@ def test_every_architecture(name: str) -> None:
     ],
 )
 def test_every_kind_of_recipe(recipe: rc.Recipe) -> None:
-    found = rc.diagnose(build(recipe), tokens(8))
-    assert found.first_fault is None
-    assert found.loss.isfinite().all()
-    assert found.findings is not None
+    result = rc.diagnose(build(recipe), tokens(8))
+    assert result.first_fault is None
+    assert result.loss.isfinite().all()
+    assert result.findings is not None
 
 
 def test_steps_that_overshoot_are_told() -> None:
     fast = LayerOptions(gate_options={"lr": GateOptions(low=2.4, high=2.6, init=2.5)})
-    found = rc.diagnose(build(rc.Recipe(), fast), tokens(12))
-    assert ((found.step > 2.4) & (found.step < 2.6)).all()
-    assert sum("overshoot" in line for line in found.findings) == HEADS
+    result = rc.diagnose(build(rc.Recipe(), fast), tokens(12))
+    assert ((result.step > 2.4) & (result.step < 2.6)).all()
+    assert sum("overshoot" in line for line in result.findings) == HEADS
     slow = LayerOptions(gate_options={"lr": GateOptions(high=1e-4, init=1e-5)})
     lines = rc.diagnose(build(rc.Recipe(), slow), tokens(12)).findings
     assert sum("next to nothing is written" in line for line in lines) == HEADS
@@ -216,21 +216,21 @@ def test_a_memory_that_fades_is_told() -> None:
         retention=rc.retention.Decay(alpha=0.013 ** (1 / 33)),
         algorithm=rc.algorithm.GradientDescent(lr=1e-3),
     )
-    found = rc.diagnose(build(recipe), tokens(33))
-    first, last = found.memory["W1"][0, 0], found.memory["W1"][-1, 0]
+    result = rc.diagnose(build(recipe), tokens(33))
+    first, last = result.memory["W1"][0, 0], result.memory["W1"][-1, 0]
     assert 1e-2 * first < last < 5e-2 * first
-    told = [line for line in found.findings if "head 0: the norm of W1 decays" in line]
+    told = [line for line in result.findings if "head 0: the norm of W1 decays" in line]
     assert len(told) == 1 and "within 33 tokens" in told[0]
-    assert "nothing to report" not in str(found)
+    assert "nothing to report" not in str(result)
 
 
 def test_a_memory_that_grew_and_faded_is_told() -> None:
     """From nothing over its largest to nothing: first and last alone would not show it."""
     layer, x = build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40)
     x[:, 4:] = 0  # no keys and no values any more
-    found = rc.diagnose(layer, x)
-    assert found.memory["W"][0].max() == 0
-    assert any("head 1: the norm of W decays" in line for line in found.findings)
+    result = rc.diagnose(layer, x)
+    assert result.memory["W"][0].max() == 0
+    assert any("head 1: the norm of W decays" in line for line in result.findings)
     diagnosis = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40))
     assert not any("decays from" in line for line in diagnosis.findings)
 
@@ -243,8 +243,8 @@ def test_the_first_overflow_is_found_and_named() -> None:
         nn.init.zeros_(parameter)
     x = tokens(1).float().expand(B, 200, D)
     k = layer.memory_inputs(x).k
-    found = rc.diagnose(layer, x)
-    fault = found.first_fault
+    result = rc.diagnose(layer, x)
+    fault = result.first_fault
     assert fault is not None
     assert (fault.head, fault.gate) == (1, "lr")
     assert fault.quantity in ("memory W", "output")
@@ -252,10 +252,10 @@ def test_the_first_overflow_is_found_and_named() -> None:
     assert fault.token is not None
     assert 40 < fault.token < 56
     # Its square leaves the range before the error does: +inf is a surprise, NaN would be none.
-    assert not found.loss[: fault.token - 1].isnan().any()
-    assert found.loss[fault.token + 1 :].isnan().all()
+    assert not result.loss[: fault.token - 1].isnan().any()
+    assert result.loss[fault.token + 1 :].isnan().all()
     assert "lr = 8" in str(fault)
-    assert str(fault) in str(found)
+    assert str(fault) in str(result)
     y = layer(x[:, : fault.token])[0]
     assert y.isfinite().all()
     torch.testing.assert_close(k[:, 50], k[:, 51])
@@ -266,10 +266,10 @@ def test_an_overflow_of_a_rate_that_is_no_gate() -> None:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(depth=2), algorithm=rc.algorithm.GradientDescent(batch_size=8, lr=4.0)
     )
-    found = rc.diagnose(rc.MemoryLayer(32, 2, recipe), 3 * torch.randn(2, 64, 32))
-    assert found.first_fault is not None
-    assert found.first_fault.gate is None
-    assert "smaller steps" in found.first_fault.cause
+    result = rc.diagnose(rc.MemoryLayer(32, 2, recipe), 3 * torch.randn(2, 64, 32))
+    assert result.first_fault is not None
+    assert result.first_fault.gate is None
+    assert "smaller steps" in result.first_fault.cause
 
 
 def test_what_was_given_is_looked_at_first() -> None:
@@ -296,12 +296,12 @@ def test_what_was_given_is_looked_at_first() -> None:
         layer.gates["log_lr"].weight[1] = 1e38
     x[:, :, :] = 0
     x[1, 5] = 100.0
-    found = rc.diagnose(layer, x)
-    fault = found.first_fault
+    result = rc.diagnose(layer, x)
+    fault = result.first_fault
     assert fault is not None
     assert (fault.quantity, fault.row, fault.token, fault.head) == ("gate log_lr", 1, 5, 1)
     assert fault.gate == "log_lr"
-    assert found.loss.isnan().all()
+    assert result.loss.isnan().all()
 
 
 def test_saturated_gates() -> None:
@@ -311,11 +311,11 @@ def test_saturated_gates() -> None:
         for gate in layer.gates.values():
             gate.weight.zero_()
         layer.gates["log_decay"].bias.copy_(torch.tensor([3.0, 12.0]))
-    found = rc.diagnose(layer, tokens())
-    assert found.saturated["lr"].tolist() == [0, 1]
+    result = rc.diagnose(layer, tokens())
+    assert result.saturated["lr"].tolist() == [0, 1]
     # e^(−12) over 24 tokens keeps all, e^(−3) does not.
-    assert found.saturated["log_decay"].tolist() == [0, 1]
-    assert "head 1: gate 'lr' is saturated at 100%" in found.findings
+    assert result.saturated["log_decay"].tolist() == [0, 1]
+    assert "head 1: gate 'lr' is saturated at 100%" in result.findings
 
 
 def test_a_figure(tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def test_the_top_eigenvalue_is_that_of_the_rates_times_the_tangent_kernel(normal
         build(rc.algorithm.GradientDescent(batch_size=6, normalized_steps=normalized)),
         tokens(),
     )
-    found = rc.diagnose(layer, x.double())
-    assert found.curvature is not None
-    assert found.curvature.shape == (4, 2)
+    result = rc.diagnose(layer, x.double())
+    assert result.curvature is not None
+    assert result.curvature.shape == (4, 2)
     want = eigenvalues(layer, x, 6, normalized)
-    torch.testing.assert_close(found.curvature[0].double(), want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(result.curvature[0].double(), want, rtol=1e-4, atol=1e-6)
 
 
 def test_equal_tokens_reach_twice_the_share() -> None:
@@ -69,13 +69,13 @@ def test_equal_tokens_reach_twice_the_share() -> None:
     )
     layer.conv = None
     x = tokens(length=1).double().expand(2, 16, 8)
-    found = rc.diagnose(layer, x)
-    assert found.limit_multiple is not None and found.curvature is not None
-    torch.testing.assert_close(found.limit_multiple, torch.full_like(found.limit_multiple, 0.75))
-    torch.testing.assert_close(found.curvature[0], torch.full((2,), 1.5), rtol=1e-3, atol=1e-3)
-    assert "of limit" in str(found) and "0.75" in str(found)
-    assert found.to_dict()["curvature"] is not None
-    assert not any("lr" in line for line in found.findings)
+    result = rc.diagnose(layer, x)
+    assert result.limit_multiple is not None and result.curvature is not None
+    torch.testing.assert_close(result.limit_multiple, torch.full_like(result.limit_multiple, 0.75))
+    torch.testing.assert_close(result.curvature[0], torch.full((2,), 1.5), rtol=1e-3, atol=1e-3)
+    assert "of limit" in str(result) and "0.75" in str(result)
+    assert result.to_dict()["curvature"] is not None
+    assert not any("lr" in line for line in result.findings)
 
 
 def test_steps_beyond_the_limit_are_found() -> None:
@@ -96,21 +96,21 @@ def test_steps_beyond_the_limit_are_found() -> None:
     ],
 )
 def test_what_does_not_add_up_linearly_has_no_eigenvalue(recipe: rc.Recipe) -> None:
-    found = rc.diagnose(rc.MemoryLayer(8, 2, recipe), tokens())
-    assert found.curvature is None
-    assert found.limit_multiple is None
-    assert found.to_dict()["curvature"] is None
+    result = rc.diagnose(rc.MemoryLayer(8, 2, recipe), tokens())
+    assert result.curvature is None
+    assert result.limit_multiple is None
+    assert result.to_dict()["curvature"] is None
 
 
 def test_steps_that_leave_the_range_are_said_to_be_the_memorys_own() -> None:
     """Inputs × 100 under rates that nobody measures: what to do, and no advice against it."""
     torch.manual_seed(0)
     layer = rc.zoo.get("moneta_exact").build(d_model=64, num_heads=4)
-    found = rc.diagnose(layer, torch.randn(1, 64, 64) * 100)
-    assert found.first_fault is not None
-    assert "the memory's own steps left the range of torch.float32" in found.findings[0]
-    assert found.findings[0].endswith(
+    result = rc.diagnose(layer, torch.randn(1, 64, 64) * 100)
+    assert result.first_fault is not None
+    assert "the memory's own steps left the range of torch.float32" in result.findings[0]
+    assert result.findings[0].endswith(
         "measure them (normalized_steps=True of its algorithm), or take a smaller inner batch or "
         "rate"
     )
-    assert not any("larger steps" in line for line in found.findings)
+    assert not any("larger steps" in line for line in result.findings)

@@ -101,11 +101,11 @@ class Block(NamedTuple):
 
 def _blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
-    found, last = [], 0
+    result, last = [], 0
     for match in FENCE.finditer(text):
-        found.append(Block(match[1], match[3], text[last : match.start()], match[2]))
+        result.append(Block(match[1], match[3], text[last : match.start()], match[2]))
         last = match.end()
-    return found
+    return result
 
 
 COMMANDS = ("recollect", "make", "pip", ".venv/bin/pre-commit", "torchrun", "accelerate", "pipx")
@@ -166,12 +166,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """In an empty folder, without a hub, and with what nobody else's page has registered."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    before, presets = dict(member._REGISTRY), dict(_PRESETS)
-    for name in [name for name, cls in before.items() if not _ours(cls)]:
+    initial, presets = dict(member._REGISTRY), dict(_PRESETS)
+    for name in [name for name, cls in initial.items() if not _ours(cls)]:
         del member._REGISTRY[name]
     yield
     member._REGISTRY.clear()
-    member._REGISTRY.update(before)
+    member._REGISTRY.update(initial)
     _PRESETS.clear()
     _PRESETS.update(presets)
 
@@ -194,9 +194,9 @@ def _console(page: str, block: str, slow: bool) -> str:
             said += _torchrun(shlex.split(command)[1:])
         if not command.startswith("recollect ") or (command.startswith(SLOW_COMMANDS) and not slow):
             continue
-        found = CliRunner().invoke(build(), shlex.split(_smoke(command), comments=True)[1:])
-        assert found.exit_code == 0, f"{page}: {command}\n{found.output}\n{found.exception!r}"
-        said += found.stdout
+        result = CliRunner().invoke(build(), shlex.split(_smoke(command), comments=True)[1:])
+        assert result.exit_code == 0, f"{page}: {command}\n{result.output}\n{result.exception!r}"
+        said += result.stdout
     return said
 
 
@@ -204,7 +204,7 @@ def _torchrun(arguments: list[str]) -> str:
     """Several processes in the current folder, on a free port; what they printed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    found = subprocess.run(
+    result = subprocess.run(
         [*launch, "--rdzv-endpoint", "localhost:0", *arguments],
         capture_output=True,
         text=True,
@@ -212,8 +212,8 @@ def _torchrun(arguments: list[str]) -> str:
         timeout=200,
         check=False,
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stdout
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 def _equal(line: str, printed: str, page: str) -> bool:
@@ -222,8 +222,8 @@ def _equal(line: str, printed: str, page: str) -> bool:
         return line == printed
     if NUMBER.sub("#", line) != NUMBER.sub("#", printed):
         return False
-    wanted = list(map(float, NUMBER.findall(line)))
-    return list(map(float, NUMBER.findall(printed))) == pytest.approx(wanted, rel=ROUGH)
+    expected = list(map(float, NUMBER.findall(line)))
+    return list(map(float, NUMBER.findall(printed))) == pytest.approx(expected, rel=ROUGH)
 
 
 def _missing(block: str, printed: str, page: str) -> list[str]:
@@ -236,10 +236,10 @@ def _missing(block: str, printed: str, page: str) -> list[str]:
         if line.strip() == "…":
             is_gap = True
             continue
-        found = [i for i, one in enumerate(rest) if _equal(line, one, page)][:1]
-        if not found or (found[0] and not is_gap):
+        result = [i for i, one in enumerate(rest) if _equal(line, one, page)][:1]
+        if not result or (result[0] and not is_gap):
             return lines[number:]
-        rest, is_gap = rest[found[0] + 1 :], False
+        rest, is_gap = rest[result[0] + 1 :], False
     return []
 
 
@@ -295,8 +295,8 @@ def test_the_first_lines_on_language_models_register_them() -> None:
     _given(page)
     first = next(block for kind, block, *_ in _blocks(page) if kind == "python")
     command = [sys.executable, "-c", first]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow

@@ -39,23 +39,23 @@ def named(path: str) -> Any:
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:cut]))
+            result: Any = importlib.import_module(".".join(parts[:cut]))
         except ModuleNotFoundError:
             continue
         for name in parts[cut:]:
-            found = getattr(found, name)
-        return found
+            result = getattr(result, name)
+        return result
     raise AssertionError(f"there is no {path}")
 
 
 def referenced(text: str) -> Iterator[Any]:
     """Everything that the directives of a page show."""
     for path, options in DIRECTIVE.findall(text):
-        found = named(path)
-        yield found
+        result = named(path)
+        yield result
         members = re.search(r"members: \[(.*?)\]", options)
         for name in members[1].split(", ") if members else ():
-            yield getattr(found, name)
+            yield getattr(result, name)
 
 
 def table(text: str, heading: str) -> dict[str, str]:
@@ -124,8 +124,8 @@ def test_relative_links_resolve_in_the_repository() -> None:
 
 def test_every_reference_names_something_and_everything_public_has_one() -> None:
     pytest.importorskip("transformers")
-    shown = [found for path in PAGES for found in referenced(path.read_text(encoding="utf-8"))]
-    here = {id(found) for found in shown}
+    shown = [result for path in PAGES for result in referenced(path.read_text(encoding="utf-8"))]
+    here = {id(result) for result in shown}
     assert [name for name, value in owed() if id(value) not in here] == []
     # One home each: two would be found twice, and a reference would not know which is meant.
     paths = [path for page in PAGES for path, _ in DIRECTIVE.findall(page.read_text("utf-8"))]
@@ -253,8 +253,8 @@ def test_the_first_pages_lead_to_every_other() -> None:
     links = {"index.md"}
     for name in ("index.md", "guides.md", "tutorials/index.md", "reference/index.md"):
         assert name in links
-        found = re.findall(r"\]\(([\w/.-]+\.md)(?:#[\w-]+)?\)", page(name))
-        links |= {posixpath.normpath(posixpath.join(posixpath.dirname(name), x)) for x in found}
+        result = re.findall(r"\]\(([\w/.-]+\.md)(?:#[\w-]+)?\)", page(name))
+        links |= {posixpath.normpath(posixpath.join(posixpath.dirname(name), x)) for x in result}
     others = {path.relative_to(DOCS).as_posix() for path in PAGES}
     assert {name for name in others if not name.startswith("design/")} <= links
 
@@ -313,7 +313,7 @@ def test_the_fields_of_a_configuration_stand_with_their_defaults() -> None:
 
 def test_the_rates_of_presets_are_on_the_design_page() -> None:
     row = re.compile(r"^\| (`.*`) \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$", re.MULTILINE)
-    found = {
+    result = {
         name: tuple(map(float, values))
         for names, *values in row.findall(page("design/steps.md"))
         for name in re.findall(r"`(\w+)`", names)
@@ -325,7 +325,7 @@ def test_the_rates_of_presets_are_on_the_design_page() -> None:
             options = dict(preset.options.gate_options).get("lr", rc.GateOptions())
             assert options.unit in (None, "stability_limit")
             expected[name] = (options.init or 0.5, options.low or 0.0, options.high or 1.0)
-    assert found == expected
+    assert result == expected
 
 
 def test_the_zoo_stands_by_its_families() -> None:
@@ -365,8 +365,8 @@ def test_every_command_stands_on_its_page() -> None:
     pytest.importorskip("typer")
     from recollect.cli.app import COMMANDS
 
-    found = set(re.findall(r"^\| `recollect (\w+)", page("commands.md"), re.MULTILINE))
-    assert found == {command.__name__ for command in COMMANDS}
+    result = set(re.findall(r"^\| `recollect (\w+)", page("commands.md"), re.MULTILINE))
+    assert result == {command.__name__ for command in COMMANDS}
 
 
 def test_the_reference_of_the_command_line_has_a_text_for_every_option() -> None:
@@ -412,16 +412,16 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     config.plugins.on_startup(command="build", dirty=False)
     build.build(config)
     for path in PAGES:
-        made = path.relative_to(DOCS).with_suffix(".html")
-        made = made.with_name("index.html") if made.name == "README.html" else made
-        assert (tmp_path / made).stat().st_size > 1000
+        built = path.relative_to(DOCS).with_suffix(".html")
+        built = built.with_name("index.html") if built.name == "README.html" else built
+        assert (tmp_path / built).stat().st_size > 1000
     knobs = (tmp_path / "six-knobs.html").read_text(encoding="utf-8")
     assert all(f'"name":"{name}"' in knobs for name in rc.zoo.names())
     assert 'href="six-knobs.html"' in (tmp_path / "page.html").read_text(encoding="utf-8")
     index = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
-    found = {entry["title"]: entry for entry in index["docs"]}
+    result = {entry["title"]: entry for entry in index["docs"]}
     # Behind a name stands what it is, a dataclass or a property.
-    named = (re.sub(r"\s+<code>[\w-]+</code>", "", title) for title in found)
+    named = (re.sub(r"\s+<code>[\w-]+</code>", "", title) for title in result)
     titles = {re.sub(r"<[^>]*>", "", title).split("¶")[0].strip() for title in named}
     moved = {"rc.experiments.compare": "rc.compare", "rc.experiments.reproduce": "rc.reproduce"}
     assert {moved.get(name, name) for name, _ in owed()} - titles == set()

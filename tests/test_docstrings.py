@@ -75,8 +75,8 @@ def methods(cls: type) -> Iterator[tuple[str, Documented]]:
                 Documented(function=function, arguments=given, docstrings=tuple(said)),
             )
     # Fields of a dataclass are explained where they stand, or as attributes.
-    made = dataclasses.is_dataclass(cls) or getattr(cls, "_is_protocol", False)
-    if "__init__" in cls.__dict__ and not made:
+    result = dataclasses.is_dataclass(cls) or getattr(cls, "_is_protocol", False)
+    if "__init__" in cls.__dict__ and not result:
         given = arguments(cls.__init__, bound=True)
         yield (
             f"{cls.__module__}.{cls.__qualname__}",
@@ -87,18 +87,18 @@ def methods(cls: type) -> Iterator[tuple[str, Documented]]:
 
 
 def walk() -> dict[str, Documented]:
-    found: dict[str, Documented] = {}
+    result: dict[str, Documented] = {}
     for face in FACES:
         for name, value in public(importlib.import_module(face)):
             if inspect.isclass(value):
-                found.update(methods(value))
+                result.update(methods(value))
             elif inspect.isfunction(value):
-                found[name] = Documented(
+                result[name] = Documented(
                     function=value,
                     arguments=arguments(value, bound=False),
                     docstrings=(inspect.getdoc(value) or "",),
                 )
-    return {name: one for name, one in found.items() if len(one.arguments) >= 2}
+    return {name: one for name, one in result.items() if len(one.arguments) >= 2}
 
 
 def explained(docstring: str) -> set[str]:
@@ -110,18 +110,18 @@ def explained(docstring: str) -> set[str]:
 
 def raises(function: Callable[..., Any]) -> set[str]:
     """Names of the errors that a function's own text raises and does not catch."""
-    found: set[str] = set()
+    result: set[str] = set()
     (top,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
     nodes: list[ast.AST] = list(ast.iter_child_nodes(top))
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            found.add(ast.unparse(node.exc.func))
+            result.add(ast.unparse(node.exc.func))
         if isinstance(node, ast.FunctionDef):  # what it makes raises when it is called
             continue
         caught = node.body if isinstance(node, ast.Try) else []
         nodes += [child for child in ast.iter_child_nodes(node) if child not in caught]
-    return found
+    return result
 
 
 PUBLIC = walk()
@@ -161,14 +161,14 @@ def test_every_error_is_announced(name: str) -> None:
 
 def examples() -> dict[str, doctest.DocTest]:
     """Every docstring of the package with lines that begin with ``>>>``; commands apart."""
-    finder, found = doctest.DocTestFinder(exclude_empty=True), {}
+    finder, result = doctest.DocTestFinder(exclude_empty=True), {}
     for module in pkgutil.walk_packages(rc.__path__, "recollect."):
         if not module.name.startswith("recollect.cli"):
             known = {"rc": rc, "torch": torch, "__name__": "__main__"}
             for test in finder.find(importlib.import_module(module.name), globs=known):
                 if test.examples:
-                    found[test.name] = test
-    return found
+                    result[test.name] = test
+    return result
 
 
 EXAMPLES = examples()
@@ -201,9 +201,9 @@ def defined(name: str, value: Any) -> str:
 
 def constants() -> dict[str, doctest.DocTest]:
     """Examples in the strings below public names that are neither class nor function."""
-    wanted = {name for _, name, value in shown() if defined(name, value).startswith("constant")}
-    line = re.compile(rf"^({'|'.join(wanted)})(?:: .*)? = ", re.MULTILINE)
-    found: dict[str, doctest.DocTest] = {}
+    expected = {name for _, name, value in shown() if defined(name, value).startswith("constant")}
+    line = re.compile(rf"^({'|'.join(expected)})(?:: .*)? = ", re.MULTILINE)
+    result: dict[str, doctest.DocTest] = {}
     for path in Path(*rc.__path__).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if not line.search(text):
@@ -212,13 +212,13 @@ def constants() -> dict[str, doctest.DocTest]:
             targets = getattr(assigned, "targets", [getattr(assigned, "target", None)])
             name = getattr(targets[0], "id", "")
             match below:
-                case ast.Expr(value=ast.Constant(value=str(said))) if name in wanted:
+                case ast.Expr(value=ast.Constant(value=str(said))) if name in expected:
                     known = {"rc": rc, "torch": torch, "__name__": "__main__"}
                     where = f"constant {name}"
                     test = doctest.DocTestParser().get_doctest(said, known, where, str(path), 0)
                     if test.examples:
-                        found[where] = test
-    return found
+                        result[where] = test
+    return result
 
 
 EXAMPLES |= constants()
@@ -249,6 +249,6 @@ def test_every_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(zoo_presets, "_PRESETS", dict(zoo_presets._PRESETS))
     told: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    failed, tried = runner.run(EXAMPLES[name], out=told.append)
-    assert tried
+    failed, attempts = runner.run(EXAMPLES[name], out=told.append)
+    assert attempts
     assert not failed, "".join(told)

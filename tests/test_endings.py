@@ -106,17 +106,17 @@ def test_a_comparison_that_is_told_to_end_keeps_what_it_has(
         said = run.communicate()[1]
     assert run.returncode == 128 + signal.SIGTERM, said
     assert "Traceback" not in said
-    found = json.loads((out / "results.json").read_text())
-    assert found["interrupted"] and not found["failures"]
-    done = [row for row in found["runs"] if row["finished"]]
+    result = json.loads((out / "results.json").read_text())
+    assert result["interrupted"] and not result["failures"]
+    done = [row for row in result["runs"] if row["finished"]]
     assert done and all(row["value"] is not None for row in done)
     assert (out / "report.html").exists() and not (out / ".run.lock").exists()
 
 
 @pytest.mark.slow
 def test_an_experiment_that_is_told_to_end_keeps_what_it_has(tmp_path: Path) -> None:
-    asked = ("reproduce", "ttr-fig2", "--scale", "small", "--out", str(tmp_path))
-    with begun(*asked) as run:
+    requested = ("reproduce", "ttr-fig2", "--scale", "small", "--out", str(tmp_path))
+    with begun(*requested) as run:
         heard(run.stdout, r"\[1/\d+\]")
         os.killpg(run.pid, signal.SIGTERM)
         said = run.communicate()[1]
@@ -124,8 +124,8 @@ def test_an_experiment_that_is_told_to_end_keeps_what_it_has(tmp_path: Path) -> 
     assert "Traceback" not in said
     kept = list((tmp_path / "ttr-fig2" / "cells" / "small").glob("*.json"))
     assert kept and all(json.loads(path.read_text())["values"] for path in kept)
-    found = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
-    assert not found["complete"] and len(found["records"]) == len(kept)
+    result = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
+    assert not result["complete"] and len(result["records"]) == len(kept)
 
 
 # -- pipes ----------------------------------------------------------------------------------------
@@ -227,9 +227,9 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def rescued(said: str, folder: Path) -> Path:
     assert "Traceback" not in said
     assert f"{folder} cannot be written to (No space left on device)" in said
-    found = re.search(r"what was measured is in (\S+), to be", said)
-    assert found is not None
-    return Path(found[1])
+    result = re.search(r"what was measured is in (\S+), to be", said)
+    assert result is not None
+    return Path(result[1])
 
 
 @pytest.fixture
@@ -242,21 +242,21 @@ def roomy_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("roomy_at_first")
 def test_a_comparison_on_a_full_disk_is_kept_elsewhere(full: Path, text: Path) -> None:
-    asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(full)]
-    found = CliRunner().invoke(build(), asked)
-    assert found.exit_code == 2
-    place = rescued(found.stderr, full)
+    requested = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(full)]
+    result = CliRunner().invoke(build(), requested)
+    assert result.exit_code == 2
+    place = rescued(result.stderr, full)
     kept = json.loads((place / "results.json").read_text())
     assert [run["model"] for run in kept["runs"]] == ["linear_attention", "delta_net"]
-    assert "linear_attention" in found.stdout and "bits per byte" in found.stdout  # shown anyway
+    assert "linear_attention" in result.stdout and "bits per byte" in result.stdout  # shown anyway
 
 
 @pytest.mark.usefixtures("roomy_at_first")
 def test_rows_on_a_full_disk_are_kept_elsewhere(full: Path, text: Path) -> None:
-    asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--rows", str(full)]
-    found = CliRunner().invoke(build(), [*asked, "--parameters", "20000"])
-    assert found.exit_code == 2
-    place = rescued(found.stderr, full)
+    requested = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--rows", str(full)]
+    result = CliRunner().invoke(build(), [*requested, "--parameters", "20000"])
+    assert result.exit_code == 2
+    place = rescued(result.stderr, full)
     assert sorted(path.name for path in place.iterdir()) == [
         "delta_net.json",
         "linear_attention.json",
@@ -267,13 +267,13 @@ def test_rows_on_a_full_disk_are_kept_elsewhere(full: Path, text: Path) -> None:
 
 @pytest.mark.usefixtures("roomy_at_first")
 def test_an_experiment_on_a_full_disk_is_kept_elsewhere(full: Path, tmp_path: Path) -> None:
-    asked = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out"]
-    found = CliRunner().invoke(build(), [*asked, str(full)])
-    assert found.exit_code == 2
-    place = rescued(found.stderr, full / "ttr-fig2")
-    assert CliRunner().invoke(build(), [*asked, str(tmp_path / "whole")]).exit_code == 0
-    wanted = {path.name for path in (tmp_path / "whole").rglob("cells/smoke/*.json")}
-    assert {path.name for path in place.rglob("cells/smoke/*.json")} == wanted
+    requested = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out"]
+    result = CliRunner().invoke(build(), [*requested, str(full)])
+    assert result.exit_code == 2
+    place = rescued(result.stderr, full / "ttr-fig2")
+    assert CliRunner().invoke(build(), [*requested, str(tmp_path / "whole")]).exit_code == 0
+    expected = {path.name for path in (tmp_path / "whole").rglob("cells/smoke/*.json")}
+    assert {path.name for path in place.rglob("cells/smoke/*.json")} == expected
 
 
 def test_a_disk_that_has_room_again_loses_nothing(
@@ -315,9 +315,9 @@ def test_a_comparison_whose_folder_vanishes_is_written_anew(
 ) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(CompareDisplay, "on_end", vanishing(out, CompareDisplay.on_end))
-    asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(out)]
-    found = CliRunner().invoke(build(), asked)
-    assert found.exit_code == 0, found.output
+    requested = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(out)]
+    result = CliRunner().invoke(build(), requested)
+    assert result.exit_code == 0, result.output
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 2
 
 
@@ -326,9 +326,9 @@ def test_an_experiment_whose_folder_vanishes_is_written_anew(
 ) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(ReproduceDisplay, "on_record", vanishing(out, ReproduceDisplay.on_record))
-    asked = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(out)]
-    found = CliRunner().invoke(build(), asked)
-    assert found.exit_code == 0, found.output
+    requested = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(out)]
+    result = CliRunner().invoke(build(), requested)
+    assert result.exit_code == 0, result.output
     assert json.loads((out / "ttr-fig2" / "results.json").read_text())["complete"]
 
 
@@ -349,5 +349,5 @@ def test_a_run_whose_folder_vanishes_goes_on(text: Path, tmp_path: Path) -> None
     result = rc.lm.train(TrainPlan.from_dict(tables), observer=Vanishing())
     assert result.steps == 6 and (result.folder / "model.safetensors").exists()
     assert {path.name for path in out.glob("checkpoint-*")} <= {"checkpoint-4", "checkpoint-6"}
-    again = rc.lm.train(TrainPlan.from_dict(tables), resume=True)
-    assert again.steps == 0
+    repeated = rc.lm.train(TrainPlan.from_dict(tables), resume=True)
+    assert repeated.steps == 0

@@ -106,11 +106,11 @@ def without_numbers(text: str) -> list[str]:
 
 
 def test_gated_delta_net() -> None:
-    found = str(explain("gated_delta_net"))
+    result = str(explain("gated_delta_net"))
     assert re.search(
-        r"\ncost     \S+ kFLOP per token and head, 24.6 kFLOP to decode one, at", found
+        r"\ncost     \S+ kFLOP per token and head, 24.6 kFLOP to decode one, at", result
     )
-    assert without_numbers(found) == [
+    assert without_numbers(result) == [
         "gated_delta_net",
         "problem  min  ½‖W k_t − v_t‖²",
         "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
@@ -133,8 +133,8 @@ def test_gated_delta_net() -> None:
 
 
 def test_moneta() -> None:
-    found = explain(MONETA)
-    assert lines(found, "problem", "write", "read") == [
+    result = explain(MONETA)
+    assert lines(result, "problem", "write", "read") == [
         "problem  min  ‖k_t + LN(W1 gelu(W2 k_t)) − v_t‖_3^3",
         "write    A_t = Diag(α_t) A_(t−1) − η_t ∇ℓ(W°; k_t, v_t)",
         "         W° = A° / ‖A°‖_4^2: A at the start of the inner batch of 16",
@@ -142,23 +142,23 @@ def test_moneta() -> None:
         "         W_t: W° before the first token of the inner batch, then moved as A_t is, without "
         "the link",
     ]
-    reasons = {name: why[0] for name, why in found.engine_refusals.items()}
+    reasons = {name: why[0] for name, why in result.engine_refusals.items()}
     assert reasons["linear"] == "memory.MLP is not linear in its parameters"
-    assert f"         not linear: {reasons['linear']}" in str(found)
+    assert f"         not linear: {reasons['linear']}" in str(result)
 
 
 def test_huber_lq_muon() -> None:
-    found = explain(ROBUST)
-    assert found.title == "Recipe(bias=Huber(), retention=Lq(q=4), algorithm=Muon(batch_size=32))"
-    assert lines(found, "problem", "write") == [
+    result = explain(ROBUST)
+    assert result.title == "Recipe(bias=Huber(), retention=Lq(q=4), algorithm=Muon(batch_size=32))"
+    assert lines(result, "problem", "write") == [
         "problem  min  huber_δ(W k_t − v_t)",
         "write    S_t = θ_t S_(t−1) − huber′(W° k_t, v_t) k_tᵀ;   "
         "A_t = A_(t−1) + η_t NS5(S_t),   W_t = sign(A_t)|A_t|³ / ‖A_t‖_4²",
         "         W° = W at the start of the inner batch of 32",
     ]
-    assert re.fullmatch(r"named    none of the \d+", lines(found, "named")[0])
+    assert re.fullmatch(r"named    none of the \d+", lines(result, "named")[0])
     # Newton–Schulz at every token: hundreds of times the gradient.
-    price = next(line for line in found.cost.notes if "orthogonalising" in line)
+    price = next(line for line in result.cost.notes if "orthogonalising" in line)
     times = int(re.search(r"(\d+) times", price)[1])
     assert 100 < times < 1000
 
@@ -417,23 +417,23 @@ def test_a_changed_preset_states_the_change_and_a_recipe_no_fidelity() -> None:
 
 def test_valid_recipes_explain() -> None:
     for _, recipe in generate.valid(150):
-        found = explain(recipe)
-        equations = "\n".join((found.problem, *found.write_equations, *found.read_equations))
+        result = explain(recipe)
+        equations = "\n".join((result.problem, *result.write_equations, *result.read_equations))
         # No sign meets another, no factor of 1, no empty factor, no Python in an equation.
         assert not re.search(r"[−+] [−+]|\(\)|None|nan|inf\b|  [−+]|(?<![\w.])1 \w", equations), (
-            found
+            result
         )
-        assert found.engine == "reference" or found.engine not in found.engine_refusals
-        json.dumps(found.to_dict(), allow_nan=False)
+        assert result.engine == "reference" or result.engine not in result.engine_refusals
+        json.dumps(result.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("name", rc.zoo.names())
 def test_presets_explain(name: str) -> None:
-    found = explain(name)
-    assert str(found).startswith(f"{name}\nproblem  min  ")
-    assert name in [match.name for match in found.same_recipe_systems]
-    assert found == explain(rc.zoo.get(name))
-    blocks = [line[:9].strip() for line in str(found).split("\n")[1:]]
+    result = explain(name)
+    assert str(result).startswith(f"{name}\nproblem  min  ")
+    assert name in [match.name for match in result.same_recipe_systems]
+    assert result == explain(rc.zoo.get(name))
+    blocks = [line[:9].strip() for line in str(result).split("\n")[1:]]
     order = [
         "problem",
         "write",
@@ -446,8 +446,8 @@ def test_presets_explain(name: str) -> None:
         "cost",
         "has",
     ]
-    seen = [block for block in blocks if block in order]
-    assert seen == [label for label in order if label in blocks]
+    recorded = [block for block in blocks if block in order]
+    assert recorded == [label for label in order if label in blocks]
 
 
 # -- names ---------------------------------------------------------------------------------------
@@ -552,10 +552,10 @@ def test_properties() -> None:
 
 
 def test_what_a_recipe_needs() -> None:
-    found = explain(MONETA)
-    assert "gate log_decay [B, T, H, V] ≤ 0" in str(found)
-    assert "param norm_weight [H, V]" in str(found)
-    assert found.init == ("W2 [256×64]", "W1 [64×256]")
+    result = explain(MONETA)
+    assert "gate log_decay [B, T, H, V] ≤ 0" in str(result)
+    assert "param norm_weight [H, V]" in str(result)
+    assert result.init == ("W2 [256×64]", "W1 [64×256]")
     assert explain(R()).init == ()
 
 
@@ -574,10 +574,10 @@ def test_units_of_a_layers_numbers_are_told() -> None:
         },
         "gla": {},
     }
-    for name, wanted in said.items():
-        found = rc.explain(name)
-        assert found.units == wanted
-        assert all(f"; {unit}" in str(found) for unit in wanted.values())
+    for name, expected in said.items():
+        result = rc.explain(name)
+        assert result.units == expected
+        assert all(f"; {unit}" in str(result) for unit in expected.values())
 
 
 NORMALISED = [
@@ -746,8 +746,8 @@ def test_documented_explanations_are_what_is_printed() -> None:
     blocks = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
     recipes = {str(explain(recipe)) for recipe in ("gated_delta_net", MONETA, ROBUST)}
     # The first line is the recipe as it was typed.
-    found = {tuple(without_numbers(text)[1:]) for text in blocks}
-    assert found == {tuple(without_numbers(text)[1:]) for text in recipes}
+    result = {tuple(without_numbers(text)[1:]) for text in blocks}
+    assert result == {tuple(without_numbers(text)[1:]) for text in recipes}
 
 
 def test_the_pages_count_the_presets_that_there_are() -> None:

@@ -68,8 +68,8 @@ def error(made: rc.features.Features, q: Tensor, k: Tensor, target: Tensor) -> f
     """Root mean square over pairs and seeds, relative to the target's."""
     total = 0.0
     for seed in range(SEEDS):
-        found = kernel(made, q, k, params_of(made, K=q.shape[-1], seed=seed))
-        total += float((found - target).square().mean() / target.square().mean())
+        result = kernel(made, q, k, params_of(made, K=q.shape[-1], seed=seed))
+        total += float((result - target).square().mean() / target.square().mean())
     return math.sqrt(total / SEEDS)
 
 
@@ -118,14 +118,14 @@ def test_orthogonal_directions_spread_less() -> None:
 
 def test_gaussian_features_estimate_the_gaussian() -> None:
     """At σ ≠ 1, and in the limit exactly softmax's kernel up to the lengths' factors."""
-    made = features.RandomFourier(frequencies=20_000, kernel="gaussian", temperature=2.0)
-    params = params_of(made)
+    result = features.RandomFourier(frequencies=20_000, kernel="gaussian", temperature=2.0)
+    params = params_of(result)
     sigma = 0.5 + torch.rand(1, K, generator=torch.Generator().manual_seed(3)).double()
     params["bandwidth"] = sigma
     distance = ((Q[:, None] - KEYS[None]) * sigma).square().sum(-1)
     # 20,000 cosines: standard error 1/√(2 · 20000) = 0.005 each, 400 pairs.
     torch.testing.assert_close(
-        kernel(made, Q, KEYS, params), (-distance / 4).exp(), atol=0.025, rtol=0
+        kernel(result, Q, KEYS, params), (-distance / 4).exp(), atol=0.025, rtol=0
     )
     soft = features.RandomFourier(frequencies=20_000, temperature=2.0)
     want = (Q * sigma**2 @ KEYS.T / 2).exp()
@@ -165,13 +165,13 @@ def test_sketched_polynomials(degree: int) -> None:
     sizes = [64, 128, 256]
     errors = []
     for r in sizes:
-        made = features.PolynomialSketch(degree=degree, size=r)
+        built = features.PolynomialSketch(degree=degree, size=r)
         total = 0.0
         for seed in range(24):
-            found = kernel(made, q, k, params_of(made, seed=seed))
-            assert (found >= -1e-12).all()  # (M(q)·M(k))² up to rounding
+            result = kernel(built, q, k, params_of(built, seed=seed))
+            assert (result >= -1e-12).all()  # (M(q)·M(k))² up to rounding
             # Theorem 1.1's measure: Σ (found − want)² against Σ ‖q‖^2p ‖k‖^2p, one per pair.
-            total += float((found - want).square().mean())
+            total += float((result - want).square().mean())
         errors.append(math.sqrt(total / 24))
     assert all(e < 2 * math.sqrt(degree / r) for e, r in zip(errors, sizes, strict=True)), errors
     assert slope(sizes, errors) < -0.4, errors
@@ -179,17 +179,17 @@ def test_sketched_polynomials(degree: int) -> None:
 
 def test_sketch_of_degree_four_is_its_algorithm() -> None:
     """M = (G_1 x) ⊙ (G_2 x)/√r, φ(q)·φ(k) = (M(q)·M(k))²."""
-    made = features.PolynomialSketch(degree=4, size=5)
-    params = params_of(made)
+    result = features.PolynomialSketch(degree=4, size=5)
+    params = params_of(result)
     one, two = params["sketch"][0]
     q, k = normal(6, K, seed=1), normal(7, K, seed=2)
     mq, mk = ((x @ one.T) * (x @ two.T) / math.sqrt(5) for x in (q, k))
-    torch.testing.assert_close(kernel(made, q, k, params), (mq @ mk.T) ** 2, **EXACT)
+    torch.testing.assert_close(kernel(result, q, k, params), (mq @ mk.T) ** 2, **EXACT)
 
 
 def test_sketch_of_degree_eight_is_a_tree() -> None:
-    made = features.PolynomialSketch(degree=8, size=3)
-    params = params_of(made)
+    result = features.PolynomialSketch(degree=8, size=3)
+    params = params_of(result)
     leaf, node = params["sketch"][0], params["resketch"][0]
     q, k = normal(6, K, seed=1), normal(7, K, seed=2)
 
@@ -200,14 +200,14 @@ def test_sketch_of_degree_eight_is_a_tree() -> None:
         return (left @ node[0].T) * (right @ node[1].T) / math.sqrt(3)
 
     want = (sketch(q) @ sketch(k).T) ** 2
-    torch.testing.assert_close(kernel(made, q, k, params), want, **EXACT)
+    torch.testing.assert_close(kernel(result, q, k, params), want, **EXACT)
 
 
 def test_a_sketch_of_degree_two_is_exact() -> None:
     q, k = normal(6, K, seed=1), normal(7, K, seed=2)
-    made = features.PolynomialSketch(degree=2)
-    assert made.params() == ()
-    torch.testing.assert_close(kernel(made, q, k), (q @ k.T) ** 2, **EXACT)
+    result = features.PolynomialSketch(degree=2)
+    assert result.params() == ()
+    torch.testing.assert_close(kernel(result, q, k), (q @ k.T) ** 2, **EXACT)
     with pytest.raises(rc.RecipeError, match="power of two"):
         features.PolynomialSketch(degree=6)
 
@@ -220,9 +220,9 @@ def test_cosine_fades_with_distance() -> None:
     q, k = normal(M + 1, K, seed=1), normal(M + 1, K, seed=2)
     t = torch.arange(M + 1).double()
     want = (q.relu() @ k.relu().T) * (math.pi * (t[:, None] - t[None]) / (2 * M)).cos()
-    found = kernel(features.Cosine(length=M), q, k)
-    torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-9)
-    assert (found > -1e-12).all()
+    result = kernel(features.Cosine(length=M), q, k)
+    torch.testing.assert_close(result, want, atol=1e-12, rtol=1e-9)
+    assert (result > -1e-12).all()
 
 
 def test_cosine_never_turns_negative() -> None:
@@ -233,21 +233,23 @@ def test_cosine_never_turns_negative() -> None:
 
 def test_cosine_counts_tokens_not_associations() -> None:
     """With two associations per token, both stand at the token's position."""
-    made = rc.Recipe(
+    result = rc.Recipe(
         features=features.Cosine(length=20),
         bias=rc.bias.DotProduct(),
         algorithm=rc.algorithm.GradientDescent(updates_per_token=2, lr=1.0),
     )
-    x = generate.inputs(made, B=1, T=7, H=1, K=4, V=3, zero=True)
+    x = generate.inputs(result, B=1, T=7, H=1, K=4, V=3, zero=True)
     q, k, v = x.q[0, :, 0], x.k[0, :, 0], x.v[0, :, 0]  # [T, K], [T, 2, K], [T, 2, V]
     t = torch.arange(7).double()
     fade = (math.pi * (t[:, None] - t[None]) / 40).cos().tril()
     want = torch.einsum("tk,snk,ts,snv->tv", q.relu(), k.relu(), fade, v)
     for method in ("reference", "linear"):
-        y, _ = generate.run_recall(made, x, engine=method)
+        y, _ = generate.run_recall(result, x, engine=method)
         torch.testing.assert_close(y[0, :, 0], want, **EXACT)
-        first, first_state = generate.run_recall(made, x.slice_tokens(0, 4), engine=method)
-        rest, _ = generate.run_recall(made, x.slice_tokens(4, 7), engine=method, state=first_state)
+        first, first_state = generate.run_recall(result, x.slice_tokens(0, 4), engine=method)
+        rest, _ = generate.run_recall(
+            result, x.slice_tokens(4, 7), engine=method, state=first_state
+        )
         torch.testing.assert_close(torch.cat([first, rest], 1), y, **EXACT)
 
 
@@ -261,21 +263,21 @@ def test_hedgehog_has_a_map_for_each_side() -> None:
         want = torch.cat([z.exp(), (-z).exp()], dim=-1)
         plain = lift(features.Hedgehog(normalize=False), x, params, side)
         torch.testing.assert_close(plain, want, **EXACT)
-        found = lift(features.Hedgehog(), x, params, side)
-        torch.testing.assert_close(found, want / want.sum(-1, keepdim=True), **EXACT)
+        result = lift(features.Hedgehog(), x, params, side)
+        torch.testing.assert_close(result, want / want.sum(-1, keepdim=True), **EXACT)
 
 
 def test_learned_relu() -> None:
-    made, x = features.LearnedRelu(features=3), normal(6, K, seed=1)
-    params = params_of(made)
+    result, x = features.LearnedRelu(features=3), normal(6, K, seed=1)
+    params = params_of(result)
     params["feature_shift"] = normal(1, 3, seed=2)
     want = (x @ params["feature_map"][0].T + params["feature_shift"][0]).relu()
-    torch.testing.assert_close(lift(made, x, params), want, **EXACT)
+    torch.testing.assert_close(lift(result, x, params), want, **EXACT)
 
 
 def test_quadratic() -> None:
-    made, q, k = features.Quadratic(), normal(6, K, seed=1), normal(7, K, seed=2)
-    params = params_of(made)
+    result, q, k = features.Quadratic(), normal(6, K, seed=1), normal(7, K, seed=2)
+    params = params_of(result)
     params = {name: p + 0.3 * normal(*p.shape, seed=3) for name, p in params.items()}
 
     def moved(x: Tensor, side: int) -> Tensor:
@@ -284,7 +286,7 @@ def test_quadratic() -> None:
         return params["feature_scale"][0, side] * normed + params["feature_shift"][0, side]
 
     want = (moved(q, 0) @ moved(k, 1).T) ** 2 / K
-    torch.testing.assert_close(kernel(made, q, k, params), want, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(kernel(result, q, k, params), want, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("nu", [1, 2, 3])
@@ -404,10 +406,10 @@ def test_checkpoints_hold_the_directions(tmp_path) -> None:
     model = RecollectForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     torch.manual_seed(1)
-    again = RecollectForCausalLM.from_pretrained(tmp_path).eval()
+    repeated = RecollectForCausalLM.from_pretrained(tmp_path).eval()
     tokens = torch.arange(12)[None] % 32
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=0, rtol=0)
+        torch.testing.assert_close(repeated(tokens).logits, model(tokens).logits, atol=0, rtol=0)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert len(frozen) == 2
     assert all("directions" in name for name in frozen)
@@ -427,18 +429,18 @@ def long_tokens(length: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 def test_random_features_answer_up_to_the_longest_keys_and_refuse_longer_ones() -> None:
     """float64 is the oracle: just below the end nothing is lost, and a split reads the same."""
     recipe = rc.zoo.get("performer").recipe
-    made = recipe.features
-    end = made.longest(64, torch.float32)
+    result = recipe.features
+    end = result.longest(64, torch.float32)
     assert end is not None and 20 < end < 30  # √(8 (87.3 − log 256)) = 25.6
-    params = params_of(made, H=2, K=64)
+    params = params_of(result, H=2, K=64)
     wide, _ = rc.recall(recipe, *long_tokens(0.999 * end, torch.float64), params=params)
     params = {name: x.float() for name, x in params.items()}
     tokens = long_tokens(0.999 * end, torch.float32)
-    whole, _ = rc.recall(recipe, *tokens, params=params)
-    torch.testing.assert_close(whole, wide.float(), atol=1e-4, rtol=1e-4)
+    full, _ = rc.recall(recipe, *tokens, params=params)
+    torch.testing.assert_close(full, wide.float(), atol=1e-4, rtol=1e-4)
     a, state = rc.recall(recipe, *(x[:, :9] for x in tokens), params=params)
     b, _ = rc.recall(recipe, *(x[:, 9:] for x in tokens), params=params, state=state)
-    torch.testing.assert_close(torch.cat([a, b], 1), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([a, b], 1), full, atol=1e-5, rtol=1e-5)
     for side in range(2):
         far = list(tokens)
         far[side] = far[side] * 1.01
@@ -447,7 +449,7 @@ def test_random_features_answer_up_to_the_longest_keys_and_refuse_longer_ones() 
     padded = [torch.cat([x, x * 100], 1) for x in tokens]
     mask = torch.arange(48)[None] < 24
     y, _ = rc.recall(recipe, *padded, params=params, attention_mask=mask)
-    torch.testing.assert_close(y[:, :24], whole, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(y[:, :24], full, atol=1e-6, rtol=1e-6)
 
 
 def test_a_layer_of_random_features_never_answers_with_zeros_for_long_inputs() -> None:

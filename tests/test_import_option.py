@@ -81,23 +81,31 @@ def refused(result: Result) -> str:
 
 
 def test_a_recipe_is_explained_when_its_module_is_named(place: Place) -> None:
-    said = refused(invoke("explain", "mine.toml"))
-    assert "no member named 'Beyond' is registered" in said and "--import MODULE" in said
+    output = refused(invoke("explain", "mine.toml"))
+    assert "no member named 'Beyond' is registered" in output and "--import MODULE" in output
     assert "my_biases" not in sys.modules
-    found = invoke("explain", "mine.toml", "--import", "my_biases")
-    assert found.exit_code == 0, found.output
+    result = invoke("explain", "mine.toml", "--import", "my_biases")
+    assert result.exit_code == 0, result.output
     place.forget()
     assert invoke("explain", "mine.toml", "--import", "my_biases.py").exit_code == 0
 
 
 @pytest.mark.slow
 def test_processes_of_a_comparison_know_it_too(place: Place) -> None:
-    asked = ["compare", "--models", "mine.toml,linear_attention", "--text", "t.txt", "--jobs", "2"]
-    asked += ["--steps", "2", "--width", "16", "--depth", "1", "--heads", "2", "--json"]
-    assert "--import MODULE" in refused(invoke(*asked))
-    found = invoke(*asked, "--import", "my_biases")
-    assert found.exit_code == 0, found.output
-    data = json.loads(found.stdout)
+    requested = [
+        "compare",
+        "--models",
+        "mine.toml,linear_attention",
+        "--text",
+        "t.txt",
+        "--jobs",
+        "2",
+    ]
+    requested += ["--steps", "2", "--width", "16", "--depth", "1", "--heads", "2", "--json"]
+    assert "--import MODULE" in refused(invoke(*requested))
+    result = invoke(*requested, "--import", "my_biases")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
     assert [run["model"] for run in data["runs"]] == ["mine", "linear_attention"]
     assert data["processes"] == 2 and not data["failures"]
 
@@ -110,8 +118,8 @@ def test_a_run_names_its_modules_and_its_model_needs_them_named(place: Place) ->
     place.monkeypatch.chdir(place.folder / "away")  # beside the file, wherever the command stands
     assert "import = [...]" in refused(invoke("train", str(config)))
     config.write_text('import = ["my_biases"]\n' + written)
-    found = invoke("train", str(config))
-    assert found.exit_code == 0, found.output
+    result = invoke("train", str(config))
+    assert result.exit_code == 0, result.output
     plan = json.loads((place.folder / "out" / "plan.json").read_text())
     assert plan["import"] == ["my_biases"]
     place.forget()
@@ -121,13 +129,13 @@ def test_a_run_names_its_modules_and_its_model_needs_them_named(place: Place) ->
     place.forget()
     place.monkeypatch.chdir(place.folder)
     model = str(place.folder / "out" / "model")
-    said = refused(invoke("generate", model, "--prompt", "the", "--tokens", "2"))
-    assert "no member named 'Beyond' is registered" in said and "--import MODULE" in said
+    output = refused(invoke("generate", model, "--prompt", "the", "--tokens", "2"))
+    assert "no member named 'Beyond' is registered" in output and "--import MODULE" in output
     assert "my_biases" not in sys.modules
-    asked = ["generate", model, "--prompt", "the", "--tokens", "2", "--json"]
-    made = invoke(*asked, "--import", "my_biases")
-    assert made.exit_code == 0, made.output
-    assert json.loads(made.stdout)["tokens"] == 2
+    requested = ["generate", model, "--prompt", "the", "--tokens", "2", "--json"]
+    built = invoke(*requested, "--import", "my_biases")
+    assert built.exit_code == 0, built.output
+    assert json.loads(built.stdout)["tokens"] == 2
 
 
 def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
@@ -140,23 +148,23 @@ def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
     ]
     path = place.folder / "my_biases.py"
     path.write_text(path.read_text() + "\n\n" + "\n".join(lines) + "\n")
-    found = invoke("zoo", "--json", "--import", "my_biases")
-    assert found.exit_code == 0, found.output
-    assert "beyond_net" in [row["name"] for row in json.loads(found.stdout)]
+    result = invoke("zoo", "--json", "--import", "my_biases")
+    assert result.exit_code == 0, result.output
+    assert "beyond_net" in [row["name"] for row in json.loads(result.stdout)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
 def test_every_command_takes_modules(command, place: Place) -> None:
-    asked = {"explain": ["gla"], "train": ["run.toml"], "generate": ["nowhere"]}
-    asked |= {"export": ["nowhere", "there"], "plan": ["run.toml"], "adopt": ["nowhere"]}
-    asked["coordinates"] = ["run.toml"]
-    asked |= {"look": ["nowhere", "text"]}
-    asked["convert"] = ["nowhere", "there", "--attention-to", "gla", "--text", "text"]
-    asked["compare"] = ["--models", "gla"]
+    requested = {"explain": ["gla"], "train": ["run.toml"], "generate": ["nowhere"]}
+    requested |= {"export": ["nowhere", "there"], "plan": ["run.toml"], "adopt": ["nowhere"]}
+    requested["coordinates"] = ["run.toml"]
+    requested |= {"look": ["nowhere", "text"]}
+    requested["convert"] = ["nowhere", "there", "--attention-to", "gla", "--text", "text"]
+    requested["compare"] = ["--models", "gla"]
     name = command.__name__
-    said = refused(invoke(name, *asked.get(name, []), "--import", "absent_module"))
-    assert said.startswith(f"recollect {name}: --import absent_module: there is no module")
-    assert str(place.folder) in said
+    output = refused(invoke(name, *requested.get(name, []), "--import", "absent_module"))
+    assert output.startswith(f"recollect {name}: --import absent_module: there is no module")
+    assert str(place.folder) in output
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     paths = {module_name(path, root): path for path in root.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
-        found: set[str] = set()
+        result: set[str] = set()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for_types = {
             id(one)
@@ -50,13 +50,13 @@ def import_graph(root: Path) -> dict[str, set[str]]:
         }
         for node in (one for one in ast.walk(tree) if id(one) not in for_types):
             if isinstance(node, ast.Import):
-                found |= {one.name for one in node.names}
+                result |= {one.name for one in node.names}
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0 and node.module, f"{name}: imports are absolute"
                 for one in node.names:
                     full = f"{node.module}.{one.name}"
-                    found.add(full if full in paths else node.module)
-        graph[name] = {x if x.split(".")[0] == root.name else x.split(".")[0] for x in found}
+                    result.add(full if full in paths else node.module)
+        graph[name] = {x if x.split(".")[0] == root.name else x.split(".")[0] for x in result}
         graph[name] -= {name}
     return graph
 
@@ -74,10 +74,10 @@ def test_the_graph_sees_imports_inside_functions_and_none_for_types(tmp_path: Pa
         "from typing import TYPE_CHECKING\nimport p.b\nif TYPE_CHECKING:\n    from p.c import C\n"
     )
     (package / "b.py").write_text("class B:\n    def f(self):\n        from p import a\n")
-    found = import_graph(package)
-    assert found == {"p": set(), "p.a": {"typing", "p.b"}, "p.b": {"p.a"}}
+    result = import_graph(package)
+    assert result == {"p": set(), "p.a": {"typing", "p.b"}, "p.b": {"p.a"}}
     with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter(found).prepare()
+        graphlib.TopologicalSorter(result).prepare()
 
 
 def test_choices_and_recipes_imported_each_other() -> None:
@@ -88,18 +88,18 @@ def test_the_reference_stands_on_common_alone() -> None:
     """An allow-list, also of what its imports import, and of other packages."""
     allowed = ("engines.reference", "engines.base", "engines.common", "choices", "recipe", "state")
     allowed += ("typing", "fields", "messages", "numerics", "serialization")
-    seen: set[str] = set()
+    recorded: set[str] = set()
     todo = {name for name in graph() if name.startswith("recollect.engines.reference")}
     while todo:
         name = todo.pop()
-        seen.add(name)
-        todo |= {x for x in graph().get(name, set()) if x.startswith("recollect.")} - seen
-    ours = {name.removeprefix("recollect.") for name in seen}
+        recorded.add(name)
+        todo |= {x for x in graph().get(name, set()) if x.startswith("recollect.")} - recorded
+    ours = {name.removeprefix("recollect.") for name in recorded}
     # Notes of costs write numbers with their units, and recipes show themselves in notebooks.
     shown = {"report.formatting", "report.notebook"}
     strange = {name for name in ours - shown if not _within(name, allowed)}
     assert not strange
-    theirs = {x for name in seen for x in graph()[name] if x.split(".")[0] != "recollect"}
+    theirs = {x for name in recorded for x in graph()[name] if x.split(".")[0] != "recollect"}
     assert theirs - set(sys.stdlib_module_names) == {"torch"}
 
 

@@ -33,13 +33,13 @@ ROOT = 2.0  # √K for keys of size 4
 def test_kernels_are_their_formulas(kernel: rc.features.Kernel, formula: object) -> None:
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, n, 4, generator=g, dtype=torch.float64) for n in (5, 6))
-    found = kernel.kappa(q, k)
-    assert found.shape == (2, 5, 6)
+    result = kernel.kappa(q, k)
+    assert result.shape == (2, 5, 6)
     for b in range(2):
         for i, x in enumerate(q[b].tolist()):
             for j, y in enumerate(k[b].tolist()):
                 product = sum(a * c for a, c in zip(x, y, strict=True))
-                assert float(found[b, i, j]) == pytest.approx(formula(product, x, y), rel=1e-12)  # type: ignore[operator]
+                assert float(result[b, i, j]) == pytest.approx(formula(product, x, y), rel=1e-12)  # type: ignore[operator]
 
 
 def test_the_gaussian_is_the_exponential_for_keys_of_one_length() -> None:
@@ -58,8 +58,8 @@ def test_rounding_passes_gradients_straight_through() -> None:
     weights = torch.randn(3, 3, generator=g, dtype=torch.float64)
     for kernel in (features.Round(), features.Round(decimals=2)):
         assert torch.equal(kernel.kappa(q, k), torch.round(q @ k.T, decimals=kernel.decimals))
-        (found,) = torch.autograd.grad((kernel.kappa(q, k) * weights).sum(), q)
-        torch.testing.assert_close(found, weights @ k, atol=1e-14, rtol=0)
+        (result,) = torch.autograd.grad((kernel.kappa(q, k) * weights).sum(), q)
+        torch.testing.assert_close(result, weights @ k, atol=1e-14, rtol=0)
 
 
 def test_kernels_that_are_not_positive_have_no_logarithm() -> None:

@@ -69,13 +69,13 @@ def tokens(B: int = 2, length: int = T, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("name", EVERY)
 def test_whole_is_any_split_and_decoding(name: str) -> None:
     layer, x = build(name), tokens()
-    whole, end = layer(x)
+    full, end = layer(x)
     for cuts in ((0, 1, 2, 7, T), tuple(range(T + 1))):
         state, outputs = None, []
         for a, b in pairwise(cuts):
             y, state = layer(x[:, a:b], state)
             outputs.append(y)
-        torch.testing.assert_close(torch.cat(outputs, 1), whole, **TOL)
+        torch.testing.assert_close(torch.cat(outputs, 1), full, **TOL)
         for ours, theirs in zip(state.memory.tensors(), end.memory.tensors(), strict=True):
             torch.testing.assert_close(ours, theirs, **TOL)
 
@@ -91,8 +91,8 @@ def test_padded_rows_are_rows_alone(name: str) -> None:
     more, _ = layer(x[:, :3], state)
     for row in range(3):
         real = mask[row].bool()
-        alone, end = layer(x[row : row + 1, real])
-        torch.testing.assert_close(y[row : row + 1, real], alone, **TOL)
+        single, end = layer(x[row : row + 1, real])
+        torch.testing.assert_close(y[row : row + 1, real], single, **TOL)
         torch.testing.assert_close(more[row : row + 1], layer(x[row : row + 1, :3], end)[0], **TOL)
         assert not y[row, ~real].any()
 
@@ -102,13 +102,13 @@ def test_packed_documents_are_documents_alone(name: str) -> None:
     layer, x = build(name), tokens(B=1)
     cuts = (0, 5, 5, 12, T)  # one is empty, one has a single token
     packed, state = layer(x, cu_seqlens=torch.tensor(cuts))
-    again, _ = layer(x, state, cu_seqlens=torch.tensor(cuts))
+    repeated, _ = layer(x, state, cu_seqlens=torch.tensor(cuts))
     for a, b in pairwise(cuts):
         if a == b:
             continue
-        alone, end = layer(x[:, a:b])
-        torch.testing.assert_close(packed[:, a:b], alone, **TOL)
-        torch.testing.assert_close(again[:, a:b], layer(x[:, a:b], end)[0], **TOL)
+        single, end = layer(x[:, a:b])
+        torch.testing.assert_close(packed[:, a:b], single, **TOL)
+        torch.testing.assert_close(repeated[:, a:b], layer(x[:, a:b], end)[0], **TOL)
 
 
 # With 8 channels no error is as long as the threshold, which starts for 64.
@@ -258,9 +258,9 @@ def test_empty_calls() -> None:
         assert y.shape == (2, 0, D)
         assert layer(x[:0])[0].shape == (0, T, D)
         _, state = layer(x[:, :4])
-        y, after = layer(x[:, 4:6], state, attention_mask=torch.zeros(2, 2))
+        y, later = layer(x[:, 4:6], state, attention_mask=torch.zeros(2, 2))
         assert not y.any()
-        torch.testing.assert_close(layer(x[:, 6:], after)[0], layer(x[:, 6:], state)[0], **TOL)
+        torch.testing.assert_close(layer(x[:, 6:], later)[0], layer(x[:, 6:], state)[0], **TOL)
 
 
 def test_gates_start_where_they_are_declared() -> None:

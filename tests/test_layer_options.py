@@ -147,20 +147,20 @@ def test_outputs_and_gradients_are_those_of_a_loop(name: str) -> None:
     torch.testing.assert_close(y, expected, **TOL)
     inputs = (x, *layer.parameters())
     weight = torch.randn_like(y)
-    found, wanted = (torch.autograd.grad((z * weight).sum(), inputs) for z in (y, expected))
-    torch.testing.assert_close(found, wanted, atol=1e-8, rtol=1e-8)
+    result, target = (torch.autograd.grad((z * weight).sum(), inputs) for z in (y, expected))
+    torch.testing.assert_close(result, target, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_splits_padding_and_packed_documents_change_nothing(name: str) -> None:
     layer, x = build(name), tokens()
-    whole, end = layer(x)
+    full, end = layer(x)
     for cuts in ((0, 1, 2, 7, T), tuple(range(T + 1))):
         state, outputs = None, []
         for a, b in pairwise(cuts):
             y, state = layer(x[:, a:b], state)
             outputs.append(y)
-        torch.testing.assert_close(torch.cat(outputs, 1), whole, **TOL)
+        torch.testing.assert_close(torch.cat(outputs, 1), full, **TOL)
         for ours, theirs in zip(state.memory.tensors(), end.memory.tensors(), strict=True):
             torch.testing.assert_close(ours, theirs, **TOL)
     mask = torch.ones(2, T)
@@ -169,8 +169,8 @@ def test_splits_padding_and_packed_documents_change_nothing(name: str) -> None:
     more, _ = layer(x[:, :2], state)
     for row in range(2):
         valid = mask[row].bool()
-        alone, end = layer(x[row : row + 1, valid])
-        torch.testing.assert_close(y[row : row + 1, valid], alone, **TOL)
+        single, end = layer(x[row : row + 1, valid])
+        torch.testing.assert_close(y[row : row + 1, valid], single, **TOL)
         torch.testing.assert_close(more[row : row + 1], layer(x[row : row + 1, :2], end)[0], **TOL)
     cuts = (0, 4, 4, 5, T)
     packed, _ = layer(x[:1], cu_seqlens=torch.tensor(cuts))
@@ -270,11 +270,11 @@ def test_width_rules_and_weight_decay_know_the_new_weights() -> None:
         num_hidden_layers=1,
         num_attention_heads=8,
     )
-    found = roles(config, 16)
+    result = roles(config, 16)
     prefix = "model.blocks.0.layer"
     for name in ("conv.bias", "norm.weight", "skip"):
-        assert found[f"{prefix}.{name}"] == "input"
-    assert found[f"{prefix}.qkv.weight"] == "hidden"
+        assert result[f"{prefix}.{name}"] == "input"
+    assert result[f"{prefix}.qkv.weight"] == "hidden"
     model = rc.lm.RecollectForCausalLM(config)
     decayed = decay_parameter_names(model)
     assert not {f"{prefix}.{name}" for name in ("conv.bias", "norm.weight", "skip")} & {*decayed}

@@ -94,7 +94,7 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
         without(recipe), scaled(leaves, recipe.algorithm.batch_size), engine="reference"
     )
     named = leaves.tensors()
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         generate.random_projection(y2, state2),
         list(named.values()),
         allow_unused=True,
@@ -105,7 +105,7 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
         generate.largest_error(generate.flatten_state(state), generate.flatten_state(state2))[0]
         < 1e-10
     )
-    assert generate.largest_error(slopes, dict(zip(named, found, strict=True)))[0] < 1e-9
+    assert generate.largest_error(slopes, dict(zip(named, result, strict=True)))[0] < 1e-9
     plain, _ = generate.run_recall(without(recipe), x, engine=method)
     assert generate.relative_error(y, plain) > 1e-3  # r is no factor of 1
 
@@ -178,9 +178,9 @@ def test_rows_that_have_come_differently_far() -> None:
         generate.run_recall(recipe, x.select_row(row).slice_tokens(0, start))[1]
         for row, start in enumerate(starts)
     ]
-    together = join_states(states)
+    joint = join_states(states)
     rest = [x.select_row(row).slice_tokens(start, start + 6) for row, start in enumerate(starts)]
-    assert together.host_position is None
+    assert joint.host_position is None
     joined = dataclasses.replace(
         x,
         q=torch.cat([r.q for r in rest]),
@@ -188,10 +188,10 @@ def test_rows_that_have_come_differently_far() -> None:
         v=torch.cat([r.v for r in rest]),
         gates={n: torch.cat([r.gates[n] for r in rest]) for n in x.gates},
     )
-    y, _ = generate.run_recall(recipe, joined, state=together)
+    y, _ = generate.run_recall(recipe, joined, state=joint)
     for row in range(2):
-        whole, _ = generate.run_recall(recipe, x.select_row(row).slice_tokens(0, starts[row] + 6))
-        assert generate.relative_error(y[row : row + 1], whole[:, starts[row] :]) < 1e-10
+        full, _ = generate.run_recall(recipe, x.select_row(row).slice_tokens(0, starts[row] + 6))
+        assert generate.relative_error(y[row : row + 1], full[:, starts[row] :]) < 1e-10
 
 
 def test_second_derivatives() -> None:
@@ -201,9 +201,9 @@ def test_second_derivatives() -> None:
     def slope(lowered: bool) -> Tensor:
         k = x.k.clone().requires_grad_()
         keys = dataclasses.replace(x, k=k)
-        made = without(recipe) if lowered else recipe
+        result = without(recipe) if lowered else recipe
         keys = scaled(keys, recipe.algorithm.batch_size) if lowered else keys
-        y, _ = generate.run_recall(made, keys, engine="reference" if lowered else "auto")
+        y, _ = generate.run_recall(result, keys, engine="reference" if lowered else "auto")
         (g,) = torch.autograd.grad(y.square().sum(), k, create_graph=True)
         return torch.autograd.grad(g.square().sum(), k)[0]
 

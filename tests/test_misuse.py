@@ -587,8 +587,10 @@ ASKED: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("what", sorted(ASKED.keys() - {"noise", "kernel"}))  # these are drawn
 def test_a_name_or_a_preset_stands_for_its_recipe(what: str) -> None:
     preset = rc.zoo.get("delta_net")
-    expected, *found = (_said(ASKED[what], given) for given in (preset.recipe, "delta_net", preset))
-    assert found == [expected, expected]
+    expected, *result = (
+        _said(ASKED[what], given) for given in (preset.recipe, "delta_net", preset)
+    )
+    assert result == [expected, expected]
 
 
 def _said(ask: Callable[[Any], object], given: object) -> str:

@@ -123,11 +123,11 @@ def test_numbers_are_handed_inside_their_ranges() -> None:
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return (gates["low"] * (prediction - value).square()).sum(-1)
 
-    found = sample_numbers(Ranged(), (50,), 3)
-    assert {name: tuple(x.shape) for name, x in found.items()} == {
+    result = sample_numbers(Ranged(), (50,), 3)
+    assert {name: tuple(x.shape) for name, x in result.items()} == {
         "low": (50, 1),
         "high": (50, 3),
         "log_scale": (50, 1),
     }
-    assert ((found["low"] > 0) & (found["low"] < 1)).all() and found["low"].unique().numel() > 40
-    assert (found["high"] <= -2).all()
+    assert ((result["low"] > 0) & (result["low"] < 1)).all() and result["low"].unique().numel() > 40
+    assert (result["high"] <= -2).all()

@@ -108,10 +108,10 @@ def test_ttr_38_to_41_map_one_decay_order_to_the_other() -> None:
     α_{t+1} and step α_{t+1} β_t, begun at α_1 W_0.
     """
     following = torch.cat([ALPHA[1:], torch.ones(1).double()])  # α_{T+1} is free
-    before = rc.Recipe(retention=rc.retention.Decay(when="before"))
-    after = rc.Recipe(retention=rc.retention.Decay(when="after"))
-    y = ask(before, lr=LR, log_decay=ALPHA.log())
-    twin = ask(after, init=ALPHA[0] * START, lr=following * LR, log_decay=following.log())
+    initial = rc.Recipe(retention=rc.retention.Decay(when="before"))
+    later = rc.Recipe(retention=rc.retention.Decay(when="after"))
+    y = ask(initial, lr=LR, log_decay=ALPHA.log())
+    twin = ask(later, init=ALPHA[0] * START, lr=following * LR, log_decay=following.log())
     torch.testing.assert_close(twin / following[:, None], y, **TOL)
 
 
@@ -134,8 +134,8 @@ def test_momentum_decay_and_window(when: str) -> None:
         retention=rc.retention.Decay(when=when),
         algorithm=rc.algorithm.Momentum(),
     )
-    found = ask(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log(), window=gamma)
-    same(found, expected)
+    result = ask(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log(), window=gamma)
+    same(result, expected)
 
 
 def test_momentum_on_the_write_only() -> None:
@@ -560,8 +560,8 @@ def test_channel_decays_and_rates() -> None:
         retention=rc.retention.Decay(per="key_value"),
         algorithm=rc.algorithm.GradientDescent(per="value"),
     )
-    found = ask(recipe, lr=lr, log_decay=columns.log(), log_decay_value=rows.log())
-    same(found, expected)
+    result = ask(recipe, lr=lr, log_decay=columns.log(), log_decay_value=rows.log())
+    same(result, expected)
 
 
 def test_channel_decay_in_an_mlp() -> None:
@@ -582,8 +582,8 @@ def test_channel_decay_in_an_mlp() -> None:
         maps[2] = rows[t][:, None] * maps[2] * column
         h = functional.gelu(maps[1] @ functional.gelu(maps[0] @ Q[t]))
         expected.append(maps[2] @ h)
-    found = ask(recipe, init=init, log_decay=columns.log(), log_decay_value=rows.log())
-    same(found, expected)
+    result = ask(recipe, init=init, log_decay=columns.log(), log_decay_value=rows.log())
+    same(result, expected)
 
 
 def test_read_equals_the_last_output() -> None:
@@ -669,8 +669,8 @@ def test_query_heads_share_memories() -> None:
     y, _ = rc.recall(recipe, q, k, v, engine="reference")
     for head in range(4):
         memory = slice(head // 2, head // 2 + 1)
-        alone, _ = rc.recall(recipe, q[:, :, head : head + 1], k[:, :, memory], v[:, :, memory])
-        torch.testing.assert_close(y[:, :, head : head + 1], alone, **TOL)
+        single, _ = rc.recall(recipe, q[:, :, head : head + 1], k[:, :, memory], v[:, :, memory])
+        torch.testing.assert_close(y[:, :, head : head + 1], single, **TOL)
 
 
 def test_a_name_or_what_has_a_recipe_will_do() -> None:
@@ -680,9 +680,9 @@ def test_a_name_or_what_has_a_recipe_will_do() -> None:
     gates = {"lr": uniform(0, 1, 1, T, 2, seed=43)}
     expected, state = rc.recall(preset.recipe, q, k, v, gates)
     for stated in ("delta_net", preset, layer):
-        y, after = rc.recall(stated, q, k, v, gates)
+        y, later = rc.recall(stated, q, k, v, gates)
         assert torch.equal(y, expected)
-        assert torch.equal(rc.read(stated, q, state=after), rc.read(preset.recipe, q, state=state))
+        assert torch.equal(rc.read(stated, q, state=later), rc.read(preset.recipe, q, state=state))
 
 
 def test_a_state_is_made_of_one_memory_per_sequence() -> None:

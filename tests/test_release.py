@@ -80,8 +80,8 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def alone(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel, torch and what torch needs, and nothing else."""
     home = tmp_path_factory.mktemp("alone")
-    made = run(sys.executable, "-m", "venv", "--without-pip", home)
-    assert made.returncode == 0, made.stderr
+    result = run(sys.executable, "-m", "venv", "--without-pip", home)
+    assert result.returncode == 0, result.stderr
     (site,) = home.glob("lib/python*/site-packages")
     for name in needed("torch"):
         link(name, site)
@@ -97,18 +97,18 @@ def needed(name: str) -> list[str]:
     """A distribution and all that it needs here, without extras."""
     from packaging.requirements import Requirement
 
-    found: list[str] = []
+    result: list[str] = []
     todo = [name]
     while todo:
         one = todo.pop()
-        if one.lower() in found:
+        if one.lower() in result:
             continue
-        found.append(one.lower())
+        result.append(one.lower())
         for text in metadata.requires(one) or []:
-            wanted = Requirement(text)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                todo.append(wanted.name)
-    return found
+            expected = Requirement(text)
+            if expected.marker is None or expected.marker.evaluate({"extra": ""}):
+                todo.append(expected.name)
+    return result
 
 
 def link(name: str, site: Path) -> None:
@@ -174,9 +174,9 @@ def test_the_addresses_of_the_project_are_set() -> None:
 
 def test_the_supported_pythons_are_named() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    least = project["requires-python"].removeprefix(">=")
+    minimum = project["requires-python"].removeprefix(">=")
     named = [x.rsplit(" ", 1)[1] for x in project["classifiers"] if re.search(r":: 3\.\d+$", x)]
-    assert named[0] == least and ".".join(map(str, sys.version_info[:2])) in named
+    assert named[0] == minimum and ".".join(map(str, sys.version_info[:2])) in named
     assert project["scripts"] == {"recollect": "recollect_command:main"}
     rows = dict(
         re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "docs/stability.md").read_text(), re.M)
@@ -226,8 +226,8 @@ def test_the_source_distribution_builds_the_same_wheel(
                  "Makefile", "docs/install.md", "examples/generate.py"):  # fmt: skip
         assert (tree / name).is_file(), name
     build(("-t", "wheel"), tree, tmp_path / "again")
-    (again,) = (tmp_path / "again").glob("*.whl")
-    assert contents(again) == contents(archives[0])
+    (repeated,) = (tmp_path / "again").glob("*.whl")
+    assert contents(repeated) == contents(archives[0])
 
 
 def contents(wheel: Path) -> dict[str, str]:
@@ -241,19 +241,19 @@ def test_the_core_works_beside_torch_alone(alone: Path) -> None:
     One warning is torch's own: `import torch` says that it found no numpy, though it requires none.
     """
     numpy = "ignore:Failed to initialize NumPy:UserWarning"
-    found = run(alone / "bin" / "python", "-W", "error", "-W", numpy, "-c", CHECK)
-    print(found.stderr)
-    assert found.returncode == 0, found.stderr
-    assert "import recollect:" in found.stderr
-    assert found.stdout.startswith(
+    result = run(alone / "bin" / "python", "-W", "error", "-W", numpy, "-c", CHECK)
+    print(result.stderr)
+    assert result.returncode == 0, result.stderr
+    assert "import recollect:" in result.stderr
+    assert result.stdout.startswith(
         "recalled True\ngated_delta_net\nproblem  min  ½‖W k_t − v_t‖²\n"
     )
 
 
 def test_without_its_extras_the_command_says_what_to_install(alone: Path) -> None:
-    found = run(alone / "bin" / "recollect", "zoo")
-    assert found.returncode == 1 and not found.stdout
-    assert found.stderr.strip() == (
+    result = run(alone / "bin" / "recollect", "zoo")
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr.strip() == (
         "recollect's commands need typer and rich: pip install typer rich, or in its checkout "
         'pip install -e ".[cli]"'
     )

@@ -57,17 +57,17 @@ def arguments(command: str, text: Path, out: Path) -> tuple[list[str], Path]:
 def test_a_folder_that_another_run_owns_is_left_as_it_is(
     command: str, text: Path, tmp_path: Path
 ) -> None:
-    asked, folder = arguments(command, text, tmp_path / "out")
+    requested, folder = arguments(command, text, tmp_path / "out")
     with locked(folder) as holder:
         (folder / "kept.txt").write_text("of the first run")
-        before = contents(folder)
-        second = RUN.invoke(build(), asked)
+        initial = contents(folder)
+        second = RUN.invoke(build(), requested)
         assert second.exit_code == 2, second.output
         assert f"belongs to another run (process {holder.pid} on " in second.stderr
         assert second.stderr.count("\n") == 1 and "Traceback" not in second.output
-        assert contents(folder) == before
-    after = RUN.invoke(build(), asked)
-    assert after.exit_code == 0, after.output
+        assert contents(folder) == initial
+    later = RUN.invoke(build(), requested)
+    assert later.exit_code == 0, later.output
     assert not (folder / LOCK_NAME).exists()
     assert (folder / "kept.txt").read_text() == "of the first run"
 
@@ -76,13 +76,13 @@ def test_the_model_of_another_plan_is_not_trained_over(text: Path, tmp_path: Pat
     out, config = tmp_path / "out", tmp_path / "run.toml"
     config.write_text(PLAN.format(text=text, out=out).replace("save_every = 1", "save_every = 0"))
     assert RUN.invoke(build(), ["train", str(config)]).exit_code == 0
-    before = contents(out)
+    initial = contents(out)
     config.write_text(config.read_text().replace("width = 16", "width = 24"))
     other = RUN.invoke(build(), ["train", str(config)])
     assert other.exit_code == 2
     assert "already contains the model of another run" in other.stderr
-    assert contents(out) == before
+    assert contents(out) == initial
     config.write_text(config.read_text().replace("width = 24", "width = 16"))
-    again = RUN.invoke(build(), ["train", str(config), "--json"])
-    assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout)["steps"] == 2
+    repeated = RUN.invoke(build(), ["train", str(config), "--json"])
+    assert repeated.exit_code == 0, repeated.output
+    assert json.loads(repeated.stdout)["steps"] == 2

@@ -59,10 +59,10 @@ def test_a_run_from_a_file_and_on(tmp_path: Path) -> None:
     assert str(tmp_path / "out" / "model") in head["out"]
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
-    again = RUN.invoke(build(), ["train", str(config)])
-    assert again.exit_code == 2
-    assert "recollect train: " in again.output
-    assert "already contains checkpoint-2: use --resume" in again.output
+    repeated = RUN.invoke(build(), ["train", str(config)])
+    assert repeated.exit_code == 2
+    assert "recollect train: " in repeated.output
+    assert "already contains checkpoint-2: use --resume" in repeated.output
 
     on = RUN.invoke(build(), ["train", str(config), "--resume", "--json"])
     assert on.exit_code == 0, on.output
@@ -76,9 +76,9 @@ def test_a_device_is_named_on_the_command_line(tmp_path: Path) -> None:
     text, config = tmp_path / "t.txt", tmp_path / "run.toml"
     text.write_text("the memory reads at the query. " * 20)
     config.write_text(PLAN.format(text=text, out=tmp_path / "out"))
-    found = RUN.invoke(build(), ["train", str(config), "--device", "cuda:99"])
-    assert found.exit_code == 2
-    assert found.stderr.startswith("recollect train: --device 'cuda:99' is not here: torch sees ")
+    result = RUN.invoke(build(), ["train", str(config), "--device", "cuda:99"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("recollect train: --device 'cuda:99' is not here: torch sees ")
     assert not (tmp_path / "out").exists()
     assert RUN.invoke(build(), ["train", str(config), "--device", "cpu"]).exit_code == 0
 
@@ -86,27 +86,27 @@ def test_a_device_is_named_on_the_command_line(tmp_path: Path) -> None:
 def test_a_misspelled_key_leaves_with_one_sentence(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[data]\ntrain = 'x'\n[optimizer]\nstep = 3\n")
-    found = RUN.invoke(build(), ["train", str(config)])
-    assert found.exit_code == 2
-    assert "[optimizer] has no key 'step'; did you mean 'steps'?" in found.output
+    result = RUN.invoke(build(), ["train", str(config)])
+    assert result.exit_code == 2
+    assert "[optimizer] has no key 'step'; did you mean 'steps'?" in result.output
 
 
 def test_sizes_stand_beside_the_papers_names() -> None:
-    found = RUN.invoke(build(), ["sizes", "--models", "gla"])
-    assert found.exit_code == 0
+    result = RUN.invoke(build(), ["sizes", "--models", "gla"])
+    assert result.exit_code == 0
     for word in ("170M", "340M", "760M", "1.3B", "0.00125", "gla"):
-        assert word in found.output
+        assert word in result.output
     data = json.loads(RUN.invoke(build(), ["sizes", "--models", "gla", "--json"]).stdout)
     assert [row["name"] for row in data] == ["170M", "340M", "760M", "1.3B"]
     total = data[0]["parameters"]["gla"]
     assert total["total"] == sum(count for part, count in total.items() if part != "total")
-    assert f"{total['total']:,}" in found.output
+    assert f"{total['total']:,}" in result.output
 
 
 def test_rows_need_a_number_of_parameters(tmp_path: Path) -> None:
-    found = RUN.invoke(build(), ["compare", "--models", "gla", "--rows", str(tmp_path)])
-    assert found.exit_code == 2
-    assert "--rows needs --parameters" in found.output
+    result = RUN.invoke(build(), ["compare", "--models", "gla", "--rows", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--rows needs --parameters" in result.output
 
 
 def test_a_loss_is_said_once_beside_the_step_it_was_measured_after() -> None:

@@ -187,8 +187,8 @@ def test_bench_of_a_recipe_refuses_in_one_sentence(
 
 def test_the_help_of_bench_names_every_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    said = CliRunner().invoke(build(), ["bench", "--help"]).output
-    words = set(re.findall(r"\w+", said.replace("│", " ")))
+    output = CliRunner().invoke(build(), ["bench", "--help"]).output
+    words = set(re.findall(r"\w+", output.replace("│", " ")))
     assert {*SUITES, "train", "memory"} <= words
 
 

@@ -51,8 +51,8 @@ def test_the_meta_device_has_shapes(name: str) -> None:
     with torch.device("meta"):
         layer, x = _built(name), torch.empty(2, 5, 16)
         y, state = layer(x)
-        after, _ = layer(x[:, :1], state)
-    assert y.is_meta and y.shape == x.shape and after.shape == (2, 1, 16)
+        later, _ = layer(x[:, :1], state)
+    assert y.is_meta and y.shape == x.shape and later.shape == (2, 1, 16)
 
 
 def test_what_numbers_would_decide_is_refused() -> None:

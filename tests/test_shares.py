@@ -165,18 +165,18 @@ def test_a_share_per_value_channel_has_the_tokens_momentum() -> None:
 @pytest.mark.parametrize(("share", "grows"), [(0.45, False), (0.95, False), (1.05, True)])
 def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows: bool) -> None:
     """A batch of b equal associations moves the error by 1 − 2 s: at s = 1 it only turns round."""
-    made = layer(
+    result = layer(
         rc.Recipe(algorithm=NORMALISED),
         lr=GateOptions(unit="stability_limit", source="constant", init=share, high=2.0),
     )
     x = tokens(rows=1, length=1).expand(1, 84, 16)
     with torch.no_grad():
         # The convolution's first tokens differ from those that follow.
-        inputs = made.memory_inputs(x)
+        inputs = result.memory_inputs(x)
         k, v, lr = inputs.k[:, 4:], inputs.v[:, 4:], inputs.gates["lr"][:, 4:]
 
         def error(n: int) -> Tensor:
-            y, _ = rc.recall(made.recipe, k[:, :n], k[:, :n], v[:, :n], {"lr": lr[:, :n]})
+            y, _ = rc.recall(result.recipe, k[:, :n], k[:, :n], v[:, :n], {"lr": lr[:, :n]})
             return (y - v[:, :n])[:, -1].norm()
 
         errors = torch.stack([error(n) for n in (4, 8, 40)])
@@ -187,8 +187,8 @@ def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows:
 
 @pytest.mark.parametrize("d_model", [8, 64, 256])
 def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
-    made = layer(rc.Recipe(memory=DEEP, algorithm=NORMALISED), d_model=d_model)
-    begins = made.gates["lr"].initial()
+    result = layer(rc.Recipe(memory=DEEP, algorithm=NORMALISED), d_model=d_model)
+    begins = result.gates["lr"].initial()
     torch.testing.assert_close(begins, torch.full_like(begins, 0.5))
 
 
@@ -249,10 +249,10 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
 def test_a_unit_of_what_has_none_is_refused(
     recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
 ) -> None:
-    with pytest.raises(rc.RecipeError) as found:
+    with pytest.raises(rc.RecipeError) as result:
         rc.MemoryLayer(16, 2, recipe, LayerOptions(gate_options=gates))
-    assert says in str(found.value)
-    assert "\n" not in str(found.value)
+    assert says in str(result.value)
+    assert "\n" not in str(result.value)
 
 
 def test_options_name_the_units_there_are() -> None:
@@ -335,12 +335,12 @@ def test_no_place_of_a_batch_falls_silent(name: str) -> None:
 def test_an_inner_norm_begins_as_long_as_the_key(norm: str, length: float, kind: str) -> None:
     """The memory reads x + norm(...): at the start both are of one length, whatever the width."""
     recipe = rc.Recipe(memory=rc.memory.MLP(norm=kind))
-    made = rc.MemoryLayer(32, 2, recipe, LayerOptions(qk_norm=norm))
+    result = rc.MemoryLayer(32, 2, recipe, LayerOptions(qk_norm=norm))
     x = tokens(32)
     with torch.no_grad():
-        inputs = made.memory_inputs(x)
+        inputs = result.memory_inputs(x)
         params = {**inputs.params}
-        y = rc.read(recipe, inputs.k, initial_memory=made.initial_memory, params=params)
+        y = rc.read(recipe, inputs.k, initial_memory=result.initial_memory, params=params)
     torch.testing.assert_close(inputs.k.norm(dim=-1), torch.full(inputs.k.shape[:-1], length))
     added = (y - inputs.k).norm(dim=-1)
     torch.testing.assert_close(added, torch.full_like(added, length), rtol=1e-3, atol=1e-3)
@@ -410,5 +410,5 @@ def test_a_share_ends_at_the_limit_unless_it_says_where() -> None:
         (GateOptions(low=0.1), (0.1, 1.0)),  # an unstated unit is a share here
         (GateOptions(unit="stability_limit", low=0.2, high=2.0), (0.2, 2.0)),
     ):
-        made = layer(recipe, lr=options)
-        assert made.gates["lr"].activation.ends == ends
+        result = layer(recipe, lr=options)
+        assert result.gates["lr"].activation.ends == ends

@@ -117,7 +117,7 @@ def test_nothing_is_loaded_from_another_host(pages: dict[Path, Page], site: Path
 def test_search_finds_without_a_server(site: Path, browser: Browser, asked: str, page: str) -> None:
     """The page of a system comes first."""
     browser.open(site / "index.html", width=1280)
-    found = browser.run(
+    result = browser.run(
         """(async () => {
           const field = document.querySelector('[data-md-component="search-query"]');
           field.focus();
@@ -132,5 +132,5 @@ def test_search_finds_without_a_server(site: Path, browser: Browser, asked: str,
           return [];
         })()""".replace("ASKED", asked)
     )
-    assert found and f"/zoo/{page}.html" in found[0], found
+    assert result and f"/zoo/{page}.html" in result[0], result
     assert [asked for asked in browser.asked() if not asked.startswith(("file:", "data:"))] == []

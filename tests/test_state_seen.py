@@ -29,9 +29,9 @@ def run(recipe: rc.Recipe, T: int, state: State | None = None, **more: torch.Ten
         per = (n,) if n > 1 and recipe.per_association(gate) else ()
         gates[gate.name] = torch.full((2, T, 1, *per, *(sizes[a] for a in gate.axes)), 0.5)
     q = torch.randn(2, T, 1, 4)
-    _, after = rc.recall(recipe, q, k, torch.randn(shape), gates, state=state, **more)
-    assert after is not None
-    return after
+    _, later = rc.recall(recipe, q, k, torch.randn(shape), gates, state=state, **more)
+    assert later is not None
+    return later
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -90,22 +90,22 @@ def test_a_stamp_changes_with_what_it_stands_for() -> None:
     serials = {version_tag([torch.zeros(1)]) for _ in range(100)}
     assert len(serials) == 100, "memory that is used again is no name"
     with torch.inference_mode():
-        made = torch.zeros(3)
-    assert version_tag([made]) is None
+        result = torch.zeros(3)
+    assert version_tag([result]) is None
 
 
 def test_a_constant_is_made_once_and_for_all_modes() -> None:
-    made: list[int] = []
+    result: list[int] = []
 
     def ramp(size: int) -> torch.Tensor:
-        made.append(size)
+        result.append(size)
         return torch.arange(size, dtype=torch.float64)
 
     with torch.inference_mode(), torch.device("meta"):
         first = cached_constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
     second = cached_constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
     assert first is second
-    assert made == [3]
+    assert result == [3]
     assert first.tolist() == [0.0, 1.0, 2.0]
     assert not first.is_inference()
     meta = cached_constant(ramp, 3, device=torch.device("meta"))
@@ -178,16 +178,16 @@ def test_a_state_goes_where_tensors_go(name: str) -> None:
     _, state = LAYERS[name](torch.randn(1, 5, 8))
     assert state is not None
     like = torch.zeros(1, dtype=torch.float64)
-    wanted = state.to(dtype=torch.float64)
-    assert str(wanted) == str(state).replace("float32", "float64") != str(state)
+    expected = state.to(dtype=torch.float64)
+    assert str(expected) == str(state).replace("float32", "float64") != str(state)
     for moved in (
         state.to(torch.float64),
         state.to("cpu", torch.float64),
         state.to(torch.device("cpu"), dtype=torch.float64),
         state.to(like),
     ):
-        assert repr(moved) == repr(wanted)
-        for a, b in zip(moved.to_dict().values(), wanted.to_dict().values(), strict=True):
+        assert repr(moved) == repr(expected)
+        for a, b in zip(moved.to_dict().values(), expected.to_dict().values(), strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
     stays = state.to("cpu")
     assert repr(stays) == repr(state)

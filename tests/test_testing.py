@@ -133,10 +133,10 @@ def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return ((prediction - value).square() + gates["corner"].square()).sqrt().sum(-1)
 
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises(AssertionError) as result:
         rc.testing.check_member(Smooth)
     page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
-    claim, _, amount = str(found.value).rpartition(", but ")
+    claim, _, amount = str(result.value).rpartition(", but ")
     assert re.fullmatch(r"\S+ off", amount)
     assert f"AssertionError: {claim}, but " in page
 
@@ -146,12 +146,12 @@ def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:
 
 def caught(cls: type[Member], sentence: str) -> None:
     """One sentence that names the member and the false claim."""
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises(AssertionError) as result:
         rc.testing.check_member(cls, count=3)
-    said = str(found.value)
-    assert f"{cls.choice}.{cls.__name__}" in said
-    assert re.search(sentence, said), said
-    assert "\n" not in said
+    message = str(result.value)
+    assert f"{cls.choice}.{cls.__name__}" in message
+    assert re.search(sentence, message), message
+    assert "\n" not in message
 
 
 def test_a_bias_that_claims_affine_and_is_not() -> None:
@@ -579,9 +579,9 @@ def test_an_engine_that_is_not_the_reference(what: str, monkeypatch: pytest.Monk
 
     wrong = Wrong()
     monkeypatch.setattr(select, "ENGINES", (wrong, *select.ENGINES[1:]))
-    with pytest.raises(AssertionError, match=rf"engine linear on Recipe.*{what}") as found:
+    with pytest.raises(AssertionError, match=rf"engine linear on Recipe.*{what}") as result:
         rc.testing.check_engine(wrong, recipes=[rc.Recipe()], min_recipes=1)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(result.value)
 
 
 def test_an_engine_that_refuses_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_a_test_could_hang_and_did_where_interrupts_are_ignored(tmp_path: Path) 
     (tmp_path / "test_endless.py").write_text(TESTS)
     settings = ("-c", str(here.parent / "pyproject.toml"), "--rootdir", str(tmp_path))
     deaf = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
-    found = subprocess.run(
+    result = subprocess.run(
         [*deaf, sys.executable, "-m", "pytest", "-v", *settings, *LIMITS, str(tmp_path)],
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         capture_output=True,
@@ -49,9 +49,9 @@ def test_a_test_could_hang_and_did_where_interrupts_are_ignored(tmp_path: Path) 
         check=False,
         timeout=200,
     )
-    assert found.returncode == 1
-    assert "test_interrupts_itself PASSED" in found.stdout
-    assert "test_waits FAILED" in found.stdout
-    assert "test_is_slow PASSED" in found.stdout
-    assert "test_hears_nothing" in found.stdout
-    assert "in test_hears_nothing" in found.stderr  # the stack of what did not end
+    assert result.returncode == 1
+    assert "test_interrupts_itself PASSED" in result.stdout
+    assert "test_waits FAILED" in result.stdout
+    assert "test_is_slow PASSED" in result.stdout
+    assert "test_hears_nothing" in result.stdout
+    assert "in test_hears_nothing" in result.stderr  # the stack of what did not end

@@ -96,8 +96,13 @@ def test_a_layer_says_what_its_arguments_are_called(make: Callable[[], object], 
 
 
 def model(recipe: str = "delta_net", **sizes: Any) -> object:
-    least = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16}
-    config = rc.lm.RecollectConfig.from_recipes(recipe, **{**least, **sizes})
+    minimum = {
+        "hidden_size": 12,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 16,
+    }
+    config = rc.lm.RecollectConfig.from_recipes(recipe, **{**minimum, **sizes})
     return rc.lm.RecollectForCausalLM(config)
 
 
@@ -146,8 +151,8 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
     config = rc.lm.RecollectConfig.from_recipes(
         "gla", vocab_size=16, hidden_size=12, num_attention_heads=2, num_hidden_layers=1
     )
-    found = refusal(lambda: rc.lm.match_parameters([config], 1))
-    assert found.endswith("than the 1 asked for; raise target or lower hidden_size")
+    result = refusal(lambda: rc.lm.match_parameters([config], 1))
+    assert result.endswith("than the 1 asked for; raise target or lower hidden_size")
 
 
 @pytest.mark.parametrize(
@@ -209,8 +214,8 @@ def test_a_saved_model_that_a_plan_names_says_what_its_own_fields_are_called(
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     tables = {"model": {"start": str(tmp_path)}, "data": {"train": "a"}, "optimizer": {"steps": 1}}
     plan = TrainPlan.from_dict(tables)
-    found = refusal(lambda: build_model(plan, byte_tokenizer()))
-    assert "hidden_size = 12 is not a multiple of num_attention_heads = 5" in found
+    result = refusal(lambda: build_model(plan, byte_tokenizer()))
+    assert "hidden_size = 12 is not a multiple of num_attention_heads = 5" in result
 
 
 MQAR: dict[str, Any] = {"width": 12, "depth": 1, "heads": 1, "length": 48}
@@ -246,8 +251,8 @@ def test_a_comparison_says_what_its_sizes_are_called(changes: dict[str, Any], sa
     chosen = [changes.pop("models", "gla")]
     given = {name: changes.pop(name) for name in ("parameters", "jobs") if name in changes}
     sizes = {"mqar": DEFAULTS["mqar"].replace(**changes)}
-    found = refusal(lambda: rc.compare(chosen, ["mqar"], sizes=sizes, **given))
-    assert found.endswith(says.format("", "key_dim"))
+    result = refusal(lambda: rc.compare(chosen, ["mqar"], sizes=sizes, **given))
+    assert result.endswith(says.format("", "key_dim"))
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ OTHERS = {
 
 def _call(recipe: rc.Recipe, state: rc.State | None = None, T: int = 3) -> rc.State:
     q, k, v = torch.randn(3, 1, T, 2, 4).unbind()
-    _, after = rc.recall(recipe, q, k, v, {"lr": torch.full((1, T, 2), 0.5)}, state=state)
-    assert after is not None
-    return after
+    _, later = rc.recall(recipe, q, k, v, {"lr": torch.full((1, T, 2), 0.5)}, state=state)
+    assert later is not None
+    return later
 
 
 def _read(recipe: rc.Recipe, state: rc.State) -> Tensor:
@@ -184,8 +184,8 @@ def test_states_from_before_fit_every_recipe_of_their_shapes() -> None:
     del bare["recipe_id"]
     state = rc.State.from_dict(bare)
     assert state.recipe_id is None
-    after = _call(OTHERS["bias"], state)
-    assert after.recipe_id == OTHERS["bias"].normal_form
+    later = _call(OTHERS["bias"], state)
+    assert later.recipe_id == OTHERS["bias"].normal_form
     _call(OTHERS["bias"], dataclasses.replace(_call(DELTA), recipe_id=None))
 
 

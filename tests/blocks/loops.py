@@ -82,11 +82,11 @@ class Memory:
 
     def learn(self, x: Tensor) -> None:
         _, k, v, rate, decay = self.numbers(x)
-        after = []
+        later = []
         for h in range(self.H):
             W = decay[h] * self.W[h]
-            after.append(W - rate[h] * torch.outer(W @ k[h] - v[h], k[h]))
-        self.W = after
+            later.append(W - rate[h] * torch.outer(W @ k[h] - v[h], k[h]))
+        self.W = later
 
     def read(self, x: Tensor, W: Any = None) -> Tensor:
         """What the layer says of x: its norm, its gate and its last map around M(q(x))."""
@@ -125,10 +125,10 @@ def mac(layer: Any, x: Tensor) -> Tensor:
     learned, attention_layer = Memory(layer.parts["memory"]), layer.parts["attention"]
     C, said = layer.mixer.segment, []
     for start in range(0, len(x), C):
-        before, retrieved = learned.W, []  # M_(t−1): of this segment for all of its tokens
+        initial, retrieved = learned.W, []  # M_(t−1): of this segment for all of its tokens
         segment = list(x[start : start + C])
         for j, token in enumerate(segment):
-            retrieved.append(rms(learned.read(token, before), layer.retrieved_norm.weight))  # (21)
+            retrieved.append(rms(learned.read(token, initial), layer.retrieved_norm.weight))  # (21)
             context = [*tokens_before(layer), *retrieved, *segment[: j + 1]]  # (22)
             y = attend(attention_layer, token, context)  # (23)
             z = rms(y, layer.learned_norm.weight)
@@ -139,28 +139,28 @@ def mac(layer: Any, x: Tensor) -> Tensor:
 
 def mag(layer: Any, x: Tensor, window: int) -> Tensor:
     """Titans eqs. 26–28."""
-    learned, before, said = Memory(layer.parts["memory"]), tokens_before(layer), []
-    stream = [*before, *x]
+    learned, initial, said = Memory(layer.parts["memory"]), tokens_before(layer), []
+    stream = [*initial, *x]
     for i, token in enumerate(stream):
         learned.learn(token)
-        seen = [z for j, z in enumerate(stream[: i + 1]) if j < len(before) or j > i - window]
-        y = attend(layer.parts["attention"], token, seen)
+        recorded = [z for j, z in enumerate(stream[: i + 1]) if j < len(initial) or j > i - window]
+        y = attend(layer.parts["attention"], token, recorded)
         said.append(gate(layer, y, learned.read(token)))
-    return torch.stack(said[len(before) :])
+    return torch.stack(said[len(initial) :])
 
 
 def mal(layer: Any, x: Tensor, window: int) -> Tensor:
     """Titans eqs. 29–31."""
-    learned, before = Memory(layer.parts["0"]), tokens_before(layer)
+    learned, initial = Memory(layer.parts["0"]), tokens_before(layer)
     y = []
-    for token in (*before, *x):
+    for token in (*initial, *x):
         learned.learn(token)
         y.append(learned.read(token))
     said = []
     for i, token in enumerate(y):
-        seen = [z for j, z in enumerate(y[: i + 1]) if j < len(before) or j > i - window]
-        said.append(attend(layer.parts["1"], token, seen))
-    return torch.stack(said[len(before) :])
+        recorded = [z for j, z in enumerate(y[: i + 1]) if j < len(initial) or j > i - window]
+        said.append(attend(layer.parts["1"], token, recorded))
+    return torch.stack(said[len(initial) :])
 
 
 def boosted(layer: Any, x: Tensor, *, clip: float, published: bool) -> Tensor:
@@ -177,19 +177,19 @@ def boosted(layer: Any, x: Tensor, *, clip: float, published: bool) -> Tensor:
     R, said = list(M), []
     for token in x:
         q, k, v, beta, alpha = first.numbers(token)
-        own = {name: made(token.view(1, 1, -1))[0, 0] for name, made in second.gates.items()}
+        own = {name: result(token.view(1, 1, -1))[0, 0] for name, result in second.gates.items()}
         gamma = own["lr"]
         forget = alpha if published else list(own["log_decay"].exp())
         read = []
         for h in range(first.H):
-            before = M[h]
-            r = (v[h] - before @ k[h]).clamp(-clip, clip)
-            kept = alpha[h] * before
+            initial = M[h]
+            r = (v[h] - initial @ k[h]).clamp(-clip, clip)
+            kept = alpha[h] * initial
             M[h] = kept - beta[h] * torch.outer(kept @ k[h] - v[h], k[h])
             kept = forget[h] * R[h]
             R[h] = kept - gamma[h] * torch.outer(kept @ k[h] - r, k[h])
             if published:
-                y = alpha[h] * before @ q[h] + gamma[h] * R[h] @ q[h]
+                y = alpha[h] * initial @ q[h] + gamma[h] * R[h] @ q[h]
             else:
                 y = M[h] @ q[h] + R[h] @ q[h]
             read.append(rms(y, inner.norm.weight))

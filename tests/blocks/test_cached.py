@@ -158,11 +158,11 @@ def test_the_state_has_the_stated_size(restart: bool) -> None:
     memories = sum(part.nbytes for part in state.parts.values())
     price = rc.cost(mixer, K=8, V=8, H=2, T=T)
     assert price.state_bytes == memories
-    alone = rc.cost(mixer.memory.recipe, K=8, V=8, H=2, T=T)
-    assert price.state_bytes == 5 * alone.state_bytes  # 4 earlier segments and the open one
-    assert price.state_bytes_per_token == alone.state_bytes // C
+    single = rc.cost(mixer.memory.recipe, K=8, V=8, H=2, T=T)
+    assert price.state_bytes == 5 * single.state_bytes  # 4 earlier segments and the open one
+    assert price.state_bytes_per_token == single.state_bytes // C
     assert price.forward_flops["memory retrieval"] == 2 * 8 * 8 * 2 * sum(t // C for t in range(T))
-    assert price.decode == alone.decode + 4 * 2 * 8 * 8 * 2
+    assert price.decode == single.decode + 4 * 2 * 8 * 8 * 2
     assert mixer.grows
     # The means of 4 segments, the sum of the open one, and the position.
     assert state.nbytes == memories + 5 * 16 * 4 + 8

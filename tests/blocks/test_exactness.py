@@ -117,11 +117,11 @@ def test_mac_without_retrievals_is_attention_to_the_segment_and_as_many_zeros() 
     with torch.no_grad():
         layer.parts["memory"].out.weight.zero_()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
-    seen: list[Tensor] = []
-    hook = layer.parts["attention"].register_forward_hook(lambda m, i, out: seen.append(out[0]))
+    recorded: list[Tensor] = []
+    hook = layer.parts["attention"].register_forward_hook(lambda m, i, out: recorded.append(out[0]))
     layer(x)
     hook.remove()
-    y = torch.cat([piece[:, 1::2] for piece in seen], 1)
+    y = torch.cat([piece[:, 1::2] for piece in recorded], 1)
     attention = layer.parts["attention"]
     q, k, v = (attention.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)).unbind(0)
     for start in range(0, 10, 4):
@@ -163,13 +163,13 @@ def test_mac_that_recalls_nothing_is_segment_attention() -> None:
         layer.parts["memory"].out.weight.zero_()
     attention.qkv = _Away(attention.qkv)
     x = torch.randn(1, 13, 8, dtype=torch.float64)
-    seen: list[Tensor] = []
-    hook = attention.register_forward_hook(lambda m, i, out: seen.append(out[0]))
+    recorded: list[Tensor] = []
+    hook = attention.register_forward_hook(lambda m, i, out: recorded.append(out[0]))
     layer(x)
     hook.remove()
-    y = torch.cat([piece[:, 1::2] for piece in seen], 1)
-    alone = torch.cat([attention(x[:, at : at + 5])[0] for at in range(0, 13, 5)], 1)
-    torch.testing.assert_close(y, alone, **TOL)
+    y = torch.cat([piece[:, 1::2] for piece in recorded], 1)
+    single = torch.cat([attention(x[:, at : at + 5])[0] for at in range(0, 13, 5)], 1)
+    torch.testing.assert_close(y, single, **TOL)
 
 
 def test_what_the_parts_of_mac_say_may_be_of_any_size() -> None:
@@ -189,8 +189,8 @@ def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
     with torch.no_grad():
         layer.gate.memory_norm.weight.zero_()  # σ(0) = ½, whatever the memory says
     x = torch.randn(2, 9, 8, dtype=torch.float64)
-    alone = layer.parts["attention"](x)[0]
-    expected = loops.rms(alone, layer.gate.attention_norm.weight) / 2
+    single = layer.parts["attention"](x)[0]
+    expected = loops.rms(single, layer.gate.attention_norm.weight) / 2
     torch.testing.assert_close(layer(x)[0], expected, **TOL)
 
 
@@ -201,9 +201,9 @@ def test_levels_of_equal_weights_are_the_memory_itself(name: str, chunk_size: in
     with torch.no_grad():
         layer.level_weights.weight.zero_()
     x = torch.randn(2, 75, 8, dtype=torch.float64)
-    alone, state = layer.memory(x)
+    single, state = layer.memory(x)
     y, levels = layer(x)
-    torch.testing.assert_close(y, alone, **TOL)
+    torch.testing.assert_close(y, single, **TOL)
     total = levels.parts["memory"].memory.weights[0].unflatten(2, (5, -1)).sum(2)
     torch.testing.assert_close(total, state.memory.weights[0], **TOL)
 
@@ -235,10 +235,10 @@ def test_a_chain_of_one_is_the_recipe_itself(name: str) -> None:
     torch.manual_seed(3)
     chain = build(Sequential(name), 8, 2)
     torch.manual_seed(3)
-    alone = rc.zoo.get(name).build(8, 2)
+    single = rc.zoo.get(name).build(8, 2)
     x = torch.randn(2, 9, 8)
-    assert torch.equal(chain(x)[0], alone(x)[0])
-    assert {n.removeprefix("parts.0.") for n in chain.state_dict()} == set(alone.state_dict())
+    assert torch.equal(chain(x)[0], single(x)[0])
+    assert {n.removeprefix("parts.0.") for n in chain.state_dict()} == set(single.state_dict())
 
 
 @pytest.mark.parametrize(("size", "first"), [(3, 2), (1, 1), (4, 5), (2, 0)])
@@ -263,8 +263,8 @@ def test_a_sink_window_is_a_band_and_a_front(
     torch.testing.assert_close(torch.cat(parts, 1), expected, **TOL)
     assert state is not None and state.buffer is not None
     assert state.buffer.k.shape[1] == size + first
-    again = rc.read(recipe, q[:, -1:], state=state)
-    torch.testing.assert_close(again, expected[:, -1:], **TOL)
+    repeated = rc.read(recipe, q[:, -1:], state=state)
+    torch.testing.assert_close(repeated, expected[:, -1:], **TOL)
 
 
 def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
@@ -282,12 +282,12 @@ def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
 
     sdpa = attention.sdpa
     monkeypatch.setattr(attention, "sdpa", counted)
-    recipe, found = loops.attention(16, 4)[0], {}
+    recipe, result = loops.attention(16, 4)[0], {}
     for T in (512, 1024):
         met = 0
         q, k, v = torch.randn(3, 1, T, 1, 4, dtype=torch.float64)
         y, state = rc.recall(recipe, q, k, v)
-        found[T] = met
+        result[T] = met
         assert rc.cost(recipe, K=4, V=4, T=T).forward_flops["attention"] == 4 * 4 * met
         more = torch.randn(3, 1, 256, 1, 4, dtype=torch.float64)
         met = 0
@@ -298,10 +298,10 @@ def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
         ]
         i = torch.arange(T + 256)
         mask = (i <= i[:, None]) & ((i < 4) | (i > i[:, None] - 16))
-        whole = torch.nn.functional.scaled_dot_product_attention(*joined, attn_mask=mask)
-        torch.testing.assert_close(torch.cat([y, rest], 1), whole.transpose(1, 2), **TOL)
-    assert found[1024] == 2 * found[512]
-    assert found[512] <= 512 * (2 * 64 + 4)
+        full = torch.nn.functional.scaled_dot_product_attention(*joined, attn_mask=mask)
+        torch.testing.assert_close(torch.cat([y, rest], 1), full.transpose(1, 2), **TOL)
+    assert result[1024] == 2 * result[512]
+    assert result[512] <= 512 * (2 * 64 + 4)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -316,7 +316,7 @@ def test_a_sink_window_of_padded_rows(side: str) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, q2, k2, v2)]
     y, state = rc.recall(recipe, q, k, v, attention_mask=mask)
     more, _ = rc.recall(recipe, q2, k2, v2, state=state)
-    expected, after = [torch.zeros_like(y[row]) for row in range(4)], []
+    expected, later = [torch.zeros_like(y[row]) for row in range(4)], []
     for row, n in enumerate(lengths):
         real = mask[row].bool()
         a, b, c = (
@@ -324,15 +324,15 @@ def test_a_sink_window_of_padded_rows(side: str) -> None:
             for x, z in ((q, q2), (k, k2), (v, v2))
         )
         i = torch.arange(n + 20)
-        seen = (i <= i[:, None]) & ((i < 4) | (i > i[:, None] - 5))
-        out = torch.nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=seen)
+        recorded = (i <= i[:, None]) & ((i < 4) | (i > i[:, None] - 5))
+        out = torch.nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=recorded)
         expected[row] = expected[row].index_put((real.nonzero()[:, 0],), out.transpose(0, 1)[:n])
-        after.append(out.transpose(0, 1)[n:])
+        later.append(out.transpose(0, 1)[n:])
     torch.testing.assert_close(y, torch.stack(expected), **TOL)
-    torch.testing.assert_close(more, torch.stack(after), **TOL)
+    torch.testing.assert_close(more, torch.stack(later), **TOL)
     ours = torch.autograd.grad(y.sin().sum() + more.sin().sum(), leaves)
     theirs = torch.autograd.grad(
-        torch.stack(expected).sin().sum() + torch.stack(after).sin().sum(), leaves
+        torch.stack(expected).sin().sum() + torch.stack(later).sin().sum(), leaves
     )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, **TOL)

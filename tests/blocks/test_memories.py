@@ -26,15 +26,15 @@ def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
     """One token at a time: `rc.read` of the key, then `rc.recall` of both memories."""
     first, second = layer.first, layer.second
     inputs = first.memory_inputs(x)
-    begun = first(x[:, :0])[1].memory
+    started = first(x[:, :0])[1].memory
     learned, said = None, []
     for t in range(x.shape[1]):
         at = slice(t, t + 1)
         q, k, v = inputs.q[:, at], inputs.k[:, at], inputs.v[:, at]
         gates = {name: gate[:, at] for name, gate in inputs.gates.items()}
         params = inputs.params or None
-        r = v - rc.read(first.recipe, k, state=begun, params=params)
-        y, begun = rc.recall(first.recipe, q, k, v, gates, params=params, state=begun)
+        r = v - rc.read(first.recipe, k, state=started, params=params)
+        y, started = rc.recall(first.recipe, q, k, v, gates, params=params, state=started)
         values, of_params = second.gates_and_params(x[:, at], k, {})
         init = second.initial_memory if learned is None else None
         more, learned = rc.recall(
@@ -122,9 +122,9 @@ def test_a_memory_runs_over_the_tokens_that_came_to_it_alone(shared: str | None)
         for index in range(len(ROUTED)):
             at = (best.indices == index).any(-1).nonzero().squeeze(1)
             counts[row, index] = len(at)
-            alone = layer.parts[str(index)](x[row : row + 1, at])[0][0]
+            single = layer.parts[str(index)](x[row : row + 1, at])[0][0]
             share = p[row, at, index] / best.values[at].sum(-1)
-            expected[row, at] += share[:, None] * alone
+            expected[row, at] += share[:, None] * single
     assert counts.min() >= 1, "every memory is to be tried"
     torch.testing.assert_close(y, expected, **TOL)
     for index in range(len(ROUTED)):

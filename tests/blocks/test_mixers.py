@@ -64,8 +64,8 @@ DEEP = Sequential(
     ],
 )
 def test_a_mixer_is_what_its_json_says(mixer: Any) -> None:
-    again = read_mixer(json.loads(json.dumps(mixer.to_dict())))
-    assert again == mixer and hash(again) == hash(mixer)
+    repeated = read_mixer(json.loads(json.dumps(mixer.to_dict())))
+    assert repeated == mixer and hash(repeated) == hash(mixer)
 
 
 def test_leaves_have_names_and_can_be_changed() -> None:

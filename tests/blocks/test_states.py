@@ -107,13 +107,13 @@ def tokens(rows: int = 3, length: int = T) -> Tensor:
 @pytest.mark.parametrize("cut", [(1, 0, 6, 2, 3, 5), (1,) * T, (4, 4, 4, 4, 1)])
 def test_any_split_is_the_whole_and_decoding_is_parallel(name: str, cut: tuple[int, ...]) -> None:
     layer, x = made(name), tokens()
-    whole, last = layer(x)
+    full, last = layer(x)
     parts, state, done = [], None, 0
     for n in cut:
         y, state = layer(x[:, done : done + n], state)
         parts.append(y)
         done += n
-    torch.testing.assert_close(torch.cat(parts, 1), whole, **TOL)
+    torch.testing.assert_close(torch.cat(parts, 1), full, **TOL)
     more = tokens(length=5)
     torch.testing.assert_close(layer(more, state)[0], layer(more, last)[0], **TOL)
     assert torch.equal(state.position, torch.full((3,), T))
@@ -123,13 +123,13 @@ def test_any_split_is_the_whole_and_decoding_is_parallel(name: str, cut: tuple[i
 def test_gradients_go_through_states(name: str) -> None:
     layer, x = made(name), tokens(2, 9)
     weights = torch.randn(2, 9, D, dtype=torch.float64)
-    whole = torch.autograd.grad((layer(x)[0] * weights).sum(), [*layer.parameters()])
+    full = torch.autograd.grad((layer(x)[0] * weights).sum(), [*layer.parameters()])
     first, state = layer(x[:, :5])
     rest, _ = layer(x[:, 5:], state)
     split = torch.autograd.grad(
         (torch.cat([first, rest], 1) * weights).sum(), [*layer.parameters()]
     )
-    for a, b in zip(whole, split, strict=True):
+    for a, b in zip(full, split, strict=True):
         torch.testing.assert_close(a, b, **TOL)
 
 
@@ -148,9 +148,9 @@ def test_padded_rows_are_rows_alone_and_go_on_alone(name: str, side: str) -> Non
         out, state = layer(more[:, t : t + 1], state)
         decoded.append(out)
     for row, (n, at) in enumerate(zip(LENGTHS, places, strict=True)):
-        alone, after = layer(x[row : row + 1, :n])
-        torch.testing.assert_close(y[row : row + 1, at], alone, **TOL)
-        then, _ = layer(more[row : row + 1], after)
+        single, later = layer(x[row : row + 1, :n])
+        torch.testing.assert_close(y[row : row + 1, at], single, **TOL)
+        then, _ = layer(more[row : row + 1], later)
         torch.testing.assert_close(torch.cat(decoded, 1)[row : row + 1], then, **TOL)
     assert (y[mask == 0] == 0).all()
 
@@ -161,13 +161,13 @@ def test_packed_documents_are_documents_alone_and_go_on_alone(name: str) -> None
     packed = torch.cat([x[row, :n] for row, n in enumerate(LENGTHS)])[None]
     borders = torch.tensor([0, 17, 23, 23, 34])  # the third document is empty
     y, state = layer(packed, None, None, borders)
-    alone = [layer(x[row : row + 1, :n]) for row, n in enumerate(LENGTHS)]
-    torch.testing.assert_close(y[0], torch.cat([out[0] for out, _ in alone]), **TOL)
-    again, _ = layer(more.reshape(1, 12, D), state, None, torch.tensor([0, 3, 6, 9, 12]))
-    states = [alone[0][1], alone[1][1], None, alone[2][1]]
-    for row, before in enumerate(states):
-        expected, _ = layer(more[row : row + 1], before)
-        torch.testing.assert_close(again[:, 3 * row : 3 * row + 3], expected, **TOL)
+    single = [layer(x[row : row + 1, :n]) for row, n in enumerate(LENGTHS)]
+    torch.testing.assert_close(y[0], torch.cat([out[0] for out, _ in single]), **TOL)
+    repeated, _ = layer(more.reshape(1, 12, D), state, None, torch.tensor([0, 3, 6, 9, 12]))
+    states = [single[0][1], single[1][1], None, single[2][1]]
+    for row, initial in enumerate(states):
+        expected, _ = layer(more[row : row + 1], initial)
+        torch.testing.assert_close(repeated[:, 3 * row : 3 * row + 3], expected, **TOL)
 
 
 @EVERY
@@ -203,13 +203,13 @@ def test_short_documents_are_not_padded_to_the_longest(monkeypatch: pytest.Monke
 @EVERY
 def test_no_token_changes_an_output_before_it(name: str) -> None:
     layer, x = made(name), tokens(1)
-    before = layer(x)[0]
+    initial = layer(x)[0]
     for place in range(0, T, 2):
         changed = x.clone()
         changed[:, place] += 1
-        after = layer(changed)[0]
-        torch.testing.assert_close(after[:, :place], before[:, :place], atol=1e-12, rtol=0)
-        assert (after[:, place:] - before[:, place:]).abs().max() > 1e-6
+        later = layer(changed)[0]
+        torch.testing.assert_close(later[:, :place], initial[:, :place], atol=1e-12, rtol=0)
+        assert (later[:, place:] - initial[:, place:]).abs().max() > 1e-6
 
 
 @EVERY
@@ -225,11 +225,11 @@ def test_rows_are_chosen_repeated_reset_and_written_down(name: str) -> None:
     flat = state.to_dict()
     starts = [tensor.data_ptr() for tensor in flat.values() if tensor.numel()]
     assert len(set(starts)) == len(starts), "files hold no tensor twice"
-    again = MixerState.from_dict(flat)
-    torch.testing.assert_close(layer(more, again)[0], expected, **TOL)
-    assert again.nbytes == state.nbytes > 0
-    anew = state.reset(torch.tensor([True, False, True]), layer.initial_memory)
-    out, _ = layer(more, anew)
+    repeated = MixerState.from_dict(flat)
+    torch.testing.assert_close(layer(more, repeated)[0], expected, **TOL)
+    assert repeated.nbytes == state.nbytes > 0
+    restarted = state.reset(torch.tensor([True, False, True]), layer.initial_memory)
+    out, _ = layer(more, restarted)
     torch.testing.assert_close(out[1], expected[1], **TOL)
     torch.testing.assert_close(out[[0, 2]], layer(more[[0, 2]])[0], **TOL)
 

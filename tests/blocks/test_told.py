@@ -45,25 +45,25 @@ def run(*arguments: str) -> str:
 def test_every_hybrid_is_in_the_zoo_with_its_source() -> None:
     assert set(rc.zoo.names(kind="hybrid")) == NAMES
     for name in NAMES:
-        found = rc.zoo.get(name)
-        assert found.references and found.summary and found.rule
+        result = rc.zoo.get(name)
+        assert result.references and result.summary and result.rule
         kinds = {"mixture_of_memories": "approximation"}
         kinds |= dict.fromkeys(("gated_slot_attention", "abc"), "exact")
         kind = kinds.get(name, "reconstruction")
-        assert str(found.fidelity).startswith(f"{kind}, from ")
+        assert str(result.fidelity).startswith(f"{kind}, from ")
         with pytest.raises(rc.RecipeError, match=r"one recipe is expected here"):
-            _ = found.recipe
+            _ = result.recipe
     with pytest.raises(rc.RecipeError, match="did you mean titans_m"):
         rc.zoo.get("titans_mak")
 
 
 def test_explain_tells_the_composition_its_problems_and_its_state() -> None:
-    said = run("explain", "titans_mac")
-    assert "composes MemoryAsContext(memory, attention, segment=128, persistent=8)" in said
-    assert "h_j = w_h ⊙ RMS(M(q(x_j))), M as it was when the segment of 128 tokens began" in said
-    alone = rc.explain(rc.zoo.get("titans"))
-    assert f"min  {alone.problem}" in said
-    assert "660 KiB per sequence and head after 4096 tokens at K = V = 64, constant" in said
+    output = run("explain", "titans_mac")
+    assert "composes MemoryAsContext(memory, attention, segment=128, persistent=8)" in output
+    assert "h_j = w_h ⊙ RMS(M(q(x_j))), M as it was when the segment of 128 tokens began" in output
+    single = rc.explain(rc.zoo.get("titans"))
+    assert f"min  {single.problem}" in output
+    assert "660 KiB per sequence and head after 4096 tokens at K = V = 64, constant" in output
     data = json.loads(run("explain", "titans_mac", "--json"))
     assert rc.blocks.read_mixer(data["layers"]["titans_mac"]) == rc.zoo.get("titans_mac").mixer
     assert "mamba, sliding_window_attention, in turns" in run("explain", "samba")
@@ -114,13 +114,13 @@ def test_the_work_of_a_composition_is_that_of_its_streams() -> None:
     memory, attention = rc.zoo.get("gated_delta_net"), rc.zoo.get("softmax_attention")
     mac = MemoryAsContext(memory, attention, segment=16, persistent=4)
     price = rc.cost(mac, T=64, **sizes)
-    alone = rc.cost(memory.recipe, T=64, **sizes)
+    single = rc.cost(memory.recipe, T=64, **sizes)
     segment = rc.cost(attention.recipe, T=4 + 2 * 16, **sizes)
     read = 2 * 8 * 8 * 2 * 64  # a product with a matrix, of two heads and 64 tokens
     assert price.forward_flops["memory retrieval"] == read
-    assert price.total == alone.total + read + 4 * segment.total
+    assert price.total == single.total + read + 4 * segment.total
     chain = rc.cost(Sequential(memory, attention, persistent=4), T=60, **sizes)
-    assert chain.total == alone.total + rc.cost(attention.recipe, T=64, **sizes).total
+    assert chain.total == single.total + rc.cost(attention.recipe, T=64, **sizes).total
 
 
 def test_more_memories_cost_what_their_streams_do() -> None:
@@ -170,14 +170,14 @@ def test_the_cost_of_levels_is_that_of_their_products(name: str) -> None:
 
 def _readable() -> list[str]:
     """Presets that a context may read without writing, but for those that grow a Gram matrix."""
-    found = []
+    result = []
     for name in rc.zoo.names():
         try:
             MemoryAsContext(name, "gla", segment=4)
         except rc.RecipeError:
             continue
-        found.append(name)
-    return found
+        result.append(name)
+    return result
 
 
 ELEMENTWISE = {"rg_lru"}
@@ -285,8 +285,8 @@ def test_every_part_of_a_hybrid_is_diagnosed(name: str) -> None:
         inputs = leaf_inputs(layer, torch.randn(1, 9, 8))
         assert inputs or isinstance(mixer, SlotMemory)
         for path, tokens in inputs.items():
-            found = rc.diagnose(layer.leaves[path], tokens)
-            assert found.first_fault is None and found.loss.shape[0] == tokens.shape[1]
+            result = rc.diagnose(layer.leaves[path], tokens)
+            assert result.first_fault is None and result.loss.shape[0] == tokens.shape[1]
 
 
 def test_a_memory_that_restarts_is_diagnosed_on_its_last_segment() -> None:
@@ -301,14 +301,14 @@ def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     net = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, **sizes))
-    before = {name: weight.clone() for name, weight in net.state_dict().items()}
+    initial = {name: weight.clone() for name, weight in net.state_dict().items()}
     for name, sentence in (
         ("titans_mac", "MemoryAsContext composes memory, attention"),
         ("samba", "samba is a pattern"),
     ):
         with pytest.raises(rc.RecipeError, match=sentence):
             rc.lm.replace_attention(net, name)
-    assert all(torch.equal(weight, before[name]) for name, weight in net.state_dict().items())
+    assert all(torch.equal(weight, initial[name]) for name, weight in net.state_dict().items())
 
 
 @pytest.mark.slow
@@ -326,8 +326,8 @@ def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None
         schedule=rc.experiments.Schedule(steps=2, batch=2),
     )
     how = {"corpus": corpus, "sizes": size, "parameters": 40_000, "command": "recollect compare"}
-    made = rc.experiments.extend_table(names, tmp_path / "rows", **how)
-    assert [run.model for run in made.runs] == names
+    result = rc.experiments.extend_table(names, tmp_path / "rows", **how)
+    assert [run.model for run in result.runs] == names
     assert rc.experiments.extend_table(names, tmp_path / "rows", **how) is None
     page = (tmp_path / "rows" / "README.md").read_text()
     assert all(f"| `{name}` |" in page for name in names)

@@ -233,8 +233,8 @@ class Folded(rc.memory.Stack):
         return params["most"].to(z.dtype)[:, None, :] * torch.tanh(z)
 
     def nearest_output(self, value: Tensor, raw: Tensor, params: Values) -> Tensor:
-        most = params["most"].to(value.dtype)[:, None, :].abs()
-        return torch.maximum(torch.minimum(value, most), -most)
+        maximum = params["most"].to(value.dtype)[:, None, :].abs()
+        return torch.maximum(torch.minimum(value, maximum), -maximum)
 
 
 @rc.member

@@ -28,9 +28,9 @@ MEMBERS = [cls for kind in MEMBER_KINDS for cls in generate.members(kind)]
 
 def of(kind: str, count: int = 6) -> list[pytest.param]:
     return [
-        pytest.param(made, id=f"{type(made).__name__}-{i}")
+        pytest.param(result, id=f"{type(result).__name__}-{i}")
         for cls in generate.members(kind)
-        for i, made in enumerate(variants(cls, count, generate.POOL))
+        for i, result in enumerate(variants(cls, count, generate.POOL))
     ]
 
 
@@ -55,8 +55,8 @@ def test_bad_fields_are_refused_in_one_sentence(cls: type[Member]) -> None:
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
 def test_declared_numbers_are_asked_for_once(cls: type[Member]) -> None:
     """Each quantity is a constant, or a gate, or a param, and its start lies in its range."""
-    for made in variants(cls, 12, generate.POOL):
-        declared.check_numbers(made)
+    for result in variants(cls, 12, generate.POOL):
+        declared.check_numbers(result)
 
 
 # -- bias --------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_a_loss_alone_supplies_its_error() -> None:
 
     p, v = normal(5, 3, seed=1), normal(5, 3, seed=2)
     with torch.no_grad():
-        found = Quartic().error(p, v, {})
-    torch.testing.assert_close(found, (p - v).pow(3), atol=ROUNDING, rtol=ROUNDING)
+        result = Quartic().error(p, v, {})
+    torch.testing.assert_close(result, (p - v).pow(3), atol=ROUNDING, rtol=ROUNDING)
 
 
 # -- retention ---------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ def test_lq_mirror_inverts_the_gradient_of_its_potential(q: float) -> None:
 def test_lq_survives_float32_powers(size: float) -> None:
     A = (size * normal(3, 4)).float()
     exact = rc.retention.Lq(q=4.0).link(A.double(), {})
-    found = rc.retention.Lq(q=4.0).link(A, {})
-    torch.testing.assert_close(found.double(), exact, atol=0, rtol=1e-5)  # float32 rounding
+    result = rc.retention.Lq(q=4.0).link(A, {})
+    torch.testing.assert_close(result.double(), exact, atol=0, rtol=1e-5)  # float32 rounding
     ball = rc.retention.Ball().link(A, {"radius": torch.ones(1, 1)})
     assert float(ball.double().norm()) == pytest.approx(
         min(1.0, float(A.double().norm())), rel=1e-5
@@ -275,12 +275,12 @@ def test_polynomial_features_are_their_kernel(degree: int) -> None:
     features, K = rc.features.Polynomial(degree=degree), 4
     raw = 0.3 * normal(1, degree + 1, seed=3)
     q, k = normal(5, K, seed=1), normal(6, K, seed=2)
-    found = (
+    result = (
         apply_features(features, q, {"log_coefficients": raw})
         @ apply_features(features, k, {"log_coefficients": raw}).T
     )
     expected = sum(raw[0, i].exp() * (q @ k.T) ** i for i in range(degree + 1))
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)  # up to 35 terms
+    torch.testing.assert_close(result, expected, atol=1e-11, rtol=1e-11)  # up to 35 terms
     (param,) = features.params()
     assert param.init == pytest.approx([-math.lgamma(i + 1) for i in range(degree + 1)])
 
@@ -292,8 +292,8 @@ def test_taylor_features_are_the_exponentials_series(order: int, temperature: fl
     q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
     x = q @ k.T / (2.0 if temperature is None else temperature)
     expected = sum(x**i / math.factorial(i) for i in range(order + 1))
-    found = apply_features(features, q, {}) @ apply_features(features, k, {}).T
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+    result = apply_features(features, q, {}) @ apply_features(features, k, {}).T
+    torch.testing.assert_close(result, expected, atol=1e-11, rtol=1e-11)
 
 
 # -- rewrites ----------------------------------------------------------------------------------
@@ -374,10 +374,10 @@ def test_rewrites_are_identities(
 
     def outputs(which: rc.Recipe) -> tuple[Tensor, dict[str, Tensor]]:
         leaves = x.with_grad()
-        asked = {gate.name for gate in which.gates()}
-        gates = {name: a for name, a in leaves.gates.items() if name in asked}
-        wanted = {param.name for param in which.params()}
-        params = {name: a for name, a in leaves.params.items() if name in wanted}
+        requested = {gate.name for gate in which.gates()}
+        gates = {name: a for name, a in leaves.gates.items() if name in requested}
+        expected = {param.name for param in which.params()}
+        params = {name: a for name, a in leaves.params.items() if name in expected}
         part = dataclasses.replace(leaves, gates=gates, params=params)
         y, _ = generate.run_recall(which, part, engine="reference")
         named = leaves.tensors()

@@ -89,14 +89,14 @@ def test_states_go_in_and_come_out(name: str) -> None:
     if name == "local_quadratic_attention":
         layer, x = layer.double(), x.double()  # of a first token float32 itself is 7e-4 off
     with torch.no_grad():
-        wanted, end = layer(x)
+        expected, end = layer(x)
         call = compiled(layer)
         first, state = call(x[:, :11])
-        second, after = call(x[:, 11:], state)
+        second, later = call(x[:, 11:], state)
         third, last = layer(x[:, 11:], state)  # one continues what the other left
-    same([torch.cat([first, second], 1), third], [wanted, wanted[:, 11:]])
-    same(kept(after), kept(last))
-    assert after.memory.recipe_id == end.memory.recipe_id
+    same([torch.cat([first, second], 1), third], [expected, expected[:, 11:]])
+    same(kept(later), kept(last))
+    assert later.memory.recipe_id == end.memory.recipe_id
 
 
 @pytest.mark.parametrize("name", cases("titans", slow=("gated_delta_net", "mamba2", "rwkv7")))
@@ -141,8 +141,8 @@ def test_padding_and_documents(name: str) -> None:
     call = compiled(layer, fullgraph=False)
     same(pulled(call, layer, x, attention_mask=mask), pulled(layer, layer, x, attention_mask=mask))
     with torch.no_grad():
-        (y, state), (wanted, plain) = call(x, attention_mask=mask), layer(x, attention_mask=mask)
-        same([y, *kept(state)], [wanted, *kept(plain)])
+        (y, state), (expected, plain) = call(x, attention_mask=mask), layer(x, attention_mask=mask)
+        same([y, *kept(state)], [expected, *kept(plain)])
         more = torch.randn(B, 3, D)
         same([call(more, state)[0]], [layer(more, plain)[0]])
     row, borders = torch.randn(1, T, D), torch.tensor([0, 7, 7, T])
@@ -170,8 +170,8 @@ def test_modes(name: str) -> None:
     with torch.inference_mode():
         same([call(x)[0]], [layer(x)[0]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, wanted = pulled(call, layer, x), pulled(layer, layer, x)
-    for a, b in zip(found, wanted, strict=True):
+        result, expected = pulled(call, layer, x), pulled(layer, layer, x)
+    for a, b in zip(result, expected, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=0.02 * (1 + float(b.abs().max())))
 
@@ -182,9 +182,9 @@ def test_what_is_refused_is_refused_in_the_same_words() -> None:
     with pytest.raises(ValueError, match="NaN at row 1") as plain:
         layer(x)
     call = compiled(layer)
-    with pytest.raises(ValueError, match="NaN at row 1") as found:
+    with pytest.raises(ValueError, match="NaN at row 1") as result:
         call(x)
-    assert str(found.value).startswith(str(plain.value))  # torch 2.9 adds where the graph has it
+    assert str(result.value).startswith(str(plain.value))  # torch 2.9 adds where the graph has it
 
 
 _MUON = rc.algorithm.Muon(batch_size=4, update_every="batch", normalized_steps=True)
@@ -278,26 +278,26 @@ def test_a_second_gradient_is_refused_by_torch_and_not_wrong() -> None:
 
 
 def names_of(batches: Sequence[int]) -> list[str]:
-    made = []
+    result = []
     for batch in batches:
         algorithm = rc.algorithm.GradientDescent(batch_size=batch)
         recipe = rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm)
-        made.append(str(named(bind(recipe, H=2, K=4, V=4)).name))
-    return made
+        result.append(str(named(bind(recipe, H=2, K=4, V=4)).name))
+    return result
 
 
 def test_a_name_says_what_is_bound_in_every_process() -> None:
     """Compiled graphs are kept on disk with the name in them."""
-    four, eight, again = names_of([4, 8, 4])
-    assert four == again != eight
+    four, eight, repeated = names_of([4, 8, 4])
+    assert four == repeated != eight
     code = (
         "from tests.contracts.test_compiled import names_of; "
         "names_of([16]); print(*names_of([8, 4]))"
     )
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert told.stdout.split() == [eight, four]
+    assert output.stdout.split() == [eight, four]
 
 
 def test_two_that_say_the_same_and_are_not_one_have_two_names() -> None:
@@ -327,12 +327,12 @@ with torch.no_grad():
 @pytest.mark.slow
 def test_graphs_that_another_process_left_on_disk(tmp_path: Path) -> None:
     for batch in (4, 8):
-        told = subprocess.run(
+        output = subprocess.run(
             [sys.executable, "-c", INDUCTOR, str(batch)],
             capture_output=True,
             text=True,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
             timeout=600,
         )
-        assert told.returncode == 0, told.stderr[-2000:]
-        assert float(told.stdout) < 1e-5
+        assert output.returncode == 0, output.stderr[-2000:]
+        assert float(output.stdout) < 1e-5

@@ -171,7 +171,7 @@ ZOO["dpfp"] = rc.Recipe(features=rc.features.Dpfp(normalize=True))
 
 def _structures() -> dict[str, rc.Recipe]:
     """Every way in which the parts of the linear recursion meet."""
-    found: dict[str, rc.Recipe] = {}
+    result: dict[str, rc.Recipe] = {}
     decays = [None, *itertools.product(("head", "key", "value", "key_value"), ("after", "before"))]
     rules = (GD(), Momentum(), Momentum(momentum_on="value"))
     for bias, decay, rule, c in itertools.product((L2, Dot), decays, rules, (1, 3)):
@@ -185,8 +185,8 @@ def _structures() -> dict[str, rc.Recipe]:
             ]
         )
         context = rc.context.Online() if c == 1 else Window(size=c)
-        found[name] = rc.Recipe(bias=bias, retention=kept, algorithm=rule, context=context)
-    before, key = Decay(when="before"), Decay(per="key")
+        result[name] = rc.Recipe(bias=bias, retention=kept, algorithm=rule, context=context)
+    initial, key = Decay(when="before"), Decay(per="key")
     for name, rule in (
         ("implicit", Implicit()),
         ("flow", rc.algorithm.Flow()),
@@ -198,48 +198,48 @@ def _structures() -> dict[str, rc.Recipe]:
         ("static rate", GD(lr="learned")),
         ("log rate", GD(lr="log_input")),
     ):
-        for kept in (rc.retention.Keep(), Decay(), before, Decay(per="key_value", when="before")):
+        for kept in (rc.retention.Keep(), Decay(), initial, Decay(per="key_value", when="before")):
             what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
-            found[f"{name}, {what}"] = rc.Recipe(algorithm=rule, retention=kept)
-    found["window of one"] = rc.Recipe(context=Window(size=1))
-    found["window of one, value momentum"] = rc.Recipe(
-        context=Window(size=1), algorithm=Momentum(momentum_on="value"), retention=before
+            result[f"{name}, {what}"] = rc.Recipe(algorithm=rule, retention=kept)
+    result["window of one"] = rc.Recipe(context=Window(size=1))
+    result["window of one, value momentum"] = rc.Recipe(
+        context=Window(size=1), algorithm=Momentum(momentum_on="value"), retention=initial
     )
-    found["ungated window"] = rc.Recipe(context=Window(size=4, gated=False), retention=before)
-    found["dot, rate per value, window"] = rc.Recipe(
+    result["ungated window"] = rc.Recipe(context=Window(size=4, gated=False), retention=initial)
+    result["dot, rate per value, window"] = rc.Recipe(
         bias=Dot, context=Window(size=3), algorithm=GD(per="value"), retention=Decay(per="value")
     )
-    found["static decay per key_value"] = rc.Recipe(
+    result["static decay per key_value"] = rc.Recipe(
         retention=Decay(per="key_value", alpha="learned", when="before")
     )
     for rule in (GD(per="value"), Momentum(per="value")):
-        found[f"dot, rate per value, {type(rule).__name__}"] = rc.Recipe(bias=Dot, algorithm=rule)
+        result[f"dot, rate per value, {type(rule).__name__}"] = rc.Recipe(bias=Dot, algorithm=rule)
     for cls in generate.members("features"):
         features = cls()
         if isinstance(features, rc.features.Features) and features.finite:
-            found[features.title] = rc.Recipe(features=features, retention=Decay(per="key"))
+            result[features.title] = rc.Recipe(features=features, retention=Decay(per="key"))
     for decay in (None, "head", "key", "value"):
         for bias, rule in itertools.product((L2, Dot), (GD(per="value"), Momentum())):
             kept = rc.retention.Keep() if decay is None else Decay(per=decay)
             name = f"vector, {type(bias).__name__}, {decay}, {type(rule).__name__}"
-            found[name] = rc.Recipe(memory=Vector(), bias=bias, retention=kept, algorithm=rule)
-    found["vector, window"] = rc.Recipe(memory=Vector(), context=Window(size=2), retention=before)
+            result[name] = rc.Recipe(memory=Vector(), bias=bias, retention=kept, algorithm=rule)
+    result["vector, window"] = rc.Recipe(memory=Vector(), context=Window(size=2), retention=initial)
     for at, write, per in itertools.product(("token", "key"), ("key", "probe"), ("head", "key")):
         probe = Probe(at=at, write=write, per=per)
-        for kept in (rc.retention.Keep(), key, before):
+        for kept in (rc.retention.Keep(), key, initial):
             what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
             name = f"probe at {at}, written at {write}, {per}, {what}"
-            found[name] = rc.Recipe(bias=rc.bias.L2(probe=probe), retention=kept)
+            result[name] = rc.Recipe(bias=rc.bias.L2(probe=probe), retention=kept)
     for rate, bias, when in itertools.product(
         ("input", "input_scaled", "learned", 0.9), (L2, Dot), ("after", "before")
     ):
         kept = Decay(per="entry", alpha=rate, when=when)
-        found[f"entry, {rate}, {type(bias).__name__}, {when}"] = rc.Recipe(
+        result[f"entry, {rate}, {type(bias).__name__}, {when}"] = rc.Recipe(
             bias=bias, retention=kept
         )
     for bias, when in itertools.product((L2, Dot), ("after", "before")):
         kept = Decay(alpha="input_scaled", when=when)
-        found[f"head, input_scaled, {type(bias).__name__}, {when}"] = rc.Recipe(
+        result[f"head, input_scaled, {type(bias).__name__}, {when}"] = rc.Recipe(
             bias=bias, retention=kept
         )
     entry = Decay(per="entry", alpha="input_scaled")
@@ -249,25 +249,25 @@ def _structures() -> dict[str, rc.Recipe]:
         ("window", {"context": Window(size=3)}),
         ("bonus", {"memory": Matrix(read=Read(when="before", bonus="learned"))}),
     ):
-        found[f"entry, {name}"] = rc.Recipe(**{"bias": Dot, "retention": entry, **changes})
-    found["vector, read before"] = rc.Recipe(
+        result[f"entry, {name}"] = rc.Recipe(**{"bias": Dot, "retention": entry, **changes})
+    result["vector, read before"] = rc.Recipe(
         memory=Vector(read=Read(when="before")), bias=Dot, retention=Decay(per="value")
     )
-    found["probe, rate per value"] = rc.Recipe(
+    result["probe, rate per value"] = rc.Recipe(
         bias=rc.bias.L2(probe=Probe(write="probe")), algorithm=GD(per="value")
     )
-    for kept in (rc.retention.Keep(), before, key):
+    for kept in (rc.retention.Keep(), initial, key):
         what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
-        found[f"two steps, {what}"] = rc.Recipe(algorithm=GD(updates_per_token=2), retention=kept)
+        result[f"two steps, {what}"] = rc.Recipe(algorithm=GD(updates_per_token=2), retention=kept)
     for per in ("head", "key", "value"):
-        found[f"two steps, dot product, {per}"] = rc.Recipe(
+        result[f"two steps, dot product, {per}"] = rc.Recipe(
             bias=Dot, algorithm=GD(updates_per_token=2), retention=Decay(per=per)
         )
     spaced: dict[str, dict[str, Any]] = {
         "dot product": {"bias": Dot, "retention": Decay()},
         "dot product, key": {"bias": Dot, "retention": key},
         "delta rule": {"retention": Decay()},
-        "delta rule, before": {"retention": before},
+        "delta rule, before": {"retention": initial},
         "delta rule, key": {"retention": key},
         "rate per value": {"bias": Dot, "algorithm": GD(updates_per_token=2, per="value")},
         "vector": {"memory": Vector(), "retention": Decay(per="value")},
@@ -276,16 +276,16 @@ def _structures() -> dict[str, rc.Recipe]:
     }
     for name, changes in spaced.items():
         base = {"context": Window(size=3), "algorithm": GD(updates_per_token=2)}
-        found[f"two steps, window, {name}"] = rc.Recipe(**{**base, **changes})
-    found["two steps, equal window, normalised"] = rc.Recipe(
+        result[f"two steps, window, {name}"] = rc.Recipe(**{**base, **changes})
+    result["two steps, equal window, normalised"] = rc.Recipe(
         memory=Matrix(read=Read(normalize="sum")),
         features=rc.features.Relu(),
         bias=Dot,
         context=Window(size=2, gated=False),
         algorithm=GD(updates_per_token=2),
     )
-    found["three steps, one rate"] = rc.Recipe(algorithm=GD(updates_per_token=3, lr=0.3))
-    found["two steps, rate per value"] = rc.Recipe(algorithm=GD(updates_per_token=2, per="value"))
+    result["three steps, one rate"] = rc.Recipe(algorithm=GD(updates_per_token=3, lr=0.3))
+    result["two steps, rate per value"] = rc.Recipe(algorithm=GD(updates_per_token=2, per="value"))
     for read in (
         Read(when="before", bonus="learned"),
         Read(when="before"),
@@ -298,13 +298,13 @@ def _structures() -> dict[str, rc.Recipe]:
         rule = GD(lr="log_input") if read.normalize == "floor" else GD()
         name = f"read {read.normalize}, {read.when}, {read.bonus}"
         features = rc.features.EluPlusOne()
-        found[name] = rc.Recipe(
+        result[name] = rc.Recipe(
             memory=Matrix(read=read), bias=Dot, retention=Decay(), algorithm=rule, features=features
         )
-    found["read before, delta rule"] = rc.Recipe(
+    result["read before, delta rule"] = rc.Recipe(
         memory=Matrix(read=Read(when="before", bonus="learned")), retention=Decay(per="value")
     )
-    found["normalised, momentum, window"] = rc.Recipe(
+    result["normalised, momentum, window"] = rc.Recipe(
         memory=Matrix(read=Read(normalize="sum")),
         features=rc.features.Relu(),
         bias=Dot,
@@ -312,12 +312,12 @@ def _structures() -> dict[str, rc.Recipe]:
         context=Window(size=2),
         algorithm=Momentum(),
     )
-    return found
+    return result
 
 
 def _solvers() -> dict[str, rc.Recipe]:
     """Least squares in all its forms, and what stands between it and linear attention."""
-    found: dict[str, rc.Recipe] = {}
+    result: dict[str, rc.Recipe] = {}
     pasts = {
         "all": Prefix(),
         "gated": Prefix(decay="input", weight="input"),
@@ -337,7 +337,7 @@ def _solvers() -> dict[str, rc.Recipe]:
     }
     for past, rule in itertools.product(pasts, rules):
         name = f"{rule}, {past}"
-        found[name] = rc.Recipe(context=pasts[past], algorithm=rules[rule])
+        result[name] = rc.Recipe(context=pasts[past], algorithm=rules[rule])
     per_token: dict[str, Any] = {
         "constant": LeastSquares(ridge_schedule="constant", ridge="input"),
         "relative": LeastSquares(ridge_schedule="relative", ridge="input", ridge_per="key"),
@@ -347,13 +347,13 @@ def _solvers() -> dict[str, rc.Recipe]:
     }
     for name, rule in per_token.items():
         context = pasts["gated"]
-        found[f"{name}, ridge per token"] = rc.Recipe(context=context, algorithm=rule)
-    found["lifted least squares"] = rc.Recipe(
+        result[f"{name}, ridge per token"] = rc.Recipe(context=context, algorithm=rule)
+    result["lifted least squares"] = rc.Recipe(
         features=rc.features.Polynomial(),
         context=pasts["gated"],
         algorithm=LeastSquares(refresh_every=4),
     )
-    return found
+    return result
 
 
 STRUCTURES = _structures()

@@ -54,16 +54,16 @@ def test_many_random_recipes() -> None:
 def test_every_member_is_drawn() -> None:
     """Among the recipes of the slow sweep every registered member stands in a valid one."""
     names = {cls.__name__ for cls in all_members() if generate.drawn(cls)}
-    seen: set[str] = set()
+    recorded: set[str] = set()
     for _, recipe in generate.valid(ALL):
         waiting = list(recipe.members())
         while waiting:
             part = waiting.pop()
-            seen.add(type(part).__name__)
+            recorded.add(type(part).__name__)
             waiting.extend(part.parts())
-        if names <= seen:
+        if names <= recorded:
             break
-    assert names - seen == set()
+    assert names - recorded == set()
 
 
 def test_draws_are_reproducible() -> None:

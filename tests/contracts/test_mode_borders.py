@@ -43,8 +43,8 @@ def bend(name: str, x: generate.Inputs) -> dict[str, Tensor]:
         y.square().sum(), list(named.values()), create_graph=True, materialize_grads=True
     )
     total = sum((g.square().sum() for g in slopes), torch.zeros(()))
-    found = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
-    return dict(zip(named, found, strict=True))
+    result = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
+    return dict(zip(named, result, strict=True))
 
 
 @pytest.mark.parametrize("name", generate.first_presets())
@@ -61,7 +61,7 @@ def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> No
     """Which kernel runs is torch's choice: only fused ones have a single derivative."""
     x = inputs(name)
     with sdpa_kernel(SDPBackend.MATH):
-        found = bend(name, x)
+        result = bend(name, x)
 
         def squared(q: Tensor) -> float:
             leaves = x.replace_tensors({"q": q}).with_grad()
@@ -72,7 +72,7 @@ def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> No
         way = torch.randn(x.q.shape, generator=torch.Generator().manual_seed(3), dtype=x.q.dtype)
         h = 1e-5
         slope = (squared(x.q + h * way) - squared(x.q - h * way)) / (2 * h)
-    assert abs(float((found["q"] * way).sum()) - slope) < 1e-6 * max(1.0, abs(slope))
+    assert abs(float((result["q"] * way).sum()) - slope) < 1e-6 * max(1.0, abs(slope))
 
 
 @pytest.mark.parametrize("name", generate.first_presets())
@@ -90,8 +90,8 @@ def test_a_state_made_in_inference_mode_is_trained_through(name: str) -> None:
         y, _ = generate.run_recall(PRESETS[name], leaves, state=state)
         given = [leaves.q, leaves.k, leaves.v]
         slopes.append(torch.autograd.grad(y.square().sum(), given, materialize_grads=True))
-    for found, expected in zip(*slopes, strict=True):
-        assert generate.relative_error(found, expected) < ROUNDING
+    for result, expected in zip(*slopes, strict=True):
+        assert generate.relative_error(result, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("name", ["rls", "geometric_rls", "mesa_net", "local_linear_attention",
@@ -108,8 +108,8 @@ def test_checkpoints_under_create_graph(name: str) -> None:
         given = (leaves.q, leaves.k, leaves.v)
         y = checkpoint(call, *given, use_reentrant=False) if kept else call(*given)
         slopes.append(torch.autograd.grad(y.square().sum(), given, create_graph=kept))
-    for found, expected in zip(slopes[1], slopes[0], strict=True):
-        assert generate.relative_error(found, expected) < ROUNDING
+    for result, expected in zip(slopes[1], slopes[0], strict=True):
+        assert generate.relative_error(result, expected) < ROUNDING
 
 
 def test_reading_on_meta_has_a_shape() -> None:

@@ -139,8 +139,8 @@ def test_generate_under_inference_mode() -> None:
         with torch.no_grad():
             expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
         with torch.inference_mode():
-            found = model.generate(prompt, max_new_tokens=4, do_sample=False)
-        assert torch.equal(found, expected), name
+            result = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert torch.equal(result, expected), name
 
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {

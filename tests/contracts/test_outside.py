@@ -168,12 +168,12 @@ def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:
     for scale in ("learned", "input", 0.7):
         for memory in (rc.memory.Matrix(), rc.memory.MLP(residual=False)):
             same(rc.Recipe(bias=Tempered(scale=scale), memory=memory), "deep")
-        whole = rc.Recipe(
+        full = rc.Recipe(
             bias=Tempered(scale=scale),
             context=rc.context.Prefix(),
             algorithm=rc.algorithm.GradientDescent(updates_per_token=2),
         )
-        assert torch.isfinite(generate.run_recall(whole, generate.inputs(whole))[0]).all()
+        assert torch.isfinite(generate.run_recall(full, generate.inputs(full))[0]).all()
 
 
 def test_an_algorithm_without_a_rate_takes_steps_at_rate_one_with_a_probe() -> None:
@@ -239,8 +239,8 @@ def _bias(**body: object) -> rc.bias.Bias:
     def loss(self: object, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         return (prediction - value).square().sum(-1)
 
-    made = type("Undeclared", (rc.bias.Bias,), {"__doc__": "x", "loss": loss, **body})
-    return rc.member(made)()
+    result = type("Undeclared", (rc.bias.Bias,), {"__doc__": "x", "loss": loss, **body})
+    return rc.member(result)()
 
 
 def _memory(**body: object) -> rc.memory.Memory:
@@ -551,14 +551,14 @@ def test_an_f_divergence_may_measure_the_whole_matrix(kind: str) -> None:
 def test_a_measure_over_the_whole_matrix_stands_like_the_others(
     made: type[rc.retention.Retention],
 ) -> None:
-    whole = made(axis="all", scale=2.0)  # type: ignore[call-arg]
-    recipe = rc.Recipe(retention=whole)
+    full = made(axis="all", scale=2.0)  # type: ignore[call-arg]
+    recipe = rc.Recipe(retention=full)
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
     assert "matri" in str(rc.explain(recipe))
     assert any("link" in reason for reason in select_engine(recipe).rejected["linear"])
     A = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0)).double()
     for B in (A, torch.zeros_like(A)):
-        total = whole.link(B, {}).sum((-2, -1))
+        total = full.link(B, {}).sum((-2, -1))
         torch.testing.assert_close(total, torch.full_like(total, 2.0), atol=1e-12, rtol=0)
     for per in ("key", "value", "key_value", "entry"):
         with pytest.raises(rc.RecipeError, match="α must be constant along it"):

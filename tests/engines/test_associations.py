@@ -163,8 +163,8 @@ def test_masked_and_packed_rows_run_alone(name: str) -> None:
     assert all(slope.isfinite().all() for slope in slopes.values())
     more = generate.run_recall(recipe, x.slice_tokens(0, 3), state=state, engine="kernel")[0]
     for row in range(2):
-        alone = x.select_row(row).map_token_tensors(lambda a, row=row: a[:, mask[row]])
-        want, end = generate.run_recall(recipe, alone, engine="kernel")
+        single = x.select_row(row).map_token_tensors(lambda a, row=row: a[:, mask[row]])
+        want, end = generate.run_recall(recipe, single, engine="kernel")
         assert generate.relative_error(y[row : row + 1, mask[row]], want) < EXACT
         then = generate.run_recall(
             recipe, x.select_row(row).slice_tokens(0, 3), state=end, engine="kernel"
@@ -231,11 +231,11 @@ def test_conjugate_gradients_are_the_dense_solve(degree: int, monkeypatch: objec
     """Value and gradient, float64, also with a decay in the weights."""
     for recipe in (polynomial(degree, 0.02), polynomial(degree, 0.5, FORGET)):
         x = generate.inputs(recipe, B=2, T=31, H=2, G=2, K=5, V=3)
-        found = []
+        result = []
         for limit in (0, 10**6):
             monkeypatch.setattr(local_regression, "DENSE", limit)  # type: ignore[attr-defined]
-            found.append(generate.gradients(recipe, x, engine="kernel"))
-        (y, _, slopes), (y2, _, slopes2) = found
+            result.append(generate.gradients(recipe, x, engine="kernel"))
+        (y, _, slopes), (y2, _, slopes2) = result
         assert generate.relative_error(y2, y) < EXACT
         assert generate.largest_error(slopes2, slopes)[0] < EXACT
 
@@ -272,10 +272,10 @@ def test_local_linear_trains_in_memory_linear_in_tokens() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 8192, 4, 64, requires_grad=True) for _ in range(3))
     recipe = rc.zoo.get("local_linear_attention").recipe
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    initial = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     y, _ = rc.recall(recipe, q, k, v, output_final_state=False)
     y.sum().backward()
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial) / 2**20
     assert q.grad is not None
     assert q.grad.isfinite().all()
     assert grown < 1.0, f"{grown:.2f} GB"
@@ -287,7 +287,7 @@ def test_local_linear_trains_in_memory_linear_in_tokens() -> None:
 def test_decoding_extends_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES["gram, weighted"]
     x = generate.inputs(recipe, B=2, T=12, H=2, K=3, V=3)
-    whole, end = generate.run_recall(recipe, x)
+    full, end = generate.run_recall(recipe, x)
     _, state = generate.run_recall(recipe, x.slice_tokens(0, 9))
     sizes: list[int] = []
     factor = kernel_regression._factor
@@ -302,17 +302,19 @@ def test_decoding_extends_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
         y, state = generate.run_recall(recipe, x.slice_tokens(t, t + 1), state=state)
         outputs.append(y)
     assert sizes == [1, 1, 1]
-    assert generate.relative_error(torch.cat(outputs, 1), whole[:, 9:]) < EXACT
+    assert generate.relative_error(torch.cat(outputs, 1), full[:, 9:]) < EXACT
     for name in end.cache:
         assert generate.relative_error(state.cache[name], end.cache[name]) < EXACT
     # The cache is spared, not needed: without it, or in other rows, the answer is the same.
     bare = rc.State.from_dict(state.to_dict())
     assert not bare.cache
-    asked = generate.inputs(recipe, B=2, T=2, H=2, K=3, V=3, seed=5)
-    y, _ = generate.run_recall(recipe, asked, state=state)
-    assert generate.relative_error(generate.run_recall(recipe, asked, state=bare)[0], y) < EXACT
+    requested = generate.inputs(recipe, B=2, T=2, H=2, K=3, V=3, seed=5)
+    y, _ = generate.run_recall(recipe, requested, state=state)
+    assert generate.relative_error(generate.run_recall(recipe, requested, state=bare)[0], y) < EXACT
     swapped = state.select(torch.tensor([1, 0]))
-    y2, _ = generate.run_recall(recipe, asked.map_token_tensors(lambda a: a.flip(0)), state=swapped)
+    y2, _ = generate.run_recall(
+        recipe, requested.map_token_tensors(lambda a: a.flip(0)), state=swapped
+    )
     assert generate.relative_error(y2.flip(0), y) < EXACT
 
 

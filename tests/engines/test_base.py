@@ -65,7 +65,7 @@ def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method
         0.8 * torch.sigmoid(gates["momentum"]),
     )
     params = {f"base_{one}": w for one, w in zip(maps, base, strict=True)}
-    found, state = rc.recall(
+    result, state = rc.recall(
         recipe,
         *(q, k, v),
         {"log_decay": alpha.log(), "lr": eta, "momentum": theta},
@@ -87,12 +87,12 @@ def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method
         A = [w + a * (old - w) + s for w, old, s in zip(start, A, S, strict=True)]
         outputs.append(says(A, q[:, t]))
     expected = torch.stack(outputs, 1)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-11)
     inputs = [q, k, v, *gates.values(), *base]
     weight = torch.randn_like(expected)
     of_ours, of_theirs = (
         torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True)
-        for y in (found, expected)
+        for y in (result, expected)
     )
     for one, other in zip(of_ours, of_theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
@@ -119,12 +119,12 @@ def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
         mask = torch.ones(2, T, dtype=torch.bool)
         mask[1, T // 2 :] = False
         some = {one: t[:, :T] for one, t in x.gates.items()}
-        _, after = rc.recall(
+        _, later = rc.recall(
             recipe, x.q[:, :T], x.k[:, :T], x.v[:, :T], some,
             params=x.params, state=initial_state, attention_mask=mask, engine="deep",
         )  # fmt: skip
     assert any(w.any() for w in initial_state.weights)
-    for w, old in zip(after.weights, initial_state.weights, strict=True):
+    for w, old in zip(later.weights, initial_state.weights, strict=True):
         assert torch.equal(w, old)
 
 

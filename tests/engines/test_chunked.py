@@ -30,8 +30,8 @@ CHUNKS = (1, 3, 16, 64, None)
 def gradient(loss_at: Any, point: Tensor) -> Tensor:
     """∇ of ``loss_at`` at ``point``, differentiable again."""
     tap = torch.zeros_like(point).requires_grad_()
-    (found,) = torch.autograd.grad(loss_at(point + tap), tap, create_graph=True)
-    return found
+    (result,) = torch.autograd.grad(loss_at(point + tap), tap, create_graph=True)
+    return result
 
 
 def oracle(n: Numbers, b: int, h: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,8 +201,8 @@ def scan(n: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def sensible() -> list[Numbers]:
     """Every combination of features that has a meaning."""
-    found: list[Numbers] = []
-    for decay, before, momentum, window, affine in itertools.product(
+    result: list[Numbers] = []
+    for decay, initial, momentum, window, affine in itertools.product(
         ("none", "head", "key", "value", "both"),
         (False, True),
         ("none", "gradient", "value"),
@@ -211,20 +211,20 @@ def sensible() -> list[Numbers]:
     ):
         if affine[0] != 0 and decay in ("value", "both"):
             continue
-        found.append(
+        result.append(
             {
                 "decay": decay,
-                "before": before,
+                "before": initial,
                 "momentum": momentum,
                 "window": window,
                 "affine": affine,
             }
         )
-    for decay, before, affine in itertools.product(
+    for decay, initial, affine in itertools.product(
         ("none", "head", "key"), (False, True), ((1.0, 1.0), (1.0, 1.5))
     ):
-        found.append({"decay": decay, "before": before, "affine": affine, "probe": True})
-    return found
+        result.append({"decay": decay, "before": initial, "affine": affine, "probe": True})
+    return result
 
 
 def name_of(choice: Numbers) -> str:
@@ -270,7 +270,7 @@ def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
     if not gradients:
         return
     # Not every caller's gradients are contiguous.
-    weights = [torch.randn_like(wanted.mT).mT for _, wanted in pairs]
+    weights = [torch.randn_like(target.mT).mT for _, target in pairs]
     names = list(inputs)
 
     def pull(which: int) -> list[Tensor]:
@@ -279,14 +279,14 @@ def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
         ).sum()
         if not total.requires_grad:  # nothing but dead tokens
             return [torch.zeros_like(inputs[name]) for name in names]
-        got = torch.autograd.grad(total, [inputs[name] for name in names], allow_unused=True)
+        result = torch.autograd.grad(total, [inputs[name] for name in names], allow_unused=True)
         return [
             torch.zeros_like(inputs[name]) if g is None else g
-            for name, g in zip(names, got, strict=True)
+            for name, g in zip(names, result, strict=True)
         ]
 
-    for name, got, wanted in zip(names, pull(0), pull(1), strict=True):
-        assert close(got, wanted), f"gradient of {name}: {(got - wanted).abs().max():.1e}"
+    for name, result, target in zip(names, pull(0), pull(1), strict=True):
+        assert close(result, target), f"gradient of {name}: {(result - target).abs().max():.1e}"
 
 
 # --------------------------------------------------------------------------------------- tests
@@ -324,8 +324,8 @@ def test_long_sequences(choice: Numbers) -> None:
     agree(n, run)
     y, A, _ = run(n)
     for chunk in (1, 16, 100):
-        again, B, _ = run(n, chunk)
-        assert close(again, y)
+        repeated, B, _ = run(n, chunk)
+        assert close(repeated, y)
         assert close(B, A)
 
 
@@ -391,8 +391,8 @@ def test_deep_decays_in_float32(decay: str, depth: float) -> None:
             # Mostly gentle, with channels and tokens that forget nearly everything.
             n[name] = torch.where(torch.rand_like(n[name]) < 0.7, n[name] / 1000, n[name])
     exact, A, _ = run(n, 3)
-    again, B, _ = scan(n)
-    assert close(exact, again)
+    repeated, B, _ = scan(n)
+    assert close(exact, repeated)
     assert close(A, B)
     low = {k: x.float() if isinstance(x, Tensor) else x for k, x in n.items()}
     wanted = {k: x.double() if isinstance(x, Tensor) else x for k, x in low.items()}
@@ -413,8 +413,8 @@ def test_long_and_deep_has_no_nan(decay: str) -> None:
             n[name] = torch.full_like(n[name], -50.0)
     inputs = leaves(n)
     y, A, _ = run(n)
-    got = torch.autograd.grad(y.sum() + A.sum(), list(inputs.values()))
-    assert all(x.isfinite().all() for x in (y, A, *got))
+    result = torch.autograd.grad(y.sum() + A.sum(), list(inputs.values()))
+    assert all(x.isfinite().all() for x in (y, A, *result))
 
 
 @pytest.mark.parametrize("engine", [run, scan])
@@ -529,12 +529,12 @@ def test_repeated_keys_at_full_rate_stay_accurate(before: bool) -> None:
     n["k"] = n["k"] / n["k"].norm(dim=-1, keepdim=True)
     n["lr"] = torch.ones_like(n["lr"])
     low = {name: x.float() if isinstance(x, Tensor) else x for name, x in n.items()}
-    wanted = {name: x.double() if isinstance(x, Tensor) else x for name, x in low.items()}
-    exact, A, _ = scan(wanted)
+    target = {name: x.double() if isinstance(x, Tensor) else x for name, x in low.items()}
+    exact, A, _ = scan(target)
     for chunk in (None, 32, 128):
-        y, found, _ = run(low, chunk)
+        y, result, _ = run(low, chunk)
         assert norm_error(y, exact) < 1e-5
-        assert norm_error(found, A) < 1e-5
+        assert norm_error(result, A) < 1e-5
 
 
 def test_gradients_of_gradients() -> None:
@@ -568,13 +568,13 @@ def test_rows_that_see_predictions_cannot_decay_apart() -> None:
 
 def test_runs_of_tokens_are_the_whole() -> None:
     n = numbers(T=10, B=2, decay="both", momentum="gradient", probe=True, live=True)
-    whole = problem(n)
-    runs = list(whole.split(4))
+    full = problem(n)
+    runs = list(full.split(4))
     assert [run.k.shape[1] for run in runs] == [4, 4, 2]
-    for name, x in whole.tokens().items():
+    for name, x in full.tokens().items():
         assert torch.equal(torch.cat([run.tokens()[name] for run in runs], 1), x)
     assert torch.equal(torch.cat([run.token_mask for run in runs], 1), n["token_mask"])
-    assert all(run.A0 is whole.A0 and run.S0 is whole.S0 for run in runs)
+    assert all(run.A0 is full.A0 and run.S0 is full.S0 for run in runs)
 
 
 def test_masked_tokens_hold_numbers_that_do_nothing() -> None:

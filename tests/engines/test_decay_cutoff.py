@@ -40,8 +40,8 @@ def test_equals_all_keys(decay: float, size: float) -> None:
     want = dense(q, k, v, logs)
     torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-10)
     up = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad(y, (q, k, v, logs), up)
-    for mine, theirs in zip(found, torch.autograd.grad(want, (q, k, v, logs), up), strict=True):
+    result = torch.autograd.grad(y, (q, k, v, logs), up)
+    for mine, theirs in zip(result, torch.autograd.grad(want, (q, k, v, logs), up), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 

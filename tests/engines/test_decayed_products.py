@@ -44,10 +44,10 @@ def test_gram(
     y = torch.randn(2, C * b, K, generator=generator, dtype=torch.float64).requires_grad_()
     total = totals(C, K, strength, generator).requires_grad_()
     # A strict product may see a memory that has not decayed for the token yet.
-    seen = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1) if strict else total
+    recorded = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1) if strict else total
     assert not fits_float32_range(total), "blind, nothing is known to be mild"
-    result = decayed_gram(x, seen, y, total, strict=strict)
-    factor = pairs(seen, total, strict=strict)
+    result = decayed_gram(x, recorded, y, total, strict=strict)
+    factor = pairs(recorded, total, strict=strict)
     rows_x, rows_y = x.unflatten(1, (C, a)), y.unflatten(1, (C, b))
     expected = torch.einsum("ntak,ntik,nibk->ntaib", rows_x, factor, rows_y)
     expected = expected.flatten(3, 4).flatten(1, 2)

@@ -94,7 +94,7 @@ def _algorithm(rng: random.Random) -> Any:
     per, share = rng.choice(("head", "head", "value")), rng.random() < 0.3
     offset = rng.choice((0.0, "learned"))
     limit = rng.choice(("worst_case", "measured")) if share else "worst_case"
-    found = [
+    result = [
         algorithm.GradientDescent(
             batch_size=b, per=per, normalized_steps=share, batch_overlap=limit
         ),
@@ -113,12 +113,12 @@ def _algorithm(rng: random.Random) -> Any:
     ]
     if b > 1:
         steps = rng.choice((0, 5))
-        found.append(
+        result.append(
             algorithm.Muon(
                 batch_size=b, update_every="batch", ns_steps=steps, normalized_steps=share
             )
         )
-    return rng.choice(found)
+    return rng.choice(result)
 
 
 def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
@@ -148,7 +148,7 @@ def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
 def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
     """How far the reference's answers move when every input moves by its last digit."""
     y, state, slopes = generate.gradients(recipe, x, engine="reference")
-    most = 0.0
+    maximum = 0.0
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
 
@@ -164,15 +164,15 @@ def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
             gates={name: nudged(gate) for name, gate in x.gates.items()},
         )
         y2, state2, slopes2 = generate.gradients(recipe, near, engine="reference")
-        most = max(
-            most,
+        maximum = max(
+            maximum,
             generate.relative_error(y2, y),
             generate.largest_error(generate.flatten_state(state2), generate.flatten_state(state))[
                 0
             ],
             generate.largest_error(slopes2, slopes)[0],
         )
-    return most
+    return maximum
 
 
 def check(recipe: rc.Recipe, index: int) -> None:
@@ -211,15 +211,15 @@ def check(recipe: rc.Recipe, index: int) -> None:
 
 def sweep(count: int) -> set[str]:
     failures: list[str] = []
-    ways: set[str] = set()
+    modes: set[str] = set()
     for index, recipe in recipes(count):
-        ways.add(execution_mode(recipe))
+        modes.add(execution_mode(recipe))
         try:
             check(recipe, index)
         except AssertionError as error:
             failures.append(f"draw {index}: {error}\n    {recipe}")
     assert not failures, f"{len(failures)} of {count} fail:\n" + "\n".join(failures[:20])
-    return ways
+    return modes
 
 
 def test_drawn_recipes() -> None:
@@ -286,11 +286,11 @@ def test_chains_equal_programs(rule: Any, window: int) -> None:
     y2, state2, slopes2 = generate.gradients(other, x, engine="deep")
     assert generate.relative_error(y2, y) < 1e-12
     # A memory of one's own has no read, and so no constant of one in its open tokens.
-    found, expected = generate.flatten_state(state2), generate.flatten_state(state)
-    shared = found.keys() & expected.keys()
+    result, expected = generate.flatten_state(state2), generate.flatten_state(state)
+    shared = result.keys() & expected.keys()
     assert expected.keys() - shared <= {"buffer.rates.bonus"}
     for name in shared:
-        assert generate.relative_error(found[name], expected[name]) < 1e-12, name
+        assert generate.relative_error(result[name], expected[name]) < 1e-12, name
     assert generate.largest_error(slopes2, slopes)[0] < 1e-12
 
 
@@ -346,11 +346,11 @@ class Largest(TorchDispatchMode):
         self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, (tuple, list)) else (made,):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):
                 self.shapes.add(tuple(x.shape))
-        return made
+        return result
 
 
 @pytest.mark.parametrize(
@@ -380,19 +380,19 @@ def test_no_token_has_weights_of_its_own(recipe: rc.Recipe) -> None:
     assert execution_mode(recipe) == "table"
     x = generate.inputs(recipe, B=1, T=64, H=1, K=16, V=16)
     generate.run_recall(recipe, x, engine="deep")  # what is done once per process
-    with Largest() as seen:
+    with Largest() as recorded:
         generate.gradients(recipe, x, engine="deep")
     smallest = min(out * inp for out, inp in recipe.shapes(16, 16))
     batches = 64 // 16
     largest = max(recipe.shapes(16, 16), key=lambda s: s[0] * s[1])
-    assert any(len(s) >= 2 and s[-2:] == largest for s in seen.shapes)  # it does see weights
-    for shape in seen.shapes:
+    assert any(len(s) >= 2 and s[-2:] == largest for s in recorded.shapes)  # it does see weights
+    for shape in recorded.shapes:
         if len(shape) >= 3 and shape[-2:] in {*recipe.shapes(16, 16)}:
             lead = 1
             for size in shape[:-2]:
                 lead *= size
             assert lead <= 2 * batches * len(recipe.shapes(16, 16)), shape
-    assert max(_numel(s) for s in seen.shapes) < 64 * smallest
+    assert max(_numel(s) for s in recorded.shapes) < 64 * smallest
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -54,7 +54,7 @@ def _chains() -> dict[str, rc.Recipe]:
         retention=retention.Decay(),
         algorithm=algorithm.Momentum(batch_size=3),
     )
-    found = {
+    result = {
         "momentum": plain,
         "no decay": plain.replace(retention=retention.Keep()),
         "no momentum": plain.replace(algorithm=algorithm.GradientDescent(batch_size=3)),
@@ -72,7 +72,7 @@ def _chains() -> dict[str, rc.Recipe]:
         "narrow": plain.replace(memory=memory.MLP(depth=3, expansion=1, residual=False)),
     }
     shares = plain.replace(algorithm=algorithm.Momentum(batch_size=3, normalized_steps=True))
-    found |= {
+    result |= {
         "shares": shares,
         "shares of a matrix": shares.replace(memory=memory.Matrix()),
         "shares of three maps": shares.replace(memory=memory.MLP(depth=3, expansion=2)),
@@ -82,8 +82,8 @@ def _chains() -> dict[str, rc.Recipe]:
     }
     based = plain.replace(memory=memory.MLP(expansion=2, static_weights=True))
     for name in ("momentum", "no decay", "no momentum", "neither"):
-        found[f"a base, {name}"] = found[name].replace(memory=based.memory)
-    found |= {
+        result[f"a base, {name}"] = result[name].replace(memory=based.memory)
+    result |= {
         "a base, as wide as high": based.replace(
             memory=memory.MLP(depth=3, expansion=1, static_weights=True)
         ),
@@ -103,14 +103,18 @@ def _chains() -> dict[str, rc.Recipe]:
     normed["matrix"] = memory.MLP(depth=1, norm="layer")
     normed["base"] = memory.MLP(expansion=2, norm="layer", static_weights=True)
     for name, one in normed.items():
-        found[f"a norm, {name}"] = plain.replace(memory=one)
-        found[f"a norm, {name}, shares"] = shares.replace(memory=one)
+        result[f"a norm, {name}"] = plain.replace(memory=one)
+        result[f"a norm, {name}, shares"] = shares.replace(memory=one)
     for name in ("robust", "dot product", "window", "neither"):
-        found[f"a norm, {name}"] = found[name].replace(memory=normed["layer"])
+        result[f"a norm, {name}"] = result[name].replace(memory=normed["layer"])
     for name in ("robust", "window"):
-        found[f"a norm, shares, {name}"] = found[f"shares, {name}"].replace(memory=normed["layer"])
+        result[f"a norm, shares, {name}"] = result[f"shares, {name}"].replace(
+            memory=normed["layer"]
+        )
     for name, one in (("steps", plain), ("shares", shares)):  # a and b are neither 1 nor equal
-        found[f"a norm, {name}, affine"] = one.replace(memory=normed["layer"], bias=outside.Eager())
+        result[f"a norm, {name}, affine"] = one.replace(
+            memory=normed["layer"], bias=outside.Eager()
+        )
     erases = plain.replace(algorithm=algorithm.Momentum(batch_size=3, erasure=1.0))
     chains = {
         "an erasure": erases,
@@ -125,10 +129,10 @@ def _chains() -> dict[str, rc.Recipe]:
             algorithm=algorithm.GradientDescent(batch_size=3, erasure=0.5)
         ),
     }
-    found.update(chains)
+    result.update(chains)
     for name in sorted(ACTIVATIONS.keys() - {"gelu", "identity"}):
-        found[name] = plain.replace(memory=memory.MLP(depth=3, expansion=2, activation=name))
-    return found
+        result[name] = plain.replace(memory=memory.MLP(depth=3, expansion=2, activation=name))
+    return result
 
 
 @rc.member

@@ -48,11 +48,11 @@ def slopes(recipe: rc.Recipe, x: Any, of: str, method: str) -> dict[str, Tensor]
     first = torch.autograd.grad(total, list(leaves.values()), create_graph=True, allow_unused=True)
     size = sum(g.square().sum() for g in first if g is not None and g.requires_grad)
     second = torch.autograd.grad(size, list(leaves.values()), allow_unused=True)
-    found = {}
+    result = {}
     for order, grads in (("first", first), ("second", second)):
         for name, g in zip(leaves, grads, strict=True):
-            found[f"{order} {name}"] = torch.zeros_like(leaves[name]) if g is None else g.detach()
-    return found
+            result[f"{order} {name}"] = torch.zeros_like(leaves[name]) if g is None else g.detach()
+    return result
 
 
 def sizes(method: str) -> dict[str, int]:

@@ -96,10 +96,10 @@ def test_tokens_over_borders_are_the_references(recipe: rc.Recipe, start: int, G
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, start)
     outputs: list[Tensor] = []
     for t in range(start, 11):
-        y, after = memorise(_call(bound, x, t, state))
-        assert after is not None
+        y, later = memorise(_call(bound, x, t, state))
+        assert later is not None
         outputs.append(y)
-        state = after
+        state = later
     assert generate.relative_error(torch.cat(outputs, dim=1), expected[:, start:]) < EXACT
     wrong, name = generate.largest_error(generate.flatten_state(state), generate.flatten_state(end))
     assert wrong < EXACT, name
@@ -149,10 +149,10 @@ def test_a_decay_of_everything_is_a_number_like_others() -> None:
     expected, _ = generate.run_recall(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 7):
-        y, after = memorise(_call(bound, x, t, state))
-        assert after is not None
+        y, later = memorise(_call(bound, x, t, state))
+        assert later is not None
         assert generate.relative_error(y, expected[:, t : t + 1]) < EXACT
-        state = after
+        state = later
 
 
 @torch.no_grad()
@@ -162,10 +162,10 @@ def test_a_loss_of_ones_own() -> None:
     expected, _ = generate.run_recall(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, 4)
     for t in range(4, 7):
-        y, after = memorise(_call(bound, x, t, state))
-        assert after is not None
+        y, later = memorise(_call(bound, x, t, state))
+        assert later is not None
         assert generate.relative_error(y, expected[:, t : t + 1]) < EXACT
-        state = after
+        state = later
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -34,15 +34,15 @@ def recipe_of(way: str) -> rc.Recipe:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Groups of every call that ran in more than one."""
-    found: list[int] = []
+    result: list[int] = []
     original = engine.run_groups
 
     def counted(call: Any, groups: Any, *rest: Any) -> Any:
-        found.append(len(groups))
+        result.append(len(groups))
         return original(call, groups, *rest)
 
     monkeypatch.setattr(engine, "run_groups", counted)
-    return found
+    return result
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +64,12 @@ def test_a_memory_too_large_for_a_group_keeps_few_borders(
     recipe, batches = recipe_of(way), 100
     x = generate.inputs(recipe, B=1, T=2 * batches, H=1)
     small(monkeypatch)
-    y, found = slopes(recipe, x)
+    y, result = slopes(recipe, x)
     assert len(groups) == 1
     assert batches**0.5 <= groups[0] <= 2 * batches**0.5
     expected, exact = slopes(recipe, x, "reference")
     assert generate.relative_error(y, expected) < 1e-8
-    wrong, name = generate.largest_error(found, exact)
+    wrong, name = generate.largest_error(result, exact)
     assert wrong < 1e-8, f"{name}: {wrong:.1e}"
 
 

@@ -23,26 +23,26 @@ LIMIT = 1e-9
 
 def _recipes() -> dict[str, rc.Recipe]:
     """Those of `test_kernel_rows` with explicit features, normalised as well, and the zoo's."""
-    found: dict[str, rc.Recipe] = {}
+    result: dict[str, rc.Recipe] = {}
     for (name, recipe), normalize in itertools.product(EXPLICIT.items(), ("none", "sum")):
         memory = dataclasses.replace(recipe.memory, read=Read(normalize=normalize))
         recipe_with_memory = recipe.replace(memory=memory)
         if KernelDeltaRule().unsupported_reasons(recipe_with_memory):
-            found[f"{name}, {normalize}"] = recipe_with_memory
+            result[f"{name}, {normalize}"] = recipe_with_memory
     for name in ("deep_transformer", "swdt", "dot"):
         recipe = rc.zoo.get(name).recipe
-        found[name] = recipe.replace(algorithm=dataclasses.replace(recipe.algorithm, batch_size=3))
+        result[name] = recipe.replace(algorithm=dataclasses.replace(recipe.algorithm, batch_size=3))
     for kernel in (F.ReluKernel(), F.Solu(), F.Gaussian()):
-        found[kernel.brief] = found["dot"].replace(
+        result[kernel.brief] = result["dot"].replace(
             features=kernel, memory=rc.memory.GatedMLP(expansion=1)
         )
-    found["static rate, value-robust"] = rc.Recipe(
+    result["static rate, value-robust"] = rc.Recipe(
         memory=rc.memory.MLP(expansion=2, norm="rms"),
         features=F.Exponential(),
         bias=rc.bias.ValueRobust(radius="learned"),
         algorithm=rc.algorithm.Momentum(batch_size=2, lr="learned"),
     )
-    return found
+    return result
 
 
 RECIPES = _recipes()
@@ -102,8 +102,8 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
         )
         for row in range(2):
             real = MASK[row].bool()
-            alone = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
-            z, final_state = generate.run_recall(recipe, alone, engine="reference")
+            single = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
+            z, final_state = generate.run_recall(recipe, single, engine="reference")
             assert generate.relative_error(y[row : row + 1, real], z) < LIMIT
             z, _ = generate.run_recall(
                 recipe, x.select_row(row), state=final_state, engine="reference"
@@ -123,10 +123,10 @@ def test_gradients_cross_splits(name: str) -> None:
         leaves = x.with_grad()
         y, _ = generate.run_in_pieces(recipe, leaves, cuts, ["kernel"])
         named = leaves.tensors()
-        found = torch.autograd.grad(
+        result = torch.autograd.grad(
             y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
         )
-        slopes.append(dict(zip(named, found, strict=True)))
+        slopes.append(dict(zip(named, result, strict=True)))
     assert generate.largest_error(slopes[1], slopes[0])[0] < LIMIT
 
 

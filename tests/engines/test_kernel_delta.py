@@ -23,7 +23,7 @@ LIMIT = 1e-10
 
 def _recipes() -> dict[str, rc.Recipe]:
     """Both kernels, both normalisers, one or several probe keys, decay before, after or none."""
-    found: dict[str, rc.Recipe] = {}
+    result: dict[str, rc.Recipe] = {}
     firsts = (
         F.LinearKernel(), F.Round(decimals=1), F.ReluKernel(), F.Exponential(), F.Solu(),
         F.Gaussian(),
@@ -39,7 +39,7 @@ def _recipes() -> dict[str, rc.Recipe]:
         probe = Probe(at="token", kernel=one, heads=heads, normalize=n1)
         decay = "keep" if retention.decay is None else retention.decay.when
         name = f"{one.brief} {n1}, {two.brief} {n2}, {heads} keys, {decay}"
-        found[name] = rc.Recipe(
+        result[name] = rc.Recipe(
             memory=Matrix(read=Read(normalize=n2)),
             features=two,
             bias=L2(probe=probe),
@@ -61,10 +61,10 @@ def _recipes() -> dict[str, rc.Recipe]:
             "gated": {"context": rc.context.Window(size=1)},
             "probe at key": {"bias": L2(probe=Probe(at="key"))},
         }.items():
-            found[f"{what}, {features.brief}, {read.normalize}"] = rc.Recipe(
+            result[f"{what}, {features.brief}, {read.normalize}"] = rc.Recipe(
                 memory=Matrix(read=read), features=features, **rest
             )
-    return found
+    return result
 
 
 RECIPES = _recipes()
@@ -110,10 +110,10 @@ def test_gradients_cross_splits(name: str) -> None:
         leaves = x.with_grad()
         y, _ = generate.run_in_pieces(recipe, leaves, cuts, ["kernel"], chunk_size=3)
         named = leaves.tensors()
-        found = torch.autograd.grad(
+        result = torch.autograd.grad(
             y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
         )
-        slopes.append(dict(zip(named, found, strict=True)))
+        slopes.append(dict(zip(named, result, strict=True)))
     assert generate.largest_error(slopes[1], slopes[0])[0] < LIMIT
 
 
@@ -133,8 +133,8 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
         held = rc.read(recipe, x.q, state=state, params=x.params)
         for row in range(2):
             real = MASK[row].bool()
-            alone = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
-            z, final_state = generate.run_recall(recipe, alone, engine="reference")
+            single = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
+            z, final_state = generate.run_recall(recipe, single, engine="reference")
             assert generate.relative_error(y[row : row + 1, real], z) < LIMIT
             assert not y[row, ~real].any()
             answer = rc.read(recipe, x.q[row : row + 1], state=final_state, params=x.params)

@@ -149,7 +149,7 @@ SOME = DECAYING[::5]
 
 def _zeroed(x: generate.Inputs) -> dict[str, generate.Inputs]:
     """One input at a time with zeros at two tokens, or in its first row."""
-    found: dict[str, generate.Inputs] = {}
+    result: dict[str, generate.Inputs] = {}
     for name, value in x.tensors().items():
         if name in ("q", "gate log_decay"):
             continue
@@ -160,8 +160,8 @@ def _zeroed(x: generate.Inputs) -> dict[str, generate.Inputs]:
             z[:] = 0
         else:
             z[:, [0, 2]] = 0
-        found[name] = x.replace_tensors({name: z})
-    return found
+        result[name] = x.replace_tensors({name: z})
+    return result
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -212,9 +212,9 @@ def test_engine_and_reference_forget_alike(name: str) -> None:
         z, _, grads = generate.gradients(recipe, x, engine="kernel")
         assert generate.relative_error(z, y) < EXACT
         assert generate.largest_error(grads, slopes)[0] < 10 * EXACT
-        whole = generate.run_recall(recipe, x)[0]
+        full = generate.run_recall(recipe, x)[0]
         split = generate.run_in_pieces(recipe, x, [1, 3], ["kernel", "reference"])[0]
-        assert generate.relative_error(split, whole) < EXACT
+        assert generate.relative_error(split, full) < EXACT
 
 
 @pytest.mark.parametrize("log_decay", [-1.0, *FORGOTTEN])

@@ -105,7 +105,7 @@ def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mp
     c, b, eta = recipe.context.horizon or 1, recipe.algorithm.batch_size, mpmath.mpf("0.5")
     theta = mpmath.mpf("0.5") if recipe.algorithm.slots else None
     assert recipe.retention.decay is not None
-    before = recipe.retention.decay.when == "before"
+    initial = recipe.retention.decay.when == "before"
 
     def kappa(a: list, z: list) -> mpmath.mpf:
         return mpmath.exp(sum(s * t for s, t in zip(a, z, strict=True)) / mpmath.sqrt(K))
@@ -117,7 +117,7 @@ def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mp
         each = [sum(kappa(a, k[j]) * u[i] for j, u in enumerate(rows)) for i in range(V)]
         return [e / total for e in each]
 
-    assert not before or b == 1  # α multiplies rows and mass alike, so their mean stays
+    assert not initial or b == 1  # α multiplies rows and mass alike, so their mean stays
     rows: list = []
     mass: list = []
     slow: list = []
@@ -133,9 +133,9 @@ def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mp
         slow = [[(theta or 0) * a for a in s] for s in slow]
         for i in range(max(t - c + 1, 0), t + 1):
             rate = eta if window is None else eta * window[t][t - i]
-            found = read(k[i], *start)
+            result = read(k[i], *start)
             for n in range(V):
-                slow[i][n] -= rate * (found[n] - v[i][n])
+                slow[i][n] -= rate * (result[n] - v[i][n])
         rows = [[a + s for a, s in zip(u, w, strict=True)] for u, w in zip(rows, slow, strict=True)]
         outputs.append(read(q[t], rows, mass))
     return outputs
@@ -171,8 +171,8 @@ def test_large_keys_whose_mass_decayed_gave_nan_or_were_not_read(
     name: str, method: str, dtype: torch.dtype
 ) -> None:
     """Logits of up to 1600: only what e^−617 of a float64 would decide is refused."""
-    answered, asked = 0, list(itertools.product((1.0, 12.0, 40.0), DECAYS, range(3)))
-    for scale, log_decay, seed in asked:
+    answered, requested = 0, list(itertools.product((1.0, 12.0, 40.0), DECAYS, range(3)))
+    for scale, log_decay, seed in requested:
         x, expected = case(name, scale, log_decay, seed)
         y = answer(
             lambda x=x: generate.run_recall(
@@ -185,7 +185,7 @@ def test_large_keys_whose_mass_decayed_gave_nan_or_were_not_read(
         limit = 1e-3 if dtype is torch.float32 else 1e-10
         assert worst_token(y, expected) < limit, (scale, log_decay, seed)
         answered += 1
-    assert answered >= len(asked) - 7
+    assert answered >= len(requested) - 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -164,13 +164,13 @@ def test_rows_are_explicit_features(name: str) -> None:
     assert generate.relative_error(y, twin) < SERIES
     named = leaves.tensors()
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
-    found, expected = (
+    result, expected = (
         torch.autograd.grad(
             (z * weights).sum(), list(named.values()), allow_unused=True, materialize_grads=True
         )
         for z in (y, twin)
     )
-    for what, a, b in zip(named, found, expected, strict=True):
+    for what, a, b in zip(named, result, expected, strict=True):
         assert generate.relative_error(a, b) < SERIES, what
 
 

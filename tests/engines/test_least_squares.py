@@ -491,10 +491,10 @@ def test_nothing_becomes_nan(form: str, dtype: torch.dtype) -> None:
 
 
 def _naive_mesa_net() -> ModuleType:
-    found = importlib.util.find_spec("fla")
-    if found is None or found.submodule_search_locations is None:
+    result = importlib.util.find_spec("fla")
+    if result is None or result.submodule_search_locations is None:
         pytest.skip("flash-linear-attention is not installed")
-    path = Path(next(iter(found.submodule_search_locations))) / "ops" / "mesa_net" / "naive.py"
+    path = Path(next(iter(result.submodule_search_locations))) / "ops" / "mesa_net" / "naive.py"
     spec = importlib.util.spec_from_file_location("naive_mesa_net", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -72,7 +72,7 @@ def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
 
 def test_presets_that_decode_so_and_those_that_do_not() -> None:
     """Windows, momentum, probes and decays over values take the general way."""
-    ways = {
+    modes = {
         name: decodes_in_one_step(preset.recipe)
         for name in (
             "linear_attention",
@@ -86,7 +86,7 @@ def test_presets_that_decode_so_and_those_that_do_not() -> None:
         )
         for preset in [rc.zoo.get(name)]
     }
-    assert all(ways.values()), ways
+    assert all(modes.values()), modes
     for recipe in (
         rc.Recipe(context=rc.context.Window(size=3)),
         rc.Recipe(algorithm=rc.algorithm.Momentum()),
@@ -150,8 +150,8 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
         state=state,
         trusted=True,
     )
-    y, after = memorise(call)
-    assert_states_equal((y, after), (expected, final_state), 1e-12, "of a layer's token")
+    y, later = memorise(call)
+    assert_states_equal((y, later), (expected, final_state), 1e-12, "of a layer's token")
 
 
 @pytest.mark.parametrize("G", [1, 3])
@@ -159,22 +159,22 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
 def test_a_layers_token_goes_straight_to_the_engine(
     recipe: rc.Recipe, G: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    recorded: list[bool] = []
     bound = bind(recipe, H=2, K=4, V=4 if recipe.nonparametric else 3)
     assert bound.decode_token is not None
 
     def watched(*given: object) -> object:
         result = token(*given)
-        seen.append(result is not None)
+        recorded.append(result is not None)
         return result
 
     token = bound.decode_token
     monkeypatch.setitem(bound.__dict__, "decode_token", watched)
     with torch.no_grad():
         _decoded(recipe, G=G)
-    assert seen == [True]
+    assert recorded == [True]
     _decoded(recipe, G=G)  # where a gradient may be asked for, the general way
-    assert seen == [True]
+    assert recorded == [True]
 
 
 def test_what_a_layers_token_leaves_to_the_general_way() -> None:
@@ -205,12 +205,12 @@ def test_a_layers_padding_and_empty_documents_are_no_tokens(name: str) -> None:
     _, state = layer(torch.randn(2, 5, 16))
     assert state is not None
     x, mask = torch.randn(2, 1, 16), torch.tensor([[1], [0]])
-    _, after = layer(x, state, attention_mask=mask)
+    _, later = layer(x, state, attention_mask=mask)
     with torch.enable_grad():
         _, expected = layer(x, state, attention_mask=mask)
-    assert after is not None and expected is not None
-    assert after.position.tolist() == [6, 5]
-    states = (replace(x.memory, cache={}).tensors() for x in (after, expected))
+    assert later is not None and expected is not None
+    assert later.position.tolist() == [6, 5]
+    states = (replace(x.memory, cache={}).tensors() for x in (later, expected))
     for one, other in zip(*states, strict=True):
         torch.testing.assert_close(one, other)
     _, packed = layer(x[:1], state, cu_seqlens=torch.tensor([0, 1, 1]))
@@ -228,13 +228,13 @@ def test_a_token_of_half_precision_keeps_its_gates_and_its_state(name: str) -> N
         gates = layer.memory_inputs(x).gates
         with torch.enable_grad():
             expected = layer.memory_inputs(x).gates
-    for gate, found in gates.items():
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected[gate])
+    for gate, result in gates.items():
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, expected[gate])
     half = layer.to(torch.bfloat16)
     _, state = half(x[:, :5].bfloat16())
-    _, after = half(x[:, 5:].bfloat16(), state.to(dtype=torch.bfloat16))
-    assert after.memory.dtype in (None, torch.float32)
+    _, later = half(x[:, 5:].bfloat16(), state.to(dtype=torch.bfloat16))
+    assert later.memory.dtype in (None, torch.float32)
 
 
 @torch.no_grad()
@@ -243,8 +243,8 @@ def test_a_state_without_a_mark_is_marked_by_its_first_token() -> None:
         layer = rc.zoo.get(name).build(16, 2)
         _, state = layer(torch.randn(1, 5, 16))
         bare = replace(state, memory=replace(state.memory, recipe_id=None))
-        _, after = layer(torch.randn(1, 1, 16), bare)
-        assert after.memory.recipe_id == layer.recipe.normal_form
+        _, later = layer(torch.randn(1, 1, 16), bare)
+        assert later.memory.recipe_id == layer.recipe.normal_form
 
 
 @torch.no_grad()
@@ -253,8 +253,8 @@ def test_a_decoded_token_of_attention_is_one_graph() -> None:
     x = torch.randn(1, 6, 16)
     y, _ = layer(x)
     _, state = layer(x[:, :5])
-    found, _ = torch.compile(layer, backend="eager", fullgraph=True)(x[:, 5:], state)
-    torch.testing.assert_close(found, y[:, 5:], atol=1e-5, rtol=1e-5)
+    result, _ = torch.compile(layer, backend="eager", fullgraph=True)(x[:, 5:], state)
+    torch.testing.assert_close(result, y[:, 5:], atol=1e-5, rtol=1e-5)
 
 
 def test_one_query_on_a_gpu_leaves_out_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

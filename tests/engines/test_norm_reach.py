@@ -144,10 +144,10 @@ def test_nothing_moves_where_no_more_can_be_said(name: str, size: float, method:
     w, b = WEIGHTS[name], 0.1 * normal(V, seed=7)
     v = size * (normal(V, seed=8) + 1)
     best = nearest(w, v - b, True) / w  # the direction of the nearest that can be said
-    for turned, least, most in ((0.0, 0.0, 0.05), (1.0, 0.2, 2.0)):
+    for turned, minimum, maximum in ((0.0, 0.0, 0.05), (1.0, 0.2, 2.0)):
         z = best + turned * normal(V, seed=9) * best.norm() / V**0.5
         moved = step(w, b, z - z.mean(), v, method)
-        assert least <= float(moved.norm() / z.norm()) < most
+        assert minimum <= float(moved.norm() / z.norm()) < maximum
 
 
 @METHODS

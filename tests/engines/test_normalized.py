@@ -143,13 +143,13 @@ def by_hand(
 
 def drawn(shapes: list[tuple[int, int]], c: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     start = [normal(*s, seed=10 + i) / s[1] ** 0.5 for i, s in enumerate(shapes)]
-    found = {name: normal(T, D, seed=i) for i, name in enumerate(("q", "k", "v"))}
-    found["lr"], found["momentum"] = (torch.sigmoid(normal(T, seed=i)) for i in (5, 6))
-    found["lr"] = 0.3 * found["lr"]  # a large share diverges, and rounding with it
-    found["log_decay"] = -0.1 * torch.sigmoid(normal(T, seed=7))
+    result = {name: normal(T, D, seed=i) for i, name in enumerate(("q", "k", "v"))}
+    result["lr"], result["momentum"] = (torch.sigmoid(normal(T, seed=i)) for i in (5, 6))
+    result["lr"] = 0.3 * result["lr"]  # a large share diverges, and rounding with it
+    result["log_decay"] = -0.1 * torch.sigmoid(normal(T, seed=7))
     if c > 1:
-        found["window"] = torch.sigmoid(normal(T, c, seed=8))
-    return start, found
+        result["window"] = torch.sigmoid(normal(T, c, seed=8))
+    return start, result
 
 
 def equals_by_hand(
@@ -174,10 +174,10 @@ def equals_by_hand(
             y = rc.recall(recipe, q, k, v, lifted, initial_memory=init, engine=method)[0][0, :, 0]
         slopes = torch.autograd.grad((y * normal(T, D, seed=9)).sum(), [*leaves, *inputs.values()])
         both.append((y, slopes))
-    (y, slopes), (expected, wanted) = both
+    (y, slopes), (expected, target) = both
     assert generate.relative_error(y, expected) < EXACT
-    for found, slope in zip(slopes, wanted, strict=True):
-        assert generate.relative_error(found, slope) < EXACT
+    for result, slope in zip(slopes, target, strict=True):
+        assert generate.relative_error(result, slope) < EXACT
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
@@ -186,9 +186,9 @@ def equals_by_hand(
 @pytest.mark.parametrize("name", MEMORIES)
 def test_by_hand(name: str, loss: str, b: int, c: int, method: str) -> None:
     """Every memory, loss, inner batch and window against the loop over explicit matrices."""
-    made, shapes, predict = MEMORIES[name]
+    result, shapes, predict = MEMORIES[name]
     recipe = rc.Recipe(
-        memory=made,
+        memory=result,
         bias=LOSSES[loss][0],
         context=context.Online() if c == 1 else context.Window(size=c),
         retention=retention.Decay(),
@@ -232,9 +232,9 @@ LINKS: dict[str, tuple[rc.retention.Retention, Link, Callable[[Tensor, Tensor], 
 def test_links_by_hand(name: str, b: int, method: str) -> None:
     """Under a link a step is measured where it acts: by what a step of A does to W."""
     kept, link, gain = LINKS[name]
-    made, shapes, predict = MEMORIES["perceptron"]
+    result, shapes, predict = MEMORIES["perceptron"]
     recipe = rc.Recipe(
-        memory=made, retention=kept, algorithm=Momentum(batch_size=b, normalized_steps=True)
+        memory=result, retention=kept, algorithm=Momentum(batch_size=b, normalized_steps=True)
     )
     equals_by_hand(
         recipe,
@@ -322,9 +322,9 @@ def muon_by_hand(
 @pytest.mark.parametrize("name", MEMORIES)
 def test_muon_by_hand(name: str, b: int, c: int, every: str, loss: str, method: str) -> None:
     """Orthogonalised steps go as far as leaves least of their associations' errors."""
-    made, shapes, predict = MEMORIES[name]
+    result, shapes, predict = MEMORIES[name]
     recipe = rc.Recipe(
-        memory=made,
+        memory=result,
         bias=LOSSES[loss][0],
         context=context.Online() if c == 1 else context.Window(size=c),
         retention=retention.Decay(),
@@ -518,8 +518,8 @@ def test_least_mean_squares_is_the_keyed_rule(made: Any) -> None:
     recipe = rc.Recipe(algorithm=made)
     x = generate.inputs(recipe, B=1, T=12, H=2, K=4, V=3)
     other = recipe.replace(algorithm=algorithm.NLMS(lr="input"))
-    found, expected = (generate.run_recall(r, x)[0] for r in (recipe, other))
-    assert generate.relative_error(found, expected) < 1e-5
+    result, expected = (generate.run_recall(r, x)[0] for r in (recipe, other))
+    assert generate.relative_error(result, expected) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
@@ -793,8 +793,8 @@ def test_a_linear_kernel_is_a_matrix(batch: int) -> None:
     )
     x = generate.inputs(recipe, B=2, T=8, H=2, K=4, V=3, zero=True)
     other = recipe.replace(features=rc.features.LinearKernel())
-    found, expected = (rc.recall(r, x.q, x.k, x.v, x.gates)[0] for r in (other, recipe))
-    assert generate.relative_error(found, expected) < EXACT
+    result, expected = (rc.recall(r, x.q, x.k, x.v, x.gates)[0] for r in (other, recipe))
+    assert generate.relative_error(result, expected) < EXACT
 
 
 @pytest.mark.parametrize("name", ["momentum", "huber", "affine", "norm", "gated, channels, window"])
@@ -815,8 +815,8 @@ def test_gradients_of_gradients(name: str) -> None:
         )
         total = sum(g.square().sum() for g in first if g is not None)
         assert isinstance(total, Tensor)
-        found = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
-        second.append(dict(zip(named, found, strict=True)))
+        result = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
+        second.append(dict(zip(named, result, strict=True)))
     wrong, what = generate.largest_error(second[1], second[0])
     assert wrong < 1e-9, what
 
@@ -837,11 +837,11 @@ def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -
     given = x.replace_tensors(
         {"k": keys, "v": keys, **{name: torch.zeros_like(named[name]) for name in empty}}
     )
-    expected, found = (
+    expected, result = (
         generate.gradients(recipe, given, engine=method)[2] for method in ("reference", "deep")
     )
-    assert all(bool(one.isfinite().all()) for one in found.values())
-    wrong, what = generate.largest_error(found, expected)
+    assert all(bool(one.isfinite().all()) for one in result.values())
+    wrong, what = generate.largest_error(result, expected)
     assert wrong < (1e-4 if dtype == torch.float32 else 1e-9), what
 
 

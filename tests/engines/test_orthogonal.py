@@ -27,10 +27,10 @@ def _defined(S: Tensor, steps: int) -> Tensor:
 def test_singular_values_move_as_the_polynomial_says(shape: tuple[int, int], steps: int) -> None:
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 3, 4, *shape, dtype=torch.float64, generator=g)  # rows, heads, tokens
-    found = newton_schulz(S, steps)
+    result = newton_schulz(S, steps)
     for index in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
         expected = _defined(S[tuple(index)], steps)
-        assert (found[tuple(index)] - expected).abs().amax() < 1e-12
+        assert (result[tuple(index)] - expected).abs().amax() < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5, 7])
@@ -86,16 +86,18 @@ def test_products_of_fewer_bits_make_every_gram_matrix_again() -> None:
     S = torch.randn(2, 16, 64, generator=g)
     expected = torch.stack([_defined(s.double(), 5) for s in S])
     with matmul_precision("tf32", "cpu"), FlopCounterMode(display=False) as counter:
-        found = newton_schulz(S, 5)
+        result = newton_schulz(S, 5)
     assert counter.get_total_flops() == 2 * 5 * (4 * 16 * 16 * 64 + 2 * 16**3)
-    assert (found - expected).abs().amax() < 1e-4
+    assert (result - expected).abs().amax() < 1e-4
 
 
 def test_one_graph_holds_it() -> None:
     S = torch.randn(2, 4, 12, requires_grad=True)
     call = torch.compile(lambda S: newton_schulz(S, 5), backend="aot_eager", fullgraph=True)
-    for X, wanted in zip(_pulled(call, S), _pulled(lambda S: newton_schulz(S, 5), S), strict=True):
-        torch.testing.assert_close(X, wanted, atol=1e-5, rtol=1e-4)
+    for X, expected in zip(
+        _pulled(call, S), _pulled(lambda S: newton_schulz(S, 5), S), strict=True
+    ):
+        torch.testing.assert_close(X, expected, atol=1e-5, rtol=1e-4)
 
 
 def _pulled(call: Callable[[Tensor], Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +109,8 @@ def _pulled(call: Callable[[Tensor], Tensor], S: Tensor) -> tuple[Tensor, Tensor
 def test_autocast_does_not_reach_it() -> None:
     S = torch.randn(2, 4, 12)
     with torch.autocast("cpu", torch.bfloat16):
-        found = newton_schulz(S, 5)
-    assert torch.equal(found, newton_schulz(S, 5))
+        result = newton_schulz(S, 5)
+    assert torch.equal(result, newton_schulz(S, 5))
 
 
 def test_zero_stays_zero_with_a_finite_slope() -> None:
@@ -136,10 +138,10 @@ def test_its_gradients_are_those_of_singular_values() -> None:
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 3, 5, dtype=torch.float64, generator=g, requires_grad=True)
     up = torch.randn(2, 3, 5, dtype=torch.float64, generator=g)
-    (found,) = torch.autograd.grad((newton_schulz(S, 5) * up).sum(), S)
+    (result,) = torch.autograd.grad((newton_schulz(S, 5) * up).sum(), S)
     expected = sum(((_defined(S[i], 5) * up[i]).sum() for i in range(2)), torch.zeros(()))
     (of_defined,) = torch.autograd.grad(expected, S)
-    assert (found - of_defined).abs().amax() < 1e-9 * of_defined.abs().amax()
+    assert (result - of_defined).abs().amax() < 1e-9 * of_defined.abs().amax()
     for steps in (1, 4):
         assert torch.autograd.gradgradcheck(lambda S, n=steps: newton_schulz(S, n), S)
 
@@ -148,12 +150,12 @@ def test_its_gradients_are_those_of_singular_values() -> None:
 def test_transforms_go_through_it() -> None:
     g = torch.Generator().manual_seed(0)
     S, moved = torch.randn(2, 4, 3, 5, dtype=torch.float64, generator=g).unbind(0)
-    whole = newton_schulz(S, 5)
-    torch.testing.assert_close(torch.vmap(lambda x: newton_schulz(x, 5))(S), whole)
+    full = newton_schulz(S, 5)
+    torch.testing.assert_close(torch.vmap(lambda x: newton_schulz(x, 5))(S), full)
     _, along = torch.func.jvp(lambda x: newton_schulz(x, 5), (S,), (moved,))
     near = (newton_schulz(S + 1e-6 * moved, 5) - newton_schulz(S - 1e-6 * moved, 5)) / 2e-6
     torch.testing.assert_close(along, near, atol=1e-6, rtol=1e-6)
     each = torch.vmap(torch.func.grad(lambda x: newton_schulz(x, 5).square().sum()))(S)
     S.requires_grad_()
-    (together,) = torch.autograd.grad(newton_schulz(S, 5).square().sum(), S)
-    torch.testing.assert_close(each, together)
+    (joint,) = torch.autograd.grad(newton_schulz(S, 5).square().sum(), S)
+    torch.testing.assert_close(each, joint)

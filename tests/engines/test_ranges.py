@@ -56,12 +56,12 @@ def test_float32_keeps_its_digits(name: str, T: int) -> None:
     recipe, x = extreme(name, T)
     with torch.no_grad():
         want, end = generate.run_recall(recipe, x)
-        got, last = generate.run_recall(recipe, x.map_tensors(Tensor.float))
-    assert torch.isfinite(got).all()
-    assert generate.relative_error(got, want) < LIMIT * min(1.0, float(want.norm()))
+        actual, last = generate.run_recall(recipe, x.map_tensors(Tensor.float))
+    assert torch.isfinite(actual).all()
+    assert generate.relative_error(actual, want) < LIMIT * min(1.0, float(want.norm()))
     for name_, exact in generate.flatten_state(end).items():
-        found = generate.flatten_state(last)[name_].double()
-        assert float((found - exact).norm()) <= LIMIT * max(float(exact.norm()), 1e-30), name_
+        result = generate.flatten_state(last)[name_].double()
+        assert float((result - exact).norm()) <= LIMIT * max(float(exact.norm()), 1e-30), name_
 
 
 @LENGTHS
@@ -111,12 +111,12 @@ def test_mlstm_numerator_and_denominator(T: int, reach: float) -> None:
     x = dataclasses.replace(x, gates=gates, init=None).map_tensors(lambda a: a.float().double())
     single = x.map_tensors(Tensor.float)
     with torch.no_grad():
-        want, got = numerator_and_denominator(x), numerator_and_denominator(single)
-        whole, _ = generate.run_recall(recipe, x)
-        found, _ = generate.run_recall(recipe, single)
-    for what, exact, close in zip(("numerator", "denominator"), want, got, strict=True):
+        want, actual = numerator_and_denominator(x), numerator_and_denominator(single)
+        full, _ = generate.run_recall(recipe, x)
+        result, _ = generate.run_recall(recipe, single)
+    for what, exact, close in zip(("numerator", "denominator"), want, actual, strict=True):
         assert torch.isfinite(close).all(), what
         off = float((close - exact).norm() / exact.norm())
         assert off < LIMIT, (what, off)
-    assert torch.isfinite(found).all()
-    assert float((found.double() - whole).norm() / whole.norm()) < LIMIT
+    assert torch.isfinite(result).all()
+    assert float((result.double() - full).norm() / full.norm()) < LIMIT

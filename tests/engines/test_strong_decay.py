@@ -183,8 +183,8 @@ def test_gradients_under_strong_decay(size: int, decay: float, method: str) -> N
     expected = torch.autograd.grad((rows((q, k, v, logs)) * weight).sum(), leaves)
     q, k, v, logs = leaves = [a.float().requires_grad_() for a in x]
     y, _ = recall((q, k, v, logs), torch.float32, method)
-    found = torch.autograd.grad((y[0, :, 0] * weight).sum(), leaves)
-    for slope, right in zip(found, expected, strict=True):
+    result = torch.autograd.grad((y[0, :, 0] * weight).sum(), leaves)
+    for slope, right in zip(result, expected, strict=True):
         assert error(slope, right) < 1e-4
 
 
@@ -229,18 +229,18 @@ def test_a_decay_of_zero_starts_anew(reset: float, dtype: torch.dtype, method: s
     x[3][0, 41] = reset
     q, k, v, logs = (a[:, 41:].clone() for a in x)
     logs[0, 0] = 0.0
-    whole, last = recall(x, dtype, method, "decaying")
-    fresh, after = recall((q, k, v, logs), dtype, method, "decaying")
+    full, last = recall(x, dtype, method, "decaying")
+    fresh, later = recall((q, k, v, logs), dtype, method, "decaying")
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-    assert error(whole[0, 41:, 0], fresh[0, :, 0].double()) < tolerance
-    assert last is not None and after is not None
-    assert error(last.weights[0], after.weights[0].double()) < tolerance
+    assert error(full[0, 41:, 0], fresh[0, :, 0].double()) < tolerance
+    assert last is not None and later is not None
+    assert error(last.weights[0], later.weights[0].double()) < tolerance
     state, outputs = None, []
     for t in range(60):
         q, k, v, logs = (a[:, t : t + 1] for a in x)
         y, state = recall((q, k, v, logs), dtype, method, "decaying", state)
         outputs.append(y)
-    assert error(torch.cat(outputs, dim=1), whole.double()) < tolerance
+    assert error(torch.cat(outputs, dim=1), full.double()) < tolerance
 
 
 def test_infinite_keys_are_refused_for_what_they_are() -> None:
@@ -328,10 +328,10 @@ def test_new_starts_inside_a_call_are_exact_forward_and_backward(
     for (b, h), right in expected.items():
         assert error(y[b, :, h], right) < 1e-9
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(6)).double()
-    found = torch.autograd.grad((y * weight).sum(), leaves)
+    result = torch.autograd.grad((y * weight).sum(), leaves)
     total = sum(((right * weight[b, :, h]).sum() for (b, h), right in expected.items()), start=0)
     assert isinstance(total, Tensor)
-    for slope, right in zip(found, torch.autograd.grad(total, leaves), strict=True):
+    for slope, right in zip(result, torch.autograd.grad(total, leaves), strict=True):
         assert error(slope, right) < 1e-8
 
 
@@ -348,7 +348,7 @@ def test_new_starts_equal_the_reference_in_all_that_goes_in_and_comes_out(
     init = torch.randn(2, 3, 4, generator=g).double().requires_grad_()
     ridge = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
     mask = torch.rand(3, 150, generator=g) > 0.2
-    leaves, found = [q, k, v, logs, init, ridge], []
+    leaves, result = [q, k, v, logs, init, ridge], []
     for method in ("least_squares", "reference"):
         state, outputs = None, []
         for past in (slice(0, 21), slice(21, 150)):
@@ -370,19 +370,19 @@ def test_new_starts_equal_the_reference_in_all_that_goes_in_and_comes_out(
         )
         every_number = (*outputs, *statistics, state.algorithm_state["inverse"][0])
         total = sum((x.double().sin().sum() for x in every_number), start=torch.zeros(()))
-        found.append([*every_number, *torch.autograd.grad(total, leaves)])
-    for engine_s, right in zip(*found, strict=True):
+        result.append([*every_number, *torch.autograd.grad(total, leaves)])
+    for engine_s, right in zip(*result, strict=True):
         assert error(engine_s, right) < 1e-8
 
 
 def test_one_new_start_does_not_run_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A border between two documents made a call of 512 tokens 512 calls."""
     chunks: list[int] = []
-    whole = engine.recursion
+    full = engine.recursion
 
     def counted(p: RidgeProblem, layout: Layout) -> tuple[Tensor, RidgeState, Tensor]:
         chunks.append(p.k.shape[1] // layout.chunk)
-        return whole(p, layout)
+        return full(p, layout)
 
     monkeypatch.setattr(engine, "recursion", counted)
     x = draw(512, 8, 0.97)
@@ -396,9 +396,9 @@ def refusal(
 ) -> tuple[int, int]:
     with pytest.raises(ValueError, match="is not determined") as caught:
         rc.recall(recipe(), q, k, v, {"log_decay": logs}, engine=method, **asked)
-    found = re.search(r"row (\d+), token (\d+), head 0", str(caught.value))
-    assert found is not None
-    return int(found[1]), int(found[2])
+    result = re.search(r"row (\d+), token (\d+), head 0", str(caught.value))
+    assert result is not None
+    return int(result[1]), int(result[2])
 
 
 @pytest.mark.parametrize("method", ["least_squares", "reference"])
@@ -474,13 +474,13 @@ def test_what_is_no_number_ends_where_a_memory_starts_anew(
         q, k, v, logs = (a[:, start:stop] for a in pair)
         y, state = recall((q, k, v, logs), torch.float32, state=state)
         outputs.append(y[:, :, 0])
-    found = torch.cat(outputs, 1)
-    numbers = found[0].isfinite().all(-1)
+    result = torch.cat(outputs, 1)
+    numbers = result[0].isfinite().all(-1)
     assert numbers[:32].all()
     assert numbers[anew:].all()
     assert not numbers[40:anew].any()
-    assert error(found[0][numbers], expected[numbers]) < 1e-4
-    assert error(found[1], rows(calm)) < 1e-4
+    assert error(result[0][numbers], expected[numbers]) < 1e-4
+    assert error(result[1], rows(calm)) < 1e-4
     assert state is not None
     assert state.weights[0].isfinite().all()
 
@@ -494,7 +494,7 @@ def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
     algorithm = rc.algorithm.LeastSquares(refresh_every=every)
     recipe = rc.Recipe(context=rc.context.Prefix(decay="input"), algorithm=algorithm)
     mask = torch.rand(3, 150, generator=torch.Generator().manual_seed(7)) > 0.2
-    found: list[list[Tensor]] = []
+    result: list[list[Tensor]] = []
     for method in ("least_squares", "reference"):
         state, outputs = None, []
         for past in (slice(0, 21), slice(21, 22), slice(22, 150)):
@@ -512,8 +512,8 @@ def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
             state.algorithm_state["kept"][0],
         ]
         total = sum((x.double().sin().sum() for x in every_number), start=torch.zeros(()))
-        found.append([*every_number, *torch.autograd.grad(total, leaves)])
-    for engine_s, right in zip(*found, strict=True):
+        result.append([*every_number, *torch.autograd.grad(total, leaves)])
+    for engine_s, right in zip(*result, strict=True):
         assert error(engine_s, right) < 1e-8
 
 

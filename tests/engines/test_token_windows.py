@@ -45,11 +45,11 @@ def loop(recipe: rc.Recipe, x: generate.Inputs, *, normalized: bool = False) -> 
         W = W + x.init[0]
     decays_first = recipe.retention.decay is not None and recipe.retention.decay.when == "before"
     for t in range(T):
-        before = W
+        initial = W
         if "log_decay" in g:
             W = W * g["log_decay"][:, t].exp()[..., None, None]
         for j in range(N):
-            at = W if j or decays_first else before
+            at = W if j or decays_first else initial
             step = torch.zeros_like(W)
             for m in range(min(C, t + 1)):
                 k, v = x.k[:, t - m, :, j], x.v[:, t - m, :, j]
@@ -159,8 +159,8 @@ def test_one_association_is_the_window_of_associations() -> None:
     }
     k, v = (torch.stack([a, torch.randn_like(a)], 3) for a in (x.k, x.v))
     init = x.init
-    got, _ = rc.recall(several, x.q, k, v, gates, initial_memory=init)
-    torch.testing.assert_close(got, y, **TOL)
+    result, _ = rc.recall(several, x.q, k, v, gates, initial_memory=init)
+    torch.testing.assert_close(result, y, **TOL)
 
 
 def test_explain() -> None:

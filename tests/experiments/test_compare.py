@@ -122,14 +122,14 @@ def test_a_value_that_is_not_where_its_curve_ends_says_why(
     other = run(["gla"], ["text"], text)
     assert other.eval_sizes["text"] == (64, held_out)
     assert other.to_dict()["measured"] == {"text": [64, held_out]}
-    (found,) = other.runs
-    assert found.value is not None and found.value == read.value
-    assert abs(found.value - found.curve[-1][1]) > 1e-4
+    (result,) = other.runs
+    assert result.value is not None and result.value == read.value
+    assert abs(result.value - result.curve[-1][1]) > 1e-4
     page = other.save(tmp_path / "other")["report"].read_text()
     said = (
         f"on {held_out:,} bytes of held-out text; points of the learning curves on 64 of them, "
-        f"evenly spread, so that a curve may end elsewhere (gla ends at {found.curve[-1][1]:.3f} "
-        f"there and at {found.value:.3f} here)."
+        f"evenly spread, so that a curve may end elsewhere (gla ends at {result.curve[-1][1]:.3f} "
+        f"there and at {result.value:.3f} here)."
     )
     assert said in page, "beside the table"
     assert f"Each point is measured on 64 of the {held_out:,} bytes of the table." in page
@@ -362,10 +362,10 @@ def test_processes_give_what_one_process_gives(text: str) -> None:
             return (prediction - value).square().sum(-1)
 
     models = ["retnet", ("nameless", rc.Recipe(bias=Nameless())), "delta_net"]
-    alone = run(["retnet", "delta_net"], ["text"], text, parameters=12_000)
+    single = run(["retnet", "delta_net"], ["text"], text, parameters=12_000)
     shared = run(models, ["text"], text, parameters=12_000, jobs=2, progress=watcher)
     assert [r.model for r in shared.runs] == ["retnet", "delta_net"]
-    for one, other in zip(alone.runs, shared.runs, strict=True):
+    for one, other in zip(single.runs, shared.runs, strict=True):
         assert other.value == pytest.approx(one.value, abs=1e-6)
         assert [at for at, _ in other.curve] == [at for at, _ in one.curve]
         assert (other.tokens, other.parameters) == (one.tokens, one.parameters)
@@ -374,7 +374,7 @@ def test_processes_give_what_one_process_gives(text: str) -> None:
     assert failed == "nameless"
     assert "no member named 'Nameless' is registered: import the module" in reason
     assert not shared.interrupted
-    assert (shared.processes, alone.processes) == (2, 1)
+    assert (shared.processes, single.processes) == (2, 1)
     assert ("failure", "nameless") in watcher.seen
     for model in ("retnet", "delta_net"):
         assert watcher.seen.index(("start", model)) < watcher.seen.index(("end", model))
@@ -448,10 +448,10 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
 
 
 def test_the_sizes_of_one_task_may_be_given_alone() -> None:
-    alone = compare("gla", "mqar", sizes=SMALL["mqar"])
+    single = compare("gla", "mqar", sizes=SMALL["mqar"])
     by_task = compare("gla", "mqar", sizes=SMALL)
-    assert alone.sizes == by_task.sizes == {"mqar": SMALL["mqar"]}
-    assert alone.runs[0].value == by_task.runs[0].value
+    assert single.sizes == by_task.sizes == {"mqar": SMALL["mqar"]}
+    assert single.runs[0].value == by_task.runs[0].value
 
 
 @pytest.mark.parametrize(
@@ -498,12 +498,12 @@ def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) ->
     """Each seed is the comparison of that seed alone; mean and deviation by hand."""
     models = ["gla", "retnet"]
     three = run(models, ["text"], text, seed=3, seeds=3)
-    alone = [run(models, ["text"], text, seed=seed) for seed in (3, 4, 5)]
+    single = [run(models, ["text"], text, seed=seed) for seed in (3, 4, 5)]
     assert [(r.model, r.seed) for r in three.runs] == [
         (model, seed) for seed in (3, 4, 5) for model in models
     ]
     for model in models:
-        values = [r.value for one in alone for r in one.of("text") if r.model == model]
+        values = [r.value for one in single for r in one.of("text") if r.model == model]
         assert [r.value for r in three.of("text") if r.model == model] == values
         assert None not in values
         numbers = np.array(values, dtype=float)
@@ -551,7 +551,7 @@ def test_where_curves_end_is_told_as_it_is_printed(
         )
         for seed, (end, value) in enumerate(zip(curves, values, strict=True))
     )
-    made = rc.experiments.Comparison(
+    result = rc.experiments.Comparison(
         runs=runs,
         sizes={"mqar": SMALL["mqar"]},
         seed=0,
@@ -559,9 +559,9 @@ def test_where_curves_end_is_told_as_it_is_printed(
         environment=describe_environment(),
         eval_sizes={"mqar": (64, 256)},
     )
-    assert "channels. Trained on" in table(made, "mqar").caption, "of one head"
+    assert "channels. Trained on" in table(result, "mqar").caption, "of one head"
     ends = f"a curve may end elsewhere ({says})." if says else "a curve may end elsewhere."
-    assert ends in eval_size_note(made, "mqar")
+    assert ends in eval_size_note(result, "mqar")
 
 
 @pytest.mark.parametrize(
@@ -584,14 +584,14 @@ def test_a_table_of_text_says_how_far_it_may_be_read(
         for task in ("text", "mqar")
         for name in names
     )  # fmt: skip
-    made = rc.experiments.Comparison(
+    result = rc.experiments.Comparison(
         runs=runs, sizes=dict(SMALL), seed=0, environment=describe_environment()
     )
-    said = comparison_caveats(made, "text")
+    said = comparison_caveats(result, "text")
     assert said.startswith(says) and (not says) == (not said)
     bare = "softmax_attention has no short convolution, which helps small models to begin."
     assert (bare in said) == ("softmax_attention" in names)
-    assert comparison_caveats(made, "mqar") == ""
+    assert comparison_caveats(result, "mqar") == ""
 
 
 @pytest.mark.slow
@@ -601,9 +601,9 @@ def test_two_seeds_are_told_by_both_values() -> None:
     (told,) = two.summaries("mqar")
     assert told.format() == f"{(low + high) / 2:.3f} ({low:.3f}–{high:.3f})"
     assert told.sd is None
-    (mean, least, greatest) = told.by_pairs[4]
+    (mean, minimum, greatest) = told.by_pairs[4]
     each = [r.by_pairs[4] for r in two.runs]
-    assert (mean, least, greatest) == (sum(each) / 2, min(each), max(each))
+    assert (mean, minimum, greatest) == (sum(each) / 2, min(each), max(each))
 
 
 def test_one_seed_is_reported_as_before(text: str, tmp_path: Path) -> None:
@@ -663,5 +663,5 @@ def test_a_device_that_is_not_here_is_refused(text: str) -> None:
         run(["gla"], ["text"], text, device="cuda:99")
     with pytest.raises(ValueError, match=r"compare: seeds must be a whole number from 1 to"):
         run(["gla"], ["text"], text, seeds=0)
-    found = run(["gla"], ["text"], text, device="cpu")
-    assert found.environment.device_type == "cpu"
+    result = run(["gla"], ["text"], text, device="cpu")
+    assert result.environment.device_type == "cpu"

@@ -46,11 +46,11 @@ def measure(trained: nn.Module) -> float:
 
 def test_it_learns_and_stops_when_the_task_is_solved() -> None:
     budget = Budget(steps=400, lrs=(0.05,), evaluations=20)
-    found = fit(model, copying, measure, budget, seed=0)
-    assert found.value == 1.0
-    assert found.steps < 400
-    assert found.curve[-1] == (found.steps, 1.0)
-    assert measure(found.model) == 1.0
+    result = fit(model, copying, measure, budget, seed=0)
+    assert result.value == 1.0
+    assert result.steps < 400
+    assert result.curve[-1] == (result.steps, 1.0)
+    assert measure(result.model) == 1.0
 
 
 def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
@@ -61,9 +61,9 @@ def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
         models.append(model())
         return models[-1]
 
-    found = fit(make, copying, measure, budget, seed=0)
-    assert found.lr == 0.1
-    assert found.value == 1.0
+    result = fit(make, copying, measure, budget, seed=0)
+    assert result.lr == 0.1
+    assert result.value == 1.0
     assert len(models) == 2, "0.2 was not tried"
 
 
@@ -91,50 +91,55 @@ class Hooked(nn.Module):
 
 def test_a_rate_that_diverges_is_survived() -> None:
     budget = Budget(steps=2 * MAX_SKIPPED_STEPS + 20, lrs=(0.1, 0.2), evaluations=2)
-    found = fit(lambda: Hooked(set(range(100))), copying, measure, budget, seed=0)
-    assert math.isnan(found.value)
-    assert (found.lr, found.steps, found.skipped_steps) == (0.1, *[MAX_SKIPPED_STEPS] * 2)
+    result = fit(lambda: Hooked(set(range(100))), copying, measure, budget, seed=0)
+    assert math.isnan(result.value)
+    assert (result.lr, result.steps, result.skipped_steps) == (0.1, *[MAX_SKIPPED_STEPS] * 2)
 
 
 def test_a_step_without_a_finite_gradient_is_not_taken() -> None:
     budget = Budget(steps=100, lrs=(0.05,), evaluations=2)
-    found = fit(lambda: Hooked({3, 4, 30}), copying, measure, budget, seed=0)
-    assert found.skipped_steps == 3
-    assert found.value == 1.0
-    assert all(bool(weight.isfinite().all()) for weight in found.model.parameters())
+    result = fit(lambda: Hooked({3, 4, 30}), copying, measure, budget, seed=0)
+    assert result.skipped_steps == 3
+    assert result.value == 1.0
+    assert all(bool(weight.isfinite().all()) for weight in result.model.parameters())
 
 
 def test_lengths_grow_when_the_last_batches_were_right() -> None:
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def stage(length: int, steps: int | None = None) -> Stage:
         def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-            seen.append(length)
+            recorded.append(length)
             return copying(generator, length)
 
         return Stage(draw=draw, steps=steps)
 
     budget = Budget(steps=300, lrs=(0.05,), evaluations=10)
-    found = fit(model, [stage(2), stage(4), stage(8)], measure, budget, seed=0)
-    assert seen[0] == 2
-    assert seen == sorted(seen)
-    first, second = found.stage_starts
-    assert (seen[first - 1], seen[first], seen[second - 1], seen[second]) == (2, 4, 4, 8)
-    assert found.value == 1.0
-    seen.clear()
+    result = fit(model, [stage(2), stage(4), stage(8)], measure, budget, seed=0)
+    assert recorded[0] == 2
+    assert recorded == sorted(recorded)
+    first, second = result.stage_starts
+    assert (recorded[first - 1], recorded[first], recorded[second - 1], recorded[second]) == (
+        2,
+        4,
+        4,
+        8,
+    )
+    assert result.value == 1.0
+    recorded.clear()
     budget = Budget(steps=9, lrs=(0.05,))
-    found = fit(model, [stage(2, 2), stage(4, 3), stage(8, 4)], None, budget, seed=0)
-    assert seen == [2] * 2 + [4] * 3 + [8] * 4
-    assert found.stage_starts == [2, 5]
-    assert (found.curve, math.isnan(found.value)) == ([], True)
+    result = fit(model, [stage(2, 2), stage(4, 3), stage(8, 4)], None, budget, seed=0)
+    assert recorded == [2] * 2 + [4] * 3 + [8] * 4
+    assert result.stage_starts == [2, 5]
+    assert (result.curve, math.isnan(result.value)) == ([], True)
 
 
 def test_the_same_seed_trains_the_same_model() -> None:
     budget = Budget(steps=20, lrs=(0.01,), evaluations=2)
-    first, again = (fit(model, copying, measure, budget, seed=1) for _ in range(2))
-    assert first.curve == again.curve
+    first, repeated = (fit(model, copying, measure, budget, seed=1) for _ in range(2))
+    assert first.curve == repeated.curve
     other = fit(model, copying, measure, budget, seed=2)
-    weights = [next(f.model.parameters()) for f in (first, again, other)]
+    weights = [next(f.model.parameters()) for f in (first, repeated, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
@@ -202,10 +207,10 @@ def test_routed_tokens_are_balanced_as_in_a_models_own_training() -> None:
     )
     torch.manual_seed(0)
     model = rc.lm.RecollectForCausalLM(config).train()
-    alone = copy.deepcopy(model)
+    single = copy.deepcopy(model)
     ids = torch.randint(11, (2, 9))
     labels = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORE)], 1)
-    out = alone(ids, labels=ids)
+    out = single(ids, labels=ids)
     out.loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     steps = training_steps(
@@ -218,6 +223,6 @@ def test_routed_tokens_are_balanced_as_in_a_models_own_training() -> None:
     )
     (step,) = steps
     assert step.loss == pytest.approx(float((out.loss - 3.0 * out.aux_loss).detach()), abs=1e-5)
-    for after, before in zip(model.parameters(), alone.parameters(), strict=True):
-        wanted = before if before.grad is None else before - before.grad
-        torch.testing.assert_close(after, wanted)
+    for later, initial in zip(model.parameters(), single.parameters(), strict=True):
+        expected = initial if initial.grad is None else initial - initial.grad
+        torch.testing.assert_close(later, expected)

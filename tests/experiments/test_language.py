@@ -58,12 +58,12 @@ def corpus(tmp_path: Path, paragraphs: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bits_by_position_against_a_loop(corpus: TextCorpus) -> None:
-    made = language.model_for_cell(TERMS, "delta_net")
+    built = language.model_for_cell(TERMS, "delta_net")
     torch.manual_seed(0)
-    net = RecollectForCausalLM(made).eval()
+    net = RecollectForCausalLM(built).eval()
     size = language._sizes(TERMS)
     with torch.no_grad():
-        found = language._bits_by_position(net, corpus, size, 10**9)
+        result = language._bits_by_position(net, corpus, size, 10**9)
         data, T = corpus.heldout.long(), size.length
         sums, rows = torch.zeros(T, dtype=torch.float64), 0
         for start in range(0, len(data) - 1 - T + 1, T):
@@ -73,7 +73,7 @@ def test_bits_by_position_against_a_loop(corpus: TextCorpus) -> None:
                 sums[at] -= math.log2(float(p))
             rows += 1
     assert rows > 4
-    torch.testing.assert_close(found, sums / rows, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, sums / rows, rtol=1e-5, atol=1e-5)
 
 
 def test_spans_of_positions_are_the_whole_row() -> None:
@@ -83,15 +83,15 @@ def test_spans_of_positions_are_the_whole_row() -> None:
 
 
 def test_a_model_is_trained_and_measured(corpus: TextCorpus) -> None:
-    first, again, other = (
+    first, repeated, other = (
         language_model(TERMS, "delta_net", seed=seed, device=CPU) for seed in (0, 0, 1)
     )
-    assert first[BITS] == again[BITS] != other[BITS]
-    made = language.model_for_cell(TERMS, "delta_net")
-    assert first["parameters"] == parameter_count(made)
-    assert abs(parameter_count(made) - TERMS["parameters"]) <= 12 * 16
+    assert first[BITS] == repeated[BITS] != other[BITS]
+    result = language.model_for_cell(TERMS, "delta_net")
+    assert first["parameters"] == parameter_count(result)
+    assert abs(parameter_count(result) - TERMS["parameters"]) <= 12 * 16
     assert first["tokens"] == 3 * 32
-    assert first["FLOPs"] == model_flops(made, context=16) * 3 * 32
+    assert first["FLOPs"] == model_flops(result, context=16) * 3 * 32
     spans = first["bits by position"]
     assert isinstance(spans, list)
     widths = [1, 1, 2, 4, 8]
@@ -108,16 +108,16 @@ def test_what_the_grid_varies_is_the_model_s(corpus: TextCorpus) -> None:
         {**TERMS, "channels": 8}, "delta_net", width=32, parameters=40_000
     )
     assert config.num_attention_heads == 4
-    found = language_model(TERMS, "delta_net", seed=0, device=CPU, length=8)
-    assert len(found["bits by position"]) == 4  # type: ignore[arg-type]
-    assert found["tokens"] == 3 * 32
+    result = language_model(TERMS, "delta_net", seed=0, device=CPU, length=8)
+    assert len(result["bits by position"]) == 4  # type: ignore[arg-type]
+    assert result["tokens"] == 3 * 32
 
 
 def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> None:
-    found = language_model({**TERMS, "lr": 1e30}, "delta_net", seed=0, device=CPU)
-    assert math.isnan(found[BITS])  # type: ignore[arg-type]
-    assert found["diverged at step"] in (2.0, 3.0)
-    results = Results.from_rows([({"model": "a"}, 0, found), ({"model": "b"}, 0, {BITS: 9.0})])
+    result = language_model({**TERMS, "lr": 1e30}, "delta_net", seed=0, device=CPU)
+    assert math.isnan(result[BITS])  # type: ignore[arg-type]
+    assert result["diverged at step"] in (2.0, 3.0)
+    results = Results.from_rows([({"model": "a"}, 0, result), ({"model": "b"}, 0, {BITS: 9.0})])
     outcome = below(BITS, lower=("b",), upper=("a",)).judge(results)
     assert (outcome.status, "a diverged" in outcome.evidence) == ("holds", True)
     with pytest.raises(NotMeasured):
@@ -160,14 +160,14 @@ def planned(tmp_path: Path, paragraphs: str) -> dict[str, Any]:
 
 def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs: str) -> None:
     terms = planned(tmp_path, paragraphs)
-    found = language_model(terms, "delta_net", seed=0, device=CPU)
-    assert found["tokens"] == 96
-    assert 0 < found[BITS] < 10  # type: ignore[operator]
+    result = language_model(terms, "delta_net", seed=0, device=CPU)
+    assert result["tokens"] == 96
+    assert 0 < result[BITS] < 10  # type: ignore[operator]
     (folder,) = (tmp_path / "models").iterdir()
     saved = RecollectForCausalLM.from_pretrained(folder / "model")
-    assert parameter_count(saved.config) == found["parameters"]
+    assert parameter_count(saved.config) == result["parameters"]
     weights = (folder / "model" / "model.safetensors").read_bytes()
-    assert language_model(terms, "delta_net", seed=0, device=CPU)[BITS] == found[BITS]
+    assert language_model(terms, "delta_net", seed=0, device=CPU)[BITS] == result[BITS]
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
     language_model(terms, "delta_net", seed=1, device=CPU)
     assert len(list((tmp_path / "models").iterdir())) == 2
@@ -178,21 +178,25 @@ def test_tasks_measure_the_model_of_a_plan(
 ) -> None:
     """With the network's tasks stood in for; the arguments are those that `evaluate` takes."""
     module = importlib.import_module("recollect.lm.evaluation.evaluate")
-    takes, asked = inspect.signature(module.evaluate), {}
+    takes, requested = inspect.signature(module.evaluate), {}
 
     def measured(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        asked.update(takes.bind(*args, **kwargs).arguments)
+        requested.update(takes.bind(*args, **kwargs).arguments)
         return SimpleNamespace(tasks=(SimpleNamespace(task="wikitext", metrics=WIKITEXT),))
 
     monkeypatch.setattr(module, "evaluate", measured)
     terms = {**planned(tmp_path, paragraphs), "tasks": ["wikitext"]}
-    found = language_model(terms, "delta_net", seed=0, device=CPU)
+    result = language_model(terms, "delta_net", seed=0, device=CPU)
     (folder,) = (tmp_path / "models").iterdir()
-    assert asked["model"] == folder / "model"
-    assert (asked["tasks"], asked["context"], asked["device"]) == (["wikitext"], 16, "cpu")
-    assert asked["out"] == folder / "evaluation"
-    assert found[BITS] == 1.25
-    assert found["wikitext word_perplexity"] == 80.0
+    assert requested["model"] == folder / "model"
+    assert (requested["tasks"], requested["context"], requested["device"]) == (
+        ["wikitext"],
+        16,
+        "cpu",
+    )
+    assert requested["out"] == folder / "evaluation"
+    assert result[BITS] == 1.25
+    assert result["wikitext word_perplexity"] == 80.0
 
 
 WIKITEXT = {"bits_per_byte": 1.25, "word_perplexity": 80.0}
@@ -201,10 +205,10 @@ WIKITEXT = {"bits_per_byte": 1.25, "word_perplexity": 80.0}
 def test_numbers_of_tasks() -> None:
     tasks = COMMON_SENSE.items()
     accuracies = {task: {name: i / 10, "other": 9.0} for i, (task, name) in enumerate(tasks)}
-    found = language._task_metrics({"wikitext": {"bits_per_byte": 0.9}, **accuracies})
-    assert found[BITS] == 0.9
-    assert found["accuracy"] == pytest.approx(0.35)
-    assert found["piqa other"] == 9.0
+    result = language._task_metrics({"wikitext": {"bits_per_byte": 0.9}, **accuracies})
+    assert result[BITS] == 0.9
+    assert result["accuracy"] == pytest.approx(0.35)
+    assert result["piqa other"] == 9.0
     del accuracies["boolq"]
     assert "accuracy" not in language._task_metrics(accuracies)
     assert BITS not in language._task_metrics(accuracies)
@@ -228,10 +232,10 @@ def changed(recipe: Recipe, of: Recipe) -> set[str]:
     ],
 )
 def test_parts_of_yaad(part: str, choices: set[str]) -> None:
-    whole = get("yaad")
+    full = get("yaad")
     name, recipe, options = miras.yaad_variant(part)  # type: ignore[misc]
     assert name == part
-    assert changed(recipe, whole.recipe) == choices  # type: ignore[arg-type]
+    assert changed(recipe, full.recipe) == choices  # type: ignore[arg-type]
     gates = {gate.name for gate in recipe.gates()} | {param.name for param in recipe.params()}  # type: ignore[union-attr]
     assert set(dict(options.gate_options)) <= gates  # type: ignore[union-attr]
     if not choices:
@@ -239,7 +243,7 @@ def test_parts_of_yaad(part: str, choices: set[str]) -> None:
 
 
 def test_parts_of_atlas() -> None:
-    whole = get("atlas")
+    full = get("atlas")
     for name, choice in (
         ("linear memory", "memory"),
         ("without Muon", "algorithm"),
@@ -247,20 +251,20 @@ def test_parts_of_atlas() -> None:
         ("without polynomials", "features"),
     ):
         _, recipe, options = atlas.atlas_variant(name)  # type: ignore[misc]
-        assert changed(recipe, whole.recipe) == {choice}  # type: ignore[arg-type]
-        assert options == whole.options
+        assert changed(recipe, full.recipe) == {choice}  # type: ignore[arg-type]
+        assert options == full.options
     omega_net = get("omega_net").recipe
-    assert changed(omega_net, whole.recipe) == {"algorithm", "memory"}
-    assert changed(get("atlas_plus_plus").recipe, whole.recipe) == {"memory"}
+    assert changed(omega_net, full.recipe) == {"algorithm", "memory"}
+    assert changed(get("atlas_plus_plus").recipe, full.recipe) == {"memory"}
 
 
 def test_powers_of_moneta_and_kernels_of_attention() -> None:
-    whole = get("moneta")
+    full = get("moneta")
     _, recipe, options = miras._moneta({"p": 3.0, "q": 4.0})  # type: ignore[misc]
-    assert (recipe, options) == (whole.recipe, whole.options)
+    assert (recipe, options) == (full.recipe, full.options)
     _, recipe, _ = miras._moneta({"p": 1.5, "q": 2.0})  # type: ignore[misc]
-    assert changed(recipe, whole.recipe) == {"bias", "retention"}  # type: ignore[arg-type]
-    assert replace(recipe.retention, q=4.0) == whole.recipe.retention  # type: ignore[union-attr]
+    assert changed(recipe, full.recipe) == {"bias", "retention"}  # type: ignore[arg-type]
+    assert replace(recipe.retention, q=4.0) == full.recipe.retention  # type: ignore[union-attr]
     cells = miras._pq_cells({"p": [3.0, 4.0], "q": [2.0, 4.0], "lengths": [8]})
     assert [(c["p"], c["q"]) for c in cells] == [(3.0, 4.0), (4.0, 4.0), (3.0, 2.0)]
     linear, exp = (heads._model({"kernel": kernel}) for kernel in heads.KERNELS)

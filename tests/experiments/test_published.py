@@ -86,12 +86,12 @@ def test_averages_are_means_but_for_those_the_note_names(name: str) -> None:
 
 def test_ablations_speak_of_table_2() -> None:
     """The perplexity of table 6 is the mean of two of table 2, for the rows that both have."""
-    whole, parts = published("atlas_table2"), published("atlas_table6")
+    full, parts = published("atlas_table2"), published("atlas_table6")
     same = {"Atlas": "Atlas", "+Gated MLP Memory": "Atlas++", "+Attn (MAG)": "Atlas (MAG)"}
     for part, model in same.items():
-        two = [whole.value(model, f"{c} ppl", group=MIDDLE) for c in ("wikitext", "lambada")]
+        two = [full.value(model, f"{c} ppl", group=MIDDLE) for c in ("wikitext", "lambada")]
         assert parts.value(part, "ppl") == pytest.approx(sum(two) / 2, abs=0.0051)
-        assert parts.value(part, "acc") == whole.value(model, "average acc", group=MIDDLE)
+        assert parts.value(part, "acc") == full.value(model, "average acc", group=MIDDLE)
 
 
 def test_the_two_mad_tables_disagree() -> None:

@@ -127,23 +127,23 @@ def test_the_value_of_a_needle_is_asked(name: NeedleName, asked: int, length: in
     words = needle_vocabulary(20)
     inputs, labels = needle_batch(words, name, length, 5, drawn())
     assert inputs.shape == labels.shape == (5, length - 1)
-    for row, wanted in zip(inputs.tolist(), labels, strict=True):
-        assert int((wanted != IGNORE).sum()) == asked
-        answer = wanted[wanted != IGNORE].tolist()
-        assert wanted[-1] != IGNORE
+    for row, expected in zip(inputs.tolist(), labels, strict=True):
+        assert int((expected != IGNORE).sum()) == asked
+        answer = expected[expected != IGNORE].tolist()
+        assert expected[-1] != IGNORE
         assert answer[-1:] == words(".")
         assert row[-asked + 1 :] == answer[:-1]
         assert within(answer, row)  # the needle itself says it
-    again = needle_batch(words, name, length, 5, drawn())
-    assert torch.equal(inputs, again[0])
+    repeated = needle_batch(words, name, length, 5, drawn())
+    assert torch.equal(inputs, repeated[0])
 
 
 def test_needles_are_everywhere_in_the_text() -> None:
     words = needle_vocabulary(20)
     inputs, labels = needle_batch(words, "number", 300, 60, drawn())
     places = []
-    for row, wanted in zip(inputs.tolist(), labels, strict=True):
-        places.append(within(wanted[wanted != IGNORE].tolist(), row)[0] / 300)
+    for row, expected in zip(inputs.tolist(), labels, strict=True):
+        places.append(within(expected[expected != IGNORE].tolist(), row)[0] / 300)
     assert min(places) < 0.2
     assert max(places) > 0.7
     assert 0.3 < sum(places) / len(places) < 0.7
@@ -153,9 +153,9 @@ def test_a_story_is_whole_and_in_order() -> None:
     words, config = story_vocabulary(1, 20), StoryConfig(task=1, facts=3, people=3)
     inputs, labels = story_batch(words, config, 120, 4, drawn())
     went = words("went to the")
-    for row, wanted in zip(inputs.tolist(), labels, strict=True):
+    for row, expected in zip(inputs.tolist(), labels, strict=True):
         assert len(within(went, row)) == 3
-        place, stop = wanted[wanted != IGNORE].tolist()
+        place, stop = expected[expected != IGNORE].tolist()
         assert [stop] == words(".")
         person = row[-len(words("Anna? Answer:")) - 1]
         last = [at for at in within(went, row) if row[at - 1] == person]
@@ -169,9 +169,9 @@ def test_documents_end_with_their_answer(form: str) -> None:
     assert inputs.shape == (3, 215)
     known = (inputs != 0).float().mean()
     assert known > 0.35
-    for wanted in labels:
-        assert wanted[-1] == words("|")[0]
-        assert int((wanted != IGNORE).sum()) >= 2
+    for expected in labels:
+        assert expected[-1] == words("|")[0]
+        assert int((expected != IGNORE).sum()) >= 2
 
 
 def test_copies_ask_for_the_second_time_but_for_what_begins_it() -> None:
@@ -185,17 +185,17 @@ def test_copies_ask_for_the_second_time_but_for_what_begins_it() -> None:
 
 def test_a_curriculum_has_its_lessons_in_order_and_ends_at_rate_zero() -> None:
     config = {"lessons": [["copy 9", 8, 3, 50], ["task", 12, 2, 40]], "lr": 0.5}
-    asked: list[tuple[str, int, int]] = []
+    requested: list[tuple[str, int, int]] = []
 
     def draw(kind: str, length: int, batch: int, generator: torch.Generator) -> Batch:
-        asked.append((kind, length, batch))
+        requested.append((kind, length, batch))
         return copy_batch(5, length, batch, generator)
 
     stages, budget = curriculum(config, 9, draw)
     shapes = [tuple(stage.draw(drawn())[0].shape) for stage in stages]
     assert shapes == [(3, 7), (2, 11)]
     assert [stage.steps for stage in stages] == [50, 40]
-    assert asked == [("task", 12, 2)]
+    assert requested == [("task", 12, 2)]
     rates = [budget.rate(step) for step in range(91)]
     assert rates[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
     assert rates[20:51] == [1.0] * 31
@@ -233,9 +233,9 @@ def test_a_reading_model_learns_on_its_curriculum() -> None:
 
     mixer = get_mixer("gated_delta_net", config)
     stages, budget = curriculum(config, 8, draw)
-    found = fit(lambda: ReadingModel(mixer, 8, config), stages, None, budget, seed=0)
-    assert found.skipped_steps == 0
-    assert answer_accuracy(found.model, *draw("task", 8, 16, drawn(7)))[0] == 1.0
+    result = fit(lambda: ReadingModel(mixer, 8, config), stages, None, budget, seed=0)
+    assert result.skipped_steps == 0
+    assert answer_accuracy(result.model, *draw("task", 8, 16, drawn(7)))[0] == 1.0
 
 
 def test_convolutions_and_segments_are_given() -> None:

@@ -168,10 +168,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(run.results.records) == 4
     assert json.loads((tmp_path / "toy" / "results.json").read_text())["complete"] is False
     assert "Interrupted" in (tmp_path / "toy" / "report.html").read_text()
-    again: list[tuple[int, int]] = []
-    run = reproduce(toy(again), out=tmp_path)
+    repeated: list[tuple[int, int]] = []
+    run = reproduce(toy(repeated), out=tmp_path)
     assert run.complete
-    assert first + again == [(x, seed) for seed in range(2) for x in (1, 2, 3)]
+    assert first + repeated == [(x, seed) for seed in range(2) for x in (1, 2, 3)]
     nothing: list[tuple[int, int]] = []
     assert reproduce(toy(nothing), out=tmp_path).results.seconds == run.results.seconds
     assert nothing == []
@@ -256,13 +256,13 @@ def test_a_report_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
     page = html.unescape((out / "ttr-fig2" / "report.html").read_text("utf-8"))
     command = f"recollect reproduce ttr-fig2 --scale smoke --seeds 1 --out '{out}'"
     assert command in page
-    again = invoke(*shlex.split(command)[1:])
-    assert "measured earlier" in again.output
+    repeated = invoke(*shlex.split(command)[1:])
+    assert "measured earlier" in repeated.output
 
     run = reproduce(toy(), scale="smoke", out=tmp_path)
     spent = f"{run.results.seconds:,.0f} s, summed over the cells"
-    alone = save_run(run)["report"].read_text("utf-8")
-    assert spent in alone and "at a time" not in alone
+    single = save_run(run)["report"].read_text("utf-8")
+    assert spent in single and "at a time" not in single
     beside = save_run(replace(run, jobs=2))["report"].read_text("utf-8")
     assert f"{spent}, of which 2 were measured at a time" in beside
 
@@ -276,9 +276,9 @@ def test_recall_near_one_fills_its_panels(least: float, bottom: float, top: floa
         for P in (8, 16)
         for T in (32, 64)
     ]
-    found = _y_range(Results.from_rows(rows, config={"width": 8}))
-    assert found == pytest.approx((bottom, top))
-    assert found[0] < least < 1 < found[1]
+    result = _y_range(Results.from_rows(rows, config={"width": 8}))
+    assert result == pytest.approx((bottom, top))
+    assert result[0] < least < 1 < result[1]
 
 
 def test_a_command_leaves_out_what_is_as_by_default() -> None:
@@ -321,9 +321,9 @@ def test_a_cell_whose_process_died_is_told_after_the_others(
     assert told["complete"] is False
     assert told["records"]
     monkeypatch.undo()
-    again = reproduce("ttr-fig2", scale="smoke", out=tmp_path)
-    assert again.complete
-    assert len(again.results.records) == len(told["records"]) + 1
+    repeated = reproduce("ttr-fig2", scale="smoke", out=tmp_path)
+    assert repeated.complete
+    assert len(repeated.results.records) == len(told["records"]) + 1
 
 
 # -- records ---------------------------------------------------------------------------------------

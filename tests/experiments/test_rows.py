@@ -39,14 +39,14 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
     first = rows(["retnet"], tmp_path, corpus)
     assert first is not None
     assert [run.model for run in first.runs] == ["retnet"]
-    before = (tmp_path / "retnet.json").read_text()
+    initial = (tmp_path / "retnet.json").read_text()
     second = rows(["retnet", "gla"], tmp_path, corpus)
     assert second is not None
     assert [run.model for run in second.runs] == ["gla"]
     page = (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").unlink()
     assert rows(["gla", "retnet"], tmp_path, corpus) is None
-    assert (tmp_path / "retnet.json").read_text() == before
+    assert (tmp_path / "retnet.json").read_text() == initial
     assert (tmp_path / "README.md").read_text() == page  # of rows that stand, too
     for model in ("retnet", "gla"):
         row = json.loads((tmp_path / f"{model}.json").read_text())
@@ -82,9 +82,9 @@ def test_a_row_with_the_same_layer_options_is_another_row(
 
 @pytest.mark.slow
 def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> None:
-    made = rows(["retnet", "gla"], tmp_path, corpus, jobs=2)
-    assert made is not None
-    assert not made.failures
+    result = rows(["retnet", "gla"], tmp_path, corpus, jobs=2)
+    assert result is not None
+    assert not result.failures
     for model in ("retnet", "gla"):
         row = json.loads((tmp_path / f"{model}.json").read_text())
         assert row["environment"]["threads"] == 1

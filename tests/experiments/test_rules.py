@@ -150,16 +150,16 @@ def _judge(measured: Results) -> Verdict:
 def test_a_digest_covers_all_that_a_special_rule_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest of the outermost function alone missed its helpers and constants."""
     rule = rules.special("Accuracy is high.", _judge)
-    before = rule.digest
-    assert before == rules.special("Accuracy is high.", _judge).digest
-    assert before != rules.special("Accuracy is low.", _judge).digest
+    initial = rule.digest
+    assert initial == rules.special("Accuracy is high.", _judge).digest
+    assert initial != rules.special("Accuracy is low.", _judge).digest
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "LIMIT", 0.6)
-        assert rule.digest != before
+        assert rule.digest != initial
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "_is_high", lambda value: True)
-        assert rule.digest != before
-    assert rule.digest == before
+        assert rule.digest != initial
+    assert rule.digest == initial
     experiment = EXPERIMENTS["am-fig6"]
     digest = experiment.rules_digest
     assert digest.startswith("2-")
@@ -168,7 +168,7 @@ def test_a_digest_covers_all_that_a_special_rule_uses(monkeypatch: pytest.Monkey
 
 
 def test_a_digest_covers_the_data_of_a_rule() -> None:
-    made = [
+    result = [
         rules.at_least("accuracy", 0.5),
         rules.at_least("accuracy", 0.6),
         rules.at_least("accuracy", 0.5, statistic="min"),
@@ -176,7 +176,7 @@ def test_a_digest_covers_the_data_of_a_rule() -> None:
         rules.for_each("model", rules.at_least("accuracy", 0.5)),
         rules.for_any("model", rules.at_least("accuracy", 0.5)),
     ]
-    assert len({rule.digest for rule in made}) == len(made)
+    assert len({rule.digest for rule in result}) == len(result)
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ def test_points_of_a_curve_have_their_places() -> None:
     def steps(config: Config, count: int) -> list[int]:
         return [config["interval"] * (i + 1) for i in range(count)]
 
-    made = Results.from_rows(
+    result = Results.from_rows(
         [({"model": "a"}, seed, {"curve": [0.0, float(seed), math.nan]}) for seed in (0, 1)],
         config={"interval": 5},
     )
-    (panel,) = lines(y="curve", x=steps, by="model", name="model {model}").make_panels(made)
+    (panel,) = lines(y="curve", x=steps, by="model", name="model {model}").make_panels(result)
     (line,) = panel.series
     assert (line.name, list(line.x)) == ("model a", [5, 10, 15])
     assert (line.y[:2], line.low[:2], line.high[:2]) == ([0.0, 0.5], [0.0, 0.0], [0.0, 1.0])  # type: ignore[index]

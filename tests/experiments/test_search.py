@@ -106,34 +106,34 @@ def test_draws_are_near_the_start_valid_and_distinct() -> None:
         assert 1 <= len(changes(mixer.recipe, START.recipe)) <= 2
         assert mixer.recipe.canonical() not in known
         known.add(mixer.recipe.canonical())
-    again = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
-    assert again == draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
+    repeated = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
+    assert repeated == draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
     nothing = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: False)
     assert nothing is None
 
 
 def test_options_keep_the_gates_and_ties_that_a_drawn_recipe_declares() -> None:
     start = rc.blocks.as_mixer("gated_delta_net_2")
-    found = draw_neighbour(
+    result = draw_neighbour(
         start,
         seed=0,
         draws=0,
         known=(),
         accept=lambda x: isinstance(x.recipe.bias, rc.bias.DotProduct),
     )
-    assert found is not None
-    options = found[1].options
+    assert result is not None
+    options = result[1].options
     assert "probe" in dict(start.options.gate_options) and start.options.ties
     assert "probe" not in dict(options.gate_options) and not options.ties
-    rc.MemoryLayer(8, 2, found[1].recipe, options)
+    rc.MemoryLayer(8, 2, result[1].recipe, options)
 
 
 def test_options_keep_the_gates_of_ties() -> None:
     start = rc.blocks.as_mixer("memory_mosaics")
-    found = draw_neighbour(start, seed=0, draws=0, known=(), accept=lambda _: True)
-    assert found is not None
+    result = draw_neighbour(start, seed=0, draws=0, known=(), accept=lambda _: True)
+    assert result is not None
     assert "log_average_decay" in dict(start.options.gate_options)
-    assert found[1].options == start.options
+    assert result[1].options == start.options
 
 
 def test_a_member_of_the_user_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +143,8 @@ def test_a_member_of_the_user_takes_part(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(draws, "all_members", lambda: tuple(here))
 
     def has_member(seed: int) -> bool:
-        found = draw_neighbour(START, seed=seed, draws=0, known=(), accept=lambda _: True)
-        return found is not None and isinstance(found[1].recipe.bias, SquareRoot)
+        actual = draw_neighbour(START, seed=seed, draws=0, known=(), accept=lambda _: True)
+        return actual is not None and isinstance(actual[1].recipe.bias, SquareRoot)
 
     seed = next(seed for seed in range(1000) if has_member(seed))
     result = run(trials=1, seed=seed, max_time=1e6)
@@ -170,16 +170,16 @@ class StopAt(ProgressReporter):
 
 def test_an_interrupted_search_continues_to_the_result_of_a_whole_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"baselines": "delta_net", "seed": 1}
-    whole = run(trials=3, **options)
+    full = run(trials=3, **options)
     stopped = run(trials=3, folder=tmp_path, progress=StopAt(4), **options)
     assert stopped.interrupted and len(stopped.trials) == 3
     assert outcome(rc.experiments.load_search(tmp_path)) == outcome(stopped)
     continued = run(trials=3, folder=tmp_path, **options)
     assert not continued.interrupted
-    assert outcome(continued) == outcome(whole)
-    assert {x.rung for x in whole.trials} == {0, 1, 2}
-    again = run(trials=3, folder=tmp_path, progress=StopAt(1), **options)
-    assert outcome(again) == outcome(whole) and not again.interrupted
+    assert outcome(continued) == outcome(full)
+    assert {x.rung for x in full.trials} == {0, 1, 2}
+    repeated = run(trials=3, folder=tmp_path, progress=StopAt(1), **options)
+    assert outcome(repeated) == outcome(full) and not repeated.interrupted
     with pytest.raises(ValueError, match="has another seed") as error:
         run(trials=3, folder=tmp_path, baselines="delta_net", seed=2)
     is_one_sentence(str(error.value))
@@ -276,9 +276,9 @@ def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
 def test_the_command_searches_and_refuses(tmp_path: Path) -> None:
     sizes = ["--width", "8", "--steps", "9", "--batch", "1", "--heads", "1"]
     line = ["search", "--task", "mqar", "--trials", "1", *sizes, "--out", str(tmp_path / "s")]
-    found = CliRunner().invoke(build(), line)
-    assert found.exit_code == 0, found.output
-    assert "The best recipe is linear_attention" in found.output
+    result = CliRunner().invoke(build(), line)
+    assert result.exit_code == 0, result.output
+    assert "The best recipe is linear_attention" in result.output
     assert (tmp_path / "s" / "best.toml").exists()
     for arguments in (
         ["--budget", "soon"],

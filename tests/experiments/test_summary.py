@@ -102,9 +102,9 @@ def test_a_saved_comparison_is_read_again_and_only_if_it_is_one(tmp_path: Path) 
     )
     page = comparison.save(tmp_path)["report"].read_text("utf-8")
     assert page.count('<p class="summary">') == 1 and "On text, a reaches 2.500" in page
-    again = rc.experiments.load_comparison(tmp_path)
-    assert again == comparison
-    assert again.save(tmp_path / "again")["report"].read_text("utf-8") == page
+    repeated = rc.experiments.load_comparison(tmp_path)
+    assert repeated == comparison
+    assert repeated.save(tmp_path / "again")["report"].read_text("utf-8") == page
     path = tmp_path / "results.json"
     unknown = json.dumps({**comparison.to_dict(), "colour": "red"})
     for text in (unknown, '{"schema": 2}', '{"schema": 1, "runs": [{}]}', "[]", "<html>"):

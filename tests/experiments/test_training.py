@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_trainer(tmp_path: Path) -> None:
     examples = mqar(config, 50, torch.Generator().manual_seed(0))
     schedule = Schedule(steps=12, batch=4, lr=0.02, clip=0.5, evaluations=3)
     ours, theirs = language_model(), language_model()
-    history, seen = History(), list[int]()
+    history, recorded = History(), list[int]()
     train(
         ours,
         examples,
@@ -76,7 +76,7 @@ def test_weights_are_those_of_the_trainer(tmp_path: Path) -> None:
         evaluate=lambda module: float(module.training),
         seed=7,
         history=history,
-        on_step=lambda step, loss, so_far: seen.append(step),
+        on_step=lambda step, loss, so_far: recorded.append(step),
     )
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
@@ -104,7 +104,7 @@ def test_weights_are_those_of_the_trainer(tmp_path: Path) -> None:
     assert history.tokens == 12 * 4 * 16
     assert history.curve == [(step * 4 * 16, 0.0) for step in (4, 8, 12)]  # in evaluation mode
     assert [step for step, _ in history.losses] == [10]
-    assert seen == list(range(1, 13))
+    assert recorded == list(range(1, 13))
 
 
 def test_a_step_without_a_finite_gradient_is_not_taken() -> None:

@@ -27,13 +27,13 @@ Rows = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def made(name: str, rows: Rows, *, scale: str = "small", **config: Any) -> Results:
     """Results with three equal seeds, in the configuration of the small scale."""
-    whole = {**EXPERIMENTS[name].configs["small"], **config}
+    full = {**EXPERIMENTS[name].configs["small"], **config}
     triples = [(cell, seed, values) for seed in range(3) for cell, values in rows]
-    return Results.from_rows(triples, scale=scale, config=whole)
+    return Results.from_rows(triples, scale=scale, config=full)
 
 
 def fig2(linear: float, rls: float, softmax: float, local: float, naive: float) -> Rows:
-    found = {
+    result = {
         "linear attention": linear,
         "RLS": rls,
         "softmax attention": softmax,
@@ -42,7 +42,7 @@ def fig2(linear: float, rls: float, softmax: float, local: float, naive: float) 
     }
     return [
         ({"layer": layer}, {"before": x, "after": x, "last quarter": x})
-        for layer, x in found.items()
+        for layer, x in result.items()
     ]
 
 
@@ -180,13 +180,13 @@ def capacities(matrix: float, polynomial: float, two: float, three: float) -> Ro
 
 
 def maps(low_rank: float, mlp: float, attention: float, inputs: float, sliding: float) -> Rows:
-    found = dict(zip(MAPPINGS, (low_rank, mlp, attention, inputs, sliding), strict=True))
+    result = dict(zip(MAPPINGS, (low_rank, mlp, attention, inputs, sliding), strict=True))
     return [
         (
             {"mapping": name, "memory": "2×1", "optimizer": optimizer},
             {"loss": x + worse, "last quarter": x + worse},
         )
-        for name, x in found.items()
+        for name, x in result.items()
         for optimizer, worse in (("SGD", 0.0), ("Adam", 0.3))
     ]
 
@@ -232,7 +232,7 @@ def heads(kernel: str, few: float, many: float) -> Rows:
 
 def table2(ours: float, recurrent: float, attention: float = 3.0, *, last: float = 0.0) -> Rows:
     """MIRAS's three and their hybrids against the others; ``last`` is added to one of each."""
-    found = {
+    result = {
         **dict.fromkeys(("retnet", "gla", "mamba2", "delta_net", "ttt_linear"), recurrent + 0.1),
         "gated_delta_net": recurrent,
         **dict.fromkeys(("moneta", "yaad", "moneta_h", "yaad_h"), ours),
@@ -240,7 +240,7 @@ def table2(ours: float, recurrent: float, attention: float = 3.0, *, last: float
         **dict.fromkeys(("samba", "gated_delta_net_h2"), recurrent),
         "softmax_attention": attention,
     }
-    return models(**found)
+    return models(**result)
 
 
 def powers(over_p: dict[float, float], over_q: dict[float, float]) -> Rows:
@@ -584,22 +584,22 @@ def test_every_claim_is_here() -> None:
 
 @pytest.mark.parametrize(("experiment", "claim"), CASES)
 def test_a_rule_says_yes_and_no(experiment: str, claim: str) -> None:
-    (found,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
+    (result,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
     supporting, contradicting = CASES[experiment, claim]
-    scale = found.scales[-1]
-    verdict = found.verdict(made(experiment, supporting, scale=scale))
+    scale = result.scales[-1]
+    verdict = result.verdict(made(experiment, supporting, scale=scale))
     assert verdict.status == "holds", verdict.evidence
     for rows in contradicting:
-        verdict = found.verdict(made(experiment, rows, scale=scale))
+        verdict = result.verdict(made(experiment, rows, scale=scale))
         assert verdict.status == "does not hold", verdict.evidence
 
 
 @pytest.mark.parametrize(("experiment", "claim"), CASES)
 def test_what_was_not_measured_is_not_judged(experiment: str, claim: str) -> None:
     """A rule without data neither holds nor fails."""
-    (found,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
+    (result,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
     stray: Rows = [({"layer": "none of them", "memory": "none of them"}, {"nothing": 1.0})]
-    verdict = found.verdict(made(experiment, stray, scale=found.scales[-1]))
+    verdict = result.verdict(made(experiment, stray, scale=result.scales[-1]))
     assert verdict.status == "not testable at this scale", verdict.evidence
 
 
@@ -637,8 +637,8 @@ def test_a_diverged_run_counts_in_any_order_of_the_cells(order: int) -> None:
         ("mqar", "delta rule above Hebbian", widths),
         ("word-problems", "parity", parity),
     ):
-        (found,) = [c for c in EXPERIMENTS[name].claims if c.name == claim]
-        verdict = found.verdict(made(name, rows[::order]))
+        (result,) = [c for c in EXPERIMENTS[name].claims if c.name == claim]
+        verdict = result.verdict(made(name, rows[::order]))
         assert verdict.status == "does not hold", verdict.evidence
 
 

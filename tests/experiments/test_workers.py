@@ -37,11 +37,11 @@ class Fatal:
 
 def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more begin than one at a time, and one in place of the one that died."""
-    begun = []
+    started = []
 
     class Counted(workers._Worker):
         def __init__(self, work: Any) -> None:
-            begun.append(work)
+            started.append(work)
             super().__init__(work)
 
     monkeypatch.setattr(workers, "_Worker", Counted)
@@ -49,7 +49,7 @@ def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyP
     numbers = [float(n * n) for n in range(10)]
     items: list[Any] = [fatal, *numbers[:3], unsendable, *numbers[3:]]
     results: dict[Any, Any] = dict(run_in_workers(math.sqrt, items, 1))
-    assert len(results) == len(items) and len(begun) == 2
+    assert len(results) == len(items) and len(started) == 2
     assert [results[x] for x in numbers] == [float(n) for n in range(10)]
     assert results[fatal] == WorkerFailure("its process died with exit status 7")
     assert "cannot be sent to another process" in results[unsendable].message
@@ -83,9 +83,9 @@ def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path) -> 
         "try:\n    list(run_in_workers(math.sqrt, [1.0, 4.0], 2))\n"
         "except ValueError as error:\n    print('told:', error)\n"
     )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
-    told = [line for line in ended.stdout.splitlines() if line.startswith("told:")]
+    finished = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0 and "Traceback" not in finished.stderr, finished.stderr
+    told = [line for line in finished.stdout.splitlines() if line.startswith("told:")]
     assert len(told) == 1 and 'under `if __name__ == "__main__":`' in told[0]
 
 
@@ -128,13 +128,13 @@ def interrupt() -> None:
 @contextmanager
 def only_new_processes_end() -> Iterator[None]:
     """Other children go on."""
-    before = set(multiprocessing.active_children())
+    initial = set(multiprocessing.active_children())
     other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1e6,))
     other.start()
     try:
         yield
         assert other.is_alive()
-        assert set(multiprocessing.active_children()) - before == {other}
+        assert set(multiprocessing.active_children()) - initial == {other}
     finally:
         other.terminate()
         other.join()
@@ -190,12 +190,12 @@ def test_who_hears_may_interrupt_and_what_was_begun_is_given() -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_that_the_shell_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    found = {}
+    initial = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    actual = {}
     try:
         for item, result in run_in_workers(math.sqrt, [4.0, 9.0], 1):
-            found[item] = result
+            actual[item] = result
             interrupt()
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert found == {4.0: 2.0, 9.0: 3.0}
+        signal.signal(signal.SIGINT, initial)
+    assert actual == {4.0: 2.0, 9.0: 3.0}

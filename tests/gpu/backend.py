@@ -41,9 +41,9 @@ def _loop(q: Tensor, v: Tensor, step: Step, read: Step | None, more: Mapping[str
     assert more["scale"] == 1.0
     S, outputs = more["initial_state"], []
     for t in range(q.shape[1]):
-        before, S = S, step(S, t)
+        initial, S = S, step(S, t)
         given = torch.einsum("bhk,bhkv->bhv", q[:, t].float(), S)
-        outputs.append(given if read is None else read(before, t))
+        outputs.append(given if read is None else read(initial, t))
     return torch.stack(outputs, 1).to(v.dtype), S if more["output_final_state"] else None
 
 
@@ -191,7 +191,7 @@ def measure(name: str) -> dict[str, Any]:
     x = torch.randn(1, TOKENS, WIDTH)
     y, slopes = passes(cpu, x.clone(), Stretches(counts=False))
     pieces = [x[:, :PROMPT], *x[:, PROMPT:].split(1, 1)]
-    alone = decode(cpu, pieces, Stretches(counts=False))
+    single = decode(cpu, pieces, Stretches(counts=False))
     now = "training"
     y_there, slopes_there = passes(there, pretend.put(x), Stretches(counts=True))
     now = "decoding"
@@ -201,7 +201,7 @@ def measure(name: str) -> dict[str, Any]:
         "called": called,
         "y": distance(y_there, y),
         "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
-        "decoded": distance(decoded, alone),
+        "decoded": distance(decoded, single),
     }
 
 

@@ -23,8 +23,8 @@ def _whole_device(request: pytest.FixtureRequest) -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        said = f"{request.node.nodeid} has broken the CUDA context: {error}"
+        message = f"{request.node.nodeid} has broken the CUDA context: {error}"
         if "PYTEST_XDIST_WORKER" in os.environ:
-            print(said, file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
             os._exit(1)
-        pytest.exit(said, returncode=1)
+        pytest.exit(message, returncode=1)

@@ -90,7 +90,7 @@ def _told() -> Generator[None]:
     def gpu(*_: object) -> Any:
         return H100
 
-    found: dict[Any, dict[str, Any]] = {
+    result: dict[Any, dict[str, Any]] = {
         torch.cuda: {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -117,7 +117,7 @@ def _told() -> Generator[None]:
     }
     options = {**DEVICE_OPTIONS, "fx_graph_cache": False, "joint_graph_constant_folding": False}
     with ExitStack() as stack:
-        for owner, names in found.items():
+        for owner, names in result.items():
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(torch._inductor.config.patch(options))
@@ -167,17 +167,17 @@ def counted(name: str) -> dict[str, object]:
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=WIDTH, num_heads=1).eval()
     batch = layer.recipe.algorithm.batch_size
-    seen = 2 * batch + (layer.recipe.num_past_associations or 0) // batch * batch
-    x = torch.randn(1, seen + batch, WIDTH)
+    recorded = 2 * batch + (layer.recipe.num_past_associations or 0) // batch * batch
+    x = torch.randn(1, recorded + batch, WIDTH)
     _, state = layer(x[:, :1])
-    found: dict[int, int] = {}
-    for t in range(1, seen + batch):
-        token, place = x[:, t : t + 1], t - seen
+    result: dict[int, int] = {}
+    for t in range(1, recorded + batch):
+        token, place = x[:, t : t + 1], t - recorded
         state = state.map(Tensor.contiguous)
         if place in {min(INSIDE, batch - 1), batch - 1}:
-            found[place] = launches(code_of(layer, token, state))
+            result[place] = launches(code_of(layer, token, state))
         _, state = layer(token, state)
-    inside, end = found[min(found)], found[max(found)]
+    inside, end = result[min(result)], result[max(result)]
     mean = ((batch - 1) * inside + end) / batch
     return {"name": name, "inside": inside, "end": end, "mean": round(mean, 1)}
 

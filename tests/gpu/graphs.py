@@ -113,8 +113,8 @@ def decoded(name: str) -> dict[str, object]:
                     return {"name": name, "refused": str(error)}
             launches = counts.launches
             far = max(far, distance(pretend.host(out), y))
-        after = decoder.state
-        pairs = zip(*(getattr(s, "states", [s]) for s in (after, cpu_state)), strict=True)
+        later = decoder.state
+        pairs = zip(*(getattr(s, "states", [s]) for s in (later, cpu_state)), strict=True)
         apart = [
             distance(pretend.host(one.to_dict()[part]), number)
             for one, other in pairs
@@ -123,7 +123,7 @@ def decoded(name: str) -> dict[str, object]:
         ]
         # From here the module itself goes on.
         y, _ = stepped(cpu, x, cpu_state)
-        far = max(far, distance(pretend.host(stepped(there, pretend.put(x), after)[0]), y))
+        far = max(far, distance(pretend.host(stepped(there, pretend.put(x), later)[0]), y))
     return {
         "name": name,
         "decoded": far,
@@ -137,7 +137,7 @@ def trained(name: str) -> dict[str, object]:
     """A training step recorded, and replayed with other tokens, beside the steps themselves."""
     torch.manual_seed(0)
     block = Block(module_of(name), 2 * WIDTH).double()
-    alone = copy.deepcopy(block)
+    single = copy.deepcopy(block)
     there = pretend.put_module(block)
     batches, targets = torch.randn(2, 4, 2, 40, WIDTH).double()
 
@@ -155,17 +155,17 @@ def trained(name: str) -> dict[str, object]:
     with pretend.counted():
         x, target = pretend.put(batches[0]), pretend.put(targets[0])
         step(there, x, target)  # what is made once is made
-        loss, again = pretend.record(lambda: step(there, x, target))
+        loss, repeated = pretend.record(lambda: step(there, x, target))
         losses = []
         for n in (2, 3):
             x.copy_(pretend.put(batches[n]))
             target.copy_(pretend.put(targets[n]))
-            again()
+            repeated()
             losses.append(float(pretend.host(loss)))
-    own = [float(step(alone, batches[n], targets[n])) for n in (0, 0, 2, 3)]
+    own = [float(step(single, batches[n], targets[n])) for n in (0, 0, 2, 3)]
     far = [
         distance(pretend.host(a), b)
-        for a, b in zip(there.parameters(), alone.parameters(), strict=True)
+        for a, b in zip(there.parameters(), single.parameters(), strict=True)
     ]
     apart = max(abs(a - b) / b for a, b in zip(losses, own[2:], strict=True))
     return {"name": name, "weights": max(far), "loss": apart}

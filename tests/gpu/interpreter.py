@@ -69,8 +69,8 @@ def _binary_op(self: Any, a: Any, b: Any, op: Callable[..., Any]) -> Any:
     if kind != tl.bfloat16:
         return _binary(self, a, b, op)
     with np.errstate(all="ignore"):
-        found = op(_numbers(a), _numbers(b))
-    return own.TensorHandle(found if found.dtype == np.bool_ else _bits(found), kind)
+        result = op(_numbers(a), _numbers(b))
+    return own.TensorHandle(result if result.dtype == np.bool_ else _bits(result), kind)
 
 
 def _unary_op(self: Any, x: Any, op: Callable[..., Any]) -> Any:

@@ -40,12 +40,12 @@ class Stretches:
         self.counts, self.by_name = counts, dict[str, dict[str, Any]]()
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        with pretend.counted() if self.counts else nullcontext(None) as made:
+        with pretend.counted() if self.counts else nullcontext(None) as built:
             result = call()
-        if made is not None:
+        if built is not None:
             self.by_name[name] = {
-                "launches": made.launches,
-                **{kind: dict(getattr(made, kind)) for kind in ("syncs", "copies", "mixed")},
+                "launches": built.launches,
+                **{kind: dict(getattr(built, kind)) for kind in ("syncs", "copies", "mixed")},
             }
         return result
 
@@ -72,7 +72,7 @@ def measure(
     passes(there, pretend.put(x), Stretches(counts=True))  # what is made once and kept
     there.zero_grad()
     y_there, slopes_there = passes(there, pretend.put(x), stretches)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "name": name,
         "y": distance(y_there, y),
         "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
@@ -82,8 +82,8 @@ def measure(
         sent = [pretend.put(piece) for piece in parts]
         decode(there, sent, Stretches(counts=True))
         outputs = decode(there, sent, stretches)
-        found["decoded"] = distance(outputs, decode(cpu, parts, quiet))
-    return {**found, "stretches": stretches.by_name}
+        result["decoded"] = distance(outputs, decode(cpu, parts, quiet))
+    return {**result, "stretches": stretches.by_name}
 
 
 # -- budgets --------------------------------------------------------------------------------------
@@ -108,11 +108,11 @@ def write(names: list[str], *, higher: bool) -> None:
             presets[name] = old[name]
             continue
         print(name, file=sys.stderr, flush=True)
-        before: dict[str, list[int]] = old.get(name, {})
+        initial: dict[str, list[int]] = old.get(name, {})
         presets[name] = {}
         for part, stretch in measure(name)["stretches"].items():
             now = totals(stretch)
-            pairs = zip(now, now if higher else before.get(part, now), strict=True)
+            pairs = zip(now, now if higher else initial.get(part, now), strict=True)
             presets[name][part] = [min(pair) for pair in pairs]
     lines = [f"    {json.dumps(name)}: {json.dumps(parts)}" for name, parts in presets.items()]
     head = f'{{\n  "torch": "{version()}",\n  "numbers": {json.dumps(KINDS)},\n  "presets": {{\n'
@@ -135,8 +135,8 @@ def main() -> None:
         write(args.names or rc.zoo.names(), higher=args.higher)
     else:
         for name in args.names:
-            found = measure(name, tokens=args.tokens, precision=args.precision)
-            print(json.dumps(found), flush=True)
+            result = measure(name, tokens=args.tokens, precision=args.precision)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

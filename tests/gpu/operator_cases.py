@@ -365,17 +365,17 @@ def solved(case: Case, method: str, *, device: torch.device | str = "cpu") -> di
     for x in leaves:
         x.requires_grad_()
     y, state = call(recipe, given, init, method, **where)
-    found = {"y": y, **{f"state {n}": x for n, x in enumerate(kept(recipe, state))}}
+    result = {"y": y, **{f"state {n}": x for n, x in enumerate(kept(recipe, state))}}
     total = torch.zeros((), dtype=wide, device=device)
-    for seed, x in enumerate(found.values(), start=60):
+    for seed, x in enumerate(result.values(), start=60):
         total = total + (x.to(wide) * wave(x, seed)).sum()
     slopes = torch.autograd.grad(total, leaves, create_graph=case.again)
-    found |= {f"d {name}": g for name, g in zip(names, slopes, strict=True)}
+    result |= {f"d {name}": g for name, g in zip(names, slopes, strict=True)}
     if case.again:
         second = sum((g.to(wide) * wave(g, 80)).sum() for g in slopes)
         twice = torch.autograd.grad(second, leaves, allow_unused=True)  # type: ignore[arg-type]
-        found |= {f"dd {name}": g for name, g in zip(names, twice, strict=True) if g is not None}
-    return {name: x.detach().cpu() for name, x in found.items()}
+        result |= {f"dd {name}": g for name, g in zip(names, twice, strict=True) if g is not None}
+    return {name: x.detach().cpu() for name, x in result.items()}
 
 
 def kept(recipe: rc.Recipe, state: rc.State) -> list[Tensor]:
@@ -394,13 +394,13 @@ def decoded(recipe: rc.Recipe, given: Given, init: Tensor | None, method: str) -
             name: {n: x if name == "params" else x[:, t : t + 1] for n, x in tensors.items()}
             for name, tensors in given.items()
         }
-        before = None if state is None else [x.clone() for x in state.weights]
+        initial = None if state is None else [x.clone() for x in state.weights]
         begins = init if state is None else None
-        y, after = call(recipe, part, begins, method, state=state)
-        if state is not None and before is not None:
-            assert all(map(torch.equal, before, state.weights)), "a state was written into"
+        y, later = call(recipe, part, begins, method, state=state)
+        if state is not None and initial is not None:
+            assert all(map(torch.equal, initial, state.weights)), "a state was written into"
         outputs.append(y)
-        state = after
+        state = later
     assert state is not None
     return {"y": torch.cat(outputs, 1), "state 0": state.weights[0]}
 

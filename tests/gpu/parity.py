@@ -87,7 +87,7 @@ def compare(name: str, *, precision: str | None = None) -> dict[str, Any]:
     passes(there, x.to(DEVICE, copy=True), quiet)
     there.zero_grad()
     y_there, slopes_there = passes(there, x.to(DEVICE, copy=True), waits)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "y": distance(y_there, y),
         "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
     }
@@ -95,5 +95,5 @@ def compare(name: str, *, precision: str | None = None) -> dict[str, Any]:
         parts = pieces(x.detach())
         sent = [part.to(DEVICE) for part in parts]
         decode(there, sent, quiet)
-        found["decoded"] = distance(decode(there, sent, waits), decode(cpu, parts, quiet))
-    return {**found, "waits": waits.lines}
+        result["decoded"] = distance(decode(there, sent, waits), decode(cpu, parts, quiet))
+    return {**result, "waits": waits.lines}

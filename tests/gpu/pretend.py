@@ -89,12 +89,12 @@ _now = Counts()
 def counted() -> Iterator[Counts]:
     """What runs inside is counted, and may make tensors of the device."""
     global _now
-    before, _now = _now, Counts()
+    initial, _now = _now, Counts()
     try:
         with _Factories():
             yield _now
     finally:
-        _now = before
+        _now = initial
 
 
 _FREE = """
@@ -198,23 +198,23 @@ def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     global _noted
     assert _noted is None
     _noted = steps = []
-    before = sum(_now.syncs.values()) + sum(_now.copies.values())
+    initial = sum(_now.syncs.values()) + sum(_now.copies.values())
     try:
-        found = run()
+        result = run()
     finally:
         _noted = None
-    if sum(_now.syncs.values()) + sum(_now.copies.values()) != before:
+    if sum(_now.syncs.values()) + sum(_now.copies.values()) != initial:
         raise Refused(f"{dict(_now.syncs)} {dict(_now.copies)}")
 
     def replay() -> None:
         with torch.no_grad():
             for func, args, kwargs, out in steps:
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
+                repeated = func(*args, **kwargs)
+                for old, new in zip(tree_flatten(out)[0], tree_flatten(repeated)[0], strict=True):
                     if isinstance(old, Tensor) and not _same_place(old, new):
                         old.copy_(new)
 
-    return found, replay
+    return result, replay
 
 
 def _same_place(old: Tensor, new: Tensor) -> bool:
@@ -372,7 +372,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _record(name, func._overloadname, args, target, flat)
     inner_args, inner_kwargs = tree_map(_unwrapped, (args, kwargs))
     inner_args = _rounded(name, inner_args)
-    asked = func
+    requested = func
     if func is torch.ops.aten.gelu.out:
         # On a CPU it leaves memory with gaps as it was, in float32; a GPU writes it.
         func = _gelu_out
@@ -383,7 +383,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name not in VIEWS:
         _now.launches += 1
     out = tree_map(_wrapped, out)
-    return return_and_correct_aliasing(asked, args, kwargs, out) if ours else out
+    return return_and_correct_aliasing(requested, args, kwargs, out) if ours else out
 
 
 def _gelu_out(x: Tensor, *, out: Tensor, **how: Any) -> Tensor:

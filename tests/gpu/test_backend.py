@@ -90,8 +90,8 @@ def _taken(recipe: rc.Recipe, dtype: torch.dtype, **sizes: int) -> str | None:
 @pytest.mark.parametrize("name", rc.zoo.names())
 def test_presets_take_the_expected_operator(name: str) -> None:
     recipe = rc.zoo.get(name).recipe
-    found = _taken(recipe, torch.bfloat16), _taken(recipe, torch.float32)
-    assert found == EXPECTED.get(name, (None, None))
+    result = _taken(recipe, torch.bfloat16), _taken(recipe, torch.float32)
+    assert result == EXPECTED.get(name, (None, None))
 
 
 @rc.member
@@ -395,8 +395,8 @@ def test_calls_that_are_not_taken_say_why() -> None:
             rc.recall(name, *x, engine="fla", **given)
 
     refused("delta_net", "TF32, and .* is 'highest'", grown, k, v, gates={"lr": lr})
-    asked = {"gates": {"lr": lr}, "precision": "float32"}
-    refused("delta_net", "precision='float32' is requested", grown, k, v, **asked)
+    requested = {"gates": {"lr": lr}, "precision": "float32"}
+    refused("delta_net", "precision='float32' is requested", grown, k, v, **requested)
     wide = [x.double() for x in (q, k, v)]
     refused("delta_net", "not support float64", *wide, gates={"lr": lr.double()})
     one = [x[:, :1] for x in (q, k, v)]
@@ -458,9 +458,9 @@ ONE_OF_EACH = (
     ],
 )
 def test_layers_on_a_gpu_call_them(names: list[str]) -> None:
-    found = printed("backend", *names)
-    assert [one["name"] for one in found] == [*names]
-    for one in found:
+    result = printed("backend", *names)
+    assert [one["name"] for one in result] == [*names]
+    for one in result:
         single = EXPECTED[one["name"]][1:] if one["name"] in EXPECTED else ()
         called = one["called"]
         assert called["cpu"] == []
@@ -522,9 +522,9 @@ OTHERS = [name for name in SETS["quick"] if name not in ONE_CASE_EACH]
 def test_kernels_are_the_reference(cases: Sequence[str], request: pytest.FixtureRequest) -> None:
     # A set that is named claims another device.
     named = request.node.callspec.id
-    found = printed("operators", *([named] if named in SETS else cases))
-    assert [one["name"] for one in found] == [*cases]
-    for one in found:
+    result = printed("operators", *([named] if named in SETS else cases))
+    assert [one["name"] for one in result] == [*cases]
+    for one in result:
         name = one["name"]
         if not name.startswith("token by token"):
             assert one["ran"] == [name.partition(",")[0].partition(" ")[0]]

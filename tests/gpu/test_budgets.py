@@ -84,34 +84,34 @@ def _grown(found: dict[str, Any]) -> list[str]:
     name, lines = found["name"], []
     budget = BUDGETS["presets"].get(name, {})
     for part, stretch in found["stretches"].items():
-        for kind, most in zip(KINDS, budget.get(part, (0, 0, 0)), strict=True):
+        for kind, maximum in zip(KINDS, budget.get(part, (0, 0, 0)), strict=True):
             sites = stretch[kind]
             now = sites if kind == "launches" else sum(sites.values())
             if kind == "launches" and BUDGETS["torch"] != ".".join(map(str, VERSION)):
                 continue  # another version cuts its operations otherwise
-            if now > most:
+            if now > maximum:
                 where = "" if kind == "launches" else f": {sites}"
-                lines.append(f"{name} {part}: {now} {kind}, budget {most}{where}")
+                lines.append(f"{name} {part}: {now} {kind}, budget {maximum}{where}")
     return lines
 
 
 @pytest.mark.parametrize("names", _groups())
 def test_presets_on_a_device(names: list[str]) -> None:
-    found = printed("measure", *names)
-    assert [one["name"] for one in found] == names
+    result = printed("measure", *names)
+    assert [one["name"] for one in result] == names
     far = [
         f"{one['name']}: {what} {one[what]:.1e} from the CPU's"
-        for one in found
+        for one in result
         for what, near in NEAR.items()
         if not one.get(what, 0.0) <= max(near, FAR.get(one["name"], 0.0))
     ]
     mixed = [
         f"{one['name']} {part}: a CPU tensor beside the device's: {stretch['mixed']}"
-        for one in found
+        for one in result
         for part, stretch in one["stretches"].items()
         if stretch["mixed"]
     ]
-    grown = [line for one in found for line in _grown(one)]
+    grown = [line for one in result for line in _grown(one)]
     assert not far + mixed + grown, "\n".join(far + mixed + grown)
 
 
@@ -129,9 +129,9 @@ TURNED = (
 )
 def test_what_is_not_looked_at_is_not_overlooked(names: list[str]) -> None:
     """Padding, packing, resets, choices of rows, weights that change, decays beyond float32."""
-    found = printed("turns", *names)
-    assert {name for name, _, _ in found} == set(names)
-    assert not [one for one in found if not one[2] <= NEAR["y"]]
+    result = printed("turns", *names)
+    assert {name for name, _, _ in result} == set(names)
+    assert not [one for one in result if not one[2] <= NEAR["y"]]
 
 
 def test_every_preset_has_a_budget() -> None:
@@ -201,15 +201,15 @@ def test_the_device_counts_what_a_gpu_would_do() -> None:
         text=True,
         check=False,
     )
-    found = {name: tuple(map(int, n)) for name, *n in map(str.split, done.stdout.splitlines())}
-    assert set(found) == {"sends", "moves", "asks", "lists", "picks", "mixes", "computes"}, (
+    result = {name: tuple(map(int, n)) for name, *n in map(str.split, done.stdout.splitlines())}
+    assert set(result) == {"sends", "moves", "asks", "lists", "picks", "mixes", "computes"}, (
         done.stderr[-2000:]
     )
     # (syncs, copies, mixed)
-    assert found["sends"][1:] == found["moves"][1:] == (0, 1, 0)
-    assert found["asks"][1:] == found["lists"][1:] == found["picks"][1:] == (1, 0, 0)
-    assert found["mixes"][3] == 1
-    assert found["computes"] == (3, 0, 0, 0), "a product, a fill and a sum; views are free"
+    assert result["sends"][1:] == result["moves"][1:] == (0, 1, 0)
+    assert result["asks"][1:] == result["lists"][1:] == result["picks"][1:] == (1, 0, 0)
+    assert result["mixes"][3] == 1
+    assert result["computes"] == (3, 0, 0, 0), "a product, a fill and a sum; views are free"
 
 
 FEWER = {10: (3e-3, 5e-2), 7: (2e-2, 4e-1)}
@@ -269,9 +269,9 @@ def test_precision_of_a_layer(names: tuple[str, ...], precision: str, bits: int)
         name, recipe = one["name"], rc.zoo.get(one["name"]).recipe
         engine = rc.select_engine(recipe).engine
         exact = bits == 23 or engine.float32_reason(recipe) is not None
-        most = max(NEAR["y"], FAR.get(name, 0.0)) if exact else far
-        assert one["y"] <= most, name
-        assert one.get("decoded", 0.0) <= 2 * most, name
+        maximum = max(NEAR["y"], FAR.get(name, 0.0)) if exact else far
+        assert one["y"] <= maximum, name
+        assert one.get("decoded", 0.0) <= 2 * maximum, name
         if name not in CANCELS or exact:
             assert one["gradient"] <= max(slope, FAR.get(name, 0.0)), name
         # Fused attention follows no switch, and some memories multiply no matrices.

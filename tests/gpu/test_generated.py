@@ -25,6 +25,6 @@ GENERAL = ("yaad", "moneta", "memora", "omega_net", "atlas", "atlas_plus_plus")
     ],
 )
 def test_launches_of_a_compiled_token(names: tuple[str, ...], most: int) -> None:
-    found = printed("generated", *names)
-    assert [one["name"] for one in found] == list(names)
-    assert not [one for one in found if not 0 < one["mean"] <= most]
+    result = printed("generated", *names)
+    assert [one["name"] for one in result] == list(names)
+    assert not [one for one in result if not 0 < one["mean"] <= most]

@@ -42,9 +42,9 @@ REST = [name for name in rc.zoo.names() if name not in QUICK]
     ],
 )
 def test_tokens_of_replayed_graphs(names: tuple[str, ...]) -> None:
-    found = printed("graphs", "decode", *names)
-    assert [one["name"] for one in found] == list(names)
-    for one in found:
+    result = printed("graphs", "decode", *names)
+    assert [one["name"] for one in result] == list(names)
+    for one in result:
         if one["name"] in REFUSED:
             assert REFUSED[one["name"]] in one["refused"], one
             continue
@@ -65,9 +65,9 @@ def test_tokens_of_replayed_graphs(names: tuple[str, ...]) -> None:
     ],
 )
 def test_a_recorded_training_step(names: tuple[str, ...]) -> None:
-    found = printed("graphs", "train", *names)
-    assert [one["name"] for one in found] == list(names)
-    assert not [one for one in found if max(one["weights"], one["loss"]) > 1e-9]
+    result = printed("graphs", "train", *names)
+    assert [one["name"] for one in result] == list(names)
+    assert not [one for one in result if max(one["weights"], one["loss"]) > 1e-9]
 
 
 CHECKED = """

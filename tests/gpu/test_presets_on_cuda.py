@@ -30,12 +30,12 @@ def far(name: str, precision: str, found: dict[str, float]) -> list[str]:
         precision == "float32" or rc.select_engine(recipe).engine.float32_reason(recipe) is not None
     )
     y, gradient = (NEAR["y"], NEAR["gradient"]) if exact else FEWER[BITS[precision]]
-    most = {"y": y, "gradient": gradient, "decoded": y if precision == "float32" else 2 * y}
+    maximum = {"y": y, "gradient": gradient, "decoded": y if precision == "float32" else 2 * y}
     if name in CANCELS and not exact:
-        del most["gradient"]
+        del maximum["gradient"]
     return [
         f"{name}, {precision}: {what} {found[what]:.1e} from the CPU's, at most {near:.0e}"
-        for what, near in most.items()
+        for what, near in maximum.items()
         if not found.get(what, 0.0) <= max(near, FAR.get(name, 0.0))
     ]
 
@@ -58,10 +58,10 @@ def waited(name: str, lines: dict[str, list[str]]) -> list[str]:
 def test_preset(name: str, precision: str, record_property: Callable[[str, object], None]) -> None:
     if precision != "float32" and name in SLOW:
         pytest.skip("solves anew at every token, seconds each: compared in float32 alone")
-    found = compare(name, precision=precision)
-    for what, value in found.items():
+    result = compare(name, precision=precision)
+    for what, value in result.items():
         record_property(what, json.dumps(value))
-    problems = far(name, precision, found) + waited(name, found["waits"])
+    problems = far(name, precision, result) + waited(name, result["waits"])
     assert not problems, "\n".join(problems)
 
 

@@ -105,11 +105,11 @@ def main(names: list[str]) -> None:
             torch.manual_seed(0)
             cpu = rc.zoo.get(name).build(d_model=WIDTH, num_heads=2)
             there = pretend.put_module(cpu)
-            found: list[list[Tensor]] = []
+            result: list[list[Tensor]] = []
             for layer, send in ((cpu, lambda x: x), (there, pretend.put)):
                 with nullcontext() if layer is cpu else pretend.counted():
-                    found.append([pretend.host(y) for y in turn(layer, send)])
-            apart = max(distance(y, x) for x, y in zip(*found, strict=True))
+                    result.append([pretend.host(y) for y in turn(layer, send)])
+            apart = max(distance(y, x) for x, y in zip(*result, strict=True))
             print(json.dumps([name, turn.__name__, apart]), flush=True)
 
 

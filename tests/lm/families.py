@@ -17,12 +17,12 @@ VOCAB = 24
 
 def every_family() -> list[object]:
     """Zoo names as parameters; those after a family's first are marked slow."""
-    seen: set[str] = set()
+    recorded: set[str] = set()
     params: list[object] = []
     for name in rc.zoo.names():
         family = rc.zoo.get(name).family
-        marks = (pytest.mark.slow,) if family in seen else ()
-        seen.add(family)
+        marks = (pytest.mark.slow,) if family in recorded else ()
+        recorded.add(family)
         params.append(pytest.param(name, marks=marks))
     return params
 

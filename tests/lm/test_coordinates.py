@@ -69,16 +69,16 @@ def test_coordinates_are_flat_under_the_rules_alone(name: Any) -> None:
     # A memory that begins silent says little to its gates at first: more seeds, less noise.
     seeds = 3 if name == "titans" else 1
     mup, standard = check(name, WIDTHS[0], seeds=seeds), check(name, None, seeds=seeds)
-    found = {one.name: one for one in mup.coordinates}
+    result = {one.name: one for one in mup.coordinates}
     assert mup.flat, [one for one in mup.coordinates if not one.flat]
     steep = {one.name: one for one in standard.coordinates if not one.flat}
     # The embedding shrinks, and what matrices learn grows with the channels that they read.
     assert steep["embed_tokens"].size_slope == pytest.approx(-0.5, abs=0.1)
     assert (standard.steepest.change_slope or 0) > 0.5
     assert (steep["lm_head, learned"].change_slope or 0) > 0.3
-    assert abs(found["lm_head, learned"].change_slope or 1) < 0.25
-    for gate in [name for name in found if ".gates." in name]:
-        assert (steep[gate].change_slope or 0) > (found[gate].change_slope or 1) + 0.3
+    assert abs(result["lm_head, learned"].change_slope or 1) < 0.25
+    for gate in [name for name in result if ".gates." in name]:
+        assert (steep[gate].change_slope or 0) > (result[gate].change_slope or 1) + 0.3
 
 
 def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,20 +86,20 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = rules.width_rules
 
     def wrong(*args: Any) -> dict[str, rules.Rule]:
-        found = right(*args)
-        for name, rule in found.items():
+        result = right(*args)
+        for name, rule in result.items():
             if ".gates." in name:
-                found[name] = replace(rule, rate=1.0)
+                result[name] = replace(rule, rate=1.0)
             if name == "lm_head.weight":
-                found[name] = replace(rule, rate=rule.rate**2)
-        return found
+                result[name] = replace(rule, rate=rule.rate**2)
+        return result
 
     monkeypatch.setattr("recollect.lm.mup.rules.width_rules", wrong)
-    found = {one.name: one for one in check("gated_delta_net", WIDTHS[0]).coordinates}
-    assert not found["gated_delta_net.gates.lr"].flat
-    assert not found["gated_delta_net.gates.log_decay"].flat
-    assert not found["lm_head, learned"].flat
-    assert (found["lm_head, learned"].change_slope or 0) < -0.5
+    result = {one.name: one for one in check("gated_delta_net", WIDTHS[0]).coordinates}
+    assert not result["gated_delta_net.gates.lr"].flat
+    assert not result["gated_delta_net.gates.log_decay"].flat
+    assert not result["lm_head, learned"].flat
+    assert (result["lm_head, learned"].change_slope or 0) < -0.5
 
 
 def test_generators_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +163,10 @@ def test_the_command_says_whether_slopes_are_flat(tmp_path: Path) -> None:
     more = ["--parametrization", "standard", "--json", "--figure", str(tmp_path / "drawn")]
     steep = CliRunner().invoke(build(), [*command, *more])
     assert steep.exit_code == 1, steep.output
-    found = json.loads(steep.stdout)
-    assert found["parametrization"] == "standard" and not found["flat"]
-    assert found["widths"] == [32, 64, 128]
-    names = [one["name"] for one in found["coordinates"]]
+    result = json.loads(steep.stdout)
+    assert result["parametrization"] == "standard" and not result["flat"]
+    assert result["widths"] == [32, 64, 128]
+    names = [one["name"] for one in result["coordinates"]]
     assert {"embed_tokens", "softmax_attention.qkv", "residual stream", "lm_head"} <= {*names}
     assert (tmp_path / "drawn.svg").exists() and (tmp_path / "drawn.png").exists()
     assert not out.exists()

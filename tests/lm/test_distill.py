@@ -198,11 +198,11 @@ def test_output_gates_of_another_form_keep_their_initial_values(options: rc.Laye
 
 def test_statistics_of_many_rows_are_those_of_each_row() -> None:
     model, ids = llama(), torch.randint(0, 256, (6, 8))
-    together = attention_statistics(model, {"input_ids": ids})[1]
+    joint = attention_statistics(model, {"input_ids": ids})[1]
     rows = [attention_statistics(model, {"input_ids": ids[i : i + 1]})[1] for i in range(6)]
-    torch.testing.assert_close(together.write, torch.cat([row.write for row in rows]))
+    torch.testing.assert_close(joint.write, torch.cat([row.write for row in rows]))
     means = torch.stack([row.mean_distance for row in rows])
-    torch.testing.assert_close(together.mean_distance, means.mean(0))
+    torch.testing.assert_close(joint.mean_distance, means.mean(0))
 
 
 def test_the_head_of_a_tied_decoder_is_counted() -> None:

@@ -84,19 +84,19 @@ def test_a_run_that_diverged_reported_nan_or_spoke_of_q(
     cause = "the output of layer 1, in model.blocks.1.mlp.down, is not finite"
     if backward:
         cause = "a gradient is not finite"
-    said = str(error).replace(str(tmp_path), "runs/mine")
-    is_one_sentence(said)
+    message = str(error).replace(str(tmp_path), "runs/mine")
+    is_one_sentence(message)
     expected = f"training diverged at step 4 (learning rate 0.01): {cause}; "
     expected += "the last checkpoint is runs/mine/checkpoint-2: lower lr or clip in [optimizer]"
-    assert said[: len(expected)] == expected
+    assert message[: len(expected)] == expected
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(("lr", "slip"), [(0.05, False), (50.0, True)])
 def test_a_learning_rate_that_is_a_slip_is_named(lr: float, slip: bool) -> None:
-    said = str(Diverged(step=3, lr=lr, origin=None, advice="lower lr"))
-    assert ("0.0001 to 0.01 are usual" in said) == slip and f"learning rate {lr:g}" in said
+    message = str(Diverged(step=3, lr=lr, origin=None, advice="lower lr"))
+    assert ("0.0001 to 0.01 are usual" in message) == slip and f"learning rate {lr:g}" in message
 
 
 def test_what_stands_can_be_gone_on_from(
@@ -108,11 +108,11 @@ def test_what_stands_can_be_gone_on_from(
         train(plan(text, tmp_path / "one", model={"depth": 2}))
     checkpoint = caught.value.checkpoint
     assert checkpoint is not None and checkpoint == tmp_path / "one" / "checkpoint-2"
-    before = digests(checkpoint)
+    initial = digests(checkpoint)
     tables = plan(text, tmp_path / "two", optimizer={"steps": 1}).to_dict()
     tables["model"] = {"start": str(checkpoint)}
     assert train(TrainPlan.from_dict(tables)).steps == 1
-    assert digests(checkpoint) == before
+    assert digests(checkpoint) == initial
 
 
 def test_without_a_checkpoint_there_is_none_yet(
@@ -126,9 +126,11 @@ def test_without_a_checkpoint_there_is_none_yet(
     harm(harmed)
     with pytest.raises(Diverged) as caught:
         train(plan(text, tmp_path))
-    said = str(caught.value)
-    assert "the output of the embedding (model.embed_tokens) is not finite; no checkpoint" in said
-    assert "q has" not in said
+    message = str(caught.value)
+    assert (
+        "the output of the embedding (model.embed_tokens) is not finite; no checkpoint" in message
+    )
+    assert "q has" not in message
     assert caught.value.checkpoint is None
 
 
@@ -169,9 +171,9 @@ def test_the_command_leaves_as_after_any_refusal(text: Path, tmp_path: Path) -> 
         "[optimizer]\nsteps = 30\nbatch = 2\nlr = 100\nclip = 0\nwarmup = 0\n"
         f"[run]\nout = {str(tmp_path / 'run')!r}\nsave_every = 1\n"
     )
-    found = CliRunner().invoke(build(), ["train", str(config)])
-    assert found.exit_code == 2
-    last = found.stderr.strip().splitlines()[-1]
+    result = CliRunner().invoke(build(), ["train", str(config)])
+    assert result.exit_code == 2
+    last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("recollect train: training diverged at step ")
     assert "is not finite; the last checkpoint is" in last and "set clip = 1" in last
 
@@ -184,8 +186,8 @@ def test_a_finite_model_has_no_origin() -> None:
     assert find_origin(model, lambda: [model(x).sum()]) is None
     with torch.no_grad():
         last.weight[0, 0] = torch.nan
-    found = find_origin(model, lambda: [model(x).sum()])
-    assert found == "the output of 2 is not finite"
+    result = find_origin(model, lambda: [model(x).sum()])
+    assert result == "the output of 2 is not finite"
 
 
 @pytest.mark.parametrize(
@@ -206,5 +208,5 @@ def test_a_recipe_is_named_for_what_is_its_own(inside: str, says: str) -> None:
     with torch.no_grad():
         next(module.parameters()).fill_(torch.inf)
     ids = torch.arange(6)[None] % 8
-    found = find_origin(net, lambda: [net(ids, labels=ids).loss])
-    assert found is not None and says in found
+    result = find_origin(net, lambda: [net(ids, labels=ids).loss])
+    assert result is not None and says in result

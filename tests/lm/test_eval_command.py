@@ -42,13 +42,15 @@ def run(*arguments: object, code: int = 0) -> tuple[str, str]:
 
 def test_results_are_shown_kept_and_not_measured_again(run_folder: Path, tmp_path: Path) -> None:
     options = ["--tasks", "local_niah_single_1,local_babi_1", "--limit", 2, "--context", 1024]
-    said, beside = run(run_folder, *options, "--out", tmp_path)
-    assert "local_niah_single_1" in said and "MIRAS table 3" not in said, "which has no passkey 1K"
-    assert f"results: {tmp_path / 'results.json'}" in said.replace("\n", "")
+    output, beside = run(run_folder, *options, "--out", tmp_path)
+    assert "local_niah_single_1" in output and "MIRAS table 3" not in output, (
+        "which has no passkey 1K"
+    )
+    assert f"results: {tmp_path / 'results.json'}" in output.replace("\n", "")
     assert "local_babi_1 (2 of 2)" in beside
-    again, beside = run(run_folder, *options, "--out", tmp_path, "--json")
+    repeated, beside = run(run_folder, *options, "--out", tmp_path, "--json")
     assert beside.count("measured before") == 2
-    data = json.loads(again)
+    data = json.loads(repeated)
     assert [one["task"] for one in data["tasks"]] == ["local_niah_single_1", "local_babi_1"]
     assert data["published"] == []
     assert json.loads((tmp_path / "results.json").read_text()).items() <= data.items()
@@ -76,9 +78,9 @@ def test_the_local_tasks_are_listed() -> None:
 )
 def test_refusals(arguments: list[str], said: str, run_folder: Path, tmp_path: Path) -> None:
     given = [str(run_folder) if one == "MODEL" else one for one in arguments]
-    out, told = run(*given, "--out", tmp_path, code=2)
-    assert out == "" and told.startswith("recollect eval: ") and said in told
-    assert told.count("\n") == 1 and "Traceback" not in told
+    out, output = run(*given, "--out", tmp_path, code=2)
+    assert out == "" and output.startswith("recollect eval: ") and said in output
+    assert output.count("\n") == 1 and "Traceback" not in output
     assert not list(tmp_path.iterdir())
 
 
@@ -192,11 +194,11 @@ def test_an_interrupt_says_what_is_kept(
 
     monkeypatch.setattr(harness, "run_task", stops)
     tasks = ["--tasks", "local_babi_1,local_babi_2,local_babi_3", "--limit", 2]
-    _, said = run(run_folder, *tasks, "--out", tmp_path, code=130)
-    assert "interrupted: 1 of 3 tasks are measured and saved" in said
+    _, output = run(run_folder, *tasks, "--out", tmp_path, code=130)
+    assert "interrupted: 1 of 3 tasks are measured and saved" in output
     monkeypatch.setattr(harness, "run_task", run_task)
-    _, said = run(run_folder, *tasks, "--out", tmp_path)
-    assert said.count("measured before") == 1 and "local_babi_3 (2 of 2)" in said
+    _, output = run(run_folder, *tasks, "--out", tmp_path)
+    assert output.count("measured before") == 1 and "local_babi_3 (2 of 2)" in output
 
 
 def evaluation(task: str, metric: str, value: float, context: int = 2048) -> rc.lm.Evaluation:
@@ -212,9 +214,9 @@ def evaluation(task: str, metric: str, value: float, context: int = 2048) -> rc.
 
 
 def test_numbers_stand_beside_those_of_the_same_task_and_measure() -> None:
-    found = match_paper_values(evaluation("wikitext", "word_perplexity", 31.0))
-    assert {one.table for one in found} == {"miras_table2", "atlas_table2", "atlas_table8"}
-    small = next(one for one in found if one.group.startswith("340M") and "miras" in one.table)
+    result = match_paper_values(evaluation("wikitext", "word_perplexity", 31.0))
+    assert {one.table for one in result} == {"miras_table2", "atlas_table2", "atlas_table8"}
+    small = next(one for one in result if one.group.startswith("340M") and "miras" in one.table)
     assert dict(small.rows)["Transformer++"] == 31.52 and small.value == 31.0
     assert str(small).endswith("MIRAS table 2, 340M / 15B tokens")
     (recall,) = match_paper_values(evaluation("swde", "contains", 0.5))

@@ -87,10 +87,10 @@ def test_log_likelihoods_are_those_of_each_text_alone(recipe: str) -> None:
     pairs = [("The memory", " of a"), ("A", " b"), ("", "c d"), ("Where is it? In the", " attic")]
     with harness.hidden_output():
         under = harness.RecollectHFLM(model, byte_tokenizer(), batch_size=3, context=64)
-        found = under.loglikelihood(asked("loglikelihood", *pairs))
-    for (before, after), (value, _) in zip(pairs, found, strict=True):
+        result = under.loglikelihood(asked("loglikelihood", *pairs))
+    for (initial, later), (value, _) in zip(pairs, result, strict=True):
         # Without a context a text begins after the end of another.
-        want = likelihood(model, data(before) or [END], data(after))
+        want = likelihood(model, data(initial) or [END], data(later))
         assert value == pytest.approx(want, rel=0, abs=1e-5)
 
 
@@ -141,13 +141,13 @@ def test_generation_of_a_batch_is_that_of_each_prompt_alone(model: Any) -> None:
     with harness.hidden_output():
         under = harness.RecollectHFLM(model, tokenizer, batch_size=3, context=64)
         how = {"max_gen_toks": 12, "until": ["\n"], "do_sample": False}
-        found = under.generate_until(asked("generate_until", *[(x, how) for x in prompts]))
-    for prompt, said in zip(prompts, found, strict=True):
+        result = under.generate_until(asked("generate_until", *[(x, how) for x in prompts]))
+    for prompt, said in zip(prompts, result, strict=True):
         ids = torch.tensor([data(prompt)])
         new = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=END)
-        alone = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
-        assert said == alone.partition("\n")[0]
-    assert len(set(found)) > 1
+        single = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
+        assert said == single.partition("\n")[0]
+    assert len(set(result)) > 1
 
 
 def test_scores_are_of_what_was_written(
@@ -174,11 +174,11 @@ def test_scores_are_of_what_was_written(
 
 def test_numbers_do_not_depend_on_the_batch_or_on_what_ran_before(model: Any, text: Path) -> None:
     how: dict[str, Any] = {"tokenizer": byte_tokenizer(), "limit": 4, "context": 700, "text": text}
-    whole = rc.lm.evaluate(model, ["local_babilong_1", "local_text", "local_babi_1"], **how)
-    alone = rc.lm.evaluate(model, ["local_text"], batch=1, **how)
-    for name, value in alone["local_text"].metrics.items():
-        assert whole["local_text"].metrics[name] == pytest.approx(value, rel=1e-6)
-    assert alone["local_text"].batch == 1
+    full = rc.lm.evaluate(model, ["local_babilong_1", "local_text", "local_babi_1"], **how)
+    single = rc.lm.evaluate(model, ["local_text"], batch=1, **how)
+    for name, value in single["local_text"].metrics.items():
+        assert full["local_text"].metrics[name] == pytest.approx(value, rel=1e-6)
+    assert single["local_text"].batch == 1
 
 
 def test_decoders_of_others_and_swapped_ones(tmp_path: Path, text: Path) -> None:
@@ -313,8 +313,8 @@ def test_an_interrupted_evaluation_loses_one_task_at_most(
     result = rc.lm.evaluate(saved, tasks, out=tmp_path, watcher=watcher, **how)
     assert watcher.begun == ["local_babi_2"]
     assert watcher.loaded == ["local_babi_1", "local_text"]
-    whole = rc.lm.evaluate(saved, tasks, out=tmp_path / "whole", **how)
-    assert {x.task: x.metrics for x in result.tasks} == {x.task: x.metrics for x in whole.tasks}
+    full = rc.lm.evaluate(saved, tasks, out=tmp_path / "whole", **how)
+    assert {x.task: x.metrics for x in result.tasks} == {x.task: x.metrics for x in full.tasks}
     written = json.loads((tmp_path / "results.json").read_text())
     assert written == json.loads(json.dumps(result.to_dict()))
     assert {"torch", "device", "commit", "transformers"} <= written["environment"].keys()
@@ -336,7 +336,7 @@ def test_other_settings_are_refused(
 ) -> None:
     how: dict[str, Any] = {"limit": 3, "context": 600, "text": text}
     rc.lm.evaluate(saved, ["local_babi_1"], out=tmp_path / "out", **how)
-    before = (tmp_path / "out" / "tasks" / "local_babi_1.json").read_bytes()
+    initial = (tmp_path / "out" / "tasks" / "local_babi_1.json").read_bytes()
     if "text" in change:
         change = {"text": tmp_path / "other.txt"}
         change["text"].write_text(text.read_text() + "\n\nMore of it.")
@@ -346,7 +346,7 @@ def test_other_settings_are_refused(
         change, saved = {}, tmp_path / "model"
     with pytest.raises(ValueError, match=f"holds an evaluation with {said}.*: give another --out"):
         rc.lm.evaluate(saved, ["local_babi_2"], out=tmp_path / "out", **{**how, **change})
-    assert (tmp_path / "out" / "tasks" / "local_babi_1.json").read_bytes() == before
+    assert (tmp_path / "out" / "tasks" / "local_babi_1.json").read_bytes() == initial
 
 
 def test_a_file_that_is_no_result_is_said(saved: Path, tmp_path: Path) -> None:
@@ -362,9 +362,9 @@ def test_nothing_of_the_process_is_left_changed(
 ) -> None:
     model.train()
     torch.manual_seed(5)
-    before, propagates = torch.get_rng_state(), logging.getLogger("lm_eval").propagate
+    initial, propagates = torch.get_rng_state(), logging.getLogger("lm_eval").propagate
     rc.lm.evaluate(model, ["local_babi_1", ""], tokenizer=byte_tokenizer(), limit=2, context=600)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), initial)
     assert model.training
     assert logging.getLogger("lm_eval").propagate == propagates
     assert capsys.readouterr() == ("", "")

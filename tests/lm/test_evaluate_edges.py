@@ -71,8 +71,8 @@ def test_a_model_of_logits_that_are_not_finite_has_no_numbers(tmp_path: Path) ->
     }
     assert not (tmp_path / "tasks").exists(), "none is finished"
     json.dumps(result.to_dict(), allow_nan=False)
-    again = rc.lm.TaskResult.from_dict(result[names[0]].to_dict())
-    assert math.isnan(again.metrics["acc"])
+    repeated = rc.lm.TaskResult.from_dict(result[names[0]].to_dict())
+    assert math.isnan(repeated.metrics["acc"])
 
 
 def test_a_task_without_a_number_does_not_end_the_others(
@@ -95,9 +95,9 @@ def test_a_task_without_a_number_does_not_end_the_others(
 def test_a_text_of_few_words_has_bits_per_byte(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(paragraphs("", "x" * 2000))
-    found = rc.lm.evaluate(tiny(), "local_text", **short(text=text))["local_text"].metrics
-    assert set(found) == {"byte_perplexity", "bits_per_byte"}
-    assert all(map(math.isfinite, found.values()))
+    result = rc.lm.evaluate(tiny(), "local_text", **short(text=text))["local_text"].metrics
+    assert set(result) == {"byte_perplexity", "bits_per_byte"}
+    assert all(map(math.isfinite, result.values()))
 
 
 def test_texts_that_are_cut_are_counted_one_by_one() -> None:
@@ -105,13 +105,13 @@ def test_texts_that_are_cut_are_counted_one_by_one() -> None:
     from lm_eval.api.instance import Instance
 
     texts = ["a" * 20, "b" * 61, "c" * 60, "d" * 90]
-    asked = [
+    requested = [
         Instance(request_type="generate_until", doc={}, arguments=(x, how), idx=i)  # type: ignore[arg-type]
         for i, x in enumerate(texts)
     ]
     with harness.hidden_output():
         under = harness.RecollectHFLM(tiny(), byte_tokenizer(), batch_size=4, context=64)
-        under.generate_until(asked)
+        under.generate_until(requested)
     assert under.num_truncated == 2, "of one batch, 60 tokens and the 4 to write being the context"
     under.reset_counters()
     assert under.num_truncated == 0 and under.notes() == ()
@@ -154,19 +154,23 @@ def result_of(task: str, version: str, **settings: Any) -> rc.lm.TaskResult:
 
 
 def test_other_versions_and_settings_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
-    asked = {"seed": 1, "text": "abc"}
+    requested = {"seed": 1, "text": "abc"}
     save_task(tmp_path / "theirs", result_of("piqa", "1.0", seed=1))
-    assert list(load_finished_tasks(tmp_path / "theirs", asked)) == ["piqa"], (
+    assert list(load_finished_tasks(tmp_path / "theirs", requested)) == ["piqa"], (
         "which reads no local text"
     )
     for name, result, said in (
-        ("old", result_of("local_ruler_cwe", "1.0", **asked), "cwe of version 1.0 and this one"),
+        (
+            "old",
+            result_of("local_ruler_cwe", "1.0", **requested),
+            "cwe of version 1.0 and this one",
+        ),
         ("text", result_of("local_babi_1", "1.0", seed=1), "no record of its text"),
         ("seed", result_of("piqa", "1.0", text="abc"), "no record of its seed"),
     ):
         save_task(tmp_path / name, result)
         with pytest.raises(ValueError, match=said):
-            load_finished_tasks(tmp_path / name, asked)
+            load_finished_tasks(tmp_path / name, requested)
 
 
 def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
@@ -191,10 +195,10 @@ def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
         assert [x.task for x in result.groups] == kept
         assert [x["task"] for x in strict(tmp_path / "results.json")["groups"]] == kept
     (tmp_path / "results.json").write_text("[]")
-    before = {path.name for path in (tmp_path / "tasks").iterdir()}
+    initial = {path.name for path in (tmp_path / "tasks").iterdir()}
     with pytest.raises(ValueError, match=r"results\.json is not an evaluation"):
         rc.lm.evaluate(model, "local_babi_3", **short(tmp_path))
-    assert {path.name for path in (tmp_path / "tasks").iterdir()} == before  # said at once
+    assert {path.name for path in (tmp_path / "tasks").iterdir()} == initial  # said at once
 
 
 def test_modules_that_were_frozen_for_training_still_are() -> None:
@@ -213,8 +217,8 @@ def test_a_context_beyond_learned_positions_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=257, **sizes))
     with pytest.raises(ValueError, match="context 600 is more than the 400 positions that GPT2LM"):
         rc.lm.evaluate(model, "local_babi_1", **short())
-    found = rc.lm.evaluate(model, "local_babi_1", **short(context=400))
-    assert found["local_babi_1"].settings["context"] == 400
+    result = rc.lm.evaluate(model, "local_babi_1", **short(context=400))
+    assert result["local_babi_1"].settings["context"] == 400
 
 
 # -- documents -------------------------------------------------------------------------------------

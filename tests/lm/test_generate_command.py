@@ -82,11 +82,11 @@ def test_the_text_is_that_of_generate(saved: Path) -> None:
 
 
 def test_reading_is_saved_and_resumed(saved: Path, tmp_path: Path) -> None:
-    whole = text(saved, "--prompt", "The memory of")
+    full = text(saved, "--prompt", "The memory of")
     state = tmp_path / "state.safetensors"
     first = text(saved, "--prompt", "The memory", "--save-state", state)
     assert first["text"] == text(saved, "--from-state", state)["text"]
-    assert whole["text"] == text(saved, "--from-state", state, "--prompt", " of")["text"]
+    assert full["text"] == text(saved, "--from-state", state, "--prompt", " of")["text"]
     assert text(saved)["tokens"]  # a text of its own begins where another ended
 
 
@@ -98,27 +98,27 @@ def test_refusals_are_one_sentence(saved: Path, tmp_path: Path) -> None:
         ([saved, "--from-state", tmp_path / "no"], "there is no file"),
         ([saved, "--from-state", saved / "model.safetensors"], "is not a saved prompt"),
     ):
-        _, said = run(*arguments, code=2)
-        assert says in said
-        assert said.startswith("recollect generate: ")
-        assert said.count("\n") == 1
+        _, output = run(*arguments, code=2)
+        assert says in output
+        assert output.startswith("recollect generate: ")
+        assert output.count("\n") == 1
 
 
 def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:
     """As it would be given; a terminal is not read, and an option comes before a pipe."""
 
     def piped(given: bytes, *arguments: str) -> dict[str, object]:
-        asked = ["generate", str(saved), *arguments, *TOKENS, "--temperature", "0", "--json"]
-        result = CliRunner().invoke(build(), asked, input=given)
+        requested = ["generate", str(saved), *arguments, *TOKENS, "--temperature", "0", "--json"]
+        result = CliRunner().invoke(build(), requested, input=given)
         assert result.exit_code == 0, (result.output, result.exception)
         return json.loads(result.stdout)
 
     for typed in ("hello", "größer\nals", ""):
-        wanted = text(saved, "--prompt", typed, "--temperature", 0)
+        expected = text(saved, "--prompt", typed, "--temperature", 0)
         for given in (typed, typed + "\n", typed + "\r\n"):
             for arguments in ((), ("--prompt", "-")):
                 read = piped(given.encode(), *arguments)
-                assert (read["prompt"], read["text"]) == (typed, wanted["text"])
+                assert (read["prompt"], read["text"]) == (typed, expected["text"])
     assert piped(b"hello", "--prompt", "other")["prompt"] == "other"
     assert piped(b"hello", "--prompt", "")["prompt"] == ""
     result = CliRunner().invoke(build(), ["generate", str(saved)], input=b"\xff\xfe")
@@ -150,29 +150,29 @@ def test_a_run_stands_for_its_model(saved: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "mine"
     shutil.copytree(saved, run_folder / "model")
     (run_folder / "plan.json").write_text("{}")
-    asked = ("--prompt", "The", "--temperature", 0)
-    assert text(run_folder, *asked)["text"] == text(saved, *asked)["text"]
+    requested = ("--prompt", "The", "--temperature", 0)
+    assert text(run_folder, *requested)["text"] == text(saved, *requested)["text"]
     (run_folder / "model").rename(run_folder / "checkpoint-3")
     (run_folder / "checkpoint-3" / "trainer_state.json").write_text("{}")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (run_folder / "checkpoint-3" / name).write_bytes(b"")
-    _, told = run(run_folder, code=2)
-    assert "has not come to its end: name its last checkpoint" in told
-    assert str(run_folder / "checkpoint-3") in told
+    _, output = run(run_folder, code=2)
+    assert "has not come to its end: name its last checkpoint" in output
+    assert str(run_folder / "checkpoint-3") in output
     shutil.rmtree(run_folder / "checkpoint-3")
     assert "and has no checkpoint yet" in run(run_folder, code=2)[1]
 
 
 def test_an_adapter_is_told_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    _, told = run(tmp_path, code=2)
-    assert "holds an adapter of PEFT" in told and "merge_and_unload()" in told
-    assert told.count("\n") == 1
+    _, output = run(tmp_path, code=2)
+    assert "holds an adapter of PEFT" in output and "merge_and_unload()" in output
+    assert output.count("\n") == 1
 
 
 def test_new_tokens_have_the_name_that_transformers_gives_them(saved: Path) -> None:
-    asked = (saved, "--prompt", "The", "--temperature", 0, "--json")
-    short, same = (run(*asked, option, 3)[0] for option in ("--tokens", "--max-new-tokens"))
+    requested = (saved, "--prompt", "The", "--temperature", 0, "--json")
+    short, same = (run(*requested, option, 3)[0] for option in ("--tokens", "--max-new-tokens"))
     assert json.loads(short)["text"] == json.loads(same)["text"]
     assert json.loads(same)["tokens"] == 3
 
@@ -209,8 +209,8 @@ def test_a_model_of_bytes_needs_no_tokenizer(saved: Path, tmp_path: Path) -> Non
         "gla", vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=1
     )
     RecollectForCausalLM(config).save_pretrained(tmp_path / "other")
-    _, said = run(tmp_path / "other", "--prompt", "a", code=2)
-    assert "has no tokenizer, and 300 tokens are not bytes" in said
+    _, output = run(tmp_path / "other", "--prompt", "a", code=2)
+    assert "has no tokenizer, and 300 tokens are not bytes" in output
 
 
 # -- decoders whose layers were replaced, and other models -----------------------------------------

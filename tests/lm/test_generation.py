@@ -46,10 +46,10 @@ def test_padding_on_the_left_is_each_row_alone_while_decoding_too(name: str) -> 
 def test_beams_with_the_cache_are_beams_without(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     how = {**HOW, "attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
-    made = net.generate(ids, do_sample=False, **how)
-    again = net.generate(ids, do_sample=False, use_cache=False, **how)
-    assert torch.equal(made, again)
-    assert len({tuple(row) for row in made.tolist()}) == 4  # the rows and the beams differ
+    result = net.generate(ids, do_sample=False, **how)
+    repeated = net.generate(ids, do_sample=False, use_cache=False, **how)
+    assert torch.equal(result, repeated)
+    assert len({tuple(row) for row in result.tolist()}) == 4  # the rows and the beams differ
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -60,9 +60,9 @@ def test_sampling_is_reproducible_from_a_generator(name: str) -> None:
     def draw(seed: int, **more: object) -> torch.Tensor:
         return net.generate(ids, generator=torch.Generator().manual_seed(seed), **how, **more)
 
-    before = torch.get_rng_state()
+    initial = torch.get_rng_state()
     first = draw(3)
-    assert torch.equal(torch.get_rng_state(), before)  # the global generator stayed as it was
+    assert torch.equal(torch.get_rng_state(), initial)  # the global generator stayed as it was
     torch.rand(5)
     assert torch.equal(draw(3), first)
     assert torch.equal(draw(3, use_cache=False), first)
@@ -111,7 +111,7 @@ def test_the_cache_grows_only_where_a_recipe_keeps_everything(name: str) -> None
 def test_a_returned_cache_is_continued(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     how = {"pad_token_id": 0, "do_sample": False}
-    whole = net.generate(ids, attention_mask=mask, max_new_tokens=8, **how)
+    full = net.generate(ids, attention_mask=mask, max_new_tokens=8, **how)
     out = net.generate(
         ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **how
     )
@@ -122,12 +122,14 @@ def test_a_returned_cache_is_continued(name: str) -> None:
     longer = torch.cat([mask, torch.ones(2, 3).long()], 1)
     rest = {"attention_mask": longer, "cache": cache, "max_new_tokens": 5, **how}
     for _ in range(2):  # twice from one cache
-        assert torch.equal(net.generate(out.sequences, **rest), whole)
+        assert torch.equal(net.generate(out.sequences, **rest), full)
     only_new = net.generate(out.sequences[:, -1:], **rest)
-    assert torch.equal(only_new[:, 1:], whole[:, -5:])
+    assert torch.equal(only_new[:, 1:], full[:, -5:])
     beams = net.generate(out.sequences, num_beams=3, **rest)
-    alone = net.generate(out.sequences, attention_mask=longer, num_beams=3, max_new_tokens=5, **how)
-    assert torch.equal(beams, alone)
+    single = net.generate(
+        out.sequences, attention_mask=longer, num_beams=3, max_new_tokens=5, **how
+    )
+    assert torch.equal(beams, single)
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
@@ -142,8 +144,8 @@ def test_a_long_prompt_is_read_in_pieces(name: str) -> None:
 def test_embeddings_may_stand_for_the_prompt(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     how = {**HOW, "attention_mask": mask, "do_sample": False}
-    made = net.generate(inputs_embeds=net.get_input_embeddings()(ids), **how)
-    assert torch.equal(made, net.generate(ids, **how)[:, ids.shape[1] :])
+    result = net.generate(inputs_embeds=net.get_input_embeddings()(ids), **how)
+    assert torch.equal(result, net.generate(ids, **how)[:, ids.shape[1] :])
 
 
 def test_a_cache_is_taken_by_its_name_and_by_its_earlier_one() -> None:

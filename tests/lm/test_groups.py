@@ -58,13 +58,13 @@ def test_every_trained_number_stands_once(name: str) -> None:
 def test_decay_moves_what_it_should_and_nothing_else() -> None:
     """With zero gradients, AdamW's only motion is decay."""
     model = build("titans")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     torch.optim.AdamW(rc.lm.parameter_groups(model, weight_decay=0.5), lr=0.1).step()
     decayed = set(decay_parameter_names(model))
     for name, p in model.named_parameters():
-        expected = before[name] * (1 - 0.1 * 0.5) if name in decayed else before[name]
+        expected = initial[name] * (1 - 0.1 * 0.5) if name in decayed else initial[name]
         torch.testing.assert_close(p.detach(), expected)
 
 

@@ -69,10 +69,10 @@ def model(name: object, **sizes: object) -> RecollectForCausalLM:
 def test_a_hybrid_is_saved_and_loaded_whole(name: str, tmp_path: Path) -> None:
     net = model(name)
     net.save_pretrained(tmp_path)
-    again = RecollectForCausalLM.from_pretrained(tmp_path)
-    assert again.config == net.config
-    assert again.config.layer_names == net.config.layer_names
-    assert torch.equal(net(text()).logits, again(text()).logits)
+    repeated = RecollectForCausalLM.from_pretrained(tmp_path)
+    assert repeated.config == net.config
+    assert repeated.config.layer_names == net.config.layer_names
+    assert torch.equal(net(text()).logits, repeated(text()).logits)
 
 
 @EVERY
@@ -94,8 +94,8 @@ def test_decoding_is_reading_on_and_padding_is_nothing(name: str) -> None:
         mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
         out = net(more, attention_mask=mask, cache=cache_of(out))
         for i in range(2):
-            whole = torch.cat([ids[i : i + 1, 3 * (i == 0) :], more[i : i + 1]], 1)
-            torch.testing.assert_close(out.logits[i], net(whole).logits[0, -3:], **TOL)
+            full = torch.cat([ids[i : i + 1, 3 * (i == 0) :], more[i : i + 1]], 1)
+            torch.testing.assert_close(out.logits[i], net(full).logits[0, -3:], **TOL)
 
 
 @EVERY
@@ -105,8 +105,8 @@ def test_greedy_and_beams_are_what_they_are_without_a_cache(name: str) -> None:
         with_cache = net.generate(ids, attention_mask=mask, num_beams=beams, **HOW)
         without = net.generate(ids, attention_mask=mask, num_beams=beams, use_cache=False, **HOW)
         assert torch.equal(with_cache, without)
-        alone = net.generate(ids[:1, 3:], num_beams=beams, **HOW)
-        assert torch.equal(with_cache[0, ids.shape[1] :], alone[0, ids.shape[1] - 3 :])
+        single = net.generate(ids[:1, 3:], num_beams=beams, **HOW)
+        assert torch.equal(with_cache[0, ids.shape[1] :], single[0, ids.shape[1] - 3 :])
 
 
 @pytest.mark.parametrize("name", ["titans_mac", "atlas_mag", "samba"])
@@ -269,16 +269,16 @@ def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
 
 def test_checkpointed_layers_have_the_same_balance_gradient() -> None:
     net, ids = model(MixtureOfMemories(["gla"] * 3, top=2)).train(), text(2, 9)
-    found = []
+    result = []
     for checkpointed in (False, True):
         net.model.gradient_checkpointing = checkpointed
         net.zero_grad()
         if checkpointed:
             enable_checkpointing(net)
         net(ids, labels=ids).loss.backward()
-        found.append({name: p.grad.clone() for name, p in net.named_parameters()})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name], **TOL)
+        result.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    for name, gradient in result[0].items():
+        torch.testing.assert_close(gradient, result[1][name], **TOL)
 
 
 def _parts(layer: torch.nn.Module) -> dict[str, torch.nn.Module]:

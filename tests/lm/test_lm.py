@@ -68,7 +68,7 @@ HYBRID = {
 def test_prefill_and_decode_are_one_forward(name: str) -> None:
     net, ids = model(HYBRID if name == "hybrid" else name), text()
     with torch.no_grad():
-        whole = net(ids).logits
+        full = net(ids).logits
         out = net(ids[:, :6])
         logits = [out.logits]
         for t in range(6, T):
@@ -76,7 +76,7 @@ def test_prefill_and_decode_are_one_forward(name: str) -> None:
             logits.append(out.logits)
     # Its systems of K(K + 3)/2 monomials are so badly conditioned that rounding grows tenfold.
     far = {"atol": 1e-3, "rtol": 1e-3} if name == "local_quadratic_attention" else TOL
-    torch.testing.assert_close(torch.cat(logits, 1), whole, **far)
+    torch.testing.assert_close(torch.cat(logits, 1), full, **far)
     assert cache_of(out).get_seq_length() == T
 
 
@@ -88,23 +88,23 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     with torch.no_grad():
         out = net(ids, attention_mask=mask, labels=labels)
-        alone = [net(ids[:1, 4:], labels=ids[:1, 4:]), net(ids[1:], labels=ids[1:])]
-        torch.testing.assert_close(out.logits[:1, 4:], alone[0].logits, **TOL)
-        torch.testing.assert_close(out.logits[1:], alone[1].logits, **TOL)
+        single = [net(ids[:1, 4:], labels=ids[:1, 4:]), net(ids[1:], labels=ids[1:])]
+        torch.testing.assert_close(out.logits[:1, 4:], single[0].logits, **TOL)
+        torch.testing.assert_close(out.logits[1:], single[1].logits, **TOL)
         # The next column, as generation feeds it: the mask grows with the text.
         longer = torch.cat([mask, mask[:, -1:]], 1)
         more = net(ids[:, :1], attention_mask=longer, cache=cache_of(out)).logits
-        one = net(ids[:1, :1], cache=cache_of(alone[0])).logits
+        one = net(ids[:1, :1], cache=cache_of(single[0])).logits
         torch.testing.assert_close(more[:1], one, **TOL)
 
         packed = torch.cat([ids[0, 4:], ids[1]])[None]
         borders = torch.tensor([0, T - 4, 2 * T - 4])
         both = net(packed, cu_seqlens=borders, labels=packed)
-        want = torch.cat([alone[0].logits[0], alone[1].logits[0]])
+        want = torch.cat([single[0].logits[0], single[1].logits[0]])
         torch.testing.assert_close(both.logits[0], want, **TOL)
         # No token is predicted across a border: the loss is that of the documents.
         counts = torch.tensor([T - 5.0, T - 1.0])
-        mean = (torch.stack([a.loss for a in alone]) * counts).sum() / counts.sum()
+        mean = (torch.stack([a.loss for a in single]) * counts).sum() / counts.sum()
         torch.testing.assert_close(both.loss, mean, **TOL)
         torch.testing.assert_close(out.loss, mean, **TOL)
 
@@ -147,14 +147,14 @@ def test_heads_that_are_named_stay() -> None:
 
 
 def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
-    made = config(["gla", "softmax_attention"], num_hidden_layers=3)
-    made.save_pretrained(tmp_path)
+    result = config(["gla", "softmax_attention"], num_hidden_layers=3)
+    result.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["schema"] == 2
     assert written["layers"] == ["gla", "softmax_attention"]
     assert written["recipes"]["gla"]["recipe"]["retention"]["per"] == "key"
     back = AutoConfig.from_pretrained(tmp_path)
-    assert back == made
+    assert back == result
     assert back != config(["gla", "softmax_attention"], num_hidden_layers=4)
     assert back.layer_names == ["gla", "softmax_attention", "gla"]
     preset = rc.zoo.get("gla")
@@ -181,8 +181,10 @@ def test_loading_never_runs_code(tmp_path: Path) -> None:
         f"try: A.from_pretrained({str(tmp_path)!r})\n"
         "except recollect.RecipeError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "no member named 'Tilted' is registered" in said.stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "no member named 'Tilted' is registered" in output.stdout
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
@@ -191,15 +193,15 @@ def test_greedy_generation_is_argmax_with_padding_too(name: str) -> None:
     ids[0, :4] = 0
     mask = (ids != 0).long()
     how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    made = net.generate(ids, attention_mask=mask, **how)
+    result = net.generate(ids, attention_mask=mask, **how)
     want = ids[:1, 4:]
     with torch.no_grad():
         for _ in range(5):
             want = torch.cat([want, net(want).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(made[0, T:], want[0, -5:])
+    assert torch.equal(result[0, T:], want[0, -5:])
     beams = net.generate(ids, attention_mask=mask, num_beams=2, **how)
-    alone = net.generate(ids[:1, 4:], attention_mask=mask[:1, 4:], num_beams=2, **how)
-    assert torch.equal(beams[0, T:], alone[0, -5:])
+    single = net.generate(ids[:1, 4:], attention_mask=mask[:1, 4:], num_beams=2, **how)
+    assert torch.equal(beams[0, T:], single[0, -5:])
 
 
 def test_a_cache_can_be_continued_twice() -> None:
@@ -243,16 +245,16 @@ def test_bf16_and_autocast() -> None:
 
 def test_parameters_are_counted_and_matched() -> None:
     configs = [config(name, hidden_size=64) for name in rc.zoo.names()]
-    for made in configs[:4]:
-        assert parameter_count(made) == sum(
-            weight.numel() for weight in RecollectForCausalLM(made).parameters()
+    for result in configs[:4]:
+        assert parameter_count(result) == sum(
+            weight.numel() for weight in RecollectForCausalLM(result).parameters()
         )
-    target = max(parameter_count(made) for made in configs)
+    target = max(parameter_count(result) for result in configs)
     matched = match_parameters(configs, target)
-    for made, before in zip(matched, configs, strict=True):
-        assert abs(parameter_count(made) - target) < 0.012 * target
-        assert made.intermediate_size % 8 == 0
-        assert before.intermediate_size == 168  # the given ones stay as they are
+    for result, initial in zip(matched, configs, strict=True):
+        assert abs(parameter_count(result) - target) < 0.012 * target
+        assert result.intermediate_size % 8 == 0
+        assert initial.intermediate_size == 168  # the given ones stay as they are
     with pytest.raises(ValueError, match="narrowest MLP"):
         match_parameters(configs, 1000)
     tied = config("gla", tie_word_embeddings=True)
@@ -326,5 +328,7 @@ def test_without_transformers_one_sentence_says_what_to_install() -> None:
         "try: recollect.lm\n"
         "except ImportError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'pip install -e ".[lm]" in its checkout' in said.stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert 'pip install -e ".[lm]" in its checkout' in output.stdout

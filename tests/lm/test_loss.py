@@ -42,12 +42,12 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_chunks_change_nothing(chunk: int, dtype: torch.dtype, close: float) -> None:
     x, head, targets = drawn(dtype)
-    wanted = plain(x, head.weight, targets)
-    of_x, of_weight = torch.autograd.grad(wanted, (x, head.weight))
+    expected = plain(x, head.weight, targets)
+    of_x, of_weight = torch.autograd.grad(expected, (x, head.weight))
     loss = next_token_loss(x, head, targets, chunk_size=chunk)
     loss.backward()
     assert loss.dtype == dtype and head.weight.grad is not None and x.grad is not None
-    torch.testing.assert_close(loss, wanted, atol=close, rtol=close)
+    torch.testing.assert_close(loss, expected, atol=close, rtol=close)
     torch.testing.assert_close(x.grad, of_x, atol=close, rtol=close)
     torch.testing.assert_close(head.weight.grad, of_weight, atol=close, rtol=close)
 
@@ -71,17 +71,17 @@ def test_positions_without_a_target_have_no_effect(value: float) -> None:
 
 def test_without_gradients_and_with_one_of_them() -> None:
     x, head, targets = drawn()
-    wanted = plain(x, head.weight, targets)
+    expected = plain(x, head.weight, targets)
     with torch.no_grad():
         loss = next_token_loss(x, head, targets, chunk_size=3)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, wanted)
-    (of_weight,) = torch.autograd.grad(wanted, head.weight, retain_graph=True)
+    torch.testing.assert_close(loss, expected)
+    (of_weight,) = torch.autograd.grad(expected, head.weight, retain_graph=True)
     (grad,) = torch.autograd.grad(
         next_token_loss(x.detach(), head, targets, chunk_size=3), head.weight
     )
     torch.testing.assert_close(grad, of_weight)
-    (of_x,) = torch.autograd.grad(wanted, x)
+    (of_x,) = torch.autograd.grad(expected, x)
     head.weight.requires_grad_(False)
     (grad,) = torch.autograd.grad(next_token_loss(x, head, targets, chunk_size=3), x)
     torch.testing.assert_close(grad, of_x)
@@ -102,26 +102,26 @@ def test_gradients_have_gradients_and_can_be_asked_twice() -> None:
     torch.testing.assert_close(once, twice)
     total = next_token_loss(x, head, targets, chunk_size=4)
     (of_x,) = torch.autograd.grad(total, x, create_graph=True)
-    (found,) = torch.autograd.grad(of_x.square().sum(), head.weight)
+    (result,) = torch.autograd.grad(of_x.square().sum(), head.weight)
     (of_x,) = torch.autograd.grad(plain(x, head.weight, targets), x, create_graph=True)
-    (wanted,) = torch.autograd.grad(of_x.square().sum(), head.weight)
-    torch.testing.assert_close(found, wanted)
+    (expected,) = torch.autograd.grad(of_x.square().sum(), head.weight)
+    torch.testing.assert_close(result, expected)
 
 
 def test_a_head_with_an_adapter_is_called() -> None:
     x, head, targets = drawn()
-    wanted = plain(x, 2 * head.weight, targets)
-    grads = torch.autograd.grad(wanted, (x, head.weight))
-    seen: list[int] = []
+    expected = plain(x, 2 * head.weight, targets)
+    grads = torch.autograd.grad(expected, (x, head.weight))
+    recorded: list[int] = []
 
     def doubled(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        seen.append(len(output))
+        recorded.append(len(output))
         return 2 * output
 
     head.register_forward_hook(doubled)
     loss = next_token_loss(x, head, targets, chunk_size=4)
-    torch.testing.assert_close(loss, wanted)
-    assert seen == [4, 4, 4, 2]
+    torch.testing.assert_close(loss, expected)
+    assert recorded == [4, 4, 4, 2]
     torch.testing.assert_close(torch.autograd.grad(loss, (x, head.weight)), grads)
     biased = nn.Linear(D, W, dtype=torch.float64)
     loss = next_token_loss(x, biased, targets, chunk_size=4)
@@ -158,21 +158,23 @@ def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
     out = model(ids, **given)
     assert out.logits is None
     out.loss.backward()
-    found = {name: cast(Tensor, p.grad).clone() for name, p in model.named_parameters()}
+    result = {name: cast(Tensor, p.grad).clone() for name, p in model.named_parameters()}
     model.zero_grad()
     full = model(ids, **given, output_logits=True)
     assert full.logits.shape == (B, T, W)
-    logits, asked = full.logits[:, :-1], labels[:, 1:].clone()
-    asked[1, :2] = IGNORE_INDEX  # nothing precedes the first real token
-    wanted = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum") / 9
-    torch.testing.assert_close(out.loss, wanted, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(full.loss, wanted, atol=1e-6, rtol=1e-6)
-    wanted.backward()
+    logits, requested = full.logits[:, :-1], labels[:, 1:].clone()
+    requested[1, :2] = IGNORE_INDEX  # nothing precedes the first real token
+    expected = (
+        functional.cross_entropy(logits.flatten(0, 1), requested.flatten(), reduction="sum") / 9
+    )
+    torch.testing.assert_close(out.loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(full.loss, expected, atol=1e-6, rtol=1e-6)
+    expected.backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(result[name], p.grad, atol=1e-6, rtol=1e-5, msg=name)
     moved = next_token_targets(labels, mask)
     torch.testing.assert_close(
-        model(ids, attention_mask=mask, shift_labels=moved, num_items_in_batch=9).loss, wanted
+        model(ids, attention_mask=mask, shift_labels=moved, num_items_in_batch=9).loss, expected
     )
     assert model.eval()(ids, labels=ids).logits is not None
     with pytest.raises(ValueError, match="exclude each other"):
@@ -186,7 +188,7 @@ def test_bfloat16_differs_by_its_own_rounding() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = next_token_loss(x, head, targets, chunk_size=4)
         loss.backward()
-        found, head.weight.grad = head.weight.grad, None
+        result, head.weight.grad = head.weight.grad, None
         logits = head(x)
         assert logits.dtype == torch.bfloat16
         full = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -194,7 +196,7 @@ def test_bfloat16_differs_by_its_own_rounding() -> None:
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, full, atol=1e-6, rtol=1e-6)  # the same logits
     # Gradients of logits are rounded to 8 bits before, or after, they are divided by the tokens.
-    torch.testing.assert_close(found, head.weight.grad, atol=2e-3, rtol=2e-2)
+    torch.testing.assert_close(result, head.weight.grad, atol=2e-3, rtol=2e-2)
 
 
 def test_logits_of_all_tokens_are_never_there() -> None:

@@ -24,12 +24,12 @@ SMALL: dict[str, Any] = {
 def test_parts_are_what_they_are_called() -> None:
     """By hand, for a model whose numbers are few: 2 layers of width 80, 4 heads of 20."""
     config = RecollectConfig.from_recipes("linear_attention", **SMALL, intermediate_size=8)
-    found = count_parameters(config)
+    result = count_parameters(config)
     _, options = config.recipe("linear_attention")
-    assert found["embedding"] == 2 * 50 * 80
-    assert found["norms"] == 5 * 80
-    assert found["mlp"] == 2 * 3 * 80 * 8
-    assert found["maps"] == 2 * (80 * 240 + (2 if options.output_gate == "silu" else 1) * 80 * 80)
+    assert result["embedding"] == 2 * 50 * 80
+    assert result["norms"] == 5 * 80
+    assert result["mlp"] == 2 * 3 * 80 * 8
+    assert result["maps"] == 2 * (80 * 240 + (2 if options.output_gate == "silu" else 1) * 80 * 80)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_the_papers_sizes_on_the_meta_device(size: str, name: str) -> None:
     config = paper_config(size, name)
     with torch.device("meta"):
         model = RecollectForCausalLM(config)
-    found = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    assert sum(count_parameters(config).values()) == found
+    result = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert sum(count_parameters(config).values()) == result
     named = {"170M": 170e6, "340M": 340e6, "760M": 760e6, "1.3B": 1.3e9}[size]
     # The papers' names are round numbers for backbones whose MLP and embeddings they do not state.
-    assert 0.75 < found / named < 1.35
+    assert 0.75 < result / named < 1.35
 
 
 def test_an_unknown_size_names_the_nearest() -> None:

@@ -201,10 +201,10 @@ def test_options_that_save_memory_save_it() -> None:
         run = plan(**{"data": {"context": 256}, "model": {"recipe": "rls"}, **changes})
         return dict(rank_of(run, build_config(run), ParallelDims()).parts)
 
-    whole = parts()["activations"]
-    assert parts(run={"checkpointing": True})["activations"] < 0.8 * whole
+    full = parts()["activations"]
+    assert parts(run={"checkpointing": True})["activations"] < 0.8 * full
     pieces = parts(data={"context": 256, "segments": 4, "segment_gradient": "kept"})
-    assert pieces["activations"] < 0.5 * whole and pieces["states"] > 0
+    assert pieces["activations"] < 0.5 * full and pieces["states"] > 0
     assert parts(run={"loss_chunk": 100})["logits"] == 3 * 4 * 100 * 264
 
 
@@ -226,8 +226,8 @@ def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
     assert result.seconds == pytest.approx(result.tokens * result.flops / (4 * 0.5e12))
     none = estimate(run, config, devices=4, memory=1000)
     assert none.smallest is none.largest is none.launch is None
-    alone = estimate(run, config, devices=1, memory=2**40)
-    assert alone.launch == ("", "recollect train run.toml")
+    single = estimate(run, config, devices=1, memory=2**40)
+    assert single.launch == ("", "recollect train run.toml")
     five = rank_of(run, config, ParallelDims(dp_replicate=5))
     assert "5 groups of processes need a multiple of 5" in str(five.error)
     assert "tensor = 4 does not divide [model] num_heads = 2" in str(

@@ -87,7 +87,7 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
 def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None:
     net, path = model("gated_delta_net"), tmp_path / "p.safetensors"
     CachedPrompt.prefill(net, text()).save(path, net)
-    whole = path.read_bytes()
+    full = path.read_bytes()
 
     def refused(says: str, other: object = net) -> None:
         with pytest.raises(CheckpointError, match=says) as caught:
@@ -97,9 +97,9 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
     other = RecollectForCausalLM(net.config)
     refused("belongs to another model, which differs in its weights:", other)
     refused("belongs to another model, which differs in its configuration:", model("hybrid"))
-    path.write_bytes(whole[:-9])
+    path.write_bytes(full[:-9])
     refused("cut short or altered")
-    path.write_bytes(whole[:-9] + bytes(9 * [7]))
+    path.write_bytes(full[:-9] + bytes(9 * [7]))
     refused("was altered after it was written")
     path.write_bytes(b"")
     refused("cut short or altered")
@@ -110,7 +110,7 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
     refused("there is no file")
 
     # Altered together with the checksums: still a prompt, or refused.
-    path.write_bytes(whole)
+    path.write_bytes(full)
     tensors, metadata = read_tensors(path)
     first = "layers.0.memory.weights.0"
 
@@ -134,7 +134,7 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
     ):
         forged(changes, **fields)  # type: ignore[arg-type]
         refused(says)
-    path.write_bytes(whole)
+    path.write_bytes(full)
     assert CachedPrompt.load(path, net).cache.batch_size == 2
     assert load_file(path)["input_ids"].shape == (2, 9)
 
@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     net, path = model("gated_delta_net"), tmp_path / "p"
     prompt = CachedPrompt.prefill(net, text())
     prompt.save(path, net)
-    before = path.read_bytes()
+    initial = path.read_bytes()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         CachedPrompt.prefill(net, text(seed=9)).save(path, net)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == initial
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
 

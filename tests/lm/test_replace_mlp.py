@@ -99,16 +99,16 @@ def test_the_start_is_exact(kind: str) -> None:
 
 def test_the_module_is_the_loop_of_the_paper() -> None:
     """O = Z Wᵀ of a chunk, then W ← W + η V̂ᵀ Z, the target of a token being the next one's."""
-    net, ids, seen = learner(), text(2), dict[str, Tensor]()
+    net, ids, recorded = learner(), text(2), dict[str, Tensor]()
     module = net.model.layers[1].mlp
 
     def read(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        seen.update(x=args[0], y=output)
+        recorded.update(x=args[0], y=output)
 
     module.register_forward_hook(read)
     logits(net, ids)
     with torch.no_grad():
-        x, embeddings = seen["x"], net.model.embed_tokens(ids)
+        x, embeddings = recorded["x"], net.model.embed_tokens(ids)
         g, u = x @ module.gate_proj.weight.T, x @ module.up_proj.weight.T
         g, u = g + module.gate_proj.bias, u + module.up_proj.bias
         z = g * g.sigmoid() * u
@@ -123,7 +123,7 @@ def test_the_module_is_the_loop_of_the_paper() -> None:
                 past = [(j, t - 3 + j) for j in range(4) if t - 3 + j >= 0]
                 value = sum(taps[j] * embeddings[:, s] for j, s in past) @ module.target.weight.T
                 W = W + RATE * value.unsqueeze(-1) * z[:, t - 1].unsqueeze(-2)
-        torch.testing.assert_close(seen["y"], torch.stack(outputs, 1), **TOL)
+        torch.testing.assert_close(recorded["y"], torch.stack(outputs, 1), **TOL)
 
 
 def test_gradients_reach_the_new_and_the_old_weights() -> None:

@@ -366,15 +366,15 @@ def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
 def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None:
     """Sparse: 65 MiB that are never written."""
     path, size = tmp_path / "shard.jsonl", 65 * 2**20
-    seen = []
+    recorded = []
     for place in (None, 0, size - 1, size // 2):
         with path.open("wb") as file:
             file.truncate(size)
             if place is not None:
                 file.seek(place)
                 file.write(b"x")
-        seen.append(file_fingerprint(path)["sha256"])
-    plain, first, last, middle = seen
+        recorded.append(file_fingerprint(path)["sha256"])
+    plain, first, last, middle = recorded
     assert len({plain, first, last}) == 3
     assert middle == plain  # as its docstring says
     assert file_fingerprint(path)["bytes"] == size
@@ -432,9 +432,9 @@ def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
     def run(out: str, steps: int) -> TrainPlan:
         return plan(text, tmp_path / out, optimizer={**flat, key: steps * one})
 
-    whole = train(run("whole", 6)).folder
+    full = train(run("whole", 6)).folder
     train(run("parts", 3))
-    assert_same(train(run("parts", 6), resume=True).folder, whole)
+    assert_same(train(run("parts", 6), resume=True).folder, full)
 
 
 @pytest.mark.parametrize(
@@ -451,10 +451,10 @@ def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
 def test_only_more_steps_are_another_plan_of_the_same_run(
     change: dict[str, Any], says: str, text: Path, two_steps: Path
 ) -> None:
-    before = digests(two_steps)
+    initial = digests(two_steps)
     with pytest.raises(ValueError, match=says):
         train(plan(text, two_steps, optimizer=change), resume=True)
-    assert digests(two_steps) == before
+    assert digests(two_steps) == initial
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_extended(text: Path, tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_extended(text: Path, tmp_pat
     sentence = r"contains a finished run without checkpoints, which cannot be resumed"
     with pytest.raises(ValueError, match=sentence):
         train(longer, resume=True)
-    before = digests(tmp_path)
+    initial = digests(tmp_path)
     with pytest.raises(ValueError, match=sentence):
         train(plan(text, tmp_path, optimizer={"steps": 1}, **tables), resume=True)
-    assert digests(tmp_path) == before
+    assert digests(tmp_path) == initial

@@ -44,13 +44,13 @@ def batch(starts: tuple[tuple[int, ...], ...] = ()) -> dict[str, Tensor]:
     """Two rows; documents begin at ``starts``, of each row."""
     ids = torch.randint(W, (B, T), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    made = {"input_ids": ids, "labels": labels}
+    result = {"input_ids": ids, "labels": labels}
     if starts:
         for r, row in enumerate(starts):
             labels[r, list(row)] = IGNORE_INDEX
         flat = [r * T + s for r, row in enumerate(starts) for s in row]
-        made["cu_seqlens"] = torch.tensor([*flat, B * T])
-    return made
+        result["cu_seqlens"] = torch.tensor([*flat, B * T])
+    return result
 
 
 def alone(net: RecollectForCausalLM, given: dict[str, Tensor]) -> Tensor:
@@ -78,12 +78,12 @@ def stepped(
 
 
 def gradients(net: RecollectForCausalLM) -> dict[str, Tensor]:
-    found = {
+    result = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in net.named_parameters()
     }
     net.zero_grad()
-    return found
+    return result
 
 
 DOCUMENTS = {
@@ -100,12 +100,12 @@ def test_the_gradient_that_is_kept_is_that_of_the_row(
     segments: int, starts: tuple[tuple[int, ...], ...], tmp_path: Path
 ) -> None:
     net, given = model(), batch(starts)
-    wanted = alone(net, given)
-    wanted.backward()
-    whole = gradients(net)
+    expected = alone(net, given)
+    expected.backward()
+    full = gradients(net)
     loss = stepped(net, given, segments, tmp_path)
-    torch.testing.assert_close(loss, wanted.detach(), atol=1e-12, rtol=0)
-    torch.testing.assert_close(gradients(net), whole, atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradients(net), full, atol=1e-10, rtol=1e-8)
 
 
 # Initial memories that are learned, momentum and a convolution, a window, exact least squares, a
@@ -115,12 +115,12 @@ def test_the_gradient_that_is_kept_is_that_of_the_row(
 )
 def test_it_is_for_every_state(name: str, tmp_path: Path) -> None:
     net, given = model(name), batch(DOCUMENTS["inside"])
-    wanted = alone(net, given)
-    wanted.backward()
-    whole = gradients(net)
+    expected = alone(net, given)
+    expected.backward()
+    full = gradients(net)
     loss = stepped(net, given, 3, tmp_path)
-    torch.testing.assert_close(loss, wanted.detach(), atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(gradients(net), whole, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(gradients(net), full, atol=1e-6, rtol=1e-6)
 
 
 def test_the_gradient_that_is_cut_is_a_written_out_loop() -> None:
@@ -129,22 +129,22 @@ def test_the_gradient_that_is_cut_is_a_written_out_loop() -> None:
     ids = given["input_ids"]
     for begin, end in ((0, 4), (4, 8), (8, T)):
         out = net(ids[:, begin:end], cache=cache, use_cache=True)
-        asked = ids[:, begin + 1 : end + 1]  # the next piece's first token, too
-        logits = out.logits[:, : asked.shape[1]]
-        total = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum")
+        requested = ids[:, begin + 1 : end + 1]  # the next piece's first token, too
+        logits = out.logits[:, : requested.shape[1]]
+        total = functional.cross_entropy(logits.flatten(0, 1), requested.flatten(), reduction="sum")
         (total / items).backward()
         cache = cache_of(out).detach()
-    wanted = gradients(net)
+    expected = gradients(net)
     states = None
     for segment in split_into_segments(given, 3):
         out = net(**segment.forward_kwargs(net, states), num_items_in_batch=count_targets(given))
         out.loss.backward()
         states = cache_of(out).detach()
-    found = gradients(net)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
+    result = gradients(net)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-9)
     alone(net, given).backward()
-    whole = gradients(net)
-    assert any((whole[n] - found[n]).abs().max() > 1e-4 for n in whole)  # something was cut
+    full = gradients(net)
+    assert any((full[n] - result[n]).abs().max() > 1e-4 for n in full)  # something was cut
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +154,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_in_segments_is_the_run(text: Path, tmp_path: Path) -> None:
     share = {"heldout_share": 0.1}
-    whole = train(plan(text, tmp_path / "whole", data=share))
+    full = train(plan(text, tmp_path / "whole", data=share))
     kept = train(
         plan(text, tmp_path / "kept", data={**share, "segments": 3, "segment_gradient": "kept"})
     )
     one, two = tmp_path / "whole" / "model", tmp_path / "kept" / "model"
     assert_same(one, two)
-    assert kept.heldout == pytest.approx(whole.heldout, abs=1e-5)
-    assert kept.loss == pytest.approx(cast(float, whole.loss), abs=1e-5)
+    assert kept.heldout == pytest.approx(full.heldout, abs=1e-5)
+    assert kept.loss == pytest.approx(cast(float, full.loss), abs=1e-5)
 
 
 def test_a_run_that_cuts_has_the_row_s_loss_and_another_gradient(
@@ -174,10 +174,10 @@ def test_a_run_that_cuts_has_the_row_s_loss_and_another_gradient(
         observer=events,
     )
     assert "each row in 4 segments" in events.summaries[0]["step"]
-    whole = train(plan(text, tmp_path / "whole", data=share, optimizer=once))
-    assert cut.loss == pytest.approx(cast(float, whole.loss), abs=1e-6)
-    assert cut.heldout == pytest.approx(whole.heldout, abs=0.05)
-    assert cut.heldout != whole.heldout
+    full = train(plan(text, tmp_path / "whole", data=share, optimizer=once))
+    assert cut.loss == pytest.approx(cast(float, full.loss), abs=1e-6)
+    assert cut.heldout == pytest.approx(full.heldout, abs=0.05)
+    assert cut.heldout != full.heldout
 
 
 class Ill(RecollectTrainer):

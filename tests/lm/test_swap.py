@@ -60,17 +60,17 @@ HOW = {"max_new_tokens": 5, "do_sample": False}
 
 def decoder(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    made: PreTrainedModel = {
+    result: PreTrainedModel = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SMALL)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),  # biases of q, k and v
         "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GROUPED)),  # one map for all three
     }[name]().eval()
     with torch.no_grad():  # biases are drawn too, or it would not show whether they are kept
-        for weight in made.parameters():
+        for weight in result.parameters():
             if weight.dim() > 1 or not bool(weight.all()):
                 nn.init.normal_(weight, std=0.2)
-    return made
+    return result
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,9 +121,9 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
         layers and layers[0], [0] if layers == [0] else [2]
     )
     # Padding: each row alone.
-    got = logits(net, ids, mask)
-    alone = [logits(net, row[None], torch.ones_like(row)[None]) for row in (ids[0, 3:], ids[1])]
-    torch.testing.assert_close(got, torch.cat(alone), atol=1e-4, rtol=1e-4)
+    result = logits(net, ids, mask)
+    single = [logits(net, row[None], torch.ones_like(row)[None]) for row in (ids[0, 3:], ids[1])]
+    torch.testing.assert_close(result, torch.cat(single), atol=1e-4, rtol=1e-4)
     # Decoding: the cache, mixed with keys and values where layers stayed.
     with torch.no_grad():
         out = net(ids[1:, :4], use_cache=True)
@@ -132,7 +132,7 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
             out = net(ids[1:, t : t + 1], **{CACHE_KEY: cache_of(out)})
             steps.append(out.logits)
         assert cache_of(out).get_seq_length() == 9
-    torch.testing.assert_close(torch.cat(steps, 1)[0], alone[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(steps, 1)[0], single[1], atol=1e-4, rtol=1e-4)
     for beams in (1, 3):
         how = {**HOW, "attention_mask": mask, "num_beams": beams}
         assert torch.equal(net.generate(ids, **how), net.generate(ids, use_cache=False, **how))
@@ -145,13 +145,13 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
 
 def test_what_is_kept_and_what_is_new_is_said() -> None:
     net = decoder("llama")
-    before = {n: x.clone() for n, x in net.model.layers[0].self_attn.named_parameters()}
+    initial = {n: x.clone() for n, x in net.model.layers[0].self_attn.named_parameters()}
     done = replace_attention(net, "gated_delta_net", layers=[0])
     layer = net.model.layers[0].self_attn.layer
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim) == (4, 2, 8, 8)
     q, k, v = layer.qkv.weight.split([32, 16, 16])
-    for part, found in (("q", q), ("k", k), ("v", v), ("o", layer.out.weight)):
-        assert torch.equal(before[f"{part}_proj.weight"], found)
+    for part, result in (("q", q), ("k", k), ("v", v), ("o", layer.out.weight)):
+        assert torch.equal(initial[f"{part}_proj.weight"], result)
     told = done.layers[0]
     named = dict(layer.named_parameters())
     assert told.new == {
@@ -212,10 +212,10 @@ def test_eager_masks_bfloat16_and_a_saved_swap(tmp_path: object) -> None:
     want = logits(net, ids, mask)
     net.set_attn_implementation("eager")  # masks of numbers
     torch.testing.assert_close(logits(net, ids, mask), want, atol=1e-4, rtol=1e-4)
-    again = decoder("llama")
-    replace_attention(again, "gated_delta_net", layers=[1])
-    again.load_state_dict(net.state_dict())
-    torch.testing.assert_close(logits(again, ids, mask), want, atol=1e-4, rtol=1e-4)
+    repeated = decoder("llama")
+    replace_attention(repeated, "gated_delta_net", layers=[1])
+    repeated.load_state_dict(net.state_dict())
+    torch.testing.assert_close(logits(repeated, ids, mask), want, atol=1e-4, rtol=1e-4)
     half = decoder("llama").bfloat16()
     replace_attention(half, "gated_delta_net")
     assert {x.dtype for x in half.parameters()} == {torch.bfloat16}
@@ -332,7 +332,7 @@ def test_a_saved_swap_that_was_altered_is_one_sentence(
 
 def test_what_cannot_be_swapped_is_one_sentence() -> None:
     net, ids = decoder("llama"), batch()[0]
-    before = net.state_dict().keys()
+    initial = net.state_dict().keys()
     for says, kind, ask in (
         ("reads learned pairs and no tokens", rc.RecipeError, {"recipe": "ffn_relu"}),
         ("layers names 3, and", ValueError, {"recipe": "gla", "layers": [0, 3]}),
@@ -343,7 +343,7 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
     ):
         with pytest.raises(kind, match=says):
             replace_attention(net, **ask)
-    assert net.state_dict().keys() == before  # a refusal changes nothing
+    assert net.state_dict().keys() == initial  # a refusal changes nothing
     with pytest.raises(ValueError, match="LlamaMLP has no attention that could be replaced"):
         replace_attention(net.model.layers[0].mlp, "gla")
 
@@ -354,7 +354,7 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
     static = StaticCache(config=net.config, max_cache_len=20)
     with pytest.raises(ValueError, match="leave cache_implementation out"):
         net(ids, **{CACHE_KEY: static})
-    whole = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    full = torch.ones(2, 1, 9, 9, dtype=torch.bool)
     with pytest.raises(ValueError, match="give a causal mask"):
-        net(ids, attention_mask=whole)
+        net(ids, attention_mask=full)
     assert isinstance(cache_of(net(ids, use_cache=True)), DynamicCache)

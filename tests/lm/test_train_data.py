@@ -41,17 +41,17 @@ TEXTS = ["abc", "de", "f" * 11, "ghijk", "", "lm"]
 @settings(max_examples=40)
 @given(st.text(max_size=30))
 def test_byte_tokens_are_the_bytes_of_utf8(text: str) -> None:
-    found = encode(BYTES, text).tolist()
-    assert found == [*text.encode("utf-8"), 256]
-    assert BYTES.backend_tokenizer.encode(text, add_special_tokens=False).ids == found[:-1]
-    assert BYTES.decode(found[:-1]) == text
+    result = encode(BYTES, text).tolist()
+    assert result == [*text.encode("utf-8"), 256]
+    assert BYTES.backend_tokenizer.encode(text, add_special_tokens=False).ids == result[:-1]
+    assert BYTES.decode(result[:-1]) == text
 
 
 def test_tokenizers_load_without_code_of_ours(tmp_path: Path) -> None:
     BYTES.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again("né").input_ids == list("né".encode())
-    assert again.eos_token_id == 256
+    repeated = AutoTokenizer.from_pretrained(tmp_path)
+    assert repeated("né").input_ids == list("né".encode())
+    assert repeated.eos_token_id == 256
     assert encode(load_tokenizer(str(tmp_path)), "né").tolist() == [*"né".encode(), 256]
     with pytest.raises(ValueError, match=r"\[data\] tokenizer .*nowhere': there is no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
@@ -63,9 +63,9 @@ def test_a_trained_bpe_has_the_size_asked_for_and_loses_nothing() -> None:
     text = "the memory writes the value at the key; the memory reads at the query. " * 5
     tokenizer = train_bpe([text], 290)
     assert len(tokenizer) == 290
-    found = encode(tokenizer, text)
-    assert len(found) < len(text) / 2
-    assert found[-1] == tokenizer.eos_token_id
+    result = encode(tokenizer, text)
+    assert len(result) < len(text) / 2
+    assert result[-1] == tokenizer.eos_token_id
     strange = "née ☃ \x00"
     assert tokenizer.decode(encode(tokenizer, strange)[:-1]) == strange
     with pytest.raises(ValueError, match="at least 257"):
@@ -84,8 +84,8 @@ def test_rows_hold_the_documents_in_order(texts: list[str], context: int) -> Non
     for i, row in enumerate(rows):
         span = range(i * context, (i + 1) * context)
         assert row.tokens.tolist() == stream[span.start : span.stop]
-        wanted = {0, *(int(b) - span.start for b in begins if b in span)}
-        assert row.starts == tuple(sorted(wanted))
+        expected = {0, *(int(b) - span.start for b in begins if b in span)}
+        assert row.starts == tuple(sorted(expected))
 
 
 def row(*tokens: int, starts: tuple[int, ...] = (0,)) -> PackedRow:
@@ -96,8 +96,8 @@ def test_the_order_is_a_function_of_the_seed() -> None:
     rows = [row(i, i) for i in range(7)]
 
     def order(seed: int | None, length: int = 21) -> list[int]:
-        found = PackedDataset(rows, length=length, seed=seed)
-        return [int(found[i].tokens[0]) for i in range(len(found))]
+        result = PackedDataset(rows, length=length, seed=seed)
+        return [int(result[i].tokens[0]) for i in range(len(result))]
 
     first = order(5)
     assert first == order(5)
@@ -119,9 +119,9 @@ def test_a_stream_gives_the_same_rows_and_begins_again(kind: str, tmp_path: Path
     source = FileDocuments(files=(path,), column="body")
     rows = list(pack([text for text in TEXTS if text], BYTES, context=5))
     stream = PackedStream(source, BYTES, context=5, length=2 * len(rows), shuffle=1, seed=0)
-    found = list(stream)
-    assert len(stream) == len(found)
-    for one, two in zip(found, [*rows, *rows], strict=True):
+    result = list(stream)
+    assert len(stream) == len(result)
+    for one, two in zip(result, [*rows, *rows], strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
         assert one.starts == two.starts
     mixed = PackedStream(source, BYTES, context=5, length=len(rows), shuffle=3, seed=0)
@@ -217,9 +217,9 @@ def test_packed_documents_are_each_alone(name: str) -> None:
             logits = model(input_ids=ids).logits[0, :-1]
             loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
             total, count = total + loss, count + ids.shape[1] - 1
-    alone = total / count
-    alone.backward()
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    single = total / count
+    single.backward()
+    torch.testing.assert_close(packed, single, atol=1e-5, rtol=1e-5)
     for n, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(gradients[n], p.grad, atol=2e-5, rtol=2e-4, msg=n)
@@ -256,9 +256,9 @@ def test_every_kind_of_file_gives_its_documents(tmp_path: Path) -> None:
     files = find_files([str(tmp_path)], key="train")
     assert files == (plain, lines, shard)
     source = FileDocuments(files=files, column="body", separator="\n---\n")
-    wanted = ["three", "four", "one", "two", "five", "six", "seven"]
-    assert list(source) == wanted
-    assert list(source) == wanted  # again, from the beginning
+    expected = ["three", "four", "one", "two", "five", "six", "seven"]
+    assert list(source) == expected
+    assert list(source) == expected  # again, from the beginning
     assert find_files([str(tmp_path / "*.parquet")], key="train") == (shard,)
     with pytest.raises(ValueError, match=r"\[data\] heldout: no file matches .*x\*.txt'"):
         find_files([str(tmp_path / "x*.txt")], key="heldout")

@@ -313,9 +313,9 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     with torch.no_grad():
         for row in held:
             batch = collate([row], reset_memory=True)
-            asked = int((batch["labels"][:, 1:] != -100).sum())
-            total += float(model(**batch).loss) * asked
-            count += asked
+            requested = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**batch).loss) * requested
+            count += requested
     bits = total / count / math.log(2) / tally.bytes_per_token
     assert result.heldout == pytest.approx(bits, rel=1e-5)
 
@@ -325,8 +325,8 @@ def test_variants_take_the_same_steps(text: Path, tmp_path: Path) -> None:
     """Recomputed activations change nothing; halves of a batch accumulate to the whole."""
     base = {"steps": 2, "batch": 4}
     plain = train(plan(text, tmp_path / "a", optimizer=base))
-    again = train(plan(text, tmp_path / "b", optimizer=base, run={"checkpointing": True}))
-    assert_same(plain.folder, again.folder)
+    repeated = train(plan(text, tmp_path / "b", optimizer=base, run={"checkpointing": True}))
+    assert_same(plain.folder, repeated.folder)
     halves = {"steps": 2, "batch": 2, "accumulate": 2}
     both = train(plan(text, tmp_path / "c", optimizer=halves))
     one, two = weights(plain.folder), weights(both.folder)
@@ -417,11 +417,11 @@ def test_a_finished_run_is_resumed_without_another_step(text: Path, tmp_path: Pa
     run = plan(
         text, tmp_path, data={"stream": True, "shuffle": 5}, optimizer={"steps": 2, "floor": 0.5}
     )
-    before = weights(train(run).folder)
-    again = train(run, resume=True)
-    assert again.steps == 0
+    initial = weights(train(run).folder)
+    repeated = train(run, resume=True)
+    assert repeated.steps == 0
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert all(torch.equal(before[name], x) for name, x in weights(again.folder).items())
+    assert all(torch.equal(initial[name], x) for name, x in weights(repeated.folder).items())
 
 
 def test_the_loss_of_a_step_is_the_mean_over_what_is_predicted(text: Path, tmp_path: Path) -> None:
@@ -507,20 +507,20 @@ def test_the_loss_of_a_run_is_that_of_its_last_steps(
     accumulate: int, text: Path, tmp_path: Path
 ) -> None:
     optimizer = {"steps": 12, "batch": 2, "accumulate": accumulate}
-    found = {}
+    actual = {}
     for every in (1, 5, 100):
         events = Recorder()
         run = {"log_every": every, "save_every": 0, "out": str(tmp_path / str(every))}
         result = train(plan(text, tmp_path, optimizer=optimizer, run=run), observer=events)
         assert events.progress[-1].loss == result.loss
-        found[every] = result.loss
+        actual[every] = result.loss
         if every == 1:
             lines = {p.step: p.loss for p in events.progress[:-1] if p.loss is not None}
             assert sorted(lines) == list(range(1, 13))
             last = [lines[step] for step in range(3, 13)]
             assert result.loss == pytest.approx(sum(last) / 10, rel=1e-4)
             assert result.loss != pytest.approx(lines[1], rel=1e-3)
-    assert len(set(found.values())) == 1  # whatever the interval
+    assert len(set(actual.values())) == 1  # whatever the interval
 
 
 def test_a_run_begins_by_saying_what_it_is(text: Path, tmp_path: Path) -> None:

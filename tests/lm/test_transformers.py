@@ -148,13 +148,13 @@ def test_an_argument_that_nobody_knows_is_no_silence() -> None:
 def test_tuples_hidden_states_and_logits_to_keep() -> None:
     net, ids = ours(), text(T)[0][None]
     with torch.no_grad():
-        whole = net(ids, output_hidden_states=True)
+        full = net(ids, output_hidden_states=True)
         logits, *_ = net(ids, return_dict=False)
         last = net(ids, logits_to_keep=2).logits
-    assert isinstance(logits, Tensor) and torch.equal(logits, whole.logits)
+    assert isinstance(logits, Tensor) and torch.equal(logits, full.logits)
     # A product of fewer rows may round otherwise.
-    torch.testing.assert_close(last, whole.logits[:, -2:])
-    assert [x.shape for x in whole.hidden_states] == [(1, T, 16)] * 3
+    torch.testing.assert_close(last, full.logits[:, -2:])
+    assert [x.shape for x in full.hidden_states] == [(1, T, 16)] * 3
 
 
 def test_positions_after_padding_and_after_a_cache() -> None:
@@ -162,14 +162,14 @@ def test_positions_after_padding_and_after_a_cache() -> None:
     row, mask = torch.cat([ids.new_zeros(2), ids])[None], torch.tensor([[0] * 2 + [1] * T])
     positions = (mask.cumsum(1) - 1).clamp_min(0)  # as transformers counts them
     with torch.no_grad():
-        alone = net(ids[None]).logits
+        single = net(ids[None]).logits
         padded = net(row, attention_mask=mask, position_ids=positions).logits[:, 2:]
         first = net(row[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5])
         assert cache_of(first) is not None
         more = {"position_ids": positions[:, 5:], "cache_position": torch.arange(5, 9)}
         rest = net(row[:, 5:], cache=cache_of(first), attention_mask=mask, **more)
-    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rest.logits, alone[:, 3:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(padded, single, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rest.logits, single[:, 3:], atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="count on after a cache"):
         net(
             row[:, 5:],
@@ -195,11 +195,11 @@ def test_flattened_documents_are_documents_alone(how: dict[str, bool], make: Any
     batch = DataCollatorWithFlattening(**how)([{"input_ids": x.tolist()} for x in documents])
     with torch.no_grad():
         packed = net(**batch)
-        alone = [net(x[None], labels=x[None]) for x in documents]
-    want = torch.cat([one.logits[0] for one in alone])
+        single = [net(x[None], labels=x[None]) for x in documents]
+    want = torch.cat([one.logits[0] for one in single])
     torch.testing.assert_close(packed.logits[0], want, atol=1e-5, rtol=1e-5)
     counts = torch.tensor([float(len(x) - 1) for x in documents])
-    loss = (torch.stack([one.loss for one in alone]) * counts).sum() / counts.sum()
+    loss = (torch.stack([one.loss for one in single]) * counts).sum() / counts.sum()
     torch.testing.assert_close(packed.loss, loss, atol=1e-5, rtol=1e-5)
 
 
@@ -211,10 +211,10 @@ def test_rows_may_be_packed_too() -> None:
     )
     with torch.no_grad():
         packed = net(ids, position_ids=positions, labels=ids, output_hidden_states=True)
-        alone = [net(x[None], labels=x[None]) for x in (a, b, c, d)]
-    want = torch.cat([one.logits[0] for one in alone]).view(2, 8, -1)
+        single = [net(x[None], labels=x[None]) for x in (a, b, c, d)]
+    want = torch.cat([one.logits[0] for one in single]).view(2, 8, -1)
     torch.testing.assert_close(packed.logits, want, atol=1e-5, rtol=1e-5)
-    total = sum(float(one.loss) * (len(x) - 1) for one, x in zip(alone, (a, b, c, d), strict=True))
+    total = sum(float(one.loss) * (len(x) - 1) for one, x in zip(single, (a, b, c, d), strict=True))
     assert float(packed.loss) == pytest.approx(total / 12, rel=1e-5)
     assert cache_of(packed) is None
     assert {x.shape for x in packed.hidden_states} == {(2, 8, 16)}
@@ -261,27 +261,27 @@ def packed_rows() -> list[dict[str, list[int]]]:
 
 
 def test_a_flattening_collator_trains_and_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    found = []
+    result = []
     for checkpointing in (False, True):
         net = ours()
         how: dict[str, Any] = {"gradient_checkpointing": checkpointing}
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         trained(net, tmp_path, packed_rows(), data_collator=collator, **how)
         assert net.model.gradient_checkpointing == checkpointing
-        found.append(net.state_dict())
-    plain, again = found
-    begun = ours().state_dict()
-    assert any(not torch.equal(plain[name], begun[name]) for name in plain)
+        result.append(net.state_dict())
+    plain, repeated = result
+    started = ours().state_dict()
+    assert any(not torch.equal(plain[name], started[name]) for name in plain)
     for name in plain:
-        torch.testing.assert_close(again[name], plain[name], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(repeated[name], plain[name], atol=1e-5, rtol=1e-5)
 
 
 def test_a_swapped_decoder_trains_with_gradient_checkpointing(tmp_path: Path) -> None:
-    net, begun = swapped(), swapped().state_dict()
+    net, started = swapped(), swapped().state_dict()
     rows = [{"input_ids": x, "labels": x} for x in text(6, 6, 6, 6)]
     trained(net, tmp_path, rows, gradient_checkpointing=True)
     gate = "model.layers.0.self_attn.layer.qkv.weight"
-    assert not torch.equal(net.state_dict()[gate], begun[gate])
+    assert not torch.equal(net.state_dict()[gate], started[gate])
 
 
 def test_the_text_generation_pipeline_writes_what_generate_does() -> None:
@@ -307,14 +307,14 @@ def test_texts_are_sorted_trained_and_kept(tmp_path: Path) -> None:
     right = torch.stack([torch.cat([x, torch.zeros(6 - len(x), dtype=torch.long)]) for x in ids])
     with torch.no_grad():
         net.eval()
-        alone = torch.cat([net(x[None]).logits for x in ids])
+        single = torch.cat([net(x[None]).logits for x in ids])
         for rows in (left, right):
             told = net(rows, attention_mask=(rows != 0).long()).logits
-            torch.testing.assert_close(told, alone, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(told, single, atol=1e-5, rtol=1e-5)
     rows = [{"input_ids": x, "labels": torch.tensor(i % 3)} for i, x in enumerate(text(*[6] * 6))]
-    before = net.score.weight.clone()
+    initial = net.score.weight.clone()
     trained(net, tmp_path / "run", rows)
-    assert not torch.equal(net.score.weight, before)
+    assert not torch.equal(net.score.weight, initial)
     net.eval().save_pretrained(tmp_path / "sorter")
     back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "sorter").eval()
     with torch.no_grad():
@@ -344,8 +344,8 @@ def test_lora_trains_and_is_saved(make: Any, targets: list[str], tmp_path: Path)
     net.eval().save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "model.safetensors").exists()  # the adapter alone
     ids = torch.stack(text(T, T))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    back = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    repeated = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    back = peft.PeftModel.from_pretrained(repeated, tmp_path / "adapter").eval()
     with torch.no_grad():
         want, plain = net(ids).logits, make()(ids).logits
         torch.testing.assert_close(back(ids).logits, want)

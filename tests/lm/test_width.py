@@ -69,10 +69,10 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_roles_are_those_of_what_a_parameter_does(name: str) -> None:
-    wanted = {"hidden": (), "output": (), **ROLES[name]}
-    wanted["output"] = (*wanted["output"], "lm_head.weight")
+    expected = {"hidden": (), "output": (), **ROLES[name]}
+    expected["output"] = (*expected["output"], "lm_head.weight")
     for path, rule in rc.lm.width_rules(config(name), BASE).items():
-        role = next((role for role, ends in wanted.items() if path.endswith(ends)), "input")
+        role = next((role for role, ends in expected.items() if path.endswith(ends)), "input")
         assert rule.role == role, path
         assert rule.rate == (1.0 if role == "input" else 1 / M), path
 
@@ -88,14 +88,14 @@ def test_token_shifts_of_low_rank_are_read_as_the_maps_that_they_are() -> None:
 def test_initial_scales_are_those_of_the_table(spread: float | None) -> None:
     """Standard deviations, measured: σ₀, σ₀/√m and σ₀/m."""
     torch.manual_seed(0)
-    made = []
+    result = []
     for width in (BASE, WIDTH):
         model = rc.lm.RecollectForCausalLM(config("gla", width, initializer_range=spread))
         rc.lm.scale_for_width(model, BASE)
-        made.append(
+        result.append(
             {name: float(p.detach().std()) for name, p in model.named_parameters() if p.dim() > 1}
         )
-    base, wide = made
+    base, wide = result
     layer = "model.blocks.0.layer."
     for name, power in {
         "model.embed_tokens.weight": 0.0,
@@ -130,11 +130,11 @@ def test_a_step_moves_every_weight_by_its_own_rate(text: Path, tmp_path: Path) -
     )
     torch.manual_seed(run.run.seed)
     initial = build_model(run, build_tokenizer(run, tmp_path, None, None))  # type: ignore[arg-type]
-    after = weights(train(run).folder)
+    later = weights(train(run).folder)
     rate = {"qkv": 0.25, "lr": 0.25, "gate_up": 0.25, "lm_head": 0.25, "conv": 1.0}
     rate |= {"embed_tokens": 1.0, "norm": 1.0, "log_decay": 0.25}
     decays = ("qkv.weight", "gate_up.weight", "lm_head.weight", "embed_tokens.weight")
-    seen = set[str]()
+    recorded = set[str]()
     for name, weight in initial.named_parameters():
         parts = name.split(".")
         if name.endswith(".bias"):
@@ -144,23 +144,23 @@ def test_a_step_moves_every_weight_by_its_own_rate(text: Path, tmp_path: Path) -
             if not known:
                 continue
             factor = rate[known[-1]]
-            seen.add(known[-1])
+            recorded.add(known[-1])
         left = weight.detach() * (1 - lr * decay * name.endswith(decays))
-        moved = (after[name] - left).abs()
+        moved = (later[name] - left).abs()
         moved = moved[moved > 1e-6]  # a byte that the text lacks has no gradient
         assert float(moved.median()) == pytest.approx(lr * factor, rel=0.01), name
-    assert seen == rate.keys()
+    assert recorded == rate.keys()
 
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_with_its_rates(text: Path, tmp_path: Path) -> None:
     rules = {"parametrization": "mup", "base_width": 8}
-    whole = train(plan(text, tmp_path / "whole", optimizer=rules)).folder
+    full = train(plan(text, tmp_path / "whole", optimizer=rules)).folder
     run = plan(text, tmp_path / "parts", optimizer=rules)
 
     with pytest.raises(KeyboardInterrupt):
         train(run, observer=Recorder(stop_after=3))
-    assert_same(train(run, resume=True).folder, whole)
+    assert_same(train(run, resume=True).folder, full)
     other = plan(text, tmp_path / "parts", optimizer={**rules, "base_width": 16})
     with pytest.raises(ValueError, match=r"started with \[optimizer\] base_width = 8, not 16"):
         train(other, resume=True)
@@ -172,21 +172,21 @@ def test_a_tied_output_divides_its_logits_and_says_so_where_it_is_saved(
     torch.manual_seed(0)
     model = rc.lm.RecollectForCausalLM(config("gla", tie_word_embeddings=True)).eval()
     ids = torch.randint(48, (2, 8))
-    before = model(ids).logits
+    initial = model(ids).logits
     rc.lm.scale_for_width(model, BASE)
     embedding = M**0.5  # what the embedding was multiplied by, once where it reads
     x = model.model(ids).last_hidden_state
     logits = x @ model.lm_head.weight.T / M
     assert model.config.logit_scale == 1 / M
     torch.testing.assert_close(model(ids).logits, logits)
-    assert float((before.std() / logits.std()).detach()) == pytest.approx(M / embedding, rel=0.2)
+    assert float((initial.std() / logits.std()).detach()) == pytest.approx(M / embedding, rel=0.2)
     model.train()
     chunked = model(ids, labels=ids).loss
     targets = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(chunked, targets)
     model.eval().save_pretrained(tmp_path / "saved")
-    again = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(again(ids).logits, logits)
+    repeated = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(repeated(ids).logits, logits)
 
     run = plan(text, tmp_path / "run", model={"tie": True})
     start = {"recipe": "gated_delta_net", "width": None, "depth": None, "heads": None, "mlp": None}
@@ -263,13 +263,13 @@ def test_keys_of_the_plan(text: Path, tmp_path: Path) -> None:
 
 
 def test_another_width_has_heads_of_the_same_size() -> None:
-    made = config("gla", 128, num_key_value_heads=4, intermediate_size=100)
-    wide = config_at_width(made, 256)
+    result = config("gla", 128, num_key_value_heads=4, intermediate_size=100)
+    wide = config_at_width(result, 256)
     assert (wide.num_attention_heads, wide.num_key_value_heads) == (16, 8)
     assert wide.intermediate_size == 200
     assert math.isclose(wide.initializer_range, 1 / 16)
     assert config_at_width(config("gla", initializer_range=0.02), BASE).initializer_range == 0.02
-    assert default_widths(made) == [64, 128, 256]
+    assert default_widths(result) == [64, 128, 256]
     assert default_widths(config("gla", 80, num_attention_heads=1)) == [80, 160, 320]
 
 
@@ -281,8 +281,8 @@ def test_the_rate_that_is_logged_is_the_stated_one_below_the_base_width_too() ->
 
 def test_what_is_no_bare_language_model_is_refused_whole() -> None:
     model = rc.lm.RecollectForCausalLM(config("gated_delta_net", 32))
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    initial = {name: weight.clone() for name, weight in model.named_parameters()}
     for other in (model.model, torch.nn.Sequential(model), torch.nn.Linear(2, 2)):
         with pytest.raises(rc.RecipeError, match="pass the model itself"):
             rc.lm.scale_for_width(other, base_width=16)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    assert all(torch.equal(weight, initial[name]) for name, weight in model.named_parameters())

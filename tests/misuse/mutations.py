@@ -41,17 +41,17 @@ def changed_text(text: str, draw: random.Random, *, toml: bool = False) -> str:
     )[0]
     at = draw.randrange(max(len(text), 1))
     if kind in ("number", "value"):
-        found = list((NUMBER if kind == "number" else SCALAR).finditer(text))
+        result = list((NUMBER if kind == "number" else SCALAR).finditer(text))
         among = NUMBERS if kind == "number" else VALUES + (TOML_ONLY if toml else JSON_ONLY)
-        if found:
-            one = draw.choice(found)
+        if result:
+            one = draw.choice(result)
             return text[: one.start()] + draw.choice(among) + text[one.end() :]
     if kind == "twice":
-        found = list((LINE if toml else PAIR).finditer(text))
-        if found:
-            one, other = draw.choice(found), draw.choice(found)
-            again = SCALAR.sub(draw.choice(NUMBERS[:9]), other[0], count=draw.randint(0, 1))
-            return text[: one.end()] + ("\n" if toml else ", ") + again + text[one.end() :]
+        result = list((LINE if toml else PAIR).finditer(text))
+        if result:
+            one, other = draw.choice(result), draw.choice(result)
+            repeated = SCALAR.sub(draw.choice(NUMBERS[:9]), other[0], count=draw.randint(0, 1))
+            return text[: one.end()] + ("\n" if toml else ", ") + repeated + text[one.end() :]
     if kind == "drop":
         return text[:at] + text[at + draw.randint(1, 20) :]
     if kind == "cut":

@@ -25,11 +25,11 @@ def refuses(
     """A call raises one sentence that holds every part of ``says``."""
     with pytest.raises(error) as caught:
         call()
-    said = str(caught.value)
-    is_one_sentence(said)
+    message = str(caught.value)
+    is_one_sentence(message)
     for part in says:
-        assert part in said, said
-    return said
+        assert part in message, message
+    return message
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -159,17 +159,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused_in_one_sentence(line: str, place: Path) -> None:
-    before = digests(place)
-    found = CliRunner().invoke(cli.build(), line.split(" "))
-    assert found.exit_code == 2, (found.output, found.exception)
-    assert found.stdout == ""
-    said = found.stderr.strip()
+    initial = digests(place)
+    result = CliRunner().invoke(cli.build(), line.split(" "))
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    said = result.stderr.strip()
     is_one_sentence(said)
     assert said.startswith(f"recollect {line.split(' ')[0]}: ")
     for part in REFUSED[line]:
         assert part in said, said
-    after = digests(place)
-    assert {name: after.get(name) for name in before} == before
+    later = digests(place)
+    assert {name: later.get(name) for name in initial} == initial
 
 
 USAGE = (
@@ -213,11 +213,11 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize("line", [*USAGE, *OUT_OF_RANGE])
 def test_lines_that_are_no_command(line: str, place: Path) -> None:
     """The parser's own refusals: what is wrong, how it is used, and nothing done."""
-    before = digests(place)
+    initial = digests(place)
     result = CliRunner(env={"COLUMNS": "120"}).invoke(cli.build(), line.split(" "))
     assert result.exit_code == 2, result.output
     assert OUT_OF_RANGE.get(line, "Error") in result.stderr
     assert isinstance(result.exception, SystemExit)
     assert "Error" in result.stderr and "Traceback" not in result.output
     assert len(result.stderr) < 3 * LONGEST
-    assert digests(place) == before
+    assert digests(place) == initial

@@ -28,8 +28,8 @@ def plan_of(changes: Tables) -> rc.lm.TrainPlan:
     }
     for name, change in changes.items():
         table = tables.get(name)
-        whole = isinstance(table, dict) and isinstance(change, Mapping)
-        tables[name] = {**table, **change} if whole else change
+        full = isinstance(table, dict) and isinstance(change, Mapping)
+        tables[name] = {**table, **change} if full else change
     return rc.lm.TrainPlan.from_dict(tables)
 
 
@@ -271,17 +271,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("what", RUNS)
 def test_runs_that_cannot_begin(what: str, place: Path) -> None:
     changes, says = RUNS[what]
-    before = digests(place)
+    initial = digests(place)
     refuses(lambda: rc.lm.train(plan_of(changes)), *says, error=ValueError)
-    assert digests(place) == before, "nothing is lost, and nothing is left"
+    assert digests(place) == initial, "nothing is lost, and nothing is left"
 
 
 def test_a_run_that_is_refused_leaves_no_folder(place: Path) -> None:
     """Before its first step there is nothing to keep; what stood there stays, and its parents."""
-    for out, made in (("new", False), ("out", True)):
+    for out, result in (("new", False), ("out", True)):
         run = plan_of({"model": {"width": 10_000_000}, "run": {"out": out}})
         refuses(lambda run=run: rc.lm.train(run), "[model] has", error=ValueError)
-        assert (place / out).exists() == made
+        assert (place / out).exists() == result
 
 
 def test_a_start_from_nowhere(place: Path) -> None:

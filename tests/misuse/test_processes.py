@@ -44,8 +44,8 @@ def place(tmp_path: Path) -> Path:
 
 def stands(place: Path, before: dict[str, str]) -> None:
     """Nothing that was there is gone or changed."""
-    after = digests(place)
-    assert {name: after.get(name) for name in before} == before
+    later = digests(place)
+    assert {name: later.get(name) for name in before} == before
 
 
 # -- interrupts while the command is imported -----------------------------------------------------
@@ -71,7 +71,7 @@ except BaseException:
 def test_an_interrupt_while_importing(command: str, number: signal.Signals, place: Path) -> None:
     (place / "torch").mkdir()
     (place / "torch" / "__init__.py").write_text(SHADOW)
-    before = digests(place)
+    initial = digests(place)
     path = os.pathsep.join([str(place), str(Path(rc.__file__).parents[1])])
     environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     with begun(*command.split(), **environment, place=place) as process:
@@ -79,7 +79,7 @@ def test_an_interrupt_while_importing(command: str, number: signal.Signals, plac
         os.killpg(process.pid, number)
         out, said = process.communicate()
     assert (process.returncode, out, said) == (128 + number, "", "recollect: interrupted\n")
-    assert digests(place) == before
+    assert digests(place) == initial
 
 
 def test_the_command_leaves_interrupts_as_they_were(
@@ -87,13 +87,13 @@ def test_the_command_leaves_interrupts_as_they_were(
 ) -> None:
     import recollect_command
 
-    before = signal.getsignal(signal.SIGINT)
+    initial = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "argv", ["recollect", "--version"])
     with pytest.raises(SystemExit) as left:
         recollect_command.main()
     assert left.value.code in (0, None)
     assert capsys.readouterr().out.strip() == f"recollect {rc.__version__}"
-    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is initial is signal.default_int_handler
 
 
 # -- signals while it works -----------------------------------------------------------------------
@@ -128,7 +128,7 @@ WORK = {
 )
 def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: Path) -> None:
     arguments, says, where = WORK[command]
-    before = digests(place)
+    initial = digests(place)
     with begun(command, *arguments, place=place) as process:
         heard(getattr(process, where), says)
         os.killpg(process.pid, number)
@@ -137,7 +137,7 @@ def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: P
     assert "Traceback" not in out + said
     (last,) = [line for line in (out + said).splitlines() if "interrupted" in line.lower()][-1:]
     is_one_sentence(last)
-    stands(place, before)
+    stands(place, initial)
     assert not list(place.rglob("*.lock"))
     for path in place.rglob("*.json"):  # nothing is half written
         json.loads(path.read_text())
@@ -146,7 +146,7 @@ def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: P
 @SLOW
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) -> None:
-    before = digests(place)
+    initial = digests(place)
     with begun("train", "run.toml", place=place) as process:
         heard(process.stderr, r"^step \d")
         os.killpg(process.pid, number)
@@ -154,7 +154,7 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) ->
         out, said = process.communicate()
     assert process.returncode == 128 + number
     assert "Traceback" not in out + said
-    stands(place, before)
+    stands(place, initial)
 
 
 # -- pipes ----------------------------------------------------------------------------------------
@@ -172,13 +172,13 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) ->
 )
 def test_nobody_reads(arguments: tuple[str, ...], place: Path) -> None:
     """Both outputs are closed before it begins: the work is done, and nothing is said."""
-    before = digests(place)
+    initial = digests(place)
     with begun(*arguments, place=place) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
         assert process.wait() == 0
-    stands(place, before)
+    stands(place, initial)
     if arguments[0] == "train":
         assert (place / "out" / "model" / "model.safetensors").exists()
 
@@ -283,8 +283,8 @@ def test_columns_that_are_no_width(columns: str, place: Path) -> None:
     # Only while a command runs: pytest itself would take such a width for its own.
     runner = CliRunner(env={"COLUMNS": columns, "LINES": columns})
     for line, status in (("zoo --family titans", 0), ("explain titans", 0), ("explain glaa", 2)):
-        found = runner.invoke(cli.build(), line.split())
-        assert found.exit_code == status, (found.output, found.exception)
+        result = runner.invoke(cli.build(), line.split())
+        assert result.exit_code == status, (result.output, result.exception)
 
 
 # -- folders and files ----------------------------------------------------------------------------
@@ -308,14 +308,14 @@ def test_folders_that_cannot_be_written(
     command: str, what: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    before = digests(place)
+    initial = digests(place)
     folder, says = FOLDERS[what]
-    found = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", folder])
-    assert found.exit_code == 2, (found.output, found.exception)
-    said = found.stderr.strip()
+    result = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", folder])
+    assert result.exit_code == 2, (result.output, result.exception)
+    said = result.stderr.strip()
     is_one_sentence(said)
     assert says in said and said.startswith(f"recollect {command}: ")
-    assert digests(place) == before
+    assert digests(place) == initial
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -325,10 +325,10 @@ def test_a_folder_of_somebody_else(
 ) -> None:
     monkeypatch.chdir(place)
     (place / "theirs").mkdir(mode=0o500)
-    found = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", "theirs"])
-    assert found.exit_code == 2
-    is_one_sentence(found.stderr.strip())
-    assert "Permission denied" in found.stderr and not list((place / "theirs").iterdir())
+    result = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", "theirs"])
+    assert result.exit_code == 2
+    is_one_sentence(result.stderr.strip())
+    assert "Permission denied" in result.stderr and not list((place / "theirs").iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")

@@ -87,16 +87,16 @@ def configuration(draw: random.Random, folder: Path) -> str | None:
         written = parsed(text)
     except ValueError as error:
         return f"{error}, and it was loaded"
-    found = loaded.to_dict()
-    for name, entry in found["recipes"].items():
-        made, options = loaded.recipe(name)
-        whole = {"recipe": made.to_dict(), "options": options.to_dict()}
-        said = lost(entry, whole, f"recipes.{name}")
+    result = loaded.to_dict()
+    for name, entry in result["recipes"].items():
+        built, options = loaded.recipe(name)
+        full = {"recipe": built.to_dict(), "options": options.to_dict()}
+        said = lost(entry, full, f"recipes.{name}")
         if said is not None:
             return said
     # Keys of transformers' own that have nothing to say of a configuration are left out by it.
-    kept = {k: x for k, x in written.items() if k in found and k not in WRITTEN_ANEW}
-    return lost(kept, found)
+    kept = {k: x for k, x in written.items() if k in result and k not in WRITTEN_ANEW}
+    return lost(kept, result)
 
 
 # -- plans ----------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def plan(draw: random.Random, folder: Path) -> str | None:
     loaded, wrong = refused(lambda: rc.lm.load_plan(path))
     if wrong or loaded is None:
         return wrong and f"{text!r:.600}: {wrong}"
-    written, found = tomllib.loads(text), loaded.to_dict()
+    written, result = tomllib.loads(text), loaded.to_dict()
     for table in written.values():
         if isinstance(table.get("train"), str):
             table["train"] = [table["train"]]
-    return lost(written, found)
+    return lost(written, result)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -164,19 +164,19 @@ def read_weights(data: bytes) -> dict[str, np.ndarray]:
     """Safetensors by their specification, without the library."""
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-    found = {}
+    result = {}
     for name, entry in header.items():
         if name != "__metadata__":
             low, high = entry["data_offsets"]
             kind = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry["dtype"]]
-            found[name] = np.frombuffer(body[low:high], kind).reshape(entry["shape"])
-    return found
+            result[name] = np.frombuffer(body[low:high], kind).reshape(entry["shape"])
+    return result
 
 
 def weights(model: Path, *, manifest: bool) -> Case:
     """Changes of the weights' file, beside its manifest or without one."""
-    whole = (model / "model.safetensors").read_bytes()
-    head = 8 + struct.unpack("<Q", whole[:8])[0]
+    full = (model / "model.safetensors").read_bytes()
+    head = 8 + struct.unpack("<Q", full[:8])[0]
 
     def case(draw: random.Random, folder: Path) -> str | None:
         copy = folder / "model"
@@ -184,13 +184,13 @@ def weights(model: Path, *, manifest: bool) -> Case:
             shutil.copytree(model, copy)
             if not manifest:
                 (copy / "manifest.json").unlink()
-        data = changed_bytes(whole, draw, within=draw.choice((8, head, None)))
+        data = changed_bytes(full, draw, within=draw.choice((8, head, None)))
         (copy / "model.safetensors").write_bytes(data)
         loaded, wrong = refused(lambda: rc.lm.RecollectForCausalLM.from_pretrained(copy))
         if wrong or loaded is None:
             return wrong
         if manifest:
-            return None if data == whole else "another file was loaded than its manifest says"
+            return None if data == full else "another file was loaded than its manifest says"
         own = loaded.state_dict()
         for name, x in read_weights(data).items():
             if name in own and not np.array_equal(own[name].numpy(), x.astype("<f4")):
@@ -214,15 +214,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checkpoint(run: Path) -> Case:
     """Changes of any file of a checkpoint, which a run would go on from."""
-    (whole,) = (run / "out").glob("checkpoint-*")
-    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    (full,) = (run / "out").glob("checkpoint-*")
+    files = sorted(path.relative_to(full) for path in full.rglob("*") if path.is_file())
 
     def case(draw: random.Random, folder: Path) -> str | None:
         out = folder / "out"
-        copy = out / whole.name
+        copy = out / full.name
         if copy.exists():
             shutil.rmtree(copy)
-        shutil.copytree(whole, copy)
+        shutil.copytree(full, copy)
         name = draw.choice(files)
         old = (copy / name).read_bytes()
         if name.suffix == ".json":
@@ -231,10 +231,10 @@ def checkpoint(run: Path) -> Case:
         else:
             new = changed_bytes(old, draw) if old else b"x"
         (copy / name).write_bytes(new)
-        before = digests(copy)
+        initial = digests(copy)
         mine = plan_of(run / "t.jsonl", out, optimizer={"steps": 2})
         loaded, wrong = refused(lambda: resolve_start(mine, out, resume=True))
-        if digests(copy) != before:
+        if digests(copy) != initial:
             return f"{name} was changed by looking at it"
         if wrong or loaded is None:
             return wrong and f"{name}: {wrong}"

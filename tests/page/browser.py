@@ -55,8 +55,8 @@ class Browser:
         self.events: list[dict[str, Any]] = []
         self.session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        found = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self.session = found["sessionId"]
+        result = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = result["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
 

@@ -17,13 +17,13 @@ SYSTEMS = ("gated_delta_net", "delta_net", "linear_attention", "titans", "biline
 @pytest.fixture(scope="module", autouse=True)
 def _own_members() -> Iterator[None]:
     """Without what other tests have registered: the page shows every member that there is."""
-    before = dict(member._REGISTRY)
-    for name, cls in before.items():
+    initial = dict(member._REGISTRY)
+    for name, cls in initial.items():
         if not cls.__module__.startswith("recollect."):
             del member._REGISTRY[name]
     yield
     member._REGISTRY.clear()
-    member._REGISTRY.update(before)
+    member._REGISTRY.update(initial)
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,8 @@ def node(
         "const answer = (x) => process.stdout.write(JSON.stringify(x));\n"
     )
     path = [program, "-e", start + "\n".join(texts)]
-    found = subprocess.run(
+    result = subprocess.run(
         path, input=json.dumps(data), capture_output=True, text=True, timeout=120, check=False
     )
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)

@@ -24,9 +24,9 @@ def call(*arguments: str) -> Any:
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     out = tmp_path / "mine"
-    found = call("--out", str(out), "--systems", "delta_net, gla")
-    assert found.exit_code == 0, found.output
-    assert found.stdout.strip() == str(out / PAGE)
+    result = call("--out", str(out), "--systems", "delta_net, gla")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(out / PAGE)
     text = (out / PAGE).read_text(encoding="utf-8")
     assert '"name":"gla"' in text
     assert '"name":"titans"' not in text
@@ -34,24 +34,24 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
 
 def test_an_unknown_system_is_one_sentence_and_makes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "mine"
-    found = call("--out", str(out), "--systems", "delta_met")
-    assert found.exit_code == 2
-    assert found.stderr.strip().startswith("recollect page: the zoo has no architecture named")
-    assert "did you mean delta_net" in found.stderr
+    result = call("--out", str(out), "--systems", "delta_met")
+    assert result.exit_code == 2
+    assert result.stderr.strip().startswith("recollect page: the zoo has no architecture named")
+    assert "did you mean delta_net" in result.stderr
     assert not out.exists()
 
 
 def test_a_system_of_several_recipes_is_refused(tmp_path: Path) -> None:
-    found = call("--out", str(tmp_path / "mine"), "--systems", "titans_mac")
-    assert found.exit_code == 2
-    assert "one recipe is expected here" in " ".join(found.stderr.split())
+    result = call("--out", str(tmp_path / "mine"), "--systems", "titans_mac")
+    assert result.exit_code == 2
+    assert "one recipe is expected here" in " ".join(result.stderr.split())
 
 
 def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("kept")
-    found = call("--out", str(tmp_path / "taken"), "--systems", "delta_net")
-    assert found.exit_code == 2
-    assert "cannot be written to" in found.stderr
+    result = call("--out", str(tmp_path / "taken"), "--systems", "delta_net")
+    assert result.exit_code == 2
+    assert "cannot be written to" in result.stderr
     assert (tmp_path / "taken").read_text() == "kept"
 
 
@@ -71,9 +71,9 @@ def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     )
     config = load_config(str(path))
     files = config.plugins.on_files(Files([]), config=config)
-    made = {file.src_uri: file for file in files}
-    assert {"zoo/x.md", "results/README.md"} <= made.keys()
-    file = made[PAGE]
+    result = {file.src_uri: file for file in files}
+    assert {"zoo/x.md", "results/README.md"} <= result.keys()
+    file = result[PAGE]
     assert file.dest_uri == PAGE
     assert file.content_string == "<!doctype html>"
     assert f"  - {hook}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -21,9 +21,9 @@ from recollect.page.write import PAGE, SCRIPTS, read_static, save
 def test_the_page_is_driven_in_a_small_document(table: dict[str, Any]) -> None:
     """Every step that the scenario names holds, in a document of the test's own."""
     around = {"ahead": "small_dom.js", "between": "scenario.js"}
-    found = node("drive.js", {"table": table}, SCRIPTS, **around)
-    assert isinstance(found, list), found
-    assert len(found) == len(_steps())
+    result = node("drive.js", {"table": table}, SCRIPTS, **around)
+    assert isinstance(result, list), result
+    assert len(result) == len(_steps())
 
 
 def _steps() -> list[str]:
@@ -45,9 +45,9 @@ def test_the_page_is_driven_in_a_browser(
     path.write_text(page, encoding="utf-8")
     browser.open(path, width=width, dark=dark)
     script = (HERE / "scenario.js").read_text(encoding="utf-8")
-    found = browser.run(f"{script}\nscenario().catch((error) => ({{ error: error.message }}))")
-    assert isinstance(found, list), found
-    assert len(found) == len(_steps())
+    result = browser.run(f"{script}\nscenario().catch((error) => ({{ error: error.message }}))")
+    assert isinstance(result, list), result
+    assert len(result) == len(_steps())
     for link in ("", "#recipe=titans&with=delta_net", "#recipe=linear_attention"):
         browser.open(path, width=width, dark=dark, link=link)
         size = browser.run("[document.documentElement.scrollWidth, innerWidth]")
@@ -101,9 +101,9 @@ def test_the_file_is_well_formed(page: str) -> None:
     tags.feed(page)
     tags.close()
     assert tags.open == []
-    seen = dict(tags.seen)
-    assert seen["html"]["lang"] == "en"
-    assert {"title", "main", "header", "h1", "noscript"} <= set(seen)
+    recorded = dict(tags.seen)
+    assert recorded["html"]["lang"] == "en"
+    assert {"title", "main", "header", "h1", "noscript"} <= set(recorded)
     assert ("meta", {"charset": "utf-8"}) in tags.seen
     assert "width=device-width" in str([x for tag, x in tags.seen if tag == "meta"])
     # Data cannot end the element that holds it, whatever somebody's sentences say.
@@ -127,10 +127,10 @@ def test_saving_makes_the_folder(tmp_path: Path) -> None:
 @functools.cache
 def _themes() -> dict[str, dict[str, str]]:
     """Colours by name, in light and in dark."""
-    found = re.findall(r":root \{(.*?)\}", read_static("page.css"), re.DOTALL)[:2]
+    result = re.findall(r":root \{(.*?)\}", read_static("page.css"), re.DOTALL)[:2]
     return {
         theme: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
-        for theme, block in zip(("light", "dark"), found, strict=True)
+        for theme, block in zip(("light", "dark"), result, strict=True)
     }
 
 

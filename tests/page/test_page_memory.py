@@ -41,17 +41,17 @@ ALGORITHMS = (
 
 def combined() -> list[rc.Recipe]:
     """Every combination that means something."""
-    found = []
+    result = []
     for bias, context, retention, algorithm in itertools.product(
         BIASES, CONTEXTS, RETENTIONS, ALGORITHMS
     ):
         try:
-            found.append(
+            result.append(
                 rc.Recipe(bias=bias, context=context, retention=retention, algorithm=algorithm)
             )
         except rc.RecipeError:
             continue
-    return found
+    return result
 
 
 def drawn() -> tuple[list[Tensor], Numbers]:
@@ -110,8 +110,8 @@ def test_every_combination_that_the_page_runs_equals_recall() -> None:
     for numbers in (moving, constant(moving)):
         some = [x for x in recipes if bool(x.params()) == (numbers is not moving)]
         assert some
-        found = node("run_memory.js", cases(some, qkv, numbers), ["memory.js"])
-        for recipe, one in zip(some, found, strict=True):
+        result = node("run_memory.js", cases(some, qkv, numbers), ["memory.js"])
+        for recipe, one in zip(some, result, strict=True):
             assert one["replaced"] == [], recipe
             expected = recalled(recipe, qkv, numbers)
             read = torch.tensor(one["read"], dtype=torch.float64)
@@ -125,9 +125,9 @@ def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
     recipes = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
     qkv, moving = drawn()
     numbers = constant(moving)
-    found = node("run_memory.js", cases(list(recipes.values()), qkv, numbers), ["memory.js"])
+    result = node("run_memory.js", cases(list(recipes.values()), qkv, numbers), ["memory.js"])
     ran = []
-    for (name, recipe), one in zip(recipes.items(), found, strict=True):
+    for (name, recipe), one in zip(recipes.items(), result, strict=True):
         if one["replaced"]:
             continue
         ran.append(name)
@@ -173,13 +173,13 @@ def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
 )
 def test_what_the_page_cannot_run_it_names(recipe: rc.Recipe, names: list[str]) -> None:
     qkv, numbers = drawn()
-    (found,) = node("run_memory.js", cases([recipe], qkv, numbers), ["memory.js"])
-    assert found["replaced"] == names
+    (result,) = node("run_memory.js", cases([recipe], qkv, numbers), ["memory.js"])
+    assert result["replaced"] == names
 
 
 def test_drawn_pairs_are_what_their_kind_says() -> None:
-    found = node("draw_pairs.js", {"seed": 3, "count": 24}, ["memory.js"])
-    for kind, pairs in found["kinds"].items():
+    result = node("draw_pairs.js", {"seed": 3, "count": 24}, ["memory.js"])
+    for kind, pairs in result["kinds"].items():
         keys = torch.tensor([x["key"] for x in pairs], dtype=torch.float64)
         values = torch.tensor([x["value"] for x in pairs], dtype=torch.float64)
         ones = torch.ones(24, dtype=torch.float64)
@@ -194,21 +194,21 @@ def test_drawn_pairs_are_what_their_kind_says() -> None:
             assert [x["of"] for x in pairs[:10]] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
         else:  # independent directions in 16 dimensions
             assert 0.1 < likeness.triu(1).abs().max() < 0.95
-    assert found["again"] == found["kinds"]["random"]  # the same seed
-    assert found["other"] != found["again"]
+    assert result["again"] == result["kinds"]["random"]  # the same seed
+    assert result["other"] != result["again"]
 
 
 def test_what_is_measured_of_a_memory() -> None:
     """Orthogonal keys and a step of one: sixteen pairs are exact, and one more overwrites."""
-    found = node("measure.js", {}, ["memory.js"])
-    exact = found["delta"]
+    result = node("measure.js", {}, ["memory.js"])
+    exact = result["delta"]
     assert exact["share"][:17] == [None] + [1] * 16
     assert max(exact["after"][1:17]) < 1e-12
     assert max(x["error"] for x in exact["found16"]) < 1e-12
     assert [x["age"] for x in exact["found16"]] == list(range(15, -1, -1))
     # Writing a key again with a new value: the delta rule replaces the value, the sum keeps both.
-    assert found["rewritten"]["delta"] == pytest.approx(0, abs=1e-12)
-    assert found["rewritten"]["sum"] == pytest.approx(1, abs=1e-12)
+    assert result["rewritten"]["delta"] == pytest.approx(0, abs=1e-12)
+    assert result["rewritten"]["sum"] == pytest.approx(1, abs=1e-12)
     # Decay to α a write ago leaves α of the value: its error is 1 − α.
-    assert found["decayed"] == pytest.approx(1 - 0.9, abs=1e-12)
-    assert math.isclose(found["empty"], 1.0)
+    assert result["decayed"] == pytest.approx(1 - 0.9, abs=1e-12)
+    assert math.isclose(result["empty"], 1.0)

@@ -51,13 +51,13 @@ def said(table: Table, place: int) -> list[tuple[str, str]]:
 
 def printed(recipe: rc.Recipe | rc.zoo.Preset) -> list[tuple[str, str]]:
     """Lines of `rc.explain` without the fidelity, which the table has for each preset."""
-    found, label = [], ""
+    result, label = [], ""
     for line in str(rc.explain(recipe)).split("\n")[1:]:
         head, text = line[:9], line[9:]
         label = head.strip() or label
         if label != "fidelity":
-            found.append((label, text))
-    return found
+            result.append((label, text))
+    return result
 
 
 def test_a_system_is_explained_as_rc_explain_prints_it(table: Table) -> None:
@@ -161,9 +161,9 @@ def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None
     links += ['{"context":{"member":"KernelWeighted","restrictions":[{"member":"Window"}]}}']
     links += ['{"retention":5}', '{"bias":[]}', '{"memory":{"member":"Matrix","read":null}}']
     given = {"table": table, "recipes": [data for _, _, data, _ in every], "links": links}
-    found = node("look_up.js", given, ["memory.js", "recipes.js"])
-    check_written(table, every, found["recipes"])
-    refused = [x.get("error", "") for x in found["links"]]
+    result = node("look_up.js", given, ["memory.js", "recipes.js"])
+    check_written(table, every, result["recipes"])
+    refused = [x.get("error", "") for x in result["links"]]
     assert refused[0].startswith("This page knows no member named Nothing; bias has DotProduct, L2")
     assert refused[1] == "This page knows no system named nobody: choose one below."
     assert refused[2].startswith("This link is not whole")
@@ -173,11 +173,11 @@ def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None
     assert refused[6] == "Decay has no field par."
     assert refused[10].startswith("retention of this link is no member")
     assert refused[11].startswith("bias of this link is no member")
-    assert found["links"][12]["recipe"]["memory"]["read"] is None
+    assert result["links"][12]["recipe"]["memory"]["read"] is None
     assert refused[9] == "Window needs size, which is missing."
-    assert found["links"][7]["recipe"]["retention"]["q"] == 7
-    assert found["links"][7]["recipe"]["retention"]["form"] == "mirror"
-    assert found["links"][8]["preset"] == "gated_delta_net"
+    assert result["links"][7]["recipe"]["retention"]["q"] == 7
+    assert result["links"][7]["recipe"]["retention"]["form"] == "mirror"
+    assert result["links"][8]["preset"] == "gated_delta_net"
 
 
 def test_a_member_of_ones_own_is_a_knob() -> None:
@@ -193,21 +193,21 @@ def test_a_member_of_ones_own_is_a_knob() -> None:
             return (self.sharpness * (prediction - value)).cosh().sum(-1)
 
     try:
-        made = make_table(["delta_net"])
+        built = make_table(["delta_net"])
         name = member.registered_name(Sharp)
-        assert name in [x["name"] for x in made["choices"][2]["members"]]
-        assert made["classes"][name] == {
+        assert name in [x["name"] for x in built["choices"][2]["members"]]
+        assert built["classes"][name] == {
             "room": None,
             "fields": ["sharpness"],
             "defaults": {"sharpness": 2.0},
         }
         results = {
             data["bias"]["member"]: result
-            for _, choice, data, result in neighbours(made)
+            for _, choice, data, result in neighbours(built)
             if choice == "bias"
         }
         assert ("engine", "deep") in [
-            (label, line.split()[0]) for label, line in said(made, results[name])
+            (label, line.split()[0]) for label, line in said(built, results[name])
         ]
     finally:
         member._REGISTRY.popitem()
@@ -237,9 +237,9 @@ def test_progress_is_told() -> None:
 @pytest.mark.slow
 def test_the_whole_page_is_light_and_its_code_means_its_recipes() -> None:
     assert len(render().encode()) < 1_500_000
-    whole = make_table()
-    assert [x["name"] for x in whole["presets"]] == rc.zoo.names()
-    every = list(neighbours(whole))
-    given = {"table": whole, "recipes": [data for _, _, data, _ in every], "links": []}
-    found = node("look_up.js", given, ["memory.js", "recipes.js"])
-    check_written(whole, every, found["recipes"])
+    full = make_table()
+    assert [x["name"] for x in full["presets"]] == rc.zoo.names()
+    every = list(neighbours(full))
+    given = {"table": full, "recipes": [data for _, _, data, _ in every], "links": []}
+    result = node("look_up.js", given, ["memory.js", "recipes.js"])
+    check_written(full, every, result["recipes"])

@@ -125,8 +125,8 @@ def test_the_equation_of_the_source_is_the_printed_one(name: str, pages: dict[st
 def test_labels_of_any_length_have_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A label of more than eight characters was cut."""
     blocks = (("a label of many words", ("one | two", "three")), ("write", ("left out",)))
-    found = SimpleNamespace(blocks=blocks, equations=())
-    monkeypatch.setattr("systems.explain", lambda recipe: found)
+    result = SimpleNamespace(blocks=blocks, equations=())
+    monkeypatch.setattr("systems.explain", lambda recipe: result)
     section = "\n".join(systems._preset_sections(rc.zoo.get("delta_net")))
     assert "| **a label of many words** | one \\| two<br>three |" in section
     assert "left out" not in section
@@ -142,8 +142,8 @@ def test_deviations_are_a_list(pages: dict[str, str]) -> None:
 def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str]) -> None:
     for name in ("titans", "lru", "samba", "delta_former"):
         page = pages[f"zoo/{name}.md"].replace("\\", "")
-        found = rc.explain(name)
-        for part in [found] if hasattr(found, "write_equations") else found.parts.values():
+        result = rc.explain(name)
+        for part in [result] if hasattr(result, "write_equations") else result.parts.values():
             assert f"problem  min  {part.problem}" in page
             assert all(line in page for line in part.write_equations)
             assert f"{part.engine} ({part.engine_mode})" in page
@@ -160,16 +160,16 @@ def test_the_code_of_a_page_makes_its_system(family: str, pages: dict[str, str])
             published = rc.zoo.get(name, variant="published")
             assert (names["recipe"], names["options"]) == (published.recipe, published.options)
             assert names["layer"].options == published.options
-        made: dict[str, Any] = {}
-        exec(compile(code, name, "exec"), made)
+        result: dict[str, Any] = {}
+        exec(compile(code, name, "exec"), result)
         system = rc.zoo.get(name)
-        if "recipe" in made:
-            assert made["recipe"] == system.recipe
-            assert made.get("options", rc.LayerOptions()) == system.options
-        elif "mixer" in made:
-            assert rc.blocks.as_mixer(made["mixer"]) == system.mixer
+        if "recipe" in result:
+            assert result["recipe"] == system.recipe
+            assert result.get("options", rc.LayerOptions()) == system.options
+        elif "mixer" in result:
+            assert rc.blocks.as_mixer(result["mixer"]) == system.mixer
         else:
-            mixers = {key: rc.blocks.as_mixer(one) for key, one in made["layers"].items()}
+            mixers = {key: rc.blocks.as_mixer(one) for key, one in result["layers"].items()}
             assert tuple(mixers.items()) == system.layers
 
 
@@ -196,8 +196,8 @@ def test_numbers_are_those_of_the_results(pages: dict[str, str]) -> None:
     ]
     (table,) = (t for t in results_for("delta_net", RESULTS) if t.title.startswith("mqar"))
     (row,) = (row for row in table.rows if row[0] == "width 16")
-    found = row[table.column_names.index("accuracy")]
-    assert found == f"{sum(mine) / len(mine):.3f} ({min(mine):.3f} to {max(mine):.3f})"
+    result = row[table.column_names.index("accuracy")]
+    assert result == f"{sum(mine) / len(mine):.3f} ({min(mine):.3f} to {max(mine):.3f})"
 
 
 def test_without_results_pages_say_so(tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ def equality(
 ) -> dict[str, Any]:
     """How far losses and weights of a layout are from those of one process, and what a rank has."""
     state = init_distributed()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in names:
         for dtype in (getattr(torch, kind) for kind in types):
-            alone, expected, sizes = model(name).to(dtype), list[float](), list[float]()
-            steps(alone, 0, 1, expected, eps=eps_of(name), norms=sizes)
-            weights = dict(alone.named_parameters())
+            single, expected, sizes = model(name).to(dtype), list[float](), list[float]()
+            steps(single, 0, 1, expected, eps=eps_of(name), norms=sizes)
+            weights = dict(single.named_parameters())
             for which in layouts:
                 layout, net, losses = LAYOUTS[which], model(name).to(dtype), list[float]()
                 sharding, run = _spread(net, layout, state.process_index)
@@ -134,7 +134,7 @@ def equality(
                     float((gathered[n] - weights[n]).detach().abs().max()) for n in gathered
                 )
                 far_loss = float((mean - torch.tensor(expected, dtype=torch.float64)).abs().max())
-                found[f"{name} {which} {str(dtype)[6:]}"] = {
+                result[f"{name} {which} {str(dtype)[6:]}"] = {
                     "loss": far_loss,
                     "norm": max(abs(a / b - 1) for a, b in zip(norms, sizes, strict=True)),
                     "weights": weight_error if gathered.keys() == weights.keys() else float("inf"),
@@ -142,7 +142,7 @@ def equality(
                     "whole": sum(w.numel() for w in weights.values()),
                     "alike": _alike(net),
                 }
-    return found
+    return result
 
 
 def uneven() -> list[float]:
@@ -150,14 +150,14 @@ def uneven() -> list[float]:
     state = init_distributed()
     rows = torch.randint(0, VOCAB, (2, 128), generator=torch.Generator().manual_seed(2))
     borders = [torch.arange(0, 129, 8), torch.tensor([0, 128])]
-    alone = model("atlas").double()
+    single = model("atlas").double()
     for row, documents in zip(rows, borders, strict=True):
-        (alone(row[None], labels=row[None], cu_seqlens=documents).loss / 2).backward()
+        (single(row[None], labels=row[None], cu_seqlens=documents).loss / 2).backward()
     net = model("atlas").double()
     index = parallelize(net, LAYOUTS["fsdp"], "cpu").index
     net(rows[index][None], labels=rows[index][None], cu_seqlens=borders[index]).loss.backward()
     gates, far = 0, 0.0
-    for (name, one), weight in zip(alone.named_parameters(), net.parameters(), strict=True):
+    for (name, one), weight in zip(single.named_parameters(), net.parameters(), strict=True):
         assert isinstance(weight.grad, DTensor) and one.grad is not None
         far = max(far, float((weight.grad.full_tensor() - one.grad).abs().max()))
         gates += "gates" in name and bool(one.grad.any())
@@ -229,7 +229,7 @@ def killed(tables: dict[str, Any], *, writing: bool = False) -> str:
 
 def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, Any]:
     """Whole runs, one after the other, and what each said and held."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     withheld: list[str] = []
     own = DistributedDataParallel.no_sync
 
@@ -241,21 +241,21 @@ def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, An
     for name, tables in plans.items():
         events = Recorder()
         withheld.clear()
-        made = train(
+        built = train(
             TrainPlan.from_dict(copy.deepcopy(tables)),
             resume=resume,
             observer=events,
         )
-        held = sum(_local(w.detach()).numel() for w in made.model.parameters())
-        found[name] = {
+        held = sum(_local(w.detach()).numel() for w in built.model.parameters())
+        result[name] = {
             "said": [*events.messages, *(summary["device"] for summary in events.summaries)],
-            "loss": made.loss,
+            "loss": built.loss,
             "held": held,
         }
-        found[name] |= {"heldout": made.heldout_loss, "tokens": made.tokens}
-        replaced = [n for n, module in made.model.named_modules() if "forward" in vars(module)]
-        found[name] |= {"withheld": len(withheld), "forwards": replaced}
-    return found
+        result[name] |= {"heldout": built.heldout_loss, "tokens": built.tokens}
+        replaced = [n for n, module in built.model.named_modules() if "forward" in vars(module)]
+        result[name] |= {"withheld": len(withheld), "forwards": replaced}
+    return result
 
 
 def refused(cases: dict[str, list[str]]) -> dict[str, Any]:
@@ -265,12 +265,12 @@ def refused(cases: dict[str, list[str]]) -> dict[str, Any]:
     from recollect.cli import build
 
     os.chdir(os.environ["RANK"])
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, arguments in cases.items():
         result = CliRunner().invoke(build(), ["train", *arguments])
-        found[name] = [result.exit_code, result.stdout, result.stderr]
+        actual[name] = [result.exit_code, result.stdout, result.stderr]
     os.chdir("..")
-    return found
+    return actual
 
 
 def loaded(folder: str) -> dict[str, Any]:
@@ -279,9 +279,9 @@ def loaded(folder: str) -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     rows = torch.arange(24).view(2, 12) % VOCAB
-    whole = RecollectForCausalLM.from_pretrained(folder)
-    expected = whole(rows).logits
-    found: dict[str, Any] = {"whole": sum(w.numel() for w in whole.parameters())}
+    full = RecollectForCausalLM.from_pretrained(folder)
+    expected = full(rows).logits
+    result: dict[str, Any] = {"whole": sum(w.numel() for w in full.parameters())}
     for name in ("fsdp_size", "tp_size"):
         sizes: Any = {name: 2}
         net = RecollectForCausalLM.from_pretrained(
@@ -289,5 +289,5 @@ def loaded(folder: str) -> dict[str, Any]:
         )
         with torch.no_grad():
             far = float((net(rows).logits - expected).abs().max())
-        found[name] = [far, sum(_local(w.detach()).numel() for w in net.parameters())]
-    return found
+        result[name] = [far, sum(_local(w.detach()).numel() for w in net.parameters())]
+    return result

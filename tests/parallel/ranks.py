@@ -36,16 +36,16 @@ def together(
         seconds: after which those that have not ended are killed.
     """
     multiprocessing.set_forkserver_preload(IMPORTED)
-    begun = start_processes(
+    started = start_processes(
         job, args=arguments, nprocs=count, join=False, start_method="forkserver"
     )
-    assert begun is not None
+    assert started is not None
     last = time.monotonic() + seconds
     try:
-        while not begun.join(timeout=1.0):
+        while not started.join(timeout=1.0):
             assert time.monotonic() < last, f"a process has not ended in {seconds} seconds"
     finally:
-        for process in begun.processes:
+        for process in started.processes:
             process.kill()
 
 

@@ -44,12 +44,12 @@ def held(trainer: RecollectTrainer) -> dict[str, Tensor]:
     """Copies of what this process has of weights and moments, by their names in a checkpoint."""
     model, optimizer = trainer.model, trainer._unwrap_optimizer()
     assert model is not None
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
-        found[f"model.{name}"] = weight.detach()
+        result[f"model.{name}"] = weight.detach()
         for key, value in optimizer.state[weight].items():
-            found[f"optimizer.{name}.{key}"] = value
-    local = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in found.items()}
+            result[f"optimizer.{name}.{key}"] = value
+    local = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in result.items()}
     return {name: x.clone().reshape(x.shape or (1,)) for name, x in local.items()}
 
 
@@ -129,11 +129,11 @@ def fill(step: int) -> None:
 
 def full(plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What runs say whose disk is full at step 4, and after how many steps."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for where, tables in plans.items():
         Failing.where = where
-        alone = where == "shards" and os.environ["RANK"] == "1"
-        before_writing(4, (lambda: fill(4)) if alone else bool)
+        single = where == "shards" and os.environ["RANK"] == "1"
+        before_writing(4, (lambda: fill(4)) if single else bool)
 
         def place(made: Path, name: Path, where: str = where) -> None:
             fill(4 if where == "manifest" and name.name == "checkpoint-4" else 0)
@@ -146,12 +146,12 @@ def full(plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
         except CheckpointError as error:
             said = str(error)
         left = sorted(x.name for x in Path(tables["run"]["out"]).glob("[c.]*"))
-        found[where] = {
+        result[where] = {
             "said": re.sub(r"\(.* free\)", "", said),
             "taken": Failing.taken,
             "left": [name for name in left if name != ".run.lock"],
         }
-    return found
+    return result
 
 
 class Interrupting(RecollectTrainer):

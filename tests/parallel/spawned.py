@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 def told(count: int) -> dict[str, str]:
     """What a launcher tells all of so many processes."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        port = str(result.getsockname()[1])
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
     return {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
@@ -55,14 +55,14 @@ def group(
 
 def ended(processes: list[Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each."""
-    found: list[tuple[int, str, str]] = []
+    result: list[tuple[int, str, str]] = []
     for place, process in enumerate(processes):
         try:
             out, err = process.communicate(timeout=seconds)
         except TimeoutExpired:
-            raise AssertionError(f"process {place} has not ended; before it: {found}") from None
-        found.append((process.returncode, out, err))
-    return found
+            raise AssertionError(f"process {place} has not ended; before it: {result}") from None
+        result.append((process.returncode, out, err))
+    return result
 
 
 def job(call: str, count: int, place: Path, **environment: str) -> list[Any]:
@@ -100,5 +100,5 @@ def _make(rank: int, call: str, place: str, environment: dict[str, str]) -> None
     torch.set_num_threads(1)
     from tests.parallel import jobs
 
-    made = eval(f"jobs.{call}", {"jobs": jobs})
-    Path(f"made-{rank}.json").write_text(json.dumps(made))
+    result = eval(f"jobs.{call}", {"jobs": jobs})
+    Path(f"made-{rank}.json").write_text(json.dumps(result))

@@ -21,8 +21,8 @@ SHARED = {"parallel": "fsdp", "save_every": 4}
 def test_a_checkpoint_is_that_of_its_step_while_steps_go_on(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     run = tables(tmp_path, "run", run=SHARED)
-    ended = tables(tmp_path, "ended", run=SHARED)
-    ranks = job(f"saving.both({run!r}, {ended!r})", 2, tmp_path)
+    finished = tables(tmp_path, "ended", run=SHARED)
+    ranks = job(f"saving.both({run!r}, {finished!r})", 2, tmp_path)
     written = set[str]()
     for slow, interrupted in ranks:
         assert slow["waited"] == [True] and not slow["early"]  # two steps were taken meanwhile
@@ -48,8 +48,8 @@ def test_a_full_disk_ends_all_processes_with_one_sentence(tmp_path: Path) -> Non
         where: tables(tmp_path, where, run=SHARED | {"save_every": 2})
         for where in ("shards", "manifest", "beside")
     }
-    for found in job(f"saving.full({plans!r})", 2, tmp_path):
-        for where, run in found.items():
+    for result in job(f"saving.full({plans!r})", 2, tmp_path):
+        for where, run in result.items():
             said = (
                 f"checkpoint-4 could not be written to {tmp_path / where}: the disk is full ; "
                 "checkpoint-2 is complete, and --resume continues from it"

@@ -45,26 +45,26 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     torch.manual_seed(0)
     layer = rc.blocks.build(name, d_model=WIDTH, num_heads=2).double()
     x = torch.randn(1 if mode == "documents" else 2, T, WIDTH, dtype=torch.float64)
-    whole: dict[str, Any] = {}
+    full: dict[str, Any] = {}
     local: dict[str, Any] = {}
     if mode == "documents":
         tokens = tuple(b - a for a, b in pairwise(cuts))
-        whole["cu_seqlens"] = torch.tensor(BORDERS)
-        local["cu_seqlens"] = local_pieces(whole["cu_seqlens"], tokens, rank)[0]
+        full["cu_seqlens"] = torch.tensor(BORDERS)
+        local["cu_seqlens"] = local_pieces(full["cu_seqlens"], tokens, rank)[0]
     if mode == "padding":
         mask = torch.ones(2, T, dtype=torch.long)
         mask[0, :3] = mask[1, 10:] = 0
-        whole["attention_mask"], local["attention_mask"] = mask, mask[:, own]
+        full["attention_mask"], local["attention_mask"] = mask, mask[:, own]
     if mode == "state":
-        before = layer(torch.randn(2, 3, WIDTH, dtype=torch.float64))[1]
-        whole["state"] = local["state"] = before.detach()
+        initial = layer(torch.randn(2, 3, WIDTH, dtype=torch.float64))[1]
+        full["state"] = local["state"] = initial.detach()
     states = mode != "documents"
     inputs = x.clone().requires_grad_()
-    y, after = layer(inputs, **whole)
+    y, later = layer(inputs, **full)
     weights = torch.randn_like(y)
     loss = (y * weights).sum()
-    (loss + _size(after) if states else loss).backward()
-    wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _named(layer)}
+    (loss + _size(later) if states else loss).backward()
+    expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _named(layer)}
     layer.zero_grad()
     piece = x[:, own].clone().requires_grad_()
     with rc.parallel.context(layer, strategy=way) as along:
@@ -77,11 +77,11 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     wrong["gradient of x"] = _off(piece.grad, inputs.grad[:, own])
     for n, p in _named(layer):
         assert p.grad is not None
-        wrong[f"gradient of {n}"] = _off(p.grad, wanted[n])
+        wrong[f"gradient of {n}"] = _off(p.grad, expected[n])
     if states:
-        pairs = zip(_tensors(final), _tensors(after), strict=True)
+        pairs = zip(_tensors(final), _tensors(later), strict=True)
         wrong |= {f"state {i}": _off(a, b, grows=True) for i, (a, b) in enumerate(pairs)}
-        assert torch.equal(final.position, after.position)
+        assert torch.equal(final.position, later.position)
     what = max(wrong, key=lambda key: wrong[key])
     assert wrong[what] < EXACT, f"{name}, {mode}, {way}, rank {rank}: {what} {wrong[what]}"
 
@@ -191,12 +191,12 @@ def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
         if documents:
             batches = [{**batch, "cu_seqlens": torch.tensor([0, 20, 29, 57])} for batch in batches]
         one, several = _model(name), _model(name)
-        wanted = _train(one, None, batches)
+        expected = _train(one, None, batches)
         if documents:
             enable_checkpointing(several)
         with rc.parallel.context(several, strategy=way) as along:
-            found = _train(several, along, batches)
-        assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5, (name, way)
+            result = _train(several, along, batches)
+        assert max(abs(a - b) for a, b in zip(result, expected, strict=True)) < 1e-5, (name, way)
         for (key, p), q in zip(one.named_parameters(), several.parameters(), strict=True):
             assert (p - q).abs().max() < 1e-5, (name, way, documents, key)
 
@@ -235,8 +235,8 @@ def _check_calls() -> None:
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :2] = mask[1, 8:] = 0
-    wanted = model(ids, attention_mask=mask, labels=ids).loss
-    wanted.backward()
+    expected = model(ids, attention_mask=mask, labels=ids).loss
+    expected.backward()
     gradient = model.lm_head.weight.grad.clone()
     packed = torch.tensor([0, 4, 11])
     documents = model(ids[:1], cu_seqlens=packed, labels=ids[:1]).loss
@@ -247,9 +247,9 @@ def _check_calls() -> None:
             assert ("forward" in vars(model) and "forward" not in vars(outer)) or outer is model
             own, its = along.split(ids), along.split(mask)
             by_place = outer(own, its, None, None, own).loss
-            assert abs(by_place - wanted) < 1e-5
+            assert abs(by_place - expected) < 1e-5
             loss = outer(own, attention_mask=its, labels=own).loss
-            assert abs(loss - wanted) < 1e-5
+            assert abs(loss - expected) < 1e-5
             loss.backward()
             if outer is not wrappers[-1]:  # DDP does it
                 along.reduce_gradients()
@@ -271,13 +271,13 @@ def _check_whole_rows() -> None:
     """Whole rows are divided by the call itself, and all ranks end where they differ."""
     net, rank = _model("gated_delta_net"), dist.get_rank()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
-    wanted = net(ids, labels=ids).loss
+    expected = net(ids, labels=ids).loss
     with pytest.raises(ValueError, match="shard_inputs=True is for language models"):
         rc.parallel.context(net.model.blocks[0].layer, shard_inputs=True)
     with rc.parallel.context(net, shard_inputs=True) as ranks:
-        assert abs(net(ids, labels=ids).loss - wanted) < 1e-5
-        after = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-        assert abs(net(ids, shift_labels=after).loss - wanted) < 1e-5
+        assert abs(net(ids, labels=ids).loss - expected) < 1e-5
+        later = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        assert abs(net(ids, shift_labels=later).loss - expected) < 1e-5
         logits = net(ids).logits
         assert logits.shape[1] == ranks.split(ids).shape[1]
         other = ids.clone()
@@ -301,13 +301,13 @@ def _check_use(rank: int) -> None:
     _check_whole_rows()
     model = _model("gated_delta_net").eval()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
-    whole = model(ids, use_cache=True)
+    full = model(ids, use_cache=True)
     with rc.parallel.context(model) as along, torch.no_grad():
         part = model(along.split(ids), use_cache=True)
-    assert (part.logits - along.split(whole.logits)).abs().max() < 1e-5
+    assert (part.logits - along.split(full.logits)).abs().max() < 1e-5
     cache = rc.lm.cache_of(part)
     assert [state.position.tolist() for state in cache.states] == [[11, 11]] * 2
-    logits = model(ids[:, :1], cache=rc.lm.cache_of(whole)).logits
+    logits = model(ids[:, :1], cache=rc.lm.cache_of(full)).logits
     cache.past_length = 11
     assert (model(ids[:, :1], cache=cache).logits - logits).abs().max() < 1e-5
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):

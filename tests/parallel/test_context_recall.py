@@ -89,10 +89,10 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
     start, stop = CUTS[ranks][rank], CUTS[ranks][rank + 1]
     recipe = rc.zoo.get(name).recipe
     x, where = _given(recipe, mode)
-    whole, own = x.with_grad(), x.with_grad()
+    full, own = x.with_grad(), x.with_grad()
     y, state = rc.recall(
-        recipe, whole.q, whole.k, whole.v, whole.gates,
-        params=whole.params, initial_memory=whole.init, engine=method, **where,
+        recipe, full.q, full.k, full.v, full.gates,
+        params=full.params, initial_memory=full.init, engine=method, **where,
     )  # fmt: skip
     g = torch.Generator().manual_seed(3)
     weights = torch.randn(y.shape, generator=g, dtype=y.dtype)
@@ -101,26 +101,26 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
     if "attention_mask" in where:
         where = {"attention_mask": where["attention_mask"][:, start:stop]}
     piece = own.slice_tokens(start, stop)
-    said, after = rc.parallel.recall(
+    said, later = rc.parallel.recall(
         recipe, piece.q, piece.k, piece.v, piece.gates,
         params=own.params, initial_memory=own.init, strategy=way, **where,
     )  # fmt: skip
-    assert after is not None
+    assert later is not None
     share = float(rank == 0)  # the state is the same on all ranks, and counts once
-    ((said * weights[:, start:stop]).sum() + share * _state_loss(after)).backward()
+    ((said * weights[:, start:stop]).sum() + share * _state_loss(later)).backward()
     wrong = {"y": _off(said, y[:, start:stop])}
-    parts = zip(*(replace(s, cache={}).tensors() for s in (after, state)), strict=True)
+    parts = zip(*(replace(s, cache={}).tensors() for s in (later, state)), strict=True)
     wrong |= {f"state {i}": _off(a, b) for i, (a, b) in enumerate(parts)}
     along = {"q", "k", "v", *(f"gate {gate}" for gate in x.gates)}
     for key, leaf in own.tensors().items():
-        wanted = whole.tensors()[key].grad
-        wanted = torch.zeros_like(leaf) if wanted is None else wanted
-        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        expected = full.tensors()[key].grad
+        expected = torch.zeros_like(leaf) if expected is None else expected
+        result = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         if key in along:
-            found, wanted = found[:, start:stop], wanted[:, start:stop]
+            result, expected = result[:, start:stop], expected[:, start:stop]
         else:
-            dist.all_reduce(found)
-        wrong[f"gradient of {key}"] = _off(found, wanted)
+            dist.all_reduce(result)
+        wrong[f"gradient of {key}"] = _off(result, expected)
     what = max(wrong, key=lambda key: wrong[key])
     assert wrong[what] < EXACT, f"{name} by {way} with {mode}, rank {rank}: {what} {wrong[what]}"
 
@@ -174,14 +174,14 @@ def _continue(rank: int) -> None:
             recipe, first.q, first.k, first.v, first.gates, initial_memory=x.init, **named
         )
         own = rest.slice_tokens(2 * rank, 2 if rank == 0 else T)
-        said, after = rc.parallel.recall(
+        said, later = rc.parallel.recall(
             recipe, own.q, own.k, own.v, own.gates, state=previous_state, **named
         )
         where = slice(4 + 2 * rank, 6 if rank == 0 else T)
-        assert expected_state is not None and after is not None
+        assert expected_state is not None and later is not None
         assert _off(said, y[:, where]) < EXACT
-        assert after.host_position == expected_state.host_position == T
-        for a, b in zip(after.weights, expected_state.weights, strict=True):
+        assert later.host_position == expected_state.host_position == T
+        for a, b in zip(later.weights, expected_state.weights, strict=True):
             assert _off(a, b) < EXACT
 
 
@@ -195,29 +195,29 @@ def _in_turn(rank: int) -> None:
     run = memorise.memorise
     store = dist.distributed_c10d._get_default_store()
     wait = datetime.timedelta(seconds=30)
-    begun: list[int] = []
+    started: list[int] = []
     met: list[bool] = []
 
     def watched(call: Problem) -> Any:
-        begun.append(call.k.shape[0] * call.k.shape[2])
+        started.append(call.k.shape[0] * call.k.shape[2])
         if rank == 1:
             store.set(f"begun {pieces}", "")
-        elif len(begun) == pieces == 4:  # the last piece waits until the other rank has begun
+        elif len(started) == pieces == 4:  # the last piece waits until the other rank has begun
             store.wait([f"begun {pieces}"], wait)
-        found = run(call)
+        result = run(call)
         if rank == 0:
             met.append(store.check([f"begun {pieces}"]))
-        return found
+        return result
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(memorise, "memorise", watched)
         for pieces in (4, 1):
-            begun.clear()
+            started.clear()
             met.clear()
             rc.parallel.recall(
                 recipe, x, x, x, {"lr": x[..., 0]}, strategy="sequential", microbatches=pieces
             )
-            assert begun == [4 // pieces] * pieces
+            assert started == [4 // pieces] * pieces
             if rank == 0:
                 assert not met[0]
                 assert met[-1] == (pieces == 4)
@@ -233,12 +233,12 @@ def test_pieces_follow_each_other() -> None:
 def test_ways_follow_from_structure() -> None:
     L2, dot = rc.bias.L2(), rc.bias.DotProduct()
     decay = rc.retention.Decay
-    wanted = {
+    expected = {
         "keys": rc.Recipe(bias=L2, retention=decay()),
         "decays": rc.Recipe(bias=dot, retention=decay(per="key")),
         "entries": rc.Recipe(bias=dot, retention=decay(per="entry")),
     }
-    for transition, recipe in wanted.items():
+    for transition, recipe in expected.items():
         assert rc.parallel.strategy_for(recipe).transition == transition
     per_value = rc.algorithm.GradientDescent(per="value")
     folded = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=per_value)
@@ -266,12 +266,12 @@ def test_pieces_cover_rows_and_heads_once() -> None:
     recipe = rc.Recipe()
     k = torch.zeros(3, 5, 4, 2)
     call = Problem(bound=bind(recipe, H=4, K=2, V=2), q=k, k=k, v=k, gates={}, params={})
-    for count, wanted in ((1, 1), (2, 2), (3, 3), (5, 3), (6, 6), (100, 12)):
+    for count, expected in ((1, 1), (2, 2), (3, 3), (5, 3), (6, 6), (100, 12)):
         met = torch.zeros(3, 4)
         plan = [piece for row in pieces_for(call, count) for piece in row]
         for piece in plan:
             met[piece.rows, slice(None) if piece.heads is None else piece.heads] += 1
-        assert len(plan) == wanted
+        assert len(plan) == expected
         assert bool((met == 1).all())
 
 

@@ -54,21 +54,21 @@ def test_rows_along_processes_and_in_segments_are_those_of_one(tmp_path: Path) -
             tmp_path, out, model=recipe, data=DATA[like], run={"save_every": 0, "keep": 1} | run
         )
 
-    alone = {like: train(TrainPlan.from_dict(of(f"one {like}", like, {}))) for like in DATA}
+    single = {like: train(TrainPlan.from_dict(of(f"one {like}", like, {}))) for like in DATA}
     several = {name: of(name, like, run) for name, (like, run) in RUNS.items()}
     ranks = job(f"runs({several!r})", 2, tmp_path)
     for name, (like, _) in RUNS.items():
-        found, one = ranks[0][name], alone[like]
+        result, one = ranks[0][name], single[like]
         near = 0.05 if name == "bf16" else 1e-5  # bfloat16 has 8 bits, of a loss of about 5
-        assert found["loss"] == pytest.approx(one.loss, abs=near), name
-        assert found["heldout"] == pytest.approx(one.heldout_loss, abs=near), name
-        assert found["tokens"] == one.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
-        assert ranks[1][name]["loss"] == found["loss"] and not ranks[1][name]["said"]
+        assert result["loss"] == pytest.approx(one.loss, abs=near), name
+        assert result["heldout"] == pytest.approx(one.heldout_loss, abs=near), name
+        assert result["tokens"] == one.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
+        assert ranks[1][name]["loss"] == result["loss"] and not ranks[1][name]["said"]
         if name != "bf16":
             assert apart(tmp_path / f"one {like}/model", tmp_path / name / "model") < 1e-5, name
         if name != "replicas":
-            whole = sum(weight.numel() for weight in one.model.parameters())
-            assert all(rank[name]["held"] < 0.52 * whole for rank in ranks), name
+            full = sum(weight.numel() for weight in one.model.parameters())
+            assert all(rank[name]["held"] < 0.52 * full for rank in ranks), name
     assert "2 processes: context 2" in ranks[0]["along"]["said"][0]
     # A step of two batches in four pieces each averages gradients once, after the eighth.
     withheld = {name: ranks[0][name]["withheld"] for name in RUNS}

@@ -34,8 +34,8 @@ def same(found: list[dict[str, Any]]) -> None:
         limit = 1e-5 if case.endswith("float32") else 1e-9
         # Logits are summed in float32. Under an attention over what a memory says, the norm of a
         # memory that says next to nothing magnifies what sums differ by.
-        most = 3e-5 if case == "as_context tensor float32" else 1e-5
-        assert numbers["loss"] < most, (case, numbers)
+        maximum = 3e-5 if case == "as_context tensor float32" else 1e-5
+        assert numbers["loss"] < maximum, (case, numbers)
         # Of gradients, whose size AdamW divides out; in float32 delta rules lose two digits.
         assert numbers["norm"] < (1e-4 if case.endswith("float32") else 1e-9), (case, numbers)
         assert numbers["weights"] < limit, (case, numbers)
@@ -53,10 +53,10 @@ def test_two_processes_take_the_steps_of_one_and_hold_a_share(
     names: list[str], along: list[str], types: list[str], tmp_path: Path
 ) -> None:
     more = f"jobs.equality({along}, ['context'], {types})"
-    found = job(f"equality({names}, ['ddp', 'fsdp'], {types}) | {more}", 2, tmp_path)
-    same(found)
-    for case in found[0]:
-        ranks = [rank[case] for rank in found]
+    result = job(f"equality({names}, ['ddp', 'fsdp'], {types}) | {more}", 2, tmp_path)
+    same(result)
+    for case in result[0]:
+        ranks = [rank[case] for rank in result]
         for what in ("weights", "exp_avg", "exp_avg_sq"):
             held = [rank["held"][what] for rank in ranks]
             if " ddp " in case:
@@ -94,20 +94,20 @@ def test_four_processes_divide_data_rows_and_heads(
     names: list[str], kinds: list[str], types: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Two of the three, on four processes."""
-    found = job(f"equality({names}, {kinds}, {types})", 4, tmp_path)
-    same(found)
-    for case, numbers in found[0].items():
-        assert max(rank[case]["held"]["weights"] for rank in found) < 0.29 * numbers["whole"], case
+    result = job(f"equality({names}, {kinds}, {types})", 4, tmp_path)
+    same(result)
+    for case, numbers in result[0].items():
+        assert max(rank[case]["held"]["weights"] for rank in result) < 0.29 * numbers["whole"], case
 
 
 @gathers
 @pytest.mark.slow
 def test_eight_processes_divide_data_rows_and_heads(tmp_path: Path) -> None:
     """All three at once."""
-    found = job(f"equality({ALONG}, ['all'])", 8, tmp_path)
-    same(found)
-    for case, numbers in found[0].items():
-        assert max(rank[case]["held"]["weights"] for rank in found) < 0.16 * numbers["whole"], case
+    result = job(f"equality({ALONG}, ['all'])", 8, tmp_path)
+    same(result)
+    for case, numbers in result[0].items():
+        assert max(rank[case]["held"]["weights"] for rank in result) < 0.16 * numbers["whole"], case
 
 
 @pytest.mark.slow
@@ -121,18 +121,18 @@ def test_what_rounding_moves_in_adamw_had_no_gradient(
     They are weights whose first gradient was rounding; in float64, or with a larger eps, there are
     none. So the comparisons above, which sum in parts too, take the larger one for these systems.
     """
-    whole = nn.functional.linear
+    full = nn.functional.linear
 
     def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.dim() != 2 or weight.shape[1] % 4:
-            return whole(x, weight, bias)
-        y = sum(whole(a, b) for a, b in zip(x.chunk(4, -1), weight.chunk(4, 1), strict=True))
+            return full(x, weight, bias)
+        y = sum(full(a, b) for a, b in zip(x.chunk(4, -1), weight.chunk(4, 1), strict=True))
         assert isinstance(y, Tensor)
         return y if bias is None else y + bias
 
     def trained(dtype: torch.dtype, eps: float) -> list[dict[str, Tensor]]:
         made: list[dict[str, Tensor]] = []
-        for product in (whole, in_parts):
+        for product in (full, in_parts):
             monkeypatch.setattr(nn.functional, "linear", product)
             net = model(name).to(dtype)
             steps(net, 0, 1, [], eps=eps)
@@ -167,15 +167,15 @@ def test_ranks_whose_rows_use_other_weights_agree(tmp_path: Path) -> None:
 
 
 def tables(place: Path, out: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": {"recipe": "gated_delta_net", "width": 16, "depth": 2, "heads": 2, "mlp": 16},
         "data": {"train": [str(place / "text.jsonl")], "context": 32, "heldout_share": 0.2},
         "optimizer": {"steps": 8, "batch": 4, "accumulate": 2, "lr": 1e-3, "clip": 0.3},
         "run": {"out": str(place / out), "save_every": 2, "log_every": 1, "seed": 3},
     }
     for table, values in changes.items():
-        made[table] |= values
-    return made
+        result[table] |= values
+    return result
 
 
 def apart(one: Path, other: Path) -> float:
@@ -197,34 +197,34 @@ def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
         "tied": tables(tmp_path, "tied", model=tie, run={"parallel": {"tensor": 2}} | save),
         "bf16": tables(tmp_path, "bf16", run={"parallel": "fsdp", "bf16": True} | save),
     }
-    alone = train(TrainPlan.from_dict(tables(tmp_path, "one", run=save)))
+    single = train(TrainPlan.from_dict(tables(tmp_path, "one", run=save)))
     tied = train(TrainPlan.from_dict(tables(tmp_path, "one_tied", model=tie, run=save)))
     ranks = job(f"runs({plans!r})", 2, tmp_path)
     for name in ("ddp", "fsdp", "tensor"):
-        found = ranks[0][name]
+        result = ranks[0][name]
         assert apart(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
-        assert found["loss"] == pytest.approx(alone.loss, abs=1e-5)
-        assert found["heldout"] == pytest.approx(alone.heldout_loss, abs=1e-5)
-        assert found["tokens"] == alone.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
-        assert "2 processes" in found["said"][0] and not ranks[1][name]["said"]
+        assert result["loss"] == pytest.approx(single.loss, abs=1e-5)
+        assert result["heldout"] == pytest.approx(single.heldout_loss, abs=1e-5)
+        assert result["tokens"] == single.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
+        assert "2 processes" in result["said"][0] and not ranks[1][name]["said"]
     assert apart(tmp_path / "one_tied/model", tmp_path / "tied/model") < 1e-5
     assert ranks[0]["tied"]["loss"] == pytest.approx(tied.loss, abs=1e-5)
     # bfloat16 has 8 bits: the loss of about 5 is that of float32 to a few in a thousand.
-    assert ranks[0]["bf16"]["loss"] == pytest.approx(alone.loss, abs=0.05)
+    assert ranks[0]["bf16"]["loss"] == pytest.approx(single.loss, abs=0.05)
     saved = weights(tmp_path / "bf16/model")
     assert all(weight.dtype == torch.float32 for weight in saved.values())
-    whole = sum(weight.numel() for weight in alone.model.parameters())
-    assert all(rank["fsdp"]["held"] < 0.51 * whole for rank in ranks)
+    full = sum(weight.numel() for weight in single.model.parameters())
+    assert all(rank["fsdp"]["held"] < 0.51 * full for rank in ranks)
 
 
 @pytest.mark.slow
 def test_rules_for_width_hold_where_weights_are_shared(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     rules = {"parametrization": "mup", "base_width": 8}
-    ways = {"ddp": "ddp", "fsdp": "fsdp", "tensor": {"tensor": 2}}
+    modes = {"ddp": "ddp", "fsdp": "fsdp", "tensor": {"tensor": 2}}
     plans = {
         name: tables(tmp_path, name, optimizer=rules, run={"parallel": way, "save_every": 0})
-        for name, way in ways.items()
+        for name, way in modes.items()
     }
     plans["tied"] = tables(
         tmp_path, "tied", model={"tie": True}, optimizer=rules, run={"parallel": {"tensor": 2}}
@@ -235,7 +235,7 @@ def test_rules_for_width_hold_where_weights_are_shared(tmp_path: Path) -> None:
     train(TrainPlan.from_dict(tables(tmp_path, "alone", model=model, optimizer=rules)))
     plain = train(TrainPlan.from_dict(tables(tmp_path, "plain", run=once))).folder
     job(f"runs({plans!r})", 2, tmp_path)
-    for name in ways:
+    for name in modes:
         assert apart(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
     assert apart(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
     assert apart(tmp_path / "one/model", plain) > 1e-3

@@ -43,10 +43,10 @@ def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
 def test_heads_divided_take_the_steps_of_one_process(
     names: list[str], types: list[str], tmp_path: Path
 ) -> None:
-    found = job(f"equality({names}, ['tensor'], {types})", 2, tmp_path)
-    same(found)
-    for case in found[0]:
-        ranks = [rank[case] for rank in found]
+    result = job(f"equality({names}, ['tensor'], {types})", 2, tmp_path)
+    same(result)
+    for case in result[0]:
+        ranks = [rank[case] for rank in result]
         shared = ranks[0]["alike"]  # norms, and the first maps of low ranks
         assert sum(rank["held"]["weights"] for rank in ranks) == ranks[0]["whole"] + shared, case
         assert ranks[0]["held"]["weights"] == ranks[1]["held"]["weights"], case
@@ -57,12 +57,12 @@ def test_heads_divided_take_the_steps_of_one_process(
 def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
     model("gated_delta_net").save_pretrained(tmp_path / "saved")
     ranks = job("loaded('saved')", 2, tmp_path)
-    whole = ranks[0]["whole"]
-    for found in ranks:
-        far, held = found["fsdp_size"]
-        assert far < 1e-5 and held < 0.55 * whole  # the head stays gathered after a forward pass
-        far, held = found["tp_size"]  # its MLPs and its embedding; layers are whole
-        assert far < 1e-5 and held < whole
+    full = ranks[0]["whole"]
+    for result in ranks:
+        far, held = result["fsdp_size"]
+        assert far < 1e-5 and held < 0.55 * full  # the head stays gathered after a forward pass
+        far, held = result["tp_size"]  # its MLPs and its embedding; layers are whole
+        assert far < 1e-5 and held < full
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def write(place: Path, name: str, **changes: Any) -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
-    wanted = {
+    expected = {
         "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",
         "heads": "tensor = 2 does not divide [model] num_heads = 1 of layer 0 (gated_delta_net)",
         "no heads": "layer 0 (ffn_relu) is a FeedForward, which has none",
@@ -180,22 +180,22 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
         write(place, "along", parallel="{data = 1, context = 2}")
         if rank == 0:
             write(place, "missing")
-    cases = {name: [f"{name}.toml"] for name in wanted if name != "text"}
+    cases = {name: [f"{name}.toml"] for name in expected if name != "text"}
     ranks = job(f"refused({cases!r})", 2, tmp_path)
     for name in cases:
         (status, out, err), (other, out_1, err_1) = (rank[name] for rank in ranks)
         assert (out_1, err_1) == ("", ""), name  # one of them speaks
         if name in ("good", "along"):
             assert status == other == 0, err
-            assert wanted[name] in out
+            assert expected[name] in out
             continue
         assert status == other == 2, (name, err)
-        assert wanted[name] in err and err.count("\n") == 1, (name, err)
+        assert expected[name] in err and err.count("\n") == 1, (name, err)
     (tmp_path / "1/text.txt").write_text(paragraphs(21))
     write(tmp_path / "0", "text")
     write(tmp_path / "1", "text")
     ranks = job("refused({'text': ['text.toml']})", 2, tmp_path)
-    assert wanted["text"] in ranks[0]["text"][2] and ranks[1]["text"][2] == ""
+    assert expected["text"] in ranks[0]["text"][2] and ranks[1]["text"][2] == ""
 
 
 @pytest.mark.slow
@@ -225,18 +225,18 @@ def test_a_checkpoint_of_several_processes_is_exported(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     plan = tables(tmp_path, "run", run={"parallel": {"tensor": 2}})
     job(f"runs({{'run': {plan!r}}})", 2, tmp_path)
-    last, made = tmp_path / "run/checkpoint-8", tmp_path / "exported"
-    result = CliRunner().invoke(build(), ["export", str(tmp_path / "run"), str(made)])
+    last, built = tmp_path / "run/checkpoint-8", tmp_path / "exported"
+    result = CliRunner().invoke(build(), ["export", str(tmp_path / "run"), str(built)])
     assert result.exit_code == 0, result.output
     assert str(last) in result.output
-    one, other = weights(tmp_path / "run/model"), weights(made)
+    one, other = weights(tmp_path / "run/model"), weights(built)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    cards = [(folder / "README.md").read_text() for folder in (tmp_path / "run/model", made)]
+    cards = [(folder / "README.md").read_text() for folder in (tmp_path / "run/model", built)]
     assert cards[0] == cards[1] and "| parameters |" in cards[0]
-    assert rc.lm.RecollectForCausalLM.from_pretrained(made).config.num_attention_heads == 2
-    again = CliRunner().invoke(build(), ["export", str(last), str(made)])
-    assert again.exit_code == 2 and "exists: name a new folder" in again.output
+    assert rc.lm.RecollectForCausalLM.from_pretrained(built).config.num_attention_heads == 2
+    repeated = CliRunner().invoke(build(), ["export", str(last), str(built)])
+    assert repeated.exit_code == 2 and "exists: name a new folder" in repeated.output
     shards = sorted((last / "shards").iterdir())
     data = bytearray(shards[0].read_bytes())
     data[-1] ^= 1

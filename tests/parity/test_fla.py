@@ -114,34 +114,34 @@ def scalar(x: Tensor, t: int) -> Tensor:
 def test_simple_gla(form: str) -> None:
     """Simple GLA, a scalar decay from the token: S_t = α_t S_(t−1) + v_t k_tᵀ (Mamba-2's form)."""
     run = getattr(theirs("simple_gla/naive"), f"naive_{form}_simple_gla")
-    found, _ = run(Q, RAW, X, LOG)
+    result, _ = run(Q, RAW, X, LOG)
     want = SCALE * loop(lambda S, t: scalar(LOG.exp(), t) * S + outer(X[:, t], RAW[:, t]))
     own = SCALE * ours("mamba2", RAW, lr=torch.ones_like(LOG), log_decay=LOG)
-    agree(found, want, own)
+    agree(result, want, own)
 
 
 def test_retention() -> None:
     """RetNet eqs. 5 and 8: S_t = γ S_(t−1) + v_t k_tᵀ, γ_h = 1 − 2^(−5−h)."""
     run = theirs("retention/naive").naive_retention
-    found = heads_first(run(*map(heads_first, (Q, RAW, X))))
+    result = heads_first(run(*map(heads_first, (Q, RAW, X))))
     gamma = 1 - 2.0 ** (-5 - torch.arange(H).double())
     want = SCALE * loop(lambda S, t: gamma[:, None, None] * S + outer(X[:, t], RAW[:, t]))
-    agree(found, want, SCALE * ours("retnet", RAW, params={"decay": gamma}))
+    agree(result, want, SCALE * ours("retnet", RAW, params={"decay": gamma}))
 
 
 def test_gla() -> None:
     """GLA eq. 3: S_t = S_(t−1) Diag(α_t) + v_t k_tᵀ."""
-    found, _ = theirs("gla/naive").naive_recurrent_gla(Q, RAW, X, LOG_K)
+    result, _ = theirs("gla/naive").naive_recurrent_gla(Q, RAW, X, LOG_K)
     want = SCALE * loop(
         lambda S, t: S * LOG_K[:, t].exp().unsqueeze(-2) + outer(X[:, t], RAW[:, t])
     )
-    agree(found, want, SCALE * ours("gla", RAW, log_decay=LOG_K))
+    agree(result, want, SCALE * ours("gla", RAW, log_decay=LOG_K))
 
 
 def test_hgrn() -> None:
     """HGRN: h_t = α_t ⊙ h_(t−1) + x_t, a vector memory; RG-LRU's recurrence with given writes."""
     decay, x = uniform(-1.0, -0.01, B, T, V, seed=11), normal(B, T, V, seed=12)
-    found, _ = theirs("hgrn/naive").naive_recurrent_hgrn(x, decay)
+    result, _ = theirs("hgrn/naive").naive_recurrent_hgrn(x, decay)
     h, outputs = torch.zeros(B, V, dtype=torch.float64), []
     for t in range(T):
         h = decay[:, t].exp() * h + x[:, t]
@@ -156,18 +156,18 @@ def test_hgrn() -> None:
         log_decay=decay.unsqueeze(2),
         params={"decay_scale": torch.ones(1, V, dtype=torch.float64)},
     )
-    agree(found, torch.stack(outputs, 1), own.squeeze(2))
+    agree(result, torch.stack(outputs, 1), own.squeeze(2))
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_linear_attention(form: str) -> None:
     module = theirs("linear_attn/naive")
     if form == "recurrent":
-        found, _ = module.naive_recurrent_linear_attn(Q, RAW, X)
+        result, _ = module.naive_recurrent_linear_attn(Q, RAW, X)
     else:
-        found = module.naive_chunk_linear_attn(*(x.float() for x in (Q, RAW, X)))
+        result = module.naive_chunk_linear_attn(*(x.float() for x in (Q, RAW, X)))
     want = SCALE * loop(lambda S, t: S + outer(X[:, t], RAW[:, t]))
-    agree(found, want, SCALE * ours("linear_attention", RAW))
+    agree(result, want, SCALE * ours("linear_attention", RAW))
 
 
 # -- the delta rule ------------------------------------------------------------------------------
@@ -186,20 +186,20 @@ def test_delta_rule(form: str) -> None:
     run = getattr(theirs("delta_rule/naive"), f"delta_rule_{form}")
     sizes = {"parallel": {"BM": 32, "BN": 16}}.get(form, {})
     given = [heads_first(x).float() for x in (Q, KEY, X, BETA)]
-    found = heads_first(run(*given, **sizes)[0])
+    result = heads_first(run(*given, **sizes)[0])
     want = SCALE * loop(lambda S, t: erased(S, KEY[:, t], BETA[:, t], X[:, t]))
-    agree(found, want, SCALE * ours("delta_net", KEY, lr=BETA))
+    agree(result, want, SCALE * ours("delta_net", KEY, lr=BETA))
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_gated_delta_rule(form: str) -> None:
     """Gated DeltaNet eq. 10: the same on α_t S_(t−1)."""
     run = getattr(theirs("gated_delta_rule/naive"), f"naive_{form}_gated_delta_rule")
-    found, _ = run(q=Q, k=KEY, v=X, beta=BETA, g=LOG)
+    result, _ = run(q=Q, k=KEY, v=X, beta=BETA, g=LOG)
     want = SCALE * loop(
         lambda S, t: erased(scalar(LOG.exp(), t) * S, KEY[:, t], BETA[:, t], X[:, t])
     )
-    agree(found, want, SCALE * ours("gated_delta_net", KEY, lr=BETA, log_decay=LOG))
+    agree(result, want, SCALE * ours("gated_delta_net", KEY, lr=BETA, log_decay=LOG))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -213,7 +213,7 @@ def test_gated_delta_product(n: int, gated: bool) -> None:
         return x.movedim(3, 2).flatten(1, 2)
 
     run = theirs("gated_delta_product/naive").naive_recurrent_gated_delta_product
-    found, _ = run(
+    result, _ = run(
         Q, flat(k), flat(v), LOG if gated else None, flat(beta), SCALE, num_householder=n
     )
 
@@ -228,7 +228,7 @@ def test_gated_delta_product(n: int, gated: bool) -> None:
     squeeze = (lambda x: x.squeeze(3)) if n == 1 else (lambda x: x)
     gates = {"lr": squeeze(beta)} | ({"log_decay": LOG} if gated else {})
     own, _ = rc.recall(recipe, Q, squeeze(k), squeeze(v), gates)
-    agree(found, SCALE * loop(step), SCALE * own)
+    agree(result, SCALE * loop(step), SCALE * own)
 
 
 # -- RWKV ----------------------------------------------------------------------------------------
@@ -241,17 +241,17 @@ def test_rwkv6(form: str) -> None:
     given = [heads_first(x) for x in (Q, RAW, X, LOG_K)]
     if form == "recurrent":
         run = theirs("rwkv6/recurrent_naive").naive_recurrent_rwkv6
-        found = heads_first(run(*given, u, scale=1.0)[0])
+        result = heads_first(run(*given, u, scale=1.0)[0])
     else:
         run = theirs("rwkv6/chunk_naive").naive_chunk_rwkv6
-        found = heads_first(run(*given, u.float(), chunk_size=16))
+        result = heads_first(run(*given, u.float(), chunk_size=16))
     S, outputs = torch.zeros(B, H, V, K, dtype=torch.float64), []
     for t in range(T):
         now = S + outer(X[:, t], u * RAW[:, t])
         outputs.append(torch.einsum("bhvk,bhk->bhv", now, Q[:, t]))
         S = S * LOG_K[:, t].exp().unsqueeze(-2) + outer(X[:, t], RAW[:, t])
     own = ours("rwkv6", RAW, log_decay=LOG_K, params={"bonus": u})
-    agree(found, torch.stack(outputs, 1), own)
+    agree(result, torch.stack(outputs, 1), own)
 
 
 @pytest.mark.parametrize("form", ["recurrence", "chunkwise"])
@@ -261,7 +261,7 @@ def test_rwkv7(form: str) -> None:
     a = uniform(0.0, 1.0, B, T, H, K, seed=42)
     given = [heads_first(x).float() for x in (Q, RAW, X, -kappa, a * kappa, LOG_K)]
     run = getattr(theirs("generalized_delta_rule/dplr/naive"), f"dplr_{form}")
-    found = heads_first(run(*given)[0])
+    result = heads_first(run(*given)[0])
 
     def step(S: Tensor, t: int) -> Tensor:
         move = torch.diag_embed(LOG_K[:, t].exp()) - outer(kappa[:, t], a[:, t] * kappa[:, t])
@@ -269,7 +269,7 @@ def test_rwkv7(form: str) -> None:
 
     no_bonus = {"bonus": torch.zeros(H, K, dtype=torch.float64)}
     own = ours("rwkv7", RAW, log_decay=LOG_K, probe=kappa, erase=a, params=no_bonus)
-    agree(found, SCALE * loop(step), SCALE * own)
+    agree(result, SCALE * loop(step), SCALE * own)
 
 
 def test_identity_plus_low_rank() -> None:
@@ -278,7 +278,7 @@ def test_identity_plus_low_rank() -> None:
     a = uniform(0.0, 1.0, B, T, H, K, seed=44)
     given = [heads_first(x).float() for x in (Q, RAW, X, -kappa, a * kappa)]
     run = theirs("generalized_delta_rule/iplr/naive").iplr_recurrence
-    found = heads_first(run(*given)[0])
+    result = heads_first(run(*given)[0])
 
     def step(S: Tensor, t: int) -> Tensor:
         erase = torch.einsum("bhvk,bhk->bhv", S, kappa[:, t])
@@ -286,7 +286,7 @@ def test_identity_plus_low_rank() -> None:
 
     none = {"bonus": torch.zeros(H, K, dtype=torch.float64)}
     own = ours("rwkv7", RAW, log_decay=torch.zeros_like(LOG_K), probe=kappa, erase=a, params=none)
-    agree(found, SCALE * loop(step), SCALE * own)
+    agree(result, SCALE * loop(step), SCALE * own)
 
 
 # -- where theirs are not their equations ---------------------------------------------------------
@@ -296,9 +296,9 @@ def test_slips_of_the_references() -> None:
     """Evidence for what the module's docstring says: a later version's repair is noticed."""
     hgrn = theirs("hgrn/naive")
     x, decay = normal(1, 64, 4, seed=51), uniform(-1.0, -0.01, 1, 64, 4, seed=52)
-    whole, _ = hgrn.naive_recurrent_hgrn(x, decay)
+    full, _ = hgrn.naive_recurrent_hgrn(x, decay)
     one, _ = hgrn.naive_chunk_hgrn(x, decay, chunk_size=64)
-    assert off(one, whole.double()) < SINGLE
+    assert off(one, full.double()) < SINGLE
     with pytest.raises(RuntimeError):
         hgrn.naive_chunk_hgrn(x, decay, chunk_size=16)
     u = normal(H, K, seed=53)

@@ -101,10 +101,10 @@ def test_their_models_convert_and_ours_load_there(tmp_path: Path) -> None:
     backs = [tmp_path / f"{model_type}-back" for model_type in FAMILIES]
     run(LOAD, *map(str, backs))
     for model_type, back in zip(FAMILIES, backs, strict=True):
-        before = load_file(tmp_path / model_type / "model.safetensors")
-        after = load_file(back / "again" / "model.safetensors")
-        assert before.keys() == after.keys()
-        assert all(torch.equal(x, after[name]) for name, x in before.items()), model_type
+        initial = load_file(tmp_path / model_type / "model.safetensors")
+        later = load_file(back / "again" / "model.safetensors")
+        assert initial.keys() == later.keys()
+        assert all(torch.equal(x, later[name]) for name, x in initial.items()), model_type
         configs = [
             json.loads((folder / "config.json").read_text())
             for folder in (tmp_path / model_type, back / "again")

@@ -179,12 +179,12 @@ def test_inner_gradient(bias: str, memory: str, method: str) -> None:
     _, gates, loss = BIASES[bias]
     start = weights(memory)
     params = {"norm_weight": WEIGHT, "norm_bias": SHIFT}
-    made = recipe(memory, bias, T)
+    result = recipe(memory, bias, T)
     _, state = rc.recall(
-        made,
+        result,
         *(K, K, X),
         gates,
-        params={param.name: params[param.name] for param in made.params()},
+        params={param.name: params[param.name] for param in result.params()},
         initial_memory=tuple(start),
         engine=method,
     )
@@ -210,8 +210,8 @@ def test_the_stated_error_is_the_losss_derivative(bias: str) -> None:
     gate = gate if gate.dim() == 4 else gate.unsqueeze(-1)
     p = normal(B, T, H, D, seed=20).requires_grad_()
     (want,) = torch.autograd.grad(loss(p, X, gate).sum(), p)
-    found = stated.error(p.detach(), X, {**stated.constants(), **dict.fromkeys(gates, gate)})
-    torch.testing.assert_close(found, want, **TOL)
+    result = stated.error(p.detach(), X, {**stated.constants(), **dict.fromkeys(gates, gate)})
+    torch.testing.assert_close(result, want, **TOL)
 
 
 def test_both_branches_of_every_huber_are_taken() -> None:

@@ -126,14 +126,14 @@ def test_outputs_and_gradients(heads: int, momentum: bool, residual: bool, metho
     want.square().sum().backward()
     grads = {name: p.grad for name, p in module.named_parameters()}
     module.zero_grad()
-    got = ours(module, mine, memory, method)
-    torch.testing.assert_close(got, want, **TOL)
-    got.square().sum().backward()
+    actual = ours(module, mine, memory, method)
+    torch.testing.assert_close(actual, want, **TOL)
+    actual.square().sum().backward()
     assert theirs.grad is not None
     torch.testing.assert_close(mine.grad, theirs.grad, **TOL)
-    found = {name: parameter.grad for name, parameter in module.named_parameters()}
-    torch.testing.assert_close(found, grads, **TOL)
-    moved = (got - ours_without_writing(module, x, memory)).norm() / got.norm()
+    result = {name: parameter.grad for name, parameter in module.named_parameters()}
+    torch.testing.assert_close(result, grads, **TOL)
+    moved = (actual - ours_without_writing(module, x, memory)).norm() / actual.norm()
     assert moved > 0.05  # what the tokens wrote is a good part of what is read
 
 
@@ -163,5 +163,5 @@ def test_decoding_from_its_prefill() -> None:
     for t in range(13, T):
         y, state = module(x[:, t : t + 1], state=state)
         outputs.append(y)
-    got = ours(module, x, rc.memory.MLP(), "auto")
-    torch.testing.assert_close(got, torch.cat(outputs, 1), **TOL)
+    result = ours(module, x, rc.memory.MLP(), "auto")
+    torch.testing.assert_close(result, torch.cat(outputs, 1), **TOL)

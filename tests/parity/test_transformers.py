@@ -29,14 +29,14 @@ def test_mambas_selective_scan() -> None:
     if scan is None:
         pytest.skip("this version of transformers has no plain selective scan")
     given = [t.float() for t in (x, dt, A, b, c, D)]
-    found, last = getattr(scan, "__wrapped__", scan)(*given, return_last_state=True)
+    result, last = getattr(scan, "__wrapped__", scan)(*given, return_last_state=True)
     h, outputs = torch.zeros(B, size, n, dtype=torch.float64), []
     for t in range(T):
         step = dt[:, :, t, None]
         h = (step * A).exp() * h + step * b[:, None, :, t] * x[:, :, t, None]
         outputs.append((h * c[:, None, :, t]).sum(-1) + D * x[:, :, t])
     want = torch.stack(outputs, -1)
-    assert off(found, want) < SINGLE
+    assert off(result, want) < SINGLE
     assert off(last, h) < SINGLE
 
     def tokens(a: Tensor) -> Tensor:  # [B, D, T] -> [B, T, 1, D]
@@ -50,15 +50,15 @@ def test_mambas_selective_scan() -> None:
     own = y.squeeze(2).transpose(1, 2) + D[:, None] * x
     assert off(own, want) < EXACT
     assert off(state.weights[0].squeeze(1), h) < EXACT
-    assert off(found, own) < SINGLE
+    assert off(result, own) < SINGLE
 
 
 def _mlstm(name: str) -> object:
     module = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
-    found = getattr(module, name, None)
-    if found is None:
+    result = getattr(module, name, None)
+    if result is None:
         pytest.skip("this version of transformers takes its mLSTM from another package")
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_mlstm(name: str) -> None:
         result = run(*given, **options)  # type: ignore[operator]
         return result[0] if isinstance(result, tuple) else result
 
-    found = called(eps=0.0)
+    actual = called(eps=0.0)
     log_f = functional.logsigmoid(f)
     C, n = torch.zeros(B, H, V, K, dtype=torch.float64), torch.zeros(B, H, K, dtype=torch.float64)
     m, outputs = torch.zeros(B, H, dtype=torch.float64), []
@@ -92,7 +92,7 @@ def test_mlstm(name: str) -> None:
         below = torch.maximum((n * query).sum(-1).abs(), (-m).exp())
         outputs.append(torch.einsum("bhvk,bhk->bhv", C, query) / below[..., None])
     want = torch.stack(outputs, 2)
-    assert off(found, want) < SINGLE
+    assert off(actual, want) < SINGLE
     assert off(called(), want) > 3 * SINGLE
 
     def swap(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def test_mlstm(name: str) -> None:
         {"log_lr": swap(i), "log_decay": swap(log_f)},
     )
     assert off(swap(own), want) < EXACT
-    assert off(found, swap(own)) < SINGLE
+    assert off(actual, swap(own)) < SINGLE
 
 
 def test_rg_lru() -> None:
@@ -122,7 +122,7 @@ def test_rg_lru() -> None:
             weight.copy_(0.5 * normal(*weight.shape, seed=20 + i))
     x = normal(B, T, size, seed=30)
     with torch.no_grad():
-        found = lru(x.float(), torch.arange(T).expand(B, T))
+        result = lru(x.float(), torch.arange(T).expand(B, T))
     weights = {name: p.detach().double() for name, p in lru.named_parameters()}
     blocks = x.unflatten(-1, (heads, -1))
 
@@ -139,7 +139,7 @@ def test_rg_lru() -> None:
         h = log_a[:, t].exp() * h + scale[:, t] * i[:, t] * x[:, t]
         outputs.append(h)
     want = torch.stack(outputs, 1)
-    assert off(found, want) < SINGLE
+    assert off(result, want) < SINGLE
     ones = torch.ones(B, T, 1, size, dtype=torch.float64)
     own, _ = rc.recall(
         rc.zoo.get("rg_lru").recipe,
@@ -150,4 +150,4 @@ def test_rg_lru() -> None:
         params={"decay_scale": functional.softplus(weights["recurrent_param"]).unsqueeze(0)},
     )
     assert off(own.squeeze(2), want) < EXACT
-    assert off(found, own.squeeze(2)) < SINGLE
+    assert off(result, own.squeeze(2)) < SINGLE

@@ -38,12 +38,12 @@ def test_layers_of_a_model(precision: Any, layers: list[str | None], tmp_path: P
     model = rc.lm.RecollectForCausalLM(config).eval()
     assert memories(model) == layers
     model.save_pretrained(tmp_path)
-    again = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path).eval()
-    assert again.config == config
-    assert memories(again) == layers
+    repeated = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path).eval()
+    assert repeated.config == config
+    assert memories(repeated) == layers
     x = torch.arange(12)[None] % 16
     with torch.no_grad():
-        assert torch.equal(model(x).logits, again(x).logits)
+        assert torch.equal(model(x).logits, repeated(x).logits)
 
 
 def test_a_configuration_that_says_nothing_is_one_of_before() -> None:

@@ -49,15 +49,15 @@ def memory(name: str) -> tuple[list[Tensor], Callable[..., tuple[Tensor, Any]], 
     layer = rc.zoo.get(name).build(d_model=16, num_heads=2)
     assert isinstance(layer, rc.MemoryLayer)
     with torch.no_grad():
-        made = layer.memory_inputs(torch.randn(2, T, 16))
-    leaves = {"q": made.q, "k": made.k, "v": made.v, **made.gates}
+        result = layer.memory_inputs(torch.randn(2, T, 16))
+    leaves = {"q": result.q, "k": result.k, "v": result.v, **result.gates}
     leaves = {n: x.detach().clone().requires_grad_() for n, x in leaves.items()}
-    params = {n: x.detach().clone() for n, x in made.params.items()}
+    params = {n: x.detach().clone() for n, x in result.params.items()}
     init = layer.initial_memory
 
     def recall(cut: Any = slice(None), **more: Any) -> tuple[Tensor, Any]:
         q, k, v, *gates = (x[cut] for x in leaves.values())
-        named = dict(zip(made.gates, gates, strict=True))
+        named = dict(zip(result.gates, gates, strict=True))
         start = None if "state" in more else init
         more = {"initial_memory": start, "precision": "float32", **more}
         return rc.recall(layer.recipe, q, k, v, named, params=params, **more)
@@ -246,10 +246,10 @@ def test_a_compiled_call_is_of_one_precision() -> None:
     names = set[str]()
     layer = rc.zoo.get("softmax_attention").build(d_model=16, num_heads=2)
     assert isinstance(layer, rc.MemoryLayer)
-    made = layer.memory_inputs(torch.randn(1, 3, 16))
+    result = layer.memory_inputs(torch.randn(1, 3, 16))
     for precision in (None, *PRECISIONS):
         layer.precision = precision
-        call = make_call(layer, made, None)
+        call = make_call(layer, result, None)
         names.add(str(call.bound.name))
         assert use_custom_op(call) == (precision is not None)
     assert len(names) == 3
@@ -282,8 +282,8 @@ def test_a_static_decoder() -> None:
 def test_layers_carry_it_along() -> None:
     layer = rc.zoo.get("gated_delta_net").build(d_model=16, num_heads=2, precision="tf32")
     assert "precision='tf32'" in repr(layer)
-    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert made.precision == "tf32"
+    for result in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert result.precision == "tf32"
     layer.precision = None
     assert "precision" not in repr(layer)
     with pytest.raises(ValueError, match="precision must be"):

@@ -53,8 +53,8 @@ def test_a_line_figure_on_a_logarithmic_axis_with_gaps() -> None:
 
 
 def test_the_same_figure_gives_the_same_bytes() -> None:
-    first, again = (line_figure(lines(3), x="x", y="y", title="T") for _ in range(2))
-    assert first == again
+    first, repeated = (line_figure(lines(3), x="x", y="y", title="T") for _ in range(2))
+    assert first == repeated
 
 
 def test_no_two_lines_look_alike_even_in_grey() -> None:
@@ -82,7 +82,7 @@ def test_no_two_lines_look_alike_even_in_grey() -> None:
 def test_the_legend_of_a_narrow_figure_is_inside_and_below_the_axes(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    recorded: list[bool] = []
     save = module.render_figure
 
     def look(canvas, drawn):  # type: ignore[no-untyped-def]
@@ -91,13 +91,13 @@ def test_the_legend_of_a_narrow_figure_is_inside_and_below_the_axes(
         axes = canvas.axes[0].get_window_extent()
         page = canvas.bbox
         inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.x1 and box.y1 <= page.y1
-        seen.append(inside and box.y1 <= axes.y0)
+        recorded.append(inside and box.y1 <= axes.y0)
         return files
 
     monkeypatch.setattr(module, "render_figure", look)
     series = [Series(name=name, x=[1, 2], y=[1, 2]) for name in names]
     line_figure(series, x="x", y="y", title="T")
-    assert seen == [True]
+    assert recorded == [True]
 
 
 @pytest.mark.parametrize("names", [["a", "softmax_attention"], [f"name {i}" for i in range(14)]])

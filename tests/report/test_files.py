@@ -53,9 +53,9 @@ def test_a_file_is_checked_before_it_is_opened(tmp_path: Path) -> None:
 
 
 def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
-    before = os.umask(0o022)
+    initial = os.umask(0o022)
     try:
         mode = write_atomic(tmp_path / "b.txt", "x").stat().st_mode
     finally:
-        os.umask(before)
+        os.umask(initial)
     assert stat.S_IMODE(mode) == 0o644

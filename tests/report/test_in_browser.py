@@ -57,7 +57,7 @@ def test_it_fits_the_window_and_asks_nothing(
 ) -> None:
     browser.open(page, width=width, dark=dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    assert all(asked.startswith(("file:", "data:", "about:")) for asked in browser.asked())
+    assert all(requested.startswith(("file:", "data:", "about:")) for requested in browser.asked())
     read = "['color', 'backgroundColor'].map((x) => getComputedStyle(document.body)[x])"
     ink, paper = (sum(map(int, re.findall(r"\d+", x))) for x in browser.run(read))
     assert (ink > paper) is dark and abs(ink - paper) > 500
@@ -112,8 +112,8 @@ def test_curves_are_read_off_under_the_pointer(
     x = frame["left"] + frame["width"] * (left + wide / 2)  # 4 lies between 1 and 16
     y = frame["top"] + frame["height"] * (top + high * (1 - up))
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    said = browser.run("document.querySelector('.reading').textContent")
-    assert "pairs 4" in said and "one 10" in said and "two 3" in said
+    output = browser.run("document.querySelector('.reading').textContent")
+    assert "pairs 4" in output and "one 10" in output and "two 3" in output
     assert browser.run("document.querySelector('.nearest').textContent") == "one 10"
     dot = browser.run(
         "(({x, width, y, height}) => [x + width / 2, y + height / 2])"

@@ -50,7 +50,7 @@ def locked(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_process_is_refused_with_process_host_and_date(tmp_path: Path) -> None:
     with locked(tmp_path) as holder:
-        before = (tmp_path / LOCK_NAME).read_bytes()
+        initial = (tmp_path / LOCK_NAME).read_bytes()
         with (
             pytest.raises(ValueError, match="belongs to another run") as caught,
             folder_lock(tmp_path),
@@ -60,7 +60,7 @@ def test_a_second_process_is_refused_with_process_host_and_date(tmp_path: Path) 
         today = datetime.date.today().isoformat()[:8]
         assert f"process {holder.pid} on {socket.gethostname()}, since {today}" in message
         assert "\n" not in message and len(message) < 400
-        assert (tmp_path / LOCK_NAME).read_bytes() == before
+        assert (tmp_path / LOCK_NAME).read_bytes() == initial
     assert not (tmp_path / LOCK_NAME).exists()
     with folder_lock(tmp_path):
         pass

@@ -42,10 +42,10 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "softmax_attention", "rls"])
 def test_an_explanation_says_what_print_says(name: str) -> None:
-    found = rc.explain(name)
-    page = Page(found._repr_html_())
-    assert all(line in page.text for _, lines in found.equations for line in lines)
-    lines = str(found).splitlines()[1:]
+    result = rc.explain(name)
+    page = Page(result._repr_html_())
+    assert all(line in page.text for _, lines in result.equations for line in lines)
+    lines = str(result).splitlines()[1:]
     said = " ".join(line[9:] for line in lines)
     assert set(said.split()) == set(page.text.removeprefix(name).split())
     assert page.heads == [line[:9].strip() for line in lines if line[0] != " "]
@@ -89,11 +89,11 @@ def test_a_composition() -> None:
 
 def test_a_diagnosis_has_a_row_per_head() -> None:
     layer = rc.zoo.get("titans").build(d_model=8, num_heads=2)
-    found = rc.diagnose(layer, torch.randn(1, 20, 8))
-    page = Page(found._repr_html_())
+    result = rc.diagnose(layer, torch.randn(1, 20, 8))
+    page = Page(result._repr_html_())
     assert page.heads[0] == "head"
     assert page.heads[-2:] == ["0", "1"]
-    words = " ".join(str(found).split())
+    words = " ".join(str(result).split())
     assert all(" ".join(cell.split()) in words for cell in page.texts)
 
 
@@ -114,9 +114,9 @@ def test_a_comparison() -> None:
 
     schedule = rc.experiments.Schedule(steps=3, batch=4)
     small = rc.experiments.Sizes(width=16, depth=1, heads=1, length=48, schedule=schedule)
-    found = rc.compare(["gla", "delta_net"], tasks=["mqar"], sizes=small)
-    assert isinstance(found, Comparison)
-    page = Page(found._repr_html_())
+    result = rc.compare(["gla", "delta_net"], tasks=["mqar"], sizes=small)
+    assert isinstance(result, Comparison)
+    page = Page(result._repr_html_())
     assert {"gla", "delta_net"} <= set(page.heads)
-    words = " ".join(str(found).split())
+    words = " ".join(str(result).split())
     assert all(" ".join(cell.split()) in words for cell in (*page.texts, *page.heads))

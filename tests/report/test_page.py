@@ -138,10 +138,10 @@ def test_cells_carry_the_number_that_they_are_sorted_by() -> None:
         ["b", "1 MiB, grows", "−1", None, ""],
     ]
     drawn = Table(columns=["m", "state", "value", "n", "words"], rows=rows).to_html()
-    found = [
+    result = [
         dict(re.findall(r'([\w-]+)="([^"]*)"', cell)) for cell in re.findall("<td[^>]*>", drawn)
     ]
-    keys = [cell.get("data-sort") for cell in found]
+    keys = [cell.get("data-sort") for cell in result]
     assert keys == ["14438.4", "0.834", "12345", None, "1048576", "-1", None, None]
 
 

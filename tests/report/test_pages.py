@@ -155,7 +155,7 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
         )  # fmt: skip
 
     tasks = (result("piqa", acc=0.7), result("wikitext", ("ppl",), ppl=20.0), result("none"))
-    found = Evaluation(model="m", tasks=tasks, environment={**ABOUT, "transformers": "5"})
+    actual = Evaluation(model="m", tasks=tasks, environment={**ABOUT, "transformers": "5"})
     rows = {"table": "miras_table2", "group": "", "note": ""}
     papers = (
         PaperComparison(
@@ -167,7 +167,7 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
     )
 
     def said(papers: tuple[PaperComparison, ...]) -> str:
-        page = save_evaluation_page(found, papers, tmp_path, command="recollect eval m --tasks a")
+        page = save_evaluation_page(actual, papers, tmp_path, command="recollect eval m --tasks a")
         assert page == tmp_path / "report.html"
         return check_page(page.read_text("utf-8"))
 

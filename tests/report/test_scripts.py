@@ -60,7 +60,7 @@ LOG = Plot(
 def test_rows_are_sorted_and_what_has_no_number_comes_last() -> None:
     numbers = [cell("10", 10), cell("–"), cell("9", 9), cell("diverged"), cell("9", 9)]
     words = [cell("b10"), cell("a"), cell("B2"), cell("é")]
-    found = node(
+    result = node(
         "ask.js",
         [
             ["sorted", x, order]
@@ -68,21 +68,21 @@ def test_rows_are_sorted_and_what_has_no_number_comes_last() -> None:
             for order in ("ascending", "descending", "none")
         ],
     )
-    assert found[:3] == [[2, 4, 0, 1, 3], [0, 2, 4, 1, 3], [0, 1, 2, 3, 4]]
-    assert found[3:] == [[1, 2, 0, 3], [3, 0, 2, 1], [0, 1, 2, 3]]
+    assert result[:3] == [[2, 4, 0, 1, 3], [0, 2, 4, 1, 3], [0, 1, 2, 3, 4]]
+    assert result[3:] == [[1, 2, 0, 3], [3, 0, 2, 1], [0, 1, 2, 3]]
 
 
 def test_a_place_on_a_logarithmic_axis_is_one_of_logarithms() -> None:
     plot = LOG.to_dict()
-    asked = [["share", plot["x"], 8], ["share", plot["y"], 10], ["share", plot["x"], 1]]
-    assert node("ask.js", asked) == pytest.approx([0.5, 0.75, 0.0])
+    requested = [["share", plot["x"], 8], ["share", plot["y"], 10], ["share", plot["x"], 1]]
+    assert node("ask.js", requested) == pytest.approx([0.5, 0.75, 0.0])
 
 
 def test_the_nearest_point_and_what_every_curve_says_there() -> None:
     plot = LOG.to_dict()
     # In the middle lies a's (8, 1); near the upper right corner b's (64, 10), not a's (64, 0.01).
-    asked = [["nearest", plot, 0.52, 0.49], ["nearest", plot, 0.97, 0.9], ["stops", plot]]
-    near, corner, stops = node("ask.js", asked)
+    requested = [["nearest", plot, 0.52, 0.49], ["nearest", plot, 0.97, 0.9], ["stops", plot]]
+    near, corner, stops = node("ask.js", requested)
     assert near == {"curve": 0, "point": 1} and corner == {"curve": 1, "point": 2}
     assert stops == [1, 8, 64]  # 16 has no value: b's is missing there
     said = node("ask.js", [["readings", plot, 64], ["readings", plot, 8]])
@@ -101,7 +101,7 @@ def test_numbers_are_told_as_a_reader_needs_them() -> None:
 
 
 def test_a_page_is_sorted_and_read_by_the_keyboard_and_by_the_pointer() -> None:
-    found = node(
+    result = node(
         "drive_page.js",
         {
             "columns": ["model", "value"],
@@ -118,28 +118,28 @@ def test_a_page_is_sorted_and_read_by_the_keyboard_and_by_the_pointer() -> None:
         },
         ahead=SMALL_DOM.read_text(encoding="utf-8") + TREE,
     )
-    assert [x["order"] for x in found["sorts"]] == [
+    assert [x["order"] for x in result["sorts"]] == [
         ["b", "a", "c"],
         ["a", "b", "c"],
         ["b", "a", "c"],
         ["a", "b", "c"],
     ]
-    assert [x["sorted"] for x in found["sorts"]] == [
+    assert [x["sorted"] for x in result["sorts"]] == [
         [None, "ascending"],
         [None, "descending"],
         [None, None],
         ["ascending", None],
     ]
-    assert [(stop, text) for stop, text, _ in found["keys"]] == [
+    assert [(stop, text) for stop, text, _ in result["keys"]] == [
         ("0", "pairs 1 · loss: a 100, b 100 (90 … 110)"),
         ("1", "pairs 8 · loss: a 1, b 100 (90 … 110) at 1"),
         ("2", "pairs 64 · loss: a 0.01, b 10 (5 … 20)"),
         ("0", "no place chosen"),
         ("2", "pairs 64 · loss: a 0.01, b 10 (5 … 20)"),
     ]
-    assert found["pointed"][:2] == found["keys"][1][:2]
-    assert "guessing 50" in found["pointed"][2]
-    assert found["dots"] == 2
+    assert result["pointed"][:2] == result["keys"][1][:2]
+    assert "guessing 50" in result["pointed"][2]
+    assert result["dots"] == 2
 
 
 TREE = """

@@ -31,8 +31,8 @@ def test_a_dictionary_solves_every_instance(config: CueConfig, batch: int, seed:
         for t, token in enumerate(tokens):
             if t % 2 == 0:
                 assert 0 <= token < config.cues
-                asked = t >= config.length or (config.asks == "repeats" and token in memory)
-                assert answers[t] == (memory[token] if asked else IGNORE)
+                requested = t >= config.length or (config.asks == "repeats" and token in memory)
+                assert answers[t] == (memory[token] if requested else IGNORE)
             else:
                 assert config.cues <= token < config.vocab
                 assert memory.setdefault(tokens[t - 1], token) == token, "one response per cue"
@@ -59,8 +59,8 @@ def test_pairs_repeat_and_are_uniform() -> None:
     share = named.bincount(minlength=6).double() / 6000
     # Five standard errors of a share of 1/6.
     assert (share - 1 / 6).abs().max() < 5 * (5 / 36 / 6000) ** 0.5
-    again = (inputs[:, 0] == inputs[:, 2]).double().mean()
-    assert abs(float(again) - 1 / 4) < 5 * (3 / 16 / 6000) ** 0.5
+    repeated = (inputs[:, 0] == inputs[:, 2]).double().mean()
+    assert abs(float(repeated) - 1 / 4) < 5 * (3 / 16 / 6000) ** 0.5
 
 
 def test_the_map_is_drawn_for_each_sequence() -> None:

@@ -40,9 +40,9 @@ def test_tasks_depend_on_configuration_and_generator_alone(name: str) -> None:
     one, two, other = [], [], []
     for kept, seed in ((one, 5), (two, 5), (other, 6)):
         torch.manual_seed(len(kept) + seed * 31)
-        before = torch.get_rng_state()
+        initial = torch.get_rng_state()
         kept += tensors(CALLS[name](torch.Generator().manual_seed(seed)))
-        assert torch.equal(torch.get_rng_state(), before), "the global generator is left alone"
+        assert torch.equal(torch.get_rng_state(), initial), "the global generator is left alone"
         torch.rand(3)
     assert one
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -29,10 +29,10 @@ def wrong(
     y, state = rc.recall(
         recipe, heads(stream.q), heads(stream.k), heads(stream.v), engine=method, **options
     )
-    asked = (y[0, :, 0].argmax(-1) != stream.answer_index).sum()
+    requested = (y[0, :, 0].argmax(-1) != stream.answer_index).sum()
     assert state is not None
     end = rc.read(recipe, heads(stream.keys), state=state)[0, :, 0]
-    return int(asked), int((end.argmax(-1) != stream.final_assignment).sum())
+    return int(requested), int((end.argmax(-1) != stream.final_assignment).sum())
 
 
 @pytest.mark.parametrize(("n", "d"), SIZES)

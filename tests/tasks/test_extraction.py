@@ -22,12 +22,12 @@ def some(form: str, length: int = 900, seed: int = 0) -> tuple[Extraction, ...]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [600, 3000])
 def test_texts_fill_what_they_may(form: str, length: int) -> None:
-    made = some(form, length)
-    sizes = [len(f"{one.text}\n{one.question}:".encode()) for one in made]
+    result = some(form, length)
+    sizes = [len(f"{one.text}\n{one.question}:".encode()) for one in result]
     assert max(sizes) <= length
     assert min(sizes) > length - 350
-    assert len({one.text for one in made}) == len(made)
-    assert len({one.answers for one in made}) > 3
+    assert len({one.text for one in result}) == len(result)
+    assert len({one.answers for one in result}) > 3
 
 
 @pytest.mark.parametrize("form", ["swde", "fda"])
@@ -41,10 +41,10 @@ def test_attributes_stand_on_lines_of_their_own(form: str) -> None:
 def test_facts_are_asked_for_as_often_as_numbered_rows(form: str) -> None:
     """However long the page, which holds about a hundred rows here and seven or eight facts."""
     config = ExtractionConfig(form=form, length=4000)  # type: ignore[arg-type]
-    made = extractions(config, 200, torch.Generator().manual_seed(3))
-    rows = sum(bool(re.fullmatch(r"(Review|Sample) \d+", one.question)) for one in made)
+    result = extractions(config, 200, torch.Generator().manual_seed(3))
+    rows = sum(bool(re.fullmatch(r"(Review|Sample) \d+", one.question)) for one in result)
     assert 70 <= rows <= 130, "of 200 fair draws, but for one time in 40,000"
-    assert len({one.question for one in made if not one.question[-1].isdigit()}) >= 7
+    assert len({one.question for one in result if not one.question[-1].isdigit()}) >= 7
 
 
 def test_a_completion_goes_on_as_the_text_does() -> None:
@@ -56,11 +56,11 @@ def test_a_completion_goes_on_as_the_text_does() -> None:
 
 def test_a_difference_is_one_of_two_numbers_of_the_text() -> None:
     for one in some("drop"):
-        asked = re.fullmatch(
+        requested = re.fullmatch(
             r"How many more points did (\w+) score than (\w+) in round (\d+)\?", one.question
         )
-        assert asked is not None
-        more, less, number = asked.groups()
+        assert requested is not None
+        more, less, number = requested.groups()
         (line,) = re.findall(rf"In round {number} [^.]*\.", one.text)
         numbers = re.fullmatch(r"In round \d+ (\w+) scored (\d+) points and (\w+) (\d+)\.", line)
         assert numbers is not None
@@ -72,11 +72,11 @@ def test_a_difference_is_one_of_two_numbers_of_the_text() -> None:
 @pytest.mark.parametrize("form", ["triviaqa", "nq"])
 def test_questions_are_answered_by_the_paragraph_of_their_town(form: str) -> None:
     for one in some(form, 1500):
-        asked = one.question.lower()
-        (paragraph,) = (x for x in one.text.splitlines() if x.split()[0].lower() in asked)
+        requested = one.question.lower()
+        (paragraph,) = (x for x in one.text.splitlines() if x.split()[0].lower() in requested)
         assert one.answers[0] in paragraph
         if form == "nq":
-            assert one.question == asked and not asked.endswith("?")
+            assert one.question == requested and not requested.endswith("?")
         else:
             assert one.answers[-1] == one.answers[0].split()[-1]
 

@@ -29,8 +29,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_low_rank_maps_are_linear_of_that_rank() -> None:
-    found = draw("low_rank", length=40)
-    for x, y in zip(found.inputs, found.outputs, strict=True):
+    result = draw("low_rank", length=40)
+    for x, y in zip(result.inputs, result.outputs, strict=True):
         W = torch.linalg.lstsq(x, y).solution
         torch.testing.assert_close(x @ W, y, atol=1e-10, rtol=0)
         assert torch.linalg.matrix_rank(W, rtol=1e-8) == 2
@@ -38,19 +38,19 @@ def test_low_rank_maps_are_linear_of_that_rank() -> None:
 
 def test_mlp_maps_each_input_alone() -> None:
     x, (up, down, *_) = weights(3)
-    found = draw("mlp", seed=3)
+    result = draw("mlp", seed=3)
     for row in range(2):
         for t in range(24):
             by_hand = gelu(x[row, t] @ up[row]) @ down[row]
-            torch.testing.assert_close(found.outputs[row, t], by_hand, atol=1e-12, rtol=0)
+            torch.testing.assert_close(result.outputs[row, t], by_hand, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "window"), [("attention", 24), ("sliding", 4)])
 def test_attention_by_a_loop(name: str, window: int) -> None:
     x, (up, down, wq, wk, wv) = weights(5)
-    found = draw(name, seed=5)
+    result = draw(name, seed=5)
     inputs = draw("attention_inputs", seed=5)
-    assert torch.equal(found.inputs, x)
+    assert torch.equal(result.inputs, x)
     for row in range(2):
         q, k, v = (x[row] @ w[row] for w in (wq, wk, wv))
         for t in range(24):
@@ -58,19 +58,19 @@ def test_attention_by_a_loop(name: str, window: int) -> None:
             total = sum(math.exp(s) for s in scores.values())
             a = sum(math.exp(s) / total * v[i] for i, s in scores.items())
             out = gelu(a @ up[row]) @ down[row]
-            torch.testing.assert_close(found.outputs[row, t], out, atol=1e-10, rtol=0)
+            torch.testing.assert_close(result.outputs[row, t], out, atol=1e-10, rtol=0)
             if name == "attention":
                 torch.testing.assert_close(inputs.inputs[row, t], a, atol=1e-10, rtol=0)
                 torch.testing.assert_close(inputs.outputs[row, t], out, atol=1e-10, rtol=0)
 
 
 def test_the_loss_is_relative() -> None:
-    found = draw("mlp")
-    assert torch.equal(found.loss(found.outputs), torch.zeros(2, 24).double())
+    result = draw("mlp")
+    assert torch.equal(result.loss(result.outputs), torch.zeros(2, 24).double())
     torch.testing.assert_close(
-        found.loss(torch.zeros_like(found.outputs)), torch.ones(2, 24).double()
+        result.loss(torch.zeros_like(result.outputs)), torch.ones(2, 24).double()
     )
-    torch.testing.assert_close(found.loss(3 * found.outputs), 4 * torch.ones(2, 24).double())
+    torch.testing.assert_close(result.loss(3 * result.outputs), 4 * torch.ones(2, 24).double())
 
 
 def test_the_published_sizes() -> None:

@@ -60,9 +60,9 @@ def test_recalls_train_on_every_next_token() -> None:
         test = list(rows(config, "test"))
         train = list(rows(config, "train"))
         if isinstance(config, MadRecall):
-            for (tokens, asked), (same, following) in zip(test, train, strict=True):
+            for (tokens, requested), (same, following) in zip(test, train, strict=True):
                 assert tokens == same
-                assert all(a in (IGNORE, b) for a, b in zip(asked, following, strict=True))
+                assert all(a in (IGNORE, b) for a, b in zip(requested, following, strict=True))
 
 
 def test_noise_has_the_share_asked_for() -> None:
@@ -94,8 +94,8 @@ def test_fuzzy_recall_is_solved_by_a_dictionary_of_motifs(config: MadFuzzy, spli
             assert len(key) == config.motif if split == "test" else 1 <= len(key) <= config.motif
             assert len(set(key)) == len(key) and len(set(value)) == len(value)
             if split == "test":
-                wanted = list(value) if key in memory else [IGNORE] * len(value)
-                assert labels[key_end:end] == wanted
+                expected = list(value) if key in memory else [IGNORE] * len(value)
+                assert labels[key_end:end] == expected
                 assert all(label == IGNORE for label in labels[at:key_end])
                 asked_somewhere += key in memory
             assert memory.setdefault(key, value) == value or last

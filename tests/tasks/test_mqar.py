@@ -32,21 +32,21 @@ def test_a_dictionary_solves_every_instance(config: MqarConfig, batch: int, seed
         assert len(set(memory.values())) == config.pairs, "values repeat"
         assert all(1 <= key < half for key in memory)
         assert all(half <= value < config.vocab for value in memory.values())
-        asked = [t for t, answer in enumerate(answers) if answer != IGNORE]
-        assert [memory[tokens[t]] for t in asked] == [answers[t] for t in asked]
-        assert {tokens[t] for t in asked} == set(memory), "each key is asked once"
-        assert all(t >= context and t % 2 == 0 for t in asked)
+        requested = [t for t, answer in enumerate(answers) if answer != IGNORE]
+        assert [memory[tokens[t]] for t in requested] == [answers[t] for t in requested]
+        assert {tokens[t] for t in requested} == set(memory), "each key is asked once"
+        assert all(t >= context and t % 2 == 0 for t in requested)
         if config.fill == "zero":
-            rest = set(range(context, config.length)) - set(asked)
+            rest = set(range(context, config.length)) - set(requested)
             assert all(tokens[t] == 0 for t in rest)
 
 
 def test_one_seed_gives_one_batch(generator: torch.Generator) -> None:
     config = MqarConfig(vocab=64, pairs=4, length=32)
     first = mqar(config, 8, generator)
-    again = mqar(config, 8, torch.Generator().manual_seed(0))
+    repeated = mqar(config, 8, torch.Generator().manual_seed(0))
     later = mqar(config, 8, generator)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, repeated, strict=True))
     assert not torch.equal(first[0], later[0])
 
 

@@ -42,10 +42,10 @@ def test_a_regular_expression_finds_the_value(name: str, length: int) -> None:
         else:
             assert re.fullmatch(r"[1-9]\d{6}", value)
         # Bytes: what is asked is the answer, and the inputs before it are the text.
-        asked = [t for t, label in enumerate(answers) if label != IGNORE]
-        assert bytes(answers[t] for t in asked).decode() == prompt.answer
-        assert asked == list(range(length - 1 - len(prompt.answer), length - 1))
-        assert bytes(tokens[: asked[0] + 1]).decode() == prompt.text + " "
+        requested = [t for t, label in enumerate(answers) if label != IGNORE]
+        assert bytes(answers[t] for t in requested).decode() == prompt.answer
+        assert requested == list(range(length - 1 - len(prompt.answer), length - 1))
+        assert bytes(tokens[: requested[0] + 1]).decode() == prompt.text + " "
 
 
 def test_haystacks() -> None:

@@ -10,10 +10,10 @@ from recollect.tasks import ReachConfig, reachability
 
 @pytest.mark.parametrize("nodes", [2, 6, 32])
 def test_walking_up_the_parents_finds_the_root(nodes: int) -> None:
-    found = reachability(ReachConfig(nodes=nodes), 7, torch.Generator().manual_seed(nodes))
-    assert found.x.shape == (7, nodes, nodes)
+    result = reachability(ReachConfig(nodes=nodes), 7, torch.Generator().manual_seed(nodes))
+    assert result.x.shape == (7, nodes, nodes)
     for parents, labels, x in zip(
-        found.parent.tolist(), found.labels.tolist(), found.x.tolist(), strict=True
+        result.parent.tolist(), result.labels.tolist(), result.x.tolist(), strict=True
     ):
         assert parents.count(-1) == 2, "two roots"
         for node in range(nodes):
@@ -29,18 +29,18 @@ def test_walking_up_the_parents_finds_the_root(nodes: int) -> None:
 
 
 def test_the_inverse_of_i_minus_a_solves_it() -> None:
-    found = reachability(
+    result = reachability(
         ReachConfig(nodes=16), 5, torch.Generator().manual_seed(1), dtype=torch.float64
     )
-    child_of = found.x - torch.eye(16).double()  # row i names its parent
+    child_of = result.x - torch.eye(16).double()  # row i names its parent
     paths = torch.linalg.inv(torch.eye(16).double() - child_of)
-    assert torch.equal((paths[..., 0] > 0.5).long(), found.labels)
+    assert torch.equal((paths[..., 0] > 0.5).long(), result.labels)
 
 
 def test_parents_are_uniform_among_earlier_nodes_of_the_class() -> None:
-    found = reachability(ReachConfig(nodes=6), 20_000, torch.Generator().manual_seed(0))
-    chain = found.labels[:, 1].bool() & found.labels[:, 5].bool()  # class one is {0, 1, 5}
-    parents = found.parent[chain, 5]
+    result = reachability(ReachConfig(nodes=6), 20_000, torch.Generator().manual_seed(0))
+    chain = result.labels[:, 1].bool() & result.labels[:, 5].bool()  # class one is {0, 1, 5}
+    parents = result.parent[chain, 5]
     share = float((parents == 0).double().mean())
     assert abs(share - 0.5) < 5 * (0.25 / parents.numel()) ** 0.5
     assert set(parents.tolist()) == {0, 1}

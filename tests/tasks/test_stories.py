@@ -22,9 +22,9 @@ def words(sentence: str) -> list[str]:
 
 def solve(facts: list[str], question: str) -> str:
     """Read the facts in order, then answer."""
-    asked = words(question)
-    if asked[0] in ("What", "Who"):
-        return solve_relation(facts, asked)
+    requested = words(question)
+    if requested[0] in ("What", "Who"):
+        return solve_relation(facts, requested)
     place: dict[str, str] = {}
     has: dict[str, str] = {}
     at: dict[str, list[str]] = {}
@@ -37,15 +37,15 @@ def solve(facts: list[str], question: str) -> str:
                     at[thing].append(rest[-1])
         elif what == "took":
             has[rest[-1]] = who
-            seen = at.setdefault(rest[-1], [])
-            if who in place and seen[-1:] != [place[who]]:
-                seen.append(place[who])
+            recorded = at.setdefault(rest[-1], [])
+            if who in place and recorded[-1:] != [place[who]]:
+                recorded.append(place[who])
         elif what == "left":
             assert has.pop(rest[-1]) == who
-    if asked[:2] == ["Where", "was"]:
-        path = at[asked[3]]
-        return path[path.index(asked[-1]) - 1]
-    return at[asked[-1]][-1] if asked[2] == "the" else place[asked[-1]]
+    if requested[:2] == ["Where", "was"]:
+        path = at[requested[3]]
+        return path[path.index(requested[-1]) - 1]
+    return at[requested[-1]][-1] if requested[2] == "the" else place[requested[-1]]
 
 
 BACKWARDS = {"north": "south", "south": "north", "east": "west", "west": "east"}
@@ -59,25 +59,25 @@ def backwards(fact: str) -> str:
 
 
 def solve_relation(facts: list[str], asked: list[str]) -> str:
-    found = set()
+    result = set()
     for fact in [*facts, *(backwards(x) for x in facts if words(x)[2] == "is")]:
         told = words(fact)
         if told[2] == "is":  # The a is d of the b
             a, d, b = told[1], told[3], told[-1]
             if asked[-2] == "the" and asked[2] == d and asked[-1] == b:
-                found.add(a)  # What is d of the b
+                result.add(a)  # What is d of the b
             if asked[-1] == "of" and asked[3] == a and asked[4] == d:
-                found.add(b)  # What is the a d of
+                result.add(b)  # What is the a d of
         elif told[1] == "gave":  # a gave the b to c
             a, b, c = told[0], told[3], told[-1]
             if asked[1] == "gave" and (asked[3], asked[-1]) == (b, c):
-                found.add(a)
+                result.add(a)
             if asked[1] == "did" and (asked[2], asked[-1]) == (a, c):
-                found.add(b)
+                result.add(b)
             if asked[1] == "got" and (asked[3], asked[-1]) == (b, a):
-                found.add(c)
-    assert len(found) == 1, "one answer"
-    return found.pop()
+                result.add(c)
+    assert len(result) == 1, "one answer"
+    return result.pop()
 
 
 @pytest.mark.parametrize("task", [1, 2, 3, 4, 5])
@@ -109,9 +109,11 @@ def test_one_place_is_in_the_direction_that_is_asked_for() -> None:
                 elif a in at:
                     at.setdefault(b, (at[a][0] - x, at[a][1] - y))
         assert len(at) == 3
-        asked = words(story.question)
-        of_it = asked[-1] != "of"  # What is d of the b; else: what is the a d of
-        where, d = (asked[-1], asked[2]) if of_it else (asked[3], BACKWARDS[asked[4]])
+        requested = words(story.question)
+        of_it = requested[-1] != "of"  # What is d of the b; else: what is the a d of
+        where, d = (
+            (requested[-1], requested[2]) if of_it else (requested[3], BACKWARDS[requested[4]])
+        )
         (x, y), (east, north) = at[where], STEP[d]
         straight = {
             place
@@ -141,14 +143,14 @@ def test_stories_in_background_text() -> None:
     plain = stories(config, 10, torch.Generator().manual_seed(0))
     inputs, labels = story_bytes(config, BACKGROUND, 10, torch.Generator().manual_seed(0))
     assert inputs.shape == (10, 1499)
-    for prompt, story, tokens, asked in zip(prompts, plain, inputs, labels, strict=True):
+    for prompt, story, tokens, requested in zip(prompts, plain, inputs, labels, strict=True):
         assert FACT.findall(prompt.text) == list(story.facts), "all there, in order"
         assert [
             prompt.text[i:].startswith(f) for i, f in zip(prompt.places, story.facts, strict=True)
         ]
         question = prompt.text.rsplit(". ", 1)[1].removesuffix(" Answer:")
         assert solve(FACT.findall(prompt.text), question) == story.answer
-        assert bytes(asked[asked != IGNORE].tolist()).decode() == f"{story.answer}."
+        assert bytes(requested[requested != IGNORE].tolist()).decode() == f"{story.answer}."
         assert bytes(tokens.tolist()).decode().startswith(prompt.text)
     spread = [p.places[0] for p in prompts]
     assert max(spread) - min(spread) > 100

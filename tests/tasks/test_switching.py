@@ -20,9 +20,9 @@ def draw(config: SwitchingConfig, batch: int = 3, seed: int = 0):
 
 def test_keys_follow_the_recursion_and_values_are_the_next_keys() -> None:
     """Without noise after the start there is only decay: 0.9 for t < T/4, then 0.999."""
-    found = draw(quiet(noise=1e-9, start="step"))
+    result = draw(quiet(noise=1e-9, start="step"))
     noisy = draw(quiet(noise=1e-9, start="stationary"))
-    for data in (found, noisy):
+    for data in (result, noisy):
         for row in range(3):
             for t in range(16):
                 following = data.q[row, t]
@@ -51,10 +51,10 @@ def test_noise_has_the_covariance_asked_for() -> None:
     config = SwitchingConfig(size=4, length=4000, early_scale=0.0, late_scale=0.0, correlation=0.3)
     noise = draw(config, batch=5).k.flatten(0, 1) / config.noise
     count = noise.shape[0]
-    found = noise.T @ noise / count
-    wanted = torch.full((4, 4), 0.3).double().fill_diagonal_(1.0)
+    result = noise.T @ noise / count
+    expected = torch.full((4, 4), 0.3).double().fill_diagonal_(1.0)
     # A sample covariance has a standard error of √((1 + ρ²)/N), √(2/N) on the diagonal.
-    assert (found - wanted).abs().max() < 5 * math.sqrt(2 / count)
+    assert (result - expected).abs().max() < 5 * math.sqrt(2 / count)
 
 
 def test_a_drawn_covariance_has_a_unit_diagonal_and_differs_by_row() -> None:
@@ -62,10 +62,10 @@ def test_a_drawn_covariance_has_a_unit_diagonal_and_differs_by_row() -> None:
         size=3, length=20_000, early_scale=0.0, late_scale=0.0, covariance="drawn"
     )
     noise = draw(config, batch=2).k / config.noise
-    found = noise.mT @ noise / 20_000
-    assert (found.diagonal(dim1=1, dim2=2) - 1).abs().max() < 5 * math.sqrt(2 / 20_000)
-    assert (found[0] - found[1]).abs().max() > 0.1
-    assert found[:, 0, 1].abs().min() > 0.02
+    result = noise.mT @ noise / 20_000
+    assert (result.diagonal(dim1=1, dim2=2) - 1).abs().max() < 5 * math.sqrt(2 / 20_000)
+    assert (result[0] - result[1]).abs().max() > 0.1
+    assert result[:, 0, 1].abs().min() > 0.02
 
 
 def test_the_start_is_stationary() -> None:

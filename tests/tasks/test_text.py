@@ -67,10 +67,10 @@ class TestDefaultText:
     def test_gathering_it_imports_nothing_and_is_repeatable(
         self, default_corpus: TextCorpus
     ) -> None:
-        before = set(sys.modules)
+        initial = set(sys.modules)
         assert load_text().sha256 == default_corpus.sha256
-        assert set(sys.modules) == before
-        assert "this" not in before, "a module that prints a poem when it is imported"
+        assert set(sys.modules) == initial
+        assert "this" not in initial, "a module that prints a poem when it is imported"
 
     def test_the_bigram_is_better_than_bytes_alone(self, default_corpus: TextCorpus) -> None:
         share = torch.bincount(default_corpus.train.long(), minlength=256).double()
@@ -118,8 +118,8 @@ class TestOwnFile:
         path = tmp_path / "own.txt"
         path.write_text("\n \n\n".join(paragraphs), "utf-8")
         corpus = load_text(path)
-        found = paragraphs_of(corpus.train) + paragraphs_of(corpus.heldout)
-        assert sorted(found) == sorted(paragraphs)
+        result = paragraphs_of(corpus.train) + paragraphs_of(corpus.heldout)
+        assert sorted(result) == sorted(paragraphs)
         assert corpus.source == str(path)
 
     def test_repeats_are_dropped_before_the_split(self, tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ class TestOwnFile:
         path = tmp_path / "lines.txt"
         path.write_text("\n".join(lines), "utf-8")
         corpus = load_text(path)
-        found = decode(corpus.train) + "\n\n" + decode(corpus.heldout)
-        assert sorted(found.replace("\n\n", "\n").split("\n")) == sorted(lines)
+        result = decode(corpus.train) + "\n\n" + decode(corpus.heldout)
+        assert sorted(result.replace("\n\n", "\n").split("\n")) == sorted(lines)
 
     def test_a_file_of_one_endless_line_loses_nothing_but_spaces(self, tmp_path: Path) -> None:
         text = " ".join(some_paragraphs(1000))
@@ -201,14 +201,14 @@ class TestBigram:
     def test_the_heldout_part_does_not_choose_the_smoothing(self) -> None:
         # Two held-out texts; the price of the pair "xy" may not depend on what else is held out.
         train = bytes(random.Random(0).choices(b"xyz", k=5000))
-        alone = bigram_bits_per_byte(corpus_of(train, b"xy"))
+        single = bigram_bits_per_byte(corpus_of(train, b"xy"))
         thrice = bigram_bits_per_byte(corpus_of(train, b"xyxyxy\xff\xff\xff\xff\xff"))
         prices = [
             bigram_bits_per_byte(corpus_of(train, pair))
             for pair in (b"xy", b"yx", b"y\xff", b"\xff\xff")
         ]
         mean = (3 * prices[0] + 2 * prices[1] + prices[2] + 4 * prices[3]) / 10
-        assert math.isclose(alone, prices[0])
+        assert math.isclose(single, prices[0])
         assert math.isclose(thrice, mean, rel_tol=1e-12)
 
 
@@ -241,15 +241,15 @@ class TestWindows:
     @pytest.mark.parametrize("length", [1, 7, 9, 33, 98, 99, 100, 500])
     @pytest.mark.parametrize("batch", [1, 4])
     def test_each_heldout_byte_is_a_label_once(self, length: int, batch: int) -> None:
-        found: list[int] = []
+        result: list[int] = []
         for inputs, labels in heldout_windows(self.corpus, length=length, batch=batch):
             assert inputs.shape == labels.shape
             assert inputs.shape[0] <= batch
             assert inputs.shape[1] == length
-            asked = labels != IGNORE
-            assert torch.equal(inputs[asked] + 1, labels[asked])
-            found += labels[asked].tolist()
-        assert found == list(range(1, 100))
+            requested = labels != IGNORE
+            assert torch.equal(inputs[requested] + 1, labels[requested])
+            result += labels[requested].tolist()
+        assert result == list(range(1, 100))
 
     def test_a_limit_spreads_windows_over_the_text(self) -> None:
         parts = list(heldout_windows(self.corpus, length=10, batch=8, limit=30))

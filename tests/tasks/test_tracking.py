@@ -35,10 +35,10 @@ def listed(answer: str) -> list[str]:
 
 def written(text: str) -> dict[str, list[str]]:
     """Values by key, as a regular expression finds them."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for key, value in NEEDLE.findall(text):
-        found.setdefault(key, []).append(value)
-    return found
+        result.setdefault(key, []).append(value)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_several_needles(settings: dict[str, int], keys: int, asked: int) -> Non
     inputs, _ = needles(config, HAY, 8, drawn())
     for prompt, tokens in zip(prompts, inputs.tolist(), strict=True):
         context, _, question = prompt.text.rpartition("What ")
-        found = written(context)
-        assert len(found) == keys
-        assert all(len(values) == settings.get("values", 1) for values in found.values())
-        wanted = [x for key, values in found.items() if key in question for x in values]
-        assert len(wanted) == asked
-        assert sorted(listed(prompt.answer)) == sorted(wanted)
+        result = written(context)
+        assert len(result) == keys
+        assert all(len(values) == settings.get("values", 1) for values in result.values())
+        expected = [x for key, values in result.items() if key in question for x in values]
+        assert len(expected) == asked
+        assert sorted(listed(prompt.answer)) == sorted(expected)
         assert f"{prompt.text} {prompt.answer}".encode()[:-1] == bytes(tokens)
     assert len({prompt.text.index(NEEDLE.search(prompt.text)[0]) for prompt in prompts}) > 1  # type: ignore[index]
 
@@ -72,10 +72,10 @@ def test_a_haystack_of_needles(uuid_keys: bool) -> None:
     config = NeedleConfig(name=name, distractors=True, uuid_keys=uuid_keys, length=1500)
     for prompt in needle_prompts(config, (), 6, drawn(3)):
         context, _, question = prompt.text.rpartition("What ")
-        found = written(context)
-        assert len(found) > 8
-        (key,) = (key for key in found if key in question)
-        assert found[key] == listed(prompt.answer), "the asked key has one needle"
+        result = written(context)
+        assert len(result) > 8
+        (key,) = (key for key in result if key in question)
+        assert result[key] == listed(prompt.answer), "the asked key has one needle"
         assert len(f"{prompt.text} {prompt.answer}".encode()) == 1500
 
 
@@ -89,10 +89,10 @@ def test_variables_are_found_by_following_assignments(hops: int, chains: int) ->
             # In the order of the text: what is assigned was assigned before.
             values[name] = source if source.isdigit() else values[source]
         assert len(values) == chains * (hops + 1)
-        asked = re.search(r"\d{5}", question)
-        assert asked is not None
-        wanted = {name for name, value in values.items() if value == asked[0]}
-        assert set(listed(prompt.answer)) == wanted and len(wanted) == hops + 1
+        requested = re.search(r"\d{5}", question)
+        assert requested is not None
+        expected = {name for name, value in values.items() if value == requested[0]}
+        assert set(listed(prompt.answer)) == expected and len(expected) == hops + 1
         assert len(f"{prompt.text} {prompt.answer}".encode()) == 1500
 
 
@@ -116,12 +116,12 @@ def test_frequent_words_are_the_most_frequent(length: int, alpha: float) -> None
     for prompt in frequent_words(config, 3, drawn(4)):
         body = prompt.text.partition("no word. ")[2].partition(" Which ")[0]
         counts = Counter(body.split())
-        (dots, most), *ranks = counts.most_common()
-        assert dots == "...." and most > ranks[0][1]
+        (dots, maximum), *ranks = counts.most_common()
+        assert dots == "...." and maximum > ranks[0][1]
         assert [word for word, _ in ranks[:3]] == listed(prompt.answer)
         assert ranks[2][1] > ranks[3][1], "the third is told from the fourth"
         # Counts fall as a power of the rank, ranks from 1 for the dots.
-        assert most / ranks[0][1] == pytest.approx(2**alpha, rel=0.2)
+        assert maximum / ranks[0][1] == pytest.approx(2**alpha, rel=0.2)
         assert 0.7 * length < len(f"{prompt.text} {prompt.answer}".encode()) <= length
 
 

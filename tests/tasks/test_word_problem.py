@@ -125,8 +125,8 @@ def trained(steps: int, *, updates: int = 400, seed: int = 0) -> Tensor:
         schedule.step()
     inputs, labels = word_batch(WordConfig(length=32), 256, g)
     with torch.no_grad():
-        found = model(inputs).argmax(-1)[:, -8:]
-    right = (found == labels[:, -8:]).double()
+        result = model(inputs).argmax(-1)[:, -8:]
+    right = (result == labels[:, -8:]).double()
     return torch.stack([right[labels[:, -8:] == p].mean() for p in range(6)])
 
 

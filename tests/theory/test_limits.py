@@ -92,8 +92,8 @@ def test_softmax_updates_by_finite_features() -> None:
         new = (t - 1) / t * S + torch.outer(v[t - 1], phi[t - 1]) / t
         expected.append((new - S).norm())
         S = new
-    found = normalized_update_norms(k, v, temperature=2.0)
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-9, rtol=1e-7)
+    result = normalized_update_norms(k, v, temperature=2.0)
+    torch.testing.assert_close(result, torch.stack(expected), atol=1e-9, rtol=1e-7)
 
 
 def test_softmax_updates_vanish_like_one_over_t() -> None:

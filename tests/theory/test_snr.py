@@ -45,11 +45,11 @@ def test_closed_forms_agree_with_sampled_kernels(kernel, size: int, tau: float |
     """AM 10 with X ~ N(0, K): within five standard errors of 200,000 products."""
     g = torch.Generator().manual_seed(size)
     f = kappa(kernel, tau or math.sqrt(size))
-    found = kernel_inverse_snr(f, num_distractors=50, size=size, generator=g, trials=200_000)
+    result = kernel_inverse_snr(f, num_distractors=50, size=size, generator=g, trials=200_000)
     expected = inverse_snr(kernel, num_distractors=50, size=size, temperature=tau)
-    assert found.is_within(expected), (found, expected)
-    assert found.error < 0.1 * expected, "sharp enough to tell"
-    assert not found.is_within(1.6 * expected)
+    assert result.is_within(expected), (result, expected)
+    assert result.error < 0.1 * expected, "sharp enough to tell"
+    assert not result.is_within(1.6 * expected)
 
 
 FEATURES = {
@@ -67,10 +67,10 @@ def test_closed_forms_agree_with_recipes(kernel) -> None:
     known = recipe_kernel(recipe, 16)
     assert known is not None and known[0] == kernel
     g = torch.Generator().manual_seed(1)
-    found = measured_inverse_snr(recipe, num_distractors=40, K=16, V=8, generator=g, trials=400)
+    result = measured_inverse_snr(recipe, num_distractors=40, K=16, V=8, generator=g, trials=400)
     expected = inverse_snr(kernel, num_distractors=40, size=16, temperature=known[1])
-    assert found.is_within(expected), (found, expected)
-    assert found.error < 0.3 * expected
+    assert result.is_within(expected), (result, expected)
+    assert result.error < 0.3 * expected
 
 
 def test_the_error_is_that_of_repeated_measurements() -> None:
@@ -152,8 +152,8 @@ def test_two_is_the_most_precise_temperature() -> None:
     g = torch.Generator().manual_seed(0)
     for tau in (3.0, 4.0, 8.0):
         f = kappa("exp", tau)
-        found = kernel_inverse_snr(f, num_distractors=10, size=4, generator=g, trials=100_000)
-        assert found.is_within(inverse_snr("exp", num_distractors=10, size=4, temperature=tau))
+        result = kernel_inverse_snr(f, num_distractors=10, size=4, generator=g, trials=100_000)
+        assert result.is_within(inverse_snr("exp", num_distractors=10, size=4, temperature=tau))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_averaged_heads(kernel, sliced: bool) -> None:
         x = torch.randn(trials, N, generator=g, dtype=torch.float64) * math.sqrt(own)
         read += torch.einsum("tn,tnv->tv", f(x), v) / heads
     noise = read.square().sum(-1) / V / float(f(torch.tensor(float(own)).double())) ** 2
-    found = Sampled(
+    result = Sampled(
         value=float(noise.mean()), error=float(noise.std()) / trials**0.5, trials=trials
     )
     expected = averaged_inverse_snr(kernel, num_distractors=N, size=K, heads=heads, sliced=sliced)
-    assert found.is_within(expected), (found, expected)
+    assert result.is_within(expected), (result, expected)
     if sliced and kernel == "linear":
         assert expected == pytest.approx(inverse_snr("linear", num_distractors=N, size=K))
     if kernel == "exp":

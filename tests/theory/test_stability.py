@@ -41,9 +41,9 @@ def test_least_squares_stays_under_its_bound() -> None:
         # By the dense inverse, token by token.
         for t in (K, T - 1):
             gram = k[: t + 1].T @ k[: t + 1]
-            least = torch.linalg.eigvalsh(gram)[0] + ridge
+            minimum = torch.linalg.eigvalsh(gram)[0] + ridge
             written = sum(v[i].norm() * k[i].norm() for i in range(t + 1))
-            torch.testing.assert_close(bound[t], q[t].norm() * written / least)
+            torch.testing.assert_close(bound[t], q[t].norm() * written / minimum)
     with pytest.raises(ValueError, match="ridge"):
         output_bound(q, k, v, ridge=-1.0)
 
@@ -105,17 +105,17 @@ def test_the_margin_s_two_parts() -> None:
 def test_errors_stay_under_their_bounds(scale: float) -> None:
     T, V = 12, 3
     k, v = drawn(T, 5, seed=1) * scale, drawn(T, V, seed=2)
-    found = conditioning(k @ k.T, v)
+    result = conditioning(k @ k.T, v)
     by_hand: list[torch.Tensor] = []
     for t in range(T):  # u_t = v_t − Σ_{i<t} κ(k_t, k_i) u_i
         by_hand.append(v[t] - sum(((k[t] @ k[i]) * by_hand[i] for i in range(t)), start=0 * v[t]))
-    torch.testing.assert_close(found.u, torch.stack(by_hand))
+    torch.testing.assert_close(result.u, torch.stack(by_hand))
     error = 1e-7 * drawn(T, T, seed=3).tril(-1)
-    assert found.write_change(error) <= found.write_bound(error) * (1 + 1e-4)
-    assert found.read_change(error) <= found.read_bound(error)
-    assert found.number >= found.inverse_norm >= 1 - 1e-9
+    assert result.write_change(error) <= result.write_bound(error) * (1 + 1e-4)
+    assert result.read_change(error) <= result.read_bound(error)
+    assert result.number >= result.inverse_norm >= 1 - 1e-9
     half = conditioning(k @ k.T, v, rate=0.5)
-    assert half.inverse_norm <= found.inverse_norm
+    assert half.inverse_norm <= result.inverse_norm
 
 
 def test_writing_is_worse_conditioned_than_reading() -> None:

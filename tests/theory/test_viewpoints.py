@@ -51,28 +51,28 @@ def test_another_retention_is_another_sequence() -> None:
     k, v = pairs()
     losses = memory_losses(lambda p, y: rc.bias.L2().loss(p, y, {}), k, v)
     start = torch.zeros(V * K, dtype=torch.float64)
-    whole = ftrl(losses, squares, eta=0.7, start=start)
+    full = ftrl(losses, squares, eta=0.7, start=start)
     W, near = start, []
     for key, value in zip(k, v, strict=True):  # argmin ½‖Wk − v‖² + ‖W − W'‖²/2η: Longhorn
         old = W.view(V, K)
         step = 0.7 / (1 + 0.7 * float(key @ key))
         W = (old - step * torch.outer(old @ key - value, key)).flatten()
         near.append(W)
-    assert (whole[-1] - near[-1]).abs().max() > 1e-2
-    torch.testing.assert_close(whole[0], near[0], atol=1e-9, rtol=0)  # from 0 they start alike
+    assert (full[-1] - near[-1]).abs().max() > 1e-2
+    torch.testing.assert_close(full[0], near[0], atol=1e-9, rtol=0)  # from 0 they start alike
 
 
 def test_least_squares_is_ftrl_of_whole_losses() -> None:
     """The exact solver of the library: ridge 1/η over all of the past."""
     k, v = pairs()
     losses = memory_losses(lambda p, y: rc.bias.L2().loss(p, y, {}), k, v)
-    found = ftrl(losses, squares, eta=0.5, start=torch.zeros(V * K, dtype=torch.float64))
+    result = ftrl(losses, squares, eta=0.5, start=torch.zeros(V * K, dtype=torch.float64))
     recipe = rc.Recipe(context=rc.context.Prefix(), algorithm=rc.algorithm.LeastSquares(ridge=2.0))
     q = torch.eye(K, dtype=torch.float64)
     for t in range(1, T + 1):
         _, state = rc.recall(recipe, *(x[None, :t, None] for x in (k, k, v)))
         read = rc.read(recipe, q[None, :, None], state=state)[0, :, 0]  # rows are W e_i
-        torch.testing.assert_close(read.T.flatten(), found[t - 1], atol=1e-8, rtol=1e-8)
+        torch.testing.assert_close(read.T.flatten(), result[t - 1], atol=1e-8, rtol=1e-8)
 
 
 def test_gradient_descent_is_ftrl_of_linearized_losses() -> None:
@@ -86,8 +86,8 @@ def test_gradient_descent_is_ftrl_of_linearized_losses() -> None:
         assert state is not None
         walked.append(state.weights[0].flatten())
     slopes = [linearized(loss, at) for loss, at in zip(losses, walked, strict=False)]
-    found = ftrl(slopes, squares, eta=0.3, start=walked[0])
-    torch.testing.assert_close(found, torch.stack(walked[1:]), atol=1e-9, rtol=1e-9)
+    result = ftrl(slopes, squares, eta=0.3, start=walked[0])
+    torch.testing.assert_close(result, torch.stack(walked[1:]), atol=1e-9, rtol=1e-9)
 
 
 def test_what_has_no_minimum_is_refused() -> None:

@@ -59,11 +59,11 @@ PLAIN = rc.features.Identity()
 def phi(x: Tensor) -> Tensor:
     """Monomials up to degree 2 with φ(q)·φ(k) = Σ a_i (q·k)^i, ``[B, H, D]`` to ``[B, H, F]``."""
     a = LOG_A.exp().sqrt()
-    found = [a[:, 0].expand(B, H)]
-    found += [a[:, 1] * x[..., i] for i in range(D)]
+    result = [a[:, 0].expand(B, H)]
+    result += [a[:, 1] * x[..., i] for i in range(D)]
     for i, j in combinations_with_replacement(range(D), 2):
-        found.append(a[:, 2] * x[..., i] * x[..., j] * (1.0 if i == j else 2**0.5))
-    return torch.stack(found, -1)
+        result.append(a[:, 2] * x[..., i] * x[..., j] * (1.0 if i == j else 2**0.5))
+    return torch.stack(result, -1)
 
 
 def test_the_loops_features_are_the_polynomial() -> None:
@@ -173,9 +173,11 @@ def test_swla(method: str) -> None:
 def test_swla_of_one_association_is_linear_attention(method: str) -> None:
     one = torch.ones_like(LR)
     recipe = rc.zoo.get("swla").recipe.replace(features=PLAIN, context=rc.context.Window(size=1))
-    got = recall(recipe, method, lr=one, window=one.unsqueeze(-1), log_decay=torch.zeros_like(LR))
+    result = recall(
+        recipe, method, lr=one, window=one.unsqueeze(-1), log_decay=torch.zeros_like(LR)
+    )
     linear = recall(rc.zoo.get("linear_attention").recipe, method)
-    torch.testing.assert_close(got, linear, **TOL)
+    torch.testing.assert_close(result, linear, **TOL)
 
 
 # -- OmegaNet --------------------------------------------------------------------------------------
@@ -222,9 +224,9 @@ def test_omega_net_of_one_association_is_titans_minus(method: str) -> None:
     one = rc.zoo.get("omega_net").recipe.replace(features=PLAIN, context=rc.context.Window(size=1))
     init = start((M, D), (D, M), seed=24)
     window = torch.ones(B, T, H, 1, dtype=torch.float64)
-    got = recall(one, method, init, lr=LR, window=window, **DECAY)
+    result = recall(one, method, init, lr=LR, window=window, **DECAY)
     titans = recall(rc.zoo.get("titans_minus").recipe, method, init, lr=LR, **DECAY)
-    torch.testing.assert_close(got, titans, **TOL)
+    torch.testing.assert_close(result, titans, **TOL)
 
 
 # -- Atlas -----------------------------------------------------------------------------------------
@@ -241,10 +243,10 @@ def newton_schulz(S: Tensor, steps: int = 5) -> Tensor:
 
 def window(weights: dict[int, Tensor], t: int) -> dict[int, Tensor]:
     """``weights`` of associations by their index, with those of token t's window added."""
-    found = dict(weights)
+    result = dict(weights)
     for back in range(min(C, t + 1)):
-        found[t - back] = found.get(t - back, 0.0) + GAMMA[:, t, :, back]
-    return found
+        result[t - back] = result.get(t - back, 0.0) + GAMMA[:, t, :, back]
+    return result
 
 
 def searched(memory, W: Weights, D: Weights, weights: dict[int, Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
@@ -315,8 +317,8 @@ def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> 
         memory=twin.memory, algorithm=rc.algorithm.Momentum(batch_size=16)
     )
     gates = {**GATES, "lr": torch.full_like(LR, 0.05)}
-    got, want = (recall(recipe, method, POLY, **gates) for recipe in (plain, omega_net))
-    torch.testing.assert_close(got, want, **TOL)
+    result, want = (recall(recipe, method, POLY, **gates) for recipe in (plain, omega_net))
+    torch.testing.assert_close(result, want, **TOL)
 
 
 @METHODS

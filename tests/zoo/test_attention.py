@@ -112,8 +112,8 @@ def test_moba_sees_the_top_blocks_and_its_own(size: int, top: int, method: str) 
         return {own, *best}
 
     def logit(b: int, h: int, t: int, i: int) -> Tensor:
-        seen = i // size in chosen(b, h, t)
-        return product(b, h, t, i) if seen else torch.tensor(-math.inf).double()
+        recorded = i // size in chosen(b, h, t)
+        return product(b, h, t, i) if recorded else torch.tensor(-math.inf).double()
 
     y, _ = rc.recall(blocks(size, top), Q, KEY, X, engine=method)
     torch.testing.assert_close(y, softmax_over(logit), **TOL)

@@ -104,8 +104,8 @@ def test_qk_norm_attention_is_nadaraya_watson(method: str, length: float) -> Non
     q, k = length * functional.normalize(Q, dim=-1), length * KEY
     distance = (q.unsqueeze(2) - k.unsqueeze(1)).square().sum(-1)  # [B, T, T, H]
     score = (-distance / (2 * math.sqrt(K))).exp().permute(0, 3, 1, 2)
-    got = zoo("qk_norm_attention", method, q=q, k=k)
-    torch.testing.assert_close(got, weighted(score, past(T)), **TOL)
+    result = zoo("qk_norm_attention", method, q=q, k=k)
+    torch.testing.assert_close(result, weighted(score, past(T)), **TOL)
 
 
 @METHODS
@@ -114,8 +114,8 @@ def test_sliding_window_attention_is_a_banded_softmax(method: str) -> None:
     q, k = normal(B, length, H, K, seed=8), normal(B, length, H, K, seed=9)
     v = normal(B, length, H, V, seed=10)
     score = (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(K)).exp()
-    got = zoo("sliding_window_attention", method, q=q, k=k, v=v)
-    torch.testing.assert_close(got, weighted(score, past(length, window), v), **TOL)
+    result = zoo("sliding_window_attention", method, q=q, k=k, v=v)
+    torch.testing.assert_close(result, weighted(score, past(length, window), v), **TOL)
 
 
 @METHODS
@@ -139,8 +139,8 @@ def test_linear_attention_is_one_full_batch_step_on_least_squares() -> None:
 def test_normalized_linear_attention_is_a_kernel_average(method: str) -> None:
     fq, fk = functional.elu(Q) + 1, functional.elu(RAW) + 1
     score = torch.einsum("bthk,bshk->bhts", fq, fk)
-    got = zoo("normalized_linear_attention", method, k=RAW)
-    torch.testing.assert_close(got, weighted(score, past(T)), **TOL)
+    result = zoo("normalized_linear_attention", method, k=RAW)
+    torch.testing.assert_close(result, weighted(score, past(T)), **TOL)
 
 
 @METHODS
@@ -193,8 +193,8 @@ def test_momentum_delta_net(method: str) -> None:
         C = shaped(THETA, t) * C + shaped(LR, t) * outer(X[:, t], KEY[:, t])
         return M @ erased(KEY, LR, t) + C
 
-    got = zoo("momentum_delta_net", method, lr=LR, momentum=THETA)
-    torch.testing.assert_close(got, walk(step), **TOL)
+    result = zoo("momentum_delta_net", method, lr=LR, momentum=THETA)
+    torch.testing.assert_close(result, walk(step), **TOL)
 
 
 @METHODS
@@ -203,8 +203,8 @@ def test_gated_delta_net(method: str) -> None:
         kept = shaped(ALPHA, t) * M @ erased(KEY, LR, t)
         return kept + shaped(LR, t) * outer(X[:, t], KEY[:, t])
 
-    got = zoo("gated_delta_net", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(got, walk(step), **TOL)
+    result = zoo("gated_delta_net", method, lr=LR, log_decay=ALPHA.log())
+    torch.testing.assert_close(result, walk(step), **TOL)
 
 
 @METHODS
@@ -214,8 +214,8 @@ def test_leaky_lms(method: str) -> None:
         eye = shaped(ALPHA, t) * torch.eye(K, dtype=torch.float64)
         return M @ (eye - shaped(LR, t) * outer(k, k)) + shaped(LR, t) * outer(X[:, t], k)
 
-    got = zoo("leaky_lms", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(got, walk(step), **TOL)
+    result = zoo("leaky_lms", method, lr=LR, log_decay=ALPHA.log())
+    torch.testing.assert_close(result, walk(step), **TOL)
 
 
 @METHODS

@@ -63,8 +63,8 @@ def test_it_is_the_plain_network(name: str, heads: int) -> None:
     assert state is not None
     assert state.position.tolist() == [7, 7]
     want = torch.autograd.grad(NETWORKS[name](layer, x).square().sum(), list(layer.parameters()))
-    found = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
-    for a, b in zip(found, want, strict=True):
+    result = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+    for a, b in zip(result, want, strict=True):
         torch.testing.assert_close(a, b, **TOL)
 
 

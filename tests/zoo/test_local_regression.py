@@ -269,10 +269,10 @@ def test_long_queries_were_a_singular_matrix(
     method: str, degree: int, channels: int, size: float
 ) -> None:
     """The system held the constant's 1 beside monomials of 1e24."""
-    q, k, v, seen = along(size, channels)
+    q, k, v, recorded = along(size, channels)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     y, _ = rc.recall(local(degree, 1.0), *leaves, engine=method)
-    torch.testing.assert_close(y[0, :, 0], seen, **TOL)
+    torch.testing.assert_close(y[0, :, 0], recorded, **TOL)
     assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
 
 

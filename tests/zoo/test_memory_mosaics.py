@@ -89,8 +89,8 @@ def test_padding_and_documents() -> None:
     for start in (None, module(tokens(2, 3))[1]):
         y, state = module(x, start, mask)
         for row, valid in enumerate(mask.bool()):
-            before = None if start is None else start.select(torch.tensor([row]))
-            expected, end = module(x[row : row + 1, valid], before)
+            initial = None if start is None else start.select(torch.tensor([row]))
+            expected, end = module(x[row : row + 1, valid], initial)
             torch.testing.assert_close(y[row : row + 1, valid], expected, **TOL)
             outputs = [
                 module(x[:1, :5], one)[0] for one in (state.select(torch.tensor([row])), end)
@@ -99,8 +99,8 @@ def test_padding_and_documents() -> None:
     for start in (None, module(tokens(3, 3))[1]):
         y, state = module(x[:1], start, cu_seqlens=torch.tensor([0, 16, 16, N]))
         for row, (first, last) in enumerate(((0, 16), (16, 16), (16, N))):
-            before = None if start is None else start.select(torch.tensor([row]))
-            expected, _ = module(x[:1, first:last], before)
+            initial = None if start is None else start.select(torch.tensor([row]))
+            expected, _ = module(x[:1, first:last], initial)
             torch.testing.assert_close(y[:, first:last], expected, **TOL)
 
 
@@ -188,9 +188,9 @@ def test_the_first_associations_are_left_out() -> None:
         want[:, t, 0] = torch.einsum("bn,bnv->bv", logits.softmax(-1), v[:, 2 : t + 1, 0])
     y, state = rc.recall(recipe, q, k, v)
     torch.testing.assert_close(y, want, **TOL)
-    parts, before = [], None
+    parts, initial = [], None
     for a, b in ((0, 1), (1, 4), (4, 21)):
-        part, before = rc.recall(recipe, q[:, a:b], k[:, a:b], v[:, a:b], state=before)
+        part, initial = rc.recall(recipe, q[:, a:b], k[:, a:b], v[:, a:b], state=initial)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), want, **TOL)
     torch.testing.assert_close(rc.read(recipe, q[:, -1:], state=state), want[:, -1:], **TOL)

@@ -62,7 +62,7 @@ def recall(
     params = {param.name: NORM[param.name] for param in recipe.params()}
     if init is None and state is None:
         init = None if recipe.memory.linear else MLP
-    y, after = rc.recall(
+    y, later = rc.recall(
         recipe,
         *(x[:, cut] for x in (Q, KEY, X)),
         {name: x[:, cut] for name, x in gates.items()},
@@ -71,8 +71,8 @@ def recall(
         state=state,
         engine=method,
     )
-    assert after is not None
-    return y, after
+    assert later is not None
+    return y, later
 
 
 def zoo(name: str, method: str = "auto", **options: Any) -> Tensor:
@@ -118,8 +118,8 @@ def mirror(A: Tensor) -> Tensor:
     """sign(A)|A|³ / ‖A‖_4²: the gradient of ½‖·‖_4², whose inverse is that of ½‖·‖²_(4/3)."""
     points = A.detach().clone().requires_grad_()
     half = 0.5 * points.pow(4).sum((-2, -1)).sqrt()
-    (found,) = torch.autograd.grad(half.sum(), points)
-    return found
+    (result,) = torch.autograd.grad(half.sum(), points)
+    return result
 
 
 @METHODS
@@ -134,8 +134,8 @@ def test_moneta(method: str) -> None:
         normed, lambda t: cube, slow, lr=LEFT, slopes=lambda *given: normalised(*given, sizes=sizes)
     )
     want = walk(step, normed, rows(MLP), link=printed)
-    got = zoo("moneta", method, lr=LR, log_decay=slow.log())
-    torch.testing.assert_close(got, want, **TOL)
+    result = zoo("moneta", method, lr=LR, log_decay=slow.log())
+    torch.testing.assert_close(result, want, **TOL)
 
 
 @METHODS
@@ -161,8 +161,8 @@ def test_moneta_at_p_2_and_q_2_is_titans_minus() -> None:
     )
     titans = rc.zoo.get("titans_minus").recipe.replace(retention=rc.retention.Decay(per="value"))
     for method in ("auto", "reference"):
-        got, want = recall(flat, method, **CHANNELS)[0], recall(titans, method, **CHANNELS)[0]
-        torch.testing.assert_close(got, want, **TOL)
+        result, want = recall(flat, method, **CHANNELS)[0], recall(titans, method, **CHANNELS)[0]
+        torch.testing.assert_close(result, want, **TOL)
 
 
 # -- YAAD ------------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def test_memora_token_by_token_is_its_equation(method: str) -> None:
         moved = [d * (w / C).log() - at(LR, t) * x for d, w, x in zip(kept, W, g, strict=True)]
         W = [C * m.softmax(-1) for m in moved]
         outputs.append(normed(W, Q[:, t]))
-    got, _ = recall(memora_at_every_token(), method, init=wide, **CHANNELS)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result, _ = recall(memora_at_every_token(), method, init=wide, **CHANNELS)
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -325,8 +325,8 @@ def test_elastic_net_of_what_accumulates(method: str) -> None:
             W = R = [shrunk(a, at(TAU, t)) for a in A]
         A, R = step(A, W, t), step(R, W, t)
         outputs.append(matrix(R, Q[:, t]))
-    got = zoo("elastic_net", method, init=DENSE, tau=TAU, **HEADS)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result = zoo("elastic_net", method, init=DENSE, tau=TAU, **HEADS)
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 @METHODS
@@ -344,8 +344,8 @@ def test_elastic_net_as_a_proximal_step(method: str) -> None:
             assert slack.max() < 1e-12
             assert (slack[w != 0].abs() < 1e-12).all()
         outputs.append(matrix(W, Q[:, t]))
-    got = zoo("elastic_net_proximal", method, init=DENSE, tau=TAU, **HEADS)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result = zoo("elastic_net_proximal", method, init=DENSE, tau=TAU, **HEADS)
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 @METHODS
@@ -385,8 +385,8 @@ def test_sigmoid_token_by_token_is_mirror_descent() -> None:
         W = [torch.sigmoid(torch.logit(W[0]) - 9 * at(LR, t) * g)]
         assert 0 <= W[0].min() < W[0].max() <= 1
         outputs.append(matrix(W, Q[:, t]))
-    got, _ = recall(recipe, lr=9 * LR)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result, _ = recall(recipe, lr=9 * LR)
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 @pytest.mark.parametrize("method", ["auto", "reference"])
@@ -417,10 +417,10 @@ def test_f_divergences_stay_finite_where_a_weight_has_nearly_vanished(kind: str)
     W = torch.tensor([[8 - 3e-16, 1e-16, 2e-16], [4.0, 4.0, 1e-30]]).view(1, 1, 2, 3)
     W = W.requires_grad_()
     step = torch.tensor([[-3.0, 0.7, 0.1], [0.3, -0.2, 5.0]]).view(1, 1, 2, 3).requires_grad_()
-    found = rc.retention.FDivergence(kind=kind, scale=8.0).advance(W, step, None, {})
-    assert found.isfinite().all()
-    assert (found >= 0).all()
-    found.square().sum().backward()
+    result = rc.retention.FDivergence(kind=kind, scale=8.0).advance(W, step, None, {})
+    assert result.isfinite().all()
+    assert (result >= 0).all()
+    result.square().sum().backward()
     assert W.grad is not None
     assert step.grad is not None
     assert step.grad.isfinite().all()
@@ -434,8 +434,8 @@ def test_the_kl_divergence_is_memoras_rule(method: str) -> None:
     keep = keep.replace(retention=replace(keep.retention, decay=None))
     kl = keep.replace(retention=rc.retention.FDivergence(kind="kl", scale=C))
     # One holds log W, the other W.
-    got, _ = recall(kl, method, init=tuple(simplex(w) for w in MLP), lr=LR)
-    torch.testing.assert_close(got, recall(keep, method, lr=LR)[0], **TOL)
+    result, _ = recall(kl, method, init=tuple(simplex(w) for w in MLP), lr=LR)
+    torch.testing.assert_close(result, recall(keep, method, lr=LR)[0], **TOL)
 
 
 # -- losses ----------------------------------------------------------------------------------------
@@ -463,8 +463,8 @@ def test_value_robust(method: str) -> None:
 @METHODS
 def test_value_robust_at_radius_0_is_l2(method: str) -> None:
     recipe = rc.zoo.get("value_robust").recipe.replace(bias=rc.bias.L2())
-    got = zoo("value_robust", method, value_radius=torch.zeros_like(LR), **HEADS)
-    torch.testing.assert_close(got, recall(recipe, method, **HEADS)[0], **TOL)
+    result = zoo("value_robust", method, value_radius=torch.zeros_like(LR), **HEADS)
+    torch.testing.assert_close(result, recall(recipe, method, **HEADS)[0], **TOL)
 
 
 @METHODS
@@ -474,8 +474,8 @@ def test_value_less(method: str) -> None:
         walk,
         descent(matrix, lambda t: lambda p, v: ((p - v).square() + 1e-2).sqrt().sum(-1), ALPHA),
     )
-    got = zoo("value_less", method, **HEADS)
-    torch.testing.assert_close(got, smooth(matrix, rows(ZERO)), **TOL)
+    result = zoo("value_less", method, **HEADS)
+    torch.testing.assert_close(result, smooth(matrix, rows(ZERO)), **TOL)
     exact = rc.zoo.get("value_less").recipe.replace(bias=rc.bias.Lp(p=1, eps=0))
     sign = descent(matrix, lambda t: lambda p, v: (p - v).abs().sum(-1), ALPHA)
     want = walk(sign, matrix, rows(ZERO))

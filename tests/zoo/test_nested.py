@@ -37,11 +37,11 @@ def resized(leaf: RecipeMixer) -> RecipeMixer:
 
 def layer(name: str) -> Any:
     torch.manual_seed(0)
-    made = build(rc.zoo.get(name).mixer.map_leaves(resized), D, 2).double()
+    result = build(rc.zoo.get(name).mixer.map_leaves(resized), D, 2).double()
     with torch.no_grad():  # away from the special values at which learning starts
-        for weight in made.parameters():
+        for weight in result.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    return made
+    return result
 
 
 def times(W: Tensor, x: Tensor) -> Tensor:
@@ -135,5 +135,5 @@ def test_splits_decoding_padding_and_packing(name: str) -> None:
     padded = module(torch.where(mask[..., None] == 0, torch.nan, x), None, mask)[0]
     torch.testing.assert_close(padded[:1, 5:], module(x[:1, 5:])[0], atol=1e-10, rtol=1e-10)
     packed = module(x[:1], None, None, torch.tensor([0, 6, N]))[0]
-    alone = [module(x[:1, :6])[0], module(x[:1, 6:])[0]]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-10, rtol=1e-10)
+    single = [module(x[:1, :6])[0], module(x[:1, 6:])[0]]
+    torch.testing.assert_close(packed, torch.cat(single, 1), atol=1e-10, rtol=1e-10)

@@ -111,11 +111,11 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 
     run = testing.CliRunner().invoke(build(), ["zoo", "--json"])
     assert run.exit_code == 0, run.output
-    found = {row["name"]: row["properties"] for row in json.loads(run.output)}
-    assert found.keys() == {*rc.zoo.names(), *rc.zoo.names(kind="hybrid")}
+    result = {row["name"]: row["properties"] for row in json.loads(run.output)}
+    assert result.keys() == {*rc.zoo.names(), *rc.zoo.names(kind="hybrid")}
     for name, expected in ROWS.items():
-        assert list(found[name]) == list(PROPERTIES)
-        assert {key for key, holds in found[name].items() if holds} == expected
+        assert list(result[name]) == list(PROPERTIES)
+        assert {key for key, holds in result[name].items() if holds} == expected
     wide = {"COLUMNS": "200"}
     table = (
         testing.CliRunner().invoke(build(), ["zoo", "--family", "feature_maps"], env=wide).output
@@ -138,7 +138,7 @@ def test_they_follow_from_structure_not_from_names() -> None:
         ) -> Tensor:
             return torch.einsum("...i,...j->...ij", x, x).flatten(-2)
 
-    made = rc.member(type("Pairs_of_a_user", (Pairs,), {}))
-    assert having(rc.Recipe(features=made())) == {CAPACITY}
+    result = rc.member(type("Pairs_of_a_user", (Pairs,), {}))
+    assert having(rc.Recipe(features=result())) == {CAPACITY}
     # Twice the features of a key twice as long is no more than a longer key.
     assert having(rc.Recipe(features=rc.features.PositiveRandom(features=4096))) == set()

@@ -112,8 +112,8 @@ def compare(
     steps = list(loop)
     y, state = library(name, method, init, length, **gates)
     torch.testing.assert_close(y, torch.stack([y_t for y_t, _ in steps], 1), **TOL)
-    for found, expected in zip(state.weights, steps[-1][1], strict=True):
-        torch.testing.assert_close(found, expected, **TOL)
+    for result, expected in zip(state.weights, steps[-1][1], strict=True):
+        torch.testing.assert_close(result, expected, **TOL)
 
 
 def window(memory: Memory, W: Weights, t: int, loss: Loss) -> Weights:
@@ -252,8 +252,8 @@ def test_memora(method: str) -> None:
     y, state = library("memora", method, MLP, lr=RATE, **DECAY)
     # A layer norm of outputs near 1e-3 magnifies rounding.
     torch.testing.assert_close(y, torch.stack(outputs, 1), **TOL)
-    for found, expected in zip(state.weights, W, strict=True):
-        torch.testing.assert_close(softmax(found), expected, **TOL)
+    for result, expected in zip(state.weights, W, strict=True):
+        torch.testing.assert_close(softmax(result), expected, **TOL)
 
 
 # -- ATLAS -----------------------------------------------------------------------------------------
@@ -400,8 +400,8 @@ def test_a_memory_over_the_exponential_kernel(name: str, method: str) -> None:
     torch.testing.assert_close(y, torch.stack(outputs, 1), **TOL)
     assert state is not None and state.kernel_rows is not None
     torch.testing.assert_close(state.weights[0], W1, **TOL)
-    found, probe = state.kernel_rows, normal(B, H, D, seed=60)  # W_2 at another input
-    rows_of = (found.k.transpose(1, 2), found.rows[0].transpose(1, 2))
+    result, probe = state.kernel_rows, normal(B, H, D, seed=60)  # W_2 at another input
+    rows_of = (result.k.transpose(1, 2), result.rows[0].transpose(1, 2))
     torch.testing.assert_close(hidden(*rows_of, probe), hidden(keys, values, probe), **TOL)
 
 

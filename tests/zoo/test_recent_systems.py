@@ -319,10 +319,10 @@ def tokens(rows: int = 2) -> Tensor:
 
 @NAMES
 def test_the_layer_is_the_loop_of_the_paper(name: str) -> None:
-    made, x = layer(name), tokens()
-    y, state = made(x)
-    memory, M = LOOPS[name](made, x)
-    torch.testing.assert_close(y, complete(made, memory, x), **TOL)
+    result, x = layer(name), tokens()
+    y, state = result(x)
+    memory, M = LOOPS[name](result, x)
+    torch.testing.assert_close(y, complete(result, memory, x), **TOL)
     torch.testing.assert_close(state.memory.weights[0], M, **TOL)
 
 
@@ -339,12 +339,14 @@ def test_an_output_gate_of_low_rank() -> None:
 
 @NAMES
 def test_gradients_are_those_of_the_loop(name: str) -> None:
-    made, x = layer(name), tokens().requires_grad_()
-    weights = [x, *made.parameters()]
-    loss = made(x)[0].square().sum()
-    want = complete(made, LOOPS[name](made, x)[0], x).square().sum()
-    got = torch.autograd.grad(loss, weights, allow_unused=True)
-    for one, other in zip(got, torch.autograd.grad(want, weights, allow_unused=True), strict=True):
+    built, x = layer(name), tokens().requires_grad_()
+    weights = [x, *built.parameters()]
+    loss = built(x)[0].square().sum()
+    want = complete(built, LOOPS[name](built, x)[0], x).square().sum()
+    result = torch.autograd.grad(loss, weights, allow_unused=True)
+    for one, other in zip(
+        result, torch.autograd.grad(want, weights, allow_unused=True), strict=True
+    ):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
@@ -353,11 +355,11 @@ def test_gradients_are_those_of_the_loop(name: str) -> None:
 @NAMES
 @pytest.mark.parametrize("split", [(1,) * 9 + (N - 9,), (17, 24), (40, 1)])
 def test_splits_and_tokens(name: str, split: tuple[int, ...]) -> None:
-    made, x = layer(name), tokens()
-    y, want = made(x)
+    result, x = layer(name), tokens()
+    y, want = result(x)
     parts, state = [], None
     for piece in x.split(split, dim=1):
-        part, state = made(piece, state)
+        part, state = result(piece, state)
         state = rc.LayerState.from_dict(state.to_dict())
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), y, **TOL)
@@ -367,22 +369,22 @@ def test_splits_and_tokens(name: str, split: tuple[int, ...]) -> None:
 
 @NAMES
 def test_padding_and_documents(name: str) -> None:
-    made, x = layer(name), tokens()
+    result, x = layer(name), tokens()
     mask = torch.ones(2, N)
     mask[0, :7], mask[1, 30:] = 0, 0
-    _, start = made(normal(2, 3, D, seed=31))
-    y, state = made(x, start, mask)
+    _, start = result(normal(2, 3, D, seed=31))
+    y, state = result(x, start, mask)
     for row, valid in enumerate(mask.bool()):
-        alone, end = made(x[row : row + 1, valid], start.select(torch.tensor([row])))
-        torch.testing.assert_close(y[row : row + 1, valid], alone, **TOL)
+        single, end = result(x[row : row + 1, valid], start.select(torch.tensor([row])))
+        torch.testing.assert_close(y[row : row + 1, valid], single, **TOL)
         mine = state.select(torch.tensor([row])).flatten()[1]
         for one, other in zip(mine, end.flatten()[1], strict=True):
             torch.testing.assert_close(one, other, **TOL)
-    _, start = made(normal(3, 3, D, seed=32))
-    y, state = made(x[:1], start, cu_seqlens=torch.tensor([0, 16, 16, N]))
+    _, start = result(normal(3, 3, D, seed=32))
+    y, state = result(x[:1], start, cu_seqlens=torch.tensor([0, 16, 16, N]))
     for row, (first, last) in enumerate(((0, 16), (16, 16), (16, N))):
-        alone, end = made(x[:1, first:last], start.select(torch.tensor([row])))
-        torch.testing.assert_close(y[:, first:last], alone, **TOL)
+        single, end = result(x[:1, first:last], start.select(torch.tensor([row])))
+        torch.testing.assert_close(y[:, first:last], single, **TOL)
         mine = state.select(torch.tensor([row])).flatten()[1]
         for one, other in zip(mine, end.flatten()[1], strict=True):
             torch.testing.assert_close(one, other, **TOL)
@@ -390,11 +392,11 @@ def test_padding_and_documents(name: str) -> None:
 
 @NAMES
 def test_earlier_states_of_a_recorded_call(name: str) -> None:
-    made, x = layer(name), tokens()
-    _, start = made(normal(2, 3, D, seed=31))
+    result, x = layer(name), tokens()
+    _, start = result(normal(2, 3, D, seed=31))
     calls: list[rc.layer.RecordedCall] = []
-    made(x, start, calls=calls)
+    result(x, start, calls=calls)
     state = calls[0].state_at(23)
-    _, want = made(x[:, :23], start)
+    _, want = result(x[:, :23], start)
     for one, other in zip(state.flatten()[1], want.flatten()[1], strict=True):
         torch.testing.assert_close(one, other, **TOL)

@@ -46,11 +46,11 @@ D, N = 8, 40
 
 def layer(name: str, heads: int = 2, **overrides: object) -> rc.MemoryLayer:
     torch.manual_seed(0)
-    made = rc.zoo.get(name).build(D, heads, **overrides).double()  # type: ignore[arg-type]
+    result = rc.zoo.get(name).build(D, heads, **overrides).double()  # type: ignore[arg-type]
     with torch.no_grad():  # away from the special values at which learning starts
-        for weight in made.parameters():
+        for weight in result.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    return made
+    return result
 
 
 def around(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,8 +101,8 @@ def test_dfw(method: str) -> None:
     def step(M: Tensor, t: int) -> Tensor:
         return outer(ROWS[:, t], CHANNEL[:, t]) * M + outer(X[:, t], KEY[:, t])
 
-    got = zoo("dfw", method, log_decay=CHANNEL.log(), log_decay_value=ROWS.log())
-    torch.testing.assert_close(got, walk(step), **TOL)
+    result = zoo("dfw", method, log_decay=CHANNEL.log(), log_decay_value=ROWS.log())
+    torch.testing.assert_close(result, walk(step), **TOL)
 
 
 @METHODS
@@ -121,46 +121,46 @@ def test_retnet_with_xpos(method: str) -> None:
     ck = torch.complex(*k.chunk(2, -1)) * turn
     score = torch.einsum("bthc,bshc->bhts", cq * scale, (ck / scale).conj()).real
     want = torch.einsum("bhts,bshv->bthv", score.tril(), X)
-    made = rc.zoo.get("retnet_xpos").build(H * size, H, value_dim=V).double()
+    built = rc.zoo.get("retnet_xpos").build(H * size, H, value_dim=V).double()
     cos, sin = turn.real, turn.imag
 
     def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    decay = made.params["decay"](torch.zeros(1, 1, 1, dtype=torch.float64))
-    got = zoo("retnet_xpos", method, q=rotated(q), k=rotated(k), params={"decay": decay})
-    torch.testing.assert_close(got, want, **TOL)
+    decay = built.params["decay"](torch.zeros(1, 1, 1, dtype=torch.float64))
+    result = zoo("retnet_xpos", method, q=rotated(q), k=rotated(k), params={"decay": decay})
+    torch.testing.assert_close(result, want, **TOL)
 
 
 def test_gateloop_is_a_complex_decay() -> None:
     """S_t = S_(t−1) Diag(α_t e^{iθ_t}) + v_t k_tᵀ and y_t = Re(S_t q̄_t), complex k and q."""
-    made, x = layer("gateloop"), tokens()
-    q, k, v = around(made, x)
+    result, x = layer("gateloop"), tokens()
+    q, k, v = around(result, x)
     unit = [functional.normalize(part, dim=-1) for part in (q, k)]
     cq, ck = (torch.complex(*part.chunk(2, -1)) for part in unit)
-    alpha = functional.logsigmoid(gate(made, "log_decay", x)).exp()
-    theta = made.phase.bias + (x @ made.phase.weight.T).unflatten(-1, made.phase.bias.shape)
+    alpha = functional.logsigmoid(gate(result, "log_decay", x)).exp()
+    theta = result.phase.bias + (x @ result.phase.weight.T).unflatten(-1, result.phase.bias.shape)
     a = alpha * torch.exp(1j * theta)
-    S = torch.zeros(2, 2, made.value_dim, made.head_dim // 2, dtype=torch.complex128)
+    S = torch.zeros(2, 2, result.value_dim, result.head_dim // 2, dtype=torch.complex128)
     outputs = []
     for t in range(N):
         S = S * a[:, t].unsqueeze(-2) + outer(v[:, t], ck[:, t])
         outputs.append(torch.einsum("bhvc,bhc->bhv", S, cq[:, t].conj()).real)
-    want = finish(made, torch.stack(outputs, 1), x)
-    torch.testing.assert_close(made(x)[0], want, **TOL)
+    want = finish(result, torch.stack(outputs, 1), x)
+    torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
 def test_hgrn2_writes_what_it_forgets() -> None:
-    made, x = layer("hgrn2"), tokens()
-    q, _, v = around(made, x)
-    f = functional.logsigmoid(gate(made, "log_decay", x)).exp()
-    S = torch.zeros(2, 2, made.value_dim, made.head_dim, dtype=torch.float64)
+    result, x = layer("hgrn2"), tokens()
+    q, _, v = around(result, x)
+    f = functional.logsigmoid(gate(result, "log_decay", x)).exp()
+    S = torch.zeros(2, 2, result.value_dim, result.head_dim, dtype=torch.float64)
     outputs = []
     for t in range(N):
         S = S * f[:, t].unsqueeze(-2) + outer(v[:, t], 1 - f[:, t])
         outputs.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]))
-    torch.testing.assert_close(made(x)[0], finish(made, torch.stack(outputs, 1), x), **TOL)
+    torch.testing.assert_close(result(x)[0], finish(result, torch.stack(outputs, 1), x), **TOL)
 
 
 # -- state-space models --------------------------------------------------------------------------
@@ -168,77 +168,77 @@ def test_hgrn2_writes_what_it_forgets() -> None:
 
 def test_lru_is_a_complex_vector() -> None:
     """h_t = λ ⊙ h_(t−1) + √(1 − |λ|²) ⊙ B u_t, λ = α e^{iθ}; read is (Re h, Im h) + D ⊙ v."""
-    made, x = layer("lru"), tokens()
-    _, _, v = around(made, x)
-    size = made.params["decay"](x).detach()  # [H, V/2]
-    lam = size * torch.exp(1j * made.phase.bias)
-    own = made.params["lr"](x)  # [H, V/2]
+    result, x = layer("lru"), tokens()
+    _, _, v = around(result, x)
+    size = result.params["decay"](x).detach()  # [H, V/2]
+    lam = size * torch.exp(1j * result.phase.bias)
+    own = result.params["lr"](x)  # [H, V/2]
     u = torch.complex(*v.chunk(2, -1)) * own * (1 - lam.abs() ** 2).sqrt()
     h = torch.zeros_like(u[:, 0])
     outputs = []
     for t in range(N):
         h = lam * h + u[:, t]
         outputs.append(torch.cat([h.real, h.imag], -1))
-    want = finish(made, torch.stack(outputs, 1) + made.skip * v, x)
-    torch.testing.assert_close(made(x)[0], want, **TOL)
+    want = finish(result, torch.stack(outputs, 1) + result.skip * v, x)
+    torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
 def test_rg_lru() -> None:
     """Griffin eqs. 1–4: r, i = σ(·), a_t = exp(−c softplus(Λ) r_t), √(1 − a²) before the input."""
-    made, x = layer("rg_lru"), tokens()
-    _, _, v = around(made, x)
-    r, i = (gate(made, name, x).sigmoid() for name in ("log_decay", "lr"))
+    result, x = layer("rg_lru"), tokens()
+    _, _, v = around(result, x)
+    r, i = (gate(result, name, x).sigmoid() for name in ("log_decay", "lr"))
     # The layer's squash runs from −8 up to 0: −8 (1 − σ(z)) = −8 σ(−z).
     r = 1 - r
-    a = (-8 * functional.softplus(made.params["decay_scale"].bias) * r).exp()
+    a = (-8 * functional.softplus(result.params["decay_scale"].bias) * r).exp()
     h, outputs = torch.zeros_like(v[:, 0]), []
     for t in range(N):
         h = a[:, t] * h + (1 - a[:, t] ** 2).sqrt() * i[:, t] * v[:, t]
         outputs.append(h)
-    torch.testing.assert_close(made(x)[0], finish(made, torch.stack(outputs, 1), x), **TOL)
+    torch.testing.assert_close(result(x)[0], finish(result, torch.stack(outputs, 1), x), **TOL)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_mamba_is_the_selective_scan(heads: int) -> None:
     """h = exp(Δ A) h + Δ B x, y = C h + D x (Mamba algorithm 2), with A = −exp(A_log)."""
-    made, x = layer("mamba", heads), tokens()
-    q, k, v = around(made, x)
+    result, x = layer("mamba", heads), tokens()
+    q, k, v = around(result, x)
     assert k.shape[-1] == 16
-    delta = functional.softplus(gate(made, "lr", x))
-    A = -made.params["decay_scale"].bias.exp()
+    delta = functional.softplus(gate(result, "lr", x))
+    A = -result.params["decay_scale"].bias.exp()
     h, outputs = torch.zeros(2, heads, D // heads, 16, dtype=torch.float64), []
     for t in range(N):
         step = delta[:, t].unsqueeze(-1)
         h = (step * A).exp() * h + step * outer(v[:, t], k[:, t])
         outputs.append((h * q[:, t].unsqueeze(-2)).sum(-1))
-    want = finish(made, torch.stack(outputs, 1) + made.skip * v, x)
-    torch.testing.assert_close(made(x)[0], want, **TOL)
+    want = finish(result, torch.stack(outputs, 1) + result.skip * v, x)
+    torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
 def test_mamba_starts_at_its_published_rates() -> None:
     """A_n = n + 1 (S4D-real) and Δ from 0.001 to 0.1."""
-    made = rc.zoo.get("mamba").build(64, 1)
-    scale = made.params["decay_scale"](torch.zeros(1, 1, 64))
+    result = rc.zoo.get("mamba").build(64, 1)
+    scale = result.params["decay_scale"](torch.zeros(1, 1, 64))
     torch.testing.assert_close(scale, torch.arange(1.0, 17).expand(1, 64, 16), rtol=1e-3, atol=0)
-    delta = functional.softplus(made.gates["lr"].bias.detach())
+    delta = functional.softplus(result.gates["lr"].bias.detach())
     assert float(delta.min()) == pytest.approx(0.001, rel=0.06)
     assert float(delta.max()) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_mamba2_has_one_delta() -> None:
     """h = exp(−a Δ) h + Δ B x, one learned a > 0 per head (SSD)."""
-    made, x = layer("mamba2"), tokens()
-    q, k, v = around(made, x)
-    delta = functional.softplus(gate(made, "lr", x))
-    start = made.gates["lr"].initial()
-    a = functional.softplus(-made.gates["log_decay"].bias) / start
-    S, outputs = torch.zeros(2, 2, made.value_dim, made.head_dim, dtype=torch.float64), []
+    result, x = layer("mamba2"), tokens()
+    q, k, v = around(result, x)
+    delta = functional.softplus(gate(result, "lr", x))
+    start = result.gates["lr"].initial()
+    a = functional.softplus(-result.gates["log_decay"].bias) / start
+    S, outputs = torch.zeros(2, 2, result.value_dim, result.head_dim, dtype=torch.float64), []
     for t in range(N):
         step = delta[:, t][..., None, None]
         S = (-a[:, None, None] * step).exp() * S + step * outer(v[:, t], k[:, t])
         outputs.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]))
-    want = finish(made, torch.stack(outputs, 1) + made.skip * v, x)
-    torch.testing.assert_close(made(x)[0], want, **TOL)
+    want = finish(result, torch.stack(outputs, 1) + result.skip * v, x)
+    torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
 @METHODS
@@ -258,16 +258,16 @@ def test_an_entry_decay_is_its_factors(method: str) -> None:
 
 def test_longhorn_as_its_layer_has_it() -> None:
     """S = (1 − Δ ⊗ k²) ⊙ S + (Δ ⊙ x) ⊗ k with Δ = β/(1 + β kᵀk) per channel."""
-    made, x = layer("longhorn_diagonal"), tokens()
-    q, k, v = around(made, x)
-    beta = gate(made, "lr", x).sigmoid()
+    result, x = layer("longhorn_diagonal"), tokens()
+    q, k, v = around(result, x)
+    beta = gate(result, "lr", x).sigmoid()
     delta = beta / (1 + beta * k.square().sum(-1, keepdim=True))
-    S, outputs = torch.zeros(2, 2, made.value_dim, 16, dtype=torch.float64), []
+    S, outputs = torch.zeros(2, 2, result.value_dim, 16, dtype=torch.float64), []
     for t in range(N):
         S = (1 - outer(delta[:, t], k[:, t] ** 2)) * S + outer(delta[:, t] * v[:, t], k[:, t])
         outputs.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]))
-    want = finish(made, torch.stack(outputs, 1) + made.skip * v, x)
-    torch.testing.assert_close(made(x)[0], want, **TOL)
+    want = finish(result, torch.stack(outputs, 1) + result.skip * v, x)
+    torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
 @METHODS
@@ -278,8 +278,8 @@ def test_diagonal_longhorn_is_longhorn_of_one_channel(method: str) -> None:
     want = zoo("longhorn", method, q=q, k=k, lr=delta)
     eta = (delta / (1 + delta * k.squeeze(-1) ** 2)).unsqueeze(-1).expand(B, T, H, V)
     decay = torch.log1p(-eta.unsqueeze(-1) * k.square().unsqueeze(-2))
-    got = zoo("longhorn_diagonal", method, q=q, k=k, lr=eta, log_decay=decay)
-    torch.testing.assert_close(got, want, **TOL)
+    result = zoo("longhorn_diagonal", method, q=q, k=k, lr=eta, log_decay=decay)
+    torch.testing.assert_close(result, want, **TOL)
 
 
 # -- RWKV ----------------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ def test_rwkv6(method: str) -> None:
         kv = outer(RAW[:, t], X[:, t])
         outputs.append(torch.einsum("bhk,bhkv->bhv", Q[:, t], S + u[..., None] * kv))
         S = CHANNEL[:, t].unsqueeze(-1) * S + kv
-    got = zoo("rwkv6", method, k=RAW, log_decay=CHANNEL.log(), params={"bonus": u})
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result = zoo("rwkv6", method, k=RAW, log_decay=CHANNEL.log(), params={"bonus": u})
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 @METHODS
@@ -309,10 +309,10 @@ def test_rwkv7(method: str) -> None:
         return M @ move + outer(X[:, t], RAW[:, t])
 
     want = walk(step) + (Q * u * RAW).sum(-1, keepdim=True) * X
-    got = zoo(
+    result = zoo(
         "rwkv7", method, k=RAW, log_decay=CHANNEL.log(), probe=kappa, erase=a, params={"bonus": u}
     )
-    torch.testing.assert_close(got, want, **TOL)
+    torch.testing.assert_close(result, want, **TOL)
 
 
 @METHODS
@@ -325,7 +325,7 @@ def test_rwkv7_is_the_form_of_miras(method: str) -> None:
         )
 
     rate = LR.unsqueeze(-1)
-    got = zoo(
+    result = zoo(
         "rwkv7",
         method,
         v=rate * X,
@@ -334,21 +334,21 @@ def test_rwkv7_is_the_form_of_miras(method: str) -> None:
         erase=rate * CHANNEL,
         params={"bonus": torch.zeros(H, K, dtype=torch.float64)},
     )
-    torch.testing.assert_close(got, walk(step), **TOL)
+    torch.testing.assert_close(result, walk(step), **TOL)
 
 
 def mixed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
     """Every stream of a token shift, from its weights, token by token."""
     shift = made.shift
-    before = functional.pad(x, (0, 0, 1, 0))[:, :-1]
-    delta = before - x
-    found = {}
+    initial = functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    delta = initial - x
+    result = {}
     for i, name in enumerate(shift.streams):
         mix = shift.mix[i]
         if shift.first is not None:
             mix = mix + torch.tanh((x + shift.first * delta) @ shift.down[i]) @ shift.up[i]
-        found[name] = x + mix * delta
-    return found
+        result[name] = x + mix * delta
+    return result
 
 
 def shifted(made: rc.MemoryLayer, seen: dict[str, Tensor]) -> list[Tensor]:
@@ -361,40 +361,42 @@ def shifted(made: rc.MemoryLayer, seen: dict[str, Tensor]) -> list[Tensor]:
 
 def test_the_layer_of_rwkv6() -> None:
     """Shifts that depend on the token, w = exp(−exp(·)), bonus."""
-    made, x = layer("rwkv6"), tokens()
-    seen = mixed(made, x)
-    r, k, v = shifted(made, seen)
-    w = torch.exp(-torch.exp(gate(made, "log_decay", seen["log_decay"])))
-    u = made.params["bonus"].bias
-    S, outputs = torch.zeros(2, 2, made.head_dim, made.value_dim, dtype=torch.float64), []
+    result, x = layer("rwkv6"), tokens()
+    recorded = mixed(result, x)
+    r, k, v = shifted(result, recorded)
+    w = torch.exp(-torch.exp(gate(result, "log_decay", recorded["log_decay"])))
+    u = result.params["bonus"].bias
+    S, outputs = torch.zeros(2, 2, result.head_dim, result.value_dim, dtype=torch.float64), []
     for t in range(N):
         kv = outer(k[:, t], v[:, t])
         outputs.append(torch.einsum("bhk,bhkv->bhv", r[:, t], S + u[..., None] * kv))
         S = w[:, t].unsqueeze(-1) * S + kv
     torch.testing.assert_close(
-        made(x)[0], finish(made, torch.stack(outputs, 1), seen["out"]), **TOL
+        result(x)[0], finish(result, torch.stack(outputs, 1), recorded["out"]), **TOL
     )
 
 
 def test_the_layer_of_rwkv7() -> None:
     """κ̂ = k ⊙ ξ of unit length, k̃ = k ⊙ (1 + ξ'(a − 1)), log w = −e^(−1/2) σ(·), bonus."""
-    made, x = layer("rwkv7"), tokens()
-    seen = mixed(made, x)
-    r, k, v = shifted(made, seen)
-    a = gate(made, "erase", seen["erase"]).sigmoid()
+    result, x = layer("rwkv7"), tokens()
+    recorded = mixed(result, x)
+    r, k, v = shifted(result, recorded)
+    a = gate(result, "erase", recorded["erase"]).sigmoid()
     # The squash of the decay runs from −e^(−1/2) up to 0: −e^(−1/2)(1 − σ(z)).
-    w = torch.exp(-math.exp(-0.5) * (1 - gate(made, "log_decay", seen["log_decay"]).sigmoid()))
-    kappa = functional.normalize(k * made.ties.factors["probe"], dim=-1)
-    written = k * (1 + made.ties.factors["k"] * (a - 1))
-    u = made.params["bonus"].bias
-    S, outputs = torch.zeros(2, 2, made.value_dim, made.head_dim, dtype=torch.float64), []
+    w = torch.exp(
+        -math.exp(-0.5) * (1 - gate(result, "log_decay", recorded["log_decay"]).sigmoid())
+    )
+    kappa = functional.normalize(k * result.ties.factors["probe"], dim=-1)
+    written = k * (1 + result.ties.factors["k"] * (a - 1))
+    u = result.params["bonus"].bias
+    S, outputs = torch.zeros(2, 2, result.value_dim, result.head_dim, dtype=torch.float64), []
     for t in range(N):
         move = torch.diag_embed(w[:, t]) - outer(kappa[:, t], a[:, t] * kappa[:, t])
         S = S @ move + outer(v[:, t], written[:, t])
         bonus = (r[:, t] * u * written[:, t]).sum(-1, keepdim=True) * v[:, t]
         outputs.append(torch.einsum("bhvk,bhk->bhv", S, r[:, t]) + bonus)
-    want = finish(made, torch.stack(outputs, 1), seen["out"])
-    torch.testing.assert_close(made(x)[0], want, **TOL)
+    want = finish(result, torch.stack(outputs, 1), recorded["out"])
+    torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
 # -- mLSTM and products of Householder matrices --------------------------------------------------
@@ -411,8 +413,8 @@ def test_mlstm_without_a_stabiliser(method: str) -> None:
         n = f[:, t, :, None] * n + i[:, t, :, None].exp() * RAW[:, t]
         below = (n * Q[:, t]).sum(-1, keepdim=True).abs().clamp_min(1.0)
         outputs.append(torch.einsum("bhvk,bhk->bhv", C, Q[:, t]) / below)
-    got = zoo("mlstm", method, k=RAW, log_lr=i, log_decay=f.log())
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result = zoo("mlstm", method, k=RAW, log_lr=i, log_decay=f.log())
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 def test_mlstm_with_its_stabiliser() -> None:
@@ -429,15 +431,15 @@ def test_mlstm_with_its_stabiliser() -> None:
         n, m = keep[..., None] * n + write[..., None] * RAW[:, t], new
         below = torch.maximum((n * Q[:, t]).sum(-1).abs(), (-m).exp())
         outputs.append(torch.einsum("bhvk,bhk->bhv", C, Q[:, t]) / below[..., None])
-    got = zoo("mlstm", "auto", k=RAW, log_lr=i, log_decay=log_f)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result = zoo("mlstm", "auto", k=RAW, log_lr=i, log_decay=log_f)
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 def test_the_layer_of_mlstm_divides_keys() -> None:
-    made, x = layer("mlstm"), tokens()
-    q, k, v = around(made, x)
-    i, f = gate(made, "log_lr", x), gate(made, "log_decay", x).sigmoid()
-    k = k / math.sqrt(made.head_dim)
+    result, x = layer("mlstm"), tokens()
+    q, k, v = around(result, x)
+    i, f = gate(result, "log_lr", x), gate(result, "log_decay", x).sigmoid()
+    k = k / math.sqrt(result.head_dim)
     C, n = torch.zeros(2, 2, 4, 4, dtype=torch.float64), torch.zeros(2, 2, 4, dtype=torch.float64)
     outputs = []
     for t in range(N):
@@ -445,7 +447,7 @@ def test_the_layer_of_mlstm_divides_keys() -> None:
         n = f[:, t][..., None] * n + i[:, t].exp()[..., None] * k[:, t]
         below = (n * q[:, t]).sum(-1, keepdim=True).abs().clamp_min(1.0)
         outputs.append(torch.einsum("bhvk,bhk->bhv", C, q[:, t]) / below)
-    torch.testing.assert_close(made(x)[0], finish(made, torch.stack(outputs, 1), x), **TOL)
+    torch.testing.assert_close(result(x)[0], finish(result, torch.stack(outputs, 1), x), **TOL)
 
 
 @METHODS
@@ -481,8 +483,8 @@ def test_delta_product_of_one_is_delta_net(method: str) -> None:
 
 
 def test_delta_products_rates_reach_two() -> None:
-    made = rc.zoo.get("delta_product").build(D, 2)
-    rates = made.gates["lr"]
+    result = rc.zoo.get("delta_product").build(D, 2)
+    rates = result.gates["lr"]
     assert float(rates.activation(torch.tensor(50.0))) == pytest.approx(2.0)
     assert rates.shape == (2, 2)
 
@@ -491,39 +493,39 @@ def test_delta_products_rates_reach_two() -> None:
 
 
 def test_an_angle_of_zero_is_no_angle() -> None:
-    made, x = layer("gateloop"), tokens()
+    result, x = layer("gateloop"), tokens()
     with torch.no_grad():
-        made.phase.bias.zero_()
-        made.phase.weight.zero_()
-    plain, tail = made(x)
+        result.phase.bias.zero_()
+        result.phase.weight.zero_()
+    plain, tail = result(x)
     assert not tail.phase.any()
-    turned = made.phase
+    turned = result.phase
     with torch.no_grad():
         turned.bias.fill_(2 * math.pi)  # a whole turn per token
-    torch.testing.assert_close(made(x)[0], plain, **TOL)
+    torch.testing.assert_close(result(x)[0], plain, **TOL)
 
 
 @pytest.mark.parametrize("name", ["gateloop", "lru", "rwkv6", "rwkv7"])
 def test_states_of_angles_and_shifts_are_saved_and_reset(name: str) -> None:
-    made, x = layer(name), tokens()
-    _, state = made(x[:, :9])
-    again = rc.LayerState.from_dict(state.to_dict())
-    torch.testing.assert_close(made(x[:, 9:], again)[0], made(x[:, 9:], state)[0], **TOL)
+    built, x = layer(name), tokens()
+    _, state = built(x[:, :9])
+    repeated = rc.LayerState.from_dict(state.to_dict())
+    torch.testing.assert_close(built(x[:, 9:], repeated)[0], built(x[:, 9:], state)[0], **TOL)
     fresh = state.reset(torch.tensor([True, False]))
-    got = made(x[:, 9:], fresh)[0]
-    torch.testing.assert_close(got[0], made(x[:, 9:])[0][0], **TOL)
-    torch.testing.assert_close(got[1], made(x[:, 9:], state)[0][1], **TOL)
+    result = built(x[:, 9:], fresh)[0]
+    torch.testing.assert_close(result[0], built(x[:, 9:])[0][0], **TOL)
+    torch.testing.assert_close(result[1], built(x[:, 9:], state)[0][1], **TOL)
     other = layer("gla")(x[:, :9])[1]
     with pytest.raises(ValueError, match="another layer"):
-        made(x[:, 9:], other)
+        built(x[:, 9:], other)
 
 
 def test_an_angle_stays_exact_far_out() -> None:
     """After 100,000 tokens the sum of float64 angles is off by less than 1e-6 of a turn."""
-    made = layer("lru")
+    result = layer("lru")
     x = torch.zeros(1, 100_000, D, dtype=torch.float64)
-    _, end = made.phase(x, None)
-    want = (100_000 * made.phase.bias.detach().double()).remainder(2 * math.pi)
+    _, end = result.phase(x, None)
+    want = (100_000 * result.phase.bias.detach().double()).remainder(2 * math.pi)
     apart = (end[0] - want).remainder(2 * math.pi)
     apart = torch.minimum(apart, 2 * math.pi - apart).detach()
     assert float(apart.max()) < 1e-6

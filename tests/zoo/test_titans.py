@@ -64,8 +64,8 @@ def test_titans(method: str) -> None:
         ]
         A = [at(ALPHA, t) * a + s for a, s in zip(A, S, strict=True)]
         outputs.append(normed(A, Q[:, t]))
-    got = zoo("titans", method, lr=LR, log_decay=ALPHA.log(), momentum=THETA)
-    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+    result = zoo("titans", method, lr=LR, log_decay=ALPHA.log(), momentum=THETA)
+    torch.testing.assert_close(result, torch.stack(outputs, 1), **TOL)
 
 
 @METHODS
@@ -95,8 +95,8 @@ def test_titans_minus(method: str) -> None:
         g = surprise(normed, W, t)
         return [at(ALPHA, t) * a - at(LEFT, t) * x for a, x in zip(A, g, strict=True)]
 
-    got = zoo("titans_minus", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(got, walk(step, normed, rows(MLP)), **TOL)
+    result = zoo("titans_minus", method, lr=LR, log_decay=ALPHA.log())
+    torch.testing.assert_close(result, walk(step, normed, rows(MLP)), **TOL)
 
 
 @METHODS

@@ -67,10 +67,10 @@ def joined(p: Named) -> tuple[Tensor, ...]:
 
 def apart(weights: tuple[Tensor, ...]) -> Named:
     names = [("W2", "b2"), ("W1", "b1")][-len(weights) :]
-    found: Named = {}
+    result: Named = {}
     for (w, b), x in zip(names, weights, strict=True):
-        found |= {w: x[..., :-1], b: x[..., -1]}
-    return found
+        result |= {w: x[..., :-1], b: x[..., -1]}
+    return result
 
 
 def loop(name: str, offset: Tensor, length: int = T) -> tuple[Tensor, Named]:
@@ -164,14 +164,14 @@ def test_rows_count_their_own_tokens() -> None:
     full, _ = rc.recall(
         recipe, Q, KEY, X, {"lr": LR}, params=params, initial_memory=init, attention_mask=mask
     )
-    alone, _ = rc.recall(
+    single, _ = rc.recall(
         recipe,
         *(x[:1, 7:] for x in (Q, KEY, X)),
         {"lr": LR[:1, 7:]},
         params=params,
         initial_memory=init,
     )
-    torch.testing.assert_close(full[:1, 7:], alone, **TOL)
+    torch.testing.assert_close(full[:1, 7:], single, **TOL)
 
 
 @pytest.mark.parametrize(("name", "share"), [("ttt_linear", 3.0), ("ttt_mlp", 0.9)])

@@ -164,12 +164,12 @@ def test_gradients_are_those_of_the_original(tmp_path: Path, model_type: str) ->
     }[model_type]
     theirs, ours = dict(model.named_parameters()), dict(converted.named_parameters())
     for name, our_name, sign in pairs:
-        expected, found = theirs[name].grad, ours[f"model.blocks.0.{our_name}"].grad
+        expected, result = theirs[name].grad, ours[f"model.blocks.0.{our_name}"].grad
         assert expected is not None
         if sign is None:  # v, k, q there and q, k, v here
             v, k, q = expected.split([64, 16, 16])
             expected, sign = torch.cat([q, k, v]), 1
-        assert error(found.view_as(expected), sign * expected) <= 1e-4, name
+        assert error(result.view_as(expected), sign * expected) <= 1e-4, name
 
 
 def mamba2_layer(x: Tensor, w: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
