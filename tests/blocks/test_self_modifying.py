@@ -172,6 +172,19 @@ def test_outputs_are_finite_at_the_default_rate() -> None:
     assert max(float(w.abs().max()) for w in weights) < 2
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_inner_batches_share_the_graphs_of_a_compiled_layer() -> None:
+    layer = build(SelfModifyingMemory(loops.self_modifying(4)), 8, 2)
+    x = torch.randn(1, 11, 8)
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True),
+        torch.no_grad(),
+    ):
+        y = torch.compile(layer, backend="eager")(x)[0]
+    torch.testing.assert_close(y, layer(x)[0])
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [

@@ -31,6 +31,7 @@ class SegmentSlice:
     lengths: Tensor | None = None
     starts_segment: Tensor | bool = False
 
+    @torch.compiler.disable  # a graph per shape and stride of x would exceed the recompile limit
     def take(self, x: Tensor) -> Tensor:
         """Return the tokens of ``x [B, T, ...]``, and 0 at positions without a token."""
         if self.index is None:
