@@ -264,7 +264,7 @@ def test_help_shows_every_text_as_it_is_written(monkeypatch: pytest.MonkeyPatch)
         shown = " ".join(call(command.__name__, "--help").stdout.replace("│", " ").split())
         assert " ".join((command.__doc__ or "").split()) in shown
         for one in inspect.signature(command, eval_str=True).parameters.values():
-            for told in one.annotation.__metadata__:
+            for told in getattr(one.annotation, "__metadata__", ()):
                 assert " ".join((told.help or "").split()) in shown, command.__name__
     assert "in place of [run] out" in call("train", "--help").stdout
     assert "in place of [optimizer]" in call("train", "--help").stdout

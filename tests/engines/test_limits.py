@@ -32,7 +32,8 @@ def fast(recipe: rc.Recipe) -> list[str]:
 
 
 def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
-    square = recipe.memory.is_elementwise or getattr(recipe.memory, "residual", False)
+    memory = recipe.memory
+    square = memory.is_elementwise or getattr(memory, "residual", False) or memory.read.transposed
     return generate.inputs(recipe, **{"B": 1, "T": 7, "K": 4, "V": 4 if square else 3, **sizes})
 
 

@@ -21,13 +21,13 @@ from recollect.choices.matmul_precision import PRECISIONS, matmul_precision
 from recollect.engines.kernel import pieces
 from recollect.functional.one_operation import use_custom_op
 from recollect.layer.feed_forward import FeedForward
-from recollect.layer.memory_call import make_call
+from recollect.layer.recipe_module import make_call
 
 LAYERS = [name for name in rc.zoo.names() if rc.zoo.get(name).options.persistent == 0]
 NAMES = ("gated_delta_net", "gla", "mamba", "rls", "titans", "atlas", "fox", "delta_former", "dot")
 ELEMENTWISE = ("lru", "rg_lru", "mamba")
 FUSED = ("softmax_attention", "qk_norm_attention", "sliding_window_attention", "fox")
-NO_PRODUCTS = (*ELEMENTWISE, *FUSED)  # of matrices, that the setting decides
+NO_PRODUCTS = (*ELEMENTWISE, *FUSED, "memory_mosaics")  # of matrices, that the setting decides
 CHOOSE = ("fox", "atlas")  # between two algorithms, by the precision
 T = 20
 

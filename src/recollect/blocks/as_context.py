@@ -34,8 +34,8 @@ from recollect.blocks.segments import SegmentSlice, concat_segments, split_segme
 from recollect.blocks.state import MixerState
 from recollect.functional.packing import prepend_tokens
 from recollect.functional.read import read
-from recollect.layer.memory_call import state_after
 from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
+from recollect.layer.recipe_module import state_after
 from recollect.layer.state import LayerState
 
 __all__ = ["MemoryAsContextLayer", "Retrieval"]

@@ -19,8 +19,8 @@ from recollect.blocks.restarts import SegmentRun, run_segments, take_inputs
 from recollect.blocks.segments import concat_segments, split_segments
 from recollect.blocks.state import MixerState
 from recollect.functional.read import read
-from recollect.layer.memory_call import state_after
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.recipe_module import state_after
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State, join_states
 from recollect.state.tree import where_rows

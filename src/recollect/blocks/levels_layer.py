@@ -31,9 +31,9 @@ from recollect.engines.common.problem import state_dtype
 from recollect.fields import Gate, Range
 from recollect.functional.binding import bind, named
 from recollect.layer.gates import GateProjection
-from recollect.layer.memory_call import make_call, run_call, state_after
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import GateOptions
+from recollect.layer.recipe_module import make_call, run_call, state_after
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.recipe.bound import BoundRecipe
 from recollect.state.state import State, initial_state

@@ -17,8 +17,8 @@ from recollect.blocks.segments import concat_segments, split_segments
 from recollect.blocks.state import MixerState
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.gates import normalize_to_length
-from recollect.layer.memory_call import run_memory, state_after
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.recipe_module import run_memory, state_after
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State
 

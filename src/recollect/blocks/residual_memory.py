@@ -19,7 +19,7 @@ from recollect.blocks.state import MixerState
 from recollect.blocks.two_memories import TwoMemoriesLayer
 from recollect.functional.packing import CompactedBatch
 from recollect.functional.read import read
-from recollect.layer.memory_call import run_memory, state_after
+from recollect.layer.recipe_module import run_memory, state_after
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.recipe.recipe import Recipe
 

@@ -15,8 +15,7 @@ from torch.nn import functional
 from recollect.blocks.layers import trim_state
 from recollect.blocks.segments import SegmentSlice
 from recollect.functional.packing import CompactedBatch
-from recollect.layer.memory_call import run_memory
-from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.recipe_module import RecipeModule, run_memory
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State
 

@@ -16,7 +16,7 @@ from recollect.blocks.state import MixerState
 from recollect.blocks.two_memories import TwoMemoriesLayer
 from recollect.functional.packing import CompactedBatch
 from recollect.layer.key_recurrence import Sequences, decayed_sums
-from recollect.layer.memory_call import run_memory, state_after
+from recollect.layer.recipe_module import run_memory, state_after
 from recollect.layer.state import LayerState
 
 __all__ = ["RunningSoftmax", "SlotMemoryLayer", "SlotRouter"]

@@ -35,10 +35,10 @@ from recollect.explanation.diagnosis import (
 )
 from recollect.explanation.model_inputs import (
     MemoryRun,
-    composition_error,
     model_inputs,
     received_by_memory,
     received_tokens,
+    refuse_composition,
 )
 from recollect.explanation.tangent import supports_recipe, top_eigenvalue
 from recollect.functional.binding import bind
@@ -85,7 +85,7 @@ def diagnose(layer: Any, x: Any) -> Diagnosis | ModelDiagnosis:
         (['W1', 'W2'], 'deep')
     """
     if isinstance(layer, MixerLayer):
-        raise composition_error("diagnose", layer)
+        refuse_composition("diagnose", layer)
     layers = memory_layers(layer, "diagnose")
     if "" not in layers:
         return _diagnose_model(layer, layers, model_inputs(layer, x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from recollect.state.state import State
 
 __all__ = [
     "MemoryRun",
-    "composition_error",
     "model_inputs",
     "received_by_memory",
     "received_tokens",
+    "refuse_composition",
 ]
 
 
@@ -83,9 +83,9 @@ def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:
     return ids.to(device)
 
 
-def composition_error(caller: str, layer: MixerLayer) -> RecipeError:
-    """Return the error for a composition in the place of one of its memories."""
-    return RecipeError(
+def refuse_composition(caller: str, layer: MixerLayer) -> NoReturn:
+    """Refuse a composition in the place of one of its memories."""
+    raise RecipeError(
         f"{caller} looks at one memory, and this layer composes {', '.join(layer.leaves)}: "
         "give one of layer.leaves and its tokens from rc.blocks.leaf_inputs(layer, x)"
     )

@@ -19,9 +19,9 @@ from recollect.blocks.layers import MixerLayer
 from recollect.explanation.diagnosis import curves_to_json, format_change, text_table
 from recollect.explanation.model_inputs import (
     MemoryRun,
-    composition_error,
     model_inputs,
     received_tokens,
+    refuse_composition,
 )
 from recollect.layer.checks import check_tokens
 from recollect.layer.memory_layer import MemoryLayer
@@ -308,7 +308,7 @@ def _received(model: nn.Module, memory: MemoryLayer, name: str, inputs: Tensor) 
         if isinstance(module, MixerLayer) and (not path or name.startswith(f"{path}."))
     ]
     if compositions:
-        raise composition_error("rc.trace", compositions[0])
+        refuse_composition("rc.trace", compositions[0])
     raise RecipeError(f"{name} is not called for this text, and rc.trace needs one call")
 
 

@@ -25,11 +25,10 @@ from recollect.layer.gates import GateProjection, normalize_to_length
 from recollect.layer.grouped_norm import GroupedRMSNorm
 from recollect.layer.inspection import MemorySpec
 from recollect.layer.key_recurrence import Sequences
-from recollect.layer.memory_call import run_memory, state_after
 from recollect.layer.mimo import InputOutputFactors
 from recollect.layer.options import LayerOptions
 from recollect.layer.qk_affine import QKAffine, QKScale
-from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.recipe_module import RecipeModule, run_memory, state_after
 from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.rotary import (
     ComplexDecayPhase,
@@ -320,7 +319,7 @@ class MemoryLayer(RecipeModule):
             conv_state = None if state is None else state.conv
             u, conv_state = conv(u, conv_state, lengths=lengths, cu_seqlens=cu_seqlens)
         if options.conv_activation == "silu":
-            u = self._activate(u)
+            u = functional.silu(u) if options.conv_activation_on == "qkv" else self._activate(u)
         qk_width = self.qkv_sizes[0] + self.qkv_sizes[1]
         projected, v = u.split_with_sizes([qk_width, self.qkv_sizes[2]], dim=-1)
         zeros, mimo = options.zero_values, self.mimo
@@ -396,10 +395,8 @@ class MemoryLayer(RecipeModule):
         )
 
     def _activate(self, u: Tensor) -> Tensor:
-        """Apply SiLU to the projections that have an activation."""
+        """Apply SiLU to the projections that have an activation, if not all have one."""
         on = self.options.conv_activation_on
-        if on == "qkv":
-            return functional.silu(u)
         parts = zip("qkv", u.split_with_sizes(self.qkv_sizes, dim=-1), strict=True)
         return torch.cat([functional.silu(x) if name in on else x for name, x in parts], dim=-1)
 

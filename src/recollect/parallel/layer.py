@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from recollect.functional.packing import compact, scatter
 from recollect.layer.checks import check_state, check_tokens
 from recollect.layer.feed_forward import FeedForward
-from recollect.layer.memory_call import make_call, state_after
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.recipe_module import RecipeModule, make_call, state_after
 from recollect.layer.state import LayerState
 from recollect.parallel.exchange import Exchange
 from recollect.parallel.link import Link

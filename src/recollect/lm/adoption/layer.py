@@ -14,7 +14,7 @@ from recollect.engines.common.problem import Problem, state_dtype
 from recollect.functional.binding import bind, named
 from recollect.functional.packing import CompactedBatch, compact, last_tokens, scatter
 from recollect.layer.inspection import MemorySpec
-from recollect.layer.memory_call import run_call
+from recollect.layer.recipe_module import run_call
 from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.short_conv import short_convolution
 from recollect.lm.adoption.context import CallContext, boundaries_of, padding_of
