@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from torch import Tensor
 from recollect.state.state import State
 
 __all__ = ["SegmentSlice", "concat_segments", "split_segments"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _uncompiled(method: F) -> F:
+    """Leave a method out of compiled graphs, with its type."""
+    return cast(F, torch.compiler.disable(method))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +39,7 @@ class SegmentSlice:
     lengths: Tensor | None = None
     starts_segment: Tensor | bool = False
 
-    @torch.compiler.disable  # a graph per shape and stride of x would exceed the recompile limit
+    @_uncompiled  # a graph per shape and stride of x would exceed the recompile limit
     def take(self, x: Tensor) -> Tensor:
         """Return the tokens of ``x [B, T, ...]``, and 0 at positions without a token."""
         if self.index is None:
