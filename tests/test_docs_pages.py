@@ -207,7 +207,7 @@ def test_every_page_names_one_duration_of_the_demo() -> None:
         name: " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/index.md")
     }
     for name, text in texts.items():
-        assert "about five minutes on two cores" in text.partition("make demo")[2], name
+        assert "about six minutes on two cores" in text.partition("make demo")[2], name
 
 
 def test_the_defaults_of_devices_are_those_of_the_commands() -> None:
