@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_layer import check_splits
 from torch import Tensor
 from torch.nn import functional
 
@@ -154,15 +155,7 @@ def test_outputs_and_gradients_are_those_of_a_loop(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_splits_padding_and_packed_documents_change_nothing(name: str) -> None:
     layer, x = build(name), tokens()
-    full, end = layer(x)
-    for cuts in ((0, 1, 2, 7, T), tuple(range(T + 1))):
-        state, outputs = None, []
-        for a, b in pairwise(cuts):
-            y, state = layer(x[:, a:b], state)
-            outputs.append(y)
-        torch.testing.assert_close(torch.cat(outputs, 1), full, **TOL)
-        for ours, theirs in zip(state.memory.tensors(), end.memory.tensors(), strict=True):
-            torch.testing.assert_close(ours, theirs, **TOL)
+    check_splits(layer, x)
     mask = torch.ones(2, T)
     mask[0, :4], mask[1, [2, 9]] = 0, 0
     y, state = layer(x.masked_fill(mask[..., None] == 0, torch.nan), attention_mask=mask)

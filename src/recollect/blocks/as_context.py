@@ -70,9 +70,7 @@ class MemoryAsContextLayer(RowsLayer):
     @property
     def memory(self) -> MemoryLayer:
         """The layer that learns the outputs of the attention."""
-        layer = self.parts["memory"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
+        return self.memory_part("memory")
 
     def forward_rows(
         self,

@@ -103,9 +103,7 @@ class CachedMemoryLayer(RowsLayer):
     @property
     def memory(self) -> MemoryLayer:
         """The layer of the memory."""
-        layer = self.parts["memory"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
+        return self.memory_part("memory")
 
     def forward_rows(
         self,

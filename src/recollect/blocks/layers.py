@@ -108,6 +108,12 @@ class MixerLayer(nn.Module):
         """Initial memories of the parts by name, as ``state.reset`` takes them."""
         return {name: initial_memory_of(part) for name, part in self.parts.items()}
 
+    def memory_part(self, name: str) -> MemoryLayer:
+        """Return the part of this name, which is the layer of one recipe."""
+        layer = self.parts[name]
+        assert isinstance(layer, MemoryLayer)
+        return layer
+
     @property
     def leaves(self) -> dict[str, MemoryLayer | FeedForward]:
         """Layers of all recipes, by the dotted path of part names."""

@@ -69,9 +69,7 @@ class LevelsLayer(RowsLayer):
     @property
     def memory(self) -> MemoryLayer:
         """The layer whose queries, keys, values and gates all levels use."""
-        layer = self.parts["memory"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
+        return self.memory_part("memory")
 
     def forward_rows(
         self,

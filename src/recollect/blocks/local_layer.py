@@ -41,9 +41,7 @@ class LocalMemoriesLayer(RowsLayer):
     @property
     def first(self) -> MemoryLayer:
         """The layer whose queries, keys and values all memories use."""
-        layer = self.parts["first"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
+        return self.memory_part("first")
 
     def forward_rows(
         self,

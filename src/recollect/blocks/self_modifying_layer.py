@@ -79,9 +79,7 @@ class SelfModifyingMemoryLayer(RowsLayer):
     @property
     def first(self) -> MemoryLayer:
         """The layer of the memory that is read."""
-        layer = self.parts["memory"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
+        return self.memory_part("memory")
 
     @property
     def projections(self) -> ProjectionMemories:

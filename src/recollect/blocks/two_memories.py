@@ -101,9 +101,7 @@ class TwoMemoriesLayer(MixerLayer):
     @property
     def first(self) -> MemoryLayer:
         """The layer whose queries, keys and values the memories use."""
-        layer = self.parts["first"]
-        assert isinstance(layer, MemoryLayer)
-        return layer
+        return self.memory_part("first")
 
     @property
     def second(self) -> SecondMemory:

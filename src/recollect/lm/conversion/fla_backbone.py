@@ -13,7 +13,7 @@ from typing import Any
 
 from recollect.blocks.mixers import RecipeMixer
 from recollect.layer.options import LayerOptions
-from recollect.lm.conversion.layout import TAPS, Piece, parts
+from recollect.lm.conversion.layout import TAPS, Piece, gated_mlp_pieces, parts
 from recollect.lm.model.config import RecollectConfig
 from recollect.recipe.recipe import Recipe
 
@@ -121,18 +121,14 @@ def model_pieces(
 
     def pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
         yield Piece("model.embeddings.weight", "model.embed_tokens.weight")
-        width = config.intermediate_size
         for index in range(config.num_hidden_layers):
             block, our_block = f"model.layers.{index}.", f"model.blocks.{index}."
             for piece in layer(options, config):
                 yield piece.within(f"{block}attn.", f"{our_block}layer.")
-            first, second = parts("mlp.gate_up.weight", [width, width])
             for piece in (
                 Piece("attn_norm.weight", "memory_norm.weight"),
                 Piece("mlp_norm.weight", "mlp_norm.weight"),
-                Piece("mlp.gate_proj.weight", first),
-                Piece("mlp.up_proj.weight", second),
-                Piece("mlp.down_proj.weight", "mlp.down.weight"),
+                *gated_mlp_pieces(config),
             ):
                 yield piece.within(block, our_block)
         yield Piece("model.norm.weight", "model.norm.weight")

@@ -157,7 +157,7 @@ def _hgrn2(options: Options) -> RecollectConfig:
         conv_size=0,
         conv_activation_on="q",
         qk_norm="scaled",
-        norm_eps=1e-5,  # whatever norm_eps is: the layer leaves this argument out
+        norm_eps=1e-5,  # the published layer ignores its norm_eps
         norm_group_size=heads,
         output_gate="none",
         gate_options={
@@ -194,10 +194,8 @@ def _hgrn2_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
 def _hgrn2_model_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
     yield from model_pieces(_hgrn2_pieces)(options, config)
     if options["use_lower_bound"]:
-        layers, shape = (
-            config.num_hidden_layers,
-            (config.num_attention_heads, head_sizes(config)[0]),
-        )
+        layers = config.num_hidden_layers
+        shape = config.num_attention_heads, head_sizes(config)[0]
         transforms = (reshape((layers, -1), (layers, *shape)),)
         yield Piece("model.lower_bounds", "model.decay_floors.weight", transforms)
 

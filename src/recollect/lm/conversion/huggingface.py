@@ -16,7 +16,16 @@ from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.memory.local import LocalConstant
 from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
-from recollect.lm.conversion.layout import NEGATE, TAPS, Layout, Part, Piece, parts, reshape
+from recollect.lm.conversion.layout import (
+    NEGATE,
+    TAPS,
+    Layout,
+    Part,
+    Piece,
+    gated_mlp_pieces,
+    parts,
+    reshape,
+)
 from recollect.lm.model.config import RecollectConfig
 from recollect.messages import short_repr
 from recollect.recipe.recipe import Recipe
@@ -302,7 +311,6 @@ def _published_qwen3_5(config: RecollectConfig) -> dict[str, Any]:
 
 def _qwen3_5_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
     yield Piece("model.embed_tokens.weight", "model.embed_tokens.weight")
-    width = config.intermediate_size
     for index, kind in enumerate(options["layer_types"]):
         block, our_block = f"model.layers.{index}.", f"model.blocks.{index}."
         is_attention = kind == _ATTENTION
@@ -310,13 +318,10 @@ def _qwen3_5_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece
         for piece in layer:
             prefix = "self_attn." if is_attention else "linear_attn."
             yield piece.within(f"{block}{prefix}", f"{our_block}layer.")
-        gate_proj, up_proj = parts("mlp.gate_up.weight", [width, width])
         for piece in (
             Piece("input_layernorm.weight", "memory_norm.weight"),
             Piece("post_attention_layernorm.weight", "mlp_norm.weight"),
-            Piece("mlp.gate_proj.weight", gate_proj),
-            Piece("mlp.up_proj.weight", up_proj),
-            Piece("mlp.down_proj.weight", "mlp.down.weight"),
+            *gated_mlp_pieces(config),
         ):
             yield piece.within(block, our_block)
     yield Piece("model.norm.weight", "model.norm.weight")

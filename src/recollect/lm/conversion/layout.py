@@ -27,6 +27,7 @@ __all__ = [
     "Part",
     "Piece",
     "Transform",
+    "gated_mlp_pieces",
     "parts",
     "reshape",
 ]
@@ -125,6 +126,17 @@ class Piece:
             published=replace(self.source, name=published + self.source.name),
             ours=replace(self.target, name=ours + self.target.name),
         )
+
+
+def gated_mlp_pieces(config: RecollectConfig) -> list[Piece]:
+    """Return the pieces of a block's gated MLP, whose first two maps are one tensor of ours."""
+    width = config.intermediate_size
+    gate_proj, up_proj = parts("mlp.gate_up.weight", [width, width])
+    return [
+        Piece("mlp.gate_proj.weight", gate_proj),
+        Piece("mlp.up_proj.weight", up_proj),
+        Piece("mlp.down_proj.weight", "mlp.down.weight"),
+    ]
 
 
 def _as_part(part: Part | str) -> Part:
