@@ -23,7 +23,7 @@ from tests.lm.runs import Recorder, weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import recollect as rc
-from recollect.lm.data.rows import PackedRow, collate
+from recollect.lm.data.rows import PackedRow, collate, pad_documents
 from recollect.lm.distillation.calibrate import attention_statistics, calibrate
 from recollect.lm.distillation.trainers import LayerMatchingTrainer, LogitMatchingTrainer
 from recollect.lm.training.train import train
@@ -72,20 +72,25 @@ def plan(folder: Path, out: Path, **changes: Any) -> rc.lm.DistillPlan:
     return rc.lm.DistillPlan(**{**values, **changes})
 
 
-def test_documents_become_padded_rows() -> None:
-    rows = [
-        PackedRow(tokens=np.array([5, 6, 7, 8], dtype=np.int32), starts=(0, 3)),
-        PackedRow(tokens=np.array([1, 2, 3, 4], dtype=np.int32), starts=(0,)),
-    ]
-    batch = collate(rows, reset_memory=True, pad=True)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0], [1, 2, 3, 4]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """A batch of one row, with documents of these lengths."""
+    starts = tuple(itertools.accumulate(lengths[:-1], initial=0))
+    row = PackedRow(tokens=np.arange(1, 1 + sum(lengths), dtype=np.int32), starts=starts)
+    return collate([row], reset_memory=True)
+
+
+def test_documents_of_similar_lengths_are_padded_together() -> None:
+    first, second = pad_documents(packed(4, 1, 2, 3))
     ignored = -100
-    assert batch["labels"].tolist() == [
-        [ignored, 6, 7, ignored],
-        [ignored] * 4,
-        [ignored, 2, 3, 4],
-    ]
+    assert first["input_ids"].tolist() == [[1, 2, 3, 4], [8, 9, 10, 0]]
+    assert first["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert first["labels"].tolist() == [[ignored, 2, 3, 4], [ignored, 9, 10, ignored]]
+    assert second["input_ids"].tolist() == [[6, 7]]  # token 5 predicts nothing
+
+
+def test_padding_at_most_doubles_the_tokens() -> None:
+    batches = pad_documents(packed(2048, *[2] * 500, *range(2, 40)))
+    assert sum(batch["input_ids"].numel() for batch in batches) < 2 * (2048 + 1000 + sum(range(40)))
 
 
 def attention_loop(
@@ -322,8 +327,7 @@ def losses(folder: Path, cls: Any, tmp_path: Path) -> tuple[Any, dict[str, Tenso
         "match_layers", start=tmp_path / "start"
     )
     train(rc.lm.TrainPlan.from_dict(tables), trainer_class=trainer)
-    tokens = np.arange(6, dtype=np.int32)
-    batch = collate([PackedRow(tokens=tokens, starts=(0, 4))], reset_memory=True, pad=True)
+    (batch,) = pad_documents(packed(4, 3))
     model = trainers[0].model.train()
     return trainers[0], batch, trainers[0].compute_loss(model, batch)
 
@@ -331,7 +335,7 @@ def losses(folder: Path, cls: Any, tmp_path: Path) -> tuple[Any, dict[str, Tenso
 def test_logits_are_compared_token_by_token(folder: Path, tmp_path: Path) -> None:
     trainer, batch, loss = losses(folder, LogitMatchingTrainer, tmp_path)
     total, count = 0.0, 0
-    for row, length in ((0, 4), (1, 2)):
+    for row, length in ((0, 4), (1, 3)):
         ids = batch["input_ids"][row : row + 1, :length]
         with torch.no_grad():
             p, q = (m(ids).logits[0, :-1].softmax(-1) for m in (trainer.teacher, trainer.model))
@@ -340,10 +344,38 @@ def test_logits_are_compared_token_by_token(folder: Path, tmp_path: Path) -> Non
     assert loss.item() == pytest.approx(total / count, rel=1e-4)
 
 
+def test_documents_of_other_lengths_are_parts_of_a_step(folder: Path, tmp_path: Path) -> None:
+    trainer, _, _ = losses(folder, LogitMatchingTrainer, tmp_path)
+    model, batch, ids, sizes = trainer.model, packed(6, 2), torch.arange(1, 9), []
+    count = torch.tensor(12)  # two batches of six targets are a step
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    model.zero_grad()
+    loss = trainer.training_step(model, batch, count)
+    hook.remove()
+    assert sizes == [(1, 6), (1, 2)]
+    grads = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    expected, entropy = torch.zeros(()), torch.zeros(())
+    for document in (ids[None, :6], ids[None, 6:]):
+        p, q = (m(document).logits[0, :-1].log_softmax(-1) for m in (trainer.teacher, model))
+        expected = expected + (p.exp() * (p - q)).sum() / count
+        entropy = entropy - q.gather(1, document[0, 1:, None]).sum() / 6
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    others = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    for grad, other in zip(grads, others, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-3, atol=1e-6)
+    model.eval()
+    with torch.no_grad():  # the usual loss, as on held-out rows
+        assert float(sum(trainer.batch_losses(batch))) == pytest.approx(entropy.item(), rel=1e-4)
+
+
 def test_layers_are_compared_from_the_input_of_the_teacher(folder: Path, tmp_path: Path) -> None:
     trainer, batch, loss = losses(folder, LayerMatchingTrainer, tmp_path)
     teacher, error, size = trainer.teacher, 0.0, 0.0
-    for row, length in ((0, 4), (1, 2)):
+    for row, length in ((0, 4), (1, 3)):
         ids = batch["input_ids"][row : row + 1, :length]
         states = teacher(ids, output_hidden_states=True).hidden_states
         block = teacher.model.layers[1]

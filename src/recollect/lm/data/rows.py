@@ -1,27 +1,35 @@
 """Fixed-length rows of tokens from documents, and batches of rows.
 
 A row has ``context`` tokens: documents one after another, with the last one continued in the next
-row. A batch with document boundaries becomes one row with ``cu_seqlens``, or one padded row per
-document, and a batch without them stays ``[B, T]``. In all, the memory is reset at every document.
+row. A batch with document boundaries becomes one row with ``cu_seqlens``, and a batch without them
+stays ``[B, T]``. In both, the memory is reset at every document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 
+from recollect.functional.packing import document_batches
 from recollect.lm.data.sources import iter_chunks
 from recollect.lm.data.tokenizers import encode
 
-__all__ = ["PackedDataset", "PackedRow", "PackedStream", "collate", "pack", "read_rows"]
+__all__ = [
+    "PackedDataset",
+    "PackedRow",
+    "PackedStream",
+    "collate",
+    "pack",
+    "pad_documents",
+    "read_rows",
+]
 
 IGNORE_INDEX = -100
 
@@ -181,14 +189,11 @@ def collate(
     *,
     reset_memory: bool,  # at every document; otherwise a row is one sequence
     flatten: bool = True,  # whether rows with document boundaries become one row
-    pad: bool = False,  # whether each document becomes one row, with an attention_mask
 ) -> dict[str, Tensor]:
     """Return ``input_ids``, ``labels`` and, with document boundaries, ``cu_seqlens`` of rows."""
     tokens = torch.from_numpy(np.stack([row.tokens for row in rows])).long()  # [B, T]
     if not reset_memory or all(len(row.starts) == 1 for row in rows):
         return {"input_ids": tokens, "labels": tokens.clone()}
-    if pad:
-        return _pad_documents(rows)
     T = tokens.shape[1]
     starts = [i * T + start for i, row in enumerate(rows) for start in row.starts]
     labels = tokens.view(1, -1).clone()
@@ -200,15 +205,20 @@ def collate(
     }
 
 
-def _pad_documents(rows: Sequence[PackedRow]) -> dict[str, Tensor]:
-    """Return the documents of rows as a batch that is padded on the right."""
-    documents = [
-        torch.from_numpy(part).long()
-        for row in rows
-        for part in np.split(row.tokens, row.starts[1:])
+def pad_documents(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the packed documents of a batch as rows, for models that read padding alone.
+
+    Documents of similar lengths are one batch with an ``attention_mask``, so that padding at most
+    doubles the number of tokens. Documents without a target are left out.
+    """
+    if "cu_seqlens" not in batch:
+        return [dict(batch)]
+    groups = [
+        {
+            "input_ids": documents.gather(batch["input_ids"], 0),
+            "labels": documents.gather(batch["labels"], IGNORE_INDEX),
+            "attention_mask": documents.mask.long(),
+        }
+        for documents in document_batches(batch["cu_seqlens"], batch["input_ids"])
     ]
-    labels = pad_sequence(documents, batch_first=True, padding_value=IGNORE_INDEX)
-    mask = labels != IGNORE_INDEX
-    ids = labels.masked_fill(~mask, 0)
-    labels[:, 0] = IGNORE_INDEX  # no token precedes the first one of a document
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
+    return [group for group in groups if group["input_ids"].shape[1] > 1] or groups

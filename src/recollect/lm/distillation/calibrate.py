@@ -61,26 +61,29 @@ class AttentionStatistics:
 
 
 @torch.no_grad()
-def attention_statistics(model: Any, batch: Mapping[str, Tensor]) -> dict[int, AttentionStatistics]:
+def attention_statistics(
+    model: Any, *batches: Mapping[str, Tensor]
+) -> dict[int, AttentionStatistics]:
     """Return the statistics of each attention module of a decoder, by the index of its layer.
 
     Layers whose module does not return its weights are left out.
 
     Args:
         model: the decoder.
-        batch: ``input_ids [B, T]``, and ``attention_mask`` if they are padded on the right.
+        batches: ``input_ids [B, T]``, and ``attention_mask`` if they are padded on the right.
     """
     config = model.config.get_text_config(decoder=True)
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
     previous = config._attn_implementation
     parts: dict[int, list[AttentionStatistics]] = {}
     try:
         model.set_attn_implementation("eager")
-        for first in range(0, ids.shape[0], ROWS):
-            rows = slice(first, first + ROWS)
-            statistics = _row_statistics(model, ids[rows], None if mask is None else mask[rows])
-            for index, part in statistics.items():
-                parts.setdefault(index, []).append(part)
+        for batch in batches:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            for first in range(0, ids.shape[0], ROWS):
+                rows = slice(first, first + ROWS)
+                statistics = _row_statistics(model, ids[rows], None if mask is None else mask[rows])
+                for index, part in statistics.items():
+                    parts.setdefault(index, []).append(part)
     finally:
         model.set_attn_implementation(previous)
     return {index: _concatenate(parts[index]) for index in sorted(parts)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.lm.data.rows import collate
+from recollect.lm.data.rows import collate, pad_documents
 from recollect.lm.data.sources import BadLinePolicy
 from recollect.lm.distillation.calibrate import (
     AttentionStatistics,
@@ -231,8 +231,9 @@ class _Distillation:
         batch_size = self.train_plan.optimizer.batch
         rows = data.heldout
         self.heldout = [
-            self._collate(rows[first : first + batch_size])
+            batch
             for first in range(0, len(rows), batch_size)
+            for batch in self._collate(rows[first : first + batch_size])
         ]
         self.calibration_rows = list(islice(iter(data.train), CALIBRATION_ROWS))
         self.references = continuations(self.teacher, self.heldout)
@@ -250,17 +251,19 @@ class _Distillation:
                     f"keep_attention = {keep} keeps all of {count} layers: choose fewer"
                 )
 
-    def _collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        return collate(rows, reset_memory=self.train_plan.data.packing == "documents", pad=True)
+    def _collate(self, rows: Sequence[Any]) -> list[dict[str, Tensor]]:
+        resets = self.train_plan.data.packing == "documents"
+        return pad_documents(collate(rows, reset_memory=resets))
 
     def _swap(self) -> None:
         """Replace attention, initialize gates, and save the model."""
         statistics = {}
         if self.plan.calibrate:
-            batch = {
-                name: x.to(self.device) for name, x in self._collate(self.calibration_rows).items()
-            }
-            statistics = attention_statistics(self.teacher, batch)
+            batches = [
+                {name: x.to(self.device) for name, x in batch.items()}
+                for batch in self._collate(self.calibration_rows)
+            ]
+            statistics = attention_statistics(self.teacher, *batches)
         self.record |= {"stages": [], "damage": {}}
         layers = self.plan.layers
         if self.plan.keep_attention:

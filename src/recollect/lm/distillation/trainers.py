@@ -39,7 +39,7 @@ class _TeacherTrainer(RecollectTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = self.teacher_loss(model, inputs)
         if num_items_in_batch is not None:  # of all batches of the step
-            loss = loss * (inputs["labels"] != IGNORE_INDEX).sum() / num_items_in_batch
+            loss = loss * self.fraction_of_step(inputs, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from recollect.lm.data.rows import IGNORE_INDEX, PackedDataset, PackedRow, collate
+from recollect.lm.data.rows import IGNORE_INDEX, PackedDataset, PackedRow, collate, pad_documents
 from recollect.lm.distributed.async_save import AsyncSave
 from recollect.lm.distributed.checkpoints import (
     SHARDS_DIR,
@@ -136,7 +136,6 @@ class RecollectTrainer(Trainer):
                 collate,
                 reset_memory=plan.data.packing == "documents",
                 flatten=plan.data.segments == 1,
-                pad=not self._is_own_model,
             ),
             processing_class=tokenizer,
         )
@@ -181,7 +180,9 @@ class RecollectTrainer(Trainer):
             lr = groups[0]["lr"] if groups else 0.0
             self.guard.start_step(self._last_step + 1, lr)
         with self.guard.track_batch(inputs, num_items_in_batch):
-            if self.plan.data.segments == 1:
+            if not self._is_own_model:
+                loss = self._padded_step(model, inputs, num_items_in_batch)
+            elif self.plan.data.segments == 1:
                 loss = super().training_step(model, inputs, num_items_in_batch)
             else:
                 loss = self._segmented_step(model, inputs, num_items_in_batch)
@@ -233,6 +234,18 @@ class RecollectTrainer(Trainer):
         if "loss" in logs:
             logs = {**logs, **self.throughput.log_entries}
         super().log(logs, *args, **kwargs)
+
+    def _padded_step(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """Run the documents of a batch in padded parts, and return its loss."""
+        batch = cast(dict[str, Tensor], self._prepare_inputs(inputs))
+        num_items = count_targets(batch) if num_items is None else num_items
+        losses: list[Tensor] = []
+        parts = pad_documents(batch)
+        for part in parts:
+            # DDP averages gradients after the last part.
+            with nullcontext() if part is parts[-1] else self.accelerator.no_sync(model):
+                losses.append(super().training_step(model, part, num_items))
+        return torch.stack(losses).sum()
 
     def _segmented_step(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Run the segments of a batch, and return its loss."""
@@ -290,6 +303,10 @@ class RecollectTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the loss of a batch, or of a segment with its cache."""
+        if num_items_in_batch is not None and not self._is_own_model:
+            loss, outputs = cast(Any, super().compute_loss(model, inputs, True))
+            loss = loss * self.fraction_of_step(inputs, num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
         if "cache" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = cast(Any, super().compute_loss(model, inputs, True, num_items_in_batch))
@@ -303,6 +320,12 @@ class RecollectTrainer(Trainer):
                     loss = loss + (state * grad).sum().to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
 
+    def fraction_of_step(self, inputs: Mapping[str, Tensor], num_items: Any) -> Tensor:
+        """Return the factor of the mean loss of a batch in the loss of all batches of a step."""
+        fraction = count_targets(inputs) / num_items
+        is_global = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        return fraction * self.accelerator.num_processes if is_global else fraction
+
     def _pop_segment(self) -> tuple[Tensor, RecollectCache]:
         """Return the loss of the last segment and its detached states."""
         loss, cache = self._segment_loss, self._segment_cache
@@ -313,8 +336,14 @@ class RecollectTrainer(Trainer):
     def batch_losses(
         self, batch: dict[str, Tensor], num_items: Any = None, **kwargs: Any
     ) -> Iterator[Tensor]:
-        """Compute the losses of the segments of a batch on the device; their sum is its loss."""
+        """Compute the losses of the parts of a batch on the device; their sum is its loss."""
         model, num_segments = cast(nn.Module, self.model), self.plan.data.segments
+        if not self._is_own_model:
+            parts = pad_documents(batch)
+            num_items = count_targets(batch) if num_items is None else num_items
+            for part in parts:
+                yield self.compute_loss(model, {**part, **kwargs}) * count_targets(part) / num_items
+            return
         if num_segments > 1 and num_items is None:
             num_items = count_targets(batch)
         if num_items is not None:  # as an argument of `compute_loss`, it scales by processes too
