@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -265,8 +266,8 @@ def test_ties_apply_in_their_order() -> None:
 
 def test_an_explanation_has_the_equations_of_ties() -> None:
     assert rc.explain("rwkv7").ties == (
-        "w_t = (k_t ⊙ ξ)/‖k_t ⊙ ξ‖",
-        "k_t ← k_t ⊙ (1 + ξ (erase − 1))",
+        "w_t = (k_t ⊙ ξ_w)/‖k_t ⊙ ξ_w‖",
+        "k_t ← k_t ⊙ (1 + ν (erase − 1))",
     )
     assert rc.explain("memory_mosaics").ties == (
         "k_t ← A_t, A_t = λ_t A_(t−1) + k_t",
@@ -278,6 +279,18 @@ def test_an_explanation_has_the_equations_of_ties() -> None:
     )
     assert "ties     k_t ← k_(t−1)\n" in str(rc.explain("falcon_1"))
     assert rc.explain(rc.zoo.get("q_delta").recipe).ties == ()
+
+
+def test_every_learned_factor_has_a_letter_of_its_own() -> None:
+    ties = (
+        Tie(target="probe", source="k", rule="direction"),
+        Tie(target="q", source="k", rule="difference"),
+        Tie(target="k", source="erase", rule="blend"),
+        *(Tie(target="k", source="k", rule=rule) for rule in ("precondition", "mix", "length")),
+    )
+    letters = [{*re.findall("[ξνχζ](?:_.)?", tie.equation)} for tie in ties]
+    assert [len(x) for x in letters] == [1] * len(ties)
+    assert len(set.union(*letters)) == len(ties)
 
 
 def test_part_of_the_channels_is_rotated() -> None:

@@ -33,8 +33,8 @@ __all__ = ["GateOptions", "LayerOptions", "Options", "Tie"]
 
 TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "complement": (("k",), ("gate",), "k_t = 1 − α_t"),
-    "blend": (("k",), ("gate",), "k_t ← k_t ⊙ (1 + ξ ({source} − 1))"),
-    "precondition": (("k",), ("k",), "k_t ← {s}^(−r/(1 + |r|)) ⊙ k_t, r = log A_t − ξ"),
+    "blend": (("k",), ("gate",), "k_t ← k_t ⊙ (1 + ν ({source} − 1))"),
+    "precondition": (("k",), ("k",), "k_t ← {s}^(−r/(1 + |r|)) ⊙ k_t, r = log A_t − χ"),
     "previous": (("k", "v"), ("k", "v"), "{x}_t ← {x}_(t−1)"),
     "mix": (("k", "v"), ("k", "v"), "{x}_t ← (1 − ξ_{x}) {x}_t + ξ_{x} {x}_(t−1)"),
     "leaky_average": (("k",), ("k",), "k_t ← A_t, A_t = λ_t A_(t−1) + k_t"),
@@ -45,10 +45,10 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
         "k_t ← w_t k_t/Λ_t, α_t ← α_t (1 − w_t k_t²/Λ_t), "
         "Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + w_t k_t², Λ_0 = {s}",
     ),
-    "direction": (("probe",), ("k",), "w_t = (k_t ⊙ ξ)/‖k_t ⊙ ξ‖"),
+    "direction": (("probe",), ("k",), "w_t = (k_t ⊙ ξ_w)/‖k_t ⊙ ξ_w‖"),
     "product": (("probe",), ("k",), "w_t = c_t ⊙ k_t"),
     "sum": (("probe",), ("q",), "w_t = k_t + c_t q_t"),
-    "difference": (("q",), ("k",), "q_t ← q_t − ξ k_t"),
+    "difference": (("q",), ("k",), "q_t ← q_t − ξ_q k_t"),
     "copy": (("q", "probe", "gate"), ("k", "gate"), "{target} = {source}"),
     "rate": (("gate", "angle"), ("gate",), "{target} = c {source}"),
     "negative": (("gate",), ("gate",), "{target} = −{source}"),
@@ -275,12 +275,12 @@ class Tie(_SavedOptions):
         target: ``"q"``, ``"k"``, ``"v"``, a gate or param of the recipe, or ``"angle"``, the
             increment of the angle of `LayerOptions.complex_decay`.
         source: ``"q"``, ``"k"``, ``"v"``, or a gate or param of the recipe.
-        rule: formula of the target, with a c (the target's projection), a learned ξ or ζ and the
-            constant s:
+        rule: formula of the target, with a c (the target's projection), a learned factor ξ, ν, χ or
+            ζ, and the constant s:
 
             * ``"complement"``: k = 1 − α, α = exp(source) per key channel (HGRN2).
-            * ``"blend"``: k ⊙ (1 + ξ (source − 1)), a source per key channel (RWKV-7's k̃).
-            * ``"precondition"``: k ⊙ M with M = s^(−r/(1 + |r|)) in (1/s, s), r = log(A + 1e-6) − ξ
+            * ``"blend"``: k ⊙ (1 + ν (source − 1)), a source per key channel (RWKV-7's k̃).
+            * ``"precondition"``: k ⊙ M with M = s^(−r/(1 + |r|)) in (1/s, s), r = log(A + 1e-6) − χ
               and A_t = a_t A_(t−1) + b_t k_t², per key channel (preconditioned delta rules). a and
               b are the gates ``"log_moment_decay"`` and ``"moment_rate"`` of the layer.
             * ``"previous"``: k_(t−1) or v_(t−1), 0 at the first token (Falcon).

@@ -231,7 +231,7 @@ class TiedInputs:
 
 
 class Ties(nn.Module):
-    """Rules and learned factors ξ ``[H, K]`` or ``[H, 1]`` of the ties of a layer."""
+    """Rules and learned factors ``[H, K]`` or ``[H, 1]`` of the ties of a layer."""
 
     def __init__(self, options: LayerOptions, recipe: Recipe, *, heads: int, key_dim: int) -> None:
         super().__init__()
