@@ -293,6 +293,25 @@ def test_every_learned_factor_has_a_letter_of_its_own() -> None:
     assert len(set.union(*letters)) == len(ties)
 
 
+def test_a_filter_changes_the_decay_that_a_tie_before_it_made() -> None:
+    """α = a_0 c lr/lr_0 of the tie, times 1 − w k²/Λ of the filter, in this order alone."""
+    filtered = Tie(target="k", source="k", rule="filter")
+    rate = Tie(target="log_decay", source="lr", rule="rate")
+    recipe = rc.Recipe(bias=DOT, retention=Decay(per="key"))
+    with pytest.raises(rc.RecipeError, match="tie of 'log_decay' must come before it"):
+        LayerOptions(ties=(filtered, rate))
+    torch.manual_seed(0)
+    layer = MemoryLayer(8, 2, recipe, LayerOptions(ties=(rate, filtered))).double()
+    only_rate = MemoryLayer(8, 2, recipe, LayerOptions(ties=(rate,))).double()
+    only_rate.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(1, 1, 8, dtype=torch.float64)
+    inputs, plain = layer.memory_inputs(x), only_rate.memory_inputs(x)
+    removed = 1 - inputs.k * plain.k  # w k²/Λ
+    torch.testing.assert_close(
+        inputs.gates["log_decay"], plain.gates["log_decay"] + removed.log(), rtol=1e-10, atol=1e-10
+    )
+
+
 def test_part_of_the_channels_is_rotated() -> None:
     torch.manual_seed(0)
     full = MemoryLayer(16, 2, rc.Recipe(), LayerOptions(rope_theta=100.0)).double()

@@ -540,6 +540,11 @@ class LayerOptions(_SavedOptions):
             rules = [earlier.rule for earlier in self.ties[:i] if earlier.target == tie.target]
             is_gate = tie.target not in ("q", "k", "v")
             later = {other.target for other in self.ties[i:]} - {"q", "k", "v"}
+            if tie.target == "log_decay" and any(x.rule == "filter" for x in self.ties[:i]):
+                raise RecipeError(
+                    "LayerOptions(ties=...): rule 'filter' changes the decay of its keys, so the "
+                    "tie of 'log_decay' must come before it"
+                )
             if (is_gate and rules) or tie.source in later:
                 raise RecipeError(
                     "LayerOptions(ties=...): a gate needs one tie, and the tie of its source must "
