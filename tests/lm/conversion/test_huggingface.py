@@ -308,6 +308,11 @@ def test_mamba2_of_flash_linear_attention_with_a_skip_per_channel(tmp_path: Path
             {"layer_types": None, "full_attention_interval": 0},
             "'full_attention_interval' of qwen3_5_text must be an integer above 0, not 0",
         ),
+        (  # before a name is made for every layer
+            "qwen3_5_text",
+            {"layer_types": None, "num_hidden_layers": 10**6},
+            "converted: num_hidden_layers must be a whole number from 1 to 10000, not 1000000",
+        ),
         *(
             (
                 "qwen3_5_text",

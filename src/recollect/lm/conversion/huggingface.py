@@ -15,6 +15,7 @@ from recollect.choices.bias.losses import DotProduct
 from recollect.choices.context.similar import KernelWeighted
 from recollect.choices.memory.local import LocalConstant
 from recollect.choices.retention.base import Decay
+from recollect.fields import int_check, validate
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.lm.conversion.layout import (
     NEGATE,
@@ -26,7 +27,7 @@ from recollect.lm.conversion.layout import (
     parts,
     reshape,
 )
-from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.config import MAX_LAYERS, RecollectConfig
 from recollect.messages import short_repr
 from recollect.recipe.recipe import Recipe
 
@@ -182,6 +183,7 @@ def _qwen3_5_forms(options: Options) -> dict[str, Any]:
     options = dict(options)
     interval, count = options.pop("full_attention_interval", 4), options.get("num_hidden_layers")
     if not options.get("layer_types") and isinstance(count, int):
+        count = validate("num_hidden_layers", int_check(1, MAX_LAYERS), count)
         if type(interval) is not int or interval < 1:
             raise ValueError(
                 "the option 'full_attention_interval' of qwen3_5_text must be an integer above 0, "

@@ -35,7 +35,7 @@ __all__ = ["BASE_FIELDS", "SCHEMA", "RecipeLike", "RecollectConfig", "resolve_re
 
 SCHEMA = 2
 
-_MAX_SIZE, _MAX_LAYERS = 2**31 - 1, 10_000  # catch typos before memory is allocated
+_MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # catch typos before memory is allocated
 _FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Keys of the base class, and keys that other parts of transformers write into the file.
@@ -171,7 +171,7 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
 
     vocab_size: int = _size(32000)
     hidden_size: int = _size(768)
-    num_hidden_layers: int = _size(12, at_most=_MAX_LAYERS)
+    num_hidden_layers: int = _size(12, at_most=MAX_LAYERS)
     num_attention_heads: Any = _size(None)
     num_key_value_heads: Any = _size(None)
     head_dim: int | None = _size(None)
