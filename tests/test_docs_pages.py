@@ -104,6 +104,12 @@ def test_tables_of_measurements_are_those_of_the_results(monkeypatch: pytest.Mon
         assert end and text.strip() == expected, f"docs/{name}, {mark}:\n{expected}"
 
 
+def test_the_table_of_the_readme_has_rows_of_the_page_on_layers() -> None:
+    rows = re.findall(r"^\|.*\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert len(rows) > 4
+    assert set(rows) <= set(page("choose.md").splitlines())
+
+
 GENERATED = {"docs/zoo/index.md", "docs/reference/commands.md", "docs/six-knobs.html"}
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
@@ -191,6 +197,7 @@ def _bits(preset: str) -> float:
             lambda: _minutes("gated_delta_net"),
         ),
         ("docs/choose.md", "reaches {:.3f} bits per byte", lambda: _bits("softmax_attention-same")),
+        ("README.md", "it reaches {:.3f} bits per byte", lambda: _bits("softmax_attention-same")),
         ("README.md", "{} layers were trained with 3 million parameters", _layers),
         ("README.md", "{} presets were measured and equal the CPU", _presets_on_gpu),
     ],
@@ -466,7 +473,7 @@ def _uses(code: str) -> Iterator[tuple[str, bool]]:
 
 @pytest.mark.slow
 def test_members_in_examples_pass_pyright_where_they_are_used(tmp_path: Path) -> None:
-    """The README's own ``LogCosh(scale=2.0)`` did not: a field needs an annotation."""
+    """``LogCosh(scale=2.0)`` passes only if the field has an annotation."""
     pyright = [sys.executable, "-m", "pyright"]
     if subprocess.run([*pyright, "--version"], capture_output=True).returncode:
         pytest.skip("pyright is not installed, or could not fetch its Node package")

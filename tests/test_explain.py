@@ -767,7 +767,8 @@ def test_the_tutorial_names_the_layers_of_its_table() -> None:
     names: dict[str, Any] = {"rc": rc}
     exec(code, names)
     base = names["gated_delta_net"]
-    first = re.search(r"```text\n(.*?)\n```", readme, re.DOTALL)
+    _, _, below = readme.partition(code)
+    first = re.search(r"```text\n(.*?)\n```", below, re.DOTALL)
     assert first is not None
     assert str(explain(base)).startswith(first[1] + "\n")
     assert [x.name for x in explain(base).same_recipe_systems] == ["gated_delta_net"]
