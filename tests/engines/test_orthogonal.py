@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from recollect.choices.algorithm import muon
 from recollect.choices.algorithm.muon import newton_schulz, newton_schulz_flops
 from recollect.choices.matmul_precision import matmul_precision
 
@@ -159,3 +160,29 @@ def test_transforms_go_through_it() -> None:
     S.requires_grad_()
     (joint,) = torch.autograd.grad(newton_schulz(S, 5).square().sum(), S)
     torch.testing.assert_close(each, joint)
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-38, 1e-30, 1e-20])
+def test_tiny_rows_give_no_subnormal_products(tiny: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden units without a gradient cost no time on a CPU, and their gradients are right."""
+    torch.manual_seed(0)
+    S = torch.randn(2, 8, 20, dtype=torch.float64)
+    S[:, ::2] *= tiny
+    products: list[Tensor] = []
+
+    def recorded(X: Tensor) -> Tensor:
+        products.append(X @ X.mT)
+        return products[-1]
+
+    monkeypatch.setattr(muon, "gram", recorded)
+    results: list[Tensor] = []
+    for dtype in (torch.float64, torch.float32):
+        x = S.to(dtype).requires_grad_()
+        y = newton_schulz(x, 5)
+        (slope,) = torch.autograd.grad(y.sin().sum(), x)
+        results += [y.detach(), slope]
+    for G in products[len(products) // 2 :]:
+        assert not ((G != 0) & (G.abs() < torch.finfo(G.dtype).tiny)).any()
+    y, slope, y32, slope32 = results
+    torch.testing.assert_close(y32.double(), y, atol=1e-5, rtol=0)
+    torch.testing.assert_close(slope32.double(), slope, atol=1e-5, rtol=1e-4)

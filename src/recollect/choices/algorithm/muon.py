@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,9 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MAX_FUSED = 3
 """Maximum number of iterations that are computed from one Gram matrix, without loss of accuracy in
 float32. Five iterations lose two digits (`docs/design/deep-engine.md`)."""
+
+NEGLIGIBLE = 1e-14
+"""Largest entries of rows that are 0 in float32 on a CPU, relative to the largest entry."""
 
 
 def newton_schulz(S: Tensor, steps: int) -> Tensor:
@@ -60,10 +64,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     X = wide.flatten(0, -3) if wide.dim() > 2 else wide.unsqueeze(0)
     max_fused = _fusable_iterations(S)
     with without_autocast(S.device.type):
-        # Entries of at most 1 avoid overflow and underflow of their squares.
-        unit = _max_abs(X.detach())
-        unit = torch.where(unit == 0, 1.0, unit)
-        X = X / unit
+        X, unit = _divided_by_largest(X)
         # ‖X‖² is the trace of the Gram matrix, which saves an intermediate of the size of X.
         G = gram(X)
         norm = safe_sqrt(G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
@@ -77,11 +78,24 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     return X.mT if tall else X
 
 
-def _max_abs(X: Tensor) -> Tensor:
-    """Return the largest absolute value of ``X [n, s, l]``, ``[n, 1, 1]``."""
-    if X.device.type == "cpu":  # eight times faster than the norm
-        return torch.maximum(X.amax((-2, -1), True), X.amin((-2, -1), True).neg())
-    return torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1), keepdim=True)
+def _divided_by_largest(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``X [n, s, l]`` over its largest absolute value, and this value (1 if X is 0).
+
+    Squares of entries of at most 1 do not overflow. Products of negligible rows would be subnormal
+    numbers, which a CPU multiplies many times slower. These rows become 0, and keep their gradient.
+    """
+    values, on_cpu = X.detach(), X.device.type == "cpu"
+    if on_cpu:  # eight times faster than the norm
+        rows = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg())
+        unit = rows.amax(-2, True)
+    else:
+        rows = unit = torch.linalg.vector_norm(values, inf, dim=(-2, -1), keepdim=True)
+    unit = torch.where(unit == 0, 1.0, unit)
+    X = X / unit
+    if on_cpu and X.dtype == torch.float32:
+        is_negligible = (rows < NEGLIGIBLE * unit).to(X.dtype)
+        X = torch.addcmul(X, X.detach(), is_negligible, value=-1)
+    return X, unit
 
 
 def _fusable_iterations(S: Tensor) -> int:
