@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,14 @@ def test_effective_ranks_are_those_of_the_singular_values() -> None:
     assert deep.max_rank.keys() == deep.rank.keys() == deep.memory.keys()
     for name, rank in deep.rank.items():
         assert ((rank >= 0) & (rank <= deep.max_rank[name] + 1e-4)).all()
+
+
+def test_ranks_are_measured_at_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = build("delta_net"), tokens(11)
+    every = rc.diagnose(layer, x).rank["W"]
+    monkeypatch.setattr(sys.modules["recollect.explanation.diagnose"], "MAX_RANKS", 4)
+    measured = [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 11]
+    assert torch.equal(rc.diagnose(layer, x).rank["W"], every[measured])
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "gla", "mamba", "mamba2", "retnet"])

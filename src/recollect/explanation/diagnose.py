@@ -51,6 +51,9 @@ __all__ = ["Diagnosis", "Fault", "ModelDiagnosis", "diagnose"]
 SATURATION = 0.01
 """Distance from the ends of a gate's range, in units of the range, at which it is saturated."""
 
+MAX_RANKS = 256
+"""Largest number of boundaries of inner batches at which singular values are computed."""
+
 
 @overload
 def diagnose(layer: InspectableLayer, x: Tensor) -> Diagnosis: ...
@@ -157,6 +160,7 @@ class _DiagnosisRun:
         self.error = torch.full((self.T, self.H), torch.nan)
         self.half_life: Tensor | None = None
         self.rank: dict[str, list[Tensor]] = {}
+        self.rank_every = 1 + self.T // self.batch_size // MAX_RANKS
         self.max_rank: dict[str, int] = {}
         self.curvature: list[Tensor] = []
 
@@ -262,7 +266,11 @@ class _DiagnosisRun:
             norms.append((scale * norm(weight)).mean(0).float().cpu())
         for name, weight in zip(self.memory, state.weights, strict=False):
             if weight.dim() == 4 and min(weight.shape[2:]) > 1:
-                self.rank.setdefault(name, []).append(effective_rank(weight).mean(0).float().cpu())
+                ranks, index = self.rank.setdefault(name, []), len(self.positions) - 1
+                is_measured = index % self.rank_every == 0 or index == self.T // self.batch_size
+                ranks.append(
+                    effective_rank(weight).mean(0).float().cpu() if is_measured else ranks[-1]
+                )
                 self.max_rank[name] = min(weight.shape[2:])
         for name, slot in state.algorithm_state.items():
             total = torch.stack([norm(w).square() for w in slot]).sum(0).sqrt()
