@@ -13,7 +13,7 @@ from recollect.fields import validated_field
 
 __all__ = ["SelfModifyingMemory"]
 
-MAX_RATE, MAX_TOTAL_RATE = 0.05, 0.8
+MAX_RATE, MAX_TOTAL_RATE = 0.05, 0.4
 """Largest default rate of a token, and of all steps of an inner batch, for keys of length 1."""
 
 
@@ -48,13 +48,12 @@ class SelfModifyingMemory(Mixer):
         every M_□ of M, M_k, M_v and M_g learns (k'_t, M_□(v'_t)) with these gates
 
     All of these outputs are those of the memories at the start of the inner batch. U is learned,
-    and norm is the ``qk_norm`` of the layer, ``"l2"`` or ``"rms"``: a memory that writes its output
-    at v'_t may grow without bound if v'_t is longer than k'_t. The layer's norm, gate and output
-    map follow y.
+    and norm scales to length 1 (``qk_norm="l2"`` of the layer): a memory that writes its output at
+    v'_t may grow without bound if v'_t is longer than k'_t. The layer's norm, gate and output map
+    follow y.
 
-    By default, the rate ``"lr"`` is below η = min(0.05, 0.8/n) and starts at η/5, with n the number
-    of losses of an inner batch. Larger sums of steps may diverge for keys of length 1. Keys of
-    ``qk_norm="rms"`` have length √K: set the rate to about 1/(4K) of the default.
+    By default, the rate ``"lr"`` is below η = min(0.05, 0.4/n) and starts at η/5, with n the number
+    of losses of an inner batch. Larger sums of steps may diverge.
 
     Args:
         memory: a recipe with its layer. Its memory consists of linear maps without features, and
@@ -111,7 +110,7 @@ class SelfModifyingMemory(Mixer):
         gates = ", ".join(f"{name} of U m_{name}(v)" for name in self.gate_names)
         return (
             f"k' = m_keys(k), v' = m_values(v){', ' if gates else ''}{gates}, y = m_memory(q)",
-            "k, k', v and v' have the length of qk_norm, and every m learns (k', m(v'))",
+            "k, k', v and v' have length 1, and every m learns (k', m(v'))",
             "all outputs are those at the start of the inner batch",
         )
 
@@ -137,8 +136,11 @@ def _why_not_self_modifying(mixer: Mixer) -> str:
         )
     if options.ties or options.complex_decay != "none":
         return "its keys or gates come from the layer: leave ties and complex_decay out"
-    if options.qk_norm not in ("l2", "rms"):
-        return f"LayerOptions(qk_norm={options.qk_norm!r}) lets it diverge: use 'l2' or 'rms'"
+    if options.qk_norm != "l2":
+        return (
+            f"LayerOptions(qk_norm={options.qk_norm!r}) has keys that are longer than 1, for which "
+            "its rates diverge: use 'l2'"
+        )
     for name, default in (("rope_theta", None), ("qk_scale", "none"), ("qk_affine", False)):
         value = getattr(options, name)
         if value != default:
