@@ -149,13 +149,19 @@ CHAINS = _chains()
 CHAINS["a number called c"] = CHAINS["momentum"].replace(bias=Named())
 
 
-def _threes(spec: object, keys: ChainInputs, start: object) -> list[tuple[int, int]]:
-    """Three batches at once, and what is left."""
-    N = len(keys.k)
-    return [(s, min(s + 3, N)) for s in range(0, N, 3)]
+def _threes(spec: object, group: tuple[int, int], start: object) -> list[tuple[int, int]]:
+    """Spans of three batches and of the rest."""
+    first, stop = group
+    return [(s, min(s + 3, stop)) for s in range(first, stop, 3)]
 
 
-WAYS = ("batch by batch", "some at once", "all at once", "as on a device")
+def _pairs(spec: object, inputs: ChainInputs) -> list[tuple[int, int]]:
+    """Groups of two batches and of the rest."""
+    N = len(inputs.k)
+    return [(s, min(s + 2, N)) for s in range(0, N, 2)]
+
+
+WAYS = ("batch by batch", "some at once", "all at once", "as on a device", "in groups")
 
 
 # Every structure is fast in one of the ways, in turn, and slow in the others.
@@ -172,6 +178,8 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(borders, "MAX_SPAN_BYTES", 0 if way == "batch by batch" else 2**30)
     if way == "some at once":
         monkeypatch.setattr(borders, "_spans", _threes)
+    if way == "in groups":
+        monkeypatch.setattr(borders, "_groups", _pairs)
     if way == "as on a device":
         for module in (backward, borders, forward):
             monkeypatch.setattr(module, "is_cpu", lambda _: False)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines.deep import engine
+from recollect.engines.deep.chain import engine as chain
 
 RULES: dict[str, Any] = {
     "chain": rc.algorithm.Momentum(batch_size=2, normalized_steps=True),
@@ -35,13 +36,19 @@ def recipe_of(way: str) -> rc.Recipe:
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Groups of every call that ran in more than one."""
     result: list[int] = []
-    original = engine.run_groups
+    run_groups, groups_of_chain = engine.run_groups, chain._groups
 
     def counted(call: Any, groups: Any, *rest: Any) -> Any:
         result.append(len(groups))
-        return original(call, groups, *rest)
+        return run_groups(call, groups, *rest)
+
+    def counted_of_chain(*arguments: Any) -> Any:
+        groups = groups_of_chain(*arguments)
+        result.append(len(groups))
+        return groups
 
     monkeypatch.setattr(engine, "run_groups", counted)
+    monkeypatch.setattr(chain, "_groups", counted_of_chain)
     return result
 
 

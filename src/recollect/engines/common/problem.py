@@ -159,7 +159,7 @@ class Problem:
         if position is not None:
             position = None if self.lengths is not None else position + self.k.shape[1]
         buffer = None
-        if self.recipe.buffer_size != 0:
+        if self.uses_final_state and self.recipe.buffer_size != 0:
             buffer = update_buffer(
                 self.recipe,
                 old.buffer,

@@ -179,7 +179,9 @@ class DeepEngine(Engine):
             if stepped is not None:
                 return _stepped(problem, stepped)
         g = _batches_a_group(problem, method, grid, outer=outer)
-        total, size, lead = grid.N * grid.b, g * grid.b, len(grid.keys) + 1
+        # A chain forms groups of its own, after the coefficients of all batches.
+        size = grid.b * (g if method.chain is None else grid.N)
+        total, lead = grid.N * grid.b, len(grid.keys) + 1
         groups = [(s, min(s + size, total)) for s in range(0, total, size)]
         parts = [Part(x, grid.c - 1 if i < lead else 0) for i, x in enumerate(columns)]
 
@@ -202,7 +204,8 @@ class DeepEngine(Engine):
                 # The memory after the last inner batch is not needed.
                 layout = replace(layout, commits=[*layout.commits[:-1], False])
             if method.chain is not None:
-                y, end = _run_chain(method, layout, memory.like(memories))
+                uses_end = problem.uses_final_state
+                y, end = _run_chain(method, layout, memory.like(memories), g, uses_end=uses_end)
             else:
                 y, end = run_inner_batches(method, layout, memory.like(memories))
             y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
@@ -268,7 +271,9 @@ class DeepEngine(Engine):
         )
 
 
-def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+def _run_chain(
+    method: DeepPlan, layout: Layout, memory: Memory, group_size: int, *, uses_end: bool
+) -> tuple[Tensor, Memory]:
     """Run `run_inner_batches` of a chain."""
     assert method.chain is not None
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
@@ -280,7 +285,9 @@ def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor
         layout.commits,
         (memory.A, memory.slots.get("momentum")),
         layout.params,
+        group_size=group_size,
         outer=layout.outer,
+        uses_end=uses_end,
         kernels=method.kernels,
     )
     y = y.unflatten(1, layout.x.shape[1:3])
@@ -336,7 +343,8 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         # M at the boundary; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
         numbers = state_numbers + weights * bool(method.chain.bases)
         numbers += rows * (3 * widths + 2 * (grid.b + grid.c))
-        numbers += 12 * rows * method.maps[-1].out_features * method.memory.has_output_map
+        if method.memory.has_output_map and not method.chain.output_head(H).layer_norm:
+            numbers += 12 * rows * method.maps[-1].out_features  # of autograd
     each = B * H * numbers * problem.state.weights[0].element_size()
     if method.chain is not None:
         single_group = _room(problem.q, WHOLE_BYTES)

@@ -297,6 +297,7 @@ class ChainSpec:
     transposed: tuple[bool, ...]  # whether a map is stored as [in, out]
     save_for_backward: bool  # whether a backward pass follows
     erasure: float = 0.0  # `Chain.erasure`
+    group_size: int | None = None  # batches whose intermediates are stored at once, None for all
     runner: RecurrenceRunner | None = None  # kernels that replace `forward` and `backward`
 
     @property

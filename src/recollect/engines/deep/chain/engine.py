@@ -9,7 +9,8 @@ stack, which is constant. `tests/engines/test_deep.py` compares this path with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +52,12 @@ def run_chain(
     memory: tuple[Weights, Weights | None],  # W and S [P, out, in]
     params: Mapping[str, Tensor],  # learned parameters of the memory
     *,
+    group_size: int,  # batches whose intermediates are stored at once
     outer: bool,  # whether a backward pass follows
+    uses_end: bool,  # whether the memory after the last batch is used
     kernels: bool = True,  # whether Triton kernels may run the recurrence
 ) -> tuple[Tensor, Weights, Weights | None]:
-    """Return outputs ``[N, P, b G, V]``, and W and S after the last batch."""
+    """Return outputs ``[N, P, b G, V]``, and W and S after the last batch if they are used."""
     gates = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = gates.pop("phi"), gates.pop("v")
     raw = gates.pop("raw", k)
@@ -75,6 +78,7 @@ def run_chain(
         transposed=(True, False) if runner else tuple(w.shape[-1] <= w.shape[-2] for w in A),
         save_for_backward=outer,
         erasure=chain.erasure,
+        group_size=group_size,
         runner=runner,
     )
     start = [
@@ -98,6 +102,8 @@ def run_chain(
     )
     y, ends = _run_batches(spec, inputs, commits, start)
     y = output_head.finish(y, q if raw_queries is None else raw_queries, params)
+    if not uses_end:
+        return y, W, S
     ends = [
         x.mT if is_in_out else x for x, is_in_out in zip(ends, spec.transposed, strict=True)
     ]  # [P, J, out, in]
@@ -203,11 +209,12 @@ def _run_batches(
     """Return outputs ``[N, P, Q, V]``, and M per map after all batches."""
     if not spec.save_for_backward:
         outputs, memory, spare = Tensors(), [*start], None
-        for bounds in _spans(spec, inputs, start):
-            y, trace, caches = _run_span(spec, inputs, memory, commits, bounds, spare)
-            outputs.append(y)
-            memory, spare = trace.final_maps, memory
-            del trace, caches  # the next span reuses their memory
+        for group in _groups(spec, inputs):
+            for bounds in _spans(spec, group, start):
+                y, trace, caches = _run_span(spec, inputs, memory, commits, bounds, spare)
+                outputs.append(y)
+                memory, spare = trace.final_maps, memory
+                del trace, caches  # the next span reuses their memory
         return torch.cat(outputs), memory
     tensors = _flatten(inputs)
     y, *memory = _ChainFunction.apply(spec, commits, (*tensors,), *tensors.values(), *start)
@@ -241,15 +248,24 @@ def _run_flat(
     return y, *final_maps
 
 
-def _spans(spec: ChainSpec, inputs: ChainInputs, start: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the first and last batch of every span; a GPU has one span."""
+def _groups(spec: ChainSpec, inputs: ChainInputs) -> list[tuple[int, int]]:
+    """Return the first and last batch of every group."""
     N = inputs.k.shape[0]
-    if spec.runner is not None or not is_cpu(inputs.k):
-        return [(0, N)]
+    g = spec.group_size or N
+    return [(s, min(s + g, N)) for s in range(0, N, g)]
+
+
+def _spans(
+    spec: ChainSpec, group: tuple[int, int], start: Sequence[Tensor]
+) -> list[tuple[int, int]]:
+    """Return the first and last batch of every span of a group; a GPU has one span."""
+    if spec.runner is not None or not is_cpu(start[0]):
+        return [group]
+    first, stop = group
     batch_bytes = sum(w.numel() * w.element_size() for w in start)
-    count = min(N, MAX_SPAN_BYTES // max(batch_bytes, 1))
+    count = min(stop - first, MAX_SPAN_BYTES // max(batch_bytes, 1))
     count = 1 if count < MIN_SPAN_BATCHES else count
-    return [(s, min(s + count, N)) for s in range(0, N, count)]
+    return [(s, min(s + count, stop)) for s in range(first, stop, count)]
 
 
 _KINDS = ("head", "gate", "param")
@@ -279,7 +295,7 @@ def _unflatten(tensors: Mapping[str, Tensor]) -> ChainInputs:
 
 
 class _ChainFunction(CustomFunction):
-    """All inner batches and their backward pass.
+    """All inner batches and their backward pass, which runs groups again if there are several.
 
     The inputs are the tensors of `_flatten`, whose names are an argument, and M per map. The
     outputs are y and M after the last batch.
@@ -291,35 +307,72 @@ class _ChainFunction(CustomFunction):
     ) -> tuple[Tensor, ...]:
         inputs = _unflatten(dict(zip(names, flat, strict=False)))
         memory: Sequence[Tensor] = flat[len(names) :]
-        ctx.spec, ctx.commits, ctx.names, ctx.spans = spec, commits, names, []
-        outputs: Tensors = []
-        for bounds in _spans(spec, inputs, memory):
-            y, trace, caches = _run_span(spec, inputs, memory, commits, bounds)
-            outputs.append(y)
-            ctx.spans.append((bounds, trace, caches))
-            memory = trace.final_maps
+        ctx.spec, ctx.commits, ctx.names, ctx.groups = spec, commits, names, []
+        outputs, groups = Tensors(), _groups(spec, inputs)
+        for group in groups:
+            start = memory
+            y, memory, spans = _run_group(spec, inputs, start, commits, group)
+            outputs += y
+            ctx.groups.append((group, start, spans if len(groups) == 1 else None))
         ctx.save_for_backward(*flat)
-        # The outputs do not alias tensors of the backward pass.
-        return torch.cat(outputs), *(w.clone() for w in memory)
+        ctx.set_materialize_grads(False)  # often nothing reads the last memory
+        return torch.cat(outputs), *memory
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run = _differentiable_gradient if torch.is_grad_enabled() else _gradient
         return None, None, None, *run(ctx, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
 
 
+_Span = tuple[tuple[int, int], ForwardTrace, list[ReadCache]]
+"""First and last batch of a span, and its tensors for the backward pass."""
+
+
+def _run_group(
+    spec: ChainSpec,
+    inputs: ChainInputs,  # of all batches
+    memory: Sequence[Tensor],
+    commits: Commits,
+    group: tuple[int, int],
+) -> tuple[Tensors, Sequence[Tensor], list[_Span]]:
+    """Return the outputs of every span of a group, M after the group, and the spans."""
+    outputs, spans = Tensors(), list[_Span]()
+    for bounds in _spans(spec, group, memory):
+        y, trace, caches = _run_span(spec, inputs, memory, commits, bounds)
+        outputs.append(y)
+        memory = trace.final_maps
+        # Outputs of a function of autograd must not alias tensors of its backward pass.
+        spans.append((bounds, replace(trace, final_maps=[]), caches))
+    return outputs, memory, spans
+
+
+def _reversed_spans(ctx: Any, inputs: ChainInputs) -> Iterator[_Span]:
+    """Yield all spans from the last; a group that was not stored runs again."""
+    for group, memory, spans in reversed(ctx.groups):
+        if spans is None:
+            *_, spans = _run_group(ctx.spec, inputs, memory, ctx.commits, group)
+        yield from reversed(spans)
+        del spans
+
+
 def _gradient(
-    ctx: Any, flat: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor]
+    ctx: Any, flat: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the gradients of the inputs of `_ChainFunction`, span by span from the last."""
     spec: ChainSpec = ctx.spec
     tensors = dict(zip(ctx.names, flat, strict=False))
     inputs, needed = _unflatten(tensors), dict(zip(ctx.names, needs, strict=False))
     total: dict[str, Tensor] = {}
-    maps = [g.clone(memory_format=torch.contiguous_format) for g in grads[1:]]
-    for (start, stop), trace, caches in reversed(ctx.spans):
+    grad_y, *end_grads = grads
+    if grad_y is None:
+        grad_y = torch.zeros(*inputs.q.shape[:3], inputs.head["v"].shape[-1]).to(inputs.q)
+    maps = [
+        torch.zeros_like(w) if g is None else g.clone(memory_format=torch.contiguous_format)
+        for g, w in zip(end_grads, flat[len(ctx.names) :], strict=True)
+    ]
+    for (start, stop), trace, caches in _reversed_spans(ctx, inputs):
         part = inputs.slice_batches(start, stop)
-        reads = backward_read(spec, trace, part, caches, grads[0][start:stop])
+        reads = backward_read(spec, trace, part, caches, grad_y[start:stop])
         run = backward if spec.runner is None else spec.runner.backward
         commits = ctx.commits[start:stop]
         by_name, maps = run(spec, part, trace, commits, needed, reads, maps)
@@ -328,7 +381,7 @@ def _gradient(
                 continue
             if name.startswith("param "):  # a sum over all batches
                 total[name] = total[name] + x if name in total else x
-            elif len(ctx.spans) == 1:
+            elif stop - start == len(ctx.commits):
                 total[name] = x
             else:
                 if name not in total:
@@ -336,6 +389,7 @@ def _gradient(
                         tensors[name], memory_format=torch.contiguous_format
                     )
                 total[name][start:stop] = x
+        del trace, caches, part, reads, by_name  # the next group reuses their memory
     return [
         *(total.get(name) for name in ctx.names),
         *(w if need else None for w, need in zip(maps, needs[len(ctx.names) :], strict=True)),
@@ -343,7 +397,7 @@ def _gradient(
 
 
 def _differentiable_gradient(
-    ctx: Any, flat: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor]
+    ctx: Any, flat: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the gradients of the inputs of `_ChainFunction` as differentiable functions."""
     spec: ChainSpec = ctx.spec
