@@ -14,7 +14,7 @@ __all__ = ["ShortConvolution", "short_convolution"]
 
 
 class _DepthwiseConv(CustomFunction):
-    """y_t = Σ_j a_j ⊙ x_{t+j} for ``x [B, T + w − 1, D]``, without transposes to ``[B, D, T]``.
+    """y_t = Σ_j a_j ⊙ x_{t−w+1+j} for ``x [B, T, D]`` after zeros, without transposes.
 
     On a CPU, forward and backward take 0.4 times as long as with `conv1d`.
     """
@@ -29,27 +29,26 @@ class _DepthwiseConv(CustomFunction):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), (dy,) = ctx.saved_tensors, grad_outputs
-        T = dy.shape[1]
-        dx, taps = torch.zeros_like(x), []
-        ones = dy.new_ones(dy.shape[0] * T)  # a product with ones is the fastest sum over tokens
-        for j in range(weight.shape[0]):
-            dx[:, j : j + T].addcmul_(dy, weight[j])
-            taps.append(ones @ (x[:, j : j + T] * dy).flatten(0, 1))
-        return dx, torch.stack(taps)
+        dx, taps = dy * weight[-1], [_sum_over_tokens(x * dy)]
+        for delay in range(1, weight.shape[0]):
+            dx[:, :-delay].addcmul_(dy[:, delay:], weight[-1 - delay])
+            taps.append(_sum_over_tokens(x[:, :-delay] * dy[:, delay:]))
+        return dx, torch.stack(taps[::-1])
+
+
+def _sum_over_tokens(x: Tensor) -> Tensor:
+    """Sum ``[B, T, D]`` over B and T; a product with ones is the fastest sum."""
+    return x.new_ones(x.shape[0] * x.shape[1]) @ x.flatten(0, 1)
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
-    T = x.shape[1] - weight.shape[0] + 1
-    if T == 1:
-        return (x * weight).sum(1, keepdim=True)
-    y = x[:, :T] * weight[0]
-    for j in range(1, weight.shape[0]):
-        y.addcmul_(x[:, j : j + T], weight[j])
+    y = x * weight[-1]
+    for delay in range(1, weight.shape[0]):
+        y[:, delay:].addcmul_(x[:, :-delay], weight[-1 - delay])
     return y
 
 
 def _depthwise_conv(x: Tensor, weight: Tensor) -> Tensor:
-    weight = weight.to(x.dtype)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return cast(Tensor, _DepthwiseConv.apply(x, weight))
     return _convolve(x, weight)
@@ -75,26 +74,29 @@ def short_convolution(
             N rows.
         num_kept: number of inputs in the state. Default: w − 1, the fewest possible.
     """
-    num_kept = weight.shape[0] - 1 if num_kept is None else num_kept
+    weight, width, T = weight.to(u.dtype), weight.shape[0], u.shape[1]
+    num_kept = width - 1 if num_kept is None else num_kept
     if cu_seqlens is not None:
         return _convolve_packed(u, weight, state, cu_seqlens, num_kept)
+    if state is None and lengths is None and num_kept < T:
+        return _depthwise_conv(u, weight), u[:, T - num_kept :].clone()
     if state is None:
         state = u.new_zeros(u.shape[0], num_kept, u.shape[2])
     joined = torch.cat([state.to(u.dtype), u], dim=1)  # [B, num_kept + T, D]
-    if lengths is None:
-        final_state = joined[:, joined.shape[1] - num_kept :]
-        if u.shape[1] > num_kept:
-            final_state = final_state.clone()  # a view keeps all of `joined` in memory
-    else:
-        final_state = last_tokens(joined, num_kept, lengths)
-    return _depthwise_conv(joined[:, num_kept + 1 - weight.shape[0] :], weight), final_state
+    final_state = last_tokens(joined, num_kept, lengths)
+    if lengths is None and num_kept < T:
+        final_state = final_state.clone()  # a view keeps all of `joined` in memory
+    joined = joined[:, num_kept + 1 - width :]  # [B, w − 1 + T, D]
+    if T == 1:
+        return (joined * weight).sum(1, keepdim=True), final_state
+    return _depthwise_conv(joined, weight)[:, width - 1 :], final_state
 
 
 def _convolve_packed(
     u: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor, num_kept: int
 ) -> tuple[Tensor, Tensor]:
     """Convolve documents in one pass, each after its own state."""
-    (_, T, D), N, width = u.shape, cu_seqlens.shape[0] - 1, weight.shape[0]
+    (_, T, D), N = u.shape, cu_seqlens.shape[0] - 1
     ends = cu_seqlens.to(device=u.device, dtype=torch.long)
     steps = torch.arange(T, device=u.device)
     document = torch.bucketize(steps, ends[1:], right=True)
@@ -109,7 +111,7 @@ def _convolve_packed(
     if T == 0:
         return u, final_state
     y = _depthwise_conv(joined.unsqueeze(0), weight)
-    return y[:, token_slots - width + 1], final_state
+    return y[:, token_slots], final_state
 
 
 class ShortConvolution(nn.Module):
