@@ -26,6 +26,7 @@ __all__ = [
     "has_data",
     "intermediate_budget",
     "is_cacheable",
+    "product_dtype",
     "seeded_generators",
     "tracing_mode",
     "version_tag",
@@ -76,6 +77,13 @@ def autocast_enabled(kind: str) -> bool:
     """
     available = kind in _AUTOCAST_DEVICES or torch.amp.is_autocast_available(kind)
     return available and torch.is_autocast_enabled(kind)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer multiplies ``x``, under autocast or without it."""
+    if x.dtype == torch.float64 or not autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.choices.runtime import product_dtype
 from recollect.functional.checks import refuse_transforms
 from recollect.functional.packing import compact, scatter
 from recollect.layer.checks import (
@@ -312,6 +313,8 @@ class MemoryLayer(RecipeModule):
             torch.Size([1, 1, 2, 4])
         """
         options, n, K = self.options, self.recipe.associations_per_token, self.head_dim
+        if self.shift is None:
+            x = x.to(product_dtype(x))  # autocast would copy x for every projection
         shifted, last_token = self.shift_tokens(x, state, lengths, cu_seqlens)
         u, conv_state, conv = self.project_qkv(x, shifted), None, self.conv
         conv_inputs = u if output_conv_inputs and conv is not None else None

@@ -29,16 +29,16 @@ class _DepthwiseConv(CustomFunction):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), (dy,) = ctx.saved_tensors, grad_outputs
-        dx, taps = dy * weight[-1], [_sum_over_tokens(x * dy)]
+        ones = dy.new_ones(dy.shape[0] * dy.shape[1])
+
+        def sum_over_tokens(x: Tensor) -> Tensor:
+            return ones[: x.shape[0] * x.shape[1]] @ x.flatten(0, 1)  # the fastest sum
+
+        dx, taps = dy * weight[-1], [sum_over_tokens(x * dy)]
         for delay in range(1, weight.shape[0]):
             dx[:, :-delay].addcmul_(dy[:, delay:], weight[-1 - delay])
-            taps.append(_sum_over_tokens(x[:, :-delay] * dy[:, delay:]))
+            taps.append(sum_over_tokens(x[:, :-delay] * dy[:, delay:]))
         return dx, torch.stack(taps[::-1])
-
-
-def _sum_over_tokens(x: Tensor) -> Tensor:
-    """Sum ``[B, T, D]`` over B and T; a product with ones is the fastest sum."""
-    return x.new_ones(x.shape[0] * x.shape[1]) @ x.flatten(0, 1)
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:

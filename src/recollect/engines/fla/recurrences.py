@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, threshold
 
 from recollect.engines.fla.operators import Operator, function
 from recollect.engines.linear.inputs import LinearProblem
@@ -90,7 +90,8 @@ def arguments(
     """Return the inputs of an operator for a problem, with products in ``dtype``."""
     p, G = p.masked(), p.q.shape[3]
     (a, b), k, v, decay = p.affine, p.k, p.v, p.log_decay
-    decay = None if decay is None else decay.clamp_min(MIN_LOG_DECAY)
+    if decay is not None:  # the gradient of a threshold takes fewer launches than that of a clamp
+        decay = threshold(decay, MIN_LOG_DECAY, MIN_LOG_DECAY)
     beta = probe = erase = None
     if a == 0:
         v = v if unweighted and b == 1 else v * (b * p.lr).unsqueeze(-1)

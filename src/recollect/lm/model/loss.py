@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from recollect.choices.runtime import autocast_enabled, without_autocast
+from recollect.choices.runtime import product_dtype, without_autocast
 
 __all__ = ["IGNORE_INDEX", "next_token_loss", "next_token_targets"]
 
@@ -69,7 +69,7 @@ def next_token_loss(
     x = x.flatten(0, 1)
     chunk_size = chunk_size or max(1, len(targets))
     if _is_plain_linear(head) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        total = _ChunkedLoss.apply(x, head.weight, targets, chunk_size, _product_dtype(x))
+        total = _ChunkedLoss.apply(x, head.weight, targets, chunk_size, product_dtype(x))
     else:  # an adapter, hooks or shards: each chunk calls the head, and the backward pass again
         total = _checkpointed_loss(head, x, targets, chunk_size)
     return total / num_items  # type: ignore[no-any-return]
@@ -100,13 +100,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer multiplies ``x``."""
-    if x.dtype == torch.float64 or not autocast_enabled(x.device.type):
-        return x.dtype
-    return torch.get_autocast_dtype(x.device.type)
 
 
 def _is_plain_linear(head: nn.Module) -> bool:
