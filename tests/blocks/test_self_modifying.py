@@ -43,7 +43,7 @@ def self_referential(layer: Any, x: Tensor, size: int) -> Tensor:
     Tokens of ``size`` read the memories at the start of their inner batch. Decays and erasures act
     at its end.
     """
-    first, H = layer.first, layer.first.num_heads
+    first, H = layer.memory, layer.memory.num_heads
     u = functional.silu(x @ first.qkv.weight.T)
     q, k, v = (part.unflatten(-1, (H, -1)) for part in u.split(first.qkv_sizes, dim=-1))
     start = [
@@ -120,12 +120,12 @@ def test_the_state_has_a_memory_per_gate() -> None:
 def test_grouped_queries_read_one_memory() -> None:
     layer: Any = build(SelfModifyingMemory(loops.self_modifying(2)), 8, 4, num_kv_heads=2).double()
     x = torch.randn(1, 5, 8, dtype=torch.float64)
-    weight = layer.first.qkv.weight.detach().clone()
+    weight = layer.memory.qkv.weight.detach().clone()
     y = layer(x)[0]
     with torch.no_grad():  # both queries of a memory are exchanged, and the output map too
         swap = torch.tensor([1, 0, 3, 2])
-        layer.first.qkv.weight[:8] = weight[:8].view(4, 2, 8)[swap].flatten(0, 1)
-        gate, out = layer.first.output_gate.weight, layer.first.out.weight
+        layer.memory.qkv.weight[:8] = weight[:8].view(4, 2, 8)[swap].flatten(0, 1)
+        gate, out = layer.memory.output_gate.weight, layer.memory.out.weight
         gate.copy_(gate.view(4, 2, 8)[swap].flatten(0, 1))
         out.copy_(out.view(8, 4, 2)[:, swap].flatten(1))
     torch.testing.assert_close(layer(x)[0], y, **TOL)

@@ -210,7 +210,7 @@ class Dying(RecollectTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.global_step == 5 and self.args.process_index == 1:
             if not self.writing:
-                self.wait_for_save()
+                self.async_save.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(*args, **kwargs)
 

@@ -42,16 +42,11 @@ __all__ = ["MemoryAsContextLayer", "Retrieval"]
 
 
 class MemoryAsContextLayer(RowsLayer):
-    """The layer of `MemoryAsContext`.
+    """The layer of `MemoryAsContext`, with the parts ``"memory"`` and ``"attention"``.
 
     Its state has four parts of constant size: the state of the memory, the memory at the start of
     the open segment, the attention's state of the open segment, and the tensors that the last
     retrieval leaves to the next, such as the tail of a convolution.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layers ``"memory"`` and ``"attention"``.
     """
 
     resets_attention = True
@@ -66,11 +61,6 @@ class MemoryAsContextLayer(RowsLayer):
         self.learned_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.gate = OutputGate(d_model)
         self.retrieval = Retrieval()
-
-    @property
-    def memory(self) -> MemoryLayer:
-        """The layer that learns the outputs of the attention."""
-        return self.memory_part("memory")
 
     def forward_rows(
         self,
@@ -157,19 +147,12 @@ def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class _SegmentState:
-    """State of a call: of the memory, and of the attention to the open segment.
+    """State of a call: of the memory, and of the attention to the open segment."""
 
-    Attributes:
-        memory: state of the memory.
-        segment_start: state of the memory at the start of the open segment.
-        query_state: state with the convolution, phase and token shift of the retrievals.
-        attention: state of the attention.
-    """
-
-    memory: LayerState
-    segment_start: LayerState
-    query_state: LayerState
-    attention: Any
+    memory: LayerState  # state of the memory
+    segment_start: LayerState  # state of the memory at the start of the open segment
+    query_state: LayerState  # state with the convolution, phase and token shift of the retrievals
+    attention: Any  # state of the attention
 
     @classmethod
     def of(cls, state: MixerState) -> _SegmentState:

@@ -71,10 +71,6 @@ class CachedMemory(Mixer):
                 f"equal for weights={self.weights!r}: take weights='softmax'"
             )
 
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {"memory": self.memory}
-
     def streams(self, T: int) -> Mapping[str, Stream]:
         C = self.segment
         lengths = [min(C, T - start) for start in range(0, T, C)]

@@ -19,7 +19,6 @@ from recollect.blocks.restarts import SegmentRun, run_segments, take_inputs
 from recollect.blocks.segments import concat_segments, split_segments
 from recollect.blocks.state import MixerState
 from recollect.functional.read import read
-from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recipe_module import state_after
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State, join_states
@@ -30,27 +29,18 @@ __all__ = ["CachedMemoryLayer"]
 
 @dataclass(kw_only=True)
 class _Cache:
-    """Earlier segments of a call, which grow as it runs.
+    """Earlier segments of a call, which grow as it runs."""
 
-    Attributes:
-        states: state of the memory after each earlier segment.
-        means: mean of the tokens of each earlier segment ``[B, d_model]``.
-        total: sum of the tokens of the open segment ``[B, d_model]``.
-        size: number of tokens of a segment.
-    """
-
-    states: list[State]
-    means: list[Tensor]
-    total: Tensor
-    size: int
+    states: list[State]  # state of the memory after each earlier segment
+    means: list[Tensor]  # mean of the tokens of each earlier segment [B, d_model]
+    total: Tensor  # sum of the tokens of the open segment [B, d_model]
+    size: int  # number of tokens of a segment
 
     def close_segments(self, state: State, starts: Tensor | bool, initial: State) -> None:
         """Store the state and the mean of the sequences that complete a segment.
 
-        Args:
-            state: state of the memory before the next token.
-            starts: sequences whose next token starts a segment: all, none, or ``[B]``.
-            initial: state before the first token.
+        ``state`` is that before the next token, which starts a segment in the sequences ``starts``:
+        all, none, or ``[B]``.
         """
         if starts is False or state.host_position == 0:
             return
@@ -82,13 +72,7 @@ class _Cache:
 
 
 class CachedMemoryLayer(RowsLayer):
-    """The layer of `CachedMemory`.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layer ``"memory"``.
-    """
+    """The layer of `CachedMemory`, with the part ``"memory"``."""
 
     shares_heads = True
     parts_fed_directly = ("memory",)
@@ -99,11 +83,6 @@ class CachedMemoryLayer(RowsLayer):
         is_weighted = mixer.weights == "softmax"
         self.restart_every = mixer.segment if mixer.restart else 0
         self.connector = nn.Linear(d_model, d_model, bias=False) if is_weighted else None
-
-    @property
-    def memory(self) -> MemoryLayer:
-        """The layer of the memory."""
-        return self.memory_part("memory")
 
     def forward_rows(
         self,

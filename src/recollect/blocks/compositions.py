@@ -145,10 +145,6 @@ class MemoryAsGate(Mixer):
         x = _input_text(self.persistent)
         return (f"y = w_a ⊙ RMS(attention({x})) ⊙ σ(w_m ⊙ RMS(memory({x})))",)
 
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {"memory": self.memory, "attention": self.attention}
-
 
 @dataclass(frozen=True)
 class MemoryAsContext(Mixer):
@@ -218,10 +214,6 @@ class MemoryAsContext(Mixer):
             "M_j = M_(j−1) having learned z_j = w_z ⊙ RMS(y_j)",
             "o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(z_j))))",
         )
-
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {"memory": self.memory, "attention": self.attention}
 
     @property
     def grows(self) -> bool:
@@ -319,10 +311,6 @@ class ResidualMemory(Mixer):
                     f"ResidualMemory({field}={name!r}) is not a gate of that memory with one "
                     f"number per head; it has: {', '.join(scalars) or 'none'}"
                 )
-
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {"first": self.first, "second": self.second}
 
     def streams(self, T: int) -> Mapping[str, Stream]:
         return {"first": Stream(tokens=T, queries=1), "second": Stream(tokens=T)}

@@ -34,17 +34,11 @@ EARLIER_SEGMENTS_SUFFIX = " of earlier segments"
 
 @dataclass(frozen=True, kw_only=True)
 class LeafWorkload:
-    """A recipe of a composition, and the sequences that it runs over.
+    """A recipe of a composition, and the sequences that it runs over."""
 
-    Attributes:
-        name: of the recipe, as in `Mixer.leaves`.
-        leaf: the recipe.
-        stream: sequences and tokens, including the compositions around it.
-    """
-
-    name: str
-    leaf: RecipeMixer
-    stream: Stream
+    name: str  # of the recipe, as in `Mixer.leaves`
+    leaf: RecipeMixer  # the recipe
+    stream: Stream  # sequences and tokens, including the compositions around it
 
 
 def leaf_workloads(mixer: Mixer, T: int) -> Iterator[LeafWorkload]:

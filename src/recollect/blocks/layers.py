@@ -45,10 +45,6 @@ class PersistentTokens(nn.Module):
     """Learned tokens in front of the text, equal for every input (Titans section 3.3).
 
     Their initial root mean square is 1, as that of the normalised tokens that a layer receives.
-
-    Args:
-        count: number of tokens.
-        d_model: width of the tokens.
     """
 
     def __init__(self, count: int, d_model: int) -> None:
@@ -83,14 +79,9 @@ class OutputGate(nn.Module):
 
 
 class MixerLayer(nn.Module):
-    """The layer of a composition: it maps tokens to tokens and a `MixerState`.
+    """The layer of a composition, from tokens ``[B, T, d_model]`` to tokens and a `MixerState`.
 
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: a layer for each child of the composition, by name.
-
-    Shapes: x ``[B, T, d_model]`` → y ``[B, T, d_model]``.
+    ``parts`` has a layer for each child of the composition, by name.
     """
 
     resets_attention = False  # whether the layer resets and trims the state of its attention
@@ -108,8 +99,17 @@ class MixerLayer(nn.Module):
         """Initial memories of the parts by name, as ``state.reset`` takes them."""
         return {name: initial_memory_of(part) for name, part in self.parts.items()}
 
-    def memory_part(self, name: str) -> MemoryLayer:
-        """Return the part of this name, which is the layer of one recipe."""
+    @property
+    def memory(self) -> MemoryLayer:
+        """The part ``"memory"`` of a composition that has one, which is a recipe."""
+        return self._memory_part("memory")
+
+    @property
+    def first(self) -> MemoryLayer:
+        """The part ``"first"``, whose queries, keys and values the memories of a layer use."""
+        return self._memory_part("first")
+
+    def _memory_part(self, name: str) -> MemoryLayer:
         layer = self.parts[name]
         assert isinstance(layer, MemoryLayer)
         return layer
@@ -133,27 +133,18 @@ class MixerLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        state: MixerState | None = None,
+        x: Tensor,  # tokens [B, T, d_model]
+        state: MixerState | None = None,  # state of an earlier call, to continue from
+        # [B, T], nonzero at valid tokens, padded on either side
         attention_mask: Tensor | None = None,
+        # [N + 1] boundaries of N documents packed in one sequence (B = 1)
         cu_seqlens: Tensor | None = None,
         *,
-        output_final_state: bool = True,
+        output_final_state: bool = True,  # whether to return the state; if not, None
+        # list to which this call is appended, as in `MemoryLayer`
         calls: list[RecordedCall] | None = None,
     ) -> tuple[Tensor, MixerState | None]:
-        """Return outputs and the state after the last token, as `MemoryLayer` does.
-
-        Args:
-            x: tokens ``[B, T, d_model]``.
-            state: state of an earlier call, to continue from.
-            attention_mask: ``[B, T]``, nonzero at valid tokens, padded on either side.
-            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1).
-            output_final_state: whether to return the state; if not, ``None``.
-            calls: list to which this call is appended, as in `MemoryLayer`.
-
-        Raises:
-            ValueError: shapes, types or devices that do not fit, or a state of another layer.
-        """
+        """Return outputs and the state after the last token, as `MemoryLayer` does."""
         weight = next(self.parameters())
         rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         self._check_state(state, rows)
@@ -252,14 +243,8 @@ class RowsLayer(MixerLayer):
 def memory_layers(model: object, function: str) -> dict[str, nn.Module]:
     """Return the layers of a model that have a recipe or a composition, by name.
 
-    Layers inside another one are parts of it.
-
-    Args:
-        model: a model, or one layer, whose name is then ``""``.
-        function: name of the function that takes it, for messages.
-
-    Raises:
-        RecipeError: there are none.
+    Layers inside another one are parts of it. The name of a layer alone is ``""``. A RecipeError,
+    which names the calling ``function``, refuses a model without any.
     """
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():

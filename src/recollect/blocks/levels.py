@@ -67,10 +67,6 @@ class Levels(Mixer):
                 f"{reason}: take a memory such as gated_delta_net"
             )
 
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {"memory": self.memory}
-
     def streams(self, T: int) -> Mapping[str, Stream]:
         return {"memory": Stream(tokens=T, levels=self.num_levels)}
 
@@ -87,13 +83,7 @@ class Levels(Mixer):
 def level_flops(recipe: Recipe, num_levels: int, *, K: int, V: int, G: int, T: int) -> int:
     """Return the FLOPs of one sequence and memory after the calls of chunks from unit matrices.
 
-    Args:
-        recipe: recipe of the memory.
-        num_levels: L.
-        K: key channels.
-        V: value channels.
-        G: query heads per memory.
-        T: tokens.
+    G is the number of query heads per memory.
     """
     C, F = min(CHUNK_SIZE, T), recipe.axes(K, V)["F"]
     num_chunks = -(-T // C) if T else 0

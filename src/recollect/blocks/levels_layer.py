@@ -31,7 +31,6 @@ from recollect.engines.common.problem import state_dtype
 from recollect.fields import Gate, Range
 from recollect.functional.binding import bind, named
 from recollect.layer.gates import GateProjection
-from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import GateOptions
 from recollect.layer.recipe_module import make_call, run_call, state_after
 from recollect.layer.state import LayerState, MemoryInputs
@@ -42,13 +41,7 @@ __all__ = ["LevelsLayer"]
 
 
 class LevelsLayer(RowsLayer):
-    """The layer of `Levels`; projections, norm and output map are those of its memory.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layer ``"memory"``.
-    """
+    """The layer of `Levels`; projections, norm and output map are those of its memory."""
 
     parts_fed_directly = ("memory",)
     mixer: Levels
@@ -65,11 +58,6 @@ class LevelsLayer(RowsLayer):
             depth=layer.depth,
             recipe=layer.recipe,
         )
-
-    @property
-    def memory(self) -> MemoryLayer:
-        """The layer whose queries, keys, values and gates all levels use."""
-        return self.memory_part("memory")
 
     def forward_rows(
         self,
@@ -224,9 +212,8 @@ class LevelsLayer(RowsLayer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Run chunks from unit matrices with unit values; see the equations of the module.
 
-        Returns:
-            A ``[B, n, C, H, G, C]``, Q ``[B, n, C, H, G, F]``, N ``[B, n, H, C, F]`` and M
-            ``[B, n, H, F, F]`` of n chunks.
+        Returns A ``[B, n, C, H, G, C]``, Q ``[B, n, C, H, G, F]``, N ``[B, n, H, C, F]`` and M
+        ``[B, n, H, F, F]`` of n chunks.
         """
         layer, (B, T, H, _) = self.memory, inputs.k.shape
         n, F = -(-T // C), layer.recipe.axes(layer.head_dim, layer.value_dim)["F"]

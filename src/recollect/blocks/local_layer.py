@@ -17,7 +17,6 @@ from recollect.blocks.segments import concat_segments, split_segments
 from recollect.blocks.state import MixerState
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.gates import normalize_to_length
-from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recipe_module import run_memory, state_after
 from recollect.layer.state import LayerState, MemoryInputs
 from recollect.state.state import State
@@ -26,22 +25,11 @@ __all__ = ["LocalMemoriesLayer"]
 
 
 class LocalMemoriesLayer(RowsLayer):
-    """The layer of `LocalMemories`.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layer ``"first"``, and a `SecondMemory` for each other child.
-    """
+    """The layer of `LocalMemories`: the part ``"first"``, and a `SecondMemory` per other child."""
 
     shares_heads = True
     parts_fed_directly = ("first",)
     mixer: LocalMemories
-
-    @property
-    def first(self) -> MemoryLayer:
-        """The layer whose queries, keys and values all memories use."""
-        return self.memory_part("first")
 
     def forward_rows(
         self,

@@ -22,37 +22,27 @@ __all__ = ["Mixer", "RecipeMixer", "Stream", "as_mixer", "why_not_one_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Input of one of a composition's mixers, for a text of T tokens.
+    """Input of one of a composition's mixers, for a text of T tokens."""
 
-    Attributes:
-        rows: number of sequences per text.
-        tokens: number of tokens of each sequence.
-        tokens_per_token: number of tokens of the stream per token of the text.
-        queries: number of additional queries of every memory per token.
-        retrieval_segment: C if every token also reads the memory as of the start of its C-token
-            segment, without writing; else 0.
-        restarts: whether every sequence starts with an empty state, and only the state of the last
-            sequence is kept.
-        key_dim: size of the keys, if the composition replaces the keys of its layer.
-        value_dim: size of the values, if the composition replaces the values of its layer.
-        cached_states: number of earlier states of the memory that are stored after the last token.
-        cached_reads: number of reads of earlier states by all tokens of a text.
-        cached_segment: number of tokens between two stored states; 0 if there are none.
-        levels: number of memories that store the tokens by their age; 0 for one memory.
-    """
-
-    rows: int = 1
-    tokens: int
-    tokens_per_token: float = 1
-    queries: int = 0
+    rows: int = 1  # number of sequences per text
+    tokens: int  # number of tokens of each sequence
+    tokens_per_token: float = 1  # number of tokens of the stream per token of the text
+    queries: int = 0  # number of additional queries of every memory per token
+    # C if every token also reads the memory as of the start of its C-token segment, without
+    # writing; else 0
     retrieval_segment: int = 0
+    # whether every sequence starts with an empty state, and only the state of the last sequence is
+    # kept
     restarts: bool = False
+    # size of the keys, if the composition replaces the keys of its layer
     key_dim: int | None = None
+    # size of the values, if the composition replaces the values of its layer
     value_dim: int | None = None
+    # number of earlier states of the memory that are stored after the last token
     cached_states: int = 0
-    cached_reads: int = 0
-    cached_segment: int = 0
-    levels: int = 0
+    cached_reads: int = 0  # number of reads of earlier states by all tokens of a text
+    cached_segment: int = 0  # number of tokens between two stored states; 0 if there are none
+    levels: int = 0  # number of memories that store the tokens by their age; 0 for one memory
 
 
 class Mixer(Options):
@@ -74,7 +64,7 @@ class Mixer(Options):
     @property
     def children(self) -> Mapping[str, Mixer]:
         """Mixers of the composition, by name."""
-        return {}
+        return {name: getattr(self, name) for name in self.mixer_fields}
 
     @property
     def leaves(self) -> Mapping[str, RecipeMixer]:

@@ -24,40 +24,24 @@ __all__ = ["SegmentRun", "padded_right", "restarted", "run_segments", "take_inpu
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentRun:
-    """One segment of a call.
+    """One segment of a call."""
 
-    Attributes:
-        tokens: the tokens.
-        previous: state before the first token, before any restart.
-        outputs: outputs of the memory ``[B, w, Hq, V]``.
-        state: state after the last token.
-    """
-
-    tokens: SegmentSlice
-    previous: State
-    outputs: Tensor
-    state: State
+    tokens: SegmentSlice  # the tokens
+    previous: State  # state before the first token, before any restart
+    outputs: Tensor  # outputs of the memory [B, w, Hq, V]
+    state: State  # state after the last token
 
 
 def run_segments(
-    layer: RecipeModule,
-    inputs: MemoryInputs,
-    state: State,
-    segments: Sequence[SegmentSlice],
+    layer: RecipeModule,  # layer of the memory
+    inputs: MemoryInputs,  # inputs of the memory at all tokens of the call
+    state: State,  # state before the call
+    segments: Sequence[SegmentSlice],  # tokens of the call, from `split_segments`
     *,
-    initial: State | None,
-    size: int,
+    initial: State | None,  # state with which every segment starts; None if the memory continues
+    size: int,  # number of tokens of a complete segment
 ) -> Iterator[SegmentRun]:
-    """Yield the segments of a call in order.
-
-    Args:
-        layer: layer of the memory.
-        inputs: inputs of the memory at all tokens of the call.
-        state: state before the call.
-        segments: tokens of the call, from `split_segments`.
-        initial: state with which every segment starts; ``None`` if the memory continues.
-        size: number of tokens of a complete segment.
-    """
+    """Yield the segments of a call in order."""
     independent = {} if initial is None else _run_independent(layer, inputs, segments, size)
     for index, part in enumerate(segments):
         previous = state

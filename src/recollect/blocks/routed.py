@@ -25,19 +25,12 @@ __all__ = ["MixtureOfMemoriesLayer", "Router", "Routing", "record_routing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The memories that the tokens of a call are routed to.
+    """The memories that the tokens of a call are routed to."""
 
-    Attributes:
-        probabilities: p ``[B, T, M]``.
-        chosen: indices of the k memories of each token ``[B, T, k]``.
-        weights: weights of these memories ``[B, T, k]``; they sum to 1.
-        real: mask ``[B, T]`` of the valid tokens; ``None`` if all are valid.
-    """
-
-    probabilities: Tensor
-    chosen: Tensor
-    weights: Tensor
-    real: Tensor | None
+    probabilities: Tensor  # p [B, T, M]
+    chosen: Tensor  # indices of the k memories of each token [B, T, k]
+    weights: Tensor  # weights of these memories [B, T, k]; they sum to 1
+    real: Tensor | None  # mask [B, T] of the valid tokens; None if all are valid
 
     @property
     def balance_loss(self) -> Tensor:
@@ -78,11 +71,7 @@ class Router(nn.Module):
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[list[Routing]]:
-    """Record the routing of every router that is called inside the context.
-
-    Args:
-        model: any module; the list stays empty if it has no router.
-    """
+    """Record the routing of every router that is called inside the context."""
     routings: list[Routing] = []
 
     def hook(module: nn.Module, args: Any, routing: Any) -> None:
@@ -101,13 +90,7 @@ def record_routing(model: nn.Module) -> Iterator[list[Routing]]:
 
 
 class MixtureOfMemoriesLayer(MixerLayer):
-    """The layer of `MixtureOfMemories`.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layers of the memories by index, and of ``"shared"``, if there is one.
-    """
+    """The layer of `MixtureOfMemories`: memories by index, and the part ``"shared"``, if any."""
 
     def __init__(
         self, d_model: int, mixer: MixtureOfMemories, parts: Mapping[str, nn.Module]

@@ -23,20 +23,14 @@ def _uncompiled(method: F) -> F:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSlice:
-    """Tokens of one segment in every sequence.
+    """Tokens of one segment in every sequence."""
 
-    Attributes:
-        token_slice: slice of the tokens, if all sequences are at an equal position.
-        index: indices of each sequence's tokens ``[B, w]``, if not.
-        valid: mask ``[B, w]`` of the valid tokens; ``None`` if all are valid.
-        lengths: number of valid tokens ``[B]``; ``None`` if all are valid.
-        starts_segment: sequences whose first token starts a segment: all, none, or ``[B]``.
-    """
-
+    # slice of the tokens, if all sequences are at an equal position
     token_slice: slice | None = None
-    index: Tensor | None = None
-    valid: Tensor | None = None
-    lengths: Tensor | None = None
+    index: Tensor | None = None  # indices of each sequence's tokens [B, w], if not
+    valid: Tensor | None = None  # mask [B, w] of the valid tokens; None if all are valid
+    lengths: Tensor | None = None  # number of valid tokens [B]; None if all are valid
+    # sequences whose first token starts a segment: all, none, or [B]
     starts_segment: Tensor | bool = False
 
     @_uncompiled  # a graph per shape and stride of x would exceed the recompile limit
@@ -52,13 +46,10 @@ class SegmentSlice:
 def split_segments(
     memory: State, x: Tensor, lengths: Tensor | None, C: int
 ) -> Iterator[SegmentSlice]:
-    """Split the sequences of a call at the starts of segments of C tokens.
+    """Split the sequences of a call ``x [B, T, d_model]`` at the starts of segments of C tokens.
 
-    Args:
-        memory: state of a memory whose position is a multiple of C at the start of a segment.
-        x: tokens ``[B, T, d_model]``.
-        lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the right.
-        C: length of a segment.
+    The position of ``memory`` is a multiple of C at the start of a segment. ``lengths [B]`` has the
+    numbers of valid tokens, if sequences are padded on the right.
     """
     B, T = x.shape[:2]
     position = memory.host_position if lengths is None else None

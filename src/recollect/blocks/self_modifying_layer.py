@@ -30,12 +30,7 @@ __all__ = ["ProjectionMemories", "SelfModifyingMemoryLayer"]
 class ProjectionMemories(RecipeModule):
     """Params and initial memories of further memories of a layer's recipe, as heads of one memory.
 
-    Args:
-        first: layer of the recipe.
-        count: number of further memories per head of the layer.
-
-    Raises:
-        RecipeError: keys and values of different sizes.
+    ``count`` is the number of further memories per head of the layer.
     """
 
     def __init__(self, first: MemoryLayer, count: int) -> None:
@@ -56,13 +51,7 @@ class ProjectionMemories(RecipeModule):
 
 
 class SelfModifyingMemoryLayer(RowsLayer):
-    """The layer of `SelfModifyingMemory`.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layer ``"memory"``, and the `ProjectionMemories` ``"projections"``.
-    """
+    """The layer of `SelfModifyingMemory`: the part ``"memory"``, and its `ProjectionMemories`."""
 
     shares_heads = True
     parts_fed_directly = ("memory",)
@@ -72,14 +61,9 @@ class SelfModifyingMemoryLayer(RowsLayer):
         self, d_model: int, mixer: SelfModifyingMemory, parts: Mapping[str, nn.Module]
     ) -> None:
         super().__init__(d_model, mixer, parts)
-        width = self.first.num_kv_heads * self.first.value_dim
+        width = self.memory.num_kv_heads * self.memory.value_dim
         has_gates = bool(mixer.gate_names)
         self.gate_map = nn.Linear(width, d_model, bias=False) if has_gates else None
-
-    @property
-    def first(self) -> MemoryLayer:
-        """The layer of the memory that is read."""
-        return self.memory_part("memory")
 
     @property
     def projections(self) -> ProjectionMemories:
@@ -96,7 +80,7 @@ class SelfModifyingMemoryLayer(RowsLayer):
         *,
         output_final_state: bool,
     ) -> tuple[Tensor, MixerState]:
-        first, others = self.first, self.projections
+        first, others = self.memory, self.projections
         old, old_others = (
             (None, None) if state is None else (state.parts[name] for name in self.parts)
         )
@@ -128,8 +112,8 @@ class SelfModifyingMemoryLayer(RowsLayer):
     def _inputs_of_projections(self, inputs: MemoryInputs, x: Tensor) -> MemoryInputs:
         """Return the inputs at which the memories of keys, values and gates are read."""
         others = self.projections
-        count = others.num_kv_heads // self.first.num_kv_heads
-        (v,) = self.first._normalize([inputs.v], {})
+        count = others.num_kv_heads // self.memory.num_kv_heads
+        (v,) = self.memory._normalize([inputs.v], {})
         read_at = torch.cat([inputs.k, *[v] * (count - 1)], dim=2)
         _, params = others._apply_stability_limit(others.compute_gates(x, {}))
         gates = {name: torch.cat([gate] * count, dim=2) for name, gate in inputs.gates.items()}
@@ -142,7 +126,7 @@ class SelfModifyingMemoryLayer(RowsLayer):
         lengths: Tensor | None,
     ) -> tuple[Tensor, State, State]:
         """Return the outputs of the memory for tokens of one inner batch, and the next states."""
-        first, others = self.first, self.projections
+        first, others = self.memory, self.projections
         of_first, of_others = inputs
         memory, projections = states
         H, batch = first.num_kv_heads, padded_right(of_first.q, lengths)
@@ -180,7 +164,7 @@ class SelfModifyingMemoryLayer(RowsLayer):
         gates: dict[str, Tensor] = {}
         for name, read in zip(self.mixer.gate_names, reads, strict=True):
             assert self.gate_map is not None
-            gates[name] = self.first.gates[name](self.gate_map(read.flatten(2)))
+            gates[name] = self.memory.gates[name](self.gate_map(read.flatten(2)))
         return gates
 
     def _read(
@@ -195,6 +179,6 @@ class SelfModifyingMemoryLayer(RowsLayer):
         with without_autocast(x.device.type):
             rows = x.to(weights[0].dtype).unflatten(2, (H, heads // H))
             rows = rows.permute(0, 2, 1, 3, 4).reshape(B, H, w * heads // H, K)
-            y = self.first.recipe.memory.forward(weights, rows, rows, params)
+            y = self.memory.recipe.memory.forward(weights, rows, rows, params)
         y = y.unflatten(2, (w, heads // H)).permute(0, 2, 1, 3, 4).flatten(2, 3)
         return y.to(x.dtype)

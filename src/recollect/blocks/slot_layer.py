@@ -26,13 +26,7 @@ MAX_SCORE = 32.0
 
 
 class RunningSoftmax(nn.Module):
-    """Weights exp(z_t)/Z_t of the slots of each head, Z_t = Z_(t−1) + exp(z_t), z = W x.
-
-    Args:
-        d_model: width of the tokens.
-        heads: H, number of memories.
-        num_slots: m.
-    """
+    """Weights exp(z_t)/Z_t of the slots of each head, Z_t = Z_(t−1) + exp(z_t), z = W x."""
 
     def __init__(self, d_model: int, heads: int, num_slots: int) -> None:
         super().__init__()
@@ -42,9 +36,7 @@ class RunningSoftmax(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights and log decays of the slots ``[B, T, H, m]``, and the last Z.
 
-        Args:
-            x: tokens ``[B, T, d_model]``.
-            sequences: the sequences of the call, with Z before it as the state of a recurrence.
+        The state of a recurrence of ``sequences`` is Z before the call.
         """
         z = self.scores(x).unflatten(-1, (self.heads, -1))
         z = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -60,11 +52,7 @@ class RunningSoftmax(nn.Module):
 class SlotRouter(nn.Module):
     """Weights w = σ(W x) of the slots of each head, divided by their sum.
 
-    Args:
-        d_model: width of the tokens.
-        heads: H, number of memories.
-        num_slots: m.
-        top_k: number of slots with a weight above 0; ``None``: all.
+    ``top_k`` slots have a weight above 0; ``None``: all.
     """
 
     def __init__(self, d_model: int, heads: int, num_slots: int, top_k: int | None) -> None:

@@ -107,10 +107,6 @@ class SlotMemory(Mixer):
                     f"per slot or per head; both have: {', '.join(both) or 'none'}"
                 )
 
-    @property
-    def children(self) -> Mapping[str, Mixer]:
-        return {"first": self.first, "second": self.second}
-
     def streams(self, T: int) -> Mapping[str, Stream]:
         m = self.num_slots
         return {"first": Stream(tokens=T, value_dim=m), "second": Stream(tokens=T, key_dim=m)}

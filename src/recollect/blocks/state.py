@@ -108,12 +108,5 @@ AnyState = LayerState | MixerState
 
 
 def state_from_dict(flat: Mapping[str, Tensor]) -> AnyState:
-    """Rebuild either kind of state from the result of its ``to_dict``.
-
-    Args:
-        flat: tensors by name.
-
-    Raises:
-        ValueError: a name that no state has, or a missing one.
-    """
+    """Rebuild either kind of state from the result of its ``to_dict``."""
     return MixerState.from_dict(flat) if "clock" in flat else LayerState.from_dict(flat)

@@ -23,29 +23,17 @@ __all__ = ["SecondMemory", "TwoMemoriesLayer"]
 
 
 class SecondMemory(RecipeModule):
-    """Gates, params and initial memory of a recipe that uses the q, k and v of another layer.
-
-    Args:
-        first: layer whose q, k and v are used.
-        leaf: the recipe, and the options of its gates, params and initial memory.
-        share: names of gates that come from the first memory.
-        composition: name of the class of the composition, for messages.
-        head_dim: K of the memory, if its keys are not those of ``first``.
-        value_dim: V of the memory. Default: that of ``first``.
-
-    Raises:
-        RecipeError: a recipe that needs keys of its own, or sizes that do not fit the recipe.
-    """
+    """Gates, params and initial memory of a recipe that uses the q, k and v of another layer."""
 
     def __init__(
         self,
-        first: MemoryLayer,
-        leaf: RecipeMixer,
-        share: Sequence[str],
+        first: MemoryLayer,  # layer whose q, k and v are used
+        leaf: RecipeMixer,  # the recipe, and the options of its gates, params and initial memory
+        share: Sequence[str],  # names of gates that come from the first memory
         *,
-        composition: str,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
+        composition: str,  # name of the class of the composition, for messages
+        head_dim: int | None = None,  # K of the memory, if its keys are not those of first
+        value_dim: int | None = None,  # V of the memory. Default: that of first
     ) -> None:
         super().__init__()
         options = replace(
@@ -88,20 +76,9 @@ class SecondMemory(RecipeModule):
 
 
 class TwoMemoriesLayer(MixerLayer):
-    """Base of layers of two memories; projections, norm and output map are the first part's.
-
-    Args:
-        d_model: width of the tokens.
-        mixer: the composition.
-        parts: the layer ``"first"``, and the `SecondMemory` ``"second"``.
-    """
+    """Base of layers of two memories; projections, norm and output map are the first part's."""
 
     shares_heads = True
-
-    @property
-    def first(self) -> MemoryLayer:
-        """The layer whose queries, keys and values the memories use."""
-        return self.memory_part("first")
 
     @property
     def second(self) -> SecondMemory:

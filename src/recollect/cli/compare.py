@@ -17,8 +17,11 @@ from recollect.cli.console import (
     print_line,
 )
 from recollect.cli.options import (
+    AnyDeviceOption,
     JsonOption,
+    KeyDimOption,
     OutOption,
+    TextsOption,
     check_models,
     check_writable,
     comma_list,
@@ -51,13 +54,7 @@ def compare(
     task: Annotated[
         list[Task], typer.Option(metavar="TASK", help="Task: text, mqar or capacity; repeatable.")
     ] = [Task.text],  # noqa: B006
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Files (.txt, .jsonl, .parquet), folders or patterns with the text of the task "
-            "text; repeatable. [default: the documentation of Python]"
-        ),
-    ] = None,
+    text: TextsOption = None,
     dataset: Annotated[
         str | None, typer.Option(help="Dataset on the hub with the text, in place of --text.")
     ] = None,
@@ -77,10 +74,7 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of weights, examples and order.")] = 0,
     seeds: Annotated[int, typer.Option(help="Number of seeds, from --seed on.")] = 1,
     jobs: Annotated[int, typer.Option(help="Number of processes, with one thread each.")] = 1,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Device: cpu, cuda, cuda:1 or mps. [default: a GPU if there is one]"),
-    ] = None,
+    device: AnyDeviceOption = None,
     engine: Annotated[str, typer.Option(help="Engine of all layers.")] = "auto",
     layer_options: Annotated[
         Literal["preset", "same"],
@@ -89,9 +83,7 @@ def compare(
             "and output gate for all."
         ),
     ] = "preset",
-    key_dim: Annotated[
-        int | None, typer.Option(help="Key channels. [default: width/heads]")
-    ] = None,
+    key_dim: KeyDimOption = None,
     parameters: Annotated[
         int | None,
         typer.Option(help="Number of parameters of every model. [default: the largest model's]"),

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from recollect.lm.training.plan import TrainPlan
     from recollect.recipe.recipe import Recipe
 
+AnyDeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Device: cpu, cuda, cuda:1 or mps. [default: a GPU if there is one]"),
+]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
 DeviceOption = Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1 or mps.")]
 ImportOption = Annotated[
@@ -35,6 +39,7 @@ ImportOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+KeyDimOption = Annotated[int | None, typer.Option(help="Key channels. [default: width/heads]")]
 ModelFolderArgument = Annotated[
     str,
     typer.Argument(
@@ -45,6 +50,13 @@ NewTokensOption = Annotated[
     int, typer.Option("--tokens", "--max-new-tokens", min=1, help="Largest number of new tokens.")
 ]
 OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
+TextsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Files (.txt, .jsonl, .parquet), folders or patterns with the text of the task text; "
+        "repeatable. [default: the documentation of Python]"
+    ),
+]
 
 
 def comma_list(text: str) -> list[str]:

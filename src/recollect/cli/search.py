@@ -16,8 +16,11 @@ from recollect.cli.console import (
     print_line,
 )
 from recollect.cli.options import (
+    AnyDeviceOption,
     JsonOption,
+    KeyDimOption,
     OutOption,
+    TextsOption,
     check_models,
     check_writable,
     comma_list,
@@ -79,13 +82,7 @@ def search(
         float,
         typer.Option(help="Largest estimated time of a recipe, as a multiple of the start's."),
     ] = 10.0,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Files (.txt, .jsonl, .parquet), folders or patterns with the text of the task "
-            "text; repeatable. [default: the documentation of Python]"
-        ),
-    ] = None,
+    text: TextsOption = None,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps of the longest training.")
     ] = None,
@@ -95,14 +92,9 @@ def search(
     heads: Annotated[int | None, typer.Option(help="Number of heads per layer.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per example.")] = None,
     batch: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
-    key_dim: Annotated[
-        int | None, typer.Option(help="Key channels. [default: width/heads]")
-    ] = None,
+    key_dim: KeyDimOption = None,
     seed: Annotated[int, typer.Option(help="Seed of draws, weights, examples and order.")] = 0,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Device: cpu, cuda, cuda:1 or mps. [default: a GPU if there is one]"),
-    ] = None,
+    device: AnyDeviceOption = None,
     engine: Annotated[str, typer.Option(help="Engine of all layers.")] = "auto",
     out: OutOption = Path("runs/search"),
     as_json: JsonOption = False,

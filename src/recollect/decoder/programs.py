@@ -29,16 +29,12 @@ Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        compiled: function from a token and the tensors of a state to the output and the tensors of
-            the next state.
-        state_template: a state with the structure of these tensors.
-    """
-
+    # function from a token and the tensors of a state to the output and the tensors of the next
+    # state
     compiled: Callable[..., Sequence[Tensor]]
-    state_template: Any
+    state_template: Any  # a state with the structure of these tensors
 
     def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Run the step."""
@@ -59,13 +55,9 @@ class Program:
 def program_of(step: Step, x: Tensor, state: Any) -> Program:
     """Trace and compile a step, for tokens and states of these sizes and this position.
 
-    Args:
-        step: the step, without gradients. Its weights are read at every run.
-        x: a token.
-        state: state before the token, with contiguous tensors.
-
-    Raises:
-        RuntimeError: the step depends on a value of a tensor, or no compiler is installed.
+    The step runs without gradients, and its weights are read at every run. The tensors of ``state``
+    are contiguous. Raises RuntimeError if the step depends on a value of a tensor, or without a
+    compiler.
     """
     from torch._inductor import compile as compiled  # loads the compiler, which takes seconds
 

@@ -91,14 +91,11 @@ class Slots:
 
     Masks mark empty slots, so empty slots on the left do not change a state. A token adds a slot on
     the right, and one empty slot on the left is dropped.
-
-    Attributes:
-        size: number of slots.
-        grows: for every memory in the order of `_memories`, whether its buffer grows, and whether
-            its kernel rows grow.
     """
 
-    size: int
+    size: int  # number of slots
+    # for every memory in the order of `_memories`, whether its buffer grows, and whether its kernel
+    # rows grow
     grows: tuple[tuple[bool, bool], ...]
 
     @classmethod

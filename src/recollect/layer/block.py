@@ -50,22 +50,15 @@ class ZeroCenteredRMSNorm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """A pre-norm block: x + layer(RMS(x)), then x + MLP(RMS(x)) (Llama's).
-
-    Args:
-        layer: the sequence layer, of a recipe or of a composition.
-        width: hidden channels of the MLP; ``None`` for a block without an MLP.
-        eps: ε of both norms.
-        zero_centered: whether the norms multiply by 1 + w instead of w.
-    """
+    """A pre-norm block: x + layer(RMS(x)), then x + MLP(RMS(x)) (Llama's)."""
 
     def __init__(
         self,
-        layer: nn.Module,
-        width: int | None,
+        layer: nn.Module,  # the sequence layer, of a recipe or of a composition
+        width: int | None,  # hidden channels of the MLP; None for a block without an MLP
         *,
-        eps: float = 1e-6,
-        zero_centered: bool = False,
+        eps: float = 1e-6,  # ε of both norms
+        zero_centered: bool = False,  # whether the norms multiply by 1 + w instead of w
     ) -> None:
         super().__init__()
         d_model: int = layer.d_model  # type: ignore[assignment]

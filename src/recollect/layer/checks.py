@@ -41,12 +41,7 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_layer(d_model: object, recipe: object, options: object) -> tuple[Recipe, LayerOptions]:
-    """Return the recipe and options of a layer; a preset contains its options.
-
-    Raises:
-        RecipeError: arguments in another order, an unknown name, or a preset without a
-            `MemoryLayer`.
-    """
+    """Return the recipe and options of a layer; a preset contains its options."""
     wrong_order = isinstance(d_model, str) and isinstance(recipe, int)
     if wrong_order or isinstance(d_model, Recipe) or hasattr(d_model, "recipe"):
         raise RecipeError(
@@ -78,11 +73,7 @@ def check_sizes(
     recipe: Recipe,
     options: LayerOptions,
 ) -> tuple[int, int, int | None, int | None, int | None]:
-    """Return the sizes as `int`.
-
-    Raises:
-        RecipeError: sizes that a layer cannot have.
-    """
+    """Return the sizes as `int`; raise `RecipeError` for sizes that a layer cannot have."""
     optional = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     num_kv_heads, head_dim, value_dim = (
         None if size is None else check_size(argument_name(name), size, at_most=MAX_WIDTH)
@@ -141,25 +132,16 @@ def check_heads(
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """An option that does not fit a recipe.
+    """An option that does not fit a recipe."""
 
-    Attributes:
-        option: name of the option.
-        reason: message of the error.
-        remedy: the options with this one reset to its default; ``None`` if no default fits.
-    """
-
-    option: str
-    reason: str
+    option: str  # name of the option
+    reason: str  # message of the error
+    # the options with this one reset to its default; None if no default fits
     remedy: LayerOptions | None
 
 
 def check_options(recipe: Recipe, options: LayerOptions) -> None:
-    """Check that options fit a recipe.
-
-    Raises:
-        RecipeError: an option does not fit.
-    """
+    """Raise `RecipeError` if an option does not fit a recipe."""
     for misfit in _misfits(recipe, options):
         raise RecipeError(misfit.reason)
 
@@ -422,11 +404,7 @@ def check_tokens(
 
 
 def check_depth(depth: Any) -> tuple[int, int]:
-    """Return the index of a layer and the number of layers as `int`.
-
-    Raises:
-        RecipeError: another value, or an index beyond the last layer.
-    """
+    """Return the index of a layer and the number of layers as `int`."""
     pair = depth if isinstance(depth, tuple | list) and len(depth) == 2 else (None, None)
     index, layers = map(as_int, pair)
     if index is None or layers is None or not 0 <= index < layers:

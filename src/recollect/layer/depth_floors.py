@@ -13,11 +13,7 @@ __all__ = ["DepthFloors"]
 class DepthFloors(nn.Module):
     """γ_l = Σ_{1 ≤ i ≤ l} softmax(B)_i, with one B per layer and a softmax over layers (HGRN2).
 
-    So γ_0 = 0, and deeper layers keep more. B starts at zero: γ_l = l/L.
-
-    Args:
-        layers: L, number of layers.
-        shape: shape of γ.
+    So γ_0 = 0, and deeper layers keep more. B starts at zero: γ_l = l/L. ``shape`` is that of γ.
     """
 
     def __init__(self, layers: int, shape: Sequence[int]) -> None:

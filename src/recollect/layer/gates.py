@@ -59,18 +59,13 @@ OPEN_END_MARGIN = 1e-6  # distance from an end that the range excludes, effectiv
 
 @dataclass(frozen=True, kw_only=True)
 class RangeMap:
-    """A monotone map from the real line onto a range, and its inverse.
+    """A monotone map from the real line onto a range, and its inverse."""
 
-    Attributes:
-        kind: as in `GateOptions`, and ``"minus_exp"`` for the exponential below an end.
-        low, high: the ends that the kind uses.
-        temperature: divisor of the logarithm of the sigmoid.
-    """
-
-    kind: str
+    kind: str  # as in `GateOptions`, and "minus_exp" for the exponential below an end
+    # low, high: the ends that the kind uses
     low: float = 0.0
     high: float = 1.0
-    temperature: float = 1.0
+    temperature: float = 1.0  # divisor of the logarithm of the sigmoid
 
     def __call__(self, z: Tensor) -> Tensor:
         """Map ``z`` elementwise."""
@@ -262,35 +257,23 @@ def _geometric_spread(log_decay: Tensor, factor: float, *, axis: int) -> Tensor:
 
 
 class GateProjection(nn.Module):
-    """One gate ``[B, T, H, (n,) *axes]`` or param ``[H, *axes]`` of a recipe.
-
-    Args:
-        declared: declaration of the gate or param.
-        options: options of the gate, in the unit of the declaration (`GateOptions.in_value_units`).
-            Options with ``unit="batch_mean"`` keep their unit, which `forward` applies.
-        sizes: sizes of the recipe's symbolic axes.
-        d_model: width of the tokens.
-        heads: H, number of memories.
-        depth: (index of this layer, number of layers), for schedules.
-        recipe: recipe with the declaration.
-        per_token: whether all associations of a token have one value, without the axis n.
-        unit: size of the unit in which the options were written; used in error messages.
-
-    Raises:
-        RecipeError: options that do not fit the declaration.
-    """
+    """One gate ``[B, T, H, (n,) *axes]`` or param ``[H, *axes]`` of a recipe."""
 
     def __init__(
         self,
-        declared: Gate | Param,
+        declared: Gate | Param,  # declaration of the gate or param
+        # options of the gate, in the unit of the declaration (`GateOptions.in_value_units`).
+        # Options with unit="batch_mean" keep their unit, which `forward` applies
         options: GateOptions,
         *,
-        sizes: dict[str, int],
-        d_model: int,
-        heads: int,
-        depth: tuple[int, int],
-        recipe: Recipe,
+        sizes: dict[str, int],  # sizes of the recipe's symbolic axes
+        d_model: int,  # width of the tokens
+        heads: int,  # H, number of memories
+        depth: tuple[int, int],  # (index of this layer, number of layers), for schedules
+        recipe: Recipe,  # recipe with the declaration
+        # whether all associations of a token have one value, without the axis n
         per_token: bool = False,
+        # size of the unit in which the options were written; used in error messages
         unit: float = 1.0,
     ) -> None:
         super().__init__()
@@ -531,11 +514,7 @@ class GateProjection(nn.Module):
 
 
 def share_depth_floors(model: nn.Module) -> DepthFloors | None:
-    """Let all gates with lower ends by depth share those of the first one, and return them.
-
-    Raises:
-        RecipeError: gates of different shapes.
-    """
+    """Let all gates with lower ends by depth share those of the first one, and return them."""
     gates = [m for m in model.modules() if isinstance(m, GateProjection) and m.floors is not None]
     if not gates:
         return None

@@ -10,14 +10,7 @@ __all__ = ["GroupedRMSNorm"]
 
 
 class GroupedRMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) ⊙ w, the mean over all channels of consecutive heads.
-
-    Args:
-        num_heads: number of heads.
-        head_dim: V, channels of a head.
-        group_size: number of heads of a group.
-        eps: ε.
-    """
+    """x / √(mean(x²) + ε) ⊙ w, the mean over all channels of ``group_size`` consecutive heads."""
 
     def __init__(self, num_heads: int, head_dim: int, group_size: int, *, eps: float) -> None:
         super().__init__()

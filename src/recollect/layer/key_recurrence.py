@@ -17,18 +17,14 @@ __all__ = ["KeyHistory", "Sequences", "decayed_sums", "filtered_precisions"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """The sequences of a call.
+    """The sequences of a call."""
 
-    Attributes:
-        keys: state of the recurrences before the call ``[B, n, H, D]``, D at least the number of
-            channels. Default: zeros.
-        lengths: number of valid tokens per sequence ``[B]``, if sequences are padded on the right.
-        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; ``keys`` then has
-            N rows.
-    """
-
+    # state of the recurrences before the call [B, n, H, D], D at least the number of channels.
+    # Default: zeros
     keys: Tensor | None = None
+    # number of valid tokens per sequence [B], if sequences are padded on the right
     lengths: Tensor | None = None
+    # [N + 1] boundaries of N documents packed in one sequence; keys then has N rows
     cu_seqlens: Tensor | None = None
 
     def initial(self, index: int, like: Tensor) -> Tensor:
@@ -48,15 +44,10 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyHistory:
-    """States of the recurrences of a layer's keys and values.
+    """States of the recurrences of a layer's keys and values."""
 
-    Attributes:
-        per_token: state after every token ``[B, T, n, H, D]``, D = max(K, V) if both have some.
-        final: state after the last token of each sequence ``[B, n, H, D]``.
-    """
-
-    per_token: Tensor
-    final: Tensor
+    per_token: Tensor  # state after every token [B, T, n, H, D], D = max(K, V) if both have some
+    final: Tensor  # state after the last token of each sequence [B, n, H, D]
 
     @classmethod
     def stack(cls, states: list[tuple[Tensor, Tensor]]) -> KeyHistory | None:
@@ -79,13 +70,9 @@ def _widened(x: Tensor, width: int) -> Tensor:
 def decayed_sums(
     u: Tensor, log_decay: Tensor, initial: Tensor, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Return A_t = α_t A_(t−1) + u_t, ``[B, T, H, K]``.
+    """Return A_t = α_t A_(t−1) + u_t for ``u [B, T, H, K]`` and ``log α [B, T, H]``.
 
-    Args:
-        u: ``[B, T, H, K]``.
-        log_decay: log α ``[B, T, H]``.
-        initial: A before the first token of each sequence ``[B, H, K]``.
-        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
+    ``initial [B, H, K]`` is A before the first token of each sequence, or of each packed document.
     """
     T = u.shape[1]
     if T == 0:
@@ -112,24 +99,17 @@ def decayed_sums(
 
 
 def filtered_precisions(
-    u: Tensor,
-    log_decay: Tensor,
-    noise: Tensor,
-    initial: Tensor,
-    cu_seqlens: Tensor | None = None,
+    u: Tensor,  # precision of the observation of a token [B, T, H, K], ≥ 0
+    log_decay: Tensor,  # log α [B, T, H, K]
+    noise: Tensor,  # variance p of the process noise [B, T, H, K], ≥ 0
+    initial: Tensor,  # Λ before the first token of each sequence [B, H, K], > 0
+    cu_seqlens: Tensor | None = None,  # [N + 1] boundaries of N documents packed in one sequence
 ) -> Tensor:
     """Return the precisions Λ_t = Λ_(t−1)/(α_t² + p_t Λ_(t−1)) + u_t of scalar Kalman filters.
 
     A token maps Λ = n/d to (n', d') = ((1 + u p) n + u α² d, p n + α² d). Products of these maps
     have no negative entries. They are formed token by token inside blocks, for all blocks at once,
     and Λ is passed from block to block.
-
-    Args:
-        u: precision of the observation of a token ``[B, T, H, K]``, ≥ 0.
-        log_decay: log α ``[B, T, H, K]``.
-        noise: variance p of the process noise ``[B, T, H, K]``, ≥ 0.
-        initial: Λ before the first token of each sequence ``[B, H, K]``, > 0.
-        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence.
     """
     B, T = u.shape[:2]
     if T == 0:

@@ -415,21 +415,13 @@ class MemoryLayer(RecipeModule):
 
     def _state_at(
         self,
-        inputs: MemoryInputs,
-        x: Tensor,
-        state: LayerState | None,
-        n: int,
-        mask: Tensor | None,
+        inputs: MemoryInputs,  # inputs of the memory at the tokens of the call
+        x: Tensor,  # tokens of the call, padded on the right
+        state: LayerState | None,  # state before the call
+        n: int,  # number of tokens of the caller
+        mask: Tensor | None,  # attention mask of these tokens [B, n]; None if all are valid
     ) -> LayerState:
-        """Return the state after the first n tokens of a call, from the inputs of its memory.
-
-        Args:
-            inputs: inputs of the memory at the tokens of the call.
-            x: tokens of the call, padded on the right.
-            state: state before the call.
-            n: number of tokens of the caller.
-            mask: attention mask of these tokens ``[B, n]``; ``None`` if all are valid.
-        """
+        """Return the state after the first n tokens of a call, from the inputs of its memory."""
         batch = None if mask is None else compact(mask)
         lengths, inputs = None if batch is None else batch.lengths, inputs.first(n)
         _, memory = run_memory(self, inputs, state, batch=batch)

@@ -9,17 +9,10 @@ __all__ = ["InputOutputFactors"]
 
 
 class InputOutputFactors(nn.Module):
-    """Values p_j ⊙ v, output gates σ(g_j ⊙ z) and outputs Σ_j o_j ⊙ y_j, for j = 1..n.
+    """Values p_j ⊙ v, output gates σ(g_j ⊙ z) and outputs Σ_j o_j ⊙ y_j, for j = 1..n (``count``).
 
     A token has one value v and one gate z per head, n associations and n queries. The factors p, g
-    and o have one entry per head, j and channel.
-
-    Args:
-        heads: number of query heads.
-        memories: H, number of memories.
-        count: n.
-        size: V.
-        has_gate: whether the layer has an output gate.
+    and o have one entry per head (or memory, for p), j and channel (``size``).
     """
 
     def __init__(self, heads: int, memories: int, *, count: int, size: int, has_gate: bool) -> None:

@@ -11,12 +11,7 @@ __all__ = ["QKAffine", "QKScale"]
 
 
 class QKAffine(nn.Module):
-    """x ⊙ w + b for queries and keys, with one w and b per head.
-
-    Args:
-        heads: number of query heads plus number of keys of a token.
-        size: K.
-    """
+    """x ⊙ w + b for queries and keys, with one w and b per query head and per key of a token."""
 
     def __init__(self, heads: int, size: int) -> None:
         super().__init__()
@@ -40,12 +35,7 @@ class QKAffine(nn.Module):
 
 
 class QKScale(nn.Module):
-    """x ⊙ w, or x ⊙ (1 + w), with one w for all queries and one for all keys.
-
-    Args:
-        size: K.
-        zero_centered: whether the factors are 1 + w.
-    """
+    """x ⊙ w, or x ⊙ (1 + w) if zero-centered, with one w for all queries and one for all keys."""
 
     def __init__(self, size: int, *, zero_centered: bool) -> None:
         super().__init__()

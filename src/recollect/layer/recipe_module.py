@@ -96,17 +96,9 @@ def map_fan_in(recipe: Recipe, K: int, V: int) -> tuple[int, ...]:
 class InitialKernelRows(nn.Module):
     """A₀ of a deep memory over a kernel: m anchors z_j with rows u_j, and dense maps (ATLAS 25).
 
-    A map that reads features starts as W = Σ_j u_j φ(z_j)ᵀ. Rows have standard deviation
-    (m out)^(−1/2), or out^(−1/2) if the memory reads a mean of rows, so that hidden activations
-    have about unit length.
-
-    Args:
-        num_heads: H, number of memories.
-        recipe: recipe of the memory.
-        K: key channels.
-        V: value channels.
-        pairs: m, number of anchors.
-        length: length of queries, keys and anchors.
+    A map that reads features starts as W = Σ_j u_j φ(z_j)ᵀ, with m = ``pairs``. Rows have standard
+    deviation (m out)^(−1/2), or out^(−1/2) if the memory reads a mean of rows, so that hidden
+    activations have about unit length. ``length`` is that of queries, keys and anchors.
     """
 
     def __init__(
@@ -136,26 +128,18 @@ class InitialKernelRows(nn.Module):
 
 
 class RecipeModule(nn.Module):
-    """Base of layers of a recipe: its engine, gates, params and initial memory.
+    """Base of layers of a recipe: its engine, gates, params and initial memory."""
 
-    Attributes:
-        d_model: width of the tokens.
-        num_kv_heads, head_dim, value_dim: H, K and V.
-        memory_value_dim: size of the values that the memory learns; V unless a composition replaces
-            the values.
-        options: options of the layer.
-        depth: (index of this layer, number of layers).
-        chunk_size: number of tokens per chunk, as in `recall`.
-    """
-
-    d_model: int
+    d_model: int  # width of the tokens
+    # num_kv_heads, head_dim, value_dim: H, K and V
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    # size of the values that the memory learns; V unless a composition replaces the values
     memory_value_dim: int
-    options: LayerOptions
-    depth: tuple[int, int]
-    chunk_size: int | None
+    options: LayerOptions  # options of the layer
+    depth: tuple[int, int]  # (index of this layer, number of layers)
+    chunk_size: int | None  # number of tokens per chunk, as in `recall`
     memory: InitialMemory | InitialKernelRows | None
     _recipe: Recipe
     _bound: BoundRecipe

@@ -14,19 +14,13 @@ __all__ = ["RecordedCall", "roll_back"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedCall:
-    """A call of a layer, kept to compute the states after fewer of its tokens.
+    """A call of a layer, kept to compute the states after fewer of its tokens."""
 
-    Attributes:
-        num_tokens: T, padding included.
-        state: state before the call; ``None`` before the first token.
-        attention_mask: ``[B, T]``, nonzero at valid tokens; ``None`` if all are valid.
-        recompute: function from a number of tokens n ≥ 1 and their mask ``[B, n]``, or ``None``, to
-            the state after the first n tokens.
-    """
-
-    num_tokens: int
-    state: Any
-    attention_mask: Tensor | None
+    num_tokens: int  # T, padding included
+    state: Any  # state before the call; None before the first token
+    attention_mask: Tensor | None  # [B, T], nonzero at valid tokens; None if all are valid
+    # function from a number of tokens n ≥ 1 and their mask [B, n], or None, to the state after the
+    # first n tokens
     recompute: Callable[[int, Tensor | None], Any]
 
     @classmethod
@@ -64,12 +58,7 @@ class RecordedCall:
 
 
 def roll_back(calls: Sequence[RecordedCall], count: int) -> tuple[list[RecordedCall], Any]:
-    """Return the remaining calls and the state after the last ``count`` tokens are removed.
-
-    Args:
-        calls: recorded calls, the last one with the last tokens.
-        count: number of tokens, at least 1 and at most those of all calls.
-    """
+    """Return the remaining calls and the state after the last ``count`` ≥ 1 tokens are removed."""
     remaining, state = [*calls], None
     while count:
         call = remaining.pop()

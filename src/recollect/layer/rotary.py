@@ -83,16 +83,7 @@ def transposed_misfit(recipe: Recipe, option: str) -> str:
 class ComplexDecayPhase(nn.Module):
     """Θ_t, the cumulative angle of every pair of channels: θ_t = bias + W x_t, or bias alone.
 
-    Biases start at RoPE's angles, 10000^(−2i/D).
-
-    Args:
-        source: ``"input"`` or ``"learned"``.
-        d_model: width of the tokens.
-        heads: H.
-        size: D, number of channels.
-
-    Raises:
-        RecipeError: an odd number of channels.
+    ``source`` is ``"input"`` or ``"learned"``. Biases start at RoPE's angles, 10000^(−2i/D).
     """
 
     def __init__(self, source: str, *, d_model: int, heads: int, size: int) -> None:
@@ -119,20 +110,14 @@ class ComplexDecayPhase(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        start: Tensor | None,
+        x: Tensor,  # tokens [B, T, d_model]; lengths and cu_seqlens as in `ShortConvolution`
+        start: Tensor | None,  # Θ before the first token. Default: zeros
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        factor: Tensor | None = None,
+        factor: Tensor | None = None,  # factor of every θ_t [B, T, H]. Default: 1
     ) -> tuple[Tensor, Tensor]:
-        """Return Θ ``[B, T, H, D/2]`` in float64, and Θ after the last token ``[B, H, D/2]``.
-
-        Args:
-            x: tokens ``[B, T, d_model]``; ``lengths`` and ``cu_seqlens`` as in `ShortConvolution`.
-            start: Θ before the first token. Default: zeros.
-            factor: factor of every θ_t ``[B, T, H]``. Default: 1.
-        """
+        """Return Θ ``[B, T, H, D/2]`` in float64, and Θ after the last token ``[B, H, D/2]``."""
         B, T = x.shape[:2]
         angle = self.bias.double()
         if self.weight is not None:
@@ -198,12 +183,9 @@ def _frequencies(size: int, base: float) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + r/2) of the first r channels of x by an angle.
+    """Rotate each pair (i, i + r/2) of the first r channels of ``x [B, T, ..., D]`` by an angle.
 
-    Args:
-        x: ``[B, T, ..., D]``, D ≥ r.
-        cos, sin: of the angles ``[B, T, ..., r/2]``. Missing axes are inserted in front of the last
-            one.
+    ``cos`` and ``sin`` are ``[B, T, ..., r/2]``; missing axes are inserted before the last one.
     """
     size = cos.shape[-1]
     shape = (*cos.shape[:-1], *(1,) * (x.dim() - cos.dim()), size)

@@ -55,25 +55,18 @@ def _depthwise_conv(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def short_convolution(
-    u: Tensor,
-    weight: Tensor,
+    u: Tensor,  # tokens [B, T, D], padded on the right if lengths is given
+    weight: Tensor,  # one tap per token of the window [w, D]
+    # last inputs of each sequence before this call [B, num_kept, D]. Default: zeros
     state: Tensor | None = None,
     *,
-    lengths: Tensor | None = None,
+    lengths: Tensor | None = None,  # number of valid tokens per sequence [B]
+    # [N + 1] boundaries of N documents packed in one sequence; the state then has N rows
     cu_seqlens: Tensor | None = None,
+    # number of inputs in the state. Default: w − 1, the fewest possible
     num_kept: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, and the last inputs for the next call.
-
-    Args:
-        u: tokens ``[B, T, D]``, padded on the right if ``lengths`` is given.
-        weight: one tap per token of the window ``[w, D]``.
-        state: last inputs of each sequence before this call ``[B, num_kept, D]``. Default: zeros.
-        lengths: number of valid tokens per sequence ``[B]``.
-        cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; the state then has
-            N rows.
-        num_kept: number of inputs in the state. Default: w − 1, the fewest possible.
-    """
+    """Return y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, and the last inputs for the next call."""
     weight, width, T = weight.to(u.dtype), weight.shape[0], u.shape[1]
     num_kept = width - 1 if num_kept is None else num_kept
     if cu_seqlens is not None:
@@ -118,11 +111,6 @@ class ShortConvolution(nn.Module):
     """y_t = b + Σ_{j<w} a_j ⊙ u_{t−w+1+j}, per channel, over the last w tokens of the sequence.
 
     Its initial weights are the identity plus a little noise, and b is 0.
-
-    Args:
-        channels: D.
-        width: w ≥ 1.
-        bias: whether there is a bias b.
     """
 
     def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
@@ -142,21 +130,15 @@ class ShortConvolution(nn.Module):
 
     def forward(
         self,
-        u: Tensor,
+        u: Tensor,  # tokens, padded on the right if lengths is given
+        # last w − 1 inputs of each sequence before this call. Default: zeros
         state: Tensor | None = None,
         *,
-        lengths: Tensor | None = None,
+        lengths: Tensor | None = None,  # number of valid tokens per sequence [B]
+        # [N + 1] boundaries of N documents packed in one sequence; the state then has N rows
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve ``u [B, T, D]``; also return the state ``[B, w − 1, D]`` for the next call.
-
-        Args:
-            u: tokens, padded on the right if ``lengths`` is given.
-            state: last w − 1 inputs of each sequence before this call. Default: zeros.
-            lengths: number of valid tokens per sequence ``[B]``.
-            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence; the state then
-                has N rows.
-        """
+        """Convolve ``u [B, T, D]``; also return the state ``[B, w − 1, D]`` for the next call."""
         y, state = short_convolution(u, self.weight, state, lengths=lengths, cu_seqlens=cu_seqlens)
         return y if self.bias is None else y + self.bias.to(y.dtype), state
 

@@ -22,40 +22,24 @@ class MemoryInputs:
     """The inputs of a layer's memory, and the tensors that the layer needs after it was read.
 
     T tokens have n associations each; with n = 1 the axis of n is missing.
-
-    Attributes:
-        q: queries ``[B, T, Hq, K]`` of Hq heads.
-        k: keys ``[B, T, H, (n,) K]`` of H memories.
-        v: values ``[B, T, H, (n,) V]``.
-        gates: gates of each token by name, ``[B, T, H, (n,) ...]``, as `recollect.recall` takes
-            them.
-        params: params by name, as `recollect.recall` takes them.
-        unrotated_values: values before any rotation, with the shape of ``v``.
-        phase: angles of the rotation of a complex decay, or ``None``.
-        gate_input: input of the output gate ``[B, T, d_model]``.
-        conv: last inputs of the short convolution, or ``None``.
-        final_phase: last angles of a complex decay, or ``None``.
-        shift: last token of the token shift, or ``None``.
-        conv_inputs: inputs of the short convolution ``[B, T, D]``, if requested.
-        keys: states of n recurrences of keys and values after every token ``[B, T, n, H, D]``, or
-            ``None``.
-        final_keys: the last ones ``[B, n, H, D]``, or ``None``.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # queries [B, T, Hq, K] of Hq heads
+    k: Tensor  # keys [B, T, H, (n,) K] of H memories
+    v: Tensor  # values [B, T, H, (n,) V]
+    # gates of each token by name, [B, T, H, (n,) ...], as `recollect.recall` takes them
     gates: dict[str, Tensor]
-    params: dict[str, Tensor]
-    unrotated_values: Tensor
-    phase: Tensor | None
-    gate_input: Tensor
-    conv: Tensor | None
-    final_phase: Tensor | None
-    shift: Tensor | None
-    conv_inputs: Tensor | None = None
+    params: dict[str, Tensor]  # params by name, as `recollect.recall` takes them
+    unrotated_values: Tensor  # values before any rotation, with the shape of v
+    phase: Tensor | None  # angles of the rotation of a complex decay, or None
+    gate_input: Tensor  # input of the output gate [B, T, d_model]
+    conv: Tensor | None  # last inputs of the short convolution, or None
+    final_phase: Tensor | None  # last angles of a complex decay, or None
+    shift: Tensor | None  # last token of the token shift, or None
+    conv_inputs: Tensor | None = None  # inputs of the short convolution [B, T, D], if requested
+    # states of n recurrences of keys and values after every token [B, T, n, H, D], or None
     keys: Tensor | None = None
-    final_keys: Tensor | None = None
+    final_keys: Tensor | None = None  # the last ones [B, n, H, D], or None
 
     def first(self, n: int) -> MemoryInputs:
         """Return the inputs at the first n tokens; the final tensors remain those of the call."""

@@ -217,17 +217,13 @@ def _incompatibility(
 
 @dataclass(frozen=True, kw_only=True)
 class TiedInputs:
-    """Queries, keys, values, and gates and params by name, after all ties.
-
-    Attributes:
-        history: states of recurrences of keys and values, or ``None``.
-    """
+    """Queries, keys, values, and gates and params by name, after all ties."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     gates: dict[str, Tensor]
-    history: KeyHistory | None
+    history: KeyHistory | None  # states of recurrences of keys and values, or None
 
 
 class Ties(nn.Module):
@@ -298,23 +294,14 @@ class Ties(nn.Module):
 
     def apply_ties(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        values: Mapping[str, Tensor],
-        gates: nn.ModuleDict,
-        sequences: Sequences,
+        q: Tensor,  # queries [B, T, heads, K]
+        k: Tensor,  # keys [B, T, H, K], of several associations if no tie uses them
+        v: Tensor,  # values [B, T, H, V], of several associations if no tie uses them
+        values: Mapping[str, Tensor],  # gates and params by name
+        gates: nn.ModuleDict,  # projections of the gates
+        sequences: Sequences,  # state and boundaries of the sequences
     ) -> TiedInputs:
-        """Apply the ties in their order.
-
-        Args:
-            q: queries ``[B, T, heads, K]``.
-            k: keys ``[B, T, H, K]``, of several associations if no tie uses them.
-            v: values ``[B, T, H, V]``, of several associations if no tie uses them.
-            values: gates and params by name.
-            gates: projections of the gates.
-            sequences: state and boundaries of the sequences.
-        """
+        """Apply the ties in their order."""
         tied, states = dict(values), list[tuple[Tensor, Tensor]]()
         qkv = {"q": q, "k": k, "v": v}
         for tie in self.ties:

@@ -17,14 +17,9 @@ RANK = 32
 class TokenShift(nn.Module):
     """x_t + μ ⊙ (x_{t−1} − x_t) for each of several streams (RWKV-6 eqs. 1–4; RWKV-7 eq. 3).
 
-    ``"learned"``: μ is learned per channel. ``"input"``: μ_t = λ + tanh(z_t A) B with
+    Kind ``"learned"``: μ is learned per channel. ``"input"``: μ_t = λ + tanh(z_t A) B with
     z_t = x_t + μ_0 ⊙ (x_{t−1} − x_t) (RWKV-6's low-rank, data-dependent interpolation).
     The token before the first one of a sequence is 0.
-
-    Args:
-        kind: ``"learned"`` or ``"input"``.
-        d_model: width of the tokens.
-        streams: names of the mixtures.
     """
 
     first: nn.Parameter | None
@@ -56,18 +51,13 @@ class TokenShift(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        last_token: Tensor | None,
+        x: Tensor,  # tokens [B, T, d_model]; lengths and cu_seqlens as in `ShortConvolution`
+        last_token: Tensor | None,  # last token of each sequence before this call
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the mixtures by name, and the last token of each sequence ``[B, 1, d_model]``.
-
-        Args:
-            x: tokens ``[B, T, d_model]``; ``lengths`` and ``cu_seqlens`` as in `ShortConvolution`.
-            last_token: last token of each sequence before this call.
-        """
+        """Return the mixtures by name, and the last token of each sequence ``[B, 1, d_model]``."""
         previous, last_token = previous_tokens(x, last_token, lengths, cu_seqlens)
         delta = previous - x
         shifted: dict[str, Tensor] = {}

@@ -34,10 +34,8 @@ __all__ = ["Exchange"]
 class Exchange:
     """Exchanges of one call, in order.
 
-    Args:
-        link: the ranks.
-        inputs: tensors of the call. If one requires a gradient, all ranks exchange.
-        shared: tensors that are equal on all ranks, and get a gradient on each.
+    If one of the ``inputs`` of the call requires a gradient, all ranks exchange. ``shared`` tensors
+    are equal on all ranks, and get a gradient on each.
     """
 
     def __init__(self, link: Link, *inputs: Tensor, shared: Sequence[Tensor] = ()) -> None:

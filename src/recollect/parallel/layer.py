@@ -34,16 +34,11 @@ __all__ = ["ContextRanks", "forward_over_ranks"]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRanks:
-    """The ranks that share a sequence.
+    """The ranks that share a sequence."""
 
-    Attributes:
-        link: the ranks.
-        strategy: ``"auto"`` or ``"sequential"``.
-        pieces: number of microbatches of the sequential strategy; ``None`` for the default.
-    """
-
-    link: Link
-    strategy: str = "auto"
+    link: Link  # the ranks
+    strategy: str = "auto"  # "auto" or "sequential"
+    # number of microbatches of the sequential strategy; None for the default
     pieces: int | None = None
 
     @property
@@ -57,27 +52,19 @@ class ContextRanks:
 
 
 def run_memory_layer(
-    context_ranks: ContextRanks,
-    layer: MemoryLayer,
-    x: Tensor,
+    context_ranks: ContextRanks,  # the ranks
+    layer: MemoryLayer,  # the layer, equal on all ranks
+    x: Tensor,  # this rank's tokens [B, T, d_model]
+    # state before the first token of the sequence, equal on all ranks
     state: LayerState | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,  # [B, T] of this rank's tokens
+    # [N + 1] boundaries of this rank's pieces (`recollect.parallel.segment`), without states
     cu_seqlens: Tensor | None = None,
     *,
+    # whether to return the state after the last token of the sequence
     output_final_state: bool = True,
 ) -> tuple[Tensor, LayerState | None]:
-    """Run `MemoryLayer.forward` on this rank's segment.
-
-    Args:
-        context_ranks: the ranks.
-        layer: the layer, equal on all ranks.
-        x: this rank's tokens ``[B, T, d_model]``.
-        state: state before the first token of the sequence, equal on all ranks.
-        attention_mask: ``[B, T]`` of this rank's tokens.
-        cu_seqlens: ``[N + 1]`` boundaries of this rank's pieces (`recollect.parallel.segment`),
-            without states.
-        output_final_state: whether to return the state after the last token of the sequence.
-    """
+    """Run `MemoryLayer.forward` on this rank's segment."""
     check_tokens(x, attention_mask, cu_seqlens, d_model=layer.d_model, weight=layer.qkv.weight)
     _check_documents(cu_seqlens, state)
     shift, phase = layer.shift is not None, layer.phase is not None

@@ -22,18 +22,13 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 @dataclass(eq=False)
 class Link:
-    """Ranks that share a sequence. Rank r has the r-th segment.
+    """Ranks that share a sequence. Rank r has the r-th segment."""
 
-    Attributes:
-        rank: rank of this process in the group.
-        ranks: number of ranks R.
-        group_reference: weak reference to the process group, which may be destroyed.
-        pending: messages in transit, with their tensors.
-    """
-
-    rank: int
-    ranks: int
+    rank: int  # rank of this process in the group
+    ranks: int  # number of ranks R
+    # weak reference to the process group, which may be destroyed
     group_reference: Callable[[], dist.ProcessGroup | None]
+    # messages in transit, with their tensors
     pending: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
 
     @property

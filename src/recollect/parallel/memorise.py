@@ -24,17 +24,11 @@ __all__ = ["keep_saved_tensors", "memorise_segment"]
 
 @dataclass(frozen=True, kw_only=True)
 class _FirstPiece:
-    """First piece of this rank and the states around it.
+    """First piece of this rank and the states around it."""
 
-    Attributes:
-        call: dense call of the tokens up to the first boundary.
-        initial: state before the first token of the sequence, with the batch size of ``call``.
-        last_piece: state after the last piece; ``None`` if there is one piece.
-    """
-
-    call: Problem
-    initial: State
-    last_piece: State | None = None
+    call: Problem  # dense call of the tokens up to the first boundary
+    initial: State  # state before the first token of the sequence, with the batch size of call
+    last_piece: State | None = None  # state after the last piece; None if there is one piece
 
 
 def memorise_segment(

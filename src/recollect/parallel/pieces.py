@@ -18,15 +18,10 @@ __all__ = ["Piece", "join_pieces", "pieces_for", "slice_call", "slice_state"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows and some heads of a call.
+    """Some rows and some heads of a call."""
 
-    Attributes:
-        rows: batch elements.
-        heads: memories; ``None`` for all.
-    """
-
-    rows: slice
-    heads: slice | None
+    rows: slice  # batch elements
+    heads: slice | None  # memories; None for all
 
 
 def pieces_for(call: Problem, count: int) -> list[list[Piece]]:

@@ -21,28 +21,18 @@ __all__ = ["Segment", "local_pieces", "segment_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One rank's tokens among those of all ranks.
+    """One rank's tokens among those of all ranks."""
 
-    Attributes:
-        exchange: exchanges of the call.
-        tokens: number of tokens T of each rank, including padding.
-        counts: number of valid tokens in the last piece of each rank ``[R, B]``.
-        longest_last_piece: number of tokens in the last piece of each rank, including padding.
-        starts_document: whether a document starts within each rank. Its last piece then depends on
-            no earlier rank.
-        lengths: number of valid tokens of this rank ``[B]``, if it is padded on the right.
-        padded: whether any rank is padded.
-        start: index of the first token of this rank's last piece.
-    """
-
-    exchange: Exchange
-    tokens: tuple[int, ...]
-    counts: Tensor
+    exchange: Exchange  # exchanges of the call
+    tokens: tuple[int, ...]  # number of tokens T of each rank, including padding
+    counts: Tensor  # number of valid tokens in the last piece of each rank [R, B]
+    # number of tokens in the last piece of each rank, including padding
     longest_last_piece: tuple[int, ...]
+    # whether a document starts within each rank. Its last piece then depends on no earlier rank
     starts_document: tuple[bool, ...]
-    lengths: Tensor | None
-    padded: bool
-    start: int
+    lengths: Tensor | None  # number of valid tokens of this rank [B], if it is padded on the right
+    padded: bool  # whether any rank is padded
+    start: int  # index of the first token of this rank's last piece
 
     @property
     def rank(self) -> int:
@@ -63,11 +53,7 @@ class Segment:
         return self.rank == 0 or (self.first_source_rank == 0 and not self.starts_document[0])
 
     def position(self, initial: Tensor | None = None) -> Tensor:
-        """Return the number of tokens of the document before this rank ``[B]``.
-
-        Args:
-            initial: number of tokens before the sequence.
-        """
+        """Return the number of tokens of the document before this rank ``[B]``."""
         earlier = self.counts[self.first_source_rank : self.rank].sum(0)
         return earlier + initial if initial is not None and self.includes_start else earlier
 
@@ -82,21 +68,16 @@ class Segment:
 
     def preceding_tokens(
         self,
-        x: Tensor,
-        n: int | None,
+        x: Tensor,  # this rank's tokens [B, T, ...], padded on the right
+        n: int | None,  # number of tokens, at least 1; None for all
+        # tokens before the sequence [B, m, ...], aligned right, and their mask
         initial: tuple[Tensor, Tensor] | None = None,
+        # last tokens of this rank's last piece [B, m, ...], aligned right. Default: those of x
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the n tokens before this rank ``[B, n, ...]``, and the mask of valid ones.
 
         They are aligned right, and 0 before the start of the document.
-
-        Args:
-            x: this rank's tokens ``[B, T, ...]``, padded on the right.
-            n: number of tokens, at least 1; ``None`` for all.
-            initial: tokens before the sequence ``[B, m, ...]``, aligned right, and their mask.
-            last_tokens: last tokens of this rank's last piece ``[B, m, ...]``, aligned right.
-                Default: those of ``x``.
         """
         num_slots = max(self.tokens) if n is None else n
         slots = torch.arange(num_slots, device=x.device)
@@ -156,21 +137,14 @@ def _gather_or_zero(x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 
 
 def segment_of(
-    exchange: Exchange,
-    x: Tensor,
+    exchange: Exchange,  # exchanges of the call
+    x: Tensor,  # this rank's tokens [B, T, ...]
     *,
-    lengths: Tensor | None = None,
-    boundaries: Tensor | None = None,
-    same: tuple[tuple[str, int], ...] = (),
+    lengths: Tensor | None = None,  # number of valid tokens [B], for padding on the right
+    boundaries: Tensor | None = None,  # [N + 1] boundaries of this rank's pieces (B = 1)
+    same: tuple[tuple[str, int], ...] = (),  # integers by name that must be equal on all ranks
 ) -> Segment:
     """Exchange the numbers of tokens, and check that all ranks run equal calls.
-
-    Args:
-        exchange: exchanges of the call.
-        x: this rank's tokens ``[B, T, ...]``.
-        lengths: number of valid tokens ``[B]``, for padding on the right.
-        boundaries: ``[N + 1]`` boundaries of this rank's pieces (B = 1).
-        same: integers by name that must be equal on all ranks.
 
     Raises:
         ValueError: ranks that differ, or a rank without a token.
@@ -220,13 +194,8 @@ def local_pieces(
 ) -> tuple[Tensor, list[int]]:
     """Return the boundaries of a rank's pieces, and the index of the document of each piece.
 
-    Args:
-        boundaries: ``[N + 1]`` boundaries of the documents in the full sequence.
-        tokens: number of tokens of each rank.
-        rank: the rank.
-
-    Raises:
-        ValueError: boundaries that do not fit the tokens, or a document without tokens.
+    ``boundaries [N + 1]`` are those of the documents in the full sequence. A ValueError refuses
+    boundaries that do not fit the tokens of the ranks, and a document without tokens.
     """
     ends = boundaries.tolist()
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != sum(tokens):

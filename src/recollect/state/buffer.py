@@ -17,46 +17,30 @@ __all__ = ["Buffer", "update_buffer"]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Buffer(TensorTree):
-    """Associations with their gates, newest last and aligned right.
+    """Associations with their gates, newest last and aligned right."""
 
-    Attributes:
-        k: keys ``[B, n, H, K]``.
-        v: values ``[B, n, H, V]``.
-        rates: gates and constants by name, ``[B, n, H, ...]``.
-        mask: ``[B, n]``, False at empty slots, whose tensors are 0.
-    """
-
-    k: Tensor
-    v: Tensor
+    k: Tensor  # keys [B, n, H, K]
+    v: Tensor  # values [B, n, H, V]
+    # gates and constants by name, [B, n, H, ...]
     rates: Mapping[str, Tensor] = field(default_factory=dict)
-    mask: Tensor
+    mask: Tensor  # [B, n], False at empty slots, whose tensors are 0
 
 
 def update_buffer(
-    recipe: Recipe,
-    old: Buffer | None,
+    recipe: Recipe,  # the recipe, which determines the number of slots
+    old: Buffer | None,  # the buffer before the tokens
     *,
-    k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-    lengths: Tensor | None,
-    position: Tensor,
-    host_position: int | None = None,
+    k: Tensor,  # new keys [B, T, H, K]
+    v: Tensor,  # new values [B, T, H, V]
+    rates: Mapping[str, Tensor],  # their gates and constants by name
+    lengths: Tensor | None,  # number of valid tokens [B]; None without padding
+    position: Tensor,  # number of tokens of the document after the call, [B]
+    host_position: int | None = None,  # value of every entry of position, if the host knows it
 ) -> Buffer | None:
     """Return the buffer after new tokens.
 
     The cost is O(n) in the number of slots, not in T. If the buffer is full, the attention sinks of
     a context (`Context.num_sinks`) are in its first slots.
-
-    Args:
-        recipe: the recipe, which determines the number of slots.
-        old: the buffer before the tokens.
-        k: new keys ``[B, T, H, K]``.
-        v: new values ``[B, T, H, V]``.
-        rates: their gates and constants by name.
-        lengths: number of valid tokens ``[B]``; ``None`` without padding.
-        position: number of tokens of the document after the call, ``[B]``.
-        host_position: value of every entry of ``position``, if the host knows it.
     """
     size, history = recipe.buffer_size, recipe.num_past_associations
     batch_size, num_sinks = recipe.algorithm.batch_size, recipe.context.num_sinks

@@ -17,15 +17,8 @@ def initial_associations(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the keys, values and gates of the initial associations, ``[B, m, H, ...]``.
 
-    Args:
-        bound: the recipe with the number and size of its memories.
-        init: keys ``[H, m, K]``, values ``[H, m, V]``, then the per-association gates of the
-            recipe in order, ``[H, m, ...]``. Step gates get their initial values, decays 1.
-        B: batch size.
-        dtype: type of the gates.
-
-    Raises:
-        RecipeError: another number of tensors, or shapes that do not fit.
+    ``init`` has keys ``[H, m, K]``, values ``[H, m, V]``, then the per-association gates of the
+    recipe in order, ``[H, m, ...]``. Step gates get their initial values, decays 1.
     """
     recipe, H, K, V = bound.recipe, bound.H, bound.K, bound.V
     tensors = (init,) if isinstance(init, Tensor) else tuple(init)

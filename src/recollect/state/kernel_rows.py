@@ -25,21 +25,15 @@ __all__ = ["KernelRows", "append_rows", "initial_kernel_rows"]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class KernelRows(TensorTree):
-    """Keys and their rows of weights, newest last and aligned right.
+    """Keys and their rows of weights, newest last and aligned right."""
 
-    Attributes:
-        k: keys ``[B, n, H, K]``.
-        rows: u of every map that reads the features, ``[B, n, H, out]`` each.
-        mass: term of each key in a normaliser ``[B, n, H]``: 1 times the decays of the memory. It
-            is 0 only if the key has no effect (α was 0, and no later step reached its row).
-        mask: ``[B, n]``, False at empty slots, whose tensors are 0.
-        slots: state of the algorithm by name, shaped like ``rows``.
-    """
-
-    k: Tensor
-    rows: Weights = ()
+    k: Tensor  # keys [B, n, H, K]
+    rows: Weights = ()  # u of every map that reads the features, [B, n, H, out] each
+    # term of each key in a normaliser [B, n, H]: 1 times the decays of the memory. It is 0 only if
+    # the key has no effect (α was 0, and no later step reached its row)
     mass: Tensor
-    mask: Tensor
+    mask: Tensor  # [B, n], False at empty slots, whose tensors are 0
+    # state of the algorithm by name, shaped like rows
     slots: Mapping[str, Weights] = field(default_factory=dict)
 
     def reset(self, rows: Tensor, pairs: tuple[Tensor, ...] = ()) -> KernelRows:
@@ -74,6 +68,8 @@ class KernelRows(TensorTree):
 
 def initial_kernel_rows(
     recipe: Recipe,
+    # keys [H, m, K], then the rows of every map that reads the features, [H, m, out] each; empty
+    # for no rows
     pairs: tuple[Tensor, ...],
     *,
     B: int,
@@ -83,15 +79,7 @@ def initial_kernel_rows(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KernelRows:
-    """Return the rows before the first token.
-
-    Args:
-        pairs: keys ``[H, m, K]``, then the rows of every map that reads the features,
-            ``[H, m, out]`` each; empty for no rows.
-
-    Raises:
-        RecipeError: tensors of the wrong number or shape.
-    """
+    """Return the rows before the first token; a RecipeError refuses another number or shape."""
     widths = recipe.row_widths(V)
     if not pairs:
         pairs = tuple(torch.zeros(H, 0, size, dtype=dtype, device=device) for size in (K, *widths))

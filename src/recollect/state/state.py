@@ -35,15 +35,10 @@ NAMES_OF_SCHEMA_1 = {
 
 @dataclass(eq=False)
 class HostPosition:
-    """Number of tokens of every batch element, valid for one tensor of positions.
+    """Number of tokens of every batch element, valid for one tensor of positions."""
 
-    Attributes:
-        tensor: the tensor; any other makes the number invalid.
-        value: value of each of its entries.
-    """
-
-    tensor: Tensor
-    value: int
+    tensor: Tensor  # the tensor; any other makes the number invalid
+    value: int  # value of each of its entries
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -253,21 +248,14 @@ def _pad_slots(state: State, num_buffered: int, num_rows: int) -> State:
 
 
 def initial_state(
-    bound: BoundRecipe,
+    bound: BoundRecipe,  # the recipe with the number and size of its memories
     *,
-    B: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    init: Init | None = None,
+    B: int,  # batch size
+    dtype: torch.dtype,  # type of all tensors except those that the algorithm keeps in float64
+    device: torch.device,  # device of all tensors
+    init: Init | None = None,  # A₀, as for `recollect.recall`
 ) -> State:
     """Return the state before the first token, with A₀ = ``init`` or zeros.
-
-    Args:
-        bound: the recipe with the number and size of its memories.
-        B: batch size.
-        dtype: type of all tensors except those that the algorithm keeps in float64.
-        device: device of all tensors.
-        init: A₀, as for `recollect.recall`.
 
     Raises:
         RecipeError: a deep memory without ``init``, or one of the wrong shapes.

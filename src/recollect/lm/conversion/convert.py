@@ -203,11 +203,7 @@ def _find_layout(source: Path, model_type: Any, to: str | None, *, is_ours: bool
 
 
 def _published_options(layout: Layout, config: RecollectConfig) -> dict[str, Any]:
-    """Return the options of a published model that computes what a model of ours computes.
-
-    Raises:
-        ValueError: the layout has no such model.
-    """
+    """Return the options of the published model with the outputs of a model of ours."""
     options = layout.options(layout.to_published(config))
     difference = _first_difference(_facts(config), _facts(layout.to_ours(options)))
     if difference is not None:

@@ -57,18 +57,13 @@ def reshape(published: tuple[int, ...], ours: tuple[int, ...]) -> Transform:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A range of a tensor along one dimension.
+    """A range of a tensor along one dimension."""
 
-    Attributes:
-        name: name of the tensor.
-        start, stop: the range; a ``stop`` of ``None`` is the end.
-        dim: dimension of the range.
-    """
-
-    name: str
+    name: str  # name of the tensor
+    # start, stop: the range; a stop of None is the end
     start: int = 0
     stop: int | None = None
-    dim: int = 0
+    dim: int = 0  # dimension of the range
 
     def of(self, x: Tensor) -> Tensor:
         """Return this part of a tensor."""
@@ -86,16 +81,12 @@ def parts(name: str, sizes: Iterable[int], *, dim: int = 0) -> list[Part]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a published tensor, and the part of our tensor with the same numbers.
+    """A part of a published tensor, and the part of our tensor with the same numbers."""
 
-    Attributes:
-        published, ours: the parts; a name is the whole tensor.
-        transforms: maps from the published part to ours, in order.
-    """
-
+    # published, ours: the parts; a name is the whole tensor
     published: Part | str
     ours: Part | str
-    transforms: tuple[Transform, ...] = ()
+    transforms: tuple[Transform, ...] = ()  # maps from the published part to ours, in order
 
     @property
     def source(self) -> Part:
@@ -145,37 +136,30 @@ def _as_part(part: Part | str) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A published layout of models.
+    """A published layout of models."""
 
-    Attributes:
-        model_type: ``model_type`` of its ``config.json``.
-        architecture: name of the class of its language model.
-        defaults: options of its ``config.json`` that shape the model, and their default values.
-        required: options that can have one value here. Other values are refused.
-        ignored: options that do not change the outputs. Written models have their defaults.
-        aliases: other names of options, which are read and written, too.
-        normalize: returns options with one form of each value, before they are checked.
-        nested_prefix: prefix of names in place of ``"model."``, in files of a part of a larger
-            model; they are read, too.
-        ignored_prefixes: prefixes of the names of published tensors that do not change the outputs.
-        to_ours: returns our configuration of a model with these options; raises `ValueError` if
-            there is none.
-        to_published: returns the options of a model with our configuration. The caller checks that
-            `to_ours` maps them to this configuration.
-        pieces: yields the pieces of a model with these options and our configuration.
-    """
-
-    model_type: str
-    architecture: str
+    model_type: str  # model_type of its config.json
+    architecture: str  # name of the class of its language model
+    # options of its config.json that shape the model, and their default values
     defaults: Mapping[str, Any]
+    # options that can have one value here. Other values are refused
     required: Mapping[str, Any] = field(default_factory=dict)
+    # options that do not change the outputs. Written models have their defaults
     ignored: frozenset[str] = frozenset()
+    # other names of options, which are read and written, too
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # returns options with one form of each value, before they are checked
     normalize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    # prefix of names in place of "model.", in files of a part of a larger model; they are read, too
     nested_prefix: str = ""
+    # prefixes of the names of published tensors that do not change the outputs
     ignored_prefixes: tuple[str, ...] = ()
+    # returns our configuration of a model with these options; raises `ValueError` if there is none
     to_ours: Callable[[Mapping[str, Any]], RecollectConfig]
+    # returns the options of a model with our configuration. The caller checks that `to_ours` maps
+    # them to this configuration
     to_published: Callable[[RecollectConfig], Mapping[str, Any]]
+    # yields the pieces of a model with these options and our configuration
     pieces: Callable[[Mapping[str, Any], RecollectConfig], Iterable[Piece]]
 
     def options(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,19 +41,14 @@ MAX_SHARD_SIZE = 5 * 10**9
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # our names
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """Shapes of all tensors by name, in a published model and in ours."""
-
-    published: dict[str, tuple[int, ...]]
-    ours: dict[str, tuple[int, ...]]
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
 
 
-def all_shapes(pieces: Iterable[Piece], model: nn.Module) -> Shapes:
-    """Return our shapes from a model, and the published shapes that the pieces give.
+def all_shapes(pieces: Iterable[Piece], model: nn.Module) -> tuple[Shapes, Shapes]:
+    """Return the published shapes that the pieces give, and our shapes from a model.
 
-    Raises:
-        RuntimeError: the pieces do not cover every tensor once, which is an error of the layout.
+    Raises RuntimeError if the pieces do not cover every tensor once: an error of the layout.
     """
     ours = {name: weight.detach() for name, weight in model.named_parameters()}
     published_parts: dict[str, list[tuple[Part, Tensor]]] = {}
@@ -68,7 +64,7 @@ def all_shapes(pieces: Iterable[Piece], model: nn.Module) -> Shapes:
     if covered != shapes:
         names = sorted(name for name in shapes if covered.get(name) != shapes[name])
         raise RuntimeError(f"the pieces of a layout do not cover {names[0]!r}")
-    return Shapes(published=published, ours=shapes)
+    return published, shapes
 
 
 def _joined_shape(name: str, entries: Sequence[tuple[Part, Tensor]]) -> tuple[int, ...]:
@@ -94,19 +90,12 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor of the result, which is read from parts of tensors of the source.
+    """A tensor of the result, which is read from parts of tensors of the source."""
 
-    Attributes:
-        dtype: type of its numbers.
-        num_bytes: size.
-        moves: its parts in order.
-        files: file of each tensor that they come from.
-    """
-
-    dtype: torch.dtype
-    num_bytes: int
-    moves: Sequence[Move]
-    files: Mapping[str, Path]
+    dtype: torch.dtype  # type of its numbers
+    num_bytes: int  # size
+    moves: Sequence[Move]  # its parts in order
+    files: Mapping[str, Path]  # file of each tensor that they come from
 
     def read(self) -> Tensor:
         """Read and transform all parts."""
@@ -126,18 +115,15 @@ def tensor_names(source: Path) -> list[str]:
 def plan_tensors(
     source: Path,
     pieces: Sequence[Piece],
-    shapes: Shapes,
+    shapes: tuple[Shapes, Shapes],  # published, ours
     *,
     to_ours: bool,
     ignored_prefixes: tuple[str, ...] = (),
 ) -> dict[str, PlannedTensor]:
     """Check names, shapes and types of the tensors of a folder, and plan those of the result.
 
-    Tensors whose names have ``ignored_prefixes`` are left out.
-
-    Raises:
-        CheckpointError: a missing, unexpected or wrongly shaped tensor, mixed types, or a head that
-            differs from the embedding it is tied to.
+    Tensors whose names have ``ignored_prefixes`` are left out. A head must equal the embedding that
+    it is tied to.
     """
     headers = {
         name: (path, dtype, shape)
@@ -145,9 +131,7 @@ def plan_tensors(
         for name, (dtype, shape) in read_header(path).items()
         if not name.startswith(ignored_prefixes)
     }
-    expected, results = shapes.published, shapes.ours
-    if not to_ours:
-        expected, results = results, expected
+    expected, results = shapes if to_ours else reversed(shapes)
     repeated_head = None if _HEAD in expected else headers.pop(_HEAD, None)  # of a tied model
     check_names(
         str(source),
@@ -200,11 +184,10 @@ def _check_repeated_head(source: Path, head_file: Path, name: str, file: Path) -
 
 def main_dtype(tensors: Mapping[str, PlannedTensor]) -> torch.dtype:
     """Return the type of most numbers."""
-    counts: dict[torch.dtype, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
-        count = tensor.num_bytes // tensor.dtype.itemsize
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + count
-    return max(counts, key=lambda dtype: counts[dtype])
+        counts[tensor.dtype] += tensor.num_bytes // tensor.dtype.itemsize
+    return counts.most_common(1)[0][0]
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, PlannedTensor], max_shard_size: int) -> None:

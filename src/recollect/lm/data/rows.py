@@ -172,11 +172,7 @@ def read_rows(
     context: int,
     source_name: str = "the text",  # in messages
 ) -> tuple[list[PackedRow], TextStats]:
-    """Return all rows of documents and the size of the text.
-
-    Raises:
-        ValueError: the documents do not fill one row.
-    """
+    """Return all rows of documents and the size of the text, which fills at least one row."""
     stats = TextStats()
     rows = list(pack(documents, tokenizer, context=context, stats=stats))
     if not rows:

@@ -35,11 +35,7 @@ def byte_tokenizer(*, add_eos: bool = True) -> PreTrainedTokenizerFast:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of ``vocab`` tokens, in which every text has an encoding.
-
-    Raises:
-        ValueError: fewer than 257 tokens, the bytes and the end of a document.
-    """
+    """Train a byte-level BPE of ``vocab`` ≥ 257 tokens, in which every text has an encoding."""
     if vocab < 257:
         raise ValueError(f"a byte-level BPE needs at least 257 tokens, not {vocab}")
     tokenizer = Tokenizer(models.BPE())
@@ -58,10 +54,7 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
     """Load the tokenizer of a folder or of the hub without running code that comes with it.
 
     It pads on the left, also after it is saved and loaded. A tokenizer without a padding token pads
-    with the end of a document. ``key`` is the setting that messages name.
-
-    Raises:
-        ValueError: the tokenizer cannot be loaded, or has no token that ends a document.
+    with the end of a document, and one without that token is refused. Messages name it by ``key``.
     """
     if name[:1] in ("/", ".", "~") and not Path(name).is_dir():
         raise ValueError(f"{key} {name!r}: there is no such folder")
@@ -91,11 +84,7 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
 
 
 def read_tokenizer(name: str, **options: Any) -> Any:
-    """Load any tokenizer of transformers without running code that comes with it.
-
-    Raises:
-        ValueError: the tokenizer cannot be loaded; the message is the reason alone.
-    """
+    """Load any tokenizer of transformers without running code that comes with it."""
     if Path(name).is_dir():
         check_regular_files(Path(name))
     try:

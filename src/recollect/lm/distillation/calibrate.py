@@ -45,19 +45,12 @@ ROWS = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionStatistics:
-    """Quantities of an attention module over N valid tokens.
+    """Quantities of an attention module over N valid tokens."""
 
-    Attributes:
-        tokens: inputs of the module ``[N, d_model]``.
-        mean_distance: d, by memory ``[H]``.
-        write: η_s, by memory ``[N, H]``.
-        outputs: z, outputs of the heads before the output projection ``[N, heads, V]``.
-    """
-
-    tokens: Tensor
-    mean_distance: Tensor
-    write: Tensor
-    outputs: Tensor
+    tokens: Tensor  # inputs of the module [N, d_model]
+    mean_distance: Tensor  # d, by memory [H]
+    write: Tensor  # η_s, by memory [N, H]
+    outputs: Tensor  # z, outputs of the heads before the output projection [N, heads, V]
 
 
 @torch.no_grad()
@@ -66,11 +59,8 @@ def attention_statistics(
 ) -> dict[int, AttentionStatistics]:
     """Return the statistics of each attention module of a decoder, by the index of its layer.
 
+    A batch has ``input_ids [B, T]``, and ``attention_mask`` if they are padded on the right.
     Layers whose module does not return its weights are left out.
-
-    Args:
-        model: the decoder.
-        batches: ``input_ids [B, T]``, and ``attention_mask`` if they are padded on the right.
     """
     config = model.config.get_text_config(decoder=True)
     previous = config._attn_implementation
@@ -157,15 +147,9 @@ def _concatenate(parts: list[AttentionStatistics]) -> AttentionStatistics:
 
 @torch.no_grad()
 def calibrate(layer: MemoryLayer, statistics: AttentionStatistics, *, copied: bool) -> list[str]:
-    """Initialize the gates of a layer from attention.
+    """Initialize the gates of a layer from attention; return the names of the set parameters.
 
-    Args:
-        layer: the layer that replaces attention.
-        statistics: statistics of that attention.
-        copied: whether the layer has its output projection.
-
-    Returns:
-        The names of the parameters that were set.
+    ``copied`` is whether the layer has the output projection of the attention.
     """
     changed = []
     for name, gate in layer.gates.items():

@@ -164,9 +164,7 @@ class _Distillation:
     def stages(self) -> tuple[DistillStage, ...]:
         """The finished steps."""
         return tuple(
-            DistillStage(
-                **{**stage, "loss": tuple(stage["loss"]), "agreement": tuple(stage["agreement"])}
-            )
+            DistillStage(**{k: tuple(x) if isinstance(x, list) else x for k, x in stage.items()})
             for stage in self.record["stages"]
         )
 
@@ -198,15 +196,10 @@ class _Distillation:
 
     def _add_stage(self, name: str, steps: int, model: Any) -> None:
         """Measure a model after a step, and record the step."""
-        previous = self.record["stages"][-1] if self.record["stages"] else None
-        loss, agreement = (
-            self.record["teacher"]
-            if previous is None
-            else (
-                previous["loss"][1],
-                previous["agreement"][1],
-            )
-        )
+        loss, agreement = self.record["teacher"]
+        if self.record["stages"]:
+            previous = self.record["stages"][-1]
+            loss, agreement = previous["loss"][1], previous["agreement"][1]
         stage = DistillStage(
             name=name,
             steps=steps,

@@ -28,8 +28,7 @@ def save_task(folder: Path, result: TaskResult) -> Path:
 def load_finished_tasks(folder: Path, settings: Mapping[str, Any]) -> dict[str, TaskResult]:
     """Return the finished tasks of a folder by name.
 
-    Raises:
-        ValueError: the folder has results of other settings, or a file that is not a result.
+    Raises ValueError for results of other settings, or a file that is not a result.
     """
     results: dict[str, TaskResult] = {}
     for path in sorted((folder / "tasks").glob("*.json")):
@@ -62,8 +61,7 @@ def load_finished_groups(
 ) -> tuple[TaskResult, ...]:
     """Return the groups in ``results.json`` of equal settings whose members are finished tasks.
 
-    Raises:
-        ValueError: the file is not an evaluation.
+    Raises ValueError if the file is not an evaluation.
     """
     path = folder / "results.json"
     if not path.exists():

@@ -34,14 +34,7 @@ def find_tasks(tasks: Sequence[str], metadata: Mapping[str, Any]) -> tuple[Any, 
     """Return lm-eval's task manager and the names of tasks, without patterns and tags.
 
     lm-eval's own index takes ten seconds to read. It is read once, and only if a name is not local.
-
-    Args:
-        tasks: names of tasks, groups or tags, or patterns such as ``local_niah_*``.
-        metadata: arguments of tasks that generate documents; ``manager.metadata`` may be updated
-            until they are loaded.
-
-    Raises:
-        ValueError: there is no name, or one that does not exist.
+    ``manager.metadata`` may be updated until the tasks are loaded.
     """
     requested = list(dict.fromkeys(name.strip() for name in tasks if name.strip()))
     if not requested:

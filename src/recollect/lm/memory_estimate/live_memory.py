@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -71,12 +70,7 @@ class LiveMemory(TorchDispatchMode):
         self._count(outputs)
         return outputs
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         for finalizer in self._storages.values():
             finalizer.detach()

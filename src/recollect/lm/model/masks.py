@@ -18,14 +18,10 @@ __all__ = ["ParsedMask", "parse_attention_mask"]
 
 
 class ParsedMask(NamedTuple):
-    """The new tokens of a batch.
+    """The new tokens of a batch."""
 
-    Attributes:
-        token_mask: ``[B, T]``, true at valid tokens; ``None`` if all are.
-        cu_seqlens: boundaries of documents in the flattened batch; ``None`` if each row is one.
-    """
-
-    token_mask: Tensor | None = None
+    token_mask: Tensor | None = None  # [B, T], true at valid tokens; None if all are
+    # boundaries of documents in the flattened batch; None if each row is one
     cu_seqlens: Tensor | None = None
 
 

@@ -163,7 +163,7 @@ class RecollectModel(RecollectPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden, x) if output_hidden_states else None,
-            **_cache_output(new_cache),
+            **{CACHE_KEY: new_cache},  # type: ignore[arg-type]
         )
 
 
@@ -271,11 +271,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             logits = self.lm_head(
                 x[:, slice(-logits_to_keep, None) if is_count else logits_to_keep]
             )
-        fields = {
-            "logits": logits,
-            "hidden_states": outputs.hidden_states,
-            **_cache_output(cache_of(outputs)),
-        }
+        fields: dict[str, Any] = {"logits": logits, "hidden_states": outputs.hidden_states}
+        fields[CACHE_KEY] = cache_of(outputs)
         if not has_labels:
             return CausalLMOutputWithPast(**fields)
         shape = (x if logits is None else logits).shape[:2]
@@ -461,11 +458,6 @@ def _targets(
             f"{name} must be token ids in int64, not {values.dtype}: convert by .long()"
         )
     return values if labels is None else next_token_targets(values, mask, cu_seqlens)
-
-
-def _cache_output(cache: RecollectCache | None) -> dict[str, Any]:
-    """Return a cache under the name that outputs of this version of transformers have for it."""
-    return {CACHE_KEY: cache}
 
 
 def _past_length(cache: RecollectCache | None) -> int:

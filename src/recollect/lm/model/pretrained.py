@@ -41,16 +41,12 @@ _MANIFEST_HINT = f"{RECOPY_HINT}; if the change is meant, delete {MANIFEST}"
 
 
 class StrictLoadingMixin:
-    """A mixin before a class of transformers that loads saved models completely or not at all.
+    """A mixin before a class of transformers that loads saved models completely or not at all."""
 
-    Attributes:
-        _saved_type: values of ``model_type`` and ``decoder_type`` in ``config.json``.
-        _ignore_unexpected: prefixes of weights of other heads.
-        _ignore_missing: prefixes of weights of the head, which a model with another head lacks.
-    """
-
+    # values of model_type and decoder_type in config.json
     _saved_type: ClassVar[tuple[str, str | None]]
-    _ignore_unexpected: ClassVar[tuple[str, ...]] = ()
+    _ignore_unexpected: ClassVar[tuple[str, ...]] = ()  # prefixes of weights of other heads
+    # prefixes of weights of the head, which a model with another head lacks
     _ignore_missing: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

@@ -70,11 +70,8 @@ def roles(config: RecollectConfig, base_width: int) -> dict[str, Role]:
     """Return the role of every parameter of a model, by name.
 
     The model is compared with one at the base width; at the base width, with one at twice its
-    width.
-
-    Raises:
-        RecipeError: the sizes do not scale to integers, the structure depends on the width, or a
-            module declares no axes.
+    width. Raises RecipeError if sizes do not scale to integers, the structure depends on the width,
+    or a module declares no axes.
     """
     width = config.hidden_size
     reference_width = 2 * base_width if width == base_width else base_width
@@ -115,8 +112,7 @@ def roles(config: RecollectConfig, base_width: int) -> dict[str, Role]:
 def config_at_width(config: RecollectConfig, width: int) -> RecollectConfig:
     """Return a configuration at another width: heads of the same size, MLPs in proportion.
 
-    Raises:
-        RecipeError: the number of heads or of memories would not be an integer.
+    Raises RecipeError if the number of heads or of memories would not be an integer.
     """
     result = copy.deepcopy(config)
     if width == config.hidden_size:

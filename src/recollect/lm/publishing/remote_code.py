@@ -26,12 +26,9 @@ def set_remote_code(config: Any, remote_code: bool) -> None:
 
 
 class RemoteConfig:
-    """A mixin for a configuration, which saves the remote code with each ``auto_map`` to it.
+    """A mixin for a configuration, which saves the remote code with each ``auto_map`` to it."""
 
-    Attributes:
-        remote_classes: names of classes in the file, by the automatic class that loads them.
-    """
-
+    # names of classes in the file, by the automatic class that loads them
     remote_classes: ClassVar[dict[str, str]]
 
     @classmethod

@@ -38,13 +38,10 @@ _TOP_LEVEL_KEYS = ("architectures", "auto_map", "dtype", "transformers_version")
 
 
 class Swapped(RemoteConfig):
-    """A mixin for the configuration of a decoder, in which layers were replaced.
+    """A mixin for the configuration of a decoder, in which layers were replaced."""
 
-    Attributes:
-        swaps: layers, recipe, options and engine of each replacement, in order; and the ``part``
-            ``"mlp"`` if it replaces MLPs.
-    """
-
+    # layers, recipe, options and engine of each replacement, in order; and the part "mlp" if it
+    # replaces MLPs
     swaps: list[dict[str, Any]]
     remote_classes: ClassVar[dict[str, str]] = {"AutoConfig": "SwappedConfig"}
 

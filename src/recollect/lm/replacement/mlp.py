@@ -73,15 +73,6 @@ class InPlaceMLP(nn.Module):
 
     Token s writes the value v_s, a map of a short convolution of token embeddings, at the units
     z_(s−1) of the token before. The map starts at zero.
-
-    Args:
-        mlp: the MLP, whose projections are used and not copied.
-        recipe: recipe of the memory.
-        conv_size: number of token embeddings in the convolution.
-        depth: number of decoder layers, whose keys and values come first in the cache.
-        rank: number of MLPs that learn in place before this one.
-        context: current call of the model.
-        engine: engine, as in `recall`.
     """
 
     gate_proj: nn.Linear
@@ -90,14 +81,14 @@ class InPlaceMLP(nn.Module):
 
     def __init__(
         self,
-        mlp: nn.Module,
-        recipe: Recipe,
+        mlp: nn.Module,  # the MLP, whose projections are used and not copied
+        recipe: Recipe,  # recipe of the memory
         *,
-        conv_size: int,
-        depth: int,
-        rank: int,
-        context: TokenContext,
-        engine: str,
+        conv_size: int,  # number of token embeddings in the convolution
+        depth: int,  # number of decoder layers, whose keys and values come first in the cache
+        rank: int,  # number of MLPs that learn in place before this one
+        context: TokenContext,  # current call of the model
+        engine: str,  # engine, as in `recall`
     ) -> None:
         super().__init__()
         for name, child in mlp.named_children():
@@ -209,14 +200,7 @@ class InPlaceMLP(nn.Module):
         return self._run(units[:, :n], embeddings[:, :n], state, batch)[1]
 
     def state_layer(self, cache: Any) -> StateLayer:
-        """Return the layer of a cache that holds the state of this MLP, after those of attention.
-
-        Args:
-            cache: cache of the decoder.
-
-        Raises:
-            ValueError: a static cache, or an object without layers.
-        """
+        """Return the layer of a cache with the state of this MLP, after those of attention."""
         layers = getattr(cache, "layers", None)
         if layers is None or any(getattr(layer, "is_compileable", False) for layer in layers):
             raise ValueError(

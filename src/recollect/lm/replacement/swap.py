@@ -43,21 +43,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReplacement:
-    """The result of `replace_attention` for one layer.
+    """The result of `replace_attention` for one layer."""
 
-    Attributes:
-        index: index of the layer.
-        name: name of the replaced module.
-        copied: projections whose weights were copied: of ``"q"``, ``"k"``, ``"v"``, ``"o"``.
-        new: number of entries of each newly initialized parameter, by name.
-        dropped: parameters of the old module that were not copied.
-    """
-
-    index: int
-    name: str
-    copied: tuple[str, ...]
-    new: dict[str, int]
-    dropped: tuple[str, ...]
+    index: int  # index of the layer
+    name: str  # name of the replaced module
+    copied: tuple[str, ...]  # projections whose weights were copied: of "q", "k", "v", "o"
+    new: dict[str, int]  # number of entries of each newly initialized parameter, by name
+    dropped: tuple[str, ...]  # parameters of the old module that were not copied
 
     def __str__(self) -> str:
         count = sum(self.new.values())

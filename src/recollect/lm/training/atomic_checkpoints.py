@@ -85,10 +85,7 @@ def last_checkpoint(run: Path) -> Path | None:
 def check_resumable(checkpoint: Path) -> int:
     """Check every file of a checkpoint by its manifest, and return the number of files.
 
-    Raises:
-        CheckpointError: a file is missing, has changed or is not a regular file; a file of torch
-            contains other objects than tensors and plain values; or the name of the folder does
-            not match its step.
+    Files of torch must contain tensors and plain values only, and the name must match the step.
     """
     advice = (
         f"{checkpoint.name} cannot be resumed; delete that folder to resume from the checkpoint "

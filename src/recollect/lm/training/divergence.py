@@ -127,7 +127,7 @@ class DivergenceGuard:
     def _error(self, origin: str | None, quantity: str = "") -> Diverged:
         """Return the error with the last checkpoint and a remedy."""
         args = self.trainer.args
-        self.trainer.drain_save()
+        self.trainer.async_save.drain()
         checkpoint = last_checkpoint(Path(str(args.output_dir)))
         change = "lower lr or clip" if args.max_grad_norm else "set clip = 1 or a lower lr"
         advice = f"{change} in [optimizer], or raise warmup, and restart"

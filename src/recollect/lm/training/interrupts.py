@@ -22,11 +22,7 @@ _DUPLICATE_SIGNAL_SECONDS = 5.0
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A run has been interrupted, and has written a checkpoint.
-
-    Attributes:
-        checkpoint: folder of the checkpoint.
-    """
+    """A run has been interrupted, and has written the checkpoint in the folder ``checkpoint``."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(
@@ -62,9 +58,7 @@ class _StopCallback(TrainerCallback):
 def stop_after_step(trainer: RecollectTrainer) -> Iterator[None]:
     """Finish the step after a first interrupt, SIGTERM or SIGHUP; end at once after a second one.
 
-    Raises:
-        TrainingInterrupted: the run has ended before its last step, with a checkpoint.
-        KeyboardInterrupt: at the second interrupt.
+    Raises TrainingInterrupted if the run has ended before its last step, with a checkpoint.
     """
     callback = _StopCallback(trainer)
     trainer.add_callback(callback)

@@ -80,30 +80,20 @@ def no_run_message(out: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """Start of a run.
+    """Start of a run."""
 
-    Attributes:
-        checkpoint: checkpoint to resume from; ``None`` at the first step.
-        files: number of its files, all verified.
-        record: plan and fingerprints of the texts, which every checkpoint contains.
-        previous_steps: number of steps in the plan of the checkpoint, if the current plan has more.
-    """
-
-    checkpoint: Path | None = None
-    files: int = 0
+    checkpoint: Path | None = None  # checkpoint to resume from; None at the first step
+    files: int = 0  # number of its files, all verified
+    # number of steps in the plan of the checkpoint, if the current plan has more
     previous_steps: int | None = None
-    record: dict[str, Any]
+    record: dict[str, Any]  # plan and fingerprints of the texts, which every checkpoint contains
 
 
 def resolve_start(plan: TrainPlan, out: Path, *, resume: bool) -> RunStart:
     """Return the start of a run: its first step, or the last checkpoint in its folder.
 
-    Changes of a dataset on the hub are not detected.
-
-    Raises:
-        ValueError: the folder contains a run and ``resume`` is false, or no run and it is true; or
-            the checkpoint has another plan or other texts.
-        CheckpointError: a file of the checkpoint is missing or has changed.
+    A ValueError refuses another plan or other texts than those of the checkpoint, and a folder with
+    a run but not ``resume``, or the reverse. Changes of a dataset on the hub are not detected.
     """
     remove_staging(out)
     checkpoint, model = last_checkpoint(out), out / "model"
@@ -214,14 +204,10 @@ def facts_to_compare(record: Mapping[str, Any], checkpoint: Path | None) -> dict
 
 
 class ExtendSchedule(TrainerCallback):
-    """Sets the learning rate of the longer schedule when a run is extended.
+    """Sets the learning rate of the longer schedule when a run of ``steps`` is extended.
 
     A checkpoint contains the learning rate of the next step under the schedule that it was written
-    with: 0 at the end of a run.
-
-    Args:
-        steps: previous number of steps.
-        log: receives a message with both learning rates.
+    with: 0 at the end of a run. ``log`` receives a message with both learning rates.
     """
 
     def __init__(self, steps: int, log: Callable[[str], None]) -> None:

@@ -164,9 +164,9 @@ class RecollectTrainer(Trainer):
         """Train as the Trainer does; no save is pending at the end or after an error."""
         try:
             output = super().train(*args, **kwargs)
-            self.wait_for_save()
+            self.async_save.wait()
         finally:
-            self.drain_save()
+            self.async_save.drain()
         return output
 
     def training_step(
@@ -200,7 +200,7 @@ class RecollectTrainer(Trainer):
         local_norm = grad_norm.to_local() if isinstance(grad_norm, DTensor) else grad_norm
         has_finite_loss = self._recent_losses[-1].isfinite()
         flags = torch.tensor(
-            [0.0, self._stop_requested, self.save_failed], device=local_norm.device
+            [0.0, self._stop_requested, self.async_save.failed], device=local_norm.device
         )
         flags[0] = ~(has_finite_loss & local_norm.isfinite())
         if self.args.world_size > 1:
@@ -211,7 +211,7 @@ class RecollectTrainer(Trainer):
             error = self.guard.error("a gradient" if bool(has_finite_loss) else "the loss")
             raise mark_collective(error) if self.args.world_size > 1 else error
         if save_failed:  # every process raises the error of the save
-            self.wait_for_save()
+            self.async_save.wait()
 
     def request_stop(self) -> None:
         """Ask all processes to stop after a step."""
@@ -437,19 +437,6 @@ class RecollectTrainer(Trainer):
             dispatch_batches=False,
         )
 
-    @property
-    def save_failed(self) -> bool:
-        """Whether a pending save has failed."""
-        return self.async_save.failed
-
-    def wait_for_save(self) -> None:
-        """Wait for the pending save, and raise its error."""
-        self.async_save.wait()
-
-    def drain_save(self) -> None:
-        """Wait for the pending save and ignore its errors."""
-        self.async_save.drain()
-
     def _get_output_dir(self, trial: Any) -> str:
         """Return the staging folder while a checkpoint is being written."""
         folder = super()._get_output_dir(trial)
@@ -457,7 +444,7 @@ class RecollectTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint to the staging folder and rename it."""
-        self.wait_for_save()
+        self.async_save.wait()
         run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             remove_staging(run)
