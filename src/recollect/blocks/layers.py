@@ -249,7 +249,7 @@ def memory_layers(model: object, function: str) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in layers)
-        if _has_memory(module) and not is_inside:
+        if isinstance(module, InspectableLayer | MixerLayer) and not is_inside:
             layers[name] = module
     if not layers:
         raise RecipeError(
@@ -258,10 +258,6 @@ def memory_layers(model: object, function: str) -> dict[str, nn.Module]:
             "published model"
         )
     return layers
-
-
-def _has_memory(module: object) -> bool:
-    return isinstance(module, InspectableLayer | MixerLayer)
 
 
 def layer_spec(layer: nn.Module) -> MemorySpec:

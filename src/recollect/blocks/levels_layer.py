@@ -195,8 +195,10 @@ class LevelsLayer(RowsLayer):
                 M_levels = torch.cat([*levels.values()], dim=2)  # [B, H, · V, F]
                 read = (queries[c] @ M_levels.mT).unflatten(-1, (-1, V))
                 outputs[c] = outputs[c] + (read * factors).sum(-2)
-                moved = _transport(M_levels, transition).split(V, dim=2)
-                levels = _join(dict(zip(levels, moved, strict=True)), first, stop, last)
+                is_decay = transition.shape[-2] == 1  # per column, and not a matrix
+                moved = M_levels * transition if is_decay else M_levels @ transition
+                levels = dict(zip(levels, moved.split(V, dim=2), strict=True))
+                levels = _join(levels, first, stop, last)
             for i, part in _written_levels(first, stop, last):
                 write = values[:, :, part].mT @ writes[:, :, part]
                 levels[i] = levels[i] + write if i in levels else write
@@ -273,11 +275,6 @@ def _select_rows(inputs: MemoryInputs, index: Tensor) -> MemoryInputs:
     """Return the queries, keys, values and gates of some sequences."""
     gates = {name: x[index] for name, x in inputs.gates.items()}
     return replace(inputs, q=inputs.q[index], k=inputs.k[index], v=inputs.v[index], gates=gates)
-
-
-def _transport(M: Tensor, transition: Tensor) -> Tensor:
-    """Apply a transition to the rows of M ``[B, H, R, F]``: a matrix, or a decay per column."""
-    return M * transition if transition.shape[-2] == 1 else M @ transition
 
 
 def _join(levels: dict[int, Tensor], first: int, stop: int, last: int) -> dict[int, Tensor]:

@@ -132,8 +132,13 @@ def _as_rows(
     else:
         device = inputs.q.device
         sequence = torch.arange(rows, device=device).repeat(count).unsqueeze(1)
-        index = torch.cat([_padded_index(part, size) for part in parts])
-        lengths = torch.cat([_num_tokens(part, rows) for part in parts]).to(device)
+        indices, counts = [], []
+        for part in parts:
+            assert part.index is not None
+            width = part.index.shape[1]
+            indices.append(functional.pad(part.index, (0, size - width)))  # of no token at the end
+            counts.append(torch.full((rows,), width) if part.lengths is None else part.lengths)
+        index, lengths = torch.cat(indices), torch.cat([x.to(device) for x in counts])
         valid = torch.arange(size, device=device) < lengths.unsqueeze(1)
         batch = padded_right(valid, lengths)
 
@@ -144,17 +149,3 @@ def _as_rows(
     gates = {name: stack(x) for name, x in inputs.gates.items()}
     stacked = replace(inputs, q=stack(inputs.q), k=stack(inputs.k), v=stack(inputs.v), gates=gates)
     return stacked, batch
-
-
-def _padded_index(part: SegmentSlice, size: int) -> Tensor:
-    """Return the indices of the tokens ``[B, size]``; the last ones belong to no token."""
-    assert part.index is not None
-    return functional.pad(part.index, (0, size - part.index.shape[1]))
-
-
-def _num_tokens(part: SegmentSlice, rows: int) -> Tensor:
-    """Return the number of tokens of a segment in each sequence ``[B]``."""
-    assert part.index is not None
-    if part.lengths is not None:
-        return part.lengths
-    return torch.full((rows,), part.index.shape[1], device=part.index.device)

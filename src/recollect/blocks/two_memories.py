@@ -56,8 +56,9 @@ class SecondMemory(RecipeModule):
         self._bind(first.engine, first.precision)
         self._build_ties()
         self._build_gates(skip=share)
-        follows_query = any(tie.source == "q" for tie in options.ties)
-        if self.key_like_gates or self.ties.changes_qkv or follows_query:
+        follows_query = self.ties.follows_query
+        changes_qkv = any(tie.target in ("q", "k", "v") for tie in options.ties)
+        if self.key_like_gates or changes_qkv or follows_query:
             keys = ", ".join(self.key_like_gates) or ("a value of q" if follows_query else "k or v")
             raise RecipeError(
                 f"the second memory of {composition} receives its keys, and its recipe or its ties "

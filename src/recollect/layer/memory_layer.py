@@ -166,7 +166,8 @@ class MemoryLayer(RecipeModule):
         if options.qk_scale != "none":
             is_zero_centered = options.qk_scale == "zero_centered"
             self.qk_scale = QKScale(self.head_dim, zero_centered=is_zero_centered)
-        if self.num_heads != self.num_kv_heads and self.ties.needs_equal_heads:
+        uses_queries = self.ties.makes_queries or self.ties.follows_query
+        if self.num_heads != self.num_kv_heads and uses_queries:
             raise RecipeError(
                 "a tie that follows 'q' or copies 'k' to 'q' needs one query head per memory: "
                 "leave num_kv_heads out"

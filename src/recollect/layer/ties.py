@@ -268,19 +268,9 @@ class Ties(nn.Module):
         return any(map(_makes_queries, self.ties))
 
     @property
-    def needs_equal_heads(self) -> bool:
-        """Whether a tie needs as many query heads as memories."""
-        return self.makes_queries or any(tie.source == "q" for tie in self.ties)
-
-    @property
-    def changes_qkv(self) -> bool:
-        """Whether queries, keys or values are computed by a tie."""
-        return any(tie.target in ("q", "k", "v") for tie in self.ties)
-
-    @property
-    def angle(self) -> Tie | None:
-        """The tie of the angle of a complex decay."""
-        return next((tie for tie in self.ties if tie.target == "angle"), None)
+    def follows_query(self) -> bool:
+        """Whether a tie follows the queries."""
+        return any(tie.source == "q" for tie in self.ties)
 
     def complement(self, values: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the keys of a layer without a projection of keys."""
@@ -289,7 +279,7 @@ class Ties(nn.Module):
 
     def angle_factor(self, values: Mapping[str, Tensor], gates: nn.ModuleDict) -> Tensor | None:
         """Return the factor ``[B, T, H]`` of the angles of tokens."""
-        tie = self.angle
+        tie = next((tie for tie in self.ties if tie.target == "angle"), None)
         return None if tie is None else _ratio(tie.source, values[tie.source], gates)
 
     def apply_ties(

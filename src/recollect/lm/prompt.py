@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from recollect.blocks.state import state_from_dict
+from recollect.blocks.state import AnyState, state_from_dict
 from recollect.lm.model.arguments import check_token_ids
 from recollect.lm.model.cache import CACHE_KEY, RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
@@ -224,10 +224,11 @@ class CachedPrompt:
             )
         try:
             tensors = {name: x.to(model.device) for name, x in tensors.items()}
-            states = [
-                state_from_dict(_strip_prefix(f"layers.{index}.", tensors))
-                for index in range(metadata["layers"])
-            ]
+            states: list[AnyState] = []
+            for index in range(metadata["layers"]):
+                prefix = f"layers.{index}."
+                names = [name for name in tensors if name.startswith(prefix)]
+                states.append(state_from_dict({n.removeprefix(prefix): tensors[n] for n in names}))
             return cls(
                 input_ids=tensors["input_ids"],
                 cache=RecollectCache(states, metadata["seen"]),
@@ -277,8 +278,3 @@ def _parse_metadata(path: Path, file_metadata: Mapping[str, str]) -> dict[str, A
             f"{FORMAT_VERSION}: prefill the prompt again, or install the version that wrote it"
         )
     return metadata
-
-
-def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names have a prefix, by the rest of their names."""
-    return {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}

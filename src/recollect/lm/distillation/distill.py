@@ -191,9 +191,6 @@ class _Distillation:
                 )
         self.record = saved
 
-    def _write_record(self) -> None:
-        write_atomic(self.out / RECORD, json.dumps(self.record, indent=2) + "\n")
-
     def _add_stage(self, name: str, steps: int, model: Any) -> None:
         """Measure a model after a step, and record the step."""
         loss, agreement = self.record["teacher"]
@@ -207,7 +204,7 @@ class _Distillation:
             agreement=(agreement, generation_agreement(model, self.references)),
         )
         self.record["stages"].append(asdict(stage))
-        self._write_record()
+        write_atomic(self.out / RECORD, json.dumps(self.record, indent=2) + "\n")
         self.observer.on_message(str(stage))
 
     # -- models ------------------------------------------------------------------------------

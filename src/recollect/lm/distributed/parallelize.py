@@ -7,9 +7,7 @@ separate configuration and falls back to replicas on a CPU. See docs/design/trai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from recollect.lm.distributed.fsdp import apply_fsdp
 from recollect.lm.distributed.head_sharding import ShardSpec, model_shard_specs
@@ -31,10 +29,6 @@ class Sharding:
     cuts: Mapping[str, ShardSpec]  # weights that tensor parallelism divides, by name
     # Processes that read parts of the same rows. The model is still called with whole rows.
     context_parallel: ContextParallel | None = None
-
-    def release_context_parallel(self) -> AbstractContextManager[Any]:
-        """Context manager that detaches the model from the context-parallel group on exit."""
-        return self.context_parallel or nullcontext()
 
 
 def check_divisible(model: RecollectForCausalLM, layout: ParallelDims) -> None:

@@ -166,7 +166,7 @@ def evaluate(
             "context": context,
             "limit": limit,
             "seed": harness.SEED,
-            "lm_eval": harness.harness_version(),
+            "lm_eval": harness.VERSION,
         }
         local_settings = {**settings, "text": _text_digest(text)}
         manager.metadata.update(

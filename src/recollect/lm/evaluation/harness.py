@@ -41,11 +41,12 @@ __all__ = [
     "SEED",
     "RecollectHFLM",
     "fixed_seed",
-    "harness_version",
     "hidden_output",
     "max_batch_size",
     "run_task",
 ]
+
+VERSION = str(lm_eval.__version__)
 
 SEED = 1234
 """Seed of all random numbers of a task, as in lm-eval."""
@@ -177,11 +178,6 @@ def run_task(model: RecollectHFLM, task: Any, limit: int | None) -> dict[str, An
         if saved is not None:
             os.environ[_NO_MULTIPROC_ENV] = saved
     return results
-
-
-def harness_version() -> str:
-    """Return the version of lm-eval."""
-    return str(lm_eval.__version__)
 
 
 @contextlib.contextmanager

@@ -200,15 +200,6 @@ class ThroughputCallback(TrainerCallback):
         self._clock: float | None = None  # None while no step is being timed
         self._steps_since_log, self._seconds_since_log = 0, 0.0
 
-    @property
-    def log_entries(self) -> dict[str, float]:
-        """Entries of a log line."""
-        progress = self.progress
-        return {
-            "tokens_per_second": progress.tokens_per_second,
-            "ceiling_share": progress.ceiling_share,
-        }
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._clock is None:
             self._clock = time.perf_counter()

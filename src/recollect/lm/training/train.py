@@ -197,7 +197,8 @@ def train(
 
         # 7. Train.
         stack.enter_context(detect_lost_peers(partial(last_checkpoint, out)))
-        stack.enter_context(sharding.release_context_parallel())
+        if sharding.context_parallel is not None:
+            stack.enter_context(sharding.context_parallel)  # detaches the model at its end
         started = time.perf_counter()
         with explain_out_of_memory(plan), stop_after_step(trainer):
             trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))

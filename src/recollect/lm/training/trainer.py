@@ -232,7 +232,9 @@ class RecollectTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log values, with the throughput next to a loss."""
         if "loss" in logs:
-            logs = {**logs, **self.throughput.log_entries}
+            progress = self.throughput.progress
+            logs = {**logs, "tokens_per_second": progress.tokens_per_second}
+            logs["ceiling_share"] = progress.ceiling_share
         super().log(logs, *args, **kwargs)
 
     def _padded_step(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
