@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 from recollect.messages import RecipeError, short_repr, suggestion
 
-__all__ = ["fields_to_data", "limited_nesting", "read_fields", "read_json"]
+__all__ = ["fields_to_data", "limited_nesting", "plain", "read_fields", "read_json"]
 
 
 def fields_to_data(instance: Any) -> dict[str, Any]:
@@ -26,6 +27,15 @@ def _to_data(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_data(item) for item in value]
     return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def plain(data: object) -> Any:
+    """Return JSON-ready data. NaN and infinity, as in a run that diverged, become null."""
+    if isinstance(data, Mapping):
+        return {key: plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def read_fields(

@@ -36,7 +36,7 @@ from recollect.experiments import (
     reproduce,
 )
 from recollect.experiments.framework.experiment import SCALES
-from recollect.experiments.framework.records import NotMeasured, Record, plain
+from recollect.experiments.framework.records import NotMeasured, Record
 from recollect.experiments.framework.report import save_run
 from recollect.experiments.framework.rules import special, verdict
 from recollect.experiments.framework.run import format_command
@@ -44,6 +44,7 @@ from recollect.experiments.framework.workers import WorkerFailure
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
 from recollect.experiments.papers.ttr.recall import _y_range
 from recollect.report import RenderedFigure, Series, line_figure
+from recollect.serialization import plain
 
 ROWS = (
     *("ttr-fig2", "ttr-fig3", "ttr-stability"),

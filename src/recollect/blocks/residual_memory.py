@@ -85,10 +85,7 @@ class ResidualMemoryLayer(TwoMemoriesLayer):
         y = first.output(total.flatten(2, 3), inputs)
         if memory is None or second_memory is None:
             return y, None
-        parts = {
-            "first": state_after(inputs, memory),
-            "second": LayerState(memory=second_memory),
-        }
+        parts = {"first": state_after(inputs, memory), "second": LayerState(memory=second_memory)}
         return y, MixerState(parts=parts, clock="first")
 
     def _initial_states(
@@ -96,9 +93,7 @@ class ResidualMemoryLayer(TwoMemoriesLayer):
     ) -> tuple[LayerState, LayerState | None]:
         """Return the states of both memories before the first token."""
         if state is not None:
-            first, second = state.parts["first"], state.parts["second"]
-            assert isinstance(first, LayerState) and isinstance(second, LayerState)
-            return first, second
+            return self.states(state)
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         _, first_state = self.first(x.new_zeros(rows, 0, x.shape[2]))
         assert first_state is not None

@@ -94,10 +94,7 @@ class SlotMemoryLayer(TwoMemoriesLayer):
         output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
         first, second, mixer = self.first, self.second, self.mixer
-        first_state, second_state = None, None
-        if state is not None:
-            first_state, second_state = state.parts["first"], state.parts["second"]
-            assert isinstance(first_state, LayerState) and isinstance(second_state, LayerState)
+        first_state, second_state = (None, None) if state is None else self.states(state)
         lengths = None if batch is None else batch.lengths
         inputs = first.memory_inputs(x, first_state, lengths, cu_seqlens)
         sums = None if state is None else state.tensors.get("slot_sums")
@@ -129,10 +126,7 @@ class SlotMemoryLayer(TwoMemoriesLayer):
         y = first.output(y, inputs)
         if memory is None or second_memory is None:
             return y, None
-        parts = {
-            "first": state_after(inputs, memory),
-            "second": LayerState(memory=second_memory),
-        }
+        parts = {"first": state_after(inputs, memory), "second": LayerState(memory=second_memory)}
         return y, MixerState(parts=parts, tensors=tensors, clock="first")
 
     def _slots(

@@ -17,6 +17,7 @@ from recollect.layer.key_recurrence import Sequences
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.layer.recipe_module import RecipeModule
+from recollect.layer.state import LayerState
 from recollect.messages import RecipeError
 
 __all__ = ["SecondMemory", "TwoMemoriesLayer"]
@@ -87,6 +88,13 @@ class TwoMemoriesLayer(MixerLayer):
         memory = self.parts["second"]
         assert isinstance(memory, SecondMemory)
         return memory
+
+    @staticmethod
+    def states(state: MixerState) -> tuple[LayerState, LayerState]:
+        """Return the states of both memories."""
+        first, second = state.parts["first"], state.parts["second"]
+        assert isinstance(first, LayerState) and isinstance(second, LayerState)
+        return first, second
 
     def forward_checked(
         self,

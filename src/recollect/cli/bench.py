@@ -105,7 +105,6 @@ def bench(
 def _bench_suite(
     name: str, device: str, rounds: int, sizes: Mapping[str, int], only: Sequence[str]
 ) -> Measured:
-    """Time the cases of a suite."""
     from recollect.benchmarks.harness import run
     from recollect.benchmarks.suites import SUITES, build_cases, compute_ratios, to_report
 

@@ -119,7 +119,6 @@ def _format_slope(value: float | None) -> str:
 
 
 def _draw(result: Coordinates, path: Path) -> None:
-    """Draw the changes over the width."""
     from recollect.report.figures import Series, line_figure
 
     line_figure(

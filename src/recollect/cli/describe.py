@@ -87,7 +87,6 @@ def _format_row(row: dict[str, Any]) -> list[str]:
 
 
 def _preset_row(preset: Any) -> dict[str, Any]:
-    """Return the data of one preset."""
     explained = rc.explain(preset)
     return {
         **_identity(preset),

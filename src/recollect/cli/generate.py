@@ -217,7 +217,6 @@ def _cache_facts(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def _describe_cache(facts: dict[str, Any]) -> str:
-    """Return the size of a cache as a line."""
     from recollect.report.formatting import format_si
 
     size = format_si(facts["cache_bytes_per_sequence"], "B")

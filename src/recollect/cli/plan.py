@@ -182,7 +182,6 @@ def _label(rank: RankMemory) -> str:
 
 
 def _cells(rank: RankMemory, parts: list[str], memory: int) -> list[str]:
-    """Return a column of the table."""
     from recollect.report.formatting import format_si
 
     def size(part: str) -> str:

@@ -44,7 +44,6 @@ MIN_BAR_WIDTH = 72
 
 
 def _columns(console: Console) -> tuple[ProgressColumn, ...]:
-    """Return the columns of a bar: description, bar, count and remaining time."""
     return (
         TextColumn("{task.description}", markup=False, table_column=RichColumn(overflow="fold")),
         *((BarColumn(),) if console.width >= MIN_BAR_WIDTH else ()),
@@ -113,7 +112,6 @@ class TrainDisplay(Display):
         self.task = self.bars.add_task("training", total=steps)
 
     def _render(self) -> Group:
-        """Return the bar with the status below it."""
         return Group(self.bars, Text(self.status, overflow="fold"))
 
     def on_start(self, summary: Mapping[str, str]) -> None:
@@ -267,7 +265,6 @@ class CompareDisplay(Display):
             self.bars.remove_task(self.running.pop((task, model))[0])
 
     def _render(self) -> Group:
-        """Return the table with the bars below it."""
         rows = [*self.finished, *(row for _, row in self.running.values())]
         table = Table(
             columns=_COMPARE_COLUMNS,

@@ -140,7 +140,6 @@ def _show(console: Console, run: Run) -> None:
 
 
 def _list(console: Console, experiments: Sequence[Experiment]) -> None:
-    """Print all experiments."""
     rows = [
         (row.name, row.title, row.source, "\n".join(claim.name for claim in row.claims))
         for row in experiments

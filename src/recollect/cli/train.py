@@ -94,7 +94,6 @@ def train(
 
 
 def _to_dict(result: Trained) -> dict[str, Any]:
-    """Return the result as data."""
     return {
         "model": str(result.folder),
         "steps": result.steps,

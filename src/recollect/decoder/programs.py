@@ -37,7 +37,6 @@ class Program:
     state_template: Any  # a state with the structure of these tensors
 
     def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Run the step."""
         y, tensors = self.run(x, tensors_of(state))
         return y, self.state(tensors)
 

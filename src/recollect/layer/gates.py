@@ -68,7 +68,6 @@ class RangeMap:
     temperature: float = 1.0  # divisor of the logarithm of the sigmoid
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Map ``z`` elementwise."""
         if self.kind == "sigmoid":
             share = torch.sigmoid(z)
             if self.low == 0.0 and self.high == 1.0:

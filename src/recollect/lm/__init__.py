@@ -126,32 +126,24 @@ __all__ = [
 ]
 
 _SOURCES = {
-    "Coordinate": "mup.coordinate_check",
-    "Coordinates": "mup.coordinate_check",
-    "DistillPlan": "distillation.plan",
-    "DistillStage": "distillation.plan",
-    "Distilled": "distillation.plan",
-    "Diverged": "training.divergence",
-    "Evaluation": "evaluation.results",
-    "EvaluationWatcher": "evaluation.evaluate",
-    "ProcessEnded": "distributed.processes",
-    "Progress": "training.progress",
-    "Rule": "mup.rules",
-    "TaskResult": "evaluation.results",
-    "TrainObserver": "training.progress",
-    "TrainPlan": "training.plan",
-    "Trained": "training.progress",
-    "check_coordinates": "mup.coordinate_check",
-    "convert": "conversion.convert",
-    "distill": "distillation.distill",
-    "evaluate": "evaluation.evaluate",
-    "load_plan": "training.plan",
-    "local_tasks": "evaluation.local_tasks",
-    "parameter_groups": "training.weight_decay",
-    "published_config": "conversion.convert",
-    "scale_for_width": "mup.rules",
-    "train": "training.train",
-    "width_rules": "mup.rules",
+    name: module
+    for module, names in {
+        "conversion.convert": ("convert", "published_config"),
+        "distillation.distill": ("distill",),
+        "distillation.plan": ("DistillPlan", "DistillStage", "Distilled"),
+        "distributed.processes": ("ProcessEnded",),
+        "evaluation.evaluate": ("EvaluationWatcher", "evaluate"),
+        "evaluation.local_tasks": ("local_tasks",),
+        "evaluation.results": ("Evaluation", "TaskResult"),
+        "mup.coordinate_check": ("Coordinate", "Coordinates", "check_coordinates"),
+        "mup.rules": ("Rule", "scale_for_width", "width_rules"),
+        "training.divergence": ("Diverged",),
+        "training.plan": ("TrainPlan", "load_plan"),
+        "training.progress": ("Progress", "TrainObserver", "Trained"),
+        "training.train": ("train",),
+        "training.weight_decay": ("parameter_groups",),
+    }.items()
+    for name in names
 }
 """Module of each public name that is imported on first use, because it loads the Trainer."""
 

@@ -209,5 +209,4 @@ def _classes(knobs: Knobs) -> dict[str, Data]:
 
 
 def _data(recipe: Recipe) -> Data:
-    """Return the six members as plain data."""
     return {choice: getattr(recipe, choice).to_dict() for choice in CHOICES}

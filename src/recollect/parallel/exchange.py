@@ -83,5 +83,4 @@ class Exchange:
 
 
 def _without_cache(state: TensorTree) -> TensorTree:
-    """Return the state without its cache."""
     return replace(state, cache={}) if isinstance(state, State) else state

@@ -10,10 +10,10 @@ from typing import Any
 
 from recollect.experiments.comparison.report import save_report, table
 from recollect.experiments.comparison.results import ModelRun, Schedule, Sizes, Summary
-from recollect.experiments.framework.records import plain
 from recollect.report.environment import Environment
 from recollect.report.notebook import text_to_html
 from recollect.report.tables import Table
+from recollect.serialization import plain
 
 __all__ = ["Comparison"]
 

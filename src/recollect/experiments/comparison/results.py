@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from recollect.experiments.framework.fitting import rate_at
-from recollect.experiments.framework.records import plain
 from recollect.fields import Validated, int_check, integer, number, validate
 from recollect.messages import argument_name
+from recollect.serialization import plain
 
 __all__ = [
     "DEFAULTS",

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Cell", "NotMeasured", "Record", "Results", "Values", "plain"]
+from recollect.serialization import plain
+
+__all__ = ["Cell", "NotMeasured", "Record", "Results", "Values"]
 
 Cell = Mapping[str, Any]
 """One point of an experiment's grid: the varied values (text, numbers, booleans) by name."""
@@ -27,15 +29,6 @@ class NotMeasured(ValueError):
         ...     print(error)
         accuracy was not measured at model = atlas
     """
-
-
-def plain(data: object) -> Any:
-    """Return JSON-ready data. NaN and infinity, as in a run that diverged, become null."""
-    if isinstance(data, Mapping):
-        return {key: plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [plain(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from recollect.blocks.compositions import read_mixer
 from recollect.experiments.comparison.tasks import RECALL_TASKS
-from recollect.experiments.framework.records import plain
 from recollect.experiments.recipe_search.halving import Trial, is_better, rank
 from recollect.experiments.recipe_search.report import save_report, table
 from recollect.experiments.recipe_search.space import Candidate, changes
@@ -19,6 +18,7 @@ from recollect.layer.options import LayerOptions
 from recollect.recipe.toml_text import write_toml
 from recollect.report.environment import Environment
 from recollect.report.notebook import text_to_html
+from recollect.serialization import plain
 
 __all__ = ["Search"]
 

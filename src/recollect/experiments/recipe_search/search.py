@@ -28,7 +28,6 @@ from recollect.experiments.comparison.results import (
 )
 from recollect.experiments.comparison.tasks import RECALL_TASKS, check_text_used, read_corpus
 from recollect.experiments.comparison.training import Job, JobRunner, training_environment
-from recollect.experiments.framework.records import plain
 from recollect.experiments.recipe_search.halving import (
     Trial,
     next_promotion,
@@ -45,7 +44,7 @@ from recollect.report.devices import resolve_device
 from recollect.report.files import MAX_FILE_BYTES, read_regular, write_atomic
 from recollect.report.lock import folder_lock
 from recollect.report.signals import defer_signals
-from recollect.serialization import read_json
+from recollect.serialization import plain, read_json
 from recollect.tasks.text import TextCorpus, load_text
 from recollect.zoo.preset import Preset
 

@@ -127,11 +127,9 @@ class LayerMemory(ABC):  # noqa: B024  (a base that cache layers of transformers
         self._mark()
 
     def _read_memory(self: Any) -> tuple[Tensor, ...] | None:
-        """Return the tensors of the memory."""
         return (self.recurrent_states[0],)
 
     def _write_memory(self: Any, memory: tuple[Tensor, ...]) -> None:
-        """Overwrite the tensors of the memory."""
         _write(self, "recurrent_states", memory[0])
 
     def _write_all(self: Any, conv: Tensor | None, memory: tuple[Tensor, ...] | None) -> None:

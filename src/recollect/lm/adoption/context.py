@@ -61,15 +61,7 @@ def passed_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 class CallContext:
-    """The current call of an adopted model.
-
-    Attributes:
-        attention_mask: ``[B, T]``, or longer if a cache holds earlier tokens; ``None`` without
-            padding.
-        boundaries: ``[N + 1]`` boundaries of documents in the flattened batch, or ``None``.
-        cache: the cache that the model or one of its layers got, or ``None``.
-        num_columns: number of tokens per sequence, if the model got them.
-    """
+    """The current call of an adopted model."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -82,10 +74,11 @@ class CallContext:
         self.__init__()  # type: ignore[misc]
 
     def _clear(self) -> None:
+        # [B, T], or longer if a cache holds earlier tokens; None without padding
         self.attention_mask: Tensor | None = None
-        self.boundaries: Tensor | None = None
-        self.cache: Any = None
-        self.num_columns: int | None = None
+        self.boundaries: Tensor | None = None  # [N + 1], of documents in the flattened batch
+        self.cache: Any = None  # that the model or one of its layers got
+        self.num_columns: int | None = None  # tokens per sequence, if the model got them
         self._batches: dict[int, CompactedBatch | None] = {}
         self._model: nn.Module | None = None
 

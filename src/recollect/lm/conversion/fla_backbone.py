@@ -33,7 +33,6 @@ __all__ = [
     "model_pieces",
     "projections",
     "published_conv",
-    "scaled_eps",
     "size_per_head",
 ]
 
@@ -196,8 +195,3 @@ def check_rank(options: Options, rank: int, size: int) -> int:
             "a rank must be smaller than both"
         )
     return rank
-
-
-def scaled_eps(options: Options, K: int) -> float:
-    """Return the ε of a norm of outputs that are √K times as large."""
-    return options["norm_eps"] * K

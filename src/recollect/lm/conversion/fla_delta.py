@@ -24,7 +24,6 @@ from recollect.lm.conversion.fla_backbone import (
     model_pieces,
     projections,
     published_conv,
-    scaled_eps,
     size_per_head,
 )
 from recollect.lm.conversion.layout import NEGATE, Layout, Piece, reshape
@@ -57,7 +56,7 @@ def _delta_net(options: Options) -> RecollectConfig:
     layer = LayerOptions(
         **conv_options(options),
         qk_norm_eps=1e-6,
-        norm_eps=scaled_eps(options, K),
+        norm_eps=options["norm_eps"] * K,  # outputs are √K times as large there
         output_gate="silu" if options["use_gate"] else "none",
         gate_options={"lr": _rate(options)},
     )
@@ -127,7 +126,7 @@ def _gated_deltanet(options: Options) -> RecollectConfig:
         **conv_options(options),
         qk_norm_eps=1e-6,
         key_group_size=heads // options["num_heads"],
-        norm_eps=scaled_eps(options, K),
+        norm_eps=options["norm_eps"] * K,  # outputs are √K times as large there
         output_gate=activation[name] if options["use_gate"] else "none",
         gate_options={
             "lr": _rate(options),
@@ -139,13 +138,20 @@ def _gated_deltanet(options: Options) -> RecollectConfig:
     return make_config(options, recipe, layer, head_dim=K, value_dim=V, num_heads=heads)
 
 
-def _published_gated_deltanet(config: RecollectConfig) -> dict[str, Any]:
+def _published_gated_delta_rule(config: RecollectConfig) -> dict[str, Any]:
     layer = first_layer_options(config)
     return {
         **backbone_options(config),
         **_published_sizes(config),
         **published_conv(layer),
         **_published_rate(layer),
+    }
+
+
+def _published_gated_deltanet(config: RecollectConfig) -> dict[str, Any]:
+    layer = first_layer_options(config)
+    return {
+        **_published_gated_delta_rule(config),
         "use_gate": layer.output_gate != "none",
         "output_gate_activation": "sigmoid" if layer.output_gate == "sigmoid" else "swish",
     }
@@ -167,7 +173,7 @@ def _kda(options: Options) -> RecollectConfig:
         **conv_options(options),
         qk_norm_eps=1e-6,
         key_group_size=heads // options["num_heads"],
-        norm_eps=scaled_eps(options, K),
+        norm_eps=options["norm_eps"] * K,  # outputs are √K times as large there
         output_gate="sigmoid",
         output_gate_rank=rank,
         gate_options={
@@ -178,16 +184,6 @@ def _kda(options: Options) -> RecollectConfig:
     )
     recipe = Recipe(retention=Decay(per="key", when="before", alpha="input_scaled"))
     return make_config(options, recipe, layer, head_dim=K, value_dim=V, num_heads=heads)
-
-
-def _published_kda(config: RecollectConfig) -> dict[str, Any]:
-    layer = first_layer_options(config)
-    return {
-        **backbone_options(config),
-        **_published_sizes(config),
-        **published_conv(layer),
-        **_published_rate(layer),
-    }
 
 
 def _kda_pieces(options: Options, config: RecollectConfig) -> Iterator[Piece]:
@@ -271,7 +267,7 @@ DELTA_LAYOUTS = (
         required={**REQUIRED, "safe_gate": False, "lower_bound": None},
         ignored=IGNORED | {"fuse_norm"},
         to_ours=_kda,
-        to_published=_published_kda,
+        to_published=_published_gated_delta_rule,
         pieces=model_pieces(_kda_pieces),
     ),
 )

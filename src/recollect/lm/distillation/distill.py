@@ -213,7 +213,6 @@ class _Distillation:
         return load_saved_model(str(folder), any_decoder=True).float().to(self.device)
 
     def _load_teacher(self) -> None:
-        """Load the teacher and its held-out rows."""
         self.teacher = self._load(self.plan.teacher)
         self._check_keep_attention()
         self.tokenizer = load_saved_tokenizer(self.plan.teacher, self.teacher)

@@ -158,15 +158,13 @@ def _set_parameter(
 
 
 class _UseLocalWeights:
-    """Replace weights with their local parts while a module runs.
-
-    Args:
-        module: the module.
-        weights: the weights, and the placement of their gradients if it is not the weight's.
-    """
+    """Replace weights with their local parts while a module runs."""
 
     def __init__(
-        self, module: nn.Module, weights: list[tuple[_Place, tuple[Placement, ...] | None]]
+        self,
+        module: nn.Module,
+        # with the placement of their gradients if it is not the weight's
+        weights: list[tuple[_Place, tuple[Placement, ...] | None]],
     ) -> None:
         self.weights = weights
         self.saved: list[list[nn.Parameter | None]] = []

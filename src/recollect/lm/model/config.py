@@ -397,7 +397,6 @@ class RecollectConfig(RemoteConfig, PretrainedConfig):
         return super()._dict_from_json_file(json_file)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all fields of this class are equal."""
         if not isinstance(other, RecollectConfig):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in _field_names())

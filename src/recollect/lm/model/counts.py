@@ -105,8 +105,7 @@ def parameter_count(config: RecollectConfig) -> int:
         >>> rc.lm.parameter_count(config) == sum(p.numel() for p in model.parameters())
         True
     """
-    weights = meta_model(config).parameters()
-    return sum(weight.numel() for weight in weights if weight.requires_grad)
+    return sum(count_parameters(config).values())
 
 
 def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[RecollectConfig]:

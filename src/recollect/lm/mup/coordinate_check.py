@@ -31,6 +31,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.mup.roles import config_at_width
 from recollect.lm.mup.rules import lr_scales, scale_for_width, split_groups_by_lr, width_rules
+from recollect.serialization import plain
 
 __all__ = ["TOLERANCE", "Coordinate", "Coordinates", "check_coordinates"]
 
@@ -112,15 +113,7 @@ class Coordinates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite are ``None``."""
-        return {**_finite(asdict(self)), "flat": self.flat}
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {name: _finite(x) for name, x in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(x) for x in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+        return {**plain(asdict(self)), "flat": self.flat}
 
 
 def check_coordinates(

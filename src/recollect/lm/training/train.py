@@ -265,7 +265,6 @@ def _check_checkpoint(start: RunStart, trainer: RecollectTrainer, observer: Trai
 
 
 def _checkpoint_step(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was written."""
     return int(checkpoint.name.rpartition("-")[2])
 
 

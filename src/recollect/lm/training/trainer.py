@@ -554,11 +554,9 @@ class RecollectTrainer(Trainer):
             super()._move_model_to_device(model, device)
 
     def _unwrap(self, model: nn.Module) -> RecollectForCausalLM:
-        """Return the model that the Trainer wrapped."""
         return cast(RecollectForCausalLM, self.accelerator.unwrap_model(model))
 
     def _unwrap_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that Accelerate wrapped."""
         return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
     def _has_shards(self, checkpoint: str) -> bool:
