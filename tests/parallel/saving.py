@@ -111,7 +111,9 @@ class Failing(RecollectTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         Failing.taken = self.state.global_step + 1
         last = time.monotonic() + SECONDS
-        while self.state.global_step == 5 and not self.async_save.failed and time.monotonic() < last:
+        while (
+            self.state.global_step == 5 and not self.async_save.failed and time.monotonic() < last
+        ):
             time.sleep(0.01)
         return super().training_step(*args, **kwargs)
 

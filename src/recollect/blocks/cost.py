@@ -87,12 +87,7 @@ def cost(
 ) -> Cost: ...
 @overload
 def cost(
-    recipe: nn.Module,
-    *,
-    T: int = 4096,
-    B: int = 1,
-    dtype_bytes: int = 4,
-    engine: str = "auto",
+    recipe: nn.Module, *, T: int = 4096, B: int = 1, dtype_bytes: int = 4, engine: str = "auto"
 ) -> ModelCost: ...
 
 

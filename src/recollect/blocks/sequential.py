@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.compositions import MemoryAsGate, Sequential
-from recollect.blocks.layers import (
-    MixerLayer,
-    OutputGate,
-    PersistentTokens,
-    rows_at_start,
-)
+from recollect.blocks.layers import MixerLayer, OutputGate, PersistentTokens, rows_at_start
 from recollect.blocks.state import AnyState, MixerState
 from recollect.functional.packing import prepend_tokens
 

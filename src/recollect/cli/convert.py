@@ -40,8 +40,7 @@ def convert(
         typer.Option(metavar="TYPE", help="Published layout to convert a model of recollect to."),
     ] = None,
     attention_to: Annotated[
-        str | None,
-        typer.Option(metavar="RECIPE", help="Name of the zoo, or .json or .toml file."),
+        str | None, typer.Option(metavar="RECIPE", help="Name of the zoo, or .json or .toml file.")
     ] = None,
     text: Annotated[
         list[str], typer.Option(help="File, folder or pattern of the text; repeatable.")

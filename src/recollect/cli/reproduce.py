@@ -34,8 +34,7 @@ def reproduce(
         str, typer.Argument(metavar="NAME", help="Name of an experiment; --list prints them.")
     ] = "",
     scale: Annotated[
-        Scale,
-        typer.Option(help="Scale: smoke takes seconds, small minutes; paper needs --launch."),
+        Scale, typer.Option(help="Scale: smoke takes seconds, small minutes; paper needs --launch.")
     ] = "small",
     seeds: Annotated[
         int | None, typer.Option(help="Number of seeds. [default: the scale's]")

@@ -68,12 +68,10 @@ def search(
         int | None, typer.Option(help="Number of drawn recipes, in place of --budget.")
     ] = None,
     baseline: Annotated[
-        str,
-        typer.Option(help="Models to measure for comparison, separated by commas, as --start."),
+        str, typer.Option(help="Models to measure for comparison, separated by commas, as --start.")
     ] = "",
     rungs: Annotated[
-        int,
-        typer.Option(help="Number of lengths of training, each three times the one before."),
+        int, typer.Option(help="Number of lengths of training, each three times the one before.")
     ] = 3,
     max_state: Annotated[
         float, typer.Option(help="Largest state of a drawn recipe, as a multiple of the start's.")

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from recollect.choices.features.finite import Identity
 from recollect.fields import Gate, Param, Range
 from recollect.layer.gates import GateProjection, normalize_to_length
-from recollect.layer.key_recurrence import (
-    KeyHistory,
-    Sequences,
-    decayed_sums,
-    filtered_precisions,
-)
+from recollect.layer.key_recurrence import KeyHistory, Sequences, decayed_sums, filtered_precisions
 from recollect.layer.options import RECURRENCES, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
@@ -80,10 +75,7 @@ _GATES_OF_RULES = {
     ),
     "filter": (
         Gate(
-            name="observation_precision",
-            owner="Tie(rule='filter')",
-            range=Range(low=0.0),
-            init=1.0,
+            name="observation_precision", owner="Tie(rule='filter')", range=Range(low=0.0), init=1.0
         ),
         Gate(
             name="process_noise",
@@ -327,12 +319,7 @@ class Ties(nn.Module):
         return k * (1 + self._factor(tie, source) * (source - 1)).to(k.dtype)
 
     def _recurrence(
-        self,
-        tie: Tie,
-        values: dict[str, Tensor],
-        x: Tensor,
-        sequences: Sequences,
-        index: int,
+        self, tie: Tie, values: dict[str, Tensor], x: Tensor, sequences: Sequences, index: int
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return keys or values after a recurrence, and its states after every token and the last.
 

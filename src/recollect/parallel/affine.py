@@ -156,11 +156,7 @@ def _decayed(z: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _compose_decays(
-    segment: Segment,
-    initial: Tensor,
-    last_piece: Tensor | None,
-    B: Tensor,
-    by: tuple[Tensor, ...],
+    segment: Segment, initial: Tensor, last_piece: Tensor | None, B: Tensor, by: tuple[Tensor, ...]
 ) -> Tensor:
     """Return A before this rank's first piece, from segments that decay and add."""
     outgoing = (B, *by)

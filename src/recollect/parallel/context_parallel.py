@@ -14,12 +14,7 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.parallel.functions import no_double_backward
 from recollect.parallel.layer import ContextRanks, forward_over_ranks
 from recollect.parallel.link import Group, Link, rank_group
-from recollect.parallel.models import (
-    bind_arguments,
-    check_model,
-    outer_models,
-    sequence_layers,
-)
+from recollect.parallel.models import bind_arguments, check_model, outer_models, sequence_layers
 from recollect.parallel.segment import local_pieces
 from recollect.parallel.strategies import Strategy
 from recollect.report.ranks import mark_collective

@@ -361,11 +361,7 @@ class XLSTM(Family):
 
     def load_state(self, module: Any, stored: tuple[Tensor, ...]) -> dict[str, Any]:
         C, n, m = stored
-        return {
-            "weights": (C.mT,),
-            "normalizer": n.unsqueeze(-2),
-            "log_scale": m.squeeze(-1),
-        }
+        return {"weights": (C.mT,), "normalizer": n.unsqueeze(-2), "log_scale": m.squeeze(-1)}
 
     def store_state(self, module: Any, state: State) -> tuple[Tensor, ...]:
         assert state.normalizer is not None

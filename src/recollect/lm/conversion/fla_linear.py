@@ -162,10 +162,7 @@ def _hgrn2(options: Options) -> RecollectConfig:
         output_gate="none",
         gate_options={
             "log_decay": GateOptions(
-                activation="logsigmoid",
-                rank=0,
-                bias=False,
-                depth_floor=options["use_lower_bound"],
+                activation="logsigmoid", rank=0, bias=False, depth_floor=options["use_lower_bound"]
             )
         },
         ties=(Tie(target="k", source="log_decay", rule="complement"),),
@@ -233,17 +230,8 @@ LINEAR_LAYOUTS = (
     Layout(
         model_type="hgrn2",
         architecture="HGRN2ForCausalLM",
-        defaults={
-            **BACKBONE,
-            "num_heads": None,
-            "expand_ratio": 128,
-            "use_lower_bound": True,
-        },
-        required={
-            **REQUIRED,
-            "use_short_conv": False,
-            "elementwise_affine": True,
-        },
+        defaults={**BACKBONE, "num_heads": None, "expand_ratio": 128, "use_lower_bound": True},
+        required={**REQUIRED, "use_short_conv": False, "elementwise_affine": True},
         ignored=IGNORED | {"conv_size", "fuse_norm"},
         to_ours=_hgrn2,
         to_published=_published_hgrn2,

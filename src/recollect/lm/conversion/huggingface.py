@@ -103,10 +103,7 @@ def _mamba2(options: Options) -> RecollectConfig:
         norm_eps=options["layer_norm_epsilon"],
         norm_group_size=group_size,
         norm_before_gate=False,
-        gate_options={
-            "lr": GateOptions(activation="softplus"),
-            "decay_scale": _DECAY_SCALE,
-        },
+        gate_options={"lr": GateOptions(activation="softplus"), "decay_scale": _DECAY_SCALE},
         ties=(Tie(target="log_decay", source="lr", rule="negative"),),
     )
     recipe = Recipe(bias=DotProduct(), retention=Decay(alpha="input_scaled"))
@@ -227,10 +224,7 @@ def _qwen3_5(options: Options) -> RecollectConfig:
     delta_rule = Recipe(retention=Decay(when="before", alpha="input_scaled"))
     attention = Recipe(memory=LocalConstant(), context=KernelWeighted(), algorithm=Analytic())
     return RecollectConfig.from_recipes(
-        {
-            "memory": (delta_rule, delta),
-            "attention": (attention, _attention_options(options)),
-        },
+        {"memory": (delta_rule, delta), "attention": (attention, _attention_options(options))},
         layers=["attention" if kind == _ATTENTION else "memory" for kind in kinds],
         **_same(options),
         num_attention_heads=options["num_attention_heads"],

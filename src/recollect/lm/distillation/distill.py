@@ -16,22 +16,9 @@ from torch import Tensor
 
 from recollect.lm.data.rows import collate, pad_documents
 from recollect.lm.data.sources import BadLinePolicy
-from recollect.lm.distillation.calibrate import (
-    AttentionStatistics,
-    attention_statistics,
-    calibrate,
-)
-from recollect.lm.distillation.measure import (
-    continuations,
-    generation_agreement,
-    heldout_loss,
-)
-from recollect.lm.distillation.plan import (
-    STAGES,
-    Distilled,
-    DistillPlan,
-    DistillStage,
-)
+from recollect.lm.distillation.calibrate import AttentionStatistics, attention_statistics, calibrate
+from recollect.lm.distillation.measure import continuations, generation_agreement, heldout_loss
+from recollect.lm.distillation.plan import STAGES, Distilled, DistillPlan, DistillStage
 from recollect.lm.distillation.trainers import LayerMatchingTrainer, LogitMatchingTrainer
 from recollect.lm.loading import load_saved_model, load_saved_tokenizer
 from recollect.lm.model.checkpoint import check_json

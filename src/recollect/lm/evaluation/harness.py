@@ -37,14 +37,7 @@ try:
 except ImportError as error:
     raise ImportError(_EXTRA) from error
 
-__all__ = [
-    "SEED",
-    "RecollectHFLM",
-    "fixed_seed",
-    "hidden_output",
-    "max_batch_size",
-    "run_task",
-]
+__all__ = ["SEED", "RecollectHFLM", "fixed_seed", "hidden_output", "max_batch_size", "run_task"]
 
 VERSION = str(lm_eval.__version__)
 

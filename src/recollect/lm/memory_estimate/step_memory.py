@@ -185,11 +185,7 @@ def fit_memory_model(
         root = _weight_bytes(model) - _weight_bytes(model.model.blocks[0])
     weights, fits = zip(*(measured[kind] for kind in kinds), strict=True)
     return MemoryModel(
-        width=width,
-        weights=root + sum(weights),
-        block_weights=weights,
-        blocks=fits,
-        head=head_fit,
+        width=width, weights=root + sum(weights), block_weights=weights, blocks=fits, head=head_fit
     )
 
 

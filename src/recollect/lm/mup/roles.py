@@ -144,9 +144,7 @@ def uses_default_init(config: RecollectConfig) -> bool:
     return abs(config.initializer_range * config.hidden_size**0.5 - 1) < 1e-6
 
 
-def _parameters_with_owner(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _parameters_with_owner(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield name, owner, name within the owner and tensor; lists of parameters own nothing."""
     for name, weight in model.named_parameters():
         path = name.rpartition(".")[0]

@@ -137,10 +137,7 @@ class InPlaceMLP(nn.Module):
                 recompute = functools.partial(self._state_after, units, embeddings, state)
                 calls.append(
                     RecordedCall(
-                        num_tokens=x.shape[1],
-                        state=state,
-                        attention_mask=mask,
-                        recompute=recompute,
+                        num_tokens=x.shape[1], state=state, attention_mask=mask, recompute=recompute
                     )
                 )
             layer.advance(end, x.shape[1], calls)

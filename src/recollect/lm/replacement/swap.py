@@ -87,10 +87,7 @@ class SwappedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Return the output of the layer, and no attention weights."""
         packing = parse_attention_mask(
-            attention_mask,
-            hidden_states,
-            kwargs.get("cu_seq_lens_q"),
-            layer_idx=self.layer_idx,
+            attention_mask, hidden_states, kwargs.get("cu_seq_lens_q"), layer_idx=self.layer_idx
         )
         cache = resolve_cache(cache, past_key_values)
         cache_layer = None if cache is None else _get_state_layer(cache, self.layer_idx)

@@ -37,14 +37,7 @@ from recollect.messages import argument_name, short_repr
 from recollect.recipe.toml_text import MAX_BYTES, read_toml
 from recollect.report.files import read_regular
 
-__all__ = [
-    "DataPlan",
-    "ModelPlan",
-    "OptimizerPlan",
-    "RunPlan",
-    "TrainPlan",
-    "load_plan",
-]
+__all__ = ["DataPlan", "ModelPlan", "OptimizerPlan", "RunPlan", "TrainPlan", "load_plan"]
 
 VOCAB = 32_000
 """Default vocabulary size of a BPE that the run trains."""

@@ -40,11 +40,7 @@ from recollect.lm.distributed.head_sharding import model_shard_specs
 from recollect.lm.distributed.parallel_dims import ParallelDims
 from recollect.lm.distributed.parallelize import Sharding
 from recollect.lm.distributed.processes import process_timeout
-from recollect.lm.memory_estimate.flops import (
-    decoder_flops,
-    measure_peak_flops,
-    model_flops,
-)
+from recollect.lm.memory_estimate.flops import decoder_flops, measure_peak_flops, model_flops
 from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.config import RecollectConfig
