@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,53 +102,45 @@ def leaf_inputs(layer: MixerLayer, x: Tensor) -> dict[str, Tensor]:
         'deep'
     """
     pieces: dict[str, list[Tensor]] = {name: [] for name in layer.leaves}
-    hooks = [*_input_hooks(layer, "", pieces)]
-    try:
-        with torch.no_grad():
-            layer(x, output_final_state=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for hook in _input_hooks(layer, "", pieces):
+            hooks.enter_context(hook)
+        layer(x, output_final_state=False)
     return {name: torch.cat(inputs, dim=1) for name, inputs in pieces.items() if inputs}
 
 
 def _input_hooks(layer: MixerLayer, path: str, pieces: dict[str, list[Tensor]]) -> Iterator[Any]:
     """Register hooks that record the inputs of recipes, and drop them at the start of a segment."""
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
-            if mask is not None and not bool((mask != 0).all()):
-                raise ValueError(
-                    f"{name} receives other tokens of every row: give leaf_inputs() one row at a "
-                    "time"
-                )
-            x, segment = args[0], layer.restart_every if module is layer else 0
-            if segment:
-                x = x[:, (x.shape[1] - 1) // segment * segment :]
-            if x.shape[1]:
-                pieces[name].append(x)
+    def record(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
+        if mask is not None and not bool((mask != 0).all()):
+            raise ValueError(
+                f"{name} receives other tokens of every row: give leaf_inputs() one row at a time"
+            )
+        x, segment = args[0], layer.restart_every if module is layer else 0
+        if segment:
+            x = x[:, (x.shape[1] - 1) // segment * segment :]
+        if x.shape[1]:
+            pieces[name].append(x)
 
-        return hook
-
-    def clear(prefix: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args[1:2] in ((), (None,)):  # without a state: a new segment
-                for name, inputs in pieces.items():
-                    if name == prefix or name.startswith(f"{prefix}."):
-                        inputs.clear()
-
-        return hook
+    def clear(prefix: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args[1:2] in ((), (None,)):  # without a state: a new segment
+            for name, inputs in pieces.items():
+                if name == prefix or name.startswith(f"{prefix}."):
+                    inputs.clear()
 
     for name in layer.parts_fed_directly:
-        yield layer.register_forward_pre_hook(record(path + name), with_kwargs=True)  # type: ignore[arg-type]
+        hook = partial(record, path + name)
+        yield layer.register_forward_pre_hook(hook, with_kwargs=True)
     for name, part in layer.parts.items():
         if name == "attention" and layer.resets_attention:
-            yield part.register_forward_pre_hook(clear(path + name))
+            yield part.register_forward_pre_hook(partial(clear, path + name))
         if isinstance(part, MixerLayer):
             yield from _input_hooks(part, f"{path}{name}.", pieces)
         elif path + name in pieces and name not in layer.parts_fed_directly:
-            yield part.register_forward_pre_hook(record(path + name), with_kwargs=True)  # type: ignore[arg-type]
+            hook = partial(record, path + name)
+            yield part.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 _LAYERS: dict[type[Mixer], Callable[..., MixerLayer]] = {

@@ -77,16 +77,11 @@ def record_routing(model: nn.Module) -> Iterator[list[Routing]]:
     def hook(module: nn.Module, args: Any, routing: Any) -> None:
         routings.append(routing)
 
-    hooks = [
-        module.register_forward_hook(hook)
-        for module in model.modules()
-        if isinstance(module, Router)
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, Router):
+                hooks.enter_context(module.register_forward_hook(hook))
         yield routings
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 class MixtureOfMemoriesLayer(MixerLayer):

@@ -17,7 +17,9 @@ options lack keep their usual initial values.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,43 +95,34 @@ def _row_statistics(
     outputs: dict[int, Tensor] = {}
     statistics: dict[int, AttentionStatistics] = {}
 
-    def record(index: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            z = outputs.pop(index)
-            p = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-            if not isinstance(p, Tensor) or p.shape[-2:] != (T, T):
-                return
-            x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            p = p.float() * mask[:, None, :, None]  # [B, heads, T, T]; padding reads nothing
-            by_memory = p.unflatten(1, (kv_heads, heads // kv_heads))
-            mean = (by_memory * distance).sum(-1).mean(2).transpose(1, 2)  # [B, T, H]
-            write = by_memory.mean(2).amax(-2).transpose(1, 2)  # [B, T, H]
-            statistics[index] = AttentionStatistics(
-                tokens=x[mask].float(),
-                mean_distance=mean[mask].mean(0),
-                write=write[mask],
-                outputs=z[mask].float().unflatten(-1, (heads, -1)),
-            )
+    def record(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        z = outputs.pop(index)
+        p = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(p, Tensor) or p.shape[-2:] != (T, T):
+            return
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        p = p.float() * mask[:, None, :, None]  # [B, heads, T, T]; padding reads nothing
+        by_memory = p.unflatten(1, (kv_heads, heads // kv_heads))
+        mean = (by_memory * distance).sum(-1).mean(2).transpose(1, 2)  # [B, T, H]
+        write = by_memory.mean(2).amax(-2).transpose(1, 2)  # [B, T, H]
+        statistics[index] = AttentionStatistics(
+            tokens=x[mask].float(),
+            mean_distance=mean[mask].mean(0),
+            write=write[mask],
+            outputs=z[mask].float().unflatten(-1, (heads, -1)),
+        )
 
-        return hook
+    def record_heads(index: int, module: nn.Module, args: Any) -> None:
+        outputs[index] = args[0]
 
-    def record_heads(index: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            outputs[index] = args[0]
-
-        return hook
-
-    handles = []
-    for index, (_, module) in find_attention_modules(model).items():
-        handles.append(module.register_forward_hook(record(index), with_kwargs=True))
-        projection = next(getattr(module, name) for name in OUTPUT_NAMES if hasattr(module, name))
-        handles.append(projection.register_forward_pre_hook(record_heads(index)))
     options = {} if attention_mask is None else {"attention_mask": attention_mask}
-    try:
+    with ExitStack() as hooks:
+        for index, (_, module) in find_attention_modules(model).items():
+            hook = module.register_forward_hook(partial(record, index), with_kwargs=True)
+            hooks.enter_context(hook)
+            out = next(getattr(module, name) for name in OUTPUT_NAMES if hasattr(module, name))
+            hooks.enter_context(out.register_forward_pre_hook(partial(record_heads, index)))
         model(ids, use_cache=False, **options)
-    finally:
-        for handle in handles:
-            handle.remove()
     return statistics
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -104,19 +105,12 @@ def _record(model: nn.Module, names: list[str]) -> Iterator[dict[str, tuple[Tens
     """Record the input and the output of modules in one call of their model."""
     calls: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def make_hook(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            calls[name] = x, output[0] if isinstance(output, tuple) else output
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        calls[name] = x, output[0] if isinstance(output, tuple) else output
 
-        return hook
-
-    handles = [
-        model.get_submodule(name).register_forward_hook(make_hook(name), with_kwargs=True)
-        for name in names
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            module, hook = model.get_submodule(name), partial(record, name)
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

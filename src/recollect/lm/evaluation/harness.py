@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils import find_executable_batch_size, patch_environment
 from transformers import LogitsProcessorList
 
 from recollect.choices.runtime import seeded_generators
@@ -50,7 +50,6 @@ BOOTSTRAPS = 100
 MAX_BATCH_SIZE = 64
 _LOGIT_BYTES = 8  # a logit and its log-softmax, in float32
 _MEMORY_FRACTION = 1 / 4  # of the free memory of a CPU, for logits
-_NO_MULTIPROC_ENV = "DISABLE_MULTIPROC"  # read by lm-eval
 
 T = TypeVar("T")
 
@@ -160,16 +159,10 @@ def max_batch_size(model: Any, context: int) -> int:
 def run_task(model: RecollectHFLM, task: Any, limit: int | None) -> dict[str, Any]:
     """Return lm-eval's ``results``, ``n-samples`` and more of a loaded task, by task."""
     tasks: Any = {"tasks": {task.task_name: task}}
-    saved = os.environ.get(_NO_MULTIPROC_ENV)
-    os.environ[_NO_MULTIPROC_ENV] = "1"  # resample in this process
-    try:
+    with patch_environment(disable_multiproc=1):  # lm-eval resamples in this process then
         results: Any = run_tasks(
             model, tasks, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
         )
-    finally:
-        del os.environ[_NO_MULTIPROC_ENV]
-        if saved is not None:
-            os.environ[_NO_MULTIPROC_ENV] = saved
     return results
 
 

@@ -16,6 +16,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
@@ -278,16 +279,12 @@ class CoordinateRecorder:
     def record(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the model on a batch; return all outputs of each coordinate as one vector."""
         self.tensors = defaultdict(list)
-        handles = [
-            module.register_forward_hook(partial(self._add_output, name))
-            for module, name in self.names.items()
-        ]
         self.model.eval()
-        try:
+        with ExitStack() as hooks:
+            for module, name in self.names.items():
+                hook = partial(self._add_output, name)
+                hooks.enter_context(module.register_forward_hook(hook))
             self.model(**{n: x for n, x in batch.items() if n != "labels"}, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
         return {
             name: torch.cat([torch.zeros(0), *(x.float().flatten().cpu() for x in tensors)])
             for name, tensors in self.tensors.items()

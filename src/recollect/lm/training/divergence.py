@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,28 +154,20 @@ def find_origin(model: nn.Module, run: Callable[[], Iterable[Tensor]]) -> str | 
     """Return the first module whose output is not finite when ``run`` is called, as a clause."""
     names: list[str] = []
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            # A log decay of −inf is valid: the memory is cleared.
-            allow_neg_inf = isinstance(module, GateProjection)
-            if not names and _has_nonfinite(output, allow_neg_inf=allow_neg_inf):
-                names.append(name)
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        # A log decay of −inf is valid: the memory is cleared.
+        allow_neg_inf = isinstance(module, GateProjection)
+        if not names and _has_nonfinite(output, allow_neg_inf=allow_neg_inf):
+            names.append(name)
 
-        return hook
-
-    handles = [
-        module.register_forward_hook(make_hook(name))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(partial(record, name)))
         with torch.compiler.set_stance("force_eager"), suppress(*NUMERICAL_ERRORS):
             for _ in run():
                 if names:
                     break
-    finally:
-        for handle in handles:
-            handle.remove()
     return f"the output of {_describe_module(model, names[0])} is not finite" if names else None
 
 
@@ -198,10 +191,7 @@ def _describe_module(model: nn.Module, name: str) -> str:
         index, inside = int(parts[block + 1]), parts[block + 2 :]
         layer_names = getattr(getattr(model, "config", None), "layer_names", None)
         layer = f"layer {index}"
-        if layer_names and inside[:1] in (
-            [],
-            ["layer"],
-        ):  # MLPs and norms do not belong to the recipe
+        if layer_names and inside[:1] in ([], ["layer"]):  # not in the MLP or a norm
             layer += f" ({layer_names[index]})"
         return f"{layer}, in {name}," if inside else layer
     words = {"embed_tokens": "the embedding", "norm": "the last norm", "lm_head": "the head"}
