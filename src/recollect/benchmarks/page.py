@@ -19,16 +19,7 @@ __all__ = ["save_bench_page"]
 def save_bench_page(
     data: Mapping[str, Any], path: str | PathLike[str], *, command: str = ""
 ) -> Path:
-    """Write the page.
-
-    Args:
-        data: result of a suite, as `recollect bench --json` prints it.
-        path: path of the page.
-        command: command line that is printed on the page.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the page of a suite's result, as `recollect bench --json` prints it."""
     facts = Environment(**data["environment"]).facts()
     if "shape" in data:
         facts["sizes"] = ", ".join(f"{name} {value}" for name, value in data["shape"].items())

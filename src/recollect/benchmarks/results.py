@@ -210,15 +210,8 @@ def summarize(
 ) -> BenchResult:
     """Return medians, quartiles, ratios and rates of raw times.
 
-    Args:
-        cases: the cases.
-        seconds: for each case, the time per call in each round.
-        baseline: name of the case that ratios refer to.
-        seed: seed of the order within rounds.
-        ceilings: speed of matrix products.
-        calls: for each case, the number of calls per round.
-        peaks: for each case, its memory or ``None``.
-        environment: environment of the measurement.
+    ``seconds`` has the time per call in each round, ``calls`` the calls per round, and ``peaks``
+    the memory of each case. Ratios refer to the case ``baseline``.
     """
     reference = next(s for case, s in zip(cases, seconds, strict=True) if case.name == baseline)
     ceiling = max((ceiling.gflops for ceiling in ceilings), default=math.nan)

@@ -394,16 +394,9 @@ SUITES: dict[str, Suite] = {
 
 
 def build_cases(suite: Suite, shape: Shape, only: Sequence[str] = ()) -> list[Case]:
-    """Return the cases of a suite.
+    """Return the cases of a suite: the baseline and those with a name up to the comma in ``only``.
 
-    Args:
-        suite: the suite.
-        shape: sizes, dtype and device.
-        only: names up to the comma of the cases that are built in addition to the baseline; all if
-            empty.
-
-    Raises:
-        ValueError: the suite has no such case.
+    An empty ``only`` selects all cases.
     """
     known = {spec.name: spec.name.partition(",")[0] for spec in suite.cases}
     for name in only:

@@ -103,11 +103,8 @@ def differentiable_backward(
 ) -> list[Tensor | None]:
     """Return gradients of ``function`` that can be differentiated any number of times.
 
-    Args:
-        function: maps tensors like ``inputs`` to the outputs, in operations of autograd.
-        inputs: point of the gradients.
-        needs: whether each input needs a gradient; the result has ``None`` for the others.
-        grad_outputs: gradients of the outputs, ``None`` for unused ones.
+    ``function`` maps tensors like ``inputs`` to the outputs in operations of autograd. Unused
+    outputs have the gradient ``None``, and so have the results of inputs that need none.
     """
     nodes = as_separate_nodes(inputs)
     outputs = zip(function(nodes), grad_outputs, strict=True)
@@ -155,11 +152,8 @@ def once_differentiable(subject: str, hint: str = _HINT) -> Callable[[Backward],
     """Return a decorator for a backward pass that cannot be differentiated again.
 
     The decorated function is ``backward(ctx, saved, *grad_outputs)``. Saved tensors are unpacked
-    only once, as activation checkpointing requires.
-
-    Args:
-        subject: subject of the error message.
-        hint: end of the error message.
+    only once, as activation checkpointing requires. The error names the subject and ends with the
+    hint.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -216,9 +210,7 @@ def _has_missing_derivative(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -
 def mark_once_differentiable(subject: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Prepare inputs of a torch operation that may have only a first derivative.
 
-    Args:
-        subject: subject of the error raised if its gradient is differentiated and torch cannot.
-        tensors: inputs of the operation.
+    If torch cannot differentiate its gradient, the error names the subject.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return tensors

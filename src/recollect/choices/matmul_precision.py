@@ -39,23 +39,14 @@ PRECISIONS = ("float32", "tf32")
 
 
 def check_precision_name(precision: object) -> None:
-    """Raise unless a precision is one of `PRECISIONS` or ``None``.
-
-    Raises:
-        ValueError: the value is not valid.
-    """
+    """Raise unless a precision is one of `PRECISIONS` or ``None``."""
     if precision is not None and precision not in PRECISIONS:
         expected = "'float32' or 'tf32', or None for PyTorch's own setting"
         raise ValueError(f"precision {precision_error(precision, expected)}")
 
 
 def precision_error(precision: object, expected: str) -> str:
-    """Return the error message for an invalid precision, without the name of the argument.
-
-    Args:
-        precision: value of the caller.
-        expected: valid values.
-    """
+    """Return the error message for an invalid precision, without the name of the argument."""
     message = f"must be {expected}, not {short_repr(precision)}"
     if precision != "bf16":
         return message
@@ -74,11 +65,7 @@ active = _Active()
 
 
 def effective_eps(dtype: torch.dtype) -> float:
-    """Return the machine epsilon of the factors of products, under the active precision.
-
-    Args:
-        dtype: of the factors.
-    """
+    """Return the machine epsilon of the factors of products, under the active precision."""
     if active.precision == "tf32" and dtype == torch.float32:
         return 2.0**-10
     return torch.finfo(dtype).eps
@@ -115,9 +102,6 @@ def is_full_precision(device_type: str) -> bool:
     """Return whether PyTorch's setting keeps all bits of the factors of float32 products.
 
     ``torch.get_float32_matmul_precision`` raises if the setting has no old name.
-
-    Args:
-        device_type: type of the device that multiplies.
     """
     return _setting(device_type).value in ("none", "ieee")
 

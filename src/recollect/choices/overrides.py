@@ -25,12 +25,7 @@ def check_override(
 ) -> None:
     """Check the signature of a method that a class defines, and the shape of its results.
 
-    Args:
-        cls: the class, called from `__init_subclass__`.
-        name: the method; methods that the class inherits are not checked.
-        parameters: positional parameters after ``self``, e.g. ``"A, gates"``.
-        returns: description of the result, e.g. ``"one number per association"``.
-        shape: expected shape as a function of the arguments; ``None`` leaves results unchecked.
+    ``__init_subclass__`` calls this function. Inherited methods are not checked.
     """
     method = cls.__dict__.get(name)
     if not inspect.isfunction(method):

@@ -59,22 +59,14 @@ _AUTOCAST_DEVICES = frozenset(
 
 
 def can_read_values(x: Tensor) -> bool:
-    """Whether Python may read values: only of CPU tensors with data, outside compiling and tracing.
-
-    Args:
-        x: any tensor.
-    """
+    """Whether Python may read values: of CPU tensors with data, without compiling or tracing."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or _flags.tracing:
         return False
     return type(x) in _PLAIN_TYPES or not is_fake(x)  # the type check is faster
 
 
 def autocast_enabled(kind: str) -> bool:
-    """Whether autocast is enabled for a device type; False if the type has no autocast.
-
-    Args:
-        kind: a ``torch.device.type``.
-    """
+    """Whether autocast is enabled for a device type; False if the type has no autocast."""
     available = kind in _AUTOCAST_DEVICES or torch.amp.is_autocast_available(kind)
     return available and torch.is_autocast_enabled(kind)
 
@@ -87,11 +79,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
-    """Disable autocast for a device type.
-
-    Args:
-        kind: a ``torch.device.type``.
-    """
+    """Disable autocast for a device type."""
     enabled = autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext()
 
@@ -145,8 +133,7 @@ def seeded_generators(seed: int, devices: Iterable[torch.device]) -> Generator[N
 def intermediate_budget(x: Tensor) -> int:
     """Return the maximum bytes of a token group's intermediates: 1/16 of a GPU's memory.
 
-    Args:
-        x: input of the call, on another device than a CPU. Engines have CPU budgets of their own.
+    Engines have budgets of their own for a CPU.
     """
     if x.device.type == "cuda":
         return torch.cuda.get_device_properties(x.device).total_memory // 16
@@ -174,11 +161,7 @@ def cached_constant(
 ) -> Tensor:
     """Return ``make(*sizes)`` on a device, cached. The result must not be modified.
 
-    Args:
-        make: a module-level function that returns a tensor on the default device.
-        sizes: hashable arguments of ``make``.
-        device: device of the constant.
-        dtype: dtype of the constant; that of ``make``'s result if omitted.
+    ``make`` is a function of a module, and ``sizes`` are hashable.
     """
     if torch.compiler.is_compiling() or _fake_mode():
         return make(*sizes).to(device=device, dtype=dtype)
@@ -207,13 +190,8 @@ def version_tag(tensors: Iterable[Tensor]) -> str | None:
     """Return a string that changes when a tensor is replaced or written to.
 
     Comparing tags avoids comparing values, for which the host would wait. Writes that bypass
-    autograd's version counter (``x.data``, a replayed CUDA graph) are not detected.
-
-    Args:
-        tensors: parameters, in a fixed order.
-
-    Returns:
-        ``None`` for tensors created in inference mode, whose writes torch does not count.
+    autograd's version counter (``x.data``, a replayed CUDA graph) are not detected. The result is
+    ``None`` for tensors created in inference mode, whose writes torch does not count.
     """
     parts: list[str] = []
     for x in tensors:

@@ -29,13 +29,8 @@ CHANGES = (
 def fewer_steps(recipe: Recipe, sizes: Sizes) -> tuple[Recipe, tuple[str, ...], FlopCount] | None:
     """Return the recipe with the fewest steps among those with the fewest changes.
 
-    Args:
-        recipe: Recipe to change.
-        sizes: Sizes of the call.
-
-    Returns:
-        The changed recipe, its changes as Python text, and the counts of its engine. ``None`` if
-        no candidate needs fewer steps than one per token.
+    The result is the changed recipe, its changes as Python text, and the counts of its engine, or
+    ``None`` if no candidate needs fewer steps than one per token.
     """
     open_changes = [
         change

@@ -23,17 +23,7 @@ def save_evaluation_page(
     *,
     command: str = "",
 ) -> Path:
-    """Write ``report.html`` into a folder.
-
-    Args:
-        result: the evaluation.
-        papers: values of the papers for its metrics.
-        folder: folder of the page, created if it does not exist.
-        command: command line that the page prints.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write ``report.html`` into a folder."""
     names = Environment.__dataclass_fields__
     environment = Environment(**{name: result.environment[name] for name in names})
     others = {name: str(value) for name, value in result.environment.items() if name not in names}

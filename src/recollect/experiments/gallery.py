@@ -36,11 +36,7 @@ def _load_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def save_gallery(folder: str | PathLike[str]) -> Path | None:
-    """Write ``index.html``, which needs no other file, over all runs of a folder.
-
-    Returns:
-        Its path, or ``None`` if there is no run.
-    """
+    """Write ``index.html``, which needs no other file, over the runs of a folder, if any."""
     folder = Path(folder)
     articles = [_article(run_folder, data) for run_folder, data in _load_runs(folder)]
     if not articles:

@@ -33,17 +33,7 @@ def save_run_page(
     summary: Mapping[str, str] | None = None,
     command: str = "",
 ) -> Path:
-    """Write ``report.html`` into the folder of a finished run.
-
-    Args:
-        trained: result of the run.
-        plan: plan of the run.
-        summary: lines of the summary, by name.
-        command: command line that the page prints.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write ``report.html`` into the folder of a finished run."""
     curves = {name: _curve_points(trained.history, name, plan) for name in _CURVES}
     facts = dict(summary or {})
     environment = describe_environment(trained.model.device).facts()

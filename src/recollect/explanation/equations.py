@@ -141,9 +141,7 @@ def _probe_terms(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
 def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
     """Return the equations of the update at time t, one per line.
 
-    Args:
-        recipe: the recipe.
-        full: whether to add the equations of the scales of normalised steps.
+    If ``full``, they include the scales of normalised steps.
     """
     memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
     if recipe.nonparametric:
@@ -459,12 +457,7 @@ def _attention_rule(recipe: Recipe) -> str:
 
 
 def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
-    """Return descriptions of the symbols in the equations.
-
-    Args:
-        recipe: the recipe.
-        full: as in `write_rule`.
-    """
+    """Return descriptions of the symbols in the equations of `write_rule`."""
     notes = [note for part in recipe.members() for note in part.notes()]
     if full and recipe.algorithm.uses_normalized_steps and recipe.retention.link_lipschitz is None:
         notes.append("gain(G): effect on W of a step of A along G, ⟨G, J G⟩ with J = ∂W/∂A")

@@ -67,11 +67,7 @@ class MemoryRun:
 
 
 def model_inputs(model: nn.Module, x: Tensor | Sequence[int]) -> Tensor:
-    """Return token ids ``[B, T]`` on the device of the model, or vectors as they are.
-
-    Raises:
-        ValueError: ids of another shape, or without a token.
-    """
+    """Return token ids ``[B, T]`` on the device of the model, or vectors as they are."""
     ids = x if isinstance(x, Tensor) else torch.tensor(x)
     if ids.is_floating_point():
         return ids
@@ -96,9 +92,7 @@ def received_by_memory(
 ) -> Iterator[tuple[str, InspectableLayer, Tensor]]:
     """Yield name, layer and tokens of each memory; those of a composition have names of their own.
 
-    Args:
-        layers: layers of a model by name.
-        calls: the tokens that each received, from `received_tokens`.
+    ``calls`` are the results of `received_tokens`.
     """
     for name, layer in layers.items():
         for x in calls[name]:
@@ -116,11 +110,7 @@ def received_by_memory(
 def received_tokens(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """Record the tokens ``[B, T, d_model]`` that layers receive in one call of their model.
 
-    Yields:
-        A list by the name of each layer, which is empty if the layer is not called.
-
-    Raises:
-        RecipeError: a layer was called several times.
+    The list of a layer that is not called stays empty. Several calls of a layer raise an error.
     """
     calls: dict[str, list[Tensor]] = {name: [] for name in layers}
     hooks = [

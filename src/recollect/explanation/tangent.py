@@ -54,16 +54,7 @@ def top_eigenvalue(
     params: Mapping[str, Tensor],
     rates: Mapping[str, Tensor],
 ) -> Tensor:
-    """Return the largest eigenvalue of diag(η) K ``[B, H]``.
-
-    Args:
-        recipe: a recipe for which `supports_recipe` is true.
-        W: weights ``[B, H, out, in]`` at the start of the batch.
-        points: associations of the batch, ``[B, H, R, ·]``.
-        params: params of the memory.
-        rates: ``"lr"``, ``"momentum"``, ``"outer_lr"`` and ``"window"``, if the recipe has them,
-            ``[B, H, R, ...]``.
-    """
+    """Return the largest eigenvalue of diag(η) K ``[B, H]``; ``rates`` are those of the recipe."""
     memory = recipe.memory
     assert isinstance(memory, Stack)
     flat = [w.flatten(0, 1) for w in W]

@@ -133,16 +133,10 @@ def token_counts(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> T
 def prepend_tokens(
     tokens: Tensor, x: Tensor, mask: Tensor | None, is_start: Tensor | bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Put learned tokens before the sequences that begin, masked for those that continue.
+    """Put tokens ``[B, n, d_model]`` before x and its mask, masked for sequences that continue.
 
-    Args:
-        tokens: ``[B, n, d_model]``.
-        x: ``[B, T, d_model]``.
-        mask: attention mask of x, or ``None``.
-        is_start: whether all sequences begin, or which do, ``[B]``.
-
-    Returns:
-        ``[B, n + T, d_model]`` and its mask, ``None`` if all tokens are real.
+    ``is_start`` is whether all sequences begin, or which do, ``[B]``. The mask is ``None`` if all
+    tokens are real.
     """
     stream = torch.cat([tokens, x], dim=1)
     if mask is None and is_start is True:

@@ -138,19 +138,7 @@ class BoundRecipe:
 def bound_recipe(
     recipe: Recipe, *, H: int, K: int, V: int, engine: Engine, requested_engine: str
 ) -> BoundRecipe:
-    """Bind a recipe to sizes and an engine, without the engine's own derived parts.
-
-    Args:
-        recipe: the regression problem.
-        H: number of memories.
-        K: key channels.
-        V: value channels.
-        engine: the engine that runs it.
-        requested_engine: the engine that the caller requested.
-
-    Raises:
-        RecipeError: the memory or the features do not support the sizes.
-    """
+    """Bind a recipe to sizes and an engine, without the engine's own derived parts."""
     read, recipe_id = recipe.memory.read, recipe.normal_form
     if read.normalize == "floor" and recipe.retention.decay is None:
         recipe = recipe.replace(retention=Decay(alpha=1.0))  # a running scale acts on a decay

@@ -33,17 +33,7 @@ NAME_OWNERS = {
 
 
 def check_size(name: str, size: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return a valid number of heads, channels or pairs.
-
-    Args:
-        name: name of the size in messages.
-        size: value of the caller.
-        at_least: the minimum.
-        at_most: the maximum; by default the largest size of a tensor.
-
-    Raises:
-        RecipeError: the value is not an integer between these.
-    """
+    """Return a valid number of heads, channels or pairs, by default up to that of a tensor."""
     if isinstance(size, torch.SymInt):  # in a compiled graph
         return size  # type: ignore[return-value]
     try:
@@ -240,9 +230,7 @@ def _transposition_conflicts(recipe: Recipe) -> Iterator[str]:
 def name_conflicts(members: Sequence[Member], *, sees_past: bool) -> Iterator[str]:
     """Yield conflicts of names: engines read quantities by name, so every name has one owner.
 
-    Args:
-        members: members of the recipe.
-        sees_past: whether the context has all past associations, weighed by its ``"weight"``.
+    ``sees_past`` is whether the context has all past associations, weighed by its ``"weight"``.
     """
     owners_of: dict[str, list[Member]] = {}
     for part in members:

@@ -45,14 +45,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 
 def read_data(path: str | PathLike[str]) -> Any:
-    """Return the content of a JSON or TOML file.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        RecipeError: no regular file, a size above 1 MiB, neither JSON nor TOML, or bad syntax.
-    """
+    """Return the content of a JSON or TOML file of at most 1 MiB."""
     path = Path(path)
     readers: Mapping[str, Callable[[str], Any]] = {".json": read_json, ".toml": read_toml}
     suffix = path.suffix.lower()

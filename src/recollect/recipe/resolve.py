@@ -25,25 +25,13 @@ RecipeLike = Recipe | str | HasRecipe
 
 
 def resolve_name(value: object) -> object:
-    """Return the preset or hybrid of a name; other values are returned unchanged.
-
-    Raises:
-        RecipeError: the name is unknown.
-    """
+    """Return the preset or hybrid of a name; other values are returned unchanged."""
     # Recipes do not depend on the zoo: it is imported when a name is looked up.
     return importlib.import_module("recollect.zoo").get(value) if isinstance(value, str) else value
 
 
 def as_recipe(value: object, function: str) -> Recipe:
-    """Return the recipe of a caller's argument.
-
-    Args:
-        value: a recipe, a preset, its name, or a layer.
-        function: name of the function that takes it, for messages.
-
-    Raises:
-        RecipeError: the name is unknown, or the value has another type.
-    """
+    """Return the recipe of an argument (a recipe, preset, name or layer) of a public function."""
     if isinstance(value, Recipe):
         return value
     recipe = getattr(resolve_name(value), "recipe", None)

@@ -60,11 +60,7 @@ class StabilityLimit:
 
 
 def step_limit(recipe: Recipe) -> StabilityLimit | None:
-    """Return the limit of a recipe's rate; ``None`` if its steps are not normalised.
-
-    Args:
-        recipe: the recipe.
-    """
+    """Return the limit of a recipe's rate; ``None`` if its steps are not normalised."""
     algorithm = recipe.algorithm
     if not (algorithm.uses_normalized_steps or algorithm.uses_line_search):
         return None

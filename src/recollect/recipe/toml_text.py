@@ -33,14 +33,7 @@ _LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MAX_KEY
 
 @limited_nesting()
 def read_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
-
-    Args:
-        text: the complete text.
-
-    Raises:
-        ValueError: it is not TOML, is nested too deep, or has a key of more than 32 parts.
-    """
+    """Return the tables of a TOML text."""
     if _LONG_KEY.search(_STRING_OR_COMMENT.sub("x", text)):
         raise ValueError(f"a key has more than {MAX_KEY_PARTS} dotted parts")
     return tomllib.loads(text)
@@ -50,9 +43,6 @@ def write_toml(data: Mapping[str, Any]) -> str:
     """Return JSON-ready data as TOML, with one table per mapping and inline tables in it.
 
     TOML has no null. Fields that are ``None`` are left out.
-
-    Args:
-        data: values by name.
 
     Examples:
         >>> from recollect.recipe.toml_text import read_toml, write_toml

@@ -53,11 +53,7 @@ class Environment:
 
 
 def describe_environment(device: torch.device | str | None = None) -> Environment:
-    """Describe this machine and this source tree.
-
-    Args:
-        device: Device of the measurement; by default a GPU if there is one, else the CPU.
-    """
+    """Describe this machine and source tree; the default device is a GPU if there is one."""
     import torch
 
     if device is None:

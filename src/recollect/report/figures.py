@@ -427,9 +427,7 @@ def _set_log_x(axes: Axes, series: Sequence[Series], *, width: int) -> None:
 def log_ticks(values: Sequence[float], *, width: int) -> list[float]:
     """Return ticks of a logarithmic axis: the values if their labels fit, else powers of two.
 
-    Args:
-        values: Values on the axis; those that are not positive get no tick.
-        width: Width of the axis, in digits of a label.
+    ``width`` is that of the axis, in digits of a label. Values that are not positive get no tick.
     """
     ticks = sorted({value for value in values if value > 0})
     if not ticks:
@@ -456,11 +454,7 @@ def log_ticks(values: Sequence[float], *, width: int) -> list[float]:
 
 @contextmanager
 def new_figure() -> Iterator[Canvas]:
-    """Yield an empty figure of matplotlib in the style of all figures.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
-    """
+    """Yield an empty figure of matplotlib in the style of all figures."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -479,9 +473,7 @@ def new_figure() -> Iterator[Canvas]:
 def render_figure(canvas: Canvas, plotted: Sequence[PlottedAxes] = ()) -> RenderedFigure:
     """Return the files of a finished figure; equal figures give equal bytes.
 
-    Args:
-        canvas: Figure of matplotlib; its layout is changed.
-        plotted: Axes whose curves become data.
+    The layout of the canvas changes. The curves of ``plotted`` become data.
     """
     png = io.BytesIO()
     canvas.savefig(png, format="png", dpi=200, metadata={"Software": None})

@@ -30,10 +30,6 @@ def check_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> 
 
     Opening a pipe would wait for a writer, and a device can fill the memory.
 
-    Args:
-        path: Path of the file; links are followed.
-        limit: Largest size in bytes; any size if omitted.
-
     Raises:
         OSError: There is no file, or it is a folder, a pipe, a socket, a device, or too large.
     """
@@ -49,12 +45,7 @@ def check_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> 
 
 
 def read_regular(path: str | os.PathLike[str], *, limit: int | None = MAX_FILE_BYTES) -> str:
-    """Return the text of a regular UTF-8 file.
-
-    Raises:
-        OSError: See `check_regular`, or the file cannot be read.
-        UnicodeDecodeError: The file is not UTF-8 text.
-    """
+    """Return the text of a regular UTF-8 file, checked by `check_regular`."""
     check_regular(path, limit=limit)
     return Path(path).read_text(encoding="utf-8")
 
@@ -104,8 +95,7 @@ def next_free_path(path: Path) -> Path:
 def backup_existing(path: Path, data: str) -> Path | None:
     """Copy the file at a path to the next free path, unless it contains the data already.
 
-    Returns:
-        The path of the copy; ``None`` if no copy was needed.
+    Return the path of the copy, or ``None``.
     """
     if not path.is_file() or path.read_bytes() == data.encode("utf-8"):
         return None
@@ -117,13 +107,7 @@ def backup_existing(path: Path, data: str) -> Path | None:
 def save_to_temp_on_error(files: Mapping[str, str], *, target: Path, error: OSError) -> str:
     """Write files that could not be written to their folder to a temporary folder.
 
-    Args:
-        files: Contents by name.
-        target: Folder or file that could not be written.
-        error: Error of the failed write.
-
-    Returns:
-        A sentence for an error message: the location of the files, or that there is none.
+    Return a sentence for an error message: the location of the files, or that there is none.
     """
     reason = f"{target} cannot be written to ({error.strerror or error})"
     try:

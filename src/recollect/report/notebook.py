@@ -21,12 +21,9 @@ def text_to_html(value: object) -> str:
 
 
 def definition_table(title: str, rows: Rows, *, equations: Iterable[str] = ()) -> str:
-    """Return a table of labels and lines as HTML.
+    """Return a table of labels and lines as HTML; a label without lines is left out.
 
-    Args:
-        title: Caption of the table.
-        rows: Labels and lines; a label without lines is left out.
-        equations: Labels whose lines are equations or code, with significant spaces.
+    ``equations`` are the labels whose lines are equations or code, with significant spaces.
     """
     code, body = set(equations), []
     for label, lines in rows:

@@ -37,10 +37,8 @@ def is_main_process() -> bool:
 def mark_collective(error: Exception, *, reporting_ranks: int = 1) -> Exception:
     """Mark an error as raised by every process, and return it.
 
-    Args:
-        error: Error that every process raises.
-        reporting_ranks: Number of processes, from rank 0, that print the error. More than one is
-            useful if the main process may have ended.
+    The processes below ``reporting_ranks`` print the error. More than one is useful if the main
+    process may have ended.
     """
     setattr(error, _REPORTING_RANKS, reporting_ranks)
     return error

@@ -51,13 +51,7 @@ def render_section(name: str, *args: Any) -> str:
 
 
 def render_page(title: str, body: str, *, kind: str = "") -> str:
-    """Return a page.
-
-    Args:
-        title: Title of the window, as plain text.
-        body: Content as HTML, with every text escaped.
-        kind: Kind of the page, one word.
-    """
+    """Return a page with a plain title and an HTML body; its kind is one word."""
     return (
         _environment()
         .get_template("page.html.j2")
@@ -72,11 +66,5 @@ def render_page(title: str, body: str, *, kind: str = "") -> str:
 
 
 def picture(alt: str, wide: str, narrow: str = "") -> str:
-    """Return a drawing as HTML, with another drawing for narrow screens.
-
-    Args:
-        alt: Content of the drawing, as plain text.
-        wide: Address of the drawing.
-        narrow: Address of the drawing for narrow screens.
-    """
+    """Return a drawing as HTML, with another drawing for narrow screens."""
     return render_section("picture", alt, wide, narrow)

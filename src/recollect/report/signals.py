@@ -47,10 +47,8 @@ def handle_signals(
 ) -> Iterator[None]:
     """Handle signals inside the block. Threads other than the main thread change no handler.
 
-    Args:
-        numbers: Numbers of the signals. An ignored signal (``nohup``) stays ignored.
-        handler: Function that is called with the signal.
-        default: Whether the handler also replaces the system's default action.
+    An ignored signal (``nohup``) stays ignored. If ``default``, the handler also replaces the
+    system's default action.
     """
 
     def record(number: int, frame: FrameType | None) -> None:

@@ -112,19 +112,9 @@ def hide(
 ) -> Prompt:
     """Put sentences into background text so that text and answer have ``length`` bytes together.
 
-    Args:
-        hidden: sentences to hide, in their order.
-        depths: fraction of the background before each sentence, 0 to 1, not decreasing.
-        background: sentences, used from ``start`` on in a cycle.
-        start: index of the first background sentence.
-        head: text before the context.
-        question: end of the text; a space and the answer follow.
-        answer: expected continuation.
-        length: number of bytes of the text, the space and the answer; the beginning of the
-            background is cut off.
-
-    Raises:
-        ValueError: the background is empty, or the hidden sentences are too long.
+    ``depths`` are the fractions of the background before each hidden sentence, not decreasing. The
+    background is used from its sentence ``start`` on in a cycle, and its beginning is cut off. The
+    text begins with ``head`` and ends with the question. A space and the answer follow.
     """
     if not background:
         raise ValueError("hide: the background has no sentences; give a longer text")
@@ -155,10 +145,7 @@ def insert_at(
 ) -> tuple[list[T], list[int]]:
     """Insert sequences into a background, and return the result and the index of each sequence.
 
-    Args:
-        background: sentences or tokens.
-        inserted: sequences of sentences or tokens.
-        positions: number of background elements before each sequence, in ascending order.
+    ``positions`` are the numbers of background elements before each sequence, in ascending order.
     """
     merged: list[T] = []
     indices: list[int] = []
@@ -186,26 +173,19 @@ def _remove_bytes(filler: list[str], count: int) -> None:
 
 
 def as_bytes(prompts: Sequence[Prompt], length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of prompts that have ``length`` bytes with their answers.
+    """Return inputs and labels, as `label_answers`, of prompts with ``length`` bytes.
 
-    Returns:
-        int64 ``[B, length − 1]``: all bytes but the last, and the next bytes at the answer,
-        :data:`IGNORE` elsewhere. An answer is correct if all of its bytes are.
+    An answer is correct if all of its bytes are.
     """
     texts = [(list(f"{p.text} {p.answer}".encode()), len(p.answer.encode())) for p in prompts]
     return label_answers(texts, length)
 
 
 def label_answers(texts: Sequence[tuple[Sequence[int], int]], length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of texts of one length, whose last tokens are the answer.
+    """Return inputs and labels of texts of one length, with the number of tokens of each answer.
 
-    Args:
-        texts: tokens, and the number of tokens of the answer.
-        length: number of tokens of every text.
-
-    Returns:
-        int64 ``[B, length − 1]``: all tokens but the last, and the next tokens at the answer,
-        :data:`IGNORE` elsewhere.
+    Both are int64 ``[B, length − 1]``: all tokens but the last, and the next tokens at the answer,
+    :data:`IGNORE` elsewhere. The answer is at the end of the text.
     """
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)

@@ -117,15 +117,7 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
 
 
 def split_documents(documents: Iterable[str], *, source: str) -> TextCorpus:
-    """Split documents into a training and a held-out part, as `load_text` splits a file.
-
-    Args:
-        documents: texts.
-        source: name of the documents, for messages and reports.
-
-    Raises:
-        ValueError: the documents are too short to split, or contain zero bytes.
-    """
+    """Split documents into a training and a held-out part, as `load_text` splits a file."""
 
     def paragraphs() -> Iterator[str]:
         for text in documents:

@@ -53,11 +53,8 @@ def require_close(
 ) -> None:
     """Raise AssertionError if a relative error is not below the tolerance.
 
-    Args:
-        result, expected: tensors, or tensors by name.
-        tolerance: bound of `relative_error`.
-        subject: start of the sentence with its verb, such as ``"outputs are"``. ``{name}`` stands
-            for the name of the tensor with the largest error.
+    The sentence begins with a subject and verb such as ``"outputs are"``. ``{name}`` stands for the
+    name of the tensor with the largest error.
     """
     if isinstance(result, Tensor) and isinstance(expected, Tensor):
         result, expected = {"": result}, {"": expected}
@@ -76,9 +73,7 @@ def describe_check(check: Callable[..., object]) -> str:
 def describe_failure(subject: str, name: str = "") -> Iterator[None]:
     """Turn an exception into an AssertionError of one line that names the subject.
 
-    Args:
-        subject: start of the sentence.
-        name: a name with which an AssertionError is raised unchanged.
+    An AssertionError with ``name`` is raised unchanged.
     """
     try:
         yield
@@ -107,13 +102,9 @@ def run_in_pieces(
     engines: Sequence[str] = ("reference",),
     **options: Any,
 ) -> tuple[Tensor, State]:
-    """Run a sequence in pieces.
+    """Run a sequence in pieces that end at the cuts; pieces may be empty.
 
-    Args:
-        recipe, x: recipe and arguments.
-        cuts: ends of the pieces, in order; pieces may be empty.
-        engines: engines of the pieces, in turn.
-        options: arguments of `recall` for each piece.
+    The engines run the pieces in turn, with the options of `recall`.
     """
     state, outputs = None, []
     for i, (start, stop) in enumerate(itertools.pairwise([0, *cuts, x.T])):
@@ -180,16 +171,9 @@ def finite_difference_error(
     """Compare a derivative at 0 with central differences of fourth order.
 
     The error h⁴ f⁽⁵⁾ + rounding/h is below 1e-6 if the function is smooth. A smaller step avoids a
-    kink (relu, a threshold, a sign) inside a larger one.
-
-    Args:
-        function: the function.
-        derivative: its derivative at 0.
-        size: magnitude of the terms of the derivative.
-        steps: step sizes h, the largest first.
-
-    Returns:
-        ``None`` if a step agrees with the derivative, else the difference quotient of the last one.
+    kink (relu, a threshold, a sign) inside a larger one, so the steps descend. ``size`` is the
+    magnitude of the terms of the derivative. The result is ``None`` if a step agrees with the
+    derivative, else the difference quotient of the last one.
     """
     quotient = math.nan
     for h in steps:
@@ -232,13 +216,7 @@ def assert_states_equal(
     tolerance: float = 1e-9,
     run: str = "of the first run",
 ) -> None:
-    """Raise AssertionError unless outputs and states are equal.
-
-    Args:
-        result, expected: outputs and final state of two runs.
-        tolerance: bound of `relative_error`.
-        run: description of the first run, for the sentence.
-    """
+    """Raise AssertionError unless outputs and states are equal."""
     require_close(result[0], expected[0], tolerance, f"outputs {run} are")
     states = flatten_state(result[1]), flatten_state(expected[1])
     require_close(*states, tolerance, f"{{name}} of the state {run} is")

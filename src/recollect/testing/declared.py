@@ -48,10 +48,7 @@ def require_equal(
 ) -> None:
     """Raise AssertionError if entries differ by more than ``tolerance`` (1 + abs(expected)).
 
-    Args:
-        result, expected: tensors.
-        sentence: the message; ``{error}`` stands for the largest difference.
-        tolerance: bound of errors.
+    ``{error}`` in the sentence stands for the largest difference.
     """
     error = math.inf
     if result.shape == expected.shape:
@@ -69,12 +66,7 @@ def qualified_name(cls: type[Member]) -> str:
 
 
 def check_data(cls: type[Member], pool: Pool | None = None) -> None:
-    """Members are frozen, hashable data that JSON gives back, registered, with a docstring.
-
-    Args:
-        cls: class of the member.
-        pool: members for its slots.
-    """
+    """Members are frozen, hashable data that JSON gives back, registered, with a docstring."""
     name = qualified_name(cls)
     is_registered = get_member(registered_name(cls), cls.choice) is cls
     require(is_registered, f"{name} is not the member registered by its name")
@@ -95,12 +87,7 @@ def check_data(cls: type[Member], pool: Pool | None = None) -> None:
 
 
 def check_keywords(cls: type[Member], pool: Pool | None = None) -> None:
-    """Members take keyword arguments only, and refuse unknown ones.
-
-    Args:
-        cls: class of the member.
-        pool: members for its slots.
-    """
+    """Members take keyword arguments only, and refuse unknown ones."""
     for arguments, options in (((1.0,), {}), ((), {"typo": 1.0})):
         try:
             cls(*arguments, **options)
@@ -150,12 +137,7 @@ def _outside(interval: Range) -> list[float]:
 
 
 def check_fields(cls: type[Member], pool: Pool | None = None) -> None:
-    """A value that a field does not accept is refused in one sentence that names both.
-
-    Args:
-        cls: class of the member.
-        pool: members for its slots.
-    """
+    """A value that a field does not accept is refused in one sentence that names both."""
     good, name = variants(cls, 1, pool)[0], qualified_name(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         for value in _invalid_values(field):

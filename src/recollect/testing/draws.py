@@ -161,12 +161,7 @@ class Pool:
             index += 1
 
     def recipes_with(self, cls: type[Member], tries: int) -> Iterator[Recipe]:
-        """Iterate over different valid recipes with a member, also in a slot of another member.
-
-        Args:
-            cls: class of the member.
-            tries: number of draws.
-        """
+        """Iterate over different valid recipes with a member, also in a slot of another member."""
         rng = random.Random(f"recipes with {cls.__name__}")
         recipes: set[Recipe] = set()
         slots: list[tuple[type[Member], str] | None] = [
@@ -201,10 +196,7 @@ class Pool:
     ) -> dict[str, Any]:
         """Return the choices with members that error messages suggest: some need each other.
 
-        Args:
-            rng: source of randomness.
-            choices: members by choice.
-            fixed: name of a choice that is not replaced.
+        The choice ``fixed`` is not replaced.
         """
         for _ in range(5):
             try:

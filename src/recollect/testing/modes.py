@@ -191,12 +191,7 @@ def check_subset(recipe: Recipe, x: Inputs, index: int) -> None:
 
 
 def check_layer(layer: nn.Module, x: Tensor) -> None:
-    """A layer gives equal outputs in inference mode, token by token, copied, and under autocast.
-
-    Args:
-        layer: a layer ``(x, state) -> (y, state)``.
-        x: tokens ``[B, T, D]`` in float32.
-    """
+    """A layer gives equal outputs in inference mode, token by token, copied, and under autocast."""
     y, _ = layer(x)
     with torch.inference_mode():
         y_inference, _ = layer(x)
@@ -218,13 +213,9 @@ def check_layer(layer: nn.Module, x: Tensor) -> None:
 
 
 def check_layer_gradients(layer: nn.Module, x: Tensor) -> None:
-    """A layer's gradient under create_graph is its gradient.
+    """The gradient of a layer in float64 under create_graph is its gradient.
 
     In a layer, all arguments of the memory depend on the same tokens and weights.
-
-    Args:
-        layer: a layer in float64.
-        x: tokens ``[B, T, D]`` in float64.
     """
     inputs = [x.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
     plain, with_graph = (

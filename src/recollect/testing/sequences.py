@@ -33,12 +33,6 @@ def check_masks(
     """Each sequence with an attention mask equals its real tokens alone, and masked outputs are 0.
 
     Masked tokens are NaN.
-
-    Args:
-        recipe, x: recipe and arguments.
-        engine: name of the engine.
-        mask: attention mask ``[B, T]``.
-        chunk_size: chunk size of the masked run.
     """
 
     def fill_with_nan(a: Tensor) -> Tensor:
@@ -62,11 +56,7 @@ def check_masks(
 def check_packing(recipe: Recipe, x: Inputs, boundaries: Sequence[int], engine: str) -> None:
     """Documents packed in one sequence equal each document alone, and can be continued.
 
-    Args:
-        recipe: the recipe.
-        x: arguments of one sequence.
-        boundaries: first tokens of the documents, and the number of tokens.
-        engine: name of the engine.
+    ``boundaries`` are the first tokens of the documents, and the number of tokens.
     """
     run, count = f"of documents packed at {[*boundaries]} by engine {engine}", len(boundaries) - 1
     packed = {"engine": engine, "cu_seqlens": torch.tensor(boundaries)}
@@ -99,17 +89,7 @@ def _require_states_close(recipe: Recipe, state: State, expected: State, run: st
 def check_gradients_across_splits(
     recipe: Recipe, x: Inputs, engine: str, cuts: Sequence[int], tolerance: float = EXACT
 ) -> bool:
-    """Gradients flow through a state between two calls.
-
-    Args:
-        recipe, x: recipe and arguments.
-        engine: name of the engine.
-        cuts: ends of the pieces.
-        tolerance: bound of relative errors.
-
-    Returns:
-        Whether the outputs have a gradient.
-    """
+    """Gradients flow through a state between two calls; return whether outputs have a gradient."""
     slopes: list[dict[str, Tensor]] = []
     for ends in ([], cuts):
         leaves = x.with_grad()

@@ -135,9 +135,7 @@ def _link_gates(retention: Retention) -> dict[str, Tensor]:
 def check_link(retention: Retention, size: float = 1.0) -> None:
     """The link is finite and differentiable, and the identity if `has_link` is false.
 
-    Args:
-        retention: the member.
-        size: scale of the entries of A.
+    ``size`` is the scale of the entries of A.
     """
     A = (size * normal(2, 3, 4, seed=1)).requires_grad_()
     W = retention.link(A, _link_gates(retention))

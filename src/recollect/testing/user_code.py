@@ -130,14 +130,7 @@ def _sample_params(member: Memory | Features, axes: Mapping[str, int]) -> dict[s
 def sample_numbers(
     member: Bias | Retention, leading: tuple[int, ...], V: int, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return random quantities of a member inside their ranges, ``[*leading, 1 or V]`` by name.
-
-    Args:
-        member: the bias or retention.
-        leading: axes of the associations.
-        V: value channels.
-        seed: seed of the draw.
-    """
+    """Return random quantities of a member inside their ranges, ``[*leading, 1 or V]`` by name."""
     g = torch.Generator().manual_seed(seed)
     numbers = {
         name: torch.full((*leading, 1), value, dtype=torch.float64)

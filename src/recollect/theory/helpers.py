@@ -28,11 +28,7 @@ def constant_gates(
     values: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Return constant gates: ``values[name]``, or the initial value of a layer.
-
-    Raises:
-        RecipeError: A value has the name of no gate of the recipe.
-    """
+    """Return constant gates: ``values[name]``, or the initial value of a layer."""
     values = dict(values or {})
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
     gates: dict[str, Tensor] = {}
@@ -49,11 +45,7 @@ def constant_gates(
 
 
 def apply_features(recipe: Recipe, x: Tensor, params: Params, side: str) -> Tensor:
-    """Return φ(x) of vectors ``[N, K]``, ``[N, F]``.
-
-    Raises:
-        RecipeError: The number of features is infinite.
-    """
+    """Return φ(x) of vectors ``[N, K]``, ``[N, F]``."""
     if not recipe.features.finite:
         raise RecipeError(f"{recipe.features.title} has infinitely many features; use its kernel")
     position = torch.zeros(1, 1, dtype=torch.long)
@@ -72,11 +64,7 @@ def write_and_read(
 ) -> Tensor:
     """Return the outputs for queries ``[B, M, K]`` after pairs ``[B, T, K]``, ``[B, T, V]``.
 
-    Args:
-        gates: Numbers for every token, or the tensors of `recall`.
-
-    Raises:
-        RecipeError: The recipe has several associations per token.
+    Gates are numbers for every token, or the tensors of `recall`.
     """
     if recipe.associations_per_token > 1:
         raise RecipeError(

@@ -147,9 +147,8 @@ Sentences = bool | float | str | tuple[float, ...]
 def deviation_items(**sentences: Sentences) -> tuple[Deviation, ...]:
     """Return deviations by their keys.
 
-    Args:
-        **sentences: by key: True for the shared sentence of `SENTENCES`, the number or the tuple of
-            numbers that it needs, or the sentences of the preset, one per line.
+    A value is True for the shared sentence of `SENTENCES`, the number or the tuple of numbers that
+    it needs, or the sentences of the preset, one per line.
     """
     items: list[Deviation] = []
     for key, value in sentences.items():

@@ -317,15 +317,6 @@ def published(
     """Decorate a function that returns the printed equation of a registered preset.
 
     The system is registered as the preset's variant ``"published"``.
-
-    Args:
-        name: name of the preset.
-        rule: the printed equation.
-        references: sources.
-        fidelity: closeness to the sources.
-
-    Raises:
-        RecipeError: the preset is unknown, or has the variant already.
     """
 
     def register(make: Factory) -> Factory:
@@ -373,13 +364,7 @@ def _rate_deviation(recipe: Recipe, options: LayerOptions) -> tuple[Deviation, .
 def limit_multiple(
     init: float, *, low: float | None = None, high: float | None = None
 ) -> GateOptions:
-    """Return options of a rate in multiples of the stability limit.
-
-    Args:
-        init: initial multiple.
-        low: smallest multiple; 0 by default.
-        high: largest multiple; 1 by default.
-    """
+    """Return options of a rate in multiples of the stability limit, by default from 0 to 1."""
     return GateOptions(unit="stability_limit", init=init, low=low, high=high)
 
 

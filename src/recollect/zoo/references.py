@@ -51,9 +51,7 @@ class Paper:
     def at(self, location: str, *, introduces: bool = True) -> Reference:
         """Return a reference to an equation, section or table of the paper.
 
-        Args:
-            location: the equation, section or table.
-            introduces: whether the paper introduces the system, and not only a part of it.
+        ``introduces`` is False if the paper introduces only a part of the system.
         """
         return Reference(paper=self.title, year=self.year, location=location, introduces=introduces)
 

@@ -69,15 +69,7 @@ LAYERS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def adopt_case(shape: Shape, *, name: str, layer: str, phase: str, adopted: bool) -> Case:
-    """Return a case of a published layer.
-
-    Args:
-        shape: number of tokens of the prompt, and device.
-        name: name of the case.
-        layer: name in `LAYERS`.
-        phase: ``"prefill"`` or ``"token"``.
-        adopted: whether the layer is adopted.
-    """
+    """Return a case of a layer of `LAYERS`: its prompt (``phase="prefill"``) or a token."""
 
     def make() -> Callable[[], object]:
         pair = _layer_pair(layer, shape.T, shape.device)

@@ -35,13 +35,9 @@ _SIZES: dict[str, Any] = {
 
 
 def decode_case(shape: Shape, *, name: str, preset: str | None, mode: str) -> Case:
-    """Return a case of a model.
+    """Return a case of a preset's model, or of Llama, with the sizes of this module.
 
-    Args:
-        shape: the device; the sizes are those of this module.
-        name: name of the case.
-        preset: name of a preset, or ``None`` for Llama.
-        mode: ``"tokens"``, ``"prefill"`` or ``"compiled"``.
+    ``mode`` is ``"tokens"``, ``"prefill"`` or ``"compiled"``.
     """
 
     def make() -> Callable[[], object]:

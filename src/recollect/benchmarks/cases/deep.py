@@ -37,13 +37,9 @@ def titans_case(
 ) -> Case:
     """Return a case of the module of titans-pytorch, or of recollect in its place.
 
-    Args:
-        shape: sizes and device, with one head and K = V.
-        name: name of the case.
-        batch_size: number of tokens of an inner batch.
-        chunk_size: number of tokens that share their gates in titans-pytorch. ``None`` times
-            recollect between the projections of the module.
-        backward: whether the gradients of the inputs and the weights are computed.
+    ``chunk_size`` is the number of tokens that share their gates in titans-pytorch. ``None`` times
+    recollect between the projections of the module. A backward pass computes the gradients of
+    inputs and weights.
     """
     if shape.H != 1:
         raise ValueError("the suite 'titans' times one memory: omit --heads or set it to 1")

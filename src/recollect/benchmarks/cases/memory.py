@@ -182,10 +182,7 @@ def measure_peak(
 ) -> Peak:
     """Return the peak of the steps of a run in this process.
 
-    Args:
-        tables: tables of the run file.
-        vocab: size of the vocabulary; by default that of bytes.
-        folder: folder of the run, shared by its processes; a temporary one if omitted.
+    The processes of a run share ``folder``, by default a temporary one.
     """
     from recollect.lm.training.plan import TrainPlan
     from recollect.lm.training.progress import TrainObserver
@@ -221,12 +218,7 @@ def measure_peak(
 
 
 def plan_peak(tables: PlanTables, *, vocab: int | None = None) -> int:
-    """Return the estimate of `recollect plan` for one rank of a run.
-
-    Args:
-        tables: tables of the run file.
-        vocab: size of the vocabulary; by default that of bytes.
-    """
+    """Return the estimate of `recollect plan` for one rank of a run."""
     from recollect.lm.distributed.parallel_dims import parse_parallel
     from recollect.lm.memory_estimate.estimate import RankEstimator
     from recollect.lm.training.plan import TrainPlan

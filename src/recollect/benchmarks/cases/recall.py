@@ -60,13 +60,8 @@ def initial_arguments(
 
     Queries and keys have unit norm. Rates are in (0, 1), divided by the size of an inner batch
     unless the steps are normalized. Decays are near 1. A memory with learned initial weights gets
-    random ones. All tensors are drawn on the device, because a CPU would draw those of a GPU for
-    longer than the GPU computes.
-
-    Args:
-        recipe: the recipe.
-        shape: sizes, dtype of q, k and v, and device.
-        requires_grad: whether all but params require gradients.
+    random ones. Params require no gradient. All tensors are drawn on the device, because a CPU
+    would draw those of a GPU for longer than the GPU computes.
     """
     B, T, H, K, V = shape.sizes.values()
     n, axes = recipe.associations_per_token, recipe.axes(K, V)
@@ -144,16 +139,7 @@ def recall_case(
     engine: str = "auto",
     precision: str | None = None,
 ) -> Case:
-    """Return a case of `recollect.recall`.
-
-    Args:
-        recipe: a recipe, a preset or its name.
-        shape: sizes, dtype and device.
-        name: name of the case.
-        backward: whether the gradients of all inputs are computed.
-        engine: as in `recollect.recall`.
-        precision: as in `recollect.recall`.
-    """
+    """Return a case of `recollect.recall`; a backward pass computes the gradients of all inputs."""
     recipe = as_recipe(recipe, "recall_case")
 
     def make() -> Callable[[], object]:

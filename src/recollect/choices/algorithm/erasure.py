@@ -18,10 +18,7 @@ __all__ = ["erasure_conflicts", "erasure_note", "erasure_penalty"]
 def erasure_penalty(recipe: Recipe, x: str, i: str) -> Term:
     """Return the penalty with the gradient c W h hᵀ of every linear map.
 
-    Args:
-        recipe: a recipe with an erasure.
-        x: text of the features of the key, the input of a memory of one map.
-        i: index of the association.
+    ``x`` is the text of the features of the key, and ``i`` the index of the association.
     """
     memory, c = recipe.memory, recipe.algorithm.erasure
     output = memory.prediction_text(x) if memory.linear else f"{memory.weight_symbol} h_{i}"
@@ -29,12 +26,7 @@ def erasure_penalty(recipe: Recipe, x: str, i: str) -> Term:
 
 
 def erasure_note(recipe: Recipe, i: str) -> tuple[str, ...]:
-    """Return the meaning of h in the equations of a memory that is not one matrix.
-
-    Args:
-        recipe: any recipe.
-        i: index of the association.
-    """
+    """Return the meaning of h in the equations of a memory that is not one matrix."""
     if not recipe.algorithm.erasure or recipe.memory.linear:
         return ()
     return (f"h_{i}: input of each linear map of W at the key; ‖W h_{i}‖² counts it as constant",)

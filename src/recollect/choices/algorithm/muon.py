@@ -128,11 +128,6 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
     """Return the FLOPs of `newton_schulz` on one matrix, with fused iterations as on a CPU.
 
     n fused iterations take 4 s²l + (4n − 3) 2 s³ for sides s ≤ l.
-
-    Args:
-        rows: rows of the matrix.
-        columns: columns of the matrix.
-        steps: number of iterations, ≥ 0.
     """
     small, large = sorted((rows, columns))
     fused = [min(steps - done, MAX_FUSED) for done in range(0, steps, MAX_FUSED)]

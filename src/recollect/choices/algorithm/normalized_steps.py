@@ -104,13 +104,7 @@ def polyak_scale_at(
     error: Tensor,
     gain: Tensor,
 ) -> Tensor:
-    """Return `polyak_scale` of associations, relative to the nearest outputs of the memory.
-
-    Args:
-        memory, value, raw, params: as in `nearest_output_value`.
-        prediction: ``[B, H, N, V]``.
-        error, gain: as in `polyak_scale`.
-    """
+    """Return `polyak_scale` of associations, relative to the nearest outputs of the memory."""
     residual = prediction - nearest_output_value(memory, value, raw, params)
     return polyak_scale(correctable_error(memory, residual, error), error, gain)
 
@@ -166,19 +160,14 @@ class _OverlapRecursion(CustomFunction):
 
 
 def measures_overlap(algorithm: Algorithm) -> bool:
-    """Whether rates are η_t r_t, see `Algorithm.batch_overlap`.
-
-    Args:
-        algorithm: with batches of one token the result is False, because r is 1.
-    """
+    """Whether rates are η_t r_t (`Algorithm.batch_overlap`); False for batches of one token."""
     return algorithm.batch_overlap == "measured" and algorithm.batch_size > 1
 
 
 def effective_batch_size(algorithm: Algorithm) -> int:
     """Return n, the number of tokens whose rates add up to a batch's limit.
 
-    Args:
-        algorithm: n is min(b, `MAX_OVERLAP`) with measured overlap, else b.
+    n is min(b, `MAX_OVERLAP`) with measured overlap, else b.
     """
     b = algorithm.batch_size
     return min(b, MAX_OVERLAP) if measures_overlap(algorithm) else b

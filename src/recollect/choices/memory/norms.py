@@ -39,13 +39,7 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def layer_norm_vjp(g: Tensor, h: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-    """Return J g by PyTorch's kernel, without a graph.
-
-    Args:
-        g: gradient with the shape of ``h``.
-        h: input of the norm, at which J is taken.
-        mean, r: statistics of ``h`` from ``native_layer_norm``.
-    """
+    """Return J g by PyTorch's kernel, without a graph; ``native_layer_norm`` returns mean and r."""
     return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
         g, h, h.shape[-1:], mean, r, None, None, [True, False, False]
     )[0]

@@ -128,9 +128,6 @@ def solve_with_ridge(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
     """Return (C + λ)⁻¹ right for covariances ``[..., D, D]``.
 
     The result is NaN instead of an error if the host cannot read values.
-
-    Raises:
-        ValueError: the ridge is lost in the rounding of the covariance.
     """
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)

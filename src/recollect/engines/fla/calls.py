@@ -43,11 +43,7 @@ Inputs = Mapping[str, Tensor]
 
 
 def run(problem: Problem, offered: Offer) -> tuple[Tensor, State] | None:
-    """Return the outputs ``[B, T, H, G, V]`` and the final state, or ``None`` without an operator.
-
-    Raises:
-        RecipeError: ``engine="fla"`` is requested and no operator can run the call.
-    """
+    """Return outputs ``[B, T, H, G, V]`` and the final state, or ``None`` without an operator."""
     choice = choose(problem, offered)
     if isinstance(choice, str):
         if offered.is_required and problem.q.numel():

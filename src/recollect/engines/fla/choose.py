@@ -97,11 +97,7 @@ def _by_type(operators: tuple[Operator, ...]) -> tuple[Operator, Operator]:
 
 
 def offer(bound: BoundRecipe, engine: str = "auto") -> Offer:
-    """Return the operators of the package for a recipe.
-
-    Raises:
-        RecipeError: ``engine="fla"`` is requested and there is no operator.
-    """
+    """Return the operators of the package for a recipe; raise if a requested one does not exist."""
     if engine not in ("auto", "fla"):
         reason = f"engine={engine!r} does not use it"
         return Offer(structure=None, operators=(), reason=reason, is_required=False)

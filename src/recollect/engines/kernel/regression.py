@@ -135,11 +135,7 @@ def _gram(
 
 
 def _factor(A: Tensor, recipe: Recipe) -> Tensor:
-    """Return the Cholesky factor.
-
-    Raises:
-        ValueError: A is not positive definite in this precision.
-    """
+    """Return the Cholesky factor."""
     factor, info = torch.linalg.cholesky_ex(A)
     if not can_read_values(A):  # undetermined entries become NaN instead of an error
         return factor.masked_fill((info > 0)[..., None, None], torch.nan)

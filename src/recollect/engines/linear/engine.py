@@ -289,12 +289,7 @@ def _matrix(problem: Problem, p: LinearProblem) -> Solved:
 
 
 def bonus(p: LinearProblem, u: Tensor) -> Tensor:
-    """Return ⟨φ(q), u ⊙ φ(k)⟩ v of the current token (RWKV-6).
-
-    Args:
-        p: linear problem.
-        u: ``[B, T, H]`` or ``[B, T, H, F]``.
-    """
+    """Return ⟨φ(q), u ⊙ φ(k)⟩ v of the current token, with u ``[B, T, H]`` or ``[B, T, H, F]``."""
     match = torch.einsum("bthgk,bthk->bthg", p.q, (u if u.dim() == 4 else u.unsqueeze(-1)) * p.k)
     return match.unsqueeze(-1) * p.v.unsqueeze(3)
 
@@ -417,12 +412,7 @@ def _split_values(p: LinearProblem) -> LinearProblem:
 
 
 def solve_vector(problem: Problem, p: LinearProblem) -> Solved:
-    """Solve a vector memory by a scan over channels, or with K = V = 1 and a head per channel.
-
-    Args:
-        problem: inputs of the call.
-        p: linear problem of the call.
-    """
+    """Solve a vector memory by a scan over channels, or with K = V = 1 and a head per channel."""
     if scans(problem.recipe):
         return _scan_channels(p, problem.recipe.memory.read.when)
     B, H, V = p.A0.shape

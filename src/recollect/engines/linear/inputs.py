@@ -132,9 +132,7 @@ class LinearProblem:
 def linear_problem(problem: Problem, *, keeps_dtype: bool = False) -> LinearProblem:
     """Return the features, gates and states of a problem, in the state's dtype.
 
-    Args:
-        problem: inputs of the call.
-        keeps_dtype: whether q, k and v keep their dtype if the recipe has no features.
+    If ``keeps_dtype``, q, k and v without features keep their dtype.
     """
     bound, rates, state = problem.bound, problem.rates, problem.state
     recipe, affine, decay, momentum_on = bound.recipe, bound.affine, bound.decay, bound.recursion

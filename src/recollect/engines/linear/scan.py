@@ -65,15 +65,9 @@ class ScanInputs:
 def scan(
     x: ScanInputs, *, log: bool = True, chunk_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ, y_t = A_t q_t.
+    """Run A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ, y_t = A_t q_t; return y ``[B, T, H, G, V]`` and A.
 
-    Args:
-        x: initial state and tokens.
-        log: whether decays are logs.
-        chunk_size: tokens of a block; no influence on results.
-
-    Returns:
-        y ``[B, T, H, G, V]`` and A after the last token.
+    Decays are logs if ``log``. ``chunk_size`` is the number of tokens of a block.
     """
     B, T, H, V = x.u.shape
     if not (B and T and H):

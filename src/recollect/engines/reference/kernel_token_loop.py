@@ -404,11 +404,7 @@ def _select(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Return the outputs ``[B, T, H, G, V]`` and the final state.
-
-    Raises:
-        ValueError: float64 cannot represent the decayed rows that a read needs.
-    """
+    """Return the outputs ``[B, T, H, G, V]`` and the final state."""
 
     def run_in_dtype(problem: Problem, missing_mass: Tensor | None) -> tuple[Tensor, State, Tensor]:
         loop = KernelTokenLoop(problem, missing_mass)

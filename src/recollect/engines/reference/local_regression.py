@@ -26,12 +26,7 @@ def local(problem: Problem) -> tuple[Tensor, State]:
 
 
 def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the value of the local polynomial (or of the plain sum) at every query.
-
-    Args:
-        problem: The call.
-        query_rates: Gates of read-only queries.
-    """
+    """Return the value of the local polynomial (or of the plain sum) at every query."""
     recipe, dtype = problem.recipe, solve_dtype(problem)
     visible, v = (
         gather_visible(problem, dtype, query_rates),

@@ -88,15 +88,7 @@ def resolve_model(model: ModelSpec) -> tuple[str, dict[str, Mixer]]:
 def resolve_models(
     models: Sequence[ModelSpec], layer_options: str
 ) -> list[tuple[str, Mapping[str, Mixer]]]:
-    """Return the name and the mixers of each model, with the requested layer options.
-
-    Args:
-        models: Models, as in `compare`.
-        layer_options: ``"preset"`` or ``"same"``, as in `compare`.
-
-    Raises:
-        ValueError: another value of ``layer_options``.
-    """
+    """Return the name and the mixers of each model, with the requested layer options."""
     if layer_options not in ("preset", "same"):
         raise ValueError(
             f"{argument_name('layer_options', 'compare: layer_options')} must be 'preset' "
@@ -297,16 +289,8 @@ def build_configs(
 ) -> list[RecollectConfig]:
     """Return configurations of equal size, with MLPs as wide as equal parameters require.
 
-    Args:
-        specs: Names and mixers of the models, as from `resolve_model`.
-        vocab: Number of tokens.
-        size: Sizes of the models.
-        engine: Engine, as in `recall`.
-        parameters: Number of parameters of every model; that of the largest model if ``None``.
-        conv: Whether every model has a short convolution.
-
-    Raises:
-        ValueError: a model has more parameters even with the narrowest MLP.
+    Without ``parameters``, every model has as many as the largest. If ``conv``, every model has a
+    short convolution. A model with more parameters even with the narrowest MLP raises an error.
     """
     configs = [
         RecollectConfig.from_recipes(

@@ -77,12 +77,7 @@ class Budget(Validated):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **values: Any) -> Budget:
-        """Read the fields that a configuration contains, by name.
-
-        Args:
-            config: configuration of an experiment.
-            **values: fields that replace those of the configuration.
-        """
+        """Read the fields that a configuration contains, by name."""
         known = {f.name: config[f.name] for f in fields(cls) if f.name in config} | values
         return cls(**{**known, "lrs": tuple(known["lrs"])})
 
@@ -100,14 +95,10 @@ def rate_at(
     decay_start: float = 0.0,
     from_zero: bool = False,
 ) -> float:
-    """Return the learning rate of a step as a multiple of the peak.
+    """Return the learning rate of a step, counted from 0, as a multiple of the peak.
 
-    Args:
-        step: index of the step, from 0.
-        steps: number of steps of the run.
-        warmup, decay, decay_start: as in `Budget`; the warm-up has at least one step.
-        from_zero: whether the rate of the first step is 0. Otherwise the last step of the warm-up
-            has the peak rate.
+    The warm-up has at least one step. Its last step has the peak rate, or, if ``from_zero``, its
+    first step has the rate 0.
     """
     warm = max(1, round(warmup * steps))
     if step < warm:
@@ -151,15 +142,8 @@ def training_steps(
 
     A step without a finite loss and gradient leaves the weights unchanged. If the model routes
     tokens to memories, the objective includes the load-balancing loss of the routers. The loss of a
-    `TrainingStep` excludes it.
-
-    Args:
-        model: the model, on the device of the training.
-        batches: inputs and labels of each step.
-        optimizer: optimizer of the model's parameters.
-        rate: function from the index of a step, from 0, to its learning rate.
-        clip: maximum norm of the gradient.
-        predict: function from inputs to logits ``[B, T, classes]``; by default, the model.
+    `TrainingStep` excludes it. ``rate`` returns the learning rate of a step, counted from 0, and
+    ``predict`` the logits ``[B, T, classes]`` of inputs (by default, the model does).
     """
     device = next(model.parameters()).device
     for step, (inputs, labels) in enumerate(batches):
@@ -259,14 +243,8 @@ def fit(
 ) -> FitResult:
     """Train a model at each learning rate until one solves the task, and return the best result.
 
-    Args:
-        make: function that returns a new model. Its weights follow the global generator of torch,
-            which this function seeds.
-        stages: function that draws a batch, or the stages of the training.
-        evaluate: function from a model to a value, higher is better; None for no evaluation.
-        budget: steps and learning rates.
-        seed: seed of the weights and of the batches.
-        device: device of the training.
+    The weights of a new model follow the global generator of torch, which this function seeds.
+    Higher values of ``evaluate`` are better.
     """
     if not isinstance(stages, Sequence):
         stages = [Stage(draw=stages)]

@@ -74,11 +74,7 @@ class PaperComparison:
 
 
 def match_paper_values(evaluation: Evaluation) -> tuple[PaperComparison, ...]:
-    """Return the papers' columns for every number that they report too.
-
-    Args:
-        evaluation: the measured tasks.
-    """
+    """Return the papers' columns for every number that they report too."""
     comparisons: list[PaperComparison] = []
     for result in evaluation.tasks:
         for metric, value in result.metrics.items():

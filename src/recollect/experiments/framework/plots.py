@@ -193,13 +193,8 @@ def ranking(
 ) -> Figure:
     """Return a figure with a row for each value of an axis, the smallest mean at the top.
 
-    Args:
-        by: an axis of the grid.
-        y: a measured number.
-        title: of the figure.
-        x_label: of the horizontal axis; ``y`` if omitted.
-        groups: values on the axis that have a colour and marker in common, by their name.
-        baseline: a measure that is drawn as a vertical line if it was measured.
+    Values of a group have a colour and marker in common. ``baseline`` is a measure that is drawn as
+    a vertical line if it was measured.
     """
 
     def draw(results: Results) -> RenderedFigure:

@@ -74,12 +74,7 @@ class Run:
 def format_command(
     name: str, *, scale: str, seeds: int | None, jobs: int, device: str, out: str
 ) -> str:
-    """Return the command line of a run. It omits defaults, but not the scale.
-
-    Args:
-        name: of the experiment.
-        scale, seeds, jobs, device, out: as `recollect.experiments.reproduce` takes them.
-    """
+    """Return the command line of a run. It omits defaults, but not the scale."""
     words = ["recollect", "reproduce", name, "--scale", scale]
     words += ["--launch"] if scale == "paper" else []
     words += [] if seeds is None else ["--seeds", str(seeds)]

@@ -63,11 +63,7 @@ def memory_layer(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> LayerFunction:
-    """Return a function from the width of a model to a memory layer.
-
-    Args:
-        recipe, options, num_heads, num_kv_heads, head_dim: as in `recollect.MemoryLayer`.
-    """
+    """Return a function from the width of a model to a memory layer, with arguments as there."""
     return partial(
         MemoryLayer,
         num_heads=num_heads,
@@ -163,10 +159,7 @@ class _PositionDecoder(nn.Module):
 def delta_former_recipe(kernel: Kernel, *, normalize: str = "none", num_heads: int = 1) -> Recipe:
     """Return DeltaFormer with softmax attention and one learned α and β (AM 41–42, 111).
 
-    Args:
-        kernel: κ₁, the kernel of the erasure.
-        normalize: ``"sum"`` for a softmax over the past.
-        num_heads: number of w-heads.
+    ``kernel`` is κ₁, normalised over the past if ``normalize="sum"``, with ``num_heads`` w-heads.
     """
     return Recipe(
         memory=Matrix(read=Read(normalize="sum")),

@@ -163,11 +163,7 @@ class _Worker:
         return None
 
     def exit_reason(self) -> str:
-        """Return why the worker exited, as a sentence.
-
-        Raises:
-            ValueError: the main script has no ``__main__`` guard.
-        """
+        """Return why the worker exited, as a sentence."""
         self.process.join()
         code = self.process.exitcode
         if code == -9:
@@ -220,11 +216,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 
 def send_to_parent(message: object) -> None:
-    """Send a message to ``on_message`` of `run_in_workers`.
-
-    Args:
-        message: any picklable object.
-    """
+    """Send any picklable object to ``on_message`` of `run_in_workers`."""
     _connection.send(("message", message))
 
 

@@ -165,13 +165,9 @@ def language_models(
 ) -> Experiment:
     """Return an experiment that trains one language model per cell.
 
-    Args:
-        name, title, source, protocol, claims, figure, notes, tables: as in `Experiment`.
-        smoke, small, paper: changes of `SMOKE`, `LOCAL` and `FINEWEB`.
-        model: function from a cell to a model, as in `model_for_cell`; by default, the name
-            ``cell["model"]``.
-        cells: function from a configuration to its cells; by default, one per name in
-            ``config["models"]``.
+    ``smoke``, ``small`` and ``paper`` are changes of `SMOKE`, `LOCAL` and `FINEWEB`. By default
+    there is a cell for each name in ``config["models"]``. ``model`` returns the model of a cell, by
+    default the name ``cell["model"]``. The other arguments are those of `Experiment`.
     """
 
     def measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
@@ -195,12 +191,7 @@ def language_models(
 
 
 def bits_ranking(title: str, groups: Mapping[str, Sequence[str]]) -> Figure:
-    """Return a figure that ranks models by their bits per byte.
-
-    Args:
-        title: title of the figure.
-        groups: models with a common colour, by the name of the group.
-    """
+    """Return a figure that ranks models by their bits per byte."""
     x_label = "held-out bits per byte"
     return ranking("model", y=BITS, x_label=x_label, title=title, groups=groups, baseline=BIGRAM)
 
@@ -208,12 +199,7 @@ def bits_ranking(title: str, groups: Mapping[str, Sequence[str]]) -> Figure:
 def if_learned(rule: Rule, *, models: Sequence[str] = (), **cell: Any) -> Rule:
     """Apply a rule if a model has fewer bits per byte than a byte bigram.
 
-    A run without a measured bigram passes.
-
-    Args:
-        rule: the rule.
-        models: names of the models; by default, all.
-        **cell: selects cells.
+    A run without a measured bigram passes. By default, all models count.
     """
     condition = special(
         "a model has fewer bits per byte than a byte bigram",
@@ -242,15 +228,9 @@ def _better_than_bigram(results: Results, *, models: tuple[str, ...], cell: Cell
 
 
 def model_for_cell(config: Config, model: ModelSpec, **cell: Any) -> RecollectConfig:
-    """Return the configuration of the model that a cell trains.
+    """Return the configuration of the model that a cell trains, which may have a recipe or mixer.
 
-    Args:
-        config: configuration of the experiment.
-        model: a name of the zoo, or a name with a recipe or mixer.
-        **cell: values that replace those of the configuration.
-
-    Raises:
-        ValueError: the model has more than ``parameters`` even with the narrowest MLP.
+    Values of the cell replace those of the configuration.
     """
     from recollect.experiments.comparison.results import Schedule
 
@@ -302,20 +282,13 @@ def _num_steps(settings: Mapping[str, Any]) -> int:
 def language_model(
     config: Config, model: ModelSpec, *, seed: int, device: torch.device, **cell: Any
 ) -> Values:
-    """Train a language model and measure it.
+    """Train a language model as in `model_for_cell` and measure it.
 
-    Args:
-        config: configuration of the experiment.
-        model: model as in `model_for_cell`.
-        seed: seed of the weights and of the order of sequences, equal for all models of a grid.
-        device: device of the training.
-        **cell: values that replace those of the configuration.
-
-    Returns:
-        `BITS`, and parameters, FLOPs and tokens of the training. A model of bytes also has the
-        bytes of a decoder's state after a sequence, ``"bits by position"`` (means at positions 0,
-        1, 2 to 3, 4 to 7, …), the training loss in bits and `BIGRAM`. A plan also has every number
-        of its tasks. A model that diverged has the value NaN for `BITS`.
+    All models of a grid have the same weights and order of sequences for a seed. The result has
+    `BITS`, and parameters, FLOPs and tokens of the training. A model of bytes also has the bytes of
+    a decoder's state after a sequence, ``"bits by position"`` (means at positions 0, 1, 2 to 3, 4
+    to 7, …), the training loss in bits and `BIGRAM`. A plan also has every number of its tasks. A
+    model that diverged has the value NaN for `BITS`.
     """
     from recollect.lm.memory_estimate.flops import model_flops
     from recollect.lm.model.counts import parameter_count

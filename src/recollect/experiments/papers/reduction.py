@@ -51,11 +51,7 @@ _RATE = {"lr": GateOptions(activation="softplus", init=0.01)}
 
 
 def reduced_layer(name: str) -> ModelSpec:
-    """Return the layer after a step, with the changes of all steps before.
-
-    Args:
-        name: a name of `STEPS`.
-    """
+    """Return the layer after one of `STEPS`, with the changes of all steps before."""
     recipe = Recipe()
     for step, changes in STEPS.items():
         recipe = recipe.replace(**changes)

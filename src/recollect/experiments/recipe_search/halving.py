@@ -103,11 +103,6 @@ def next_promotion(
     A recipe is due if it is among the best `FACTOR`-th of the trials of its rung. Decisions depend
     on the finished trials alone, so that a search that is continued takes the same ones (ASHA, Li
     et al. 2020, with one worker).
-
-    Args:
-        trials: finished trials of drawn recipes, in their order.
-        tasks: names of the tasks.
-        num_rungs: number of lengths of training.
     """
     for rung in reversed(range(num_rungs - 1)):
         longer = {trial.candidate for trial in trials if trial.rung == rung + 1}

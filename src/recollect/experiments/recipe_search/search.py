@@ -417,11 +417,7 @@ def _next_step(search: Search, space: _Space, budget: _Budget) -> tuple[Candidat
 
 
 def _continued(path: Path, fresh: Search) -> Search:
-    """Return the search of a file with the present environment, or a fresh one without a file.
-
-    Raises:
-        ValueError: the file has other settings.
-    """
+    """Return the search of a file with the present environment, or a fresh one without a file."""
     if not path.exists():
         return fresh
     stored = load_search(path)

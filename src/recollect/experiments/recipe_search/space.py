@@ -74,17 +74,10 @@ def draw_neighbour(
 ) -> tuple[int, RecipeMixer] | None:
     """Draw valid recipes with one or two changed choices until one is accepted.
 
-    A new member has its default fields in half of the draws, and random ones in the others.
-
-    Args:
-        start: recipe and options that are changed.
-        seed: seed of the draws. Each draw depends on its number and the registered members alone.
-        draws: number of draws before.
-        known: canonical forms of recipes that are not drawn again.
-        accept: function that returns whether a model of a recipe can be trained.
-
-    Returns:
-        The number of draws and the recipe with its options, or ``None`` if no recipe was found.
+    A new member has its default fields in half of the draws, and random ones in the others. Each
+    draw depends on the seed, its number (from ``draws``) and the registered members alone. Recipes
+    with a canonical form in ``known`` are not drawn again. The result is the number of draws and
+    the recipe with its options, or ``None`` if no recipe was found.
     """
     pool = Pool(all_registered=True)
     for number in range(draws + 1, draws + 1 + MAX_DRAWS):

@@ -119,11 +119,7 @@ ABLATIONS = ("linear memory", "without Muon", "c = 1", "without polynomials")
 
 
 def atlas_variant(name: str) -> ModelSpec:
-    """Return a row of table 6 as a model.
-
-    Args:
-        name: a name of `VARIANTS`.
-    """
+    """Return a row of table 6, one of `VARIANTS`, as a model."""
     variant = VARIANTS[name]
     if isinstance(variant, str):
         return variant
@@ -146,9 +142,7 @@ def _largest_costs(results: Results, *, measure: str, sign: int) -> Verdict:
 def _most_important(measure: str, *, sign: int) -> Rule:
     """Require that polynomials and the deep memory are the two most important parts.
 
-    Args:
-        measure: name of the measure.
-        sign: 1 if lower is better, −1 if higher is better.
+    ``sign`` is 1 if a lower measure is better, and −1 otherwise.
     """
     return special(
         f"Of the four parts, polynomials and the deep memory cost most {measure} when they are "

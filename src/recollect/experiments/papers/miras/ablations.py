@@ -205,11 +205,7 @@ COMPONENTS: Mapping[str, RecipeEdit] = {
 
 
 def yaad_variant(name: str) -> ModelSpec:
-    """Return YAAD, or YAAD without one of its `COMPONENTS`.
-
-    Args:
-        name: a name of `COMPONENTS`, or ``"YAAD"``.
-    """
+    """Return YAAD, or YAAD without one of its `COMPONENTS`."""
     preset = get("yaad")
     if name == FULL:
         return FULL, preset.recipe, preset.options

@@ -36,10 +36,7 @@ WARMUP_STEPS = 20
 def get_mixer(name: str, config: Config) -> Mixer:
     """Return a system of the zoo with a short convolution in each memory.
 
-    Args:
-        name: name of the system.
-        config: configuration of the experiment. If it has a ``segment``, memories as context use
-            it and have no persistent tokens.
+    If the configuration has a ``segment``, memories as context use it without persistent tokens.
     """
     mixer = get(name).mixer
     if isinstance(mixer, MemoryAsContext) and "segment" in config:
@@ -78,19 +75,11 @@ class ReadingModel(nn.Module):
 
 
 def copy_batch(vocab: int, length: int, batch: int, generator: torch.Generator) -> Batch:
-    """Draw random tokens, a pause and the random tokens again, with labels at the copy.
+    """Draw random tokens, a pause of token 0 and the random tokens again, with labels at the copy.
 
     The parts are a quarter, a half and a quarter of the text. Memories with inner batches can read
-    everything before the pause.
-
-    Args:
-        vocab: number of tokens to draw from. The pause is token 0.
-        length: number of tokens of a text.
-        batch: number of texts.
-        generator: the only source of randomness.
-
-    Returns:
-        Inputs and labels, int64 ``[B, length − 1]``. The first token of the copy has no label.
+    everything before the pause. Inputs and labels are int64 ``[B, length − 1]``. The first token of
+    the copy has no label.
     """
     size = length // 4
     tokens = torch.randint(vocab, (batch, size), generator=generator)
@@ -104,14 +93,9 @@ def copy_batch(vocab: int, length: int, batch: int, generator: torch.Generator) 
 def curriculum(config: Config, vocab: int, draw: TaskFunction) -> tuple[list[Stage], Budget]:
     """Return the stages and the budget of a curriculum, which is equal for all models.
 
-    The learning rate is constant after a warm-up and falls to zero in the last lesson.
-
-    Args:
-        config: configuration of the experiment, with ``lessons`` and ``lr``. A lesson is (kind,
-            tokens of a text, texts of a batch, steps). The kind ``"copy N"`` is `copy_batch` with
-            the first N tokens. The task draws the other kinds.
-        vocab: number of tokens.
-        draw: function that draws a batch of the task.
+    The learning rate is constant after a warm-up and falls to zero in the last lesson. A lesson of
+    ``config["lessons"]`` is (kind, tokens of a text, texts of a batch, steps). The kind ``"copy
+    N"`` is `copy_batch` with the first N tokens. ``draw`` draws the other kinds.
     """
     stages = []
     for kind, length, batch, steps in config["lessons"]:
@@ -142,18 +126,8 @@ def train_and_test(
 ) -> dict[str, float]:
     """Train a reading model on the curriculum, and return its accuracy in every test.
 
-    Args:
-        config: configuration of the experiment.
-        name: name of the system in the zoo.
-        vocab: number of tokens.
-        draw: function that draws a batch of the task.
-        tests: inputs and labels of each test, by its name.
-        seed: seed of the weights and of the batches.
-        device: device of the training.
-
-    Returns:
-        The number of skipped steps, and by test the fraction of correct answers and, with
-        ``", tokens"`` after its name, of correct tokens.
+    The result has the number of skipped steps, and by test the fraction of correct answers and,
+    with ``", tokens"`` after its name, of correct tokens.
     """
     mixer = get_mixer(name, config)
     stages, budget = curriculum(config, vocab, draw)
@@ -169,8 +143,7 @@ def train_and_test(
 def measures_by_length(measure: str) -> Callable[[Config], Mapping[float, str]]:
     """Return a function from a configuration to the measure of each tested length.
 
-    Args:
-        measure: name of the measure with ``{}`` for the length.
+    The name of the measure has ``{}`` for the length.
     """
     return lambda config: {length: measure.format(length) for length, _ in config["tested"]}
 
@@ -181,13 +154,8 @@ def answer_accuracy(
     """Return the fractions of correct answers and of correct tokens of the answers.
 
     An answer is correct if each of its tokens has the largest logit after the tokens before it.
-    Greedy decoding then writes the answer.
-
-    Args:
-        model: function from tokens to logits.
-        inputs: token ids, int64 ``[B, T]``.
-        labels: token ids of the answers, `IGNORE` elsewhere.
-        max_tokens: number of tokens of one forward pass, which has at least one text.
+    Greedy decoding then writes the answer. A forward pass has at least one text, and otherwise at
+    most ``max_tokens`` tokens.
     """
     device = next(model.parameters()).device
     rows = max(1, max_tokens // inputs.shape[1])

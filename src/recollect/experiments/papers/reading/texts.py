@@ -129,16 +129,9 @@ def insert_sentences(
 ) -> list[int]:
     """Return background tokens with sentences inserted, the question and the answer.
 
-    Args:
-        parts: token ids of the sentences, of the question and of the answer.
-        background: the background text.
-        depths: fraction of the background before each sentence, in ascending order. A sentence is
-            inserted before the background sentence at its depth.
-        start: index of the first background token.
-        length: number of tokens in total.
-
-    Raises:
-        ValueError: ``length`` is too small for the sentences, the question and the answer.
+    ``parts`` are the token ids of the sentences, of the question and of the answer. A sentence is
+    inserted before the background sentence at its depth, a fraction of the background. Depths
+    ascend. ``length`` is the number of tokens in total.
     """
     inserted, question, answer = parts
     fixed = sum(map(len, inserted)) + len(question) + len(answer)
@@ -222,16 +215,7 @@ def needle_batch(
     *,
     heldout: bool = False,
 ) -> Batch:
-    """Draw needles in background text as inputs and labels, as `recollect.tasks.label_answers`.
-
-    Args:
-        vocabulary: vocabulary of `needle_vocabulary`.
-        name: name of the task, as in `recollect.tasks.NeedleConfig`.
-        length: number of tokens of a text with its answer.
-        batch: number of texts.
-        generator: the only source of randomness.
-        heldout: whether the background is the held-out part of the local text.
-    """
+    """Draw needles in background text as inputs and labels, as `recollect.tasks.label_answers`."""
     draw = Dice(generator)
     is_passkey = name == "passkey"
     return _question_batch(
@@ -271,10 +255,7 @@ def story_batch(
 ) -> Batch:
     """Draw stories in background text, sentence by sentence in order.
 
-    Args:
-        vocabulary: vocabulary of `story_vocabulary`.
-        config: configuration of the stories; its length in bytes is ignored.
-        length, batch, generator, heldout: as in `needle_batch`.
+    The length of the configuration is ignored.
     """
     draw = Dice(generator)
     return _question_batch(
