@@ -13,13 +13,13 @@ the derivative J = ∂y/∂h is symmetric, J g = r (g − ⟨g⟩ − y ⟨g y�
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.autograd import CustomFunction, differentiable_backward
+from recollect.choices.autograd import CustomFunction
 
 __all__ = ["NORM_EPS", "layer_norm", "layer_norm_vjp", "project_to_norm_range"]
 
@@ -102,93 +102,16 @@ def project_to_norm_range(offset: Tensor, weight: Tensor, *, centred: bool) -> T
         weight: w of the norm, broadcast against ``offset``.
         centred: whether the norm is a layer norm.
     """
+    tiny = torch.finfo(offset.dtype).tiny ** (1 / 3)  # gives roots a derivative at 0
     y = weight.square()
-    y = y.clamp_min(MIN_SQUARED_WEIGHT * _mean(y) + _tiny(offset))
-    if not (torch.is_grad_enabled() and (offset.requires_grad or weight.requires_grad)):
-        p = _projection(offset, weight, y, centred=centred, in_place=True)
-        return (p.s / p.n).mul_(weight)
-    return cast(Tensor, _ProjectToNormRange.apply(offset, weight, y, centred))
-
-
-def _tiny(x: Tensor) -> float:
-    """Return a number to add to a square, so that its root has a derivative at 0."""
-    return float(torch.finfo(x.dtype).tiny ** (1 / 3))
-
-
-class _Projection(NamedTuple):
-    """Intermediate values of `project_to_norm_range`: û = s / n with n = max(√mean(s²), 1)."""
-
-    x: Tensor
-    inverse: Tensor  # of y + λ
-    s: Tensor
-    size: Tensor  # mean(x²)
-    moment: Tensor  # mean(y x²)
-    n: Tensor
-
-
-def _projection(d: Tensor, w: Tensor, y: Tensor, *, centred: bool, in_place: bool) -> _Projection:
-    """Compute the projection by differentiable or by in-place operations."""
-    tiny = _tiny(d)
-    x = w * d
+    y = y.clamp_min(MIN_SQUARED_WEIGHT * _mean(y) + tiny)
+    x = weight * offset
     if centred:
-        x = x.sub_(_mean(x)) if in_place else x - _mean(x)
+        x = x - _mean(x)
     squares = x.square()
     size = _mean(squares) + tiny
-    moment = _mean(squares.mul_(y) if in_place else squares * y)
-    denominator = y + (size.sqrt() - moment / size).clamp_min(0)
-    inverse = denominator.reciprocal_() if in_place else denominator.reciprocal()
+    inverse = (y + (size.sqrt() - _mean(squares * y) / size).clamp_min(0)).reciprocal()
     s = x * inverse
     if centred:
-        subtract = s.addcmul_ if in_place else s.addcmul
-        s = subtract(inverse, _mean(s) / _mean(inverse), value=-1)
-    squares = torch.mul(s, s, out=squares) if in_place else s.square()
-    n = (_mean(squares) + tiny).sqrt().clamp_min(1.0)
-    return _Projection(x, inverse, s, size, moment, n)
-
-
-class _ProjectToNormRange(CustomFunction):
-    """w ⊙ s / n as a function of d, w and the floored y.
-
-    With g the gradient of s, and t = g − mean(g / (y + λ)) / mean(1 / (y + λ)) for a layer norm or
-    t = g for an RMS norm, the gradients of x and of y + λ are t / (y + λ) and −t s / (y + λ).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, d: Tensor, w: Tensor, y: Tensor, centred: bool) -> Tensor:
-        p = _projection(d, w, y, centred=centred, in_place=True)
-        ctx.centred = centred
-        ctx.save_for_backward(d, w, y, *p)
-        return (p.s / p.n).mul_(w)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        d, w, y, *intermediates = ctx.saved_tensors
-        if torch.is_grad_enabled():
-
-            def project(inputs: list[Tensor]) -> list[Tensor]:
-                d, w, y = inputs
-                p = _projection(d, w, y, centred=ctx.centred, in_place=False)
-                return [w * (p.s / p.n)]
-
-            needed = ctx.needs_input_grad[:3]
-            return *differentiable_backward(project, (d, w, y), needed, grad_outputs), None
-        p = _Projection(*intermediates)
-        g, s, V = grad_outputs[0] / p.n, p.s, d.shape[-1]
-        grad_w = g * s
-        radial = _mean(w * grad_w).where(p.n > 1, 0.0)  # n is constant at 1
-        t = torch.addcmul(w * g, s, radial / p.n.square(), value=-1)
-        if ctx.centred:
-            t = t - _mean(t * p.inverse) / _mean(p.inverse)
-        grad_x = t * p.inverse
-        grad_y = (grad_x * s).neg_()
-        rms, size = p.size.sqrt(), p.size
-        grad_lambda = grad_y.sum(-1, keepdim=True).where(size * rms > p.moment, 0.0)
-        grad_size = grad_lambda * (0.5 / rms + p.moment / size.square())
-        grad_moment = -grad_lambda / size
-        grad_y.addcmul_(p.x.square(), grad_moment / V)
-        grad_x.addcmul_(p.x, (y * grad_moment).add_(grad_size).mul_(2 / V))
-        if ctx.centred:
-            grad_x.sub_(_mean(grad_x))
-        grad_w.addcmul_(grad_x, d)
-        gradients = zip((grad_x.mul_(w), grad_w, grad_y), (d, w, y), strict=True)
-        return *(x.sum_to_size(like.shape) for x, like in gradients), None
+        s = torch.addcmul(s, inverse, _mean(s) / _mean(inverse), value=-1)
+    return weight * (s / (_mean(s.square()) + tiny).sqrt().clamp_min(1.0))
