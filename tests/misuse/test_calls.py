@@ -366,6 +366,33 @@ def test_states(what: str) -> None:
     refuses(lambda: rc.State.from_dict(make()), says, error=ValueError)
 
 
+@pytest.mark.parametrize(
+    ("name", "d_model", "heads"),
+    [
+        ("rwkv7", 32, 2),  # a wider last token
+        ("mamba3", 32, 2),  # more channels of the angle
+        ("preconditioned_gated_delta_net", 16, 1),  # recurrences of other heads
+        ("abc", 16, 1),
+        ("log_linear_attention", 16, 1),
+        ("memory_caching", 32, 2),
+        ("titans_mac", 32, 2),
+        ("ffn_relu", None, None),
+    ],
+)
+def test_states_of_layers_of_other_sizes(name: str, d_model: int | None, heads: int | None) -> None:
+    layer = rc.zoo.get(name).build(16, 2)
+    state: Any = "x"
+    if d_model is not None and heads is not None:
+        _, state = rc.zoo.get(name).build(d_model, heads)(torch.randn(2, 5, d_model))
+    refuses(lambda: layer(torch.randn(2, 5, 16), state), "state", error=ValueError)
+
+
+def test_tokens_of_a_feed_forward_layer() -> None:
+    layer = rc.zoo.get("ffn_relu").build(8, 2)
+    for x in ([[1.0]], _x().long(), _x().double(), _x().to("meta"), _x()[0]):
+        refuses(lambda x=x: layer(x), "x ", error=ValueError)
+
+
 def _shape(**sizes: Any) -> Callable[[], object]:
     return lambda: R.shapes(**{"K": 4, "V": 4, **sizes})
 

@@ -30,6 +30,7 @@ from recollect.choices.runtime import without_autocast
 from recollect.engines.common.problem import state_dtype
 from recollect.fields import Gate, Range
 from recollect.functional.binding import bind, named
+from recollect.functional.checks import check_state_sizes
 from recollect.layer.gates import GateProjection
 from recollect.layer.options import GateOptions
 from recollect.layer.recipe_module import make_call, run_call, state_after
@@ -80,6 +81,7 @@ class LevelsLayer(RowsLayer):
         if layer_state is None:
             memory = initial_state(bound, B=x.shape[0], dtype=dtype, device=x.device)
         else:
+            check_state_sizes(bound, layer_state.memory)
             memory = layer_state.memory.to(dtype=dtype)
         with without_autocast(x.device.type):
             if x.shape[1] == 1 and lengths is None:

@@ -38,6 +38,7 @@ __all__ = [
     "check_precision",
     "check_rows",
     "check_state",
+    "check_state_sizes",
     "check_tensors",
     "check_values",
     "layout_name",
@@ -259,11 +260,7 @@ def _check_call_state(state: State, rows: int, call: Problem) -> None:
         kind = "rows" if call.cu_seqlens is None else "documents"
         raise ValueError(f"the state has {state.rows} rows, and this call has {rows} {kind}")
     bound = call.bound
-    if state.sizes != (bound.H, bound.K, bound.V):
-        raise ValueError(
-            f"the state is of (H, K, V) = {state.sizes} and this call of "
-            f"{(bound.H, bound.K, bound.V)}"
-        )
+    check_state_sizes(bound, state)
     if state.position.device != call.k.device:
         raise ValueError(
             f"the state is on {state.position.device} and k on {call.k.device}: use "
@@ -276,6 +273,15 @@ def _check_call_state(state: State, rows: int, call: Problem) -> None:
         )
     check_state(bound, state)
     check_precision(state, state_dtype(call.q, call.k, call.v), bound.engine)
+
+
+def check_state_sizes(bound: BoundRecipe, state: State) -> None:
+    """Raise ValueError if a state has other sizes H, K and V than a bound recipe."""
+    if state.sizes != (bound.H, bound.K, bound.V):
+        raise ValueError(
+            f"the state is of (H, K, V) = {state.sizes} and this call of "
+            f"{(bound.H, bound.K, bound.V)}"
+        )
 
 
 def check_precision(state: State, dtype: torch.dtype, engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "check_options",
     "check_sizes",
     "check_state",
+    "check_state_shapes",
     "check_tokens",
     "fit_options",
     "resolve_layer",
@@ -38,6 +39,12 @@ MAX_WIDTH = 2**31 - 1
 """Largest width; the size of a square matrix of this width fits 64 bits."""
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of ordinary weights; quantised weights have products of their own."""
+_STATE_PARTS = {
+    "conv": "convolution tail",
+    "phase": "angle",
+    "shift": "last token",
+    "keys": "history of keys",
+}
 
 
 def resolve_layer(d_model: object, recipe: object, options: object) -> tuple[Recipe, LayerOptions]:
@@ -415,16 +422,8 @@ def check_depth(depth: Any) -> tuple[int, int]:
     return index, layers
 
 
-def check_state(
-    state: LayerState | None,
-    *,
-    rows: int,
-    conv_state_shape: tuple[int, int] | None,
-    phase: bool,
-    shift: bool,
-    num_recurrences: int = 0,
-) -> None:
-    """Check that a state belongs to a layer with these parts."""
+def check_state(state: LayerState | None, *, rows: int) -> None:
+    """Check the type and the batch size of a state."""
     if state is None:
         return
     if not isinstance(state, LayerState):
@@ -433,23 +432,23 @@ def check_state(
         )
     if state.rows != rows:
         raise ValueError(f"the state has {state.rows} rows, and this call has {rows}")
-    shape = None if state.conv is None else tuple(state.conv.shape[1:])
-    if shape != conv_state_shape:
-        raise ValueError(
-            f"this state belongs to another layer: its convolution tail is {shape} and this "
-            f"layer's is {conv_state_shape}"
-        )
-    for name, has, needs in (
-        ("an angle", state.phase is not None, phase),
-        ("a last token", state.shift is not None, shift),
-    ):
-        if has != needs:
+
+
+def check_state_shapes(state: LayerState, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+    """Check that a state belongs to a layer.
+
+    Args:
+        state: the state.
+        shapes: shapes of the tensors of a state of the layer by name, without the batch axis;
+            of ``keys``, the number of recurrences. ``None`` for a tensor that such a state lacks.
+    """
+    for name, shape in shapes.items():
+        tensor = getattr(state, name)
+        stored = None if tensor is None else tuple(tensor.shape[1:])
+        if name == "keys" and stored is not None:
+            stored = stored[:1]
+        if stored != shape:
             raise ValueError(
-                f"this state belongs to another layer: {name} is {'there' if has else 'missing'}"
+                f"this state belongs to another layer: its {_STATE_PARTS[name]} is {stored} and "
+                f"that of this layer is {shape}"
             )
-    stored = 0 if state.keys is None else state.keys.shape[1]
-    if stored != num_recurrences:
-        raise ValueError(
-            f"this state belongs to another layer: it has {stored} recurrences of keys and this "
-            f"layer has {num_recurrences}"
-        )

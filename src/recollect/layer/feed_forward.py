@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from recollect.choices.matmul_precision import check_precision_name
 from recollect.engines.select import select_engine
-from recollect.functional.checks import check_mask
 from recollect.functional.packing import token_counts
 from recollect.functional.read import read
-from recollect.layer.checks import check_heads, check_options
+from recollect.layer.checks import check_heads, check_options, check_state, check_tokens
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.layer.recorded_call import RecordedCall
@@ -133,15 +132,15 @@ class FeedForward(nn.Module):
             calls: list to which this call is appended, as in `MemoryLayer`.
 
         Raises:
-            ValueError: x or a mask of another shape.
+            ValueError: shapes, types or devices that do not fit, or another state.
         """
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x must have shape [B, T, {self.d_model}], not {list(x.shape)}")
+        weight = self.values
+        rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
+        check_state(state, rows=rows)
         B, T = x.shape[:2]
         if calls is not None:
             calls.append(RecordedCall.of_forward(self, x, state, attention_mask))
         if attention_mask is not None:
-            check_mask(attention_mask, x)
             x = torch.where(attention_mask[..., None] != 0, x, 0.0)
         q = x.flatten(0, 1).unflatten(-1, (self.num_heads, self.head_dim)).unsqueeze(0)
         gates = {name: q for part in self.recipe.context.restrictions for name in part.query_gates}

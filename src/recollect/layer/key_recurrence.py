@@ -28,8 +28,18 @@ class Sequences:
     cu_seqlens: Tensor | None = None
 
     def initial(self, index: int, like: Tensor) -> Tensor:
-        """Return the state ``[B, H, K]`` of one recurrence before the call."""
+        """Return the state ``[B, H, K]`` of one recurrence before the call.
+
+        Raises:
+            ValueError: a state of another number of heads, or of fewer channels.
+        """
         if self.keys is not None:
+            (heads, channels), (*_, H, K) = self.keys.shape[2:], like.shape
+            if heads != H or channels < K:
+                raise ValueError(
+                    f"this state belongs to another layer: its history of keys has {heads} heads "
+                    f"of {channels} channels, and this layer has {H} of {K}"
+                )
             return self.keys[:, index, :, : like.shape[-1]].to(like.dtype)
         rows = like.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return like.new_zeros(rows, *like.shape[2:])

@@ -19,6 +19,7 @@ from recollect.layer.checks import (
     check_options,
     check_sizes,
     check_state,
+    check_state_shapes,
     check_tokens,
     resolve_layer,
 )
@@ -242,14 +243,7 @@ class MemoryLayer(RecipeModule):
             )
         weight = self.qkv.weight
         rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
-        check_state(
-            state,
-            rows=rows,
-            conv_state_shape=self.conv_state_shape,
-            phase=self.phase is not None,
-            shift=self.shift is not None,
-            num_recurrences=self.ties.num_recurrences,
-        )
+        check_state(state, rows=rows)
         batch, lengths, tokens = None, None, x
         if attention_mask is not None:
             batch = compact(attention_mask)
@@ -276,6 +270,14 @@ class MemoryLayer(RecipeModule):
         final_state = None if memory is None else state_after(inputs, memory)
         y = self.output(y, inputs)
         return y if batch is None else scatter(y, batch), final_state
+
+    def check_state_shapes(self, state: LayerState) -> None:
+        """Raise ValueError for a state of another layer, whose tensors have other shapes."""
+        phase = None if self.phase is None else (self.num_kv_heads, self.phase.size // 2)
+        shift = None if self.shift is None else (1, self.d_model)
+        keys = (self.ties.num_recurrences,) if self.ties.num_recurrences else None
+        shapes = {"conv": self.conv_state_shape, "phase": phase, "shift": shift, "keys": keys}
+        check_state_shapes(state, shapes)
 
     def memory_inputs(
         self,
@@ -313,6 +315,8 @@ class MemoryLayer(RecipeModule):
             >>> rc.read(layer, inputs.k[:, :1], state=state).shape  # the first value, read back
             torch.Size([1, 1, 2, 4])
         """
+        if state is not None:
+            self.check_state_shapes(state)
         options, n, K = self.options, self.recipe.associations_per_token, self.head_dim
         if self.shift is None:
             x = x.to(product_dtype(x))  # autocast would copy x for every projection

@@ -67,10 +67,9 @@ def run_memory_layer(
     """Run `MemoryLayer.forward` on this rank's segment."""
     check_tokens(x, attention_mask, cu_seqlens, d_model=layer.d_model, weight=layer.qkv.weight)
     _check_documents(cu_seqlens, state)
-    shift, phase = layer.shift is not None, layer.phase is not None
-    check_state(
-        state, rows=x.shape[0], conv_state_shape=layer.conv_state_shape, phase=phase, shift=shift
-    )
+    check_state(state, rows=x.shape[0])
+    if state is not None:
+        layer.check_state_shapes(state)
     exchange = Exchange(context_ranks.link, x, shared=tuple(layer.parameters()))
     batch = None if attention_mask is None else compact(attention_mask)
     x = x if batch is None else batch.gather(x)
