@@ -1,7 +1,7 @@
-"""What the suites draw and run: `recollect.testing`, with the members of `outside` in its pool.
+"""Recipes and inputs for the suites: `recollect.testing` with the members of `outside`.
 
-A member joins every suite that draws from here by being registered: its declared fields (options,
-flags, numbers, quantities, slots) say what may be drawn. Draws depend only on their index.
+Registration adds a member to every suite that draws from this module, because its declared fields
+(options, flags, numbers, quantities, slots) define the draws. A draw depends only on its index.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = [
     "Inputs",
     "draw",
     "draw_member",
-    "drawn",
     "first_presets",
     "flatten_state",
     "gradients",
     "inputs",
+    "is_drawn",
     "is_ill_posed",
     "largest_error",
     "members",
@@ -56,9 +56,9 @@ __all__ = [
 ]
 
 POOL = Pool(extra_members=tuple(c for c in all_members() if c.__module__ == outside.__name__))
-"""The library's members, and those of `outside`; what single tests make stays out."""
+"""The members of the library and of `outside`, without those that single tests define."""
 
-draw, draw_member, drawn = POOL.recipe, POOL.member, POOL.contains
+draw, draw_member, is_drawn = POOL.recipe, POOL.member, POOL.contains
 members, valid = POOL.members, POOL.valid
 
 VARIANTS = (
@@ -66,7 +66,7 @@ VARIANTS = (
     *("memora_per_token", "moneta_exact", "omega_net_with_base", "titans_minus"),
     "titans_with_base",
 )
-"""Presets that take long, each near one that does not; slow in tests of all presets."""
+"""Slow presets that differ little from a fast one; slow in tests of all presets."""
 
 
 FIRST = {rc.zoo.get(name).family: name for name in reversed(rc.zoo.names())}.values()
@@ -74,10 +74,10 @@ FIRST = {rc.zoo.get(name).family: name for name in reversed(rc.zoo.names())}.val
 
 
 def presets() -> list[Any]:
-    """Names of all presets, as parameters of a test."""
+    """Return the names of all presets as test parameters."""
     return [pytest.param(x, marks=[pytest.mark.slow] * (x in VARIANTS)) for x in rc.zoo.names()]
 
 
 def first_presets() -> list[Any]:
-    """Names of all presets, as parameters of a test that is fast for the first of each family."""
+    """Return the names of all presets as test parameters; only the first of each family is fast."""
     return [pytest.param(x, marks=[pytest.mark.slow] * (x not in FIRST)) for x in rc.zoo.names()]

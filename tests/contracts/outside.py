@@ -1,8 +1,8 @@
-"""Members as a user's own package would have them: other field names, other shapes, fewer numbers.
+"""Members of a user's package, with other field names, other shapes, and fewer numbers.
 
-Every suite that draws from the registry draws these too, so that what an engine assumes and a
-member did not declare fails there. Each differs from the library's in what nobody may rely on: what
-a field is called, which axes a number has, which numbers there are at all.
+Every suite that draws from the registry draws these members, so an assumption that a member did not
+declare fails. Each member differs from the library's in its field names, in the axes of a number,
+or in the numbers that it has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Values = Mapping[str, Tensor]
 
 @rc.member
 class ChannelRates(rc.algorithm.Algorithm):
-    """Plain descent with a rate per value channel, under a field that is not called lr."""
+    """Plain descent with a rate per value channel in a field ``speeds``."""
 
     batch_size: int = integer(1, at_least=1)
     speeds: float | str = rc.quantity(
@@ -37,14 +37,14 @@ class ChannelRates(rc.algorithm.Algorithm):
 
 @rc.member
 class FullPass(rc.algorithm.Algorithm):
-    """Plain descent at rate 1 that may see all of the past, with no number of its own."""
+    """Plain descent at rate 1 on all associations, without numbers."""
 
     full_batch = True
 
 
 @rc.member
 class LookAhead(rc.algorithm.Algorithm):
-    """Nesterov's momentum: S = θS − ηg, A += θS − ηg, its state under a name of its own."""
+    """Nesterov's momentum: S = θS − ηg, A += θS − ηg, with its state in ``velocity``."""
 
     batch_size: int = integer(1, at_least=1)
     pace: float | str = rc.quantity("input", name="lr", at_least=0, init=0.3, role="rate")
@@ -65,7 +65,7 @@ class LookAhead(rc.algorithm.Algorithm):
 
 @rc.member
 class Fading(rc.context.Context):
-    """All of the past, weighed by γ^(t−i) w_i, under field names of its own."""
+    """All associations, weighed by γ^(t−i) w_i."""
 
     forgetting: float | str = rc.quantity(
         0.9, name="decay", above=0, at_most=1, init=0.95, log=True, role="decay"
@@ -83,7 +83,7 @@ class Fading(rc.context.Context):
 
 @rc.member
 class Everything(rc.context.Context):
-    """All of the past alike: no number at all."""
+    """All associations with equal weights, without numbers."""
 
     @property
     def horizon(self) -> None:
@@ -92,7 +92,7 @@ class Everything(rc.context.Context):
 
 @rc.member
 class Latest(rc.context.Context):
-    """The last few associations alike, under a field that is not called size."""
+    """The last few associations with equal weights, in a field ``reach``."""
 
     reach: int = integer(2, at_least=1)
 
@@ -103,7 +103,7 @@ class Latest(rc.context.Context):
 
 @rc.member
 class Aging(rc.context.Context):
-    """Inside another context: an association of age a weighs 1/(1 + a/τ)."""
+    """A restriction of another context: an association of age a has weight 1/(1 + a/τ)."""
 
     patience: float = number(2.0, above=0)
 
@@ -127,7 +127,7 @@ class Aging(rc.context.Context):
 
 @rc.member
 class Damped(rc.retention.Retention):
-    """W = A/(1 + ‖A‖_F/c), with a decay that stands in a field of another name."""
+    """W = A/(1 + ‖A‖_F/c), with a decay in a field ``forget``."""
 
     ceiling: float | str = rc.quantity(2.0, above=0, init=2.0)
     forget: rc.retention.Decay | None = slot(None, "retention", optional=True)
@@ -143,7 +143,7 @@ class Damped(rc.retention.Retention):
 
 @rc.member
 class Squeezed(rc.retention.Retention):
-    """A_t = c tanh((A_(t−1) + step)/c), rebuilt at every token."""
+    """A_t = c tanh((A_(t−1) + step)/c) at every token."""
 
     limit: float | str = rc.quantity(1.5, above=0, init=1.5)
 
@@ -156,7 +156,7 @@ class Squeezed(rc.retention.Retention):
 
 @rc.member
 class Plane(rc.memory.Stack):
-    """M(x) = W x, and says so: one map that a library's matrix would be."""
+    """M(x) = W x as a `Stack` that is declared linear."""
 
     linear = True
     read: rc.memory.Read = slot(rc.memory.Read(), "read")
@@ -176,7 +176,7 @@ class Plane(rc.memory.Stack):
 
 @rc.member
 class Skipping(rc.memory.Stack):
-    """M(x) = W1 tanh(W2 x), and the raw key where ``skip``: a residual under another name."""
+    """M(x) = W1 tanh(W2 x), plus the raw key if ``skip``."""
 
     skip: bool = flag(False)
 
@@ -205,7 +205,7 @@ class Skipping(rc.memory.Stack):
 
 @rc.member
 class Folded(rc.memory.Stack):
-    """M(x) = s ⊙ tanh(W1 silu(W2 x)), s learned: a chain with an end that bounds what it says."""
+    """M(x) = s ⊙ tanh(W1 silu(W2 x)) with a param s: a chain with a bounded output."""
 
     bounded = True
 
@@ -239,7 +239,7 @@ class Folded(rc.memory.Stack):
 
 @rc.member
 class Spread(rc.memory.Stack):
-    """M(x) = C(w ⊙ LN(W x) + b), C learned: a norm, and a product of value channels after it."""
+    """M(x) = C(w ⊙ LN(W x) + b) with a param C: a norm, then a product over value channels."""
 
     mixes: bool = flag(True)
 
@@ -277,7 +277,7 @@ class Spread(rc.memory.Stack):
 
 @rc.member
 class Waves(rc.memory.Memory):
-    """M(x) = W1 (s ⊙ sin(W2 x)): no stack of maps, bound to its sizes, with a param of its own."""
+    """M(x) = W1 (s ⊙ sin(W2 x)) with a param s, bound to its sizes and not a stack of maps."""
 
     gain: float | str = rc.quantity("learned", sources=("learned",), init=1.0)
 
@@ -298,7 +298,7 @@ class Waves(rc.memory.Memory):
 
 @rc.member
 class Emphasis(rc.bias.Bias):
-    """½ Σ s_j e_j² with a gate s per value channel: affine for nobody."""
+    """½ Σ s_j e_j² with a gate s per value channel."""
 
     strength: float | str = rc.quantity("input", at_least=0, init=1.0, axes=("V",))
 
@@ -310,7 +310,7 @@ class Emphasis(rc.bias.Bias):
 
 @rc.member
 class Tempered(rc.bias.Bias):
-    """s² Σ log cosh(e/s), its scale declared as a logarithm."""
+    """s² Σ log cosh(e/s) with a scale that is declared as a logarithm."""
 
     scale: float | str = rc.quantity(1.0, above=0, init=1.0, log=True)
 
@@ -326,7 +326,7 @@ class Tempered(rc.bias.Bias):
 
 @rc.member
 class Eager(rc.bias.Bias):
-    """‖p‖² − 1.5⟨p, v⟩: affine with factors that are not 1."""
+    """‖p‖² − 1.5⟨p, v⟩: affine with factors other than 1."""
 
     affine = (2.0, 1.5)
 
@@ -342,7 +342,7 @@ class Eager(rc.bias.Bias):
 
 @rc.member
 class TwoSided(rc.features.Features):
-    """φ(x) = s [relu(x), relu(−x)], with s learned per head."""
+    """φ(x) = s [relu(x), relu(−x)] with a param s per head."""
 
     stretch: float | str = rc.quantity("learned", sources=("learned",), above=0, init=1.0)
 
@@ -356,7 +356,7 @@ class TwoSided(rc.features.Features):
 
 @rc.member
 class Cauchy(rc.features.Kernel):
-    """κ(q, k) = 1/(1 + ‖q − k‖²): definite, and without a logarithm."""
+    """κ(q, k) = 1/(1 + ‖q − k‖²): positive definite, without a logarithm."""
 
     is_positive_definite = True
 

@@ -1,7 +1,7 @@
 """Every registered member: data, declared structure, and gradients.
 
-Members are found in the registry and made from what their fields declare, so a new one is held to
-all of this by being registered.
+Members come from the registry and are built from their declared fields, so registration adds a
+member to these tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recollect.testing.structure import apply_features
 MEMBERS = [cls for kind in MEMBER_KINDS for cls in generate.members(kind)]
 
 
-def of(kind: str, count: int = 6) -> list[pytest.param]:
+def variants_of(kind: str, count: int = 6) -> list[pytest.param]:
     return [
         pytest.param(result, id=f"{type(result).__name__}-{i}")
         for cls in generate.members(kind)
@@ -53,8 +53,8 @@ def test_bad_fields_are_refused_in_one_sentence(cls: type[Member]) -> None:
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
-def test_declared_numbers_are_asked_for_once(cls: type[Member]) -> None:
-    """Each quantity is a constant, or a gate, or a param, and its start lies in its range."""
+def test_declared_numbers_are_requested_once(cls: type[Member]) -> None:
+    """Each quantity is a constant, a gate, or a param, and its initial value lies in its range."""
     for result in variants(cls, 12, generate.POOL):
         declared.check_numbers(result)
 
@@ -62,29 +62,29 @@ def test_declared_numbers_are_asked_for_once(cls: type[Member]) -> None:
 # -- bias --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", of("bias", 10))
+@pytest.mark.parametrize("bias", variants_of("bias", 10))
 def test_bias_gradients(bias: rc.bias.Bias) -> None:
-    """`error` is autograd's gradient of `loss`, and both are the central finite difference."""
+    """`error` is autograd's gradient of `loss`, and both equal the central finite difference."""
     structure.check_bias_gradients(bias)
 
 
-@pytest.mark.parametrize("bias", of("bias", 10))
+@pytest.mark.parametrize("bias", variants_of("bias", 10))
 def test_declared_affinity_is_true(bias: rc.bias.Bias) -> None:
     structure.check_affinity(bias)
 
 
-@pytest.mark.parametrize("bias", of("bias", 10))
-def test_declared_targets_are_where_losses_are_least(bias: rc.bias.Bias) -> None:
+@pytest.mark.parametrize("bias", variants_of("bias", 10))
+def test_declared_targets_minimise_losses(bias: rc.bias.Bias) -> None:
     structure.check_target(bias)
 
 
-@pytest.mark.parametrize("bias", of("bias", 10))
+@pytest.mark.parametrize("bias", variants_of("bias", 10))
 def test_bias_is_finite_at_a_perfect_prediction(bias: rc.bias.Bias) -> None:
-    """e = 0: the error is finite, and so is its outer gradient."""
+    """At e = 0 the error and its outer gradient are finite."""
     structure.check_perfect_prediction(bias)
 
 
-def test_a_loss_alone_supplies_its_error() -> None:
+def test_error_defaults_to_the_gradient_of_the_loss() -> None:
     class Quartic(rc.bias.Bias):
         def loss(self, prediction: Tensor, value: Tensor, gates: dict[str, Tensor]) -> Tensor:
             return 0.25 * (prediction - value).pow(4).sum(-1)
@@ -102,7 +102,7 @@ def test_a_loss_alone_supplies_its_error() -> None:
 # -- retention ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retention", of("retention", 8))
+@pytest.mark.parametrize("retention", variants_of("retention", 8))
 @pytest.mark.parametrize("size", structure.LINK_SIZES)
 def test_links_are_finite_and_differentiable(
     retention: rc.retention.Retention, size: float
@@ -110,20 +110,20 @@ def test_links_are_finite_and_differentiable(
     structure.check_link(retention, size)
 
 
-@pytest.mark.parametrize("retention", of("retention", 8))
+@pytest.mark.parametrize("retention", variants_of("retention", 8))
 def test_link_gradients_are_those_of_finite_differences(
     retention: rc.retention.Retention,
 ) -> None:
     structure.check_link_gradients(retention)
 
 
-@pytest.mark.parametrize("retention", of("retention", 8))
-def test_what_a_step_does_to_weights(retention: rc.retention.Retention) -> None:
+@pytest.mark.parametrize("retention", variants_of("retention", 8))
+def test_declared_gains_of_links(retention: rc.retention.Retention) -> None:
     """`link_lipschitz` bounds the link; `step_gain` of a matrix and of its factors agree."""
     structure.check_link_gain(retention)
 
 
-@pytest.mark.parametrize("retention", of("retention", 8))
+@pytest.mark.parametrize("retention", variants_of("retention", 8))
 def test_declared_sums_of_decay_and_step_are_true(retention: rc.retention.Retention) -> None:
     structure.check_advance(retention)
 
@@ -147,7 +147,7 @@ def test_f_divergence_keeps_its_mass(kind: str, axis: str) -> None:
             W = gate.advance(A, step.double(), decay, {})
             assert (W >= 0).all()
             total = W.sum(-1 if axis == "in" else -2)
-            # ζ is found to the last bit of its bracket; its slope magnifies that.
+            # ζ is exact to the last bit of its bracket, and the slope amplifies that bit.
             torch.testing.assert_close(total, torch.full_like(total, 1.7), atol=1e-9, rtol=0)
 
 
@@ -175,7 +175,7 @@ def test_f_divergence_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_kl_divergence_is_the_simplex_recurrence() -> None:
-    """W^α e^{−ηg}, normalised, from W = softmax(A): log W and A differ by a constant along axis."""
+    """W^α e^{−ηg} of W = softmax(A), normalised: log W and A differ by a constant along an axis."""
     for decay in (None, rc.retention.Decay()):
         kl = rc.Recipe(retention=rc.retention.FDivergence(kind="kl", scale=1.5, decay=decay))
         dual = rc.Recipe(retention=rc.retention.Simplex(scale=1.5, decay=decay))
@@ -207,7 +207,7 @@ def test_ball_projects() -> None:
         assert torch.equal(W, A) == (size < 0.1)
     zero = torch.zeros(3, 4).double().requires_grad_()
     (slope,) = torch.autograd.grad(rc.retention.Ball().link(zero, gates).sum(), zero)
-    assert torch.equal(slope, torch.ones(3, 4).double())  # inside the ball it is the identity
+    assert torch.equal(slope, torch.ones(3, 4).double())  # the identity inside the ball
 
 
 def test_elastic_net_zeros_are_exact() -> None:
@@ -243,26 +243,26 @@ def test_lq_survives_float32_powers(size: float) -> None:
     )
 
 
-# -- memories and algorithms say what they are ---------------------------------------------------
+# -- memories and algorithms: declared structure -------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "memory", [*of("memory"), *(rc.memory.MLP(norm=norm) for norm in ("layer", "rms"))]
+    "memory", [*variants_of("memory"), *(rc.memory.MLP(norm=norm) for norm in ("layer", "rms"))]
 )
 def test_declared_shapes_of_memories_are_true(memory: rc.memory.Memory) -> None:
-    """``linear`` is W x and nothing else; a chain is its maps, activation and ``output_map``."""
+    """``linear`` means W x alone; a chain is its maps, its activation and ``output_map``."""
     structure.check_memory(memory)
 
 
-@pytest.mark.parametrize("algorithm", of("algorithm"))
+@pytest.mark.parametrize("algorithm", variants_of("algorithm"))
 def test_declared_recursions_of_algorithms_are_true(
     algorithm: rc.algorithm.Algorithm,
 ) -> None:
-    """`recursion` is the linear recursion that `update` takes."""
+    """`recursion` is the linear recursion of `update`."""
     structure.check_recursion(algorithm)
 
 
-@pytest.mark.parametrize("context", of("context"))
+@pytest.mark.parametrize("context", variants_of("context"))
 def test_declared_weights_of_contexts_are_true(context: rc.context.Context) -> None:
     structure.check_context(context)
 
@@ -365,11 +365,11 @@ def test_every_rewrite_has_an_example() -> None:
 def test_rewrites_are_identities(
     rewrite: Callable[[rc.Recipe], rc.Recipe], recipe: rc.Recipe, zero: bool
 ) -> None:
-    """Same outputs and same gradients of the outputs, also from a memory of zeros."""
+    """Outputs and their gradients are equal, also from a memory of zeros."""
     simple = rewrite(recipe)
     assert simple != recipe
     assert rewrite(simple) == simple
-    # The example must see the rewrite whole: K ≠ V, and several maps where there are several.
+    # The example must show the full rewrite: K ≠ V, and several maps for a deep memory.
     x = generate.inputs(recipe, K=4, V=3, T=7, zero=zero and not recipe.needs_init())
 
     def outputs(which: rc.Recipe) -> tuple[Tensor, dict[str, Tensor]]:
@@ -395,8 +395,8 @@ def test_rewrites_are_identities(
     assert wrong < 1e-11, f"gradient of {name}"  # a longer sum than the outputs'
 
 
-def test_rewrites_leave_what_they_are_not_about() -> None:
-    """A deep memory's dot product does see W, so where the decay acts matters."""
+def test_rewrites_leave_other_recipes_unchanged() -> None:
+    """The dot product of a deep memory depends on W, so the position of the decay matters."""
     deep = rc.Recipe(
         memory=rc.memory.MLP(), bias=rc.bias.DotProduct(), retention=Decay(when="before")
     )

@@ -1,4 +1,4 @@
-"""`torch.compile` of layers: one graph, and what it computes is what is computed without it."""
+"""A compiled layer is one graph and computes the outputs of the eager layer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import recollect as rc
 from recollect.functional.binding import bind, bound_of, named
 from recollect.testing.inputs import inputs
 
-# The compiler warns of its own doings, and the first graph of a process takes seconds.
+# The compiler warns, and the first graph of a process takes seconds.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# One of each engine. A compiled graph of a deep memory takes seconds: fast tests of masks, shapes
-# and of training compile the linear engine, those of states and gradients the deep one.
+# One preset per engine. A compiled graph of a deep memory takes seconds: fast tests of masks,
+# shapes and training compile the linear engine, those of states and gradients the deep engine.
 QUICK = ("gated_delta_net", "titans", "softmax_attention")
 B, T, D = 2, 20, 32
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> None:
+def reset_compiler() -> None:
     torch._dynamo.reset()
 
 
@@ -38,11 +38,11 @@ def cases(*quick: str, slow: Iterable[str]) -> list[Any]:
     return [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
-def every(*quick: str) -> list[Any]:
+def all_presets(*quick: str) -> list[Any]:
     return cases(*quick, slow=[name for name in rc.zoo.names() if name not in quick])
 
 
-def built(name: str, heads: int = 2) -> nn.Module:
+def build(name: str, heads: int = 2) -> nn.Module:
     torch.manual_seed(0)
     return rc.zoo.get(name).build(d_model=D, num_heads=heads)
 
@@ -51,8 +51,8 @@ def compiled(module: nn.Module, *, fullgraph: bool = True) -> Callable[..., Any]
     return torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
 
 
-def pulled(call: Callable[..., Any], layer: nn.Module, x: Tensor, **more: Any) -> list[Tensor]:
-    """Outputs, and gradients of the input and of every parameter that has one."""
+def run(call: Callable[..., Any], layer: nn.Module, x: Tensor, **more: Any) -> list[Tensor]:
+    """Return outputs, and gradients of the input and of every parameter that has one."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     y, _ = call(x, output_final_state=False, **more)
@@ -61,59 +61,59 @@ def pulled(call: Callable[..., Any], layer: nn.Module, x: Tensor, **more: Any) -
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
 
 
-def kept(state: rc.LayerState) -> list[Tensor]:
-    """What a state must hold; what one engine may spare the next does not go through a graph."""
+def tensors(state: rc.LayerState) -> list[Tensor]:
+    """Return the tensors of a state without its cache, which compiled graphs leave out."""
     return replace(state.memory, cache={}).tensors()
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
+def check(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         scale = 1 + float(b.double().abs().max()) if b.numel() else 1.0
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("name", every(*QUICK))
+@pytest.mark.parametrize("name", all_presets(*QUICK))
 def test_one_graph_and_its_gradients(name: str) -> None:
-    layer, x = built(name), torch.randn(B, T, D)
-    same(pulled(compiled(layer), layer, x), pulled(layer, layer, x))
+    layer, x = build(name), torch.randn(B, T, D)
+    check(run(compiled(layer), layer, x), run(layer, layer, x))
 
 
-@pytest.mark.parametrize("name", every("titans"))
+@pytest.mark.parametrize("name", all_presets("titans"))
 def test_states_go_in_and_come_out(name: str) -> None:
-    layer, x = built(name), torch.randn(B, T, D)
+    layer, x = build(name), torch.randn(B, T, D)
     if name in ("performer", "rfa"):
         layer.eval()
     if name == "local_quadratic_attention":
-        layer, x = layer.double(), x.double()  # of a first token float32 itself is 7e-4 off
+        layer, x = layer.double(), x.double()  # float32 is 7e-4 off for a first token
     with torch.no_grad():
         expected, end = layer(x)
         call = compiled(layer)
         first, state = call(x[:, :11])
         second, later = call(x[:, 11:], state)
-        third, last = layer(x[:, 11:], state)  # one continues what the other left
-    same([torch.cat([first, second], 1), third], [expected, expected[:, 11:]])
-    same(kept(later), kept(last))
+        third, last = layer(x[:, 11:], state)  # in the other mode
+    check([torch.cat([first, second], 1), third], [expected, expected[:, 11:]])
+    check(tensors(later), tensors(last))
     assert later.memory.recipe_id == end.memory.recipe_id
 
 
 @pytest.mark.parametrize("name", cases("titans", slow=("gated_delta_net", "mamba2", "rwkv7")))
-def test_a_block_breaks_nowhere(name: str) -> None:
+def test_block_has_no_graph_breaks(name: str) -> None:
     config = rc.lm.RecollectConfig.from_recipes(
         name, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
     )
     block = rc.lm.RecollectForCausalLM(config).model.blocks[0]
-    told = torch._dynamo.explain(block)(torch.randn(B, T, D))
-    assert told.graph_break_count == 0, [str(reason.reason) for reason in told.break_reasons]
+    report = torch._dynamo.explain(block)(torch.randn(B, T, D))
+    assert report.graph_break_count == 0, [str(reason.reason) for reason in report.break_reasons]
 
 
 @pytest.mark.parametrize("name", cases("gated_delta_net", slow=("titans",)))
-def test_a_model_trains_as_it_does_without(name: str) -> None:
-    """Three steps of a compiled language model, two layers of one recipe among them.
+def test_compiled_model_trains_as_the_eager_model(name: str) -> None:
+    """Three steps of a compiled model with two layers of one recipe equal those of the eager model.
 
-    In float64: three steps make a rounding of float32 a hundred times as large, and more.
+    In float64, because three steps multiply a rounding error of float32 by more than a hundred.
     """
 
     def trained(how: Callable[[nn.Module], Callable[..., Any]]) -> list[Tensor]:
@@ -130,61 +130,61 @@ def test_a_model_trains_as_it_does_without(name: str) -> None:
             optimizer.step()
         return [p.detach() for p in model.parameters()]
 
-    same(trained(lambda model: compiled(model, fullgraph=False)), trained(lambda model: model))
+    check(trained(lambda model: compiled(model, fullgraph=False)), trained(lambda model: model))
 
 
-@pytest.mark.parametrize("name", every("gated_delta_net"))
+@pytest.mark.parametrize("name", all_presets("gated_delta_net"))
 def test_padding_and_documents(name: str) -> None:
-    layer, x = built(name), torch.randn(B, T, D)
+    layer, x = build(name), torch.randn(B, T, D)
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[0, :3], mask[1, 15:] = False, False
     call = compiled(layer, fullgraph=False)
-    same(pulled(call, layer, x, attention_mask=mask), pulled(layer, layer, x, attention_mask=mask))
+    check(run(call, layer, x, attention_mask=mask), run(layer, layer, x, attention_mask=mask))
     with torch.no_grad():
         (y, state), (expected, plain) = call(x, attention_mask=mask), layer(x, attention_mask=mask)
-        same([y, *kept(state)], [expected, *kept(plain)])
+        check([y, *tensors(state)], [expected, *tensors(plain)])
         more = torch.randn(B, 3, D)
-        same([call(more, state)[0]], [layer(more, plain)[0]])
+        check([call(more, state)[0]], [layer(more, plain)[0]])
     row, borders = torch.randn(1, T, D), torch.tensor([0, 7, 7, T])
     packed = {"cu_seqlens": borders}
-    same(pulled(call, layer, row, **packed), pulled(layer, layer, row, **packed))
+    check(run(call, layer, row, **packed), run(layer, layer, row, **packed))
     with torch.no_grad():
-        same(kept(call(row, **packed)[1]), kept(layer(row, **packed)[1]))
+        check(tensors(call(row, **packed)[1]), tensors(layer(row, **packed)[1]))
 
 
 @pytest.mark.parametrize("name", cases("gated_delta_net", slow=("titans",)))
 def test_shapes_of_another_batch(name: str) -> None:
-    layer = built(name)
+    layer = build(name)
     call = compiled(layer)
-    for b, t in ((2, 9), (3, 20), (1, 1)):  # one inner batch, two, and one token
+    for b, t in ((2, 9), (3, 20), (1, 1)):  # one inner batch, two inner batches, and one token
         x = torch.randn(b, t, D)
         with torch.no_grad():
-            same([call(x)[0]], [layer(x)[0]])
+            check([call(x)[0]], [layer(x)[0]])
 
 
 @pytest.mark.parametrize("name", cases("ttt_mlp", slow=("gated_delta_net", "titans")))
 def test_modes(name: str) -> None:
     """Inference mode and autocast, also for engines that take inner gradients by autograd."""
-    layer, x = built(name), torch.randn(B, T, D)
+    layer, x = build(name), torch.randn(B, T, D)
     call = compiled(layer)
     with torch.inference_mode():
-        same([call(x)[0]], [layer(x)[0]])
+        check([call(x)[0]], [layer(x)[0]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result, expected = pulled(call, layer, x), pulled(layer, layer, x)
+        result, expected = run(call, layer, x), run(layer, layer, x)
     for a, b in zip(result, expected, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0, atol=0.02 * (1 + float(b.abs().max())))
 
 
-def test_what_is_refused_is_refused_in_the_same_words() -> None:
-    layer, x = built("gated_delta_net"), torch.randn(B, T, D)
+def test_errors_have_the_message_of_the_eager_layer() -> None:
+    layer, x = build("gated_delta_net"), torch.randn(B, T, D)
     x[1, 3] = float("nan")
     with pytest.raises(ValueError, match="NaN at row 1") as plain:
         layer(x)
     call = compiled(layer)
     with pytest.raises(ValueError, match="NaN at row 1") as result:
         call(x)
-    assert str(result.value).startswith(str(plain.value))  # torch 2.9 adds where the graph has it
+    assert str(result.value).startswith(str(plain.value))  # torch 2.9 appends the graph's position
 
 
 _MUON = rc.algorithm.Muon(batch_size=4, update_every="batch", normalized_steps=True)
@@ -207,8 +207,8 @@ FOLLOWED = {
 @pytest.mark.parametrize(
     "name", cases("border", "reference", slow=("table", "tokens", "kernel", "linear"))
 )
-def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None:
-    """Broken at one, a graph had lost it: lower maps had gradients of zero, without a word."""
+def test_inner_gradients_of_a_compiled_call(name: str) -> None:
+    """A graph break at an inner gradient keeps the gradients of lower maps."""
     recipe, method = FOLLOWED[name]
     x = inputs(recipe, B=1, T=10, H=1, K=4, V=4)
 
@@ -218,20 +218,20 @@ def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None
         )
         return y
 
-    def found(call: Callable[..., Tensor]) -> list[Tensor]:
+    def differentiate(call: Callable[..., Tensor]) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
         y = call(*leaves)
         with torch.no_grad():
             plain = call(*leaves)
         return [y, plain, *torch.autograd.grad(y.square().sum(), leaves)]
 
-    same(found(torch.compile(call, backend="aot_eager")), found(call))
+    check(differentiate(torch.compile(call, backend="aot_eager")), differentiate(call))
 
 
 @pytest.mark.parametrize("mode", cases("plain", "inference", slow=("no gradients",)))
-def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> None:
+def test_compiled_read_of_an_open_batch(mode: str) -> None:
     recipe = FOLLOWED["table"][0]
-    x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).with_grad()  # of batches of four
+    x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).with_grad()  # inner batches of four
     _, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, params=x.params, initial_memory=x.init)
 
     def read(q: Tensor) -> Tensor:
@@ -239,26 +239,26 @@ def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> Non
 
     modes = {"no gradients": torch.no_grad, "inference": torch.inference_mode}
     with modes.get(mode, nullcontext)():
-        same([torch.compile(read, backend="aot_eager")(x.q)], [read(x.q)])
+        check([torch.compile(read, backend="aot_eager")(x.q)], [read(x.q)])
 
 
 @pytest.mark.slow  # the test above compiles the read of an open batch
-def test_a_segment_that_ends_within_a_batch() -> None:
-    """`MemoryAsContext` reads what a segment has left open."""
+def test_segment_that_ends_within_a_batch() -> None:
+    """`MemoryAsContext` reads the open batch of a segment."""
     torch.manual_seed(0)
     recipe = rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch_size=4))
     mixer = rc.blocks.MemoryAsContext(recipe, "softmax_attention", segment=6)
     layer = rc.blocks.build(mixer, D, num_heads=2)
     x = torch.randn(B, 9, D)
     call = compiled(layer, fullgraph=False)
-    same(pulled(call, layer, x), pulled(layer, layer, x))
+    check(run(call, layer, x), run(layer, layer, x))
 
 
 class Softplus(rc.bias.L2):
-    """A bias of one's own."""
+    """A bias defined by a user."""
 
 
-def test_members_of_ones_own() -> None:
+def test_custom_members() -> None:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(),
         bias=Softplus(),
@@ -266,11 +266,11 @@ def test_members_of_ones_own() -> None:
     )
     torch.manual_seed(0)
     layer, x = rc.MemoryLayer(D, 2, recipe), torch.randn(B, T, D)
-    same(pulled(compiled(layer), layer, x), pulled(layer, layer, x))
+    check(run(compiled(layer), layer, x), run(layer, layer, x))
 
 
-def test_a_second_gradient_is_refused_by_torch_and_not_wrong() -> None:
-    layer, x = built("gated_delta_net"), torch.randn(1, 5, D, requires_grad=True)
+def test_second_gradient_raises() -> None:
+    layer, x = build("gated_delta_net"), torch.randn(1, 5, D, requires_grad=True)
     y, _ = compiled(layer)(x, output_final_state=False)
     (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
@@ -286,8 +286,8 @@ def names_of(batches: Sequence[int]) -> list[str]:
     return result
 
 
-def test_a_name_says_what_is_bound_in_every_process() -> None:
-    """Compiled graphs are kept on disk with the name in them."""
+def test_names_of_bindings_are_equal_in_every_process() -> None:
+    """Compiled graphs are stored on disk and contain the name."""
     four, eight, repeated = names_of([4, 8, 4])
     assert four == repeated != eight
     code = (
@@ -300,12 +300,12 @@ def test_a_name_says_what_is_bound_in_every_process() -> None:
     assert output.stdout.split() == [eight, four]
 
 
-def test_two_that_say_the_same_and_are_not_one_have_two_names() -> None:
+def test_equal_looking_classes_have_different_names() -> None:
     def layer() -> rc.MemoryLayer:
-        class Own(rc.bias.L2):
-            """Written anew at every call, as in a notebook."""
+        class Custom(rc.bias.L2):
+            """A class that is defined again at every call, as in a notebook."""
 
-        return rc.MemoryLayer(D, 2, rc.Recipe(bias=Own()))
+        return rc.MemoryLayer(D, 2, rc.Recipe(bias=Custom()))
 
     one, other = layer(), layer()
     assert one._bound.name != other._bound.name
@@ -325,7 +325,7 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-def test_graphs_that_another_process_left_on_disk(tmp_path: Path) -> None:
+def test_graphs_cached_on_disk_by_another_process(tmp_path: Path) -> None:
     for batch in (4, 8):
         output = subprocess.run(
             [sys.executable, "-c", INDUCTOR, str(batch)],

@@ -1,11 +1,11 @@
 """Every engine against the reference: outputs, final state, and every gradient.
 
-An engine joins by standing in `select.ENGINES`, a recipe by standing in `RECIPES`. A pair that an
-engine refuses asserts the stated reason.
+`select.ENGINES` lists the engines and `RECIPES` the recipes. For an unsupported pair the test
+checks the stated reason.
 
-Tolerances: in float64 both sides compute the same sums in another order, a few hundred terms of
-order 1, so 1e-10 is norm-wise rounding with room for a triangular solve's condition. In float32
-the issue asks for 1e-5 (gradients 1e-4), in bf16 (8 bits of mantissa, 4e-3 per input) for 2e-2.
+Tolerances: in float64 both sides compute equal sums in another order, a few hundred terms of order
+1, so 1e-10 is a norm-wise rounding error with a margin for the condition of a triangular solve. In
+float32 the tolerance is 1e-5 (gradients 1e-4), in bf16 (8 bits of mantissa, 4e-3 per input) 2e-2.
 """
 
 from __future__ import annotations
@@ -169,13 +169,18 @@ for name, lifted in LIFTED.items():
 ZOO["dpfp"] = rc.Recipe(features=rc.features.Dpfp(normalize=True))
 
 
+def _decay_name(retention: rc.retention.Retention) -> str:
+    decay = retention.decay
+    return "keep" if decay is None else f"{decay.per}, {decay.when}"
+
+
 def _structures() -> dict[str, rc.Recipe]:
-    """Every way in which the parts of the linear recursion meet."""
+    """Return recipes for every combination of the parts of the linear recursion."""
     result: dict[str, rc.Recipe] = {}
     decays = [None, *itertools.product(("head", "key", "value", "key_value"), ("after", "before"))]
     rules = (GD(), Momentum(), Momentum(momentum_on="value"))
     for bias, decay, rule, c in itertools.product((L2, Dot), decays, rules, (1, 3)):
-        kept = rc.retention.Keep() if decay is None else Decay(per=decay[0], when=decay[1])
+        gate = rc.retention.Keep() if decay is None else Decay(per=decay[0], when=decay[1])
         name = "-".join(
             [
                 type(bias).__name__,
@@ -185,7 +190,7 @@ def _structures() -> dict[str, rc.Recipe]:
             ]
         )
         context = rc.context.Online() if c == 1 else Window(size=c)
-        result[name] = rc.Recipe(bias=bias, retention=kept, algorithm=rule, context=context)
+        result[name] = rc.Recipe(bias=bias, retention=gate, algorithm=rule, context=context)
     initial, key = Decay(when="before"), Decay(per="key")
     for name, rule in (
         ("implicit", Implicit()),
@@ -198,9 +203,8 @@ def _structures() -> dict[str, rc.Recipe]:
         ("static rate", GD(lr="learned")),
         ("log rate", GD(lr="log_input")),
     ):
-        for kept in (rc.retention.Keep(), Decay(), initial, Decay(per="key_value", when="before")):
-            what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
-            result[f"{name}, {what}"] = rc.Recipe(algorithm=rule, retention=kept)
+        for gate in (rc.retention.Keep(), Decay(), initial, Decay(per="key_value", when="before")):
+            result[f"{name}, {_decay_name(gate)}"] = rc.Recipe(algorithm=rule, retention=gate)
     result["window of one"] = rc.Recipe(context=Window(size=1))
     result["window of one, value momentum"] = rc.Recipe(
         context=Window(size=1), algorithm=Momentum(momentum_on="value"), retention=initial
@@ -220,27 +224,26 @@ def _structures() -> dict[str, rc.Recipe]:
             result[features.title] = rc.Recipe(features=features, retention=Decay(per="key"))
     for decay in (None, "head", "key", "value"):
         for bias, rule in itertools.product((L2, Dot), (GD(per="value"), Momentum())):
-            kept = rc.retention.Keep() if decay is None else Decay(per=decay)
+            gate = rc.retention.Keep() if decay is None else Decay(per=decay)
             name = f"vector, {type(bias).__name__}, {decay}, {type(rule).__name__}"
-            result[name] = rc.Recipe(memory=Vector(), bias=bias, retention=kept, algorithm=rule)
+            result[name] = rc.Recipe(memory=Vector(), bias=bias, retention=gate, algorithm=rule)
     result["vector, window"] = rc.Recipe(memory=Vector(), context=Window(size=2), retention=initial)
     for at, write, per in itertools.product(("token", "key"), ("key", "probe"), ("head", "key")):
         probe = Probe(at=at, write=write, per=per)
-        for kept in (rc.retention.Keep(), key, initial):
-            what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
-            name = f"probe at {at}, written at {write}, {per}, {what}"
-            result[name] = rc.Recipe(bias=rc.bias.L2(probe=probe), retention=kept)
-    for rate, bias, when in itertools.product(
+        for gate in (rc.retention.Keep(), key, initial):
+            name = f"probe at {at}, written at {write}, {per}, {_decay_name(gate)}"
+            result[name] = rc.Recipe(bias=rc.bias.L2(probe=probe), retention=gate)
+    for rate, bias, order in itertools.product(
         ("input", "input_scaled", "learned", 0.9), (L2, Dot), ("after", "before")
     ):
-        kept = Decay(per="entry", alpha=rate, when=when)
-        result[f"entry, {rate}, {type(bias).__name__}, {when}"] = rc.Recipe(
-            bias=bias, retention=kept
+        gate = Decay(per="entry", alpha=rate, when=order)
+        result[f"entry, {rate}, {type(bias).__name__}, {order}"] = rc.Recipe(
+            bias=bias, retention=gate
         )
-    for bias, when in itertools.product((L2, Dot), ("after", "before")):
-        kept = Decay(alpha="input_scaled", when=when)
-        result[f"head, input_scaled, {type(bias).__name__}, {when}"] = rc.Recipe(
-            bias=bias, retention=kept
+    for bias, order in itertools.product((L2, Dot), ("after", "before")):
+        gate = Decay(alpha="input_scaled", when=order)
+        result[f"head, input_scaled, {type(bias).__name__}, {order}"] = rc.Recipe(
+            bias=bias, retention=gate
         )
     entry = Decay(per="entry", alpha="input_scaled")
     for name, changes in (
@@ -256,9 +259,10 @@ def _structures() -> dict[str, rc.Recipe]:
     result["probe, rate per value"] = rc.Recipe(
         bias=rc.bias.L2(probe=Probe(write="probe")), algorithm=GD(per="value")
     )
-    for kept in (rc.retention.Keep(), initial, key):
-        what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
-        result[f"two steps, {what}"] = rc.Recipe(algorithm=GD(updates_per_token=2), retention=kept)
+    for gate in (rc.retention.Keep(), initial, key):
+        result[f"two steps, {_decay_name(gate)}"] = rc.Recipe(
+            algorithm=GD(updates_per_token=2), retention=gate
+        )
     for per in ("head", "key", "value"):
         result[f"two steps, dot product, {per}"] = rc.Recipe(
             bias=Dot, algorithm=GD(updates_per_token=2), retention=Decay(per=per)
@@ -316,7 +320,7 @@ def _structures() -> dict[str, rc.Recipe]:
 
 
 def _solvers() -> dict[str, rc.Recipe]:
-    """Least squares in all its forms, and what stands between it and linear attention."""
+    """Return all forms of least squares, and the recipes between them and linear attention."""
     result: dict[str, rc.Recipe] = {}
     pasts = {
         "all": Prefix(),
@@ -358,7 +362,7 @@ def _solvers() -> dict[str, rc.Recipe]:
 
 STRUCTURES = _structures()
 
-# What needs more than the linear recursion, for the engines that can.
+# Recipes beyond the linear recursion, for the engines that support them.
 DEEP: dict[str, rc.Recipe] = {
     "titans": rc.Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch_size=4)),
     "moneta": rc.Recipe(
@@ -424,11 +428,11 @@ RECIPES = {**ZOO, **STRUCTURES, **DEEP, **SOLVERS}
 FAST = [engine for engine in ENGINES if engine.name != "reference"]
 
 
-def able(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
-    """The (engine, recipe) pairs that run.
+def pairs(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
+    """Return the (engine, recipe) pairs that run.
 
-    A recipe is fast in the engine that it gets by itself, and slow in those that it must be asked
-    for by name: mostly the deep one with a memory that is linear.
+    A recipe is fast in the engine that is selected for it, and slow in other engines, mostly the
+    deep engine with a linear memory.
     """
     pairs, selected = [], set()
     for engine in FAST:
@@ -442,36 +446,36 @@ def able(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
     return pairs
 
 
-def test_the_lists_reach_every_engine() -> None:
-    reached = {parameter.values[0] for parameter in able(RECIPES)}
+def test_recipes_cover_every_engine() -> None:
+    reached = {parameter.values[0] for parameter in pairs(RECIPES)}
     assert reached == {engine.name for engine in FAST}
 
 
-def test_named_systems_are_those_of_the_zoo() -> None:
+def test_named_systems_equal_the_zoo() -> None:
     for name in rc.zoo.names():
         if name in ZOO:
             assert rc.zoo.get(name).recipe.canonical() == ZOO[name].canonical() or name in (
                 "lightning_attention", "sliding_window_attention", "qk_norm_attention", "moba",
                 "geometric_rls", "local_linear_attention",
-            ), name  # other sizes, the same structure  # fmt: skip
+            ), name  # other sizes, equal structure  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_named_systems_need_no_reference(name: str) -> None:
+def test_named_systems_run_on_a_fast_engine(name: str) -> None:
     assert any(not engine.unsupported_reasons(ZOO[name]) for engine in FAST)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(RECIPES))
+@pytest.mark.parametrize(("method", "recipe"), pairs(RECIPES))
 def test_equals_the_reference(method: str, recipe: rc.Recipe) -> None:
-    """13 tokens in chunks of 4: three whole ones and an odd rest."""
+    """13 tokens in chunks of 4: three full chunks and a remainder of one."""
     check_agrees(recipe, inputs_for(recipe, B=1, T=13, H=2), method, chunk_size=4)
 
 
-# 65 tokens are a chunk and a rest of one.
+# 65 tokens are a chunk and a remainder of one.
 @pytest.mark.parametrize(
     "T", [1, 65, *(pytest.param(T, marks=pytest.mark.slow) for T in (2, 63, 64, 200))]
 )
-@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+@pytest.mark.parametrize(("method", "recipe"), pairs(ZOO))
 def test_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
     check_lengths(recipe, inputs_for(recipe, B=1, T=T, H=1), method)
 
@@ -486,70 +490,70 @@ LONG = {
 
 
 @pytest.mark.parametrize("T", [1, 2, 65])
-@pytest.mark.parametrize(("method", "recipe"), able(LONG))
+@pytest.mark.parametrize(("method", "recipe"), pairs(LONG))
 def test_gradients_at_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
     check_agrees(recipe, inputs_for(recipe, B=1, T=T, H=1), method)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [63, 64, 200])
-@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+@pytest.mark.parametrize(("method", "recipe"), pairs(ZOO))
 def test_gradients_at_all_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
     check_agrees(recipe, inputs_for(recipe, B=1, T=T, H=1), method)
 
 
-SOME = {**ZOO, **dict(list(STRUCTURES.items())[::4]), **dict(list(SOLVERS.items())[::3])}
+SAMPLE = {**ZOO, **dict(list(STRUCTURES.items())[::4]), **dict(list(SOLVERS.items())[::3])}
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+@pytest.mark.parametrize(("method", "recipe"), pairs(SAMPLE))
 def test_any_split_and_chunk(method: str, recipe: rc.Recipe) -> None:
-    """Pieces of 0, 1 and more tokens, one token at a time, and chunks of any size."""
+    """Pieces of 0, 1 and more tokens, single tokens, and chunks of any size."""
     check_chunks_and_splits(recipe, inputs_for(recipe, B=2, T=19, H=2), method)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+@pytest.mark.parametrize(("method", "recipe"), pairs(SAMPLE))
 def test_engines_continue_each_others_states(method: str, recipe: rc.Recipe) -> None:
     check_handover(recipe, inputs_for(recipe, B=1, T=11, H=2), method)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(LONG))
+@pytest.mark.parametrize(("method", "recipe"), pairs(LONG))
 def test_gradients_cross_splits(method: str, recipe: rc.Recipe) -> None:
     check_gradients_across_splits(recipe, inputs_for(recipe, B=1, T=11, H=1), method, [4, 5])
 
 
-@pytest.mark.parametrize("where", MASKS)
-@pytest.mark.parametrize(("method", "recipe"), able(SOME))
-def test_masked_rows_run_alone(method: str, recipe: rc.Recipe, where: str) -> None:
-    check_masks(recipe, inputs_for(recipe, B=2, T=9), method, MASKS[where], chunk_size=4)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("method", "recipe"), pairs(SAMPLE))
+def test_masked_rows_run_separately(method: str, recipe: rc.Recipe, mask: str) -> None:
+    check_masks(recipe, inputs_for(recipe, B=2, T=9), method, MASKS[mask], chunk_size=4)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(SOME))
-def test_packed_documents_run_alone(method: str, recipe: rc.Recipe) -> None:
-    """Lengths 1, 0, 7 and 4, twice in a row: the second time they continue."""
+@pytest.mark.parametrize(("method", "recipe"), pairs(SAMPLE))
+def test_packed_documents_run_separately(method: str, recipe: rc.Recipe) -> None:
+    """Lengths 1, 0, 7 and 4, in two calls: the second call continues the first."""
     check_packing(recipe, inputs_for(recipe, B=1, T=12), PACKED, method)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+@pytest.mark.parametrize(("method", "recipe"), pairs(SAMPLE))
 def test_grouped_heads(method: str, recipe: rc.Recipe) -> None:
     check_agrees(recipe, inputs_for(recipe, B=1, T=6, H=2, G=3), method, chunk_size=4)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+@pytest.mark.parametrize(("method", "recipe"), pairs(ZOO))
 def test_strides_do_not_matter(method: str, recipe: rc.Recipe) -> None:
-    """Every second channel of a wider tensor, as a fused projection would hand over."""
+    """Every second channel of a wider tensor, as from a fused projection."""
     check_strides(recipe, inputs_for(recipe, B=2, T=9, H=2), method)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
-def test_each_input_differentiates_alone(method: str, recipe: rc.Recipe) -> None:
-    """A gradient does not depend on which other inputs ask for one."""
+@pytest.mark.parametrize(("method", "recipe"), pairs(ZOO))
+def test_gradients_of_single_inputs(method: str, recipe: rc.Recipe) -> None:
+    """A gradient does not depend on the other inputs that require gradients."""
     x = inputs_for(recipe, B=1, T=6, H=2)
     check_single_gradients(recipe, x, engine=method, chunk_size=4)
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+@pytest.mark.parametrize(("method", "recipe"), pairs(ZOO))
 def test_single_precision(method: str, recipe: rc.Recipe) -> None:
-    """Against the same engine in float64, which the tests above hold to the reference."""
+    """float32 against float64 of the engine, which the tests above compare with the reference."""
     x = inputs_for(recipe, B=1, T=200, H=2, K=16, V=16)
     expected, expected_state, slopes = generate.gradients(recipe, x, engine=method)
     y, state, grads = generate.gradients(recipe, x.map_tensors(Tensor.float), engine=method)
@@ -565,11 +569,11 @@ def test_single_precision(method: str, recipe: rc.Recipe) -> None:
     assert wrong < SINGLE_GRADIENT, f"gradient of {name}: {wrong:.1e}"
 
 
-# Which blocks are the best may change with the last bit of a half-precision score.
+# The selected blocks can change with the last bit of a half-precision score.
 SMOOTH = {name: recipe for name, recipe in ZOO.items() if name != "moba"}
 
 
-@pytest.mark.parametrize(("method", "recipe"), able(SMOOTH))
+@pytest.mark.parametrize(("method", "recipe"), pairs(SMOOTH))
 def test_half_precision(method: str, recipe: rc.Recipe) -> None:
     x = inputs_for(recipe, B=1, T=200, H=2, K=16, V=16)
     expected, _ = generate.run_recall(recipe, x, engine=method)
@@ -596,9 +600,9 @@ DECAYING = {
 
 
 @pytest.mark.parametrize("T", [300, pytest.param(8192, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("method", "recipe"), able(DECAYING))
+@pytest.mark.parametrize(("method", "recipe"), pairs(DECAYING))
 def test_extreme_decays_are_finite(method: str, recipe: rc.Recipe, T: int) -> None:
-    """−50 per token, mixed with 0 and −1e-3, in float32: no NaN, no overflow, also backwards."""
+    """−50 per token, mixed with 0 and −1e-3, in float32: no NaN and no overflow in any gradient."""
     x = inputs_for(recipe, B=1, T=T, H=1, K=8, V=8).map_tensors(Tensor.float)
     x.gates["log_decay"].copy_(_mixed(x.gates["log_decay"], -50.0))
     y, state, slopes = generate.gradients(recipe, x, engine=method)
@@ -613,7 +617,7 @@ def _mixed(like: Tensor, extreme: float) -> Tensor:
 
 
 @pytest.mark.parametrize("spread", ["mixed", "all"])
-@pytest.mark.parametrize(("method", "recipe"), able(DECAYING))
+@pytest.mark.parametrize(("method", "recipe"), pairs(DECAYING))
 def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread: str) -> None:
     """Per-channel decays down to −20 per token: float32 within 1e-5 of the float64 reference."""
     x = inputs_for(recipe, B=1, T=70, H=1, K=8, V=8)
@@ -628,8 +632,8 @@ def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread:
 
 
 @pytest.mark.parametrize("engine", FAST, ids=lambda engine: engine.name)
-def test_refusals_state_their_reason(engine: Engine) -> None:
-    """A method asked for by name that cannot run says why, and which can."""
+def test_errors_of_unsupported_pairs_state_the_reason(engine: Engine) -> None:
+    """The error of a requested engine states the reason and the engines that run."""
     refused = [recipe for recipe in RECIPES.values() if engine.unsupported_reasons(recipe)]
     assert refused
     for recipe in refused:

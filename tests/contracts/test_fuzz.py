@@ -1,6 +1,6 @@
-"""Random recipes: what validates runs, splits, round-trips, differentiates, and agrees.
+"""Random recipes that validate run, split, serialise, differentiate, and agree with the reference.
 
-A draw either raises `RecipeError` when it is made, or all that `check_recipe` asks holds for it.
+A draw raises `RecipeError` at construction or passes `check_recipe`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CI, ALL = 25, 1000
 
 
 def sweep(count: int) -> None:
-    """Check ``count`` valid recipes, and that what is refused is refused with a reason."""
+    """Check ``count`` valid recipes, and that every refusal has a reason."""
     done, index, refused = 0, 0, 0
     failures: list[str] = []
     while done < count:
@@ -38,7 +38,7 @@ def sweep(count: int) -> None:
         done, index = done + 1, index + 1
     print(f"{count} valid of {index} draws ({count / index:.0%}); {refused} refused with a reason")
     assert not failures, f"{len(failures)} of {count} fail:\n" + "\n".join(failures[:20])
-    # Fewer would mean that validation refuses, or the generator draws, next to nothing.
+    # Fewer would mean that validation refuses almost all draws.
     assert count / index > 0.1
 
 
@@ -52,8 +52,8 @@ def test_many_random_recipes() -> None:
 
 
 def test_every_member_is_drawn() -> None:
-    """Among the recipes of the slow sweep every registered member stands in a valid one."""
-    names = {cls.__name__ for cls in all_members() if generate.drawn(cls)}
+    """Every registered member is part of a valid recipe of the slow sweep."""
+    names = {cls.__name__ for cls in all_members() if generate.is_drawn(cls)}
     recorded: set[str] = set()
     for _, recipe in generate.valid(ALL):
         waiting = list(recipe.members())

@@ -1,4 +1,4 @@
-"""Where two modes meet: states that cross from one to another, checkpoints, torch's kernels."""
+"""Combinations of modes: states that change mode, checkpoints, and torch's kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import recollect as rc
 ROUNDING = 1e-9
 PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
 
-# Least squares, local polynomials, and the platform's softmax on a CPU.
+# Least squares, local polynomials, and scaled dot-product attention on a CPU.
 ONE_DERIVATIVE = {
     "ffn_normalized", "fox", "gated_kalmanet", "geometric_rls", "local_linear_attention",
     "local_quadratic_attention", "memory_mosaics", "mesa_net", "moba", "parallax",
@@ -34,8 +34,8 @@ def inputs(name: str, T: int = 5) -> generate.Inputs:
     return generate.inputs(recipe, B=1, T=T, H=1, K=K, V=V)
 
 
-def bend(name: str, x: generate.Inputs) -> dict[str, Tensor]:
-    """Gradients of the squared gradient of the outputs."""
+def differentiate_twice(name: str, x: generate.Inputs) -> dict[str, Tensor]:
+    """Return gradients of the squared gradient of the outputs."""
     leaves = x.with_grad()
     y, _ = generate.run_recall(PRESETS[name], leaves)
     named = {n: a for n, a in leaves.tensors().items() if n in ("q", "k", "v")}
@@ -51,17 +51,17 @@ def bend(name: str, x: generate.Inputs) -> dict[str, Tensor]:
 def test_no_other_preset_refuses_a_second_derivative(name: str) -> None:
     if name in ONE_DERIVATIVE:
         with pytest.raises(rc.RecipeError, match="can be differentiated once, not its gradient"):
-            bend(name, inputs(name))
+            differentiate_twice(name, inputs(name))
     else:
-        bend(name, inputs(name))
+        differentiate_twice(name, inputs(name))
 
 
 @pytest.mark.parametrize("name", sorted(PLATFORM))
-def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> None:
-    """Which kernel runs is torch's choice: only fused ones have a single derivative."""
+def test_math_kernel_has_second_derivatives(name: str) -> None:
+    """Torch selects the kernel, and only fused kernels lack a second derivative."""
     x = inputs(name)
     with sdpa_kernel(SDPBackend.MATH):
-        result = bend(name, x)
+        result = differentiate_twice(name, x)
 
         def squared(q: Tensor) -> float:
             leaves = x.replace_tensors({"q": q}).with_grad()
@@ -69,14 +69,16 @@ def test_the_platforms_plain_kernel_can_be_differentiated_twice(name: str) -> No
             slopes = torch.autograd.grad(y.square().sum(), [leaves.q, leaves.k, leaves.v])
             return float(sum(g.square().sum() for g in slopes))
 
-        way = torch.randn(x.q.shape, generator=torch.Generator().manual_seed(3), dtype=x.q.dtype)
+        direction = torch.randn(
+            x.q.shape, generator=torch.Generator().manual_seed(3), dtype=x.q.dtype
+        )
         h = 1e-5
-        slope = (squared(x.q + h * way) - squared(x.q - h * way)) / (2 * h)
-    assert abs(float((result["q"] * way).sum()) - slope) < 1e-6 * max(1.0, abs(slope))
+        slope = (squared(x.q + h * direction) - squared(x.q - h * direction)) / (2 * h)
+    assert abs(float((result["q"] * direction).sum()) - slope) < 1e-6 * max(1.0, abs(slope))
 
 
 @pytest.mark.parametrize("name", generate.first_presets())
-def test_a_state_made_in_inference_mode_is_trained_through(name: str) -> None:
+def test_training_continues_a_state_of_inference_mode(name: str) -> None:
     x = inputs(name, T=6)
     with torch.inference_mode():
         _, inside = generate.run_recall(
@@ -88,8 +90,8 @@ def test_a_state_made_in_inference_mode_is_trained_through(name: str) -> None:
     for state in (inside, outside):
         leaves = x.slice_tokens(3, 6).with_grad()
         y, _ = generate.run_recall(PRESETS[name], leaves, state=state)
-        given = [leaves.q, leaves.k, leaves.v]
-        slopes.append(torch.autograd.grad(y.square().sum(), given, materialize_grads=True))
+        qkv = [leaves.q, leaves.k, leaves.v]
+        slopes.append(torch.autograd.grad(y.square().sum(), qkv, materialize_grads=True))
     for result, expected in zip(*slopes, strict=True):
         assert generate.relative_error(result, expected) < ROUNDING
 
@@ -97,36 +99,36 @@ def test_a_state_made_in_inference_mode_is_trained_through(name: str) -> None:
 @pytest.mark.parametrize("name", ["rls", "geometric_rls", "mesa_net", "local_linear_attention",
                                   "gated_delta_net", "titans", "softmax_attention"])  # fmt: skip
 def test_checkpoints_under_create_graph(name: str) -> None:
-    """A checkpoint hands saved tensors out once."""
+    """A checkpoint returns saved tensors once."""
     recipe, slopes = PRESETS[name], []
-    for kept in (False, True):
+    for saves in (False, True):
         leaves = inputs(name).with_grad()
 
         def call(q: Tensor, k: Tensor, v: Tensor, x: generate.Inputs = leaves) -> Tensor:
             return rc.recall(recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init)[0]
 
-        given = (leaves.q, leaves.k, leaves.v)
-        y = checkpoint(call, *given, use_reentrant=False) if kept else call(*given)
-        slopes.append(torch.autograd.grad(y.square().sum(), given, create_graph=kept))
+        qkv = (leaves.q, leaves.k, leaves.v)
+        y = checkpoint(call, *qkv, use_reentrant=False) if saves else call(*qkv)
+        slopes.append(torch.autograd.grad(y.square().sum(), qkv, create_graph=saves))
     for result, expected in zip(slopes[1], slopes[0], strict=True):
         assert generate.relative_error(result, expected) < ROUNDING
 
 
-def test_reading_on_meta_has_a_shape() -> None:
-    """A device without autocast."""
+def test_read_on_the_meta_device() -> None:
+    """The meta device has no autocast."""
     recipe = rc.Recipe()
     q = torch.empty(1, 3, 2, 4, device="meta")
     y = rc.read(recipe, q, initial_memory=torch.empty(2, 5, 4, device="meta"))
     assert y.shape == (1, 3, 2, 5)
 
 
-def test_one_graph_holds_a_call_of_softmax_attention() -> None:
-    """Neither a cached property's lock, nor a look at a field, nor at a mode breaks it."""
+def test_softmax_attention_is_one_graph() -> None:
+    """Cached properties, field access and mode checks do not break the graph."""
     recipe = rc.zoo.get("softmax_attention").recipe
     x = inputs("softmax_attention", T=8).map_tensors(Tensor.float)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rc.recall(recipe, q, k, v, x.gates, params=x.params, initial_memory=x.init)[0]
 
-    told = torch._dynamo.explain(call)(x.q, x.k, x.v)
-    assert not told.break_reasons
+    report = torch._dynamo.explain(call)(x.q, x.k, x.v)
+    assert not report.break_reasons

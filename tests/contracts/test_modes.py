@@ -1,7 +1,7 @@
-"""Every mode in which torch can run a layer: exact in each, or one sentence that says why not.
+"""Every mode in which torch can run a layer gives exact results or one error.
 
-What these tests hold to the plain call is held to the reference and to finite differences by
-`test_fuzz` and `test_engines`; second derivatives are held to finite differences here.
+The plain call is the oracle here; `test_fuzz` and `test_engines` compare it with the reference and
+with finite differences. Second derivatives are compared with finite differences here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from recollect.testing.modes import (
 CI, ALL = 100, 1000
 
 PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
-DRAWN = {f"{index}": recipe for index, recipe in generate.valid(CI, seed=7)}
+RANDOM = {f"{index}": recipe for index, recipe in generate.valid(CI, seed=7)}
 METHODS = ("auto", "reference")
 
 ROUNDED_OFTEN = ("atlas_per_token", "memora_per_token")
-"""Their gradients go back through Newton–Schulz, or a softmax of logits times 64, at every token,
-in products that are torch's own and that autocast rounds."""
+"""Presets whose gradients pass Newton–Schulz, or a softmax of logits times 64, at every token.
+
+Autocast rounds these products of torch.
+"""
 
 
 def inputs(recipe: rc.Recipe, name: str) -> generate.Inputs:
@@ -45,37 +47,37 @@ def inputs(recipe: rc.Recipe, name: str) -> generate.Inputs:
     return x if y.abs().amax() < 1e3 else generate.scaled_down(recipe, x)
 
 
-def every(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
-    slow = PRESETS.keys() - {*generate.FIRST}  # drawn recipes have the others' mechanisms
+def params(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
+    slow = PRESETS.keys() - {*generate.FIRST}  # drawn recipes have the mechanisms of the others
     return [
         pytest.param(name, recipe, id=name, marks=[pytest.mark.slow] * (name in slow))
         for name, recipe in recipes.items()
     ]
 
 
-# Half of the drawn recipes below take the reference.
+# Half of the drawn recipes below use the reference.
 @pytest.mark.parametrize("method", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("name", "recipe"), every(PRESETS))
+@pytest.mark.parametrize(("name", "recipe"), params(PRESETS))
 def test_create_graph_changes_no_gradient(name: str, recipe: rc.Recipe, method: str) -> None:
     check_create_graph(recipe, inputs(recipe, name), method)
 
 
-@pytest.mark.parametrize(("name", "recipe"), every(PRESETS))
+@pytest.mark.parametrize(("name", "recipe"), params(PRESETS))
 def test_inference_mode_runs(name: str, recipe: rc.Recipe) -> None:
     for method in METHODS:
         check_inference(recipe, inputs(recipe, name), method)
 
 
-@pytest.mark.parametrize(("name", "recipe"), every(PRESETS))
+@pytest.mark.parametrize(("name", "recipe"), params(PRESETS))
 def test_autocast_copies_and_subsets(name: str, recipe: rc.Recipe) -> None:
     x = inputs(recipe, name)
     check_autocast(recipe, x)
     check_copies(recipe, x)
 
 
-@pytest.mark.parametrize(("name", "recipe"), every(PRESETS))
-def test_a_gradient_asked_for_inside_of_autocast(name: str, recipe: rc.Recipe) -> None:
-    """Written-out backward passes keep their precision; torch rounds the products of its own."""
+@pytest.mark.parametrize(("name", "recipe"), params(PRESETS))
+def test_gradient_under_autocast(name: str, recipe: rc.Recipe) -> None:
+    """Written-out backward passes keep their precision; torch rounds its own products."""
     K, V = generate.sizes(recipe, random.Random(0))
     x = generate.inputs(recipe, B=1, T=5, H=2, K=K, V=V, dtype=torch.float32).with_grad()
     y, _ = generate.run_recall(recipe, x)
@@ -93,7 +95,7 @@ def test_a_gradient_asked_for_inside_of_autocast(name: str, recipe: rc.Recipe) -
             torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().amax()) + 1e-6)
 
 
-@pytest.mark.parametrize(("name", "recipe"), every(DRAWN))
+@pytest.mark.parametrize(("name", "recipe"), params(RANDOM))
 def test_random_recipes_in_every_mode(name: str, recipe: rc.Recipe) -> None:
     x = inputs(recipe, name)
     if generate.is_ill_posed(recipe):
@@ -120,15 +122,15 @@ def test_a_layer_in_every_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", generate.first_presets())
-def test_a_layers_gradient_under_create_graph_is_its_gradient(name: str) -> None:
-    """In a layer, everything a memory is given depends on the same tokens and weights."""
+def test_layer_gradient_under_create_graph(name: str) -> None:
+    """Queries, keys, values and gates of a layer depend on one sequence and one set of weights."""
     layer = build_layer(name).double()
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     check_layer_gradients(layer, x)
 
 
 def test_generate_under_inference_mode() -> None:
-    """A deep memory, a kernel memory with an MLP, and one that decodes by its own path."""
+    """A deep memory, a kernel memory with an MLP, and a memory with its own decoding path."""
     for name in ("yaad", "deep_transformer", "titans"):
         torch.manual_seed(0)
         config = rc.lm.RecollectConfig.from_recipes(
@@ -151,13 +153,13 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = 
 }
 
 
-# Torch compiles rules of its own on the first dual tensor, by means that it has deprecated.
+# Torch compiles its rules on the first dual tensor by a deprecated function.
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
 @TORCH_WARNS
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_function_transforms_are_refused_in_a_sentence(transform: str) -> None:
+def test_function_transforms_raise(transform: str) -> None:
     recipe = rc.Recipe()
     x = generate.inputs(recipe, B=2, T=3, K=4, V=4)
     layer = build_layer("delta_net")
@@ -176,7 +178,7 @@ def test_function_transforms_are_refused_in_a_sentence(transform: str) -> None:
 
 
 @TORCH_WARNS
-def test_forward_mode_derivatives_are_refused_in_a_sentence() -> None:
+def test_forward_mode_derivatives_raise() -> None:
     recipe = rc.Recipe()
     x = generate.inputs(recipe, B=1, T=3, K=4, V=4)
     layer = build_layer("delta_net")
@@ -187,7 +189,7 @@ def test_forward_mode_derivatives_are_refused_in_a_sentence() -> None:
         tokens = torch.randn(1, 3, 32)
         with pytest.raises(RuntimeError, match="does not support forward-mode derivatives"):
             layer(torch.autograd.forward_ad.make_dual(tokens, torch.ones_like(tokens)))
-        layer(tokens)  # without a tangent nothing is asked for
+        layer(tokens)  # no error without a tangent
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""What a member of somebody's own package declares is read, and nothing else is assumed.
+"""Members of a user's package run by what they declare.
 
-`tests.contracts.outside` has the members; the suites that draw from the registry hold them to the
-reference in every combination. Here stand single faults, each named after what was wrong.
+`tests.contracts.outside` defines the members. Suites that draw from the registry compare them with
+the reference in every combination. This module holds single faults.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EXACT = 1e-10  # float64, another grouping of the same sums
 Solver = rc.algorithm.LeastSquares
 
 
-def same(recipe: rc.Recipe, engine: str, *, T: int = 9) -> None:
-    """The engine runs a recipe, and agrees with the reference in outputs, state and gradients."""
+def check(recipe: rc.Recipe, engine: str, *, T: int = 9) -> None:
+    """Compare outputs, state and gradients of the engine that runs a recipe with the reference."""
     assert select_engine(recipe).engine.name == engine
     x = generate.inputs(recipe, T=T)
     y, state, slopes = generate.gradients(recipe, x, engine=engine)
@@ -53,21 +53,21 @@ def same(recipe: rc.Recipe, engine: str, *, T: int = 9) -> None:
     assert generate.largest_error(slopes, twins)[0] < 1e-9
 
 
-# -- wrong numbers -----------------------------------------------------------------------------
+# -- declared structure ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["input", "learned", 0.3])
-def test_a_rate_per_value_channel_is_one_whatever_else_the_algorithm_lacks(
+def test_rate_per_value_channel_under_any_field_name(
     kind: float | str,
 ) -> None:
-    """Engine linear asked for a field ``per``, and was 1.70 off where there is none."""
+    """The linear engine reads the axes of the rate, and needs no field ``per``."""
     recipe = rc.Recipe(algorithm=ChannelRates(speeds=kind))
-    same(recipe, "linear")
+    check(recipe, "linear")
     x = generate.inputs(recipe, B=1, T=6, H=1)
     y, _ = generate.run_recall(recipe, x)
     assert x.init is not None
     W, outputs = x.init[0][0], []
-    for t in range(6):  # by hand
+    for t in range(6):  # the update by hand
         k, v = x.k[0, t, 0], x.v[0, t, 0]
         eta = kind if isinstance(kind, float) else x.params["lr"][0] if kind == "learned" else None
         eta = x.gates["lr"][0, t, 0] if eta is None else eta
@@ -76,17 +76,17 @@ def test_a_rate_per_value_channel_is_one_whatever_else_the_algorithm_lacks(
     torch.testing.assert_close(y[0, :, 0], torch.stack(outputs), atol=1e-11, rtol=1e-11)
 
 
-def test_a_rate_per_value_channel_in_every_engine_that_takes_it() -> None:
-    same(rc.Recipe(memory=rc.memory.MLP(), algorithm=ChannelRates(batch_size=3)), "deep")
-    same(rc.Recipe(bias=rc.bias.Huber(), algorithm=ChannelRates()), "deep")
+def test_rate_per_value_channel_in_every_engine() -> None:
+    check(rc.Recipe(memory=rc.memory.MLP(), algorithm=ChannelRates(batch_size=3)), "deep")
+    check(rc.Recipe(bias=rc.bias.Huber(), algorithm=ChannelRates()), "deep")
     with pytest.raises(rc.RecipeError, match="a step must be a multiple of the gradient"):
         rc.Recipe(features=rc.features.Exponential(), algorithm=ChannelRates())
 
 
 @pytest.mark.parametrize("form", ["refreshed", "decaying", "constant"])
 @pytest.mark.parametrize("algorithm", ["exact", "diagonal", "spectral", "conjugate_gradient"])
-def test_a_decay_is_one_whatever_its_field_is_called(form: str, algorithm: str) -> None:
-    """Engine least_squares asked for a field ``decay``, and was 0.40 off under other names."""
+def test_decay_under_any_field_name(form: str, algorithm: str) -> None:
+    """The least-squares engine finds the decay by its role, and not by a field ``decay``."""
     if algorithm == "exact":
         solver: rc.algorithm.Algorithm = Solver(ridge_schedule=form, refresh_every=4)
     else:
@@ -97,7 +97,7 @@ def test_a_decay_is_one_whatever_its_field_is_called(form: str, algorithm: str) 
         (Fading(forgetting=1.0, trust="input"), rc.context.Prefix(weight="input")),
     ):
         recipe = rc.Recipe(context=context, algorithm=solver)
-        same(recipe, "least_squares")
+        check(recipe, "least_squares")
         x = generate.inputs(recipe, T=9)
         y, expected = (generate.run_recall(r, x)[0] for r in (recipe, recipe.replace(context=twin)))
         assert torch.equal(y, expected)
@@ -114,10 +114,9 @@ def test_a_decay_is_one_whatever_its_field_is_called(form: str, algorithm: str) 
         {"algorithm": rc.algorithm.Analytic(ridge=1.0), "features": rc.features.Exponential()},
     ],
 )
-def test_a_context_without_numbers_weighs_all_of_the_past_alike(
+def test_context_without_numbers_weighs_all_associations_equally(
     changes: dict[str, rc.choices.member.Member],
 ) -> None:
-    """It was accepted, explained, and ended in a KeyError 'weight' or 'log_decay'."""
     recipe = rc.Recipe(context=Everything(), **changes)  # type: ignore[arg-type]
     x = generate.inputs(recipe, T=7)
     y, _ = generate.run_recall(recipe, x)
@@ -126,19 +125,19 @@ def test_a_context_without_numbers_weighs_all_of_the_past_alike(
     assert "Σ_(i≤t)" in str(rc.explain(recipe))
 
 
-def test_a_horizon_is_one_whatever_its_field_is_called() -> None:
+def test_horizon_under_any_field_name() -> None:
     recipe = rc.Recipe(context=Latest(reach=3))
-    same(recipe, "linear")
+    check(recipe, "linear")
     x = generate.inputs(recipe, T=7)
     window = recipe.replace(context=rc.context.Window(size=3, gated=False))
     assert torch.equal(generate.run_recall(recipe, x)[0], generate.run_recall(window, x)[0])
     assert str(rc.explain(recipe)).splitlines()[1:3] == str(rc.explain(window)).splitlines()[1:3]
 
 
-def test_a_residual_is_one_whatever_its_field_is_called() -> None:
-    """A chain asks whether the raw key is added, which the memory answers from its own field."""
+def test_residual_under_any_field_name() -> None:
+    """A chain adds the raw key when the memory's `residual` is true, under any field name."""
     recipe = rc.Recipe(memory=Skipping(skip=True), algorithm=rc.algorithm.Momentum(batch_size=3))
-    same(recipe, "deep")
+    check(recipe, "deep")
     with pytest.raises(rc.RecipeError, match="needs K = V"):
         recipe.axes(4, 3)
 
@@ -153,21 +152,21 @@ def test_a_residual_is_one_whatever_its_field_is_called() -> None:
         (Emphasis(), True),
     ],
 )
-def test_an_end_of_ones_own(loss: rc.bias.Bias, normalize: bool) -> None:
-    """What follows the maps of a chain may be anything, and bound what the memory says."""
+def test_custom_output_map(loss: rc.bias.Bias, normalize: bool) -> None:
+    """The map after the last linear map of a chain may be any function, also a bounded one."""
     rule = rc.algorithm.Momentum(batch_size=3, normalized_steps=normalize)
     plain = rc.Recipe(bias=loss, retention=rc.retention.Decay(), algorithm=rule)
     for memory in (Folded(), Spread(), Spread(mixes=False)):
         recipe = plain.replace(memory=memory)
         assert chain_of(recipe) is not None
-        same(recipe, "deep")
+        check(recipe, "deep")
 
 
-def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:
-    """A bias's param declared with log=True ended in a KeyError."""
+def test_logarithmic_param_of_a_bias() -> None:
+    """A param of a bias that is declared with log=True reaches the loss as a logarithm."""
     for scale in ("learned", "input", 0.7):
         for memory in (rc.memory.Matrix(), rc.memory.MLP(residual=False)):
-            same(rc.Recipe(bias=Tempered(scale=scale), memory=memory), "deep")
+            check(rc.Recipe(bias=Tempered(scale=scale), memory=memory), "deep")
         full = rc.Recipe(
             bias=Tempered(scale=scale),
             context=rc.context.Prefix(),
@@ -176,51 +175,49 @@ def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:
         assert torch.isfinite(generate.run_recall(full, generate.inputs(full))[0]).all()
 
 
-def test_an_algorithm_without_a_rate_takes_steps_at_rate_one_with_a_probe() -> None:
-    """Its engines asked for the quantity 'lr' and ended in a KeyError."""
-
+def test_algorithm_without_a_rate_steps_at_rate_one_with_a_probe() -> None:
     recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=FullPass())
-    same(recipe, "linear")
+    check(recipe, "linear")
     one = recipe.replace(algorithm=rc.algorithm.GradientDescent(lr=1.0))
     x = generate.inputs(recipe)
     assert torch.equal(generate.run_recall(recipe, x)[0], generate.run_recall(one, x)[0])
-    same(recipe.replace(features=rc.features.Exponential()), "kernel")
+    check(recipe.replace(features=rc.features.Exponential()), "kernel")
 
 
-def test_a_decay_that_stands_in_another_field_survives_the_canonical_form() -> None:
-    """`canonical` replaced a field ``decay`` that was not there."""
+def test_canonical_form_keeps_a_decay_under_any_field_name() -> None:
+    """`canonical` needs no field ``decay``."""
     decay = rc.retention.Decay(alpha=0.8, per="key")
     recipe = rc.Recipe(retention=Damped(forget=decay))
     simple = recipe.canonical()
     x = generate.inputs(recipe)
     torch.testing.assert_close(generate.run_recall(simple, x)[0], generate.run_recall(recipe, x)[0])
-    same(recipe, "deep")
+    check(recipe, "deep")
 
 
-def test_a_link_of_ones_own_has_nothing_to_read_before_the_write() -> None:
-    """The library's links were refused; one from outside read A in place of W after a split."""
+def test_custom_link_refuses_a_read_before_the_write() -> None:
+    """A read before the write is refused for every retention with a link."""
     early = rc.memory.Matrix(read=rc.memory.Read(when="before"))
     for retention in (Damped(), rc.retention.Ball()):
         with pytest.raises(rc.RecipeError, match=f"{retention.title} puts a link between them"):
             rc.Recipe(memory=early, retention=retention)
 
 
-def test_a_matrix_of_a_users_own_runs_where_the_librarys_does() -> None:
+def test_custom_matrix_runs_on_the_linear_engine() -> None:
     recipe = rc.Recipe(memory=Plane(), retention=rc.retention.Decay())
-    same(recipe, "linear")
+    check(recipe, "linear")
     x = generate.inputs(recipe)
     twin = recipe.replace(memory=rc.memory.Matrix())
     assert torch.equal(generate.run_recall(recipe, x)[0], generate.run_recall(twin, x)[0])
 
 
-def test_a_blocks_length_is_no_windows_length() -> None:
-    """Keys of a feed-forward network were rounded up to a multiple of any field ``size``."""
+def test_block_length_is_not_a_window_size() -> None:
+    """Only blocks round up the number of keys of a feed-forward network, not any field ``size``."""
     assert rc.context.TopBlocks(size=4, top_k=1).block == 4
     assert rc.context.Window(size=4, gated=False).block == 1
     assert Latest(reach=4).block == 1
 
 
-# -- what nobody would read is refused ---------------------------------------------------------
+# -- declarations that no engine reads are refused ---------------------------------------------
 
 
 def _algorithm(**body: object) -> rc.algorithm.Algorithm:
@@ -256,7 +253,7 @@ def _update(self: object, slots: Values, step: rc.algorithm.Step) -> tuple[Value
 
 
 _ALL_PAST = property(lambda self: None)
-_SOME = property(lambda self: 3)
+_THREE = property(lambda self: 3)
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a rate per key channel": (
@@ -335,7 +332,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a decay inside a horizon": (
         lambda: rc.Recipe(
-            context=_context(horizon=_SOME, decay=rc.quantity(0.9, log=True, role="decay"))
+            context=_context(horizon=_THREE, decay=rc.quantity(0.9, log=True, role="decay"))
         ),
         "the quantity 'log_decay' with axes",
     ),
@@ -401,19 +398,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_engine_would_read_is_refused_when_it_is_made(
+def test_unread_declarations_are_refused_at_construction(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, sentence = REFUSED[name]
     registry = dict(rc.choices.member._REGISTRY)
-    monkeypatch.setattr(rc.choices.member, "_REGISTRY", registry)  # these classes do not stay
+    monkeypatch.setattr(rc.choices.member, "_REGISTRY", registry)  # without these classes later
     with pytest.raises(rc.RecipeError, match=sentence) as caught:
         make()
     assert "\n" not in str(caught.value)
 
 
-def test_a_loss_may_call_its_number_weight_where_nobody_else_would_read_it() -> None:
-    """A name is taken only where an engine reads it."""
+def test_loss_may_name_a_quantity_weight() -> None:
+    """A name is reserved only if an engine reads it."""
 
     @rc.member
     class Weighed(rc.bias.Bias):
@@ -425,7 +422,7 @@ def test_a_loss_may_call_its_number_weight_where_nobody_else_would_read_it() -> 
             return 0.5 * (gates["weight"] * (prediction - value).square()).sum(-1)
 
     recipe = rc.Recipe(bias=Weighed(), algorithm=LookAhead())
-    same(recipe, "deep")
+    check(recipe, "deep")
 
 
 # -- a probe's numbers travel ------------------------------------------------------------------
@@ -433,8 +430,8 @@ def test_a_loss_may_call_its_number_weight_where_nobody_else_would_read_it() -> 
 
 @pytest.mark.parametrize("write", ["key", "probe"])
 @pytest.mark.parametrize("per", ["head", "key"])
-def test_each_association_of_a_token_is_probed_at_its_own_key(write: str, per: str) -> None:
-    """All sub-steps of a token shared one ``probe`` and one ``erase``."""
+def test_probe_per_association_equals_a_loop(write: str, per: str) -> None:
+    """Sub-steps of a token have separate ``probe`` and ``erase`` gates."""
     probe = rc.bias.Probe(write=write, per=per)
     recipe = rc.Recipe(
         bias=rc.bias.L2(probe=probe),
@@ -442,7 +439,7 @@ def test_each_association_of_a_token_is_probed_at_its_own_key(write: str, per: s
         algorithm=rc.algorithm.GradientDescent(updates_per_token=3),
     )
     assert all(gate.per_association for gate in probe.gates())
-    same(recipe, "linear")
+    check(recipe, "linear")
     x = generate.inputs(recipe, B=1, T=5, H=1)
     assert x.gates["probe"].shape == (1, 5, 1, 3, 4)
     assert x.gates["erase"].shape == ((1, 5, 1, 3, 4) if per == "key" else (1, 5, 1, 3))
@@ -450,15 +447,15 @@ def test_each_association_of_a_token_is_probed_at_its_own_key(write: str, per: s
     y, _ = generate.run_recall(recipe, leaves)
     assert leaves.init is not None
     W, outputs = leaves.init[0][0], []
-    for t in range(5):  # by hand
+    for t in range(5):  # the update by hand
         alpha = leaves.gates["log_decay"][0, t, 0].exp()
         for j in range(3):
             k, v = leaves.k[0, t, 0, j], leaves.v[0, t, 0, j]
             w, a = leaves.gates["probe"][0, t, 0, j], leaves.gates["erase"][0, t, 0, j]
             into = a * (w if write == "probe" else k)
-            kept = alpha * W if j == 0 else W  # what is erased is measured before the decay
+            decayed = alpha * W if j == 0 else W  # the erasure is measured before the decay
             new = leaves.gates["lr"][0, t, 0, j] * torch.outer(v, k)
-            W = kept - torch.outer(W @ w, into) + new
+            W = decayed - torch.outer(W @ w, into) + new
         outputs.append(W @ leaves.q[0, t, 0])
     expected = torch.stack(outputs)
     torch.testing.assert_close(y[0, :, 0], expected, atol=1e-11, rtol=1e-11)
@@ -471,13 +468,13 @@ def test_each_association_of_a_token_is_probed_at_its_own_key(write: str, per: s
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
 
-def test_each_association_of_a_token_is_probed_in_a_kernels_memory_and_in_a_layer() -> None:
+def test_probe_per_association_of_a_kernel_memory_and_a_layer() -> None:
     recipe = rc.Recipe(
         features=rc.features.Exponential(),
         bias=rc.bias.L2(probe=rc.bias.Probe(heads=2)),
         algorithm=rc.algorithm.GradientDescent(updates_per_token=2),
     )
-    same(recipe, "kernel")
+    check(recipe, "kernel")
     layer = rc.MemoryLayer(16, 2, recipe)
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
     y, _ = layer(x)
@@ -489,15 +486,15 @@ def test_each_association_of_a_token_is_probed_in_a_kernels_memory_and_in_a_laye
 # -- one measure over the whole matrix ---------------------------------------------------------
 
 
-def _measures(recipe: rc.Recipe, step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Held to a loop over tokens that moves log W or W itself, with its gradients."""
+def check_against_loop(recipe: rc.Recipe, step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Compare outputs and gradients with a loop over tokens that updates log W, or W itself."""
     x = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=3)
     for method in ("reference", "deep"):
         leaves = x.with_grad()
         y, _ = generate.run_recall(recipe, leaves, engine=method)
         assert leaves.init is not None
         W, outputs = leaves.init[0][0], []
-        W = W.exp() if recipe.retention.is_additive else W.abs()  # A is log W, or W itself
+        W = W.exp() if recipe.retention.is_additive else W.abs()  # A is log W, or W
         W = 1.5 * W / W.sum()
         for t in range(6):
             k, v = leaves.k[0, t, 0], leaves.v[0, t, 0]
@@ -522,7 +519,7 @@ def _multiplied(W: Tensor, g: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _reverse_kl(W: Tensor, g: Tensor, alpha: Tensor) -> Tensor:
-    """MIRAS 18 with f = −ln τ: 1/W_t = (1/W̄) (ζ + g), ζ by Newton's steps from above the pole."""
+    """MIRAS 18 with f = −ln τ: 1/W_t = (1/W̄) (ζ + g), ζ by Newton's method from above the pole."""
     W = W**alpha
     W = 1.5 * W / W.sum()
     zeta = (-g).max() + W.max().detach()
@@ -533,25 +530,25 @@ def _reverse_kl(W: Tensor, g: Tensor, alpha: Tensor) -> Tensor:
     return W / (zeta + g)
 
 
-def test_a_simplex_may_hold_the_whole_matrix() -> None:
-    """Only rows or columns could be measures, where MIRAS 19–20 sum over all entries."""
+def test_simplex_over_the_full_matrix() -> None:
+    """MIRAS 19–20 sum over all entries."""
     retention = rc.retention.Simplex(scale=1.5, axis="all", decay=rc.retention.Decay())
-    _measures(rc.Recipe(retention=retention), _multiplied)
+    check_against_loop(rc.Recipe(retention=retention), _multiplied)
 
 
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
-def test_an_f_divergence_may_measure_the_whole_matrix(kind: str) -> None:
-    """Only rows or columns could be measures, where MIRAS 18 has one multiplier."""
+def test_f_divergence_over_the_full_matrix(kind: str) -> None:
+    """MIRAS 18 has one multiplier for the matrix."""
     decay = rc.retention.Decay()
     retention = rc.retention.FDivergence(kind=kind, scale=1.5, axis="all", decay=decay)
-    _measures(rc.Recipe(retention=retention), _multiplied if kind == "kl" else _reverse_kl)
+    check_against_loop(rc.Recipe(retention=retention), _multiplied if kind == "kl" else _reverse_kl)
 
 
-@pytest.mark.parametrize("made", [rc.retention.Simplex, rc.retention.FDivergence])
-def test_a_measure_over_the_whole_matrix_stands_like_the_others(
-    made: type[rc.retention.Retention],
+@pytest.mark.parametrize("cls", [rc.retention.Simplex, rc.retention.FDivergence])
+def test_measure_over_the_full_matrix_serialises_and_explains(
+    cls: type[rc.retention.Retention],
 ) -> None:
-    full = made(axis="all", scale=2.0)  # type: ignore[call-arg]
+    full = cls(axis="all", scale=2.0)  # type: ignore[call-arg]
     recipe = rc.Recipe(retention=full)
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
     assert "matri" in str(rc.explain(recipe))
@@ -562,5 +559,5 @@ def test_a_measure_over_the_whole_matrix_stands_like_the_others(
         torch.testing.assert_close(total, torch.full_like(total, 2.0), atol=1e-12, rtol=0)
     for per in ("key", "value", "key_value", "entry"):
         with pytest.raises(rc.RecipeError, match="α must be constant along it"):
-            rc.Recipe(retention=made(axis="all", decay=rc.retention.Decay(per=per)))  # type: ignore[call-arg]
-    same(rc.Recipe(memory=rc.memory.MLP(residual=False), retention=made(axis="all")), "deep")
+            rc.Recipe(retention=cls(axis="all", decay=rc.retention.Decay(per=per)))  # type: ignore[call-arg]
+    check(rc.Recipe(memory=rc.memory.MLP(residual=False), retention=cls(axis="all")), "deep")
