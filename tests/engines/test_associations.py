@@ -1,4 +1,4 @@
-"""Memories that keep associations: engine and reference, precision, memory, and their parts."""
+"""Memories that store associations: engine against reference, precision, and memory use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recollect.engines.kernel import local_regression, moved_keys, pieces
 from recollect.engines.kernel import regression as kernel_regression
 from recollect.engines.kernel.local_conjugate_gradient import Shift, conjugate_gradients
 
-EXACT = 1e-9  # the contract's: float64, another order of sums, a solve
+EXACT = 1e-9  # the contract's tolerance for another order of sums and a solve in float64
 C, F = rc.context, rc.features
 LOCAL = rc.Recipe(
     memory=rc.memory.LocalConstant(), context=C.KernelWeighted(), algorithm=rc.algorithm.Analytic()
@@ -107,7 +107,7 @@ RECIPES: dict[str, rc.Recipe] = {
 
 
 def agree(recipe: rc.Recipe, x: generate.Inputs) -> None:
-    """Outputs, state and gradients of the engine equal the reference's; so does any split."""
+    """Compare outputs, state and gradients of the engine with the reference, also for splits."""
     y, state, slopes = generate.gradients(recipe, x, engine="reference")
     y2, state2, slopes2 = generate.gradients(recipe, x, engine="kernel")
     assert generate.relative_error(y2, y) < EXACT
@@ -140,8 +140,8 @@ def test_equals_the_reference(name: str, G: int) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_pieces_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 5 queries, as a long sequence has them of 256."""
+def test_pieces_equal_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 5 queries stand for the pieces of 256 of a long sequence."""
     recipe = RECIPES[name]
     x = generate.inputs(recipe, B=1, T=17, H=2, K=4, V=5)
     y, _, slopes = generate.gradients(recipe, x, engine="kernel")
@@ -154,7 +154,7 @@ def test_pieces_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_masked_and_packed_rows_run_alone(name: str) -> None:
+def test_masked_and_packed_rows_run_separately(name: str) -> None:
     recipe = RECIPES[name]
     x = generate.inputs(recipe, B=2, T=11, H=2, K=3, V=3)
     mask = torch.ones(2, 11, dtype=torch.bool)
@@ -181,8 +181,8 @@ def test_masked_and_packed_rows_run_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("low", [-0.02, -1.0, -50.0])
-def test_decays_keep_their_digits_in_single_precision(low: float) -> None:
-    """Gentle ones are a channel, violent ones differences in float64; none loses more than 1e-5."""
+def test_decays_in_single_precision(low: float) -> None:
+    """No decay loses more than 1e-5. Weak decays are a channel, strong ones float64 differences."""
     recipe = RECIPES["decay"]
     x = generate.inputs(recipe, B=1, T=700, H=2, K=8, V=8)
     g = torch.Generator().manual_seed(3)
@@ -198,7 +198,7 @@ def test_decays_keep_their_digits_in_single_precision(low: float) -> None:
     assert generate.relative_error(y[:, :300], want) < EXACT
 
 
-def test_forgetting_everything_is_no_nan() -> None:
+def test_full_decay_is_finite() -> None:
     recipe = RECIPES["decay"]
     x = generate.inputs(recipe, B=1, T=9, H=1, K=3, V=3)
     x.gates["log_decay"][:, 4] = -torch.inf
@@ -212,14 +212,14 @@ def test_weights_of_zero_hide_an_association() -> None:
     recipe = LOCAL.replace(context=within(C.Prefix(weight="input")))
     x = generate.inputs(recipe, B=1, T=8, H=1, K=3, V=3)
     x.gates["weight"][:, [0, 3]] = 0.0
-    kept = [1, 2, 4, 5, 6, 7]
+    visible = [1, 2, 4, 5, 6, 7]
     for method in ("kernel", "reference"):
         y, _, slopes = generate.gradients(recipe, x, engine=method)
-        assert not y[:, 0].any()  # nothing to take a mean of
+        assert not y[:, 0].any()  # no associations to average
         want, _ = generate.run_recall(
-            recipe, x.map_token_tensors(lambda a: a[:, kept]), engine=method
+            recipe, x.map_token_tensors(lambda a: a[:, visible]), engine=method
         )
-        assert generate.relative_error(y[:, kept], want) < EXACT
+        assert generate.relative_error(y[:, visible], want) < EXACT
         assert all(slope.isfinite().all() for slope in slopes.values())
 
 
@@ -228,7 +228,7 @@ def test_weights_of_zero_hide_an_association() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_conjugate_gradients_are_the_dense_solve(degree: int, monkeypatch: object) -> None:
-    """Value and gradient, float64, also with a decay in the weights."""
+    """Values and gradients in float64, also with a decay in the weights."""
     for recipe in (polynomial(degree, 0.02), polynomial(degree, 0.5, FORGET)):
         x = generate.inputs(recipe, B=2, T=31, H=2, G=2, K=5, V=3)
         result = []
@@ -241,7 +241,7 @@ def test_conjugate_gradients_are_the_dense_solve(degree: int, monkeypatch: objec
 
 
 def test_the_shifted_basis_is_the_basis_of_the_difference() -> None:
-    """S(q) φ(k) + s(q) = basis(k − q), and down is the transpose of up."""
+    """S(q) φ(k) + s(q) = basis(k − q), and `apply` is the transpose of `apply_transpose`."""
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(7, 5, generator=g, dtype=torch.float64) for _ in range(2))
     for degree in (1, 2):
@@ -250,11 +250,11 @@ def test_the_shifted_basis_is_the_basis_of_the_difference() -> None:
         torch.testing.assert_close(shift.mean(q, shift.monomials(k)), want)
         x = torch.randn(want.shape, generator=g, dtype=torch.float64)
         f = torch.randn(want.shape, generator=g, dtype=torch.float64)
-        left, right = (shift.apply_transpose(q, x) * f).sum(-1), (x * shift.apply(q, f)).sum(-1)
-        torch.testing.assert_close(left, right)
+        first, second = (shift.apply_transpose(q, x) * f).sum(-1), (x * shift.apply(q, f)).sum(-1)
+        torch.testing.assert_close(first, second)
 
 
-def test_conjugate_gradients_solve_and_say_when_they_do_not() -> None:
+def test_conjugate_gradients_solve_or_warn() -> None:
     g = torch.Generator().manual_seed(2)
     root = torch.randn(4, 9, 9, generator=g, dtype=torch.float64)
     A, b = root @ root.mT + torch.eye(9), torch.randn(4, 9, generator=g, dtype=torch.float64)
@@ -267,8 +267,8 @@ def test_conjugate_gradients_solve_and_say_when_they_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_local_linear_trains_in_memory_linear_in_tokens() -> None:
-    """T = 8192, H = 4, K = V = 64: forward and backward grow the peak by less than 1 GB."""
+def test_training_memory_of_local_linear_is_linear_in_tokens() -> None:
+    """T = 8192, H = 4, K = V = 64: forward and backward raise the peak by less than 1 GB."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 8192, 4, 64, requires_grad=True) for _ in range(3))
     recipe = rc.zoo.get("local_linear_attention").recipe
@@ -305,7 +305,7 @@ def test_decoding_extends_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generate.relative_error(torch.cat(outputs, 1), full[:, 9:]) < EXACT
     for name in end.cache:
         assert generate.relative_error(state.cache[name], end.cache[name]) < EXACT
-    # The cache is spared, not needed: without it, or in other rows, the answer is the same.
+    # The cache is optional: without it, or with other rows, the outputs are equal.
     bare = rc.State.from_dict(state.to_dict())
     assert not bare.cache
     requested = generate.inputs(recipe, B=2, T=2, H=2, K=3, V=3, seed=5)
@@ -344,15 +344,15 @@ def test_the_cost_grows_with_the_past() -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks", "linear", "quadratic", "gram", "sum", "decay"])
-def test_a_nan_is_named_where_it_stands(name: str) -> None:
+def test_error_names_the_position_of_a_nan(name: str) -> None:
     x = generate.inputs(RECIPES[name], B=2, T=6, H=1, K=3, V=3)
     x.k[1, 4] = torch.nan
     with pytest.raises(ValueError, match="k has a NaN at row 1, token 4"):
         generate.run_recall(RECIPES[name], x)
 
 
-def test_routed_blocks_of_a_fit_without_a_ridge() -> None:
-    """Such fits take float64 keys, and the router's numbers stayed float32."""
+def test_routed_blocks_without_a_ridge() -> None:
+    """These fits use float64 keys, also in the router."""
     routed = rc.context.TopBlocks(size=2, top_k=2, score="router")
     recipe = rc.Recipe(
         memory=rc.memory.LocalPolynomial(degree=1),

@@ -1,4 +1,4 @@
-"""Memories beside learned weights: against autograd, and as forgetting towards the base."""
+"""Memories with a base of learned weights: against autograd, and with decay towards the base."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("method", ["auto", "reference"])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method: str) -> None:
+def test_decay_towards_the_base(name: str, batch: int, method: str) -> None:
     """A_t = W̄ + α_t (A_(t−1) − W̄) + S_t, S_t = θ_t S_(t−1) − η_t ∇ℓ(A°), A_0 = W̄, by autograd."""
     member, says, maps = CASES[name]
     recipe = rc.Recipe(
@@ -96,13 +96,13 @@ def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method
     )
     for one, other in zip(of_ours, of_theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-    # A state's weights are those at the start of the open batch.
+    # The weights of a state are those at the start of the open batch.
     for last, one, w in zip(A if batch == 1 else fixed, state.weights, start, strict=True):
         torch.testing.assert_close(one, last - w, rtol=1e-9, atol=1e-10)
 
 
 def test_decays_are_multiplied_in_float32() -> None:
-    """W is the difference of two stacks, which rounding at every border would spoil."""
+    """W is the difference of two stacks, and rounding it at every boundary would lose digits."""
     out, T, M = (torch.empty(shape, device="meta") for shape in ((2, 2, 6), (2, 2, 2), (2, 2, 6)))
     with Watch() as watch, matmul_precision("tf32", "meta"):
         apply_transition(T, M, out)
@@ -110,17 +110,17 @@ def test_decays_are_multiplied_in_float32() -> None:
 
 
 @pytest.mark.parametrize("T", [1, 5])
-def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
-    """Of tokens that end no inner batch, or are padding, W stays what it is to the last bit."""
+def test_padding_and_open_batches_leave_the_memory_unchanged(T: int) -> None:
+    """Padding, and tokens of an open inner batch, leave W unchanged to the last bit."""
     recipe = rc.zoo.get("titans_with_base").recipe
     x = generate.inputs(recipe, B=2, T=48, H=2, K=8, V=8, dtype=torch.float32)
     with torch.no_grad():
         _, initial_state = generate.run_recall(recipe, x, engine="deep")
         mask = torch.ones(2, T, dtype=torch.bool)
         mask[1, T // 2 :] = False
-        some = {one: t[:, :T] for one, t in x.gates.items()}
+        gates = {one: t[:, :T] for one, t in x.gates.items()}
         _, later = rc.recall(
-            recipe, x.q[:, :T], x.k[:, :T], x.v[:, :T], some,
+            recipe, x.q[:, :T], x.k[:, :T], x.v[:, :T], gates,
             params=x.params, state=initial_state, attention_mask=mask, engine="deep",
         )  # fmt: skip
     assert any(w.any() for w in initial_state.weights)
@@ -129,8 +129,8 @@ def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "reference"])
-def test_without_forgetting_it_is_an_initial_memory(method: str) -> None:
-    """W̄ + W with W_0 = 0 moves as A does from A_0 = W̄, and W is how far it went."""
+def test_base_without_decay_is_an_initial_memory(method: str) -> None:
+    """W̄ + W from W_0 = 0 equals A from A_0 = W̄, and W is the difference."""
     step = algorithm.GradientDescent(batch_size=4, lr=0.1, normalized_steps=True)
     q, k, v = (_normal(B, T, H, D, seed=seed).detach() for seed in range(3))
     start = tuple(_normal(H, *s, seed=3).detach() for s in memory.MLP().shapes(D, D))
@@ -156,11 +156,11 @@ def test_a_layer_draws_its_base_and_learns_an_initial_memory_from_zero() -> None
     assert layer.initial_memory is not None
     assert not any(w.any() for w in layer.initial_memory)
     sizes = {name: x.std().item() for name, x in layer.named_parameters() if "base" in name}
-    # Features are as long together as the 32 channels that they lift; hidden units are 128.
+    # Features have the norm of the 32 channels before them; there are 128 hidden units.
     assert sizes["params.base_W2.bias"] == pytest.approx(32**-0.5, rel=0.05)
     assert sizes["params.base_W1.bias"] == pytest.approx(128**-0.5, rel=0.05)
-    drawn = rc.initial_params(recipe, H=2, K=32, V=32)
-    assert drawn["base_W2"].std().item() == pytest.approx(32**-0.5, rel=0.05)
+    params = rc.initial_params(recipe, H=2, K=32, V=32)
+    assert params["base_W2"].std().item() == pytest.approx(32**-0.5, rel=0.05)
     y, state = layer(torch.randn(2, 5, 64))
     y.square().sum().backward()
     for name, x in layer.named_parameters():
@@ -170,7 +170,7 @@ def test_a_layer_draws_its_base_and_learns_an_initial_memory_from_zero() -> None
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_a_base_begins_as_an_initial_memory_does(biases: bool) -> None:
+def test_base_starts_as_an_initial_memory(biases: bool) -> None:
     torch.manual_seed(0)
     recipe = rc.Recipe(memory=memory.MLP(static_weights=True, bias=biases))
     params = rc.initial_params(recipe, H=64, K=4, V=4)
@@ -183,7 +183,7 @@ def test_a_base_begins_as_an_initial_memory_does(biases: bool) -> None:
         assert base.std().item() == pytest.approx(start.std().item(), rel=0.05)
 
 
-def test_options_of_initial_weights_that_are_drawn_are_refused_beside_a_base() -> None:
+def test_options_of_random_initial_weights_are_refused_with_a_base() -> None:
     recipe = rc.Recipe(memory=memory.MLP(static_weights=True))
     for options, words in (
         (rc.LayerOptions(memory_init_scale=2.0), "memory_init_scale=2.* begins with zeros here"),
@@ -196,8 +196,8 @@ def test_options_of_initial_weights_that_are_drawn_are_refused_beside_a_base() -
             rc.MemoryLayer(8, 2, recipe, options)
 
 
-def test_a_state_is_of_its_memory() -> None:
-    """A plain memory's weights are not those of a memory beside a base."""
+def test_state_of_another_memory_is_refused() -> None:
+    """A plain memory's weights differ in shape from those of a memory with a base."""
     plain = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP()))
     ours = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP(static_weights=True)))
     x = torch.randn(1, 3, 8)
@@ -207,7 +207,7 @@ def test_a_state_is_of_its_memory() -> None:
 
 
 class _Sized(rc.memory.Memory):
-    """W x + U x, U a param whose axes it names."""
+    """W x + U x with a param U of the given axes."""
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
         return ((V, F),)
@@ -227,12 +227,12 @@ class _Sized(rc.memory.Memory):
         ({}, {"axes": ("V", "F"), "draw": "fan_in", "fan": "mien"}, "has the axis 'mien'"),
     ],
 )
-def test_sizes_of_a_members_own_axes_are_checked(
+def test_sizes_of_custom_axes_are_checked(
     axes: dict[str, int], param: dict[str, Any], words: str
 ) -> None:
     @rc.member
     class OddlySized(_Sized):
-        """As `_Sized`."""
+        """`_Sized` with a param of the wrong size."""
 
         def axes(self, K: int, F: int, V: int) -> dict[str, int]:
             return axes
@@ -244,25 +244,25 @@ def test_sizes_of_a_members_own_axes_are_checked(
         rc.initial_params(rc.Recipe(memory=OddlySized()), H=1, K=4, V=4)
 
 
-def test_every_axis_of_a_recipe_may_be_one_of_a_memorys_params() -> None:
-    """What a memory knows of the recipe's axes is all of them: the names stand in two places."""
+def test_params_of_a_memory_may_have_every_axis_of_a_recipe() -> None:
+    """A memory's axes are all axes of the recipe, which two modules list."""
     names = tuple(rc.Recipe().axes(4, 4))
     assert len(names) > 5
 
     @rc.member
     class Wide(_Sized):
-        """As `_Sized`, with a param of every axis."""
+        """`_Sized` with a param of every axis."""
 
         def params(self) -> tuple[rc.Param, ...]:
             fixed = rc.Param(name="fixed", owner=self.title, axes=("V", "F"))
             wide = [rc.Param(name=f"of_{x}", owner=self.title, axes=(x,)) for x in names]
             return (fixed, *wide)
 
-    drawn = rc.initial_params(rc.Recipe(memory=Wide()), H=1, K=4, V=4)
-    assert len(drawn) == 1 + len(names)
+    initial = rc.initial_params(rc.Recipe(memory=Wide()), H=1, K=4, V=4)
+    assert len(initial) == 1 + len(names)
 
 
-def test_a_fan_is_of_a_draw() -> None:
+def test_fan_requires_a_random_init() -> None:
     with pytest.raises(ValueError, match="fan='K' needs draw='fan_in'"):
         rc.Param(name="fixed", owner="me", axes=("V",), fan="K")
 
@@ -275,7 +275,7 @@ def test_a_kernel_has_no_base() -> None:
             rc.Recipe(memory=member, features=rc.features.Exponential())
 
 
-def test_equations_say_it() -> None:
+def test_equations_name_the_base() -> None:
     explanation = rc.explain(rc.Recipe(memory=memory.GatedMLP(static_weights=True)))
     assert "(W̄1 + W1)(silu((W̄2 + W2) q_t) ⊙ (W̄3 + W3) q_t)" in str(explanation)
     assert "the base is learned, not memory" in str(explanation)

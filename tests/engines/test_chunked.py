@@ -1,4 +1,4 @@
-"""The numeric core of the linear engine against the definition, one token and one head at a time.
+"""The numeric core of the linear engine against the definition, per token and head.
 
 The oracle below differentiates the written-out loss of each association with autograd and takes the
 step literally. It shares no formula with the engine.
@@ -28,14 +28,14 @@ CHUNKS = (1, 3, 16, 64, None)
 
 
 def gradient(loss_at: Any, point: Tensor) -> Tensor:
-    """∇ of ``loss_at`` at ``point``, differentiable again."""
+    """Return the gradient of ``loss_at`` at ``point``, differentiable again."""
     tap = torch.zeros_like(point).requires_grad_()
     (result,) = torch.autograd.grad(loss_at(point + tap), tap, create_graph=True)
     return result
 
 
 def oracle(n: Numbers, b: int, h: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """y ``[length, G, V]``, A and S of one head."""
+    """Return y ``[length, G, V]``, A and S of one head."""
     a_, b_ = n["affine"]
 
     def of(name: str) -> Tensor | None:
@@ -94,7 +94,7 @@ def oracle(n: Numbers, b: int, h: int, length: int) -> tuple[Tensor, Tensor, Ten
 
 
 def expected(n: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-    """The oracle over rows and heads; outputs of dead tokens are zeros."""
+    """Run the oracle over rows and heads; outputs of masked tokens are zeros."""
     B, T, H, G, _ = n["q"].shape
     rows = []
     for b, h in itertools.product(range(B), range(H)):
@@ -113,7 +113,7 @@ def numbers(
     *,
     T: int,
     decay: str = "none",
-    before: bool = False,
+    decay_first: bool = False,
     momentum: str = "none",
     window: int | None = None,
     affine: tuple[float, float] = (1.0, 1.0),
@@ -123,12 +123,12 @@ def numbers(
     G: int = 1,
     K: int = 4,
     V: int = 3,
-    live: bool = False,
+    masked: bool = False,
     state: bool = True,
     depth: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> Numbers:
-    """Random arguments of ``chunked``; log decays are uniform in [−depth, 0]."""
+    """Return random arguments of ``chunked``; log decays are uniform in [−depth, 0]."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64)
@@ -145,7 +145,7 @@ def numbers(
         "v": randn(B, T, H, V),
         "lr": rand(B, T, H) / (1 if window is None else window),
         "affine": affine,
-        "decays_first": before,
+        "decays_first": decay_first,
         "momentum_on": "value" if momentum == "value" else "gradient",
     }
     if decay == "head":
@@ -155,7 +155,7 @@ def numbers(
     if decay in ("value", "both"):
         n["log_decay_value"] = -depth * rand(B, T, H, V)
     if momentum != "none":
-        n["momentum"] = (0.9 * rand(B, T, H)) * (rand(B, T, H) > 0.2)  # some exactly 0
+        n["momentum"] = (0.9 * rand(B, T, H)) * (rand(B, T, H) > 0.2)  # some values are exactly 0
     if window is not None:
         n["window"] = rand(B, T, H, window)
         if state:
@@ -169,7 +169,7 @@ def numbers(
         n["A0"] = randn(B, H, V, K)
         if momentum != "none":
             n["S0"] = 0.3 * randn(B, H, V, K)
-    if live:
+    if masked:
         lengths = torch.randint(0, T + 1, (B, 1))
         lengths[0] = T // 2
         n["token_mask"] = torch.arange(T) < lengths
@@ -180,7 +180,7 @@ def numbers(
 
 
 def problem(n: Numbers, chunk: int | None = None) -> LinearProblem:
-    """The arguments as the engine takes them; states that are left out start from zeros."""
+    """Return the arguments of the engine; missing states are zeros."""
     rest = {name: x for name, x in n.items() if not name.endswith("_past") and name != "past_mask"}
     zeros = n["v"].new_zeros(*n["v"].shape[::2], n["v"].shape[-1], n["k"].shape[-1])
     rest.setdefault("A0", zeros)
@@ -199,8 +199,8 @@ def scan(n: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
     return recurrent(problem(n))
 
 
-def sensible() -> list[Numbers]:
-    """Every combination of features that has a meaning."""
+def valid_combinations() -> list[Numbers]:
+    """Return every valid combination of features."""
     result: list[Numbers] = []
     for decay, initial, momentum, window, affine in itertools.product(
         ("none", "head", "key", "value", "both"),
@@ -214,7 +214,7 @@ def sensible() -> list[Numbers]:
         result.append(
             {
                 "decay": decay,
-                "before": initial,
+                "decay_first": initial,
                 "momentum": momentum,
                 "window": window,
                 "affine": affine,
@@ -223,13 +223,13 @@ def sensible() -> list[Numbers]:
     for decay, initial, affine in itertools.product(
         ("none", "head", "key"), (False, True), ((1.0, 1.0), (1.0, 1.5))
     ):
-        result.append({"decay": decay, "before": initial, "affine": affine, "probe": True})
+        result.append({"decay": decay, "decay_first": initial, "affine": affine, "probe": True})
     return result
 
 
 def name_of(choice: Numbers) -> str:
     return "-".join(
-        str(x) if key not in ("before", "probe") else (key if x else "after")
+        str(x) if key not in ("decay_first", "probe") else (key if x else "after")
         for key, x in choice.items()
         if x not in ("none", None)
     ).replace(" ", "")
@@ -243,17 +243,17 @@ def leaves(n: Numbers) -> dict[str, Tensor]:
     }
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-10) -> bool:
-    scale = max(1.0, float(wanted.detach().abs().max())) if wanted.numel() else 1.0
-    return torch.allclose(found, wanted, rtol=0, atol=tolerance * scale)
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
+    scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
+    return torch.allclose(actual, expected, rtol=0, atol=tolerance * scale)
 
 
-def norm_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def norm_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
-    """Outputs, states and every gradient of ``engine`` against the oracle."""
+    """Compare outputs, states and every gradient of ``engine`` with the oracle."""
     inputs = leaves(n)
     y, A, S = expected(n)
     found_y, found_A, found_S = engine(n)
@@ -269,7 +269,7 @@ def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
         pairs.append((found_S, S))
     if not gradients:
         return
-    # Not every caller's gradients are contiguous.
+    # Gradients of a caller can be non-contiguous.
     weights = [torch.randn_like(target.mT).mT for _, target in pairs]
     names = list(inputs)
 
@@ -277,7 +277,7 @@ def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
         total = torch.stack(
             [(w * pair[which]).sum() for w, pair in zip(weights, pairs, strict=True)]
         ).sum()
-        if not total.requires_grad:  # nothing but dead tokens
+        if not total.requires_grad:  # only masked tokens
             return [torch.zeros_like(inputs[name]) for name in names]
         result = torch.autograd.grad(total, [inputs[name] for name in names], allow_unused=True)
         return [
@@ -292,29 +292,29 @@ def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
 # --------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("choice", sensible(), ids=name_of)
+@pytest.mark.parametrize("choice", valid_combinations(), ids=name_of)
 def test_agrees_with_the_definition(choice: Numbers) -> None:
     draw = random.Random(name_of(choice))
     T, chunk = draw.choice(LENGTHS), draw.choice(CHUNKS)
     H = 1 if T > 2 else 2
     extras = {"G": draw.choice((1, 1, 2)), "state": draw.random() < 0.7}
-    n = numbers(T=T, H=H, live=draw.random() < 0.3, **choice, **extras)
+    n = numbers(T=T, H=H, masked=draw.random() < 0.3, **choice, **extras)
     agree(n, lambda n: run(n, chunk))
 
 
-@pytest.mark.parametrize("choice", sensible()[::4], ids=name_of)
+@pytest.mark.parametrize("choice", valid_combinations()[::4], ids=name_of)
 def test_the_scan_agrees_with_the_definition(choice: Numbers) -> None:
     draw = random.Random(name_of(choice) + "scan")
-    n = numbers(T=draw.choice((1, 2, 7)), H=1, live=draw.random() < 0.3, B=2, **choice)
+    n = numbers(T=draw.choice((1, 2, 7)), H=1, masked=draw.random() < 0.3, B=2, **choice)
     agree(n, scan)
 
 
 @pytest.mark.parametrize(
     "choice",
     [
-        {"decay": "head", "before": True},
+        {"decay": "head", "decay_first": True},
         {"decay": "head", "momentum": "gradient", "window": 3},
-        {"decay": "key", "before": True, "probe": True},
+        {"decay": "key", "decay_first": True, "probe": True},
         {"decay": "both", "affine": (0.0, 1.0)},
     ],
     ids=name_of,
@@ -329,7 +329,7 @@ def test_long_sequences(choice: Numbers) -> None:
         assert close(B, A)
 
 
-@pytest.mark.parametrize("choice", sensible()[1::5], ids=name_of)
+@pytest.mark.parametrize("choice", valid_combinations()[1::5], ids=name_of)
 def test_chunk_size_and_splits_change_nothing(choice: Numbers) -> None:
     T = 71
     n = numbers(T=T, B=2, K=5, **choice)
@@ -358,9 +358,9 @@ def test_chunk_size_and_splits_change_nothing(choice: Numbers) -> None:
         }
         piece.update(state)
         if c > 1:
-            here = slice(start, start + c - 1)
-            piece.update(k_past=past["k"][:, here], v_past=past["v"][:, here])
-            piece.update(past_mask=past["mask"][:, here])
+            span = slice(start, start + c - 1)
+            piece.update(k_past=past["k"][:, span], v_past=past["v"][:, span])
+            piece.update(past_mask=past["mask"][:, span])
         part, state["A0"], state["S0"] = run(piece, 16)
         outputs.append(part)
     assert close(torch.cat(outputs, 1), y)
@@ -383,20 +383,20 @@ def test_padding_leaves_the_state_untouched(decay: str, momentum: str) -> None:
 
 @pytest.mark.parametrize("decay", ["head", "key", "value", "both"])
 @pytest.mark.parametrize("depth", [2.0, 20.0, 50.0])
-def test_deep_decays_in_float32(decay: str, depth: float) -> None:
+def test_strong_decays_in_float32(decay: str, depth: float) -> None:
     affine = (0.0, 1.0) if decay in ("value", "both") else (1.0, 1.0)
     n = numbers(T=150, K=8, V=8, decay=decay, affine=affine, depth=depth)
     for name in ("log_decay", "log_decay_value"):
         if name in n:
-            # Mostly gentle, with channels and tokens that forget nearly everything.
+            # Mostly weak decays, with some channels and tokens that forget nearly everything.
             n[name] = torch.where(torch.rand_like(n[name]) < 0.7, n[name] / 1000, n[name])
     exact, A, _ = run(n, 3)
     repeated, B, _ = scan(n)
     assert close(exact, repeated)
     assert close(A, B)
     low = {k: x.float() if isinstance(x, Tensor) else x for k, x in n.items()}
-    wanted = {k: x.double() if isinstance(x, Tensor) else x for k, x in low.items()}
-    target, target_A, _ = run(wanted, 3)
+    double = {k: x.double() if isinstance(x, Tensor) else x for k, x in low.items()}
+    target, target_A, _ = run(double, 3)
     for chunk in (None, 16, 128):
         y, A, _ = run(low, chunk)
         assert y.dtype == A.dtype == torch.float32
@@ -405,7 +405,7 @@ def test_deep_decays_in_float32(decay: str, depth: float) -> None:
 
 
 @pytest.mark.parametrize("decay", ["head", "key", "value", "both"])
-def test_long_and_deep_has_no_nan(decay: str) -> None:
+def test_long_strong_decays_have_no_nan(decay: str) -> None:
     affine = (0.0, 1.0) if decay in ("value", "both") else (1.0, 1.0)
     n = numbers(T=8192, H=1, decay=decay, affine=affine, depth=0.0, dtype=torch.float32)
     for name in ("log_decay", "log_decay_value"):
@@ -422,7 +422,7 @@ def test_long_and_deep_has_no_nan(decay: str) -> None:
 @pytest.mark.parametrize("decay", ["head", "key", "value", "both"])
 def test_a_decay_of_minus_infinity_resets(decay: str, momentum: str, engine: Any) -> None:
     affine = (0.0, 1.0) if decay in ("value", "both") else (1.0, 1.0)
-    n = numbers(T=40, H=1, decay=decay, momentum=momentum, affine=affine, before=True)
+    n = numbers(T=40, H=1, decay=decay, momentum=momentum, affine=affine, decay_first=True)
     for name in ("log_decay", "log_decay_value"):
         if name in n:
             n[name][:, 0] = n[name][:, 20:22] = -torch.inf
@@ -447,8 +447,8 @@ def test_gradients_of_a_momentum_that_is_sometimes_zero(momentum: str) -> None:
     agree(n, run)
 
 
-def test_no_backward_pass_of_momentum_reads_values() -> None:
-    """The backward pass of torch.cumprod reads whether there are zeros."""
+def test_momentum_backward_reads_no_values() -> None:
+    """The backward pass of torch.cumprod reads values, to look for zeros."""
     n = numbers(T=70, decay="head", momentum="gradient")
     n["momentum"].requires_grad_()
     pending: list[Any] = [run(n)[0].grad_fn]
@@ -521,10 +521,10 @@ def test_float64_inputs_widen_a_float32_state(tokens: int) -> None:
     assert close(y, exact)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_repeated_keys_at_full_rate_stay_accurate(before: bool) -> None:
-    """The worst conditioned system of unit keys: a triangle of ones."""
-    n = numbers(T=128, K=32, V=16, decay="head", before=before, depth=0.01)
+@pytest.mark.parametrize("decay_first", [False, True])
+def test_repeated_keys_at_full_rate_stay_accurate(decay_first: bool) -> None:
+    """The worst-conditioned system of unit keys is a triangle of ones."""
+    n = numbers(T=128, K=32, V=16, decay="head", decay_first=decay_first, depth=0.01)
     n["k"] = n["k"][:, :1] + 1e-2 * n["k"]
     n["k"] = n["k"] / n["k"].norm(dim=-1, keepdim=True)
     n["lr"] = torch.ones_like(n["lr"])
@@ -538,7 +538,7 @@ def test_repeated_keys_at_full_rate_stay_accurate(before: bool) -> None:
 
 
 def test_gradients_of_gradients() -> None:
-    n = numbers(T=3, H=1, K=2, V=2, decay="head", before=True)
+    n = numbers(T=3, H=1, K=2, V=2, decay="head", decay_first=True)
     inputs = leaves(n)
     names = ("q", "k", "v", "lr", "log_decay", "A0")
 
@@ -560,14 +560,14 @@ def test_groups_of_chunks(
     agree(numbers(T=37, H=2, B=2, G=G, decay=decay, affine=affine), lambda n: run(n, 4))
 
 
-def test_rows_that_see_predictions_cannot_decay_apart() -> None:
+def test_decay_per_value_channel_of_a_delta_rule_is_refused() -> None:
     n = numbers(T=3, decay="value")
     with pytest.raises(ValueError, match="a = 0"):
         run(n)
 
 
-def test_runs_of_tokens_are_the_whole() -> None:
-    n = numbers(T=10, B=2, decay="both", momentum="gradient", probe=True, live=True)
+def test_runs_of_tokens_equal_one_call() -> None:
+    n = numbers(T=10, B=2, decay="both", momentum="gradient", probe=True, masked=True)
     full = problem(n)
     runs = list(full.split(4))
     assert [run.k.shape[1] for run in runs] == [4, 4, 2]
@@ -577,8 +577,8 @@ def test_runs_of_tokens_are_the_whole() -> None:
     assert all(run.A0 is full.A0 and run.S0 is full.S0 for run in runs)
 
 
-def test_masked_tokens_hold_numbers_that_do_nothing() -> None:
-    n = numbers(T=6, B=2, decay="head", momentum="gradient", window=2, live=True)
+def test_values_of_masked_tokens_have_no_effect() -> None:
+    n = numbers(T=6, B=2, decay="head", momentum="gradient", window=2, masked=True)
     dead = ~n["token_mask"]
     n["momentum"][dead], n["v"][dead], n["log_decay"][dead] = torch.nan, torch.nan, -torch.inf
     masked = problem(n).masked()

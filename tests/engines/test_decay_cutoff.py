@@ -1,4 +1,4 @@
-"""Keys that have decayed to nothing are left out, and only those."""
+"""Keys are skipped only if they have decayed to zero."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ def draw(T: int, size: float, decay: float, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("decay", [0.6, 3.0, 40.0])
 @pytest.mark.parametrize("size", [1.0, 12.0])
 def test_equals_all_keys(decay: float, size: float) -> None:
-    """Also where logits are so large that a far key wins against its decay."""
+    """Also with logits so large that a distant key outweighs its decay."""
     T = 301
     q, k, v, logs = draw(T, size, decay, torch.float64)
     name = FOX.gates()[0].name
     y, _ = rc.recall(FOX, q, k, v, {name: logs})
     want = dense(q, k, v, logs)
     torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-10)
-    up = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
-    result = torch.autograd.grad(y, (q, k, v, logs), up)
-    for mine, theirs in zip(result, torch.autograd.grad(want, (q, k, v, logs), up), strict=True):
+    grad_output = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
+    result = torch.autograd.grad(y, (q, k, v, logs), grad_output)
+    for mine, theirs in zip(
+        result, torch.autograd.grad(want, (q, k, v, logs), grad_output), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_what_is_left_out() -> None:
-    """A key is left out once no query of the piece can give it ε^2.5 of its softmax."""
+def test_skipped_keys() -> None:
+    """A key is skipped if no query of the piece can give it ε^2.5 of its softmax."""
     q = torch.ones(1, 1, 600, 4)
     of_key = torch.arange(600.0)[None, :, None]  # each token decays the past by e^−1
     cutoff = DecayCutoff.of(of_key, q, q, scale=0.5, by_length=0.0)

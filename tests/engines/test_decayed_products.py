@@ -1,4 +1,4 @@
-"""Products under a decay per channel, where nobody may look at how far it decays."""
+"""Products under a decay per channel, computed without reading the decay's values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def totals(C: int, D: int, strength: float, generator: torch.Generator) -> Tensor:
-    """Sums of log decays ``[2, C, D]``, some of which forget everything (as `cumulated` has it)."""
+    """Return sums of log decays ``[2, C, D]``, some of which forget everything (`cumulated`)."""
     logs = -strength * torch.rand(2, C, D, generator=generator, dtype=torch.float64)
     logs[:, C // 2, 0] = -1e3
     return logs.cumsum(1)
 
 
 def pairs(x_total: Tensor, y_total: Tensor, *, strict: bool) -> Tensor:
-    """exp(X_t − Y_i) of every causal pair, entry by entry ``[2, C, C, D]``."""
+    """Return exp(X_t − Y_i) of every causal pair, entry by entry ``[2, C, C, D]``."""
     C = y_total.shape[1]
     factor = torch.zeros(2, C, C, y_total.shape[2], dtype=torch.float64)
     for t in range(C):
@@ -43,7 +43,7 @@ def test_gram(
     x = torch.randn(2, C * a, K, generator=generator, dtype=torch.float64).requires_grad_()
     y = torch.randn(2, C * b, K, generator=generator, dtype=torch.float64).requires_grad_()
     total = totals(C, K, strength, generator).requires_grad_()
-    # A strict product may see a memory that has not decayed for the token yet.
+    # A strict product may use a memory before the decay of its token.
     recorded = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], 1) if strict else total
     assert not fits_float32_range(total), "blind, nothing is known to be mild"
     result = decayed_gram(x, recorded, y, total, strict=strict)
@@ -88,8 +88,8 @@ def test_mix(C: int, strength: float, generator: torch.Generator) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_float32_keeps_its_digits_at_any_depth(generator: torch.Generator) -> None:
-    """exp(±sum) alone would leave float32 at e^88; the chunk decays by e^−1000."""
+def test_float32_precision_at_any_decay(generator: torch.Generator) -> None:
+    """exp(±sum) overflows float32 at e^88; the chunk decays by e^−1000."""
     C, K = 64, 8
     total = totals(C, K, 30.0, generator)
     x, y = (torch.randn(2, C, K, generator=generator) for _ in range(2))

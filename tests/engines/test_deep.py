@@ -1,8 +1,8 @@
-"""The deep engine: many drawn recipes, its two code paths, memory, graphs, and the state.
+"""The deep engine on random recipes: its two code paths, memory use, graphs, and state.
 
-The contract suites hold it to the reference on fixed recipes; here recipes are drawn from the
-product memory × bias × retention × algorithm × window × batch × decay, with odd lengths, splits
-that change engines, and groups of every size.
+The contract suites compare fixed recipes with the reference. Here recipes are drawn from memory ×
+bias × retention × algorithm × window × batch × decay, with odd lengths, splits that change engines,
+and groups of every size.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from recollect.engines.deep.structure import execution_mode
 memory, bias, retention = rc.memory, rc.bias, rc.retention
 algorithm, context, features = rc.algorithm, rc.context, rc.features
 
-# The same float64 sums in another order. Where p < 2, |e|^(p − 2) amplifies rounding near e = 0.
+# Equal float64 sums in another order. If p < 2, |e|^(p − 2) amplifies rounding near e = 0.
 EXACT, ROUGH = 1e-10, 1e-8
-# Where the definition itself moves by more when its inputs move by their last digit, no order of
-# sums is nearer: five iterations of Newton-Schulz behind a proximal step in draw 93 move a gradient
-# by 1.4e-9. The largest of four such moves is a sample of the condition, not its bound.
+# If the definition moves by more when its inputs move by their last digit, no order of sums is more
+# accurate. Five Newton–Schulz iterations after a proximal step move a gradient of draw 93 by
+# 1.4e-9. The largest of four moves estimates the condition and does not bound it.
 AMPLIFIED = 4
 CI, ALL = 25, 240
 
@@ -71,9 +71,9 @@ def _decay(rng: random.Random) -> retention.Decay | None:
 
 
 def _retention(rng: random.Random) -> Any:
-    decay, every = _decay(rng), rng.choice(("token", "batch"))
+    decay, update_every = _decay(rng), rng.choice(("token", "batch"))
     plain = retention.Keep() if decay is None else decay
-    linked = {"decay": decay, "link_every": every}
+    linked = {"decay": decay, "link_every": update_every}
     return rng.choice(
         (
             *(plain,) * 5,
@@ -122,7 +122,7 @@ def _algorithm(rng: random.Random) -> Any:
 
 
 def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
-    """The first ``count`` valid combinations that the engine takes, with their index."""
+    """Return the first ``count`` valid combinations of the engine, with their index."""
     for index in itertools.count():
         rng = random.Random(index)
         window = rng.choice((None, None, 1, 3))
@@ -145,8 +145,8 @@ def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
             return
 
 
-def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
-    """How far the reference's answers move when every input moves by its last digit."""
+def condition(recipe: rc.Recipe, x: generate.Inputs) -> float:
+    """Return the change of the reference's results when every input moves by its last digit."""
     y, state, slopes = generate.gradients(recipe, x, engine="reference")
     maximum = 0.0
     for seed in range(4):
@@ -176,21 +176,22 @@ def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
 
 
 def check(recipe: rc.Recipe, index: int) -> None:
-    """Outputs, state and gradients equal the reference's, whole and split between engines."""
+    """Compare outputs, state and gradients with the reference, also split over engines."""
     x = generate.small_inputs(recipe, index, longest=15)
     expected, expected_state, slopes = generate.gradients(recipe, x, engine="reference")
     if not expected.abs().amax() < 1e6:
         x = generate.scaled_down(recipe, x)
         expected, expected_state, slopes = generate.gradients(recipe, x, engine="reference")
-    # A power below 2 and a division by the root of moments amplify rounding.
+    # A power below 2, and a division by the root of moments, amplify rounding.
     moments = isinstance(recipe.algorithm, algorithm.Adam | algorithm.RMSProp)
     rough = getattr(recipe.bias, "p", 2.0) < 2 or moments
     tolerance = ROUGH if rough else EXACT
     chunk = 1 + index % 9
     y, state, grads = generate.gradients(recipe, x, engine="deep", chunk_size=chunk)
     wrong = max(generate.relative_error(y, expected), generate.largest_error(grads, slopes)[0])
-    if tolerance <= wrong < ROUGH:  # measured only where it decides: four runs of the reference
-        tolerance = max(tolerance, AMPLIFIED * moved(recipe, x))
+    # Measured only if it decides, because it takes four runs of the reference.
+    if tolerance <= wrong < ROUGH:
+        tolerance = max(tolerance, AMPLIFIED * condition(recipe, x))
     assert generate.relative_error(y, expected) < tolerance
     for what, a, b in (
         ("state", generate.flatten_state(state), generate.flatten_state(expected_state)),
@@ -236,7 +237,7 @@ def test_many_drawn_recipes() -> None:
 
 @rc.member
 class Unchained(memory.Stack):
-    """x + W_1 gelu(W_2 x), written by a user: its program says nothing of a chain."""
+    """x + W_1 gelu(W_2 x) of a user, which is not declared as a chain."""
 
     residual = True
 
@@ -249,7 +250,7 @@ class Unchained(memory.Stack):
 
 @rc.member
 class Twice(memory.Stack):
-    """x + W (σ(W x) ⊙ V x): one map applied twice, and one that is left out."""
+    """x + W (σ(W x) ⊙ V x): one map applied twice, and one unused."""
 
     residual = True
 
@@ -271,7 +272,7 @@ class Twice(memory.Stack):
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("rule", [algorithm.GradientDescent, algorithm.Momentum])
 def test_chains_equal_programs(rule: Any, window: int) -> None:
-    """The path for chains and the path for any program compute the same."""
+    """The path for chains and the path for any program give equal results."""
     recipe = rc.Recipe(
         memory=memory.MLP(),
         context=context.Window(size=window),
@@ -285,7 +286,7 @@ def test_chains_equal_programs(rule: Any, window: int) -> None:
     y, state, slopes = generate.gradients(recipe, x, engine="deep")
     y2, state2, slopes2 = generate.gradients(other, x, engine="deep")
     assert generate.relative_error(y2, y) < 1e-12
-    # A memory of one's own has no read, and so no constant of one in its open tokens.
+    # A user's memory has no read, so no constant for it in the open tokens.
     result, expected = generate.flatten_state(state2), generate.flatten_state(state)
     shared = result.keys() & expected.keys()
     assert expected.keys() - shared <= {"buffer.rates.bonus"}
@@ -294,15 +295,15 @@ def test_chains_equal_programs(rule: Any, window: int) -> None:
     assert generate.largest_error(slopes2, slopes)[0] < 1e-12
 
 
-@pytest.mark.parametrize("way", ["table", "tokens", "border"])
-def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
+@pytest.mark.parametrize("mode", ["table", "tokens", "border"])
+def test_a_program_may_apply_a_map_twice_or_never(mode: str) -> None:
     rule = {
         "table": algorithm.Momentum(batch_size=3),
         "tokens": algorithm.Muon(batch_size=3),
         "border": algorithm.Muon(batch_size=3, update_every="batch"),
-    }[way]
+    }[mode]
     recipe = rc.Recipe(memory=Twice(), context=context.Window(size=2), algorithm=rule)
-    assert execution_mode(recipe) == way
+    assert execution_mode(recipe) == mode
     check(recipe, 5)
 
 
@@ -339,7 +340,7 @@ def test_gradcheck(chunk_size: int, base: bool) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The shapes of everything that is made."""
+    """The shapes of all tensors that are created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,17 +376,17 @@ class Largest(TorchDispatchMode):
     ],
     ids=["momentum", "window, channels", "link at borders"],
 )
-def test_no_token_has_weights_of_its_own(recipe: rc.Recipe) -> None:
-    """Weights are made per border (A and S), never per token, where A is linear."""
+def test_no_weights_per_token(recipe: rc.Recipe) -> None:
+    """If A is linear, weights are built per boundary (A and S), never per token."""
     assert execution_mode(recipe) == "table"
     x = generate.inputs(recipe, B=1, T=64, H=1, K=16, V=16)
-    generate.run_recall(recipe, x, engine="deep")  # what is done once per process
+    generate.run_recall(recipe, x, engine="deep")  # one-time work of a process
     with Largest() as recorded:
         generate.gradients(recipe, x, engine="deep")
     smallest = min(out * inp for out, inp in recipe.shapes(16, 16))
     batches = 64 // 16
     largest = max(recipe.shapes(16, 16), key=lambda s: s[0] * s[1])
-    assert any(len(s) >= 2 and s[-2:] == largest for s in recorded.shapes)  # it does see weights
+    assert any(len(s) >= 2 and s[-2:] == largest for s in recorded.shapes)  # weights are recorded
     for shape in recorded.shapes:
         if len(shape) >= 3 and shape[-2:] in {*recipe.shapes(16, 16)}:
             lead = 1
@@ -446,17 +447,17 @@ def test_the_state_does_not_grow() -> None:
     sizes = set()
     for T in (1, 4, 7, 50):
         _, state = generate.run_recall(recipe, generate.inputs(recipe, T=T), engine="deep")
-        # What the next token may be spared is no part of what is remembered.
+        # A cache for the next token is not part of the state.
         sizes.add(dataclasses.replace(state, cache={}).nbytes)
     assert len(sizes) == 1
 
 
-def test_a_simplex_stays_one_at_every_token() -> None:
+def test_simplex_sums_to_one_at_every_token() -> None:
     """Every row that is read sums to 1: M(W; 1) of a matrix of such rows is 1."""
-    for every, batch in (("token", 4), ("token", 1)):
+    for update_every, batch in (("token", 4), ("token", 1)):
         recipe = rc.Recipe(
             bias=bias.Lp(p=3.0),
-            retention=retention.Simplex(link_every=every, decay=retention.Decay()),
+            retention=retention.Simplex(link_every=update_every, decay=retention.Decay()),
             algorithm=algorithm.GradientDescent(batch_size=batch),
         )
         assert DeepEngine().unsupported_reasons(recipe) == []
@@ -550,8 +551,8 @@ COSTS = {
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_flops_are_those_that_torch_counts(name: str) -> None:
-    """Products of whole inner batches, within two percent (matrix–vector products are left out)."""
+def test_flops_equal_the_count_of_torch(name: str) -> None:
+    """Products of full inner batches, within two percent, without matrix–vector products."""
 
     def add(x: list[int], a: list[int], b: list[int], *_: object, **__: object) -> int:
         return 2 * a[0] * a[1] * a[2] * b[2]
@@ -566,8 +567,8 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=rel)
 
 
-def test_the_price_of_orthogonalising_is_said() -> None:
-    """(8m + 28) d³ per map at width m·d, beside plain descent's price."""
+def test_cost_of_orthogonalising() -> None:
+    """(8m + 28) d³ per map of width m·d, in addition to the cost of plain descent."""
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch_size=16))
     price = cost(recipe, K=64, V=64, T=1024)
     assert price.forward_flops["Newton–Schulz"] == 1024 * 2 * (8 * 4 + 28) * 64**3

@@ -1,4 +1,4 @@
-"""Chains of maps: the written-out pass from border to border, its gradient, and its activations."""
+"""Chains of maps: the written-out pass between boundaries, its gradient, and its activations."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXACT = 1e-10
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_slopes_and_bends_are_derivatives(name: str) -> None:
-    """First and second derivatives against autograd, to the last digits of float64."""
+def test_derivatives_of_activations(name: str) -> None:
+    """First and second derivatives equal autograd's to the last digits of float64."""
     activation = ACTIVATIONS[name]
-    z = torch.linspace(-6, 6, 241, dtype=torch.float64) + 1e-3  # off the kink of relu
+    z = torch.linspace(-6, 6, 241, dtype=torch.float64) + 1e-3  # away from the kink of relu
     z.requires_grad_()
     y = activation.forward(z)
     (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
@@ -48,7 +48,7 @@ def test_slopes_and_bends_are_derivatives(name: str) -> None:
 
 
 def _chains() -> dict[str, rc.Recipe]:
-    """Every structure of a chain: depth, shape, residual, base, error, window, decay, momentum."""
+    """Return chains of every depth, shape, residual, base, error, window, decay and momentum."""
     plain = rc.Recipe(
         memory=memory.MLP(expansion=2),
         retention=retention.Decay(),
@@ -111,7 +111,7 @@ def _chains() -> dict[str, rc.Recipe]:
         result[f"a norm, shares, {name}"] = result[f"shares, {name}"].replace(
             memory=normed["layer"]
         )
-    for name, one in (("steps", plain), ("shares", shares)):  # a and b are neither 1 nor equal
+    for name, one in (("steps", plain), ("shares", shares)):  # a and b differ, and neither is 1
         result[f"a norm, {name}, affine"] = one.replace(
             memory=normed["layer"], bias=outside.Eager()
         )
@@ -137,7 +137,7 @@ def _chains() -> dict[str, rc.Recipe]:
 
 @rc.member
 class Named(bias.Bias):
-    """(c/2) ‖M(k) − v‖², c a gate that is named as nothing else should have to avoid."""
+    """(c/2) ‖M(k) − v‖² with a gate c whose name is used elsewhere."""
 
     c: float | str = rc.quantity("input", at_least=0, init=0.5)
 
@@ -161,26 +161,30 @@ def _pairs(spec: object, inputs: ChainInputs) -> list[tuple[int, int]]:
     return [(s, min(s + 2, N)) for s in range(0, N, 2)]
 
 
-WAYS = ("batch by batch", "some at once", "all at once", "as on a device", "in groups")
+SCHEDULES = ("batch by batch", "some at once", "all at once", "as on a device", "in groups")
 
 
-# Every structure is fast in one of the ways, in turn, and slow in the others.
+# Every structure is fast for one of the schedules, in turn, and slow for the others.
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "schedule"),
     [
-        pytest.param(name, way, marks=[pytest.mark.slow] * (WAYS[index % len(WAYS)] != way))
+        pytest.param(
+            name,
+            schedule,
+            marks=[pytest.mark.slow] * (SCHEDULES[index % len(SCHEDULES)] != schedule),
+        )
         for index, name in enumerate(CHAINS)
-        for way in WAYS
+        for schedule in SCHEDULES
     ],
 )
-def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads batch by batch, some and all at once, as on a device. Rows end differently."""
-    monkeypatch.setattr(borders, "MAX_SPAN_BYTES", 0 if way == "batch by batch" else 2**30)
-    if way == "some at once":
+def test_equals_the_reference(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of single, several and all batches, as on a device; rows end at different tokens."""
+    monkeypatch.setattr(borders, "MAX_SPAN_BYTES", 0 if schedule == "batch by batch" else 2**30)
+    if schedule == "some at once":
         monkeypatch.setattr(borders, "_spans", _threes)
-    if way == "in groups":
+    if schedule == "in groups":
         monkeypatch.setattr(borders, "_groups", _pairs)
-    if way == "as on a device":
+    if schedule == "as on a device":
         for module in (backward, borders, forward):
             monkeypatch.setattr(module, "is_cpu", lambda _: False)
     recipe = CHAINS[name]
@@ -213,7 +217,7 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_second_pass_over_the_same_graph() -> None:
-    """What the backward pass gathers is its own: asked for twice, the gradient is the same."""
+    """A second gradient of one graph equals the first."""
     recipe = CHAINS["momentum"]
     x = generate.inputs(recipe, B=1, T=8, H=2).with_grad()
     y, _ = generate.run_recall(recipe, x, engine="deep")
@@ -223,10 +227,10 @@ def test_a_second_pass_over_the_same_graph() -> None:
     def slopes() -> tuple[Tensor, ...]:
         return torch.autograd.grad(y, leaves, weight, retain_graph=True)
 
-    kept = weight.clone()
+    copy = weight.clone()
     for first, second in zip(slopes(), slopes(), strict=True):
         assert torch.equal(first, second)
-    assert torch.equal(weight, kept)
+    assert torch.equal(weight, copy)
 
 
 def test_single_precision_agrees() -> None:
@@ -256,24 +260,24 @@ def test_single_precision_agrees() -> None:
     ],
     ids=["biases", "channels", "write only"],
 )
-def test_what_is_not_a_chain_takes_the_general_path(change: dict[str, Any]) -> None:
+def test_other_memories_take_the_general_path(change: dict[str, Any]) -> None:
     recipe = CHAINS["momentum"].replace(**change)
     assert DeepEngine().unsupported_reasons(recipe) == []
     assert chain_of(recipe) is None
 
 
-def _drawn(count: int) -> list[tuple[int, rc.Recipe]]:
-    drawn = ((i, recipe) for i, recipe in recipes(10**6) if chain_of(recipe) is not None)
-    return list(itertools.islice(drawn, count))
+def _random_chains(count: int) -> list[tuple[int, rc.Recipe]]:
+    chains = ((i, recipe) for i, recipe in recipes(10**6) if chain_of(recipe) is not None)
+    return list(itertools.islice(chains, count))
 
 
 def test_drawn_chains() -> None:
-    """Recipes drawn as in `test_deep`, only those that take this path: it meets few of them."""
-    for index, recipe in _drawn(5):
+    """Recipes as in `test_deep`, restricted to this path, which few of them take."""
+    for index, recipe in _random_chains(5):
         check(recipe, index)
 
 
 @pytest.mark.slow
 def test_many_drawn_chains() -> None:
-    for index, recipe in _drawn(60):
+    for index, recipe in _random_chains(60):
         check(recipe, index)

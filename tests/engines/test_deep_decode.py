@@ -1,4 +1,4 @@
-"""Decoding deep memories: what an open inner batch gathered is kept, and can be done without."""
+"""Decoding of deep memories with and without the gathered tokens of an open inner batch."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ RECIPES = {
 
 
 def _tokens(x: generate.Inputs, start: int, stop: int) -> dict[str, Any]:
-    here = slice(start, stop)
+    piece = slice(start, stop)
     return {
-        "q": x.q[:, here],
-        "k": x.k[:, here],
-        "v": x.v[:, here],
-        "gates": {name: gate[:, here] for name, gate in x.gates.items()},
+        "q": x.q[:, piece],
+        "k": x.k[:, piece],
+        "v": x.v[:, piece],
+        "gates": {name: gate[:, piece] for name, gate in x.gates.items()},
         "params": x.params,
     }
 
@@ -61,7 +61,7 @@ def _tokens(x: generate.Inputs, start: int, stop: int) -> dict[str, Any]:
 def _decoded(
     recipe: rc.Recipe, x: generate.Inputs, *, keep: bool, start: int = 0
 ) -> tuple[Tensor, State]:
-    """One token at a time after ``start`` tokens at once."""
+    """Run one token at a time after ``start`` tokens in one call."""
     outputs: list[Tensor] = []
     state: State | None = None
     pieces = [(0, start)] if start else []
@@ -76,7 +76,7 @@ def _decoded(
 
 
 def _of_four(recipe: rc.Recipe) -> Any:
-    """The recipe's algorithm with inner batches of four tokens."""
+    """Return the recipe's algorithm with inner batches of four tokens."""
     algorithm: Any = recipe.algorithm
     return dataclasses.replace(algorithm, batch_size=4)
 
@@ -110,7 +110,7 @@ def test_decoding_equals_one_pass(recipe: rc.Recipe, start: int, keep: bool) -> 
 
 @pytest.mark.parametrize("name", ["titans", "ttt_linear", "omega_net", "a window over borders"])
 @torch.no_grad()
-def test_a_token_takes_the_gradient_of_its_own_key_alone(
+def test_token_takes_the_gradient_of_its_key_only(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = RECIPES[name].replace(algorithm=_of_four(RECIPES[name]))
@@ -125,7 +125,7 @@ def test_a_token_takes_the_gradient_of_its_own_key_alone(
     x = generate.inputs(recipe, T=9)
     window = (recipe.context.horizon or 1) - 1
     _decoded(recipe, x, keep=True)
-    # A new batch asks again for what the window still holds, at the new weights.
+    # A new batch needs the gradients of the window again, at the new weights.
     assert rows == [1 + window, 1, 1, 1, 1 + window, 1, 1, 1, 1 + window]
     rows.clear()
     _decoded(recipe, x, keep=False)
@@ -133,38 +133,38 @@ def test_a_token_takes_the_gradient_of_its_own_key_alone(
 
 
 @torch.no_grad()
-def test_nothing_stale_is_taken() -> None:
-    """Another recipe, changed parameters and other rows go on from what the state says."""
+def test_stale_cache_is_ignored() -> None:
+    """Other recipes, changed parameters and other rows continue from the state alone."""
     recipe = RECIPES["ttt_linear"]
     x = generate.inputs(recipe, B=3, T=6)
     begin = rc.recall(recipe, **_tokens(x, 0, 3), initial_memory=x.init)[1]
     prior = rc.recall(recipe, **_tokens(x, 3, 4), state=begin)[1]
     assert begin is not None and prior is not None and prior.cache
-    prior = dataclasses.replace(prior, recipe_id=None)  # so that another recipe may go on
+    prior = dataclasses.replace(prior, recipe_id=None)  # so that another recipe can continue
     bare = dataclasses.replace(prior, cache={})
-    here = _tokens(x, 4, 5)
-    changed = {**here, "params": {name: 1.5 * value for name, value in x.params.items()}}
+    token = _tokens(x, 4, 5)
+    changed = {**token, "params": {name: 1.5 * value for name, value in x.params.items()}}
     other = recipe.replace(bias=bias.Lp(p=3))
     assert x.params
-    for tokens, one in ((here, recipe), (changed, recipe), (here, other)):
+    for tokens, one in ((token, recipe), (changed, recipe), (token, other)):
         expected = rc.recall(one, **tokens, state=bare, engine="reference")[0]
         y = rc.recall(one, **tokens, state=prior, engine="deep")[0]
         assert generate.relative_error(y, expected) < EXACT
     rows = torch.tensor([2, 0])
-    some = {
-        **{name: here[name][rows] for name in ("q", "k", "v")},
-        "gates": {name: gate[rows] for name, gate in here["gates"].items()},
+    parts = {
+        **{name: token[name][rows] for name in ("q", "k", "v")},
+        "gates": {name: gate[rows] for name, gate in token["gates"].items()},
         "params": x.params,
     }
-    expected = rc.recall(recipe, **here, state=prior)[0][rows]
+    expected = rc.recall(recipe, **token, state=prior)[0][rows]
     assert (
-        generate.relative_error(rc.recall(recipe, **some, state=prior.select(rows))[0], expected)
+        generate.relative_error(rc.recall(recipe, **parts, state=prior.select(rows))[0], expected)
         < EXACT
     )
 
 
 @torch.no_grad()
-def test_what_is_kept_ends_with_the_batch() -> None:
+def test_cache_ends_with_the_batch() -> None:
     recipe = RECIPES["titans"].replace(algorithm=_of_four(RECIPES["titans"]))
     x, state, sizes = generate.inputs(recipe, T=12), None, []
     for t in range(12):

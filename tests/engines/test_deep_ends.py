@@ -1,7 +1,7 @@
-"""What nobody reads is not differentiated: the memory after the last token, in a training step.
+"""Unused results are not differentiated, such as the memory after the last training token.
 
-Held to the reference, which is autograd token by token: gradients of the outputs alone, of the
-memory alone and of both, and gradients of those.
+The oracle is the reference, which is autograd per token: gradients of the outputs, of the memory
+and of both, and second gradients.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ RULES: dict[str, Any] = {
 }
 
 
-def recipe_of(way: str) -> rc.Recipe:
+def recipe_of(kind: str) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.GatedMLP(expansion=1),
         context=rc.context.Window(size=2),
         retention=rc.retention.Decay(),
-        algorithm=RULES[way],
+        algorithm=RULES[kind],
     )
 
 
-def slopes(recipe: rc.Recipe, x: Any, of: str, method: str) -> dict[str, Tensor]:
-    """Gradients of outputs, memory or both, and of the squared length of those gradients."""
+def slopes(recipe: rc.Recipe, x: Any, targets: str, method: str) -> dict[str, Tensor]:
+    """Return gradients of outputs, memory or both, and of the squared norm of those gradients."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.tensors().items()}
     y, state = generate.run_recall(
         recipe, x.replace_tensors(leaves), engine=method, **sizes(method)
     )
     total = torch.zeros((), dtype=y.dtype)
-    if of != "memory":
+    if targets != "memory":
         total = total + (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
-    if of != "outputs":
+    if targets != "outputs":
         total = total + sum(w.square().sum() for w in state.weights)
     first = torch.autograd.grad(total, list(leaves.values()), create_graph=True, allow_unused=True)
     size = sum(g.square().sum() for g in first if g is not None and g.requires_grad)
@@ -60,19 +60,19 @@ def sizes(method: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("T", [8, pytest.param(12, marks=pytest.mark.slow), 11])
-@pytest.mark.parametrize("of", ["outputs", "memory", "both"])
-@pytest.mark.parametrize("way", RULES)
-def test_gradients_of_what_is_read(way: str, of: str, T: int) -> None:
-    recipe = recipe_of(way)
+@pytest.mark.parametrize("targets", ["outputs", "memory", "both"])
+@pytest.mark.parametrize("kind", RULES)
+def test_gradients_of_used_results(kind: str, targets: str, T: int) -> None:
+    recipe = recipe_of(kind)
     x = generate.inputs(recipe, B=1, T=T, H=1)
     wrong, name = generate.largest_error(
-        slopes(recipe, x, of, "deep"), slopes(recipe, x, of, "reference")
+        slopes(recipe, x, targets, "deep"), slopes(recipe, x, targets, "reference")
     )
     assert wrong < 1e-8, f"{name}: {wrong:.1e}"
 
 
-def test_the_last_step_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step at the border of the last inner batch is for the caller: no backward pass makes it."""
+def test_last_step_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step at the end of the last inner batch is needed only by the caller."""
     recipe = recipe_of("border")
     x = generate.inputs(recipe, B=1, T=12, H=1)
     calls: list[int] = []

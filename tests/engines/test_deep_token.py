@@ -1,4 +1,4 @@
-"""Tokens that a layer decodes one by one equal those of the reference."""
+"""Single tokens of a layer against the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GD, Momentum = algorithm.GradientDescent, algorithm.Momentum
 
 @rc.member
 class Quartic(bias.Bias):
-    """Σ e⁴: its error is not affine, and autograd finds it."""
+    """Σ e⁴, whose error is not affine and comes from autograd."""
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return (prediction - value).pow(4).sum(-1)
@@ -74,11 +74,11 @@ OTHERS = {
 
 
 def _call(bound: BoundRecipe, x: generate.Inputs, t: int, state: State, **more: Any) -> Problem:
-    """A layer's call for token t."""
-    here = slice(t, t + 1)
-    gates = {name: gate[:, here] for name, gate in x.gates.items()}
-    given = {"q": x.q[:, here], "k": x.k[:, here], "v": x.v[:, here], "gates": gates} | more
-    return Problem(bound=bound, params=x.params, state=state, trusted=True, **given)
+    """Call the layer's path for token t."""
+    piece = slice(t, t + 1)
+    gates = {name: gate[:, piece] for name, gate in x.gates.items()}
+    arguments = {"q": x.q[:, piece], "k": x.k[:, piece], "v": x.v[:, piece], "gates": gates} | more
+    return Problem(bound=bound, params=x.params, state=state, trusted=True, **arguments)
 
 
 def _prompt(recipe: rc.Recipe, x: generate.Inputs, tokens: int) -> State:
@@ -90,7 +90,9 @@ def _prompt(recipe: rc.Recipe, x: generate.Inputs, tokens: int) -> State:
 @pytest.mark.parametrize("start", [3, 4])
 @pytest.mark.parametrize("recipe", CHAINS.values(), ids=CHAINS)
 @torch.no_grad()
-def test_tokens_over_borders_are_the_references(recipe: rc.Recipe, start: int, G: int) -> None:
+def test_tokens_across_boundaries_equal_the_reference(
+    recipe: rc.Recipe, start: int, G: int
+) -> None:
     x = generate.inputs(recipe, B=2, T=11, H=2, G=G, K=4, V=4)
     expected, end = generate.run_recall(recipe, x, engine="reference")
     bound, state = bind(recipe, H=2, K=4, V=4), _prompt(recipe, x, start)
@@ -108,7 +110,7 @@ def test_tokens_over_borders_are_the_references(recipe: rc.Recipe, start: int, G
 
 @pytest.mark.parametrize("recipe", OTHERS.values(), ids=OTHERS)
 @torch.no_grad()
-def test_a_token_of_other_recipes_is_the_references(recipe: rc.Recipe) -> None:
+def test_token_of_other_recipes_equals_the_reference(recipe: rc.Recipe) -> None:
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=4)
     expected, _ = generate.run_recall(recipe, x, engine="reference")
     bound = bind(recipe, H=2, K=4, V=4, engine="deep")
@@ -120,8 +122,8 @@ def test_a_token_of_other_recipes_is_the_references(recipe: rc.Recipe) -> None:
 @pytest.mark.parametrize("what", ["q", "k", "v", "lr", "momentum"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "tanh", "relu"])
 @torch.no_grad()
-def test_what_is_not_finite_is_named(activation: str, what: str, bad: float) -> None:
-    """Only outputs are looked at, where what is not finite must show."""
+def test_error_names_a_non_finite_input(activation: str, what: str, bad: float) -> None:
+    """Only outputs are checked, because every non-finite value shows in them."""
     recipe = CHAINS["titans"].replace(memory=memory.MLP(activation=activation))
     x = generate.inputs(recipe, B=2, T=6, H=2, K=4, V=4)
     bound = bind(recipe, H=2, K=4, V=4)
@@ -131,18 +133,18 @@ def test_what_is_not_finite_is_named(activation: str, what: str, bad: float) -> 
             state = memorise(_call(bound, x, 4, state))[1]
             assert state is not None
         call = _call(bound, x, start, state)
-        given = {"q": call.q, "k": call.k, "v": call.v}
-        wrong = given[what] if what in given else call.gates[what]
+        qkv = {"q": call.q, "k": call.k, "v": call.v}
+        wrong = qkv[what] if what in qkv else call.gates[what]
         wrong = wrong.clone()
         wrong[(1, *[0] * (wrong.dim() - 1))] = bad
-        changed = {what: wrong} if what in given else {"gates": {**call.gates, what: wrong}}
-        name = what if what in given else f"gate '{what}'"
+        changed = {what: wrong} if what in qkv else {"gates": {**call.gates, what: wrong}}
+        name = what if what in qkv else f"gate '{what}'"
         with pytest.raises(ValueError, match=f"{name} .*row 1"):
             memorise(dataclasses.replace(call, **changed))
 
 
 @torch.no_grad()
-def test_a_decay_of_everything_is_a_number_like_others() -> None:
+def test_full_decay() -> None:
     recipe = CHAINS["titans"]
     x = generate.inputs(recipe, B=2, T=7, H=2, K=4, V=4)
     x.gates["log_decay"][:, 5:, 0] = -torch.inf
@@ -156,7 +158,7 @@ def test_a_decay_of_everything_is_a_number_like_others() -> None:
 
 
 @torch.no_grad()
-def test_a_loss_of_ones_own() -> None:
+def test_custom_loss() -> None:
     recipe = CHAINS["neither"].replace(bias=Quartic())
     x = generate.inputs(recipe, B=1, T=7, H=2, K=4, V=4)
     expected, _ = generate.run_recall(recipe, x, engine="reference")
@@ -169,8 +171,8 @@ def test_a_loss_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_layer_decodes_what_it_reads_at_once(inference: bool) -> None:
-    """In inference mode too, and a gradient can be asked of what comes after."""
+def test_decoded_tokens_equal_one_call(inference: bool) -> None:
+    """Also in inference mode, and later tokens can require gradients."""
     torch.manual_seed(0)
     layer = rc.MemoryLayer(16, 2, CHAINS["titans"], num_kv_heads=1)
     x = torch.randn(2, 40, 16)

@@ -55,7 +55,7 @@ RECIPES = {
 
 
 def derivative(z: Tensor) -> Tensor:
-    """The derivative of the GELU."""
+    """Return the derivative of the GELU."""
     density = torch.exp(-0.5 * z * z) / (2 * torch.pi) ** 0.5
     return 0.5 * (1 + torch.erf(z / 2**0.5)) + z * density
 
@@ -63,7 +63,7 @@ def derivative(z: Tensor) -> Tensor:
 def loop(x: generate.Inputs, b: int, c: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """W_l ← W_l (α I − c η h_l h_lᵀ) − η δ_l h_lᵀ for M(x) = x + W_1 gelu(W_2 x) and L2.
 
-    The gradients and the erasures of b tokens are taken at the same weights.
+    The gradients and the erasures of b tokens are taken at equal weights.
     """
     assert x.init is not None
     W2, W1 = (w.expand(x.q.shape[0], *w.shape) for w in x.init)
@@ -105,12 +105,12 @@ def test_equals_a_loop(b: int, c: float, engine: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_engine_equals_the_reference(name: str) -> None:
-    """Outputs, state and gradients, in one call and split between engines."""
+    """Outputs, state and gradients, in one call and split over engines."""
     check(RECIPES[name], 5)
 
 
 def test_an_erasure_runs_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of the recurrence have no erasure, so a device takes the PyTorch recurrence."""
+    """Kernels of the recurrence have no erasure, so a device runs the PyTorch recurrence."""
     calls: list[object] = []
     monkeypatch.setattr(chain_engine, "is_cpu", lambda _: False)
     monkeypatch.setattr(chain_engine, "select_runner", lambda *args: calls.append(args))
@@ -139,7 +139,7 @@ def test_padded_and_packed(name: str) -> None:
 @pytest.mark.parametrize("create", [rc.algorithm.GradientDescent, rc.algorithm.Momentum])
 @pytest.mark.parametrize("engine", ["reference", "linear", "deep"])
 def test_a_matrix_follows_the_delta_rule(create: type[rc.algorithm.Algorithm], engine: str) -> None:
-    """L2 that erases once more is a probe at the key whose rate is twice the rate of the write."""
+    """L2 with a second erasure is a probe at the key whose rate is twice that of the write."""
     erases = rc.Recipe(retention=retention.Decay(), algorithm=create(erasure=1.0))
     probes = rc.Recipe(
         bias=bias.L2(probe=bias.Probe(at="key")), retention=retention.Decay(), algorithm=create()

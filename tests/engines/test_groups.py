@@ -1,6 +1,7 @@
-"""Inner batches run in groups: how many borders a training step keeps, and that it changes nothing.
+"""Groups of inner batches: the number of boundaries in a training step, and equal results.
 
-Between groups the memory is kept, inside of one its intermediates are: N/g borders and g batches.
+Boundaries between groups store the memory, and inside a group its intermediates are stored: N/g
+boundaries and g batches.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ RULES: dict[str, Any] = {
 }
 
 
-def recipe_of(way: str) -> rc.Recipe:
-    """Polynomial features make its weights most of what a batch of two tokens takes."""
+def recipe_of(kind: str) -> rc.Recipe:
+    """Polynomial features, whose weights are most of the memory of a batch of two tokens."""
     return rc.Recipe(
         memory=rc.memory.MLP(expansion=8),
         features=rc.features.Polynomial(degree=3),
         retention=rc.retention.Decay(),
-        algorithm=RULES[way],
+        algorithm=RULES[kind],
     )
 
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Groups of every call that ran in more than one."""
+    """Record the groups of every call with more than one."""
     result: list[int] = []
     run_groups, groups_of_chain = engine.run_groups, chain._groups
 
@@ -53,7 +54,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One batch is more than a group may take."""
+    """One batch exceeds the limit of a group."""
     monkeypatch.setattr(engine, "GROUP_BYTES", 1)
     monkeypatch.setattr(engine, "WHOLE_BYTES", 1)
 
@@ -63,12 +64,12 @@ def slopes(recipe: rc.Recipe, x: Any, method: str = "deep") -> tuple[Tensor, dic
     return y, grads
 
 
-@pytest.mark.parametrize("way", RULES)
-def test_a_memory_too_large_for_a_group_keeps_few_borders(
-    way: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", RULES)
+def test_large_memory_stores_few_boundaries(
+    kind: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """√N to 2 √N groups, where one batch each keeps N borders; numbers as the reference has."""
-    recipe, batches = recipe_of(way), 100
+    """√N to 2 √N groups instead of N boundaries, with the results of the reference."""
+    recipe, batches = recipe_of(kind), 100
     x = generate.inputs(recipe, B=1, T=2 * batches, H=1)
     small(monkeypatch)
     y, result = slopes(recipe, x)
@@ -80,7 +81,7 @@ def test_a_memory_too_large_for_a_group_keeps_few_borders(
     assert wrong < 1e-8, f"{name}: {wrong:.1e}"
 
 
-def test_without_gradients_nothing_is_kept_and_groups_stay_small(
+def test_groups_stay_small_without_gradients(
     groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of("chain")
@@ -93,10 +94,10 @@ def test_without_gradients_nothing_is_kept_and_groups_stay_small(
 
 @pytest.mark.parametrize("N", [1, 2, 7, 32, 256])
 @pytest.mark.parametrize("share", [0.03, 0.3, 0.63, 0.99])
-def test_borders_and_one_group_take_next_to_the_least(N: int, share: float) -> None:
-    """In units of a border's bytes: N/g of them and g batches of 1/share each.
+def test_boundaries_and_one_group_take_near_minimal_memory(N: int, share: float) -> None:
+    """In units of a boundary's bytes: N/g boundaries and g batches of 1/share each.
 
-    Groups are whole, so that a quarter more than the least is left where N is small.
+    Groups are full, so small N leave a quarter more than the minimum.
     """
 
     def taken(g: int) -> float:

@@ -22,7 +22,7 @@ LIMIT = 1e-9
 
 
 def _recipes() -> dict[str, rc.Recipe]:
-    """Those of `test_kernel_rows` with explicit features, normalised as well, and the zoo's."""
+    """Return the explicit-feature recipes of `test_kernel_rows`, also normalised, and the zoo's."""
     result: dict[str, rc.Recipe] = {}
     for (name, recipe), normalize in itertools.product(EXPLICIT.items(), ("none", "sum")):
         memory = dataclasses.replace(recipe.memory, read=Read(normalize=normalize))
@@ -46,21 +46,21 @@ def _recipes() -> dict[str, rc.Recipe]:
 
 
 RECIPES = _recipes()
-SOME = dict(list(RECIPES.items())[::3]) | {
+SAMPLE = dict(list(RECIPES.items())[::3]) | {
     n: RECIPES[n] for n in ("deep_transformer", "swdt", "dot")
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_the_reference(name: str) -> None:
-    """An odd number of tokens, so that the last inner batch stays open."""
+    """An odd number of tokens leaves the last inner batch open."""
     recipe = RECIPES[name]
     assert select_engine(recipe).engine.name == "kernel"
     check_agrees(recipe, generate.inputs(recipe, B=2, T=9, H=2, G=2, K=4, V=4), "kernel", LIMIT)
 
 
 def test_an_error_of_zero_has_one_subgradient() -> None:
-    """The norm of a value-robust error has no gradient at 0, where the reference takes 0."""
+    """The norm of a value-robust error has no gradient at 0, for which the reference takes 0."""
     recipe = RECIPES["static rate, value-robust"]
     x = generate.inputs(recipe, B=1, T=5, H=2, K=4, V=4)
     assert x.init is not None
@@ -70,9 +70,9 @@ def test_an_error_of_zero_has_one_subgradient() -> None:
     check_agrees(recipe, x, "kernel", LIMIT)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_any_split_and_other_engines(name: str) -> None:
-    recipe = SOME[name]
+    recipe = SAMPLE[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
         complete = generate.run_recall(recipe, x, engine="reference")
@@ -88,10 +88,10 @@ def test_any_split_and_other_engines(name: str) -> None:
 MASK = torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1, 1, 1]])
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
-    """Rows that stand at different places of their inner batches."""
-    recipe = SOME[name]
+@pytest.mark.parametrize("name", SAMPLE)
+def test_masked_rows_and_packed_documents_run_separately(name: str) -> None:
+    """Rows are at different positions of their inner batches."""
+    recipe = SAMPLE[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=4)
     with torch.no_grad():
         y, state = generate.run_recall(recipe, x, attention_mask=MASK, engine="kernel")
@@ -131,8 +131,8 @@ def test_gradients_cross_splits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deep_transformer", "swdt", "dot"])
-def test_presets_in_single_precision_at_their_own_batch(name: str) -> None:
-    """130 tokens: two inner batches of 64 and an open one."""
+def test_presets_in_single_precision_at_their_batch_size(name: str) -> None:
+    """130 tokens are two inner batches of 64 and an open one."""
     recipe = rc.zoo.get(name).recipe
     x = generate.inputs(recipe, B=1, T=130, H=2, K=8, V=8)
     x = dataclasses.replace(x, gates={**x.gates, "lr": x.gates["lr"] / 64})
@@ -162,5 +162,5 @@ def test_large_logits_do_not_overflow() -> None:
         ),
     ],
 )
-def test_what_is_refused_says_why(recipe: rc.Recipe, reason: str) -> None:
+def test_errors_state_the_reason(recipe: rc.Recipe, reason: str) -> None:
     assert any(reason in text for text in DeepKernelMemory().unsupported_reasons(recipe))

@@ -1,4 +1,4 @@
-"""The kernel delta rule by blocks, against the reference; and its limits, against other layers."""
+"""The kernel delta rule by blocks against the reference, and its limits against other layers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ LIMIT = 1e-10
 
 
 def _recipes() -> dict[str, rc.Recipe]:
-    """Both kernels, both normalisers, one or several probe keys, decay before, after or none."""
+    """Return recipes of both kernels and normalisers, one or several probe keys, and each decay."""
     result: dict[str, rc.Recipe] = {}
     firsts = (
         F.LinearKernel(), F.Round(decimals=1), F.ReluKernel(), F.Exponential(), F.Solu(),
         F.Gaussian(),
     )  # fmt: skip
     seconds = (F.Exponential(), F.ReluKernel(), F.Gaussian(bandwidth=3.0))
-    kept = (Keep(), Decay(), Decay(when="before"))
-    every = itertools.product(firsts, seconds, ("none", "sum"), ("none", "sum"), (1, 3), kept)
-    for index, (one, two, n1, n2, heads, retention) in enumerate(every):
+    retentions = (Keep(), Decay(), Decay(when="before"))
+    combinations = itertools.product(
+        firsts, seconds, ("none", "sum"), ("none", "sum"), (1, 3), retentions
+    )
+    for index, (one, two, n1, n2, heads, retention) in enumerate(combinations):
         if (n1 == "sum" and not one.positive) or (n2 == "sum" and not two.positive):
             continue
         if n1 == n2 == "none" and index % 4:
@@ -72,19 +74,19 @@ RECIPES = _recipes()
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_the_reference(name: str) -> None:
-    """13 tokens in blocks of 4, two queries per memory, from pairs or from nothing."""
+    """13 tokens in blocks of 4 with two queries per memory, with and without initial pairs."""
     recipe = RECIPES[name]
     assert select_engine(recipe).engine.name == "kernel"
     x = generate.inputs(recipe, B=1, T=13, H=2, G=2, K=4, V=3, zero=len(name) % 2 == 0)
     check_agrees(recipe, x, "kernel", chunk_size=4)
 
 
-SOME = dict(list(RECIPES.items())[::5])
+SAMPLE = dict(list(RECIPES.items())[::5])
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_splits_blocks_and_other_engines(name: str) -> None:
-    recipe = SOME[name]
+    recipe = SAMPLE[name]
     x = generate.inputs(recipe, B=2, T=11, H=2, K=4, V=3)
     with torch.no_grad():
         complete = generate.run_recall(recipe, x, engine="reference")
@@ -101,9 +103,9 @@ def test_splits_blocks_and_other_engines(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_gradients_cross_splits(name: str) -> None:
-    recipe = SOME[name]
+    recipe = SAMPLE[name]
     x = generate.inputs(recipe, B=1, T=9, H=1, K=4, V=3)
     slopes = []
     for cuts in ([], [4, 5]):
@@ -120,17 +122,17 @@ def test_gradients_cross_splits(name: str) -> None:
 MASK = torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1, 1, 1]])
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
-    """Tokens under the mask hold NaN; states are compared by what they answer."""
-    recipe = SOME[name]
+@pytest.mark.parametrize("name", SAMPLE)
+def test_masked_rows_and_packed_documents_run_separately(name: str) -> None:
+    """Masked tokens hold NaN; states are compared by their reads."""
+    recipe = SAMPLE[name]
     x = generate.inputs(recipe, B=2, T=9, H=2, K=4, V=3)
     hidden = x.map_token_tensors(
         lambda a: torch.where(MASK.bool().view(2, 9, *(1,) * (a.dim() - 2)), a, torch.nan)
     )
     with torch.no_grad():
         y, state = generate.run_recall(recipe, hidden, attention_mask=MASK, engine="kernel")
-        held = rc.read(recipe, x.q, state=state, params=x.params)
+        read = rc.read(recipe, x.q, state=state, params=x.params)
         for row in range(2):
             real = MASK[row].bool()
             single = x.select_row(row).map_token_tensors(lambda a, real=real: a[:, real])
@@ -138,7 +140,7 @@ def test_masked_rows_and_packed_documents_run_alone(name: str) -> None:
             assert generate.relative_error(y[row : row + 1, real], z) < LIMIT
             assert not y[row, ~real].any()
             answer = rc.read(recipe, x.q[row : row + 1], state=final_state, params=x.params)
-            assert generate.relative_error(held[row : row + 1], answer) < LIMIT
+            assert generate.relative_error(read[row : row + 1], answer) < LIMIT
         one, borders = x.select_row(0), [0, 4, 4, 5, 9]
         packed, _ = generate.run_recall(
             recipe, one, cu_seqlens=torch.tensor(borders), engine="kernel"
@@ -154,9 +156,9 @@ def test_gradients_of_gradients() -> None:
     named = x.tensors()
 
     def f(*values: torch.Tensor) -> torch.Tensor:
-        given = x.replace_tensors(dict(zip(named, values, strict=True)))
+        changed = x.replace_tensors(dict(zip(named, values, strict=True)))
         return rc.recall(
-            recipe, given.q, given.k, given.v, given.gates, engine="kernel", chunk_size=2
+            recipe, changed.q, changed.k, changed.v, changed.gates, engine="kernel", chunk_size=2
         )[0]
 
     values = tuple(a for n, a in named.items() if not n.startswith("init"))
@@ -170,7 +172,7 @@ def test_gradients_of_gradients() -> None:
 
 @pytest.mark.parametrize("T", [1, 2, 65, 200])
 def test_lengths_in_single_precision(T: int) -> None:
-    """Softmax rows sum to one, so the system is well conditioned: float32 stays float32."""
+    """Rows of a softmax sum to one, so the system is well conditioned in float32."""
     recipe = rc.zoo.get("delta_former").recipe
     x = generate.inputs(recipe, B=1, T=T, H=2, K=8, V=6)
     with torch.no_grad():
@@ -199,12 +201,12 @@ def test_large_logits_do_not_overflow() -> None:
         ({"memory": rc.memory.MLP()}, "not linear in its weights"),
     ],
 )
-def test_what_is_refused_says_why(change: dict[str, object], reason: str) -> None:
+def test_errors_state_the_reason(change: dict[str, object], reason: str) -> None:
     recipe = rc.Recipe(features=F.Exponential()).replace(**change)
     assert any(reason in text for text in KernelDeltaRule().unsupported_reasons(recipe))
 
 
-def test_a_finite_memory_keeps_no_rows() -> None:
+def test_finite_memory_stores_no_rows() -> None:
     reasons = KernelDeltaRule().unsupported_reasons(rc.Recipe())
     assert reasons == ["the memory stores no row per key"]
 

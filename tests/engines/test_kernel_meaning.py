@@ -1,7 +1,7 @@
-"""What memories over a kernel mean: autograd on weights over explicit features; zeros and −∞.
+"""Memories over a kernel against autograd on weights over explicit features; zeros and −∞.
 
-`written_out` knows nothing of rows: W2 multiplies the exponential's Taylor series, the sum that a
-normalised read divides by is a vector beside it, and autograd supplies every gradient.
+`written_out` uses no rows: W2 multiplies the Taylor series of the exponential, the divisor of a
+normalised read is a separate vector, and autograd supplies every gradient.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import recollect as rc
 
 PRESETS = ("deep_transformer", "swdt", "dot")
 FORGOTTEN = (-700.0, -800.0, -math.inf)
-"""Log decays: what is left in float64 is a normal number, nothing, and nothing."""
-ORDER = 12  # |x·z|/√3 ≤ 0.58: what the series leaves out is below 1e-12
-EXACT = 1e-9  # a layer norm of a small hidden vector magnifies rounding
+"""Log decays that leave a normal float64, and two that leave nothing."""
+ORDER = 12  # |x·z|/√3 ≤ 0.58, so the remainder of the series is below 1e-12
+EXACT = 1e-9  # a layer norm of a small hidden vector amplifies rounding
 
 
 POWERS = torch.tensor([p for p in itertools.product(range(ORDER + 1), repeat=3) if sum(p) <= ORDER])
 
 
 def phi(x: Tensor) -> Tensor:
-    """Features of exp(x·z/√3): Π x_i^p_i / √(p_i! √3^p_i) for all powers p, ``[3]`` to ``[F]``."""
+    """Return features of exp(x·z/√3): Π x_i^p_i / √(p_i! √3^p_i) for all p, ``[3]`` to ``[F]``."""
     p = torch.arange(ORDER + 1, dtype=x.dtype)
     scale = torch.exp(torch.lgamma(p + 1) / 2) * 3 ** (p / 4)
     table = x[:, None] ** p / scale
@@ -40,7 +40,7 @@ def phi(x: Tensor) -> Tensor:
 def written_out(recipe: rc.Recipe, x: generate.Inputs, *, sums: bool = True) -> Tensor:
     """A perceptron x + LN(W1 gelu(W2 φ*(x) / n·φ*(x))), token by token, ``[1, T, H, V]``.
 
-    ``sums``: the gradient by W2, autograd's, is multiplied by n·φ*(k_i) again.
+    ``sums``: autograd's gradient by W2 is multiplied by n·φ*(k_i) again.
     """
     _, T, H, _ = x.v.shape
     assert x.init is not None
@@ -77,7 +77,7 @@ def written_out(recipe: rc.Recipe, x: generate.Inputs, *, sums: bool = True) -> 
     return torch.stack(outputs).unflatten(0, (H, T)).transpose(0, 1)[None]
 
 
-def _given(recipe: rc.Recipe, T: int = 5) -> generate.Inputs:
+def _inputs(recipe: rc.Recipe, T: int = 5) -> generate.Inputs:
     x = generate.inputs(recipe, B=1, T=T, H=1, K=3, V=3)
     assert x.init is not None
     z = functional.normalize(x.init[0], dim=-1)
@@ -85,7 +85,7 @@ def _given(recipe: rc.Recipe, T: int = 5) -> generate.Inputs:
 
 
 def _compare(recipe: rc.Recipe, x: generate.Inputs, method: str) -> None:
-    """Outputs and the gradient of every input, against `written_out`."""
+    """Compare outputs and the gradient of every input with `written_out`."""
     leaves = x.with_grad()
     y, _ = generate.run_recall(recipe, leaves, engine=method)
     expected = written_out(recipe, leaves)
@@ -103,10 +103,10 @@ def _compare(recipe: rc.Recipe, x: generate.Inputs, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["reference", "kernel"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_step_of_w2_lacks_the_sum_and_explain_says_so(name: str, method: str) -> None:
-    """Autograd's ∂ℓ/∂W2 has 1/Σκ, which attention's rows have not (ATLAS 24, 26)."""
+def test_step_of_w2_has_no_sum_and_explain_states_it(name: str, method: str) -> None:
+    """Autograd's ∂ℓ/∂W2 has the factor 1/Σκ, which the rows of attention lack (ATLAS 24, 26)."""
     recipe = RECIPES[name]
-    x = _given(recipe)
+    x = _inputs(recipe)
     _compare(recipe, x, method)
     leaves = x.with_grad()
     plain, times_the_sum = (written_out(recipe, leaves, sums=sums) for sums in (False, True))
@@ -120,14 +120,14 @@ def test_the_step_of_w2_lacks_the_sum_and_explain_says_so(name: str, method: str
     )
 
 
-def test_explain_left_out_that_the_softmax_sum_decays() -> None:
+def test_explain_states_the_decay_of_the_softmax_sum() -> None:
     assert (
         "W2 φ*(x) = Σ_i κ(k_i, x) u_i / Σ_i m_i κ(k_i, x), m_i starts at 1, and decays like u_i"
         in str(rc.explain("swdt"))
     )
 
 
-def test_explain_names_every_map_that_is_divided() -> None:
+def test_explain_names_every_divided_map() -> None:
     recipe = rc.zoo.get("dot").recipe.replace(
         memory=rc.memory.GatedMLP(read=rc.memory.Read(normalize="sum"))
     )
@@ -136,7 +136,7 @@ def test_explain_names_every_map_that_is_divided() -> None:
     assert "a row u_i per key, likewise for W3" in text
 
 
-def test_an_undivided_read_has_nothing_to_say() -> None:
+def test_explain_of_an_undivided_read() -> None:
     recipe = rc.zoo.get("dot").recipe.replace(memory=rc.memory.MLP())
     assert "counts as" not in str(rc.explain(recipe))
 
@@ -144,11 +144,11 @@ def test_an_undivided_read_has_nothing_to_say() -> None:
 # -- exact zeros ---------------------------------------------------------------------------------
 
 DECAYING = [n for n, r in RECIPES.items() if r.retention.decay is not None]
-SOME = DECAYING[::5]
+SAMPLE = DECAYING[::5]
 
 
 def _zeroed(x: generate.Inputs) -> dict[str, generate.Inputs]:
-    """One input at a time with zeros at two tokens, or in its first row."""
+    """Yield inputs with zeros at two tokens, or in the first row, one input at a time."""
     result: dict[str, generate.Inputs] = {}
     for name, value in x.tensors().items():
         if name in ("q", "gate log_decay"):
@@ -164,9 +164,9 @@ def _zeroed(x: generate.Inputs) -> dict[str, generate.Inputs]:
     return result
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_rows_of_exact_zeros_lost_their_gradient(name: str) -> None:
-    """A row that decays is cut at the end of the dtype's range; a row of 0 has a slope of 1."""
+@pytest.mark.parametrize("name", SAMPLE)
+def test_rows_of_exact_zeros_have_gradients(name: str) -> None:
+    """A decaying row is cut at the end of the dtype's range; a row of 0 has a slope of 1."""
     recipe = RECIPES[name]
     for what, x in _zeroed(generate.inputs(recipe, B=1, T=7, H=1, K=4, V=4)).items():
         y, _, slopes = generate.gradients(recipe, x, engine="reference")
@@ -179,7 +179,8 @@ def test_rows_of_exact_zeros_lost_their_gradient(name: str) -> None:
 @pytest.mark.parametrize("number", ["v", "gate lr", "gate window", "init 1"])
 def test_zeros_of_swdt_against_autograd(number: str) -> None:
     recipe = RECIPES["swdt"]
-    _compare(recipe, _zeroed(_given(recipe, T=7))[number], "kernel")  # rows decay at a 2nd border
+    # rows decay at a second boundary
+    _compare(recipe, _zeroed(_inputs(recipe, T=7))[number], "kernel")
 
 
 # -- decays that leave nothing -------------------------------------------------------------------
@@ -194,20 +195,18 @@ def _forgetting(x: generate.Inputs, log_decay: float, tokens: slice) -> generate
 @pytest.mark.parametrize("log_decay", FORGOTTEN)
 @pytest.mark.parametrize("tokens", [slice(2, 3), slice(None)])
 @pytest.mark.parametrize("method", ["reference", "kernel"])
-def test_a_key_whose_mass_underflowed_was_not_read(
-    log_decay: float, tokens: slice, method: str
-) -> None:
-    """Swdt's window goes on writing to the rows of keys that weigh 0 in the sum."""
+def test_key_whose_mass_underflows_is_read(log_decay: float, tokens: slice, method: str) -> None:
+    """The window of swdt writes to the rows of keys that have weight 0 in the sum."""
     recipe = RECIPES["swdt"]
-    _compare(recipe, _forgetting(_given(recipe), log_decay, tokens), method)
+    _compare(recipe, _forgetting(_inputs(recipe), log_decay, tokens), method)
 
 
 @pytest.mark.parametrize("name", DECAYING)
-def test_engine_and_reference_forget_alike(name: str) -> None:
+def test_engine_and_reference_decay_equally(name: str) -> None:
     recipe = RECIPES[name]
-    given = generate.inputs(recipe, B=1, T=5, H=1, K=4, V=4)
+    base = generate.inputs(recipe, B=1, T=5, H=1, K=4, V=4)
     for log_decay, tokens in ((-math.inf, slice(2, 3)), (-700.0, slice(None))):
-        x = _forgetting(given, log_decay, tokens)
+        x = _forgetting(base, log_decay, tokens)
         y, _, slopes = generate.gradients(recipe, x, engine="reference")
         z, _, grads = generate.gradients(recipe, x, engine="kernel")
         assert generate.relative_error(z, y) < EXACT
@@ -219,9 +218,7 @@ def test_engine_and_reference_forget_alike(name: str) -> None:
 
 @pytest.mark.parametrize("log_decay", [-1.0, *FORGOTTEN])
 @pytest.mark.parametrize("method", ["reference", "kernel"])
-def test_a_mean_over_the_past_lost_it_when_the_decay_came_before(
-    log_decay: float, method: str
-) -> None:
+def test_mean_over_the_past_with_a_decay_before_the_write(log_decay: float, method: str) -> None:
     """α_t multiplies rows and mass alike, so the mean that token t measures is that of W_(t−1)."""
     recipe = rc.Recipe(
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="sum")),
@@ -235,11 +232,11 @@ def test_a_mean_over_the_past_lost_it_when_the_decay_came_before(
     outputs: list[Tensor] = []
 
     def mean(point: Tensor, count: int, upto: int) -> Tensor:
-        """Of the first rows, each decayed by the tokens after it, the last of them ``upto``."""
+        """Return the mean of the first rows, each decayed by the tokens after it up to ``upto``."""
         if not count:
             return torch.zeros(3, dtype=torch.float64)
-        left = torch.stack([logs[i + 1 : upto + 1].sum() for i in range(count)])
-        return torch.softmax(k[:count] @ point / 2 + left, dim=0) @ torch.stack(rows[:count])
+        decays = torch.stack([logs[i + 1 : upto + 1].sum() for i in range(count)])
+        return torch.softmax(k[:count] @ point / 2 + decays, dim=0) @ torch.stack(rows[:count])
 
     for t in range(6):
         step = x.v[0, t, 0] - mean(k[t], t, t - 1)

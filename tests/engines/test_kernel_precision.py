@@ -1,7 +1,8 @@
-"""Keys of which a decay leaves little, and queries that are much more like them than like others.
+"""Keys that a decay has reduced to little, and queries far more similar to them than to others.
 
-`digits` is the recursion on rows in 60 decimal digits, whose exponents have no end: the oracle of
-every dtype. What a dtype cannot hold is refused; all else is right, gradients included.
+`digits` is the recursion on rows in 60 decimal digits with unbounded exponents: the oracle for
+every dtype. Results beyond the range of a dtype are refused; all others are exact, with their
+gradients.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ DECAYS = (-1.0, -30.0, -95.0, -110.0, -200.0, -700.0, -math.inf)
 DIGITS = 60
 
 
-def _recipe(c: int, b: int, when: str = "after", *, momentum: bool = False) -> rc.Recipe:
+def _recipe(c: int, b: int, order: str = "after", *, momentum: bool = False) -> rc.Recipe:
     rates: dict[str, float] = {"lr": 0.5, "batch_size": b}
     kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
     return rc.Recipe(
         memory=rc.memory.Matrix(read=SUM),
         features=rc.features.Exponential(),
-        retention=rc.retention.Decay(when=when),
+        retention=rc.retention.Decay(when=order),
         context=rc.context.Online() if c == 1 else rc.context.Window(size=c),
         algorithm=kind(**rates, **({"momentum": 0.5} if momentum else {})),
     )
@@ -47,15 +48,15 @@ RECIPES = {
     "window and inner batch": _recipe(3, 2),
     "window and momentum": _recipe(3, 2, momentum=True),
 }
-# Fast are a decay before the write, and one after it with all else that a recipe here has.
-EVERY = [
+# Fast are a decay before the write, and one after it with all other options.
+CASES = [
     pytest.param(name, method, marks=[pytest.mark.slow] * (name not in FAST))
     for name, method in itertools.product(RECIPES, ("reference", "kernel"))
 ]
 
 
-def given(recipe: rc.Recipe, scale: float, log_decay: float, seed: int) -> generate.Inputs:
-    """Numbers of float32 in float64; the decay at some tokens or at all but the first."""
+def make_inputs(recipe: rc.Recipe, scale: float, log_decay: float, seed: int) -> generate.Inputs:
+    """Return float32 numbers in float64, with a decay at some tokens or at all but the first."""
     x = generate.inputs(recipe, B=1, T=T, H=1, K=K, V=V, seed=seed, dtype=torch.float32, zero=True)
     decay = x.gates["log_decay"].clone()
     places = [slice(1, None), slice(3, 4), slice(2, None, 3)][seed % 3]
@@ -65,7 +66,7 @@ def given(recipe: rc.Recipe, scale: float, log_decay: float, seed: int) -> gener
 
 
 def digits(recipe: rc.Recipe, x: generate.Inputs) -> list:
-    """y ``[T][V]``."""
+    """Return y ``[T][V]``."""
     with mpmath.workdps(DIGITS):
         return [[float(a) for a in row] for row in _walk(recipe, x, {}, mpmath.mpf(0))]
 
@@ -76,7 +77,7 @@ WEIGHTS = torch.randn(T * V, generator=torch.Generator().manual_seed(5)).double(
 def change_along(
     recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], weights: Tensor
 ) -> float:
-    """The change of Σ y · weights along ``moved``, by a central difference."""
+    """Return the change of Σ y · weights along ``moved``, by a central difference."""
     with mpmath.workdps(DIGITS):
         h = mpmath.mpf(10) ** -20
         sides = []
@@ -87,7 +88,7 @@ def change_along(
 
 
 def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mpmath.mpf) -> list:
-    """The recursion, one number at a time."""
+    """Run the recursion, one number at a time."""
 
     def numbers(name: str) -> list:
         value = x.tensors()[name][0, :, 0]
@@ -117,7 +118,7 @@ def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mp
         each = [sum(kappa(a, k[j]) * u[i] for j, u in enumerate(rows)) for i in range(V)]
         return [e / total for e in each]
 
-    assert not initial or b == 1  # α multiplies rows and mass alike, so their mean stays
+    assert not initial or b == 1  # α multiplies rows and mass alike, so their mean is unchanged
     rows: list = []
     mass: list = []
     slow: list = []
@@ -143,20 +144,20 @@ def _walk(recipe: rc.Recipe, x: generate.Inputs, moved: dict[str, Tensor], h: mp
 
 @functools.cache
 def case(name: str, scale: float, log_decay: float, seed: int) -> tuple[generate.Inputs, Tensor]:
-    x = given(RECIPES[name], scale, log_decay, seed)
+    x = make_inputs(RECIPES[name], scale, log_decay, seed)
     return x, torch.tensor(digits(RECIPES[name], x), dtype=torch.float64)
 
 
 def worst_token(y: Tensor, expected: Tensor) -> float:
-    """The largest relative error of a token whose size the dtype can hold."""
+    """Return the largest relative error of a token within the range of the dtype."""
     size = expected.norm(dim=-1)
-    held = size < torch.finfo(y.dtype).max ** 0.4
+    is_in_range = size < torch.finfo(y.dtype).max ** 0.4
     wrong = (y[0, :, 0].double() - expected).norm(dim=-1) / size.clamp_min(1e-2)
-    return float(wrong[held].nan_to_num(math.inf).max())
+    return float(wrong[is_in_range].nan_to_num(math.inf).max())
 
 
 def answer(call: Callable[[], tuple[Tensor, rc.State]]) -> Tensor | None:
-    """Outputs, or ``None`` where the call is refused for what a decay has left."""
+    """Return outputs, or ``None`` if the call is refused because of a decay."""
     try:
         return call()[0]
     except ValueError as caught:
@@ -166,11 +167,9 @@ def answer(call: Callable[[], tuple[Tensor, rc.State]]) -> Tensor | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "method"), EVERY)
-def test_large_keys_whose_mass_decayed_gave_nan_or_were_not_read(
-    name: str, method: str, dtype: torch.dtype
-) -> None:
-    """Logits of up to 1600: only what e^−617 of a float64 would decide is refused."""
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_large_keys_whose_mass_decays(name: str, method: str, dtype: torch.dtype) -> None:
+    """Logits of up to 1600: a call is refused only if e^−617 of a float64 would decide."""
     answered, requested = 0, list(itertools.product((1.0, 12.0, 40.0), DECAYS, range(3)))
     for scale, log_decay, seed in requested:
         x, expected = case(name, scale, log_decay, seed)
@@ -189,9 +188,9 @@ def test_large_keys_whose_mass_decayed_gave_nan_or_were_not_read(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "method"), EVERY)
+@pytest.mark.parametrize(("name", "method"), CASES)
 @pytest.mark.parametrize("log_decay", [-95.0, -110.0, -math.inf])
-def test_gradients_by_decayed_keys_were_nan(
+def test_gradients_by_decayed_keys(
     name: str, method: str, log_decay: float, dtype: torch.dtype
 ) -> None:
     """Along a random direction of every input, against a difference in 60 digits."""
@@ -199,10 +198,11 @@ def test_gradients_by_decayed_keys_were_nan(
     x, expected = case(name, 12.0, log_decay, 2)
     leaves = x.map_tensors(lambda a: a.to(dtype)).with_grad()
     y, _ = generate.run_recall(recipe, leaves, engine=method)
-    # Tokens count by their size, or the largest alone would be seen; what overflows does not.
+    # Tokens are weighted by their size, so that not only the largest counts; overflows are left
+    # out.
     size = expected.abs().clamp_min(1e-2)
-    held = (size < torch.finfo(dtype).max ** 0.4).all(-1, keepdim=True).expand_as(size)
-    weights = torch.where(held, WEIGHTS.view_as(size) / size, 0.0).flatten()
+    is_in_range = (size < torch.finfo(dtype).max ** 0.4).all(-1, keepdim=True).expand_as(size)
+    weights = torch.where(is_in_range, WEIGHTS.view_as(size) / size, 0.0).flatten()
     inputs = {n: a for n, a in leaves.tensors().items() if n in ("q", "k", "v", "gate log_decay")}
     total = torch.where(weights != 0, y.double().flatten() * weights, 0.0).sum()
     slopes = torch.autograd.grad(total, list(inputs.values()))
@@ -217,9 +217,9 @@ def test_gradients_by_decayed_keys_were_nan(
         assert abs(float(parts.sum()) - change) <= limit * max(size, abs(change)), what
 
 
-@pytest.mark.parametrize(("name", "method"), EVERY)
-def test_a_state_that_lost_what_is_read_was_silent(name: str, method: str) -> None:
-    """Token by token in float32: right, or refused where the state's e^−72 would decide."""
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_state_that_decayed_to_zero_is_refused(name: str, method: str) -> None:
+    """Token by token in float32: exact, or refused if e^−72 in the state would decide."""
     refused = 0
     for scale, log_decay in itertools.product((1.0, 5.0, 12.0), (-1.0, -30.0, -110.0, -math.inf)):
         x, expected = case(name, scale, log_decay, 0)
@@ -235,13 +235,13 @@ def test_a_state_that_lost_what_is_read_was_silent(name: str, method: str) -> No
     assert refused <= 3
 
 
-def test_long_keys_of_the_reviewed_case_gave_nan() -> None:
-    """Two tokens; the second forgets the first, whose likeness is e^102 times its own."""
+def test_forgotten_key_with_a_large_logit() -> None:
+    """Two tokens: the second forgets the first, whose similarity is e^102 times larger."""
     k, q = (torch.tensor(a).view(1, 2, 1, 2) for a in ([12.0, 0, 0, 1], [12.0, 0, 12, 0]))
     v = torch.tensor([1.0, 2, 3, 4]).view(1, 2, 1, 2)
     recipe = RECIPES["online"].replace(algorithm=rc.algorithm.GradientDescent(lr=1.0))
-    for left, first in ((-math.inf, 2.0), (-200.0, 2.0), (-110.0, 1.99971893)):
-        decay = torch.tensor([0.0, left]).view(1, 2, 1)
+    for log_decay, first in ((-math.inf, 2.0), (-200.0, 2.0), (-110.0, 1.99971893)):
+        decay = torch.tensor([0.0, log_decay]).view(1, 2, 1)
         for method in ("reference", "kernel"):
             y, _ = rc.recall(recipe, q, k, v, {"log_decay": decay}, engine=method)
             assert y[0, 1, 0].tolist() == pytest.approx([first, 2.0], abs=1e-6)
@@ -254,15 +254,15 @@ DECAYING = [
 
 @pytest.mark.parametrize("name", DECAYING)
 @pytest.mark.parametrize("method", ["reference", "kernel"])
-def test_deep_memories_of_large_keys_were_wrong_in_single_precision(name: str, method: str) -> None:
-    """Against float64 in the reference; what that refuses, float32 refuses too."""
+def test_deep_memories_of_large_keys_in_single_precision(name: str, method: str) -> None:
+    """Against float64 in the reference, which refuses the calls that float32 refuses."""
     recipe = DEEP[name]
-    given = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=4, dtype=torch.float32)
+    base = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=4, dtype=torch.float32)
     for scale, log_decay in itertools.product((8.0, 16.0), (-95.0, -math.inf)):
-        decay = given.gates["log_decay"].clone()
+        decay = base.gates["log_decay"].clone()
         decay[:, 2:5:2] = log_decay
-        x = given.replace_tensors(
-            {"q": scale * given.q, "k": scale * given.k, "gate log_decay": decay}
+        x = base.replace_tensors(
+            {"q": scale * base.q, "k": scale * base.k, "gate log_decay": decay}
         )
         with torch.no_grad():
             y, _ = generate.run_recall(
@@ -270,7 +270,7 @@ def test_deep_memories_of_large_keys_were_wrong_in_single_precision(name: str, m
             )
             z, _ = generate.run_recall(recipe, x, engine=method)
         if not bool(y.isfinite().all()) or float(y.abs().max()) > 1e12:
-            continue  # a window writes to rows of which nothing was left: W itself is as large
+            continue  # a window writes to rows that have decayed to zero: W is as large
         assert generate.relative_error(z, y) < 1e-3, (scale, log_decay)
 
 
@@ -282,8 +282,8 @@ PROBED = rc.Recipe(
 )
 
 
-def test_strong_decays_inside_a_block_cost_three_digits() -> None:
-    """Sums of −50 a token: −3200 over a block, relative to which float32 rounds to 1e-4."""
+def test_strong_decays_inside_a_block() -> None:
+    """Sums of −50 per token reach −3200 in a block, relative to which float32 rounds to 1e-4."""
     x = generate.inputs(PROBED, B=1, T=130, H=2, K=4, V=4, dtype=torch.float32)
     decay = x.gates["log_decay"].clone()
     decay[:, ::2] = -200.0

@@ -1,8 +1,8 @@
-"""Least squares against dense solves over the raw past, written out here for every prefix.
+"""Least squares against dense solves over the full past of every prefix.
 
-The oracle forms each prefix's weighted normal equations from the tokens themselves and solves them
-densely; it shares neither a recursion nor a state with the code. float64 to 1e-9: two solves of
-condition up to 1e3.
+The oracle forms the weighted normal equations of each prefix from the tokens and solves them
+densely. It shares neither a recursion nor a state with the code. The tolerance of 1e-9 in float64
+allows for two solves of condition up to 1e3.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ WEIGHT = uniform(0.0, 2.0, B, T, H, seed=5)
 INIT = normal(H, V, K, seed=6)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().norm() / expected.detach().norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).detach().norm() / expected.detach().norm())
 
 
-def rho(form: str, logs: Tensor, t: int, every: int) -> Tensor:
-    """ρ_t/λ ``[B, H]`` by its definition."""
+def rho(form: str, logs: Tensor, t: int, refresh_every: int) -> Tensor:
+    """Return ρ_t/λ ``[B, H]`` by its definition."""
     if form == "constant":
         return torch.ones_like(logs[:, 0])
-    first = 0 if form == "decaying" else t // every * every
+    first = 0 if form == "decaying" else t // refresh_every * refresh_every
     return logs[:, first : t + 1].sum(1).exp()
 
 
 def oracle(
     form: str, *, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, weight: Tensor, ridge: Tensor,
-    init: Tensor, every: int = 64,
+    init: Tensor, refresh_every: int = 64
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs and the last memory: (Σ γ w v kᵀ + ρ W_0)(Σ γ w k kᵀ + ρ I)⁻¹ for each prefix."""
+    """Return outputs and the last memory (Σ γ w v kᵀ + ρ W_0)(Σ γ w k kᵀ + ρ I)⁻¹ per prefix."""
     outputs, W = [], init.expand(k.shape[0], *init.shape)
     for t in range(k.shape[1]):
         later = logs[:, : t + 1].flip(1).cumsum(1).flip(1) - logs[:, : t + 1]
         gamma = (later.exp() * weight[:, : t + 1]).unsqueeze(-1)
         keys, values = k[:, : t + 1], v[:, : t + 1]
-        penalty = rho(form, logs, t, every)[..., None, None] * torch.diag_embed(ridge)
+        penalty = rho(form, logs, t, refresh_every)[..., None, None] * torch.diag_embed(ridge)
         gram = torch.einsum("bthi,bthj->bhij", gamma * keys, keys) + penalty
         cross = torch.einsum("bthv,bthj->bhvj", gamma * values, keys) + init @ penalty
         W = torch.linalg.solve(gram, cross.mT).mT
@@ -89,20 +89,20 @@ FORMS = {
 @pytest.mark.parametrize("method", ["reference", "least_squares"])
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_a_dense_solve_per_prefix(name: str, method: str) -> None:
-    """Outputs, the final memory, and the gradients of both in everything that goes in."""
+    """Outputs, the final memory, and the gradients of both by every input."""
     algorithm = FORMS[name]
     recipe = rc.Recipe(context=Prefix(decay="input", weight="input"), algorithm=algorithm)
     tokens = 40
-    given = {
+    arguments = {
         "q": Q[:, :tokens], "k": KEYS[:, :tokens], "v": VALUES[:, :tokens],
         "logs": LOGS[:, :tokens], "weight": WEIGHT[:, :tokens],
         "ridge": uniform(0.2, 2.0, H, K, seed=7), "init": INIT,
     }  # fmt: skip
     results = []
     for run in ("oracle", method):
-        x = {n: a.clone().requires_grad_() for n, a in given.items()}
+        x = {n: a.clone().requires_grad_() for n, a in arguments.items()}
         if run == "oracle":
-            y, W = oracle(algorithm.ridge_schedule, every=algorithm.refresh_every, **x)
+            y, W = oracle(algorithm.ridge_schedule, refresh_every=algorithm.refresh_every, **x)
         else:
             y, state = rc.recall(
                 recipe, x["q"], x["k"], x["v"], {"log_decay": x["logs"], "weight": x["weight"]},
@@ -111,7 +111,7 @@ def test_equals_a_dense_solve_per_prefix(name: str, method: str) -> None:
             assert state is not None
             W = state.weights[0]
         if algorithm.ridge_schedule == "constant" and run != "oracle":
-            # Its state holds E; the memory is read out of it.
+            # The state stores E, and the memory is computed from E.
             eye = torch.eye(K, dtype=torch.float64)[None, :, None].expand(B, K, H, K)
             W = rc.read(recipe, eye, state=state, params={"ridge": x["ridge"]}).permute(0, 2, 3, 1)
         total = (y * normal(*y.shape, seed=8)).sum() + (W * normal(*W.shape, seed=9)).sum()
@@ -119,15 +119,15 @@ def test_equals_a_dense_solve_per_prefix(name: str, method: str) -> None:
     (y0, W0, g0), (y1, W1, g1) = results
     assert error(y1, y0) < TOL
     assert error(W1, W0) < TOL
-    for name, a, b in zip(given, g1, g0, strict=True):
+    for name, a, b in zip(arguments, g1, g0, strict=True):
         assert error(a, b) < TOL, name
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 33, None])
-def test_spans_are_the_model_and_chunks_are_not(chunk_size: int | None) -> None:
-    def run(every: int) -> Tensor:
+def test_spans_change_the_model_and_chunks_do_not(chunk_size: int | None) -> None:
+    def run(refresh_every: int) -> Tensor:
         recipe = rc.Recipe(
-            context=Prefix(decay="input"), algorithm=LeastSquares(refresh_every=every)
+            context=Prefix(decay="input"), algorithm=LeastSquares(refresh_every=refresh_every)
         )
         return rc.recall(
             recipe, Q, KEYS, VALUES, {"log_decay": LOGS}, chunk_size=chunk_size
@@ -136,14 +136,14 @@ def test_spans_are_the_model_and_chunks_are_not(chunk_size: int | None) -> None:
     ones = torch.ones(B, T, H, dtype=torch.float64)
     expected = oracle(
         "refreshed", q=Q, k=KEYS, v=VALUES, logs=LOGS, weight=ones,
-        ridge=torch.ones(H, K, dtype=torch.float64), init=torch.zeros_like(INIT), every=33,
+        ridge=torch.ones(H, K, dtype=torch.float64), init=torch.zeros_like(INIT), refresh_every=33
     )[0]  # fmt: skip
     assert error(run(33), expected) < TOL
     assert error(run(20), expected) > 1e-4
 
 
-def test_decoding_token_by_token_equals_the_whole() -> None:
-    """Sherman–Morrison steps, borders in between; and a state of constant size."""
+def test_decoding_equals_one_call() -> None:
+    """Sherman–Morrison steps across boundaries, with a state of constant size."""
     for form in ("refreshed", "decaying"):
         recipe = rc.Recipe(
             context=Prefix(decay="input", weight="input"),
@@ -170,7 +170,7 @@ def test_decoding_token_by_token_equals_the_whole() -> None:
         assert len(sizes) == 1
 
 
-def test_gradients_of_the_whole_chain_by_finite_differences() -> None:
+def test_gradients_of_all_inputs_by_finite_differences() -> None:
     recipe = rc.Recipe(
         context=Prefix(decay="input"), algorithm=LeastSquares(ridge="learned", refresh_every=3)
     )
@@ -183,14 +183,14 @@ def test_gradients_of_the_whole_chain_by_finite_differences() -> None:
         assert state is not None
         return torch.cat([y.flatten(), *(x[0].flatten() for x in state.algorithm_state.values())])
 
-    given = (
+    arguments = (
         normal(1, 7, 1, 2, seed=1), normal(1, 7, 1, 2, seed=2), normal(1, 7, 1, 2, seed=3),
         uniform(-0.5, -0.1, 1, 7, 1, seed=4), uniform(0.5, 1, 1, seed=5), normal(1, 2, 2, seed=6),
     )  # fmt: skip
-    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in given))
+    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in arguments))
 
 
-# -- what the theory says --------------------------------------------------------------------------
+# -- theorems --------------------------------------------------------------------------------------
 
 
 def test_the_error_against_the_pseudoinverse_falls_in_proportion_to_the_ridge() -> None:
@@ -207,7 +207,7 @@ def test_the_error_against_the_pseudoinverse_falls_in_proportion_to_the_ridge() 
 
 
 def test_weights_do_not_matter_while_the_past_can_be_interpolated() -> None:
-    """TTR 15: with t < K pairs and a vanishing ridge, any decay gives the same memory."""
+    """TTR 15: with t < K pairs and a vanishing ridge, any decay gives an equal memory."""
     tokens = K - 1
     q, k, v = Q[:, :tokens, :H], KEYS[:, :tokens], VALUES[:, :tokens]
     recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=LeastSquares(ridge=1e-9))
@@ -220,9 +220,9 @@ def test_weights_do_not_matter_while_the_past_can_be_interpolated() -> None:
 
 
 def test_more_pairs_than_dimensions() -> None:
-    """128 pairs in 64 dimensions, keys of condition 10: every value is the nearest to what is read.
+    """128 pairs in 64 dimensions with keys of condition 10: every read is nearest to its value.
 
-    Linear attention adds up what keys have in common, and the delta rule keeps the latest pairs.
+    Linear attention sums the common part of keys, and the delta rule stores the latest pairs.
     """
     pairs, size, words, rows = 128, 64, 64, 8
     scale = torch.logspace(0, -1, size, dtype=torch.float64)
@@ -256,7 +256,7 @@ def test_forms_coincide_without_decay_and_differ_with_it() -> None:
 
 
 def test_full_batch_descent_runs_from_linear_attention_to_least_squares() -> None:
-    """TTR 20–23: one step from 0 is linear attention, many steps are the solution."""
+    """TTR 20–23: one step from 0 is linear attention, and many steps are the solution."""
     q, k, v = Q[:, :12, :H], KEYS[:, :12] / 3, VALUES[:, :12]
     one = rc.Recipe(context=Prefix(), algorithm=GD(updates_per_token=1, lr=1.0))
     linear = rc.zoo.get("linear_attention").recipe
@@ -302,13 +302,13 @@ def test_the_family_reaches_both_ends() -> None:
     assert error(past(Preconditioned(kind="spectral")), exact) < TOL
     errors = [error(past(Preconditioned(steps=steps)), exact) for steps in range(1, K + 1)]
     assert all(a > b for a, b in itertools.pairwise(errors))
-    assert errors[-1] < 1e-6  # K steps are exact but for rounding
+    assert errors[-1] < 1e-6  # K steps are exact up to rounding
 
 
 @pytest.mark.parametrize("method", ["reference", "least_squares"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_conjugate_gradient_steps_minimise_over_a_krylov_space(steps: int, method: str) -> None:
-    """z = argmin ½ zᵀA z − qᵀz over the span of q, A q, …: the error's A-norm is the smallest."""
+    """z = argmin ½ zᵀA z − qᵀz over the span of q, A q, …: the error has the smallest A-norm."""
     q, k, v = Q[:1, :9, :1], KEYS[:1, :9, :1], VALUES[:1, :9, :1]
     algorithm = Preconditioned(steps=steps, ridge=0.5)
     y = rc.recall(rc.Recipe(context=Prefix(), algorithm=algorithm), q, k, v, engine=method)[0]
@@ -374,7 +374,7 @@ def test_conjugate_gradients_report_and_warn() -> None:
 
 
 def single(recipe: rc.Recipe, q: Tensor, k: Tensor, v: Tensor, logs: Tensor | None) -> float:
-    """Relative error of float32 to float64 on the same (rounded) numbers, one head."""
+    """Return the relative error of float32 to float64 on equal (rounded) numbers, one head."""
     outputs = []
     for dtype in (torch.float32, torch.float64):
         x = [a.float().to(dtype)[None, :, None] for a in (q, k, v)]
@@ -401,7 +401,7 @@ def test_float32_with_decay(form: str) -> None:
 @pytest.mark.parametrize("chunk_size", [None, 16, 64])
 @pytest.mark.parametrize("decay", [0.9, 0.8, 0.5])
 def test_strong_decay(decay: float, chunk_size: int | None, form: str) -> None:
-    """As good as a dense solve for every token in the same precision, whatever the chunk."""
+    """The engine is as accurate as a dense solve per token in float32, for any chunk size."""
     x = [functional.normalize(normal(1, 256, 1, 8, seed=s), dim=-1) for s in (1, 2, 3)]
     recipe = rc.Recipe(context=Prefix(decay=decay), algorithm=LeastSquares(ridge_schedule=form))
     exact = rc.recall(recipe, *x, engine="reference")[0]
@@ -412,8 +412,8 @@ def test_strong_decay(decay: float, chunk_size: int | None, form: str) -> None:
 
 @pytest.mark.parametrize("reset", [-15.0, -110.0, -math.inf])
 @pytest.mark.parametrize("tokens", [10, 300])
-def test_a_reset_leaves_numbers(reset: float, tokens: int) -> None:
-    """In an open span, before a zero key, at any chunk: outputs of the values' size."""
+def test_reset_is_finite(reset: float, tokens: int) -> None:
+    """In an open span, before a zero key, at any chunk size: outputs are as large as the values."""
     q, k, v = (normal(1, tokens, 1, 64, seed=s, dtype=torch.float32) for s in (1, 2, 3))
     q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
     k[:, 7] = 0
@@ -425,7 +425,7 @@ def test_a_reset_leaves_numbers(reset: float, tokens: int) -> None:
         y = rc.recall(recipe, *leaves, {"log_decay": logs}, chunk_size=chunk_size)[0]
         slopes = torch.autograd.grad(y.sum(), leaves)
         assert float(y.detach().abs().max()) < 30
-        # A zero key's own gradient goes with 1/ρ, which is what the reset leaves.
+        # The gradient of a zero key is of order 1/ρ, the ridge after a reset.
         assert all(x.isfinite().all() for x in slopes)
 
 
@@ -448,14 +448,14 @@ def test_float32_with_keys_of_condition_1e4(queries: str) -> None:
 
 @pytest.mark.slow
 def test_float32_where_keys_leave_directions_unexcited() -> None:
-    """8192 tokens in 48 of 64 dimensions: a ridge that only decays fails here at token 832."""
+    """8192 tokens in 48 of 64 dimensions: a ridge that only decays fails at token 832."""
     basis = torch.linalg.qr(normal(64, 48, seed=5))[0]
     q, k, _ = spanning(8192, 48)
     logs = torch.full((8192,), math.log(0.98), dtype=torch.float64)
     x = (q @ basis.T, k @ basis.T, normal(8192, 64, seed=3), logs)
     recipe = rc.Recipe(context=Prefix(decay="input"), algorithm=LeastSquares())
     assert single(recipe, *x) < 1e-4
-    # A ridge that only decays leaves nothing but the keys' own rounding there.
+    # A ridge that only decays leaves the rounding of the keys in these directions.
     wound = rc.Recipe(
         context=Prefix(decay="input"), algorithm=LeastSquares(ridge_schedule="decaying")
     )
@@ -467,7 +467,7 @@ def test_float32_where_keys_leave_directions_unexcited() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.filterwarnings("ignore::recollect.ConvergenceWarning")
 def test_nothing_becomes_nan(form: str, dtype: torch.dtype) -> None:
-    """Repeated keys, zero keys, strong decay, a tiny ridge; forward and backward."""
+    """Repeated keys, zero keys, strong decay and a tiny ridge, forward and backward."""
     k = normal(1, 200, 2, 8, seed=1, dtype=dtype)
     k[:, 20:60] = k[:, 20:21]
     k[:, 80:100] = 0
@@ -487,7 +487,7 @@ def test_nothing_becomes_nan(form: str, dtype: torch.dtype) -> None:
         assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
 
 
-# -- an implementation none of us wrote ------------------------------------------------------------
+# -- an independent implementation -----------------------------------------------------------------
 
 
 def _naive_mesa_net() -> ModuleType:
@@ -503,7 +503,7 @@ def _naive_mesa_net() -> ModuleType:
 
 
 def test_mesa_net_equals_flash_linear_attention() -> None:
-    """Its exact form solves G_t + Λ densely for every token, in float32."""
+    """flash-linear-attention's exact form solves G_t + Λ densely for every token, in float32."""
     naive = _naive_mesa_net()
     q, k = (functional.normalize(normal(B, T, H, K, seed=s), dim=-1) for s in (1, 2))
     v, ridge = normal(B, T, H, K, seed=3), uniform(0.3, 1.0, H, K, seed=4)
@@ -554,8 +554,8 @@ def test_refused_members(make: object, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_a_call_that_nothing_continues_from_has_the_same_gradients() -> None:
-    """What is left out without a state (the Gram matrix) is nothing that outputs depend on."""
+def test_gradients_without_a_final_state() -> None:
+    """Outputs do not depend on the Gram matrix, which is left out without a state."""
     recipe = rc.zoo.get("rls").recipe
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 70, 2, 6, generator=generator).requires_grad_() for _ in range(3))
@@ -570,8 +570,8 @@ def test_a_call_that_nothing_continues_from_has_the_same_gradients() -> None:
     torch.testing.assert_close(grads(False), grads(True), rtol=0, atol=0)
 
 
-def test_flat_tensors_come_back_in_their_places() -> None:
-    """What goes through autograd as a row of tensors is the same problem behind it."""
+def test_flattened_problem_round_trips() -> None:
+    """A row of tensors passes through autograd and gives the original problem back."""
     marks = [torch.full((), float(i)) for i in range(10)]
     problem = RidgeProblem.rebuild(tuple(marks))
     assert problem.tensors() == tuple(marks)

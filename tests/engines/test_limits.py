@@ -1,4 +1,4 @@
-"""Numbers at the ends of their ranges: −inf where a log allows it, exact zeros, nothing at all."""
+"""Numbers at the ends of their ranges: −inf logs, exact zeros, and empty batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LOG_RATES = {
     "matrix, dot product": rc.Recipe(bias=rc.bias.DotProduct(), algorithm=GD(lr="log_input")),
     "perceptron": rc.Recipe(memory=rc.memory.MLP(), algorithm=GD(lr="log_input", batch_size=4)),
 }
-SOME = [0, 3, 4]
-"""Tokens that stand at an end: the first, and two in a row."""
+EXTREME = [0, 3, 4]
+"""Tokens with extreme values: the first, and two in a row."""
 
 
 def fast(recipe: rc.Recipe) -> list[str]:
@@ -37,30 +37,30 @@ def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
     return generate.inputs(recipe, **{"B": 1, "T": 7, "K": 4, "V": 4 if square else 3, **sizes})
 
 
-def put(x: generate.Inputs, name: str, number: float, tokens: object = SOME) -> generate.Inputs:
+def put(x: generate.Inputs, name: str, number: float, tokens: object = EXTREME) -> generate.Inputs:
     changed = x.tensors()[name].clone()
     changed[:, tokens] = number
     return x.replace_tensors({name: changed})
 
 
-def held(state: rc.State) -> dict[str, Tensor]:
-    """What is remembered, with a number in place of −inf, of which no difference can be taken."""
+def finite(state: rc.State) -> dict[str, Tensor]:
+    """Return the tensors of a state with a number in place of −inf, for finite differences."""
     return {
         n: x.masked_fill(x == -math.inf, -7.0) for n, x in generate.flatten_state(state).items()
     }
 
 
 def all_of(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> dict[str, Tensor]:
-    """Outputs, state and gradients by name."""
+    """Return outputs, state and gradients by name."""
     y, state, slopes = generate.gradients(recipe, x, **options)
-    return {"y": y, **held(state), **{f"gradient of {name}": a for name, a in slopes.items()}}
+    return {"y": y, **finite(state), **{f"gradient of {name}": a for name, a in slopes.items()}}
 
 
 def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
-    """Every engine and the reference: finite, and equal as far as rounding lets the reference be.
+    """Compare every engine with the reference, as far as the rounding of the reference allows.
 
-    MEMORA's W is uniform where A is 0, so that its layer norm divides rounding by its own size:
-    a deviation is an error only above ten times that of the reference under changes of 1e-15.
+    MEMORA's W is uniform if A is 0, so its layer norm divides rounding errors by their size: a
+    deviation is an error only above ten times that of the reference under changes of 1e-15.
     """
     expected = all_of(recipe, x, engine="reference")
     assert not [name for name, a in expected.items() if not a.isfinite().all()]
@@ -83,11 +83,11 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", LOG_RATES)
-def test_a_log_rate_of_minus_infinity_was_refused_by_the_reference(name: str) -> None:
-    """It is a step of 0: the same recipe with rates in place of their logs is the oracle."""
+def test_log_rate_of_minus_infinity(name: str) -> None:
+    """A log rate of −∞ is a step of 0, as in the recipe with rates in place of their logs."""
     recipe = LOG_RATES[name]
     plain = replace(recipe, algorithm=replace(recipe.algorithm, lr="input"))
-    for tokens in (SOME, slice(None)):
+    for tokens in (EXTREME, slice(None)):
         x = put(inputs(recipe), "gate log_lr", -math.inf, tokens)
         slopes = agree(recipe, x)
         gates = {**x.gates, "lr": x.gates["log_lr"].exp()}
@@ -110,10 +110,10 @@ def test_other_rates_that_are_not_finite_are_refused(method: str, bad: float) ->
 
 
 @pytest.mark.parametrize("name", ["mamba", "rg_lru"])
-def test_a_factored_decay_of_minus_infinity_had_nan_gradients(name: str) -> None:
-    """∂α/∂a = α log α, which is 0 with α: as from decays of which nothing is left either."""
+def test_factored_decay_of_minus_infinity(name: str) -> None:
+    """∂α/∂a = α log α, which is 0 with α, as for other decays that leave nothing."""
     recipe = PRESETS[name]
-    for tokens in (SOME, slice(None)):
+    for tokens in (EXTREME, slice(None)):
         slopes = agree(recipe, put(inputs(recipe), "gate log_decay", -math.inf, tokens))
         nearly = put(inputs(recipe), "gate log_decay", -1e6, tokens)
         _, _, expected = generate.gradients(recipe, nearly, engine="reference")
@@ -134,9 +134,9 @@ def test_a_log_of_minus_infinity(name: str) -> None:
     for gate in logs(recipe):
         agree(recipe, put(x, gate, -math.inf))
         agree(recipe, put(x, gate, -math.inf, slice(None)))
-        if x.tensors()[gate].dim() > 3:  # one channel alone
+        if x.tensors()[gate].dim() > 3:  # a single channel
             changed = x.tensors()[gate].clone()
-            changed[:, SOME, ..., 0] = -math.inf
+            changed[:, EXTREME, ..., 0] = -math.inf
             agree(recipe, x.replace_tensors({gate: changed}))
 
 
@@ -160,13 +160,13 @@ def test_exact_zeros_in_every_number(name: str) -> None:
         agree(recipe, x.replace_tensors({f"init {i}": torch.zeros_like(a)}))
     everything = {name: a.clone() for name, a in x.tensors().items()}
     for number in may_be_zero(recipe):
-        everything[number][:, SOME] = 0.0
+        everything[number][:, EXTREME] = 0.0
     agree(recipe, x.replace_tensors(everything))
 
 
 @pytest.mark.parametrize("name", generate.presets())
-def test_no_rows_or_no_tokens_raised_a_raw_error(name: str) -> None:
-    """Of a batch without rows (moba, ffn_moe), of a full pass over no tokens (ffn_swiglu)."""
+def test_no_rows_or_no_tokens(name: str) -> None:
+    """A batch without rows (moba, ffn_moe), and a full pass over no tokens (ffn_swiglu)."""
     recipe = PRESETS[name]
     for B, T in ((0, 3), (2, 0), (0, 0)):
         x = inputs(recipe, B=B, T=T)

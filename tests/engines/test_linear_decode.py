@@ -1,4 +1,4 @@
-"""One token: what `linear.decode` and `kernel.softmax` compute is what the reference does."""
+"""Single tokens of `linear.decode` and `kernel.softmax` against the reference."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_one_token_of_a_decay_in_two_factors_or_a_rate_per_value(
     check_one_token(rc.Recipe(bias=DotProduct(), retention=retention, algorithm=algorithm))
 
 
-def test_presets_that_decode_so_and_those_that_do_not() -> None:
-    """Windows, momentum, probes and decays over values take the general way."""
+def test_presets_that_decode_in_one_step() -> None:
+    """Windows, momentum, probes and decays over values take the general path."""
     modes = {
         name: decodes_in_one_step(preset.recipe)
         for name in (
@@ -99,7 +99,7 @@ def test_presets_that_decode_so_and_those_that_do_not() -> None:
 
 
 @torch.no_grad()
-def test_padded_rows_are_left_alone() -> None:
+def test_padded_rows_are_unchanged() -> None:
     recipe = rc.Recipe(retention=Decay())
     x = inputs_for(recipe, B=2, T=1, H=2)
     mask = torch.tensor([[1], [0]])
@@ -128,7 +128,7 @@ SOFTMAX = rc.zoo.get("softmax_attention").recipe
 
 
 def _decoded(recipe: rc.Recipe, *, G: int) -> None:
-    """A layer's token after a prompt, straight from its numbers: the reference's."""
+    """Return a layer's token after a prompt, computed by the reference."""
     x = inputs_for(recipe, B=2, T=5, H=2, G=G, V=4 if recipe.nonparametric else 3)
     q, k, v = (one.detach() for one in (x.q, x.k, x.v))
     gates = {name: one.detach() for name, one in x.gates.items()}
@@ -156,15 +156,15 @@ def _decoded(recipe: rc.Recipe, *, G: int) -> None:
 
 @pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize("recipe", [*BARE, SOFTMAX], ids=str)
-def test_a_layers_token_goes_straight_to_the_engine(
+def test_layer_calls_the_engine_directly_for_a_token(
     recipe: rc.Recipe, G: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[bool] = []
     bound = bind(recipe, H=2, K=4, V=4 if recipe.nonparametric else 3)
     assert bound.decode_token is not None
 
-    def watched(*given: object) -> object:
-        result = token(*given)
+    def watched(*args: object) -> object:
+        result = token(*args)
         recorded.append(result is not None)
         return result
 
@@ -173,12 +173,12 @@ def test_a_layers_token_goes_straight_to_the_engine(
     with torch.no_grad():
         _decoded(recipe, G=G)
     assert recorded == [True]
-    _decoded(recipe, G=G)  # where a gradient may be asked for, the general way
+    _decoded(recipe, G=G)  # the general path if a gradient may be needed
     assert recorded == [True]
 
 
-def test_what_a_layers_token_leaves_to_the_general_way() -> None:
-    """Features, keyed rates, a cache with empty slots, numbers that are not per token."""
+def test_tokens_that_take_the_general_path() -> None:
+    """Features, keyed rates, a cache with empty slots, and numbers that are not per token."""
     for recipe in (
         rc.Recipe(features=EluPlusOne()),
         rc.Recipe(algorithm=Implicit()),
@@ -200,7 +200,7 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "titans", "softmax_attention"])
-def test_a_layers_padding_and_empty_documents_are_no_tokens(name: str) -> None:
+def test_padding_and_empty_documents_are_not_tokens(name: str) -> None:
     layer = rc.zoo.get(name).build(16, 2)
     _, state = layer(torch.randn(2, 5, 16))
     assert state is not None
@@ -220,8 +220,8 @@ def test_a_layers_padding_and_empty_documents_are_no_tokens(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gated_delta_net", "mamba2", "softmax_attention"])
-def test_a_token_of_half_precision_keeps_its_gates_and_its_state(name: str) -> None:
-    """Under autocast gates stay in float32; a state that was halved goes on in float32."""
+def test_precision_of_gates_and_state_of_a_half_precision_token(name: str) -> None:
+    """Gates stay in float32 under autocast, and a half-precision state continues in float32."""
     layer = rc.zoo.get(name).build(16, 2)
     x = torch.randn(2, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -238,7 +238,7 @@ def test_a_token_of_half_precision_keeps_its_gates_and_its_state(name: str) -> N
 
 
 @torch.no_grad()
-def test_a_state_without_a_mark_is_marked_by_its_first_token() -> None:
+def test_first_token_sets_the_recipe_id_of_a_state() -> None:
     for name in ("gated_delta_net", "titans", "softmax_attention"):
         layer = rc.zoo.get(name).build(16, 2)
         _, state = layer(torch.randn(1, 5, 16))
@@ -258,7 +258,7 @@ def test_a_decoded_token_of_attention_is_one_graph() -> None:
 
 
 def test_one_query_on_a_gpu_leaves_out_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN plans its attention anew for each number of keys, which takes 36 ms."""
+    """cuDNN plans attention for each number of keys, which takes 36 ms."""
     enabled: list[bool] = []
     attention = torch.nn.functional.scaled_dot_product_attention
 

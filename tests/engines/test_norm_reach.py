@@ -1,4 +1,4 @@
-"""What of a value a norm can say: against the nearest point, found by bisection, and in steps."""
+"""The projection to the range of a norm against the nearest point, by bisection, and in steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ WEIGHTS = {
 }
 
 FURTHER = {"trained": 0.25, "one weak": 0.2}
-"""How much further from d than the nearest, in ‖w‖: a weak channel must not silence the others."""
+"""Largest distance from d relative to the nearest point, in ‖w‖."""
 
 
 def solved(w: Tensor, d: Tensor, multiplier: Tensor, centred: bool) -> Tensor:
-    """u of (w² + λ) u + μ = w ⊙ d, Σ u = 0, as one linear system."""
+    """Solve (w² + λ) u + μ = w ⊙ d, Σ u = 0, as one linear system."""
     n = V + centred
     system, right = torch.zeros(n, n, dtype=d.dtype), torch.zeros(n, dtype=d.dtype)
     system[:V, :V] = torch.diag(w**2 + multiplier)
@@ -37,7 +37,7 @@ def solved(w: Tensor, d: Tensor, multiplier: Tensor, centred: bool) -> Tensor:
 
 
 def nearest(w: Tensor, d: Tensor, centred: bool) -> Tensor:
-    """The nearest w ⊙ u of ‖u‖² ≤ V, Σ u = 0: λ by bisection, for ‖u‖ falls with it."""
+    """Return the nearest w ⊙ u with ‖u‖² ≤ V, Σ u = 0: λ by bisection, as ‖u‖ falls with λ."""
     low, high = torch.tensor(1e-9).double(), 1e6 * torch.ones(()).double()
     if solved(w, d, low, centred).square().mean() > 1:
         for _ in range(120):
@@ -54,15 +54,15 @@ def within_reach(w: Tensor, d: Tensor, centred: bool) -> bool:
 @NORMS
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("size", [0.1, 0.6, 1.0, 1.5, 2.0, 5.0, 30.0])
-def test_what_a_norm_can_say(name: str, size: float, centred: bool) -> None:
-    """It can be said, and is the nearest where all weights are equal, within reach and far away."""
+def test_projection_is_in_range_and_nearest(name: str, size: float, centred: bool) -> None:
+    """The projection lies in the range, and is nearest for equal weights and for inner points."""
     w = WEIGHTS[name]
     for seed in range(4):
         d = size * (normal(V, seed=10 + seed) + 0.5) * w.norm() / V**0.5
         projection, best = project_to_norm_range(d, w, centred=centred), nearest(w, d, centred)
         none = w == 0
         u = torch.where(none, 0.0, projection / torch.where(none, 1.0, w))
-        if centred:  # channels without weight say u too, and together take what the others have
+        if centred:  # channels without weight also have a u, and get the remainder of the norm
             rest = float(u.sum())
             assert bool(none.any()) or abs(rest) < 1e-9 * V
             u[none] = -rest / none.sum()
@@ -79,25 +79,25 @@ def test_what_a_norm_can_say(name: str, size: float, centred: bool) -> None:
 
 @NORMS
 @pytest.mark.parametrize("size", [0.3, 3.0])
-def test_its_derivatives(size: float, centred: bool) -> None:
+def test_derivatives_by_finite_differences(size: float, centred: bool) -> None:
     d, w = (size * normal(2, 6, seed=3)).requires_grad_(), normal(6, seed=4).requires_grad_()
 
-    def said(d: Tensor, w: Tensor) -> Tensor:
+    def project(d: Tensor, w: Tensor) -> Tensor:
         return project_to_norm_range(d, w, centred=centred)
 
-    assert torch.autograd.gradcheck(said, (d, w))
-    assert torch.autograd.gradgradcheck(said, (d, w))
+    assert torch.autograd.gradcheck(project, (d, w))
+    assert torch.autograd.gradgradcheck(project, (d, w))
 
 
 @NORMS
 @pytest.mark.parametrize("size", [0.3, 1.2, 8.0])
-def test_gradients_are_those_that_autograd_follows(size: float, centred: bool) -> None:
-    """Written out, and recorded to be differentiated again: two ways, with weights per head."""
+def test_written_gradient_equals_the_recorded_one(size: float, centred: bool) -> None:
+    """The written-out gradient equals the recorded one, also with weights per head."""
     d, w = size * normal(2, 3, 4, V, seed=3), normal(3, 1, V, seed=4)
-    leaves, up = [d.requires_grad_(), w.requires_grad_()], normal(2, 3, 4, V, seed=5)
+    leaves, grad_output = [d.requires_grad_(), w.requires_grad_()], normal(2, 3, 4, V, seed=5)
     projection = project_to_norm_range(d, w, centred=centred)
-    grads = torch.autograd.grad(projection, leaves, up, retain_graph=True)
-    followed = torch.autograd.grad(projection, leaves, up, create_graph=True)
+    grads = torch.autograd.grad(projection, leaves, grad_output, retain_graph=True)
+    followed = torch.autograd.grad(projection, leaves, grad_output, create_graph=True)
     for one, other in zip(grads, followed, strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=1e-12)
 
@@ -117,7 +117,7 @@ def test_second_derivatives_at_zero(zero: str, centred: bool) -> None:
 
 
 def step(w: Tensor, b: Tensor, z: Tensor, v: Tensor, method: str) -> Tensor:
-    """Δz of one normalised step at rate 1, where a linear map says z of a key."""
+    """Return Δz of one normalised step at rate 1 for a key at which a linear map returns z."""
     recipe = rc.Recipe(
         memory=rc.memory.MLP(depth=1, norm="layer", residual=False),
         algorithm=rc.algorithm.GradientDescent(lr=1.0, normalized_steps=True),
@@ -136,14 +136,14 @@ def step(w: Tensor, b: Tensor, z: Tensor, v: Tensor, method: str) -> Tensor:
 @METHODS
 @pytest.mark.parametrize("size", [10.0, 100.0])
 @pytest.mark.parametrize("name", ["trained", "of both signs"])
-def test_nothing_moves_where_no_more_can_be_said(name: str, size: float, method: str) -> None:
-    """z along w ⊙ (v − b), less its mean: what LN says is as near to a long value as it can be.
+def test_no_step_at_the_nearest_point(name: str, size: float, method: str) -> None:
+    """If z lies along the centred w ⊙ (v − b), LN is as near to a long value as possible.
 
-    With what a layer norm cannot say left in the error, this is where steps were longest.
+    Steps are longest here if the error includes the part outside the range of the norm.
     """
     w, b = WEIGHTS[name], 0.1 * normal(V, seed=7)
     v = size * (normal(V, seed=8) + 1)
-    best = nearest(w, v - b, True) / w  # the direction of the nearest that can be said
+    best = nearest(w, v - b, True) / w  # the direction of the nearest point
     for turned, minimum, maximum in ((0.0, 0.0, 0.05), (1.0, 0.2, 2.0)):
         z = best + turned * normal(V, seed=9) * best.norm() / V**0.5
         moved = step(w, b, z - z.mean(), v, method)
@@ -151,10 +151,10 @@ def test_nothing_moves_where_no_more_can_be_said(name: str, size: float, method:
 
 
 @METHODS
-def test_what_all_channels_share_is_not_counted(method: str) -> None:
-    """LN says nothing of the mean over channels, so a step under equal weights knows none of it."""
+def test_common_part_of_channels_is_not_counted(method: str) -> None:
+    """LN does not depend on the mean over channels, so a step under equal weights has mean zero."""
     w, b, z = WEIGHTS["equal"], torch.zeros(V).double(), normal(V, seed=9)
     v = 20 * normal(V, seed=8)
     plain, more = (step(w, b, z, v + x, method) for x in (0.0, 50.0))
     assert plain.norm() > 0.3 * z.norm()
-    torch.testing.assert_close(plain, more, rtol=1e-4, atol=0)  # ε |g|² beside the gain
+    torch.testing.assert_close(plain, more, rtol=1e-4, atol=0)  # ε |g|² is added to the gain

@@ -1,7 +1,7 @@
-"""The normalised step: each association's gradient as a share of what would correct its error.
+"""The normalised step: each association's gradient relative to the step that corrects its error.
 
-The oracle here is a loop over tokens with explicit matrices and torch's autograd: it shares no code
-with the engines or with the choices' own formulas.
+The oracle is a loop over tokens with explicit matrices and torch's autograd. It shares no code with
+the engines or with the choices.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def identity(A: Tensor) -> Tensor:
 
 
 def curvature(link: Link, A: Tensor, G: Tensor) -> Tensor:
-    """⟨G, J G⟩ from the whole Jacobian of the link."""
+    """Return ⟨G, J G⟩ from the full Jacobian of the link."""
     J = torch.autograd.functional.jacobian(link, A, create_graph=True).flatten(2).flatten(0, 1)
     return G.flatten() @ J @ G.flatten()
 
@@ -113,7 +113,7 @@ def by_hand(
     link: Link = identity,
     gain: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Outputs of one row and head; ``q, k, v [T, D]``, numbers ``[T]``, the window ``[T, c]``."""
+    """Return outputs of a row and head: ``q, k, v [T, D]``, numbers ``[T]``, window ``[T, c]``."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     A, S = list(start), [torch.zeros_like(w) for w in start]
     border = A
@@ -141,11 +141,11 @@ def by_hand(
     return torch.stack(outputs)
 
 
-def drawn(shapes: list[tuple[int, int]], c: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    start = [normal(*s, seed=10 + i) / s[1] ** 0.5 for i, s in enumerate(shapes)]
+def random_inputs(sizes: list[tuple[int, int]], c: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    start = [normal(*s, seed=10 + i) / s[1] ** 0.5 for i, s in enumerate(sizes)]
     result = {name: normal(T, D, seed=i) for i, name in enumerate(("q", "k", "v"))}
     result["lr"], result["momentum"] = (torch.sigmoid(normal(T, seed=i)) for i in (5, 6))
-    result["lr"] = 0.3 * result["lr"]  # a large share diverges, and rounding with it
+    result["lr"] = 0.3 * result["lr"]  # a large multiple diverges and amplifies rounding
     result["log_decay"] = -0.1 * torch.sigmoid(normal(T, seed=7))
     if c > 1:
         result["window"] = torch.sigmoid(normal(T, c, seed=8))
@@ -158,9 +158,9 @@ def equals_by_hand(
     method: str,
     oracle: Callable[[list[Tensor], dict[str, Tensor]], Tensor],
 ) -> None:
-    """Outputs and the gradients of every input and of the first weights."""
+    """Compare outputs and the gradients of every input and of the first weights."""
     c = recipe.context.horizon or 1
-    start, tensors = drawn(shapes, c)
+    start, tensors = random_inputs(shapes, c)
     both: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     for side in ("engine", "hand"):
         leaves = [w.clone().requires_grad_() for w in start]
@@ -207,7 +207,7 @@ def softmax(A: Tensor) -> Tensor:
 
 
 def centred(A: Tensor, G: Tensor) -> Tensor:
-    """Σ W G² − 0.999 (Σ W G)²/c, which is ⟨G, J G⟩ but for a thousandth."""
+    """Return Σ W G² − 0.999 (Σ W G)²/c, which is ⟨G, J G⟩ up to a thousandth."""
     W = softmax(A)
     return curvature(softmax, A, G) + 0.001 * (W * G).sum(-1).square().sum() / 2
 
@@ -218,7 +218,7 @@ def damped(A: Tensor) -> Tensor:
 
 LINKS: dict[str, tuple[rc.retention.Retention, Link, Callable[[Tensor, Tensor], Tensor]]] = {
     "simplex": (retention.Simplex(scale=2.0, decay=retention.Decay()), softmax, centred),
-    "somebody's own": (
+    "custom": (
         outside.Damped(ceiling=2.0, forget=retention.Decay()),
         damped,
         lambda A, G: curvature(damped, A, G),
@@ -230,11 +230,11 @@ LINKS: dict[str, tuple[rc.retention.Retention, Link, Callable[[Tensor, Tensor], 
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("name", LINKS)
 def test_links_by_hand(name: str, b: int, method: str) -> None:
-    """Under a link a step is measured where it acts: by what a step of A does to W."""
-    kept, link, gain = LINKS[name]
+    """Under a link a step is measured by the change of W that a step of A causes."""
+    retention, link, gain = LINKS[name]
     result, shapes, predict = MEMORIES["perceptron"]
     recipe = rc.Recipe(
-        memory=result, retention=kept, algorithm=Momentum(batch_size=b, normalized_steps=True)
+        memory=result, retention=retention, algorithm=Momentum(batch_size=b, normalized_steps=True)
     )
     equals_by_hand(
         recipe,
@@ -244,11 +244,11 @@ def test_links_by_hand(name: str, b: int, method: str) -> None:
     )
 
 
-# -- a length that is searched ---------------------------------------------------------------------
+# -- a line search ---------------------------------------------------------------------------------
 
 
 def orthogonalised(S: Tensor) -> Tensor:
-    """Five steps of a X + b (X Xᵀ) X + c (X Xᵀ)² X from S/‖S‖, as ATLAS prints them."""
+    """Five steps of a X + b (X Xᵀ) X + c (X Xᵀ)² X from S/‖S‖, with the coefficients of ATLAS."""
     X = S / (S.square().sum().sqrt() + 1e-7)
     for _ in range(5):
         G = X @ X.T
@@ -256,10 +256,10 @@ def orthogonalised(S: Tensor) -> Tensor:
     return X
 
 
-def far(
+def step_length(
     predict: Predict, W: list[Tensor], D: list[Tensor], k: Tensor, v: Tensor, weight: Tensor
 ) -> Tensor:
-    """The length along D that leaves least of weighted errors, to first order."""
+    """Return the length along D that minimises the weighted errors, to first order."""
     above, below = torch.zeros(()).double(), torch.zeros(()).double()
     for key, value, w in zip(k, v, weight, strict=True):
         if not bool(w):
@@ -279,7 +279,7 @@ def far(
 
 def muon_by_hand(
     start: list[Tensor], predict: Predict, loss: Loss, x: dict[str, Tensor], *, b: int, c: int,
-    every: str,
+    update_every: str
 ) -> Tensor:  # fmt: skip
     """`by_hand` for orthogonalised steps: one row and head, forward differentiation by torch."""
     q, k, v = x["q"], x["k"], x["v"]
@@ -290,51 +290,57 @@ def muon_by_hand(
         if t % b == 0:
             W = A
             log_decay, rate, weights = torch.zeros(()), torch.zeros(()), torch.zeros(T).double()
-        own = torch.zeros(T).double()
+        added = torch.zeros(T).double()
         for m in range(min(c, t + 1)):
             place = torch.nn.functional.one_hot(torch.tensor(t - m), T)
-            own = own + place * (x["window"][t, m] if c > 1 else 1.0)
-        weights, log_decay, rate = weights + own, log_decay + x["log_decay"][t], rate + x["lr"][t]
-        total = sum(own[i] * loss(predict(W, k[i]), v[i]) for i in range(t + 1))
+            added = added + place * (x["window"][t, m] if c > 1 else 1.0)
+        weights, log_decay, rate = (
+            weights + added,
+            log_decay + x["log_decay"][t],
+            rate + x["lr"][t],
+        )
+        total = sum(added[i] * loss(predict(W, k[i]), v[i]) for i in range(t + 1))
         assert isinstance(total, Tensor)
         G = torch.autograd.grad(total, W, create_graph=True)
         S = [x["momentum"][t] * s - g for s, g in zip(S, G, strict=True)]
         D = [orthogonalised(s) for s in S]
 
-        if every == "token":
-            step = x["lr"][t] * far(predict, W, D, k, v, own)
+        if update_every == "token":
+            step = x["lr"][t] * step_length(predict, W, D, k, v, added)
             A = [x["log_decay"][t].exp() * a + step * d for a, d in zip(A, D, strict=True)]
             outputs.append(predict(A, q[t]))
             continue
         outputs.append(predict(W, q[t]))
         if t % b == b - 1:
-            step = rate / b * far(predict, W, D, k, v, weights)
+            step = rate / b * step_length(predict, W, D, k, v, weights)
             A = [log_decay.exp() * a + step * d for a, d in zip(A, D, strict=True)]
     return torch.stack(outputs)
 
 
-# The tests of structures below hold the engine to the reference.
+# The tests of structures below compare the engine with the reference.
 @pytest.mark.parametrize("method", [pytest.param("reference", marks=pytest.mark.slow), "deep"])
 @pytest.mark.parametrize("loss", ["L2", "L3"])
 @pytest.mark.parametrize(
-    ("b", "c", "every"), [(1, 1, "token"), (4, 3, "token"), (4, 1, "batch"), (4, 3, "batch")]
+    ("b", "c", "update_every"), [(1, 1, "token"), (4, 3, "token"), (4, 1, "batch"), (4, 3, "batch")]
 )
 @pytest.mark.parametrize("name", MEMORIES)
-def test_muon_by_hand(name: str, b: int, c: int, every: str, loss: str, method: str) -> None:
-    """Orthogonalised steps go as far as leaves least of their associations' errors."""
+def test_muon_by_hand(name: str, b: int, c: int, update_every: str, loss: str, method: str) -> None:
+    """Orthogonalised steps have the length that minimises the errors of their associations."""
     result, shapes, predict = MEMORIES[name]
     recipe = rc.Recipe(
         memory=result,
         bias=LOSSES[loss][0],
         context=context.Online() if c == 1 else context.Window(size=c),
         retention=retention.Decay(),
-        algorithm=algorithm.Muon(batch_size=b, update_every=every, normalized_steps=True),
+        algorithm=algorithm.Muon(batch_size=b, update_every=update_every, normalized_steps=True),
     )
     equals_by_hand(
         recipe,
         shapes,
         method,
-        lambda start, x: muon_by_hand(start, predict, LOSSES[loss][1], x, b=b, c=c, every=every),
+        lambda start, x: muon_by_hand(
+            start, predict, LOSSES[loss][1], x, b=b, c=c, update_every=update_every
+        ),
     )
 
 
@@ -352,7 +358,7 @@ BORDER = algorithm.Muon(batch_size=3, update_every="batch", normalized_steps=Tru
     ],
 )
 def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
-    """Outputs, state, gradients; splits, turns, masks, packing; maps applied twice or never."""
+    """Outputs, state, gradients; splits, handovers, masks, packing; maps applied twice or never."""
     recipe = rc.Recipe(
         memory=memory.GatedMLP(expansion=1, norm="layer", bias=True),
         bias=bias.Huber(),
@@ -374,13 +380,13 @@ def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
-def test_a_searched_step_never_turns_around(method: str) -> None:
-    """Where momentum leads away from what is asked now, the step is neither taken nor reversed."""
+def test_searched_step_is_never_reversed(method: str) -> None:
+    """If momentum points against the current gradient, the step is zero and not reversed."""
     recipe = rc.Recipe(algorithm=algorithm.Muon(lr=1.0, momentum=0.99, normalized_steps=True))
     k = torch.eye(3).double()[None, [0, 0, 0], None]
     v = torch.tensor([[5.0, 0, 0], [5.0, 0, 0], [4.0, 0, 0]]).double()[None, :, None]
     y, _ = rc.recall(recipe, k, k, v, {}, engine=method)
-    # The first is stored. What is left of it in S, 4.9, outweighs the third's pull of 1.
+    # The first association is stored. Its part of S, 4.9, outweighs the gradient 1 of the third.
     assert generate.relative_error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, 5.0]).double()) < 1e-4
     y, _ = rc.recall(recipe, k, k, v * torch.tensor([1, 1, -1])[:, None, None], {}, engine=method)
     assert generate.relative_error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, -4.0]).double()) < 1e-4
@@ -388,7 +394,7 @@ def test_a_searched_step_never_turns_around(method: str) -> None:
 
 @rc.member
 class Signs(algorithm.Algorithm):
-    """Searched steps along signs, by one who says the step alone and not its direction."""
+    """Searched steps along signs, defined by the step and without a direction."""
 
     lr: float | str = rc.quantity("input", at_least=0, init=0.1, role="rate")
     momentum: float | str = rc.quantity("input", at_least=0, below=1, init=0.9, role="momentum")
@@ -408,9 +414,9 @@ class Signs(algorithm.Algorithm):
         return lr * slots["momentum"].sign()
 
 
-@pytest.mark.parametrize("every", ["token", "batch"])
-def test_a_direction_is_the_step_at_rate_one_unless_it_is_said(every: str) -> None:
-    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Signs(update_every=every))
+@pytest.mark.parametrize("update_every", ["token", "batch"])
+def test_direction_defaults_to_the_step_at_rate_one(update_every: str) -> None:
+    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Signs(update_every=update_every))
     assert rc.select_engine(recipe).engine.name == "deep"
     x = inputs_for(recipe, B=1, T=7, H=2)
     check_agrees(recipe, x, "deep", 1e-9)
@@ -452,43 +458,43 @@ GAINS = {
 
 @pytest.mark.parametrize("name", GAINS)
 def test_gains(name: str) -> None:
-    """⟨G, J G⟩ of the whole Jacobian: equal, or a bound above within an order of magnitude."""
-    kept = GAINS[name]
-    gates = {n: torch.full((1, 1), x).double() for n, x in kept.constants().items()}
+    """⟨G, J G⟩ of the full Jacobian: equal, or an upper bound within an order of magnitude."""
+    retention = GAINS[name]
+    gates = {n: torch.full((1, 1), x).double() for n, x in retention.constants().items()}
     ratios: list[float] = []
     for seed in range(8):
         A = normal(3, 5, seed=seed)
         h, delta = normal(7, 5, seed=20 + seed), normal(7, 3, seed=30 + seed)
         G = delta.unsqueeze(-1) * h.unsqueeze(-2)
-        gain = kept.step_gain(A, G, gates)
-        fast = kept.rank_one_step_gain(A, h, delta, gates)
+        gain = retention.step_gain(A, G, gates)
+        fast = retention.rank_one_step_gain(A, h, delta, gates)
         if fast is not None:
             assert generate.relative_error(fast, gain) < 1e-13
         assert bool((gain > 0).all())
-        exact = torch.stack([curvature(lambda a: kept.link(a, gates), A, g) for g in G])
+        exact = torch.stack([curvature(lambda a: retention.link(a, gates), A, g) for g in G])
         ratios += (exact / gain).tolist()
-    if "simplex" in name:  # a thousandth of the mean's square is added to the variance
+    if "simplex" in name:  # a thousandth of the squared mean is added to the variance
         assert min(ratios) > 0.9 and max(ratios) <= 1 + 1e-12
     elif name in ("L1.5", "L2"):
         assert min(ratios) > 1 - 1e-9 and max(ratios) < 1 + 1e-9
-    elif "printed" in name:  # its norm counts as a constant: a bound where A and G are unlike
+    elif "printed" in name:  # its norm counts as a constant, which is a bound if A and G differ
         assert 0.5 < torch.tensor(ratios).median() < 1.5
     else:
         assert max(ratios) <= 1 + 1e-12 and torch.tensor(ratios).mean() > 0.1
 
 
 @pytest.mark.parametrize("name", GAINS)
-def test_gains_are_never_nothing(name: str) -> None:
-    """Where the link is flat (zeros, far out), a step is divided by something all the same."""
-    kept = GAINS[name]
-    gates = {n: torch.full((1, 1), x).double() for n, x in kept.constants().items()}
+def test_gains_are_positive(name: str) -> None:
+    """A step has a positive divisor also at a flat link (zeros, distant weights)."""
+    retention = GAINS[name]
+    gates = {n: torch.full((1, 1), x).double() for n, x in retention.constants().items()}
     h, delta = normal(7, 5, seed=1), normal(7, 3, seed=2)
     G = delta.unsqueeze(-1) * h.unsqueeze(-2)
     peak = torch.zeros(3, 5).double()
-    peak[:, 2] = 40.0  # a simplex comes to rest there
+    peak[:, 2] = 40.0  # the limit of a simplex
     for A in (torch.zeros(3, 5).double(), peak, -peak):
         size = G.square().sum((-2, -1))
-        assert bool((kept.step_gain(A, G, gates) > 1e-9 * size).all())
+        assert bool((retention.step_gain(A, G, gates) > 1e-9 * size).all())
 
 
 # -- meaning -------------------------------------------------------------------------------------
@@ -496,13 +502,13 @@ def test_gains_are_never_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
 def test_a_rate_of_one_corrects_the_error(method: str) -> None:
-    """After a step at rate 1 a matrix predicts the value, whatever the sizes: Kaczmarz (NLMS)."""
+    """After a step at rate 1 a matrix predicts the value, for any sizes: Kaczmarz (NLMS)."""
     recipe = rc.Recipe(algorithm=GD(lr=1.0, normalized_steps=True))
     x = generate.inputs(recipe, B=1, T=12, H=1, K=4, V=3)
     for size in (1e-2, 1.0, 1e3):
         k = size * x.k
         y, _ = rc.recall(recipe, k, k, 7 * x.v, {}, engine=method)
-        # ε = 1e-6 beside |k|² ≥ 1e-4 of the smallest.
+        # ε = 1e-6, added to the smallest |k|² ≥ 1e-4.
         assert (
             generate.relative_error(y, 7 * x.v) < 2e-2
             if size < 1
@@ -511,11 +517,11 @@ def test_a_rate_of_one_corrects_the_error(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [GD(lr="input", normalized_steps=True), algorithm.NLMS(lr="input")]
+    "rule", [GD(lr="input", normalized_steps=True), algorithm.NLMS(lr="input")]
 )
-def test_least_mean_squares_is_the_keyed_rule(made: Any) -> None:
-    """On a matrix with L2, token by token, ρ is 1/(κ(k, k) + ε)."""
-    recipe = rc.Recipe(algorithm=made)
+def test_least_mean_squares_is_the_keyed_rule(rule: Any) -> None:
+    """On a matrix with L2 and single tokens, ρ is 1/(κ(k, k) + ε)."""
+    recipe = rc.Recipe(algorithm=rule)
     x = generate.inputs(recipe, B=1, T=12, H=2, K=4, V=3)
     other = recipe.replace(algorithm=algorithm.NLMS(lr="input"))
     result, expected = (generate.run_recall(r, x)[0] for r in (recipe, other))
@@ -524,11 +530,11 @@ def test_least_mean_squares_is_the_keyed_rule(made: Any) -> None:
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
 @pytest.mark.parametrize("size", [0.1, 1.0, 10.0, 1000.0])
-def test_a_norm_is_turned_no_further_than_it_reaches(size: float, method: str) -> None:
-    """|Δz| = (1 + R/|v|) tan(θ/2) |z| for values beyond R, however long; z = W k, θ from v.
+def test_step_under_a_norm_is_limited_to_its_range(size: float, method: str) -> None:
+    """|Δz| = (1 + R/|v|) tan(θ/2) |z| for values of any length beyond R; z = W k, θ from v.
 
-    Derived in docs/design/steps.md. Errors that no memory under the norm can reach made steps as
-    many times longer as values were.
+    Derived in docs/design/steps.md. The part of an error outside the range of a norm does not
+    lengthen the step.
     """
     recipe = rc.Recipe(
         memory=memory.MLP(depth=1, norm="rms", residual=False),
@@ -547,15 +553,15 @@ def test_a_norm_is_turned_no_further_than_it_reaches(size: float, method: str) -
     if size >= 1:
         right = (1 + 1 / size) * ((1 - cosine) / (1 + cosine)).sqrt()
         assert turned == pytest.approx(float(right), rel=1e-4)  # ε of the norm and of ρ
-    else:  # within reach the whole error counts
+    else:  # within the range the full error counts
         sine = (1 - cosine**2).sqrt()
         right = (1 + size**2 - 2 * size * cosine) / (size * sine)
         assert turned == pytest.approx(float(right), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
-def test_muon_under_a_norm_turns_no_further_for_longer_values(method: str) -> None:
-    """Of an error along the norm's sphere a longer value shows no more than its direction."""
+def test_muon_step_under_a_norm_ignores_the_length_of_values(method: str) -> None:
+    """For an error along the norm's sphere, only the direction of a longer value counts."""
     recipe = rc.Recipe(
         memory=memory.MLP(depth=1, norm="rms", residual=False),
         algorithm=algorithm.Muon(lr=1.0, momentum=0.5, normalized_steps=True),
@@ -571,8 +577,8 @@ def test_muon_under_a_norm_turns_no_further_for_longer_values(method: str) -> No
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
-def test_second_derivatives_where_nothing_is_away_from_the_center(method: str) -> None:
-    """Values of the key, a bias of zero, and places of an open batch that hold nothing."""
+def test_second_derivatives_at_the_center(method: str) -> None:
+    """Values equal to the key, a zero bias, and empty positions of an open batch."""
     recipe = rc.Recipe(
         memory=memory.MLP(expansion=1, norm="layer"),
         algorithm=GD(batch_size=3, normalized_steps=True),
@@ -593,7 +599,7 @@ def test_second_derivatives_where_nothing_is_away_from_the_center(method: str) -
 
 @rc.member
 class Disc(memory.Stack):
-    """A user's: W φ(x) + x with errors that count no further than 1 from the key, and a chain."""
+    """A user's memory: W φ(x) + x in the unit ball around the key, and a chain."""
 
     bounded = True
     residual = True
@@ -617,10 +623,10 @@ class Disc(memory.Stack):
         return raw + away / away.norm(dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def test_a_bound_without_a_reach_is_refused() -> None:
+def test_bound_without_a_range_is_refused() -> None:
     @rc.member
     class Bounded(memory.Memory):
-        """tanh(W x), which says half of what it is."""
+        """tanh(W x) with a declared bound of one half."""
 
         bounded = True
 
@@ -634,8 +640,8 @@ def test_a_bound_without_a_reach_is_refused() -> None:
         Bounded()
 
 
-def test_what_a_memory_of_ones_own_can_reach() -> None:
-    """It is asked wherever its other answers would have let a faster path run."""
+def test_range_of_a_custom_memory() -> None:
+    """The engine calls it also if the memory's other declarations allow a faster path."""
     recipe = rc.Recipe(
         memory=Disc(),
         features=rc.features.Polynomial(),
@@ -651,11 +657,11 @@ def test_what_a_memory_of_ones_own_can_reach() -> None:
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
-def test_nothing_to_correct(method: str) -> None:
-    """Where the prediction is the value ρ is 0, and gradients are finite."""
+def test_zero_error(method: str) -> None:
+    """If the prediction equals the value, ρ is 0 and gradients are finite."""
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=Momentum(batch_size=2, normalized_steps=True))
     x = generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3).with_grad()
-    # A residual that is all of the prediction, and values that are the keys.
+    # A residual that is the full prediction, with values equal to the keys.
     init = (x.init[0], torch.zeros_like(x.init[1])) if x.init is not None else None
     y, _ = rc.recall(recipe, x.q, x.k, x.k.detach(), x.gates, initial_memory=init, engine=method)
     (slope, rate) = torch.autograd.grad(y.square().sum(), [x.q, x.gates["lr"]])
@@ -725,7 +731,7 @@ FAST = (
     "batches of one", "matrix", "three maps", "own loss", "norm", "gated, channels, window", "mean",
     "on the write only, token by token", "printed L4",
 )  # fmt: skip
-"""Structures that hold, together, what each of the others adds to a plain one."""
+"""Structures that combine the parts of the others."""
 
 
 @pytest.mark.parametrize(
@@ -733,7 +739,7 @@ FAST = (
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in STRUCTURES],
 )
 def test_the_engine_is_the_reference(name: str) -> None:
-    """Outputs, state, gradients; splits, single tokens, turns, masks, packing."""
+    """Outputs, state, gradients; splits, single tokens, handovers, masks, packing."""
     recipe = STRUCTURES[name]
     assert DeepEngine().unsupported_reasons(recipe) == []
     assert rc.select_engine(recipe).engine.name == "deep"
@@ -799,7 +805,7 @@ def test_a_linear_kernel_is_a_matrix(batch: int) -> None:
 
 @pytest.mark.parametrize("name", ["momentum", "huber", "affine", "norm", "gated, channels, window"])
 def test_gradients_of_gradients(name: str) -> None:
-    """create_graph: second derivatives equal the reference's."""
+    """Second derivatives with create_graph equal the reference's."""
     recipe = STRUCTURES[name]
     x = inputs_for(recipe, B=1, T=7, H=1)
     second: list[dict[str, Tensor]] = []
@@ -823,8 +829,8 @@ def test_gradients_of_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", [None, "layer"])
-def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -> None:
-    """Where an error is exactly 0 no share is of anything, whatever the length of the key."""
+def test_zero_error_at_long_keys(norm: str | None, dtype: torch.dtype) -> None:
+    """An error of exactly 0 gives a step of 0, for any length of the key."""
     recipe = rc.Recipe(
         memory=memory.MLP(expansion=1, norm=norm),
         retention=retention.Decay(),
@@ -834,19 +840,19 @@ def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -
     empty = [name for name in x.tensors() if name.startswith("init") or name.endswith("norm_bias")]
     named = x.tensors()
     keys = 40 * named["k"]
-    given = x.replace_tensors(
+    changed = x.replace_tensors(
         {"k": keys, "v": keys, **{name: torch.zeros_like(named[name]) for name in empty}}
     )
     expected, result = (
-        generate.gradients(recipe, given, engine=method)[2] for method in ("reference", "deep")
+        generate.gradients(recipe, changed, engine=method)[2] for method in ("reference", "deep")
     )
     assert all(bool(one.isfinite().all()) for one in result.values())
     wrong, what = generate.largest_error(result, expected)
     assert wrong < (1e-4 if dtype == torch.float32 else 1e-9), what
 
 
-def test_the_cache_of_decoding_holds_what_is_written() -> None:
-    """Token by token with the cache, as in one call; half precision and float32 stay finite."""
+def test_decoding_with_the_cache() -> None:
+    """Single tokens with the cache equal one call; half precision and float32 stay finite."""
     recipe = STRUCTURES["window"]
     x = inputs_for(recipe, B=2, T=11, H=2)
     with torch.no_grad():
@@ -862,7 +868,7 @@ def test_the_cache_of_decoding_holds_what_is_written() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
 def test_repeated_tokens_and_large_values_stay_finite(size: float) -> None:
-    """One token over and over: shares below 2/b contract, whatever the values' size."""
+    """A repeated token: multiples below 2/b contract, for values of any size."""
     recipe = rc.Recipe(
         memory=memory.MLP(),
         algorithm=GD(batch_size=16, lr=1 / 16, normalized_steps=True),
@@ -873,7 +879,7 @@ def test_repeated_tokens_and_large_values_stay_finite(size: float) -> None:
     assert float((y[:, -1] - v[:, -1]).norm() / v[:, -1].norm()) < 0.01
 
 
-# -- words ---------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"declares no target, the minimum of its loss: use bias\.L2\(\)", {"bias": bias.DotProduct()}),
@@ -913,7 +919,7 @@ def test_refusals_of_muon(match: str, fields: dict[str, Any], changes: dict[str,
     assert "algorithm.Muon(normalized_steps=True)" in str(refused.value)
 
 
-def test_it_is_data_and_says_itself() -> None:
+def test_serialises_and_explains() -> None:
     recipe = STRUCTURES["momentum"]
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
     assert recipe.canonical().algorithm.uses_normalized_steps

@@ -1,4 +1,4 @@
-"""Newton–Schulz against its definition: matrix by matrix, in the direction the paper writes it."""
+"""Newton–Schulz against its definition, matrix by matrix, with the paper's order of products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recollect.choices.matmul_precision import matmul_precision
 
 
 def _defined(S: Tensor, steps: int) -> Tensor:
-    """By singular values: X ← aX + bXXᵀX + c(XXᵀ)²X moves each by aσ + bσ³ + cσ⁵."""
+    """By singular values: X ← aX + bXXᵀX + c(XXᵀ)²X maps each σ to aσ + bσ³ + cσ⁵."""
     U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
     sigma = sigma / (sigma.square().sum().sqrt() + 1e-7)
     for _ in range(steps):
@@ -25,7 +25,7 @@ def _defined(S: Tensor, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(6, 6), (3, 8), (8, 3), (1, 5), (5, 1)])
 @pytest.mark.parametrize("steps", [1, 5])
-def test_singular_values_move_as_the_polynomial_says(shape: tuple[int, int], steps: int) -> None:
+def test_singular_values_follow_the_polynomial(shape: tuple[int, int], steps: int) -> None:
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 3, 4, *shape, dtype=torch.float64, generator=g)  # rows, heads, tokens
     result = newton_schulz(S, steps)
@@ -36,7 +36,7 @@ def test_singular_values_move_as_the_polynomial_says(shape: tuple[int, int], ste
 
 @pytest.mark.parametrize("steps", [1, 3, 5, 7])
 def test_products_are_of_the_smaller_side(steps: int) -> None:
-    """Three iterations share one Gram matrix and one product with what is wide."""
+    """Three iterations share one Gram matrix and one product with the wide side."""
     s, wide, many = 4, 16, 3
     borders, last = divmod(steps, 3)
     counts = [3] * borders + [last] * (last > 0)
@@ -50,7 +50,7 @@ def test_products_are_of_the_smaller_side(steps: int) -> None:
 
 
 @pytest.mark.parametrize("spectrum", ["normal", "of low rank", "steep"])
-def test_iterations_together_are_as_exact_in_float32_as_one_by_one(spectrum: str) -> None:
+def test_joint_iterations_are_as_exact_in_float32_as_single_ones(spectrum: str) -> None:
     g = torch.Generator().manual_seed(0)
     S = torch.randn(4, 32, 128, generator=g)
     if spectrum == "of low rank":
@@ -64,8 +64,8 @@ def test_iterations_together_are_as_exact_in_float32_as_one_by_one(spectrum: str
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-20, 1.0, 1e4, 1e30])
-def test_any_size_has_its_direction(dtype: torch.dtype, size: float) -> None:
-    """From where 1e-7 beside ‖S‖ is nothing: the size of S does not matter, however large."""
+def test_direction_does_not_depend_on_size(dtype: torch.dtype, size: float) -> None:
+    """The direction does not depend on the size of S, once 1e-7 is negligible against ‖S‖."""
     g = torch.Generator().manual_seed(0)
     S = (size * torch.randn(2, 4, 12, generator=g, dtype=torch.float64)).to(dtype)
     if not S.isfinite().all():
@@ -81,8 +81,8 @@ def test_any_size_has_its_direction(dtype: torch.dtype, size: float) -> None:
     assert (X - expected).abs().amax() < near
 
 
-def test_products_of_fewer_bits_make_every_gram_matrix_again() -> None:
-    """The error of small singular values grows with the iterations that share one."""
+def test_half_precision_recomputes_every_gram_matrix() -> None:
+    """The error of small singular values grows with the number of iterations per Gram matrix."""
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 16, 64, generator=g)
     expected = torch.stack([_defined(s.double(), 5) for s in S])
@@ -92,22 +92,22 @@ def test_products_of_fewer_bits_make_every_gram_matrix_again() -> None:
     assert (result - expected).abs().amax() < 1e-4
 
 
-def test_one_graph_holds_it() -> None:
+def test_is_one_graph() -> None:
     S = torch.randn(2, 4, 12, requires_grad=True)
     call = torch.compile(lambda S: newton_schulz(S, 5), backend="aot_eager", fullgraph=True)
     for X, expected in zip(
-        _pulled(call, S), _pulled(lambda S: newton_schulz(S, 5), S), strict=True
+        _gradients(call, S), _gradients(lambda S: newton_schulz(S, 5), S), strict=True
     ):
         torch.testing.assert_close(X, expected, atol=1e-5, rtol=1e-4)
 
 
-def _pulled(call: Callable[[Tensor], Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(call: Callable[[Tensor], Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
     X = call(S)
     (slope,) = torch.autograd.grad(X.square().sum(), S)
     return X, slope
 
 
-def test_autocast_does_not_reach_it() -> None:
+def test_autocast_does_not_apply() -> None:
     S = torch.randn(2, 4, 12)
     with torch.autocast("cpu", torch.bfloat16):
         result = newton_schulz(S, 5)
@@ -122,25 +122,25 @@ def test_zero_stays_zero_with_a_finite_slope() -> None:
     assert torch.isfinite(slope).all()
 
 
-def test_a_gram_matrix_has_one_product_on_the_way_back() -> None:
-    """Autograd alone takes one for each X in XXᵀ: eight products with what is wide, not six."""
+def test_gram_matrix_has_one_product_in_the_backward_pass() -> None:
+    """Six products with the wide side, instead of autograd's eight (one for each X in XXᵀ)."""
     s, wide = 4, 16
     S = torch.randn(3, s, wide, requires_grad=True)
     X = newton_schulz(S, 5)
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(X.sum(), S)
-    counts = (3, 2)  # iterations together; each of their products has two on the way back
+    counts = (3, 2)  # joint iterations; each of their products has two in the backward pass
     small = sum((4 * n - 3) * 4 * s**3 for n in counts)
     assert counter.get_total_flops() == 3 * (2 * 3 * 2 * s * s * wide + small)
 
 
-def test_its_gradients_are_those_of_singular_values() -> None:
-    """And theirs again, against finite differences."""
+def test_gradients_equal_those_of_singular_values() -> None:
+    """Second derivatives against finite differences."""
     g = torch.Generator().manual_seed(0)
     S = torch.randn(2, 3, 5, dtype=torch.float64, generator=g, requires_grad=True)
-    up = torch.randn(2, 3, 5, dtype=torch.float64, generator=g)
-    (result,) = torch.autograd.grad((newton_schulz(S, 5) * up).sum(), S)
-    expected = sum(((_defined(S[i], 5) * up[i]).sum() for i in range(2)), torch.zeros(()))
+    grad_output = torch.randn(2, 3, 5, dtype=torch.float64, generator=g)
+    (result,) = torch.autograd.grad((newton_schulz(S, 5) * grad_output).sum(), S)
+    expected = sum(((_defined(S[i], 5) * grad_output[i]).sum() for i in range(2)), torch.zeros(()))
     (of_defined,) = torch.autograd.grad(expected, S)
     assert (result - of_defined).abs().amax() < 1e-9 * of_defined.abs().amax()
     for steps in (1, 4):
@@ -148,7 +148,7 @@ def test_its_gradients_are_those_of_singular_values() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp
-def test_transforms_go_through_it() -> None:
+def test_function_transforms() -> None:
     g = torch.Generator().manual_seed(0)
     S, moved = torch.randn(2, 4, 3, 5, dtype=torch.float64, generator=g).unbind(0)
     full = newton_schulz(S, 5)

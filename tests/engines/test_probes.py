@@ -1,4 +1,4 @@
-"""Probes on the linear engine: one system per chunk, next to the reference."""
+"""Probes on the linear engine, with one system per chunk, against the reference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ B, T, H, K, V = 2, 67, 2, 5, 4
 
 
 def recipe(
-    probe: rc.bias.Probe, decay: str = "key", *, when: str = "before", bonus: float = 0.0
+    probe: rc.bias.Probe, decay: str = "key", *, order: str = "before", bonus: float = 0.0
 ) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.Matrix(read=rc.memory.Read(bonus=bonus)),
         bias=rc.bias.L2(probe=probe),
-        retention=Decay(per=decay, when=when),
+        retention=Decay(per=decay, when=order),
         algorithm=GD(per="value"),
     )
 
@@ -40,7 +40,7 @@ MOMENTUM = {
 }
 RECIPES = MOMENTUM | {
     "at the token": recipe(Probe()),
-    "at the key": recipe(Probe(at="key"), "head", when="after"),
+    "at the key": recipe(Probe(at="key"), "head", order="after"),
     "without a rate": recipe(Probe(rate=1.0)),
     "with a bonus": recipe(Probe(), "head", bonus=0.5),
     "a rate per key channel": recipe(Probe(per="key")),
@@ -74,7 +74,7 @@ def test_probes_with_rates_and_momentum(name: str) -> None:
 
 
 def test_the_rate_of_a_write_needs_no_system_per_value_channel() -> None:
-    """It does where it also scales the erasure, or where the decay is per value channel."""
+    """Needed only if the rate also scales the erasure, or if the decay is per value channel."""
     for name, one in RECIPES.items():
         several = name == "a decay per value channel"
         assert ("per value channel" in rc.explain(one).engine_mode) == several

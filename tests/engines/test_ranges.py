@@ -1,6 +1,6 @@
 """float32 over long sequences: decays down to −20 per token and channel, gates in [−20, 20].
 
-The measure is the error against the same call in float64, norm-wise: below 1e-4, without NaN.
+The norm-wise error against the float64 call is below 1e-4, without NaN.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def extreme(name: str, T: int) -> tuple[rc.Recipe, generate.Inputs]:
             value.copy_(fill.exp().view_as(value))
         elif param == "decay_scale":
             value.fill_(1.0)
-    # The same numbers in both precisions.
+    # Equal numbers in both precisions.
     return recipe, x.map_tensors(lambda a: a.float().double())
 
 
 @LENGTHS
 @pytest.mark.parametrize("name", CHANNELS)
-def test_float32_keeps_its_digits(name: str, T: int) -> None:
+def test_float32_precision(name: str, T: int) -> None:
     recipe, x = extreme(name, T)
     with torch.no_grad():
         want, end = generate.run_recall(recipe, x)
@@ -74,7 +74,7 @@ def test_gradients_in_float32_are_finite(name: str, T: int) -> None:
 
 
 def numerator_and_denominator(x: generate.Inputs) -> tuple[Tensor, Tensor]:
-    """mLSTM's C q and n·q in its stabilised scale: what stands before they are divided."""
+    """Return C q and n·q of mLSTM in its stabilised scale, before the division."""
     recipe = rc.zoo.get("mlstm").recipe
     B, T, H = x.k.shape[:3]
     dtype, device = x.q.dtype, x.q.device
@@ -99,7 +99,7 @@ def numerator_and_denominator(x: generate.Inputs) -> tuple[Tensor, Tensor]:
 @LENGTHS
 @pytest.mark.parametrize("reach", [20.0, 2.0])
 def test_mlstm_numerator_and_denominator(T: int, reach: float) -> None:
-    """Gates from end to end of [−20, 20]: each within 1e-4, and so is what they make."""
+    """Gates over all of [−20, 20]: numerator, denominator and quotient are within 1e-4."""
     recipe = rc.zoo.get("mlstm").recipe
     x = generate.inputs(recipe, B=1, T=T, H=2, K=16, V=16, seed=3, zero=True)
     g = torch.Generator().manual_seed(4)

@@ -1,4 +1,4 @@
-"""A ridge per token: every token reads the solution with its own ridge, from shared statistics."""
+"""A ridge per token: every token reads the solution with its ridge, from shared statistics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def power_of(system: Tensor, power: float) -> Tensor:
 def loop(name: str, x: generate.Inputs, keys: Tensor) -> Tensor:
     """y_t = W_0 q + E_t B_t q with B_t of λ_t, written out densely.
 
-    The spectral one has no gradient: eigenvalues of equal size have no unique vectors.
+    The spectral form has no gradient, because equal eigenvalues have no unique vectors.
     """
     assert x.init is not None
     W, G, outputs = x.init[0], torch.zeros(B, H, K, K, dtype=torch.float64), []
@@ -84,11 +84,11 @@ def test_gradients_of_ridges_and_keys(name: str) -> None:
 
 @EACH
 @METHODS
-def test_a_state_is_read_with_the_ridge_of_the_query(name: str, engine: str) -> None:
+def test_state_is_read_with_the_ridge_of_the_query(name: str, engine: str) -> None:
     recipe, x = recipe_of(name), inputs(name)
     _, state = generate.run_recall(recipe, x, engine=engine)
     assert recipe.read_gates == ("ridge",)
-    # The queries and ridges of all tokens, and the memory after the last one.
+    # The queries and ridges of all tokens, and the memory after the last token.
     y = rc.read(recipe, x.q, gates={"ridge": x.gates["ridge"]}, state=state)
     for t in range(T):
         gates = {n: g.clone() for n, g in x.gates.items()}
@@ -101,7 +101,7 @@ def test_a_state_is_read_with_the_ridge_of_the_query(name: str, engine: str) -> 
         rc.read(recipe, x.q, state=state)
 
 
-def test_a_recursion_has_one_ridge() -> None:
+def test_recursion_has_one_ridge() -> None:
     for schedule in ("refreshed", "decaying"):
         with pytest.raises(rc.RecipeError, match=r"one for all tokens: use ridge_schedule="):
             rc.Recipe(
@@ -110,7 +110,7 @@ def test_a_recursion_has_one_ridge() -> None:
             )
 
 
-def test_a_layer_learns_it() -> None:
+def test_layer_learns_the_ridge() -> None:
     torch.manual_seed(0)
     preset = rc.zoo.get("gated_kalmanet")
     algorithm = LeastSquares(ridge="input", ridge_schedule="relative")

@@ -1,7 +1,7 @@
 """Windows of tokens with several associations each, against loops over tokens in float64.
 
 Sub-step j of token t takes the gradient of association j of the last c tokens, at the memory after
-the sub-steps before it.
+the preceding sub-steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def error(bias: rc.bias.Bias, prediction: Tensor, v: Tensor) -> Tensor:
 
 
 def loop(recipe: rc.Recipe, x: generate.Inputs, *, normalized: bool = False) -> Tensor:
-    """Outputs of W ← α W, then W ← W − η_j Σ_(m<c) γ_m ρ ∂ℓ_j(t − m), j = 1..n."""
+    """Return outputs of W ← α W, then W ← W − η_j Σ_(m<c) γ_m ρ ∂ℓ_j(t − m), j = 1..n."""
     W, outputs, g = torch.zeros(B, H, V, K, dtype=torch.float64), [], x.gates
     if x.init is not None and not recipe.uses_kernel_rows:
         W = W + x.init[0]
@@ -84,7 +84,7 @@ EACH = pytest.mark.parametrize(("name", "engine"), PAIRS)
 def test_equals_the_loop(name: str, engine: str) -> None:
     recipe = RECIPES[name]
     x = inputs(recipe)
-    if recipe.uses_kernel_rows:  # an initial memory of no keys
+    if recipe.uses_kernel_rows:  # an initial memory without keys
         x = generate.inputs(recipe, B=B, T=T, H=H, K=K, V=V, zero=True)
     y, state = generate.run_recall(recipe, x, engine=engine)
     torch.testing.assert_close(y, loop(recipe, x), **TOL)
@@ -122,7 +122,7 @@ def test_normalised_steps() -> None:
 
 
 def test_a_deep_memory() -> None:
-    """The reference runs memories that are not linear; the deep engine refuses them."""
+    """The reference runs memories that are not linear, and the deep engine refuses them."""
     recipe = recipe_of(memory=rc.memory.MLP(depth=2, residual=False))
     x = inputs(recipe)
     assert x.init is not None

@@ -1,4 +1,4 @@
-"""Reads y = Wᵀ q: a loop over tokens, both engines, one token at a time, and refusals."""
+"""Reads y = Wᵀ q: a loop over tokens, both engines, single tokens, and refusals."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_tokens_padding_and_reads(order: str) -> None:
 
 
 def test_an_eigenvector_is_its_own_code() -> None:
-    """Codes and inputs that agree are stored as a projection, whose transpose is itself."""
+    """Equal codes and inputs are stored as a projection, which is its own transpose."""
     k = torch.eye(4, dtype=torch.float64)[:2].view(1, 2, 1, 4)
     q = torch.randn(1, 2, 1, 4, dtype=torch.float64)
     gates = {"lr": torch.ones(1, 2, 1, dtype=torch.float64)}
@@ -172,8 +172,8 @@ def test_refusals_of_reads_and_sizes() -> None:
     assert rc.parallel.strategy_for(recipe()).name == "sequential"
 
 
-def test_predictions_are_those_of_keys() -> None:
-    """Diagnosis reads the value of a key, and not the transpose."""
+def test_predictions_of_keys() -> None:
+    """Diagnosis reads the value of a key, not the transpose."""
     torch.manual_seed(0)
     layer = rc.zoo.get("oja").build(8, 2).double()
     x = torch.randn(1, 9, 8, dtype=torch.float64)
