@@ -66,7 +66,7 @@ def without(recipe: rc.Recipe) -> rc.Recipe:
 
 def definition(k: Tensor, b: int) -> Tensor:
     """r ``[B, T, H]`` of whole documents, token by token."""
-    return loops.left(k, b=b, n=min(b, MAX_OVERLAP))
+    return loops.remaining_rate(k, b=b, n=min(b, MAX_OVERLAP))
 
 
 def alike(x: generate.Inputs, mean: float = 0.8) -> generate.Inputs:

@@ -1,7 +1,7 @@
-"""Deep memories as their papers write them: one token at a time, gradients by autograd.
+"""Deep memories as in their papers: token by token, with gradients by autograd.
 
-Nothing here uses the library. Weights are lists of ``[B, H, out, in]``, in order of application;
-rows and heads are independent, so the gradient of their summed losses is that of each.
+This module uses nothing of the library. Weights are lists of ``[B, H, out, in]``, in order of
+application. Rows and heads are independent, so the gradient of their summed losses is that of each.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def normed(W: Sequence[Tensor], x: Tensor) -> Tensor:
     return x + layer_norm(times(W[1], gelu(times(W[0], x))))
 
 
-def said(k: Tensor, v: Tensor) -> Tensor:
-    """What of v ``[B, H, D]`` a memory under that norm can say: c + w ⊙ u, ‖u‖² ≤ D and Σ u = 0.
+def project(k: Tensor, v: Tensor) -> Tensor:
+    """Project v ``[B, H, D]`` to the range of `normed`: c + w ⊙ u, ‖u‖² ≤ D, Σ u = 0.
 
     u is the solution of (w² + λ) u + μ = w ⊙ d, Σ u = 0, as a linear system, shortened to √D.
     """
@@ -133,7 +133,7 @@ def normalised(
 ) -> Weights:
     """ρ ∇_W ℓ, ρ = ⟨e, g⟩ / (Σ_l c_l ‖∂ℓ/∂W_l‖² + 1e-6 |g|²), e = M(W; k) − v, g = ∂ℓ/∂M.
 
-    Under a norm e = M(W; k) − `said(k, v)`, and ρ is at least 0.
+    Under a norm e = M(W; k) − `project(k, v)`, and ρ is at least 0.
 
     Args:
         sizes: c_l, by how much a step of A moves W where a link stands between them.
@@ -145,12 +145,12 @@ def normalised(
     slopes = gradient(memory, loss, W, k, v)
     parts = zip(sizes(list(W)), slopes, strict=True)
     size = torch.stack([c * x.square().sum((-2, -1)) for c, x in parts]).sum(0)
-    above = ((read.detach() - (said(k, v) if under else v)) * g).sum(-1)
+    above = ((read.detach() - (project(k, v) if under else v)) * g).sum(-1)
     rho = (above.clamp(min=0) if under else above) / (size + 1e-6 * g.square().sum(-1))
     return [rho[..., None, None] * x for x in slopes]
 
 
-def left(k: Tensor, *, b: int = 16, n: int = 8) -> Tensor:
+def remaining_rate(k: Tensor, *, b: int = 16, n: int = 8) -> Tensor:
     """r_t = max(0, u_t),  u_t = 1 − Σ_(j<t in the batch of t) |cos(k_t, k_j)| u_j / n.
 
     Args:
@@ -168,8 +168,8 @@ def left(k: Tensor, *, b: int = 16, n: int = 8) -> Tensor:
     return torch.stack(u, 1).clamp_min(0)
 
 
-LEFT = LR * left(KEY)
-"""η_t r_t of LR: what earlier keys of the batch leave of it."""
+REDUCED_LR = LR * remaining_rate(KEY)
+"""η_t r_t of LR: the rate that earlier keys of the batch leave."""
 
 # -- one token after the other ---------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ def at(number: Tensor, t: int) -> Tensor:
 
 
 def channels(alpha: Tensor, t: int, W: Sequence[Tensor]) -> Weights:
-    """A decay per value channel: on the last map's outputs, its mean logarithm elsewhere."""
+    """Return a decay per value channel for the last map, and its mean logarithm for other maps."""
     now = alpha[:, t]
     mean = now.log().mean(-1).exp()[..., None, None]
     return [*[mean] * (len(W) - 1), now.unsqueeze(-1)]
@@ -188,7 +188,7 @@ def channels(alpha: Tensor, t: int, W: Sequence[Tensor]) -> Weights:
 Step = Callable[[Weights, Weights, int], Weights]
 
 
-def walk(
+def run(
     step: Step,
     memory: Memory,
     A: Weights,
@@ -198,7 +198,7 @@ def walk(
     chunks: bool = True,
     q: Tensor = Q,
     length: int = T,
-    seen: Callable[[int, Weights], None] = lambda t, W: None,
+    on_token: Callable[[int, Weights], None] = lambda t, W: None,
 ) -> Tensor:
     """y_t = M(W_t; q_t) for A_t = step(A_(t−1), W°, t).
 
@@ -214,6 +214,6 @@ def walk(
             W = R = [link(a) for a in A]
         R = step(R, W, t)
         A = step(A, W, t)
-        seen(t, A)
+        on_token(t, A)
         outputs.append(memory(R if chunks else [link(a) for a in A], q[:, t]))
     return torch.stack(outputs, 1)

@@ -11,9 +11,9 @@ import torch
 from tests.zoo.loops import (
     ALPHA,
     KEY,
-    LEFT,
     LR,
     NORM,
+    REDUCED_LR,
     THETA,
     TOL,
     B,
@@ -30,17 +30,17 @@ from tests.zoo.loops import (
     layer_norm,
     normalised,
     rows,
+    run,
     start,
     times,
     uniform,
-    walk,
 )
 from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
 
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -131,16 +131,16 @@ def dot(p: Tensor, v: Tensor) -> Tensor:
 def test_dla(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
         points = [w.detach().clone().requires_grad_() for w in W]
-        up = torch.autograd.grad((normed(points, KEY[:, t]) * X[:, t]).sum(), points)
-        return [at(ALPHA, t) * a + at(LR, t) * g for a, g in zip(A, up, strict=True)]
+        grad = torch.autograd.grad((normed(points, KEY[:, t]) * X[:, t]).sum(), points)
+        return [at(ALPHA, t) * a + at(LR, t) * g for a, g in zip(A, grad, strict=True)]
 
-    want = walk(step, normed, rows(POLY))
+    want = run(step, normed, rows(POLY))
     torch.testing.assert_close(zoo("dla", method, lr=LR, **DECAY), want, **TOL)
 
 
 @METHODS
 def test_dla_with_a_matrix_is_decaying_linear_attention(method: str) -> None:
-    """M_t = α_t M_(t−1) + v_t k_tᵀ (ATLAS 51), whatever the inner batch."""
+    """M_t = α_t M_(t−1) + v_t k_tᵀ (ATLAS 51), for any inner batch."""
     recipe = rc.zoo.get("dla").recipe.replace(memory=LINEAR, features=PLAIN)
     want = _attention(lambda t, i: (ALPHA[:, i + 1 : t + 1]).prod(1), Q, KEY)
     torch.testing.assert_close(recall(recipe, method, lr=torch.ones_like(LR), **DECAY), want, **TOL)
@@ -165,7 +165,7 @@ def test_swla(method: str) -> None:
         return [at(ALPHA, t) * A[0] - at(LR, t) * g]
 
     zero = [torch.zeros(B, H, D, F, dtype=torch.float64)]
-    want = walk(step, lifted, zero, batch=1)
+    want = run(step, lifted, zero, batch=1)
     torch.testing.assert_close(zoo("swla", method, lr=LR, window=GAMMA, **DECAY), want, **TOL)
 
 
@@ -183,35 +183,35 @@ def test_swla_of_one_association_is_linear_attention(method: str) -> None:
 # -- OmegaNet --------------------------------------------------------------------------------------
 
 
-def written(memory, W: Weights, t: int) -> Weights:  # type: ignore[no-untyped-def]
-    """Every association of the window with its own ρ, and the γ of the current token."""
+def omega_step(memory, W: Weights, t: int) -> Weights:  # type: ignore[no-untyped-def]
+    """Every association of the window has a separate ρ, and the γ of the current token."""
     total = [torch.zeros_like(w) for w in W]
     for back in range(min(C, t + 1)):
         i = t - back
         g = normalised(memory, half_square, W, KEY[:, i], X[:, i], under=memory is normed)
         total = [s + at(GAMMA[..., back], t) * x for s, x in zip(total, g, strict=True)]
-    return [at(LEFT, t) * x for x in total]
+    return [at(REDUCED_LR, t) * x for x in total]
 
 
 @METHODS
 def test_omega_net(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        return [at(ALPHA, t) * a - x for a, x in zip(A, written(normed, W, t), strict=True)]
+        return [at(ALPHA, t) * a - x for a, x in zip(A, omega_step(normed, W, t), strict=True)]
 
-    want = walk(step, normed, rows(POLY))
+    want = run(step, normed, rows(POLY))
     torch.testing.assert_close(zoo("omega_net", method, lr=LR, window=GAMMA, **DECAY), want, **TOL)
 
 
 @METHODS
 def test_omega_net_with_base(method: str) -> None:
-    """W̄ + W_t = W̄ + α_t W_(t−1) − …: the memory alone decays."""
+    """W̄ + W_t = W̄ + α_t W_(t−1) − …: only the memory decays."""
     base = rows(POLY)
 
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        moved = zip(base, A, written(perceptron, W, t), strict=True)
+        moved = zip(base, A, omega_step(perceptron, W, t), strict=True)
         return [w + at(ALPHA, t) * (a - w) - x for w, a, x in moved]
 
-    want = walk(step, perceptron, base)
+    want = run(step, perceptron, base)
     recipe = rc.zoo.get("omega_net_with_base").recipe
     params = {"base_W2": POLY[0], "base_W1": POLY[1], "log_coefficients": LOG_A}
     gates = {"lr": LR, "window": GAMMA, **DECAY}
@@ -233,7 +233,7 @@ def test_omega_net_of_one_association_is_titans_minus(method: str) -> None:
 
 
 def newton_schulz(S: Tensor, steps: int = 5) -> Tensor:
-    """On ``SᵀS`` or ``S Sᵀ`` alike: odd polynomials of the singular values."""
+    """Run on ``SᵀS`` or ``S Sᵀ``: odd polynomials of the singular values are equal."""
     U, s, Vt = torch.linalg.svd(S, full_matrices=False)
     s = s / (S.norm(dim=(-2, -1)).unsqueeze(-1) + 1e-7)
     for _ in range(steps):
@@ -242,7 +242,7 @@ def newton_schulz(S: Tensor, steps: int = 5) -> Tensor:
 
 
 def window(weights: dict[int, Tensor], t: int) -> dict[int, Tensor]:
-    """``weights`` of associations by their index, with those of token t's window added."""
+    """Return ``weights`` by association, plus those of token t's window."""
     result = dict(weights)
     for back in range(min(C, t + 1)):
         result[t - back] = result.get(t - back, 0.0) + GAMMA[:, t, :, back]
@@ -250,7 +250,7 @@ def window(weights: dict[int, Tensor], t: int) -> dict[int, Tensor]:
 
 
 def searched(memory, W: Weights, D: Weights, weights: dict[int, Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
-    """λ ≥ 0 of the least Σ w |e + λ J D|², with 1e-6 ‖D‖² beside |J D|², for a factor of D."""
+    """Return the λ ≥ 0 that minimises Σ w |e + λ J D|², with 1e-6 ‖D‖² added to |J D|²."""
     along = below = torch.zeros(B, H, dtype=torch.float64)
     size = torch.stack([d.square().sum((-2, -1)) for d in D]).sum(0)
     for i, w in weights.items():
@@ -291,8 +291,8 @@ def test_atlas_token_by_token(method: str) -> None:
     ("name", "memory", "init"),
     [("atlas", perceptron, POLY), ("atlas_plus_plus", gated, GATED)],
 )
-def test_atlas_moves_at_the_border(name: str, memory, init, method: str) -> None:  # type: ignore[no-untyped-def]
-    """Tokens read W°; then A ← Π α · A + mean(η) λ NS(S), λ of all that the batch has fitted."""
+def test_atlas_updates_at_the_boundary(name: str, memory, init, method: str) -> None:  # type: ignore[no-untyped-def]
+    """Tokens read W°; then A ← Π α · A + mean(η) λ NS(S), with λ of the full batch."""
     W, S = rows(init), [torch.zeros_like(w) for w in rows(init)]
     outputs, fitted = [], dict[int, Tensor]()
     for t in range(T):
@@ -301,16 +301,16 @@ def test_atlas_moves_at_the_border(name: str, memory, init, method: str) -> None
         g = omega(memory, W, t)
         S = [at(THETA, t) * s - x for s, x in zip(S, g, strict=True)]
         if t % 16 == 15:
-            kept = ALPHA[:, t - 15 : t + 1].prod(1)[..., None, None]
+            decay = ALPHA[:, t - 15 : t + 1].prod(1)[..., None, None]
             D = [newton_schulz(s) for s in S]
             rate = LR[:, t - 15 : t + 1].mean(1)[..., None, None] * searched(memory, W, D, fitted)
-            W = [kept * w + rate * d for w, d in zip(W, D, strict=True)]
+            W = [decay * w + rate * d for w, d in zip(W, D, strict=True)]
     torch.testing.assert_close(zoo(name, method, **GATES), torch.stack(outputs, 1), **TOL)
 
 
 @METHODS
-def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> None:
-    """η outside of the momentum or inside is the same where it does not change with t."""
+def test_atlas_without_newton_schulz_is_omega_net_with_momentum(method: str) -> None:
+    """A constant η outside the momentum equals η inside."""
     twin = rc.zoo.get("atlas_per_token").recipe
     plain = twin.replace(algorithm=replace(twin.algorithm, ns_steps=0, normalized_steps=False))
     omega_net = rc.zoo.get("omega_net").recipe.replace(
@@ -330,10 +330,10 @@ def test_a_doubled_step_changes_atlas(name: str, method: str) -> None:
     init = GATED if name == "atlas_plus_plus" else POLY
     inner = recipe.replace(algorithm=replace(recipe.algorithm, lr_position="inside"))
     slow = {**GATES, "log_decay": 0.1 * ALPHA.log()}
-    once, twice = ({**slow, "lr": torch.full_like(LR, eta)} for eta in (0.05, 0.1))
+    single, double = ({**slow, "lr": torch.full_like(LR, eta)} for eta in (0.05, 0.1))
     first = 16 if recipe.algorithm.update_every == "batch" else 0
-    outer = [recall(recipe, method, init, **gates)[:, first:] for gates in (once, twice)]
+    outer = [recall(recipe, method, init, **gates)[:, first:] for gates in (single, double)]
     assert (outer[0] - outer[1]).norm() > 0.01 * outer[0].norm()
-    # The 1e-7 beside the norm is all that is left of η.
-    cancelled = [recall(inner, method, init, **gates) for gates in (once, twice)]
+    # The 1e-7 added to the norm leaves this much of η.
+    cancelled = [recall(inner, method, init, **gates) for gates in (single, double)]
     assert (cancelled[0] - cancelled[1]).norm() < 1e-4 * cancelled[0].norm()

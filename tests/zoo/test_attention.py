@@ -1,4 +1,4 @@
-"""The attention family against loops written from the papers' equations, in float64 to 1e-10."""
+"""The attention family against loops of the papers' equations, in float64 to 1e-10."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import recollect as rc
 
 B, T, H, K, V = 2, 23, 2, 5, 4
 TOL = {"atol": 1e-10, "rtol": 1e-10}
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -56,7 +56,7 @@ def test_fox_adds_the_sum_of_log_gates(method: str) -> None:
     torch.testing.assert_close(y, softmax_over(logit), **TOL)
 
 
-def test_fox_without_forgetting_is_softmax_attention() -> None:
+def test_fox_without_decay_is_softmax_attention() -> None:
     gates = {"log_decay": torch.zeros_like(DECAY)}
     y, _ = rc.recall(rc.zoo.get("fox").recipe, Q, KEY, X, gates)
     plain, _ = rc.recall(rc.zoo.get("softmax_attention").recipe, Q, KEY, X)
@@ -100,16 +100,17 @@ def blocks(size: int, top: int, **options: object) -> rc.Recipe:
 
 @METHODS
 @pytest.mark.parametrize(("size", "top"), [(4, 2), (3, 3), (5, 1), (1, 4)])
-def test_moba_sees_the_top_blocks_and_its_own(size: int, top: int, method: str) -> None:
-    """AM 25–27: blocks by q·mean(k), the current one always among them."""
+def test_moba_sees_the_top_blocks_and_the_current_one(size: int, top: int, method: str) -> None:
+    """AM 25–27: blocks by q·mean(k), always with the current block."""
 
     def chosen(b: int, h: int, t: int) -> set[int]:
-        own = t // size
+        current = t // size
         scores = {
-            e: float(Q[b, t, h] @ KEY[b, e * size : (e + 1) * size, h].mean(0)) for e in range(own)
+            e: float(Q[b, t, h] @ KEY[b, e * size : (e + 1) * size, h].mean(0))
+            for e in range(current)
         }
         best = sorted(scores, key=lambda e: -scores[e])[: top - 1]
-        return {own, *best}
+        return {current, *best}
 
     def logit(b: int, h: int, t: int, i: int) -> Tensor:
         recorded = i // size in chosen(b, h, t)
@@ -127,7 +128,7 @@ def test_moba_with_all_blocks_is_softmax_attention(method: str) -> None:
         torch.testing.assert_close(y, plain, **TOL)
 
 
-def test_the_current_block_is_seen_whatever_its_score() -> None:
+def test_current_block_is_visible_with_any_score() -> None:
     """Keys of the current block point away from the query: its score is the worst."""
     q = torch.ones(1, 8, 1, K).double()
     k = torch.cat([q[:, :4], -9 * q[:, 4:]], dim=1)
@@ -140,11 +141,11 @@ def test_the_current_block_is_seen_whatever_its_score() -> None:
 
 def test_routers_learn_through_the_softmax_of_the_chosen_blocks() -> None:
     router = A.clone().requires_grad_()
-    for share, learns in (("one", False), ("softmax", True)):
+    for share, has_gradient in (("one", False), ("softmax", True)):
         recipe = blocks(4, 2, score="router", weighting=share)
         y, _ = rc.recall(recipe, Q, KEY, X, {"router": router})
-        assert y.requires_grad == learns
-        if learns:
+        assert y.requires_grad == has_gradient
+        if has_gradient:
             (slope,) = torch.autograd.grad(y.square().sum(), router)
             assert slope.any()
 
@@ -158,7 +159,7 @@ def test_unnormalized_attention_is_a_plain_sum(method: str) -> None:
 
 
 def test_unnormalized_attention_is_linear_attention_with_enough_taylor_features() -> None:
-    """exp(x) to order 12 leaves out x^13/13!, below 1e-9 for |x| ≤ 1."""
+    """exp(x) to order 12 omits x^13/13!, below 1e-9 for |x| ≤ 1."""
     unit = functional.normalize
     q, k = unit(normal(1, 9, 1, 2, seed=7), dim=-1), unit(normal(1, 9, 1, 2, seed=8), dim=-1)
     v = normal(1, 9, 1, 3, seed=9)
@@ -168,8 +169,8 @@ def test_unnormalized_attention_is_linear_attention_with_enough_taylor_features(
     torch.testing.assert_close(y, finite, atol=1e-8, rtol=0)
 
 
-def test_gaussian_and_exponential_agree_for_queries_and_keys_of_one_length() -> None:
-    """TTR 51's ∝: they differ by a factor common to all weights of a query."""
+def test_gaussian_equals_exponential_for_equal_norms() -> None:
+    """The weights of TTR 51 differ by one factor per query."""
     q, k = (2.0 * functional.normalize(x, dim=-1) for x in (Q, KEY))
     for name in ("softmax_attention", "local_linear_attention", "local_quadratic_attention"):
         recipe = rc.zoo.get(name).recipe

@@ -223,7 +223,7 @@ def test_the_solution_of_a_fit_as_its_slope_is_the_fit(method: str) -> None:
     torch.testing.assert_close(zero, rc.recall(SOFTMAX, Q, KEY, X)[0], **TOL)
 
 
-def test_a_given_slope_needs_degree_one_and_no_ridge() -> None:
+def test_fixed_slope_requires_degree_one_and_no_ridge() -> None:
     with pytest.raises(rc.RecipeError, match="needs degree=1"):
         rc.memory.LocalPolynomial(slope="input", degree=2)
     with pytest.raises(rc.RecipeError, match="fits none"):
@@ -234,7 +234,7 @@ def test_a_given_slope_needs_degree_one_and_no_ridge() -> None:
 
 
 @METHODS
-def test_keys_that_do_not_move_are_softmax_attention(method: str) -> None:
+def test_constant_keys_are_softmax_attention(method: str) -> None:
     plain, _ = rc.recall(SOFTMAX, Q, KEY, X)
     for recipe, gates in (
         (within(rc.context.KeyDecay()), {"log_key_decay": torch.zeros_like(LOG)}),
@@ -257,8 +257,8 @@ def test_equal_decays_of_all_channels_scale_the_logits(method: str) -> None:
 
 
 @METHODS
-def test_channels_that_forget_everything_compare_with_nothing_earlier(method: str) -> None:
-    """α = 0 at token 40: all earlier keys are 0, and their logits too."""
+def test_full_decay_hides_earlier_keys(method: str) -> None:
+    """α = 0 at token 40: all earlier keys are 0, and so are their logits."""
     log = LOG.clone()
     log[:, 40] = -math.inf
     recipe = within(rc.context.KeyDecay())
@@ -270,7 +270,7 @@ def test_channels_that_forget_everything_compare_with_nothing_earlier(method: st
 
 
 @pytest.mark.parametrize("low", [-0.02, -1.0, -50.0])
-def test_decays_of_keys_keep_their_digits_in_single_precision(low: float) -> None:
+def test_decays_of_keys_in_single_precision(low: float) -> None:
     log, recipe = LOG * abs(low), within(rc.context.KeyDecay())
     y, _ = rc.recall(recipe, Q, KEY, X, {"log_key_decay": log}, engine="reference")
     arguments = [a.float() for a in (Q, KEY, X)]
@@ -279,7 +279,7 @@ def test_decays_of_keys_keep_their_digits_in_single_precision(low: float) -> Non
 
 
 @METHODS
-def test_two_equal_reflections_are_none(method: str) -> None:
+def test_two_equal_reflections_cancel(method: str) -> None:
     """β = 2: the tokens 2n and 2n + 1 reflect along one direction, so that H H = I."""
     w = W[:, ::2].repeat_interleave(2, dim=1)
     recipe = within(rc.context.KeyReflection(beta=2.0))
@@ -291,7 +291,7 @@ def test_two_equal_reflections_are_none(method: str) -> None:
 
     for t in (20, 21, 69):
         past, even = slice(0, t + 1), torch.arange(t + 1) % 2 == 0
-        # Token t has no partner yet if it is even, nor has token i + 1 after an even key i.
+        # Token t has no partner yet if it is even, and neither has token i + 1 after an even key i.
         q = Q[:, t : t + 1] if t % 2 else reflect(Q[:, t : t + 1], slice(t, t + 1))
         k = torch.where(even[:, None, None], reflect(KEY[:, past], past), KEY[:, past])
         logits = (q * k).sum(-1) / math.sqrt(K)
@@ -301,7 +301,7 @@ def test_two_equal_reflections_are_none(method: str) -> None:
 
 
 @METHODS
-def test_a_stick_of_equal_breaks_is_geometric(method: str) -> None:
+def test_equal_logits_of_stick_breaking_are_geometric(method: str) -> None:
     """Logits of 0 break the rest of the stick in half at each earlier token."""
     recipe = rc.zoo.get("stick_breaking").recipe
     y, _ = rc.recall(recipe, torch.zeros_like(Q), KEY, X, engine=method)
@@ -310,8 +310,8 @@ def test_a_stick_of_equal_breaks_is_geometric(method: str) -> None:
     torch.testing.assert_close(y, torch.einsum("ti,bihv->bthv", weights, X), **TOL)
 
 
-def test_extreme_logits_break_a_stick_completely() -> None:
-    """Logits of ±1e4: the latest key with a large logit takes everything, in float32 too."""
+def test_extreme_logits_of_stick_breaking() -> None:
+    """Logits of ±1e4: the latest key with a large logit has weight 1, also in float32."""
     recipe = rc.zoo.get("stick_breaking").recipe
     k = torch.full((1, 6, 1, 1), -1e4)
     k[0, [1, 3]] = 1e4
@@ -338,7 +338,7 @@ def test_restrictions_that_exclude_each_other_are_refused() -> None:
 
 
 def test_other_kernels_run_on_the_reference_engine() -> None:
-    """A Gaussian of moved keys needs their lengths, which products in blocks do not give."""
+    """A Gaussian of transformed keys needs their norms, which products in blocks do not give."""
     context = rc.context.KernelWeighted(
         kernel=rc.features.Gaussian(), restrictions=(rc.context.KeyDecay(),)
     )

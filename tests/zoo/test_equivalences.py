@@ -1,7 +1,7 @@
-"""Each row of the zoo against its paper's own form, written here as a plain formula or loop.
+"""Each preset against the formula or loop of its paper.
 
-All in float64 and to 1e-10: the two sides differ by rounding only, and 70 tokens cross the border
-of a chunk.
+In float64 and to 1e-10: the two sides differ by rounding, and 70 tokens cross the boundary of a
+chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import recollect as rc
 
 B, T, H, K, V = 2, 70, 2, 5, 4
 TOL = {"atol": 1e-10, "rtol": 1e-10}
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -56,7 +56,7 @@ def zoo(
     return rc.recall(recipe, q, k, v, gates, params=params, engine=method)[0]
 
 
-def walk(step: Step, q: Tensor = Q) -> Tensor:
+def run(step: Step, q: Tensor = Q) -> Tensor:
     """y_t = M_t q_t for M_t = step(M_(t−1), t), from zero."""
     M = torch.zeros(B, H, V, K, dtype=torch.float64)
     outputs = []
@@ -79,14 +79,14 @@ def erased(k: Tensor, rate: Tensor, t: int) -> Tensor:
     return torch.eye(K, dtype=torch.float64) - shaped(rate, t) * outer(k[:, t], k[:, t])
 
 
-def weighted(score: Tensor, seen: Tensor, v: Tensor = X) -> Tensor:
+def weighted(score: Tensor, mask: Tensor, v: Tensor = X) -> Tensor:
     """Σ s v / Σ s for scores ``[B, H, T, T]``."""
-    score = score * seen
+    score = score * mask
     return torch.einsum("bhts,bshv->bthv", score / score.sum(-1, keepdim=True), v)
 
 
 def past(length: int, window: int | None = None) -> Tensor:
-    """``[T, T]``: 1 where the query (row) sees the key (column)."""
+    """Return ``[T, T]``: 1 if the query (row) sees the key (column)."""
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     return ((distance >= 0) & (distance < (window or length))).double()
 
@@ -120,12 +120,12 @@ def test_sliding_window_attention_is_a_banded_softmax(method: str) -> None:
 
 @METHODS
 def test_linear_attention(method: str) -> None:
-    want = walk(lambda M, t: M + outer(X[:, t], RAW[:, t]))
+    want = run(lambda M, t: M + outer(X[:, t], RAW[:, t]))
     torch.testing.assert_close(zoo("linear_attention", method, k=RAW), want, **TOL)
 
 
 def test_linear_attention_is_one_full_batch_step_on_least_squares() -> None:
-    """From W = 0 the error is −v, whatever the loss's curvature (TTR 20–24)."""
+    """From W = 0 the error is −v, for any curvature of the loss (TTR 20–24)."""
     recipe = rc.Recipe(
         bias=rc.bias.L2(),
         context=rc.context.Prefix(),
@@ -155,13 +155,13 @@ def test_normalized_linear_attention_is_a_kernel_average(method: str) -> None:
 def test_fixed_decays(name: str, decay: list[float], method: str) -> None:
     alpha = torch.tensor(decay, dtype=torch.float64)
     layer = rc.zoo.get(name).build(H * 4, H).double()
-    held = layer.params["decay"](torch.zeros(1, 1, 1, dtype=torch.float64))
-    torch.testing.assert_close(held, alpha, **TOL)
-    want = walk(lambda M, t: alpha[:, None, None] * M + outer(X[:, t], KEY[:, t]))
+    stored = layer.params["decay"](torch.zeros(1, 1, 1, dtype=torch.float64))
+    torch.testing.assert_close(stored, alpha, **TOL)
+    want = run(lambda M, t: alpha[:, None, None] * M + outer(X[:, t], KEY[:, t]))
     torch.testing.assert_close(zoo(name, method, params={"decay": alpha}), want, **TOL)
 
 
-def test_lightning_attention_forgets_slower_in_deeper_layers() -> None:
+def test_lightning_attention_decays_slower_in_deeper_layers() -> None:
     zero = torch.zeros(1, 1, 1)
     first, second = (
         rc.zoo.get("lightning_attention").build(8, H, depth=(i, 4)).params["decay"](zero).log()
@@ -172,7 +172,7 @@ def test_lightning_attention_forgets_slower_in_deeper_layers() -> None:
 
 @METHODS
 def test_gla(method: str) -> None:
-    want = walk(lambda M, t: M * CHANNEL[:, t].unsqueeze(-2) + outer(X[:, t], KEY[:, t]))
+    want = run(lambda M, t: M * CHANNEL[:, t].unsqueeze(-2) + outer(X[:, t], KEY[:, t]))
     torch.testing.assert_close(zoo("gla", method, log_decay=CHANNEL.log()), want, **TOL)
 
 
@@ -181,7 +181,7 @@ def test_delta_net(method: str) -> None:
     def step(M: Tensor, t: int) -> Tensor:
         return M @ erased(KEY, LR, t) + shaped(LR, t) * outer(X[:, t], KEY[:, t])
 
-    torch.testing.assert_close(zoo("delta_net", method, lr=LR), walk(step), **TOL)
+    torch.testing.assert_close(zoo("delta_net", method, lr=LR), run(step), **TOL)
 
 
 @METHODS
@@ -194,17 +194,17 @@ def test_momentum_delta_net(method: str) -> None:
         return M @ erased(KEY, LR, t) + C
 
     result = zoo("momentum_delta_net", method, lr=LR, momentum=THETA)
-    torch.testing.assert_close(result, walk(step), **TOL)
+    torch.testing.assert_close(result, run(step), **TOL)
 
 
 @METHODS
 def test_gated_delta_net(method: str) -> None:
     def step(M: Tensor, t: int) -> Tensor:
-        kept = shaped(ALPHA, t) * M @ erased(KEY, LR, t)
-        return kept + shaped(LR, t) * outer(X[:, t], KEY[:, t])
+        decayed = shaped(ALPHA, t) * M @ erased(KEY, LR, t)
+        return decayed + shaped(LR, t) * outer(X[:, t], KEY[:, t])
 
     result = zoo("gated_delta_net", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(result, walk(step), **TOL)
+    torch.testing.assert_close(result, run(step), **TOL)
 
 
 @METHODS
@@ -215,7 +215,7 @@ def test_leaky_lms(method: str) -> None:
         return M @ (eye - shaped(LR, t) * outer(k, k)) + shaped(LR, t) * outer(X[:, t], k)
 
     result = zoo("leaky_lms", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(result, walk(step), **TOL)
+    torch.testing.assert_close(result, run(step), **TOL)
 
 
 @METHODS
@@ -230,7 +230,7 @@ def test_gated_delta_net_is_leaky_lms_reparametrised(method: str) -> None:
 
 @METHODS
 def test_longhorn_is_the_argmin(method: str) -> None:
-    """TTR 30: ½‖M − M_(t−1)‖² + δ/2 ‖M k − v‖² is least where M (I + δ k kᵀ) = M_(t−1) + δ v kᵀ."""
+    """TTR 30: ½‖M − M_(t−1)‖² + δ/2 ‖M k − v‖² is least at M (I + δ k kᵀ) = M_(t−1) + δ v kᵀ."""
     delta = 10 * LR
 
     def step(M: Tensor, t: int) -> Tensor:
@@ -239,7 +239,7 @@ def test_longhorn_is_the_argmin(method: str) -> None:
         right = M + d * outer(X[:, t], k)
         return torch.linalg.solve(normal_matrix, right, left=False)
 
-    torch.testing.assert_close(zoo("longhorn", method, k=RAW, lr=delta), walk(step), **TOL)
+    torch.testing.assert_close(zoo("longhorn", method, k=RAW, lr=delta), run(step), **TOL)
 
 
 @METHODS
@@ -248,7 +248,7 @@ def test_nlms_stores_the_newest_association_exactly(method: str) -> None:
 
 
 @METHODS
-def test_nlms_is_longhorn_without_end(method: str) -> None:
+def test_nlms_is_longhorn_at_infinite_rate(method: str) -> None:
     endless = zoo("longhorn", method, k=RAW, lr=torch.full_like(LR, 1e13))
     torch.testing.assert_close(zoo("nlms", method, k=RAW), endless, **TOL)
 

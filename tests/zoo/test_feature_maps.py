@@ -19,7 +19,7 @@ import recollect as rc
 
 B, T, H, K, V = 2, 70, 2, 6, 4
 TOL = {"atol": 1e-10, "rtol": 1e-10}
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -58,12 +58,12 @@ def based(q: Tensor, k: Tensor, p: dict[str, Tensor], t: int, i: int) -> Tensor:
 
 
 def rebased(q: Tensor, k: Tensor, p: dict[str, Tensor], t: int, i: int) -> Tensor:
-    def moved(x: Tensor, side: int) -> Tensor:
+    def sketch(x: Tensor, side: int) -> Tensor:
         x = x - x.mean()
         x = x / (x.square().mean() + 1e-5).sqrt()
         return p["feature_scale"][side] * x + p["feature_shift"][side]
 
-    return (moved(q, 0) @ moved(k, 1)) ** 2 / q.shape[0]
+    return (sketch(q, 0) @ sketch(k, 1)) ** 2 / q.shape[0]
 
 
 @functools.cache
@@ -99,7 +99,7 @@ ROWS = [*KERNELS, "dpfp"]
 
 
 def average(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """Σ_(i≤t) s(q_t, k_i) v_i / Σ_(i≤t) s(q_t, k_i), and 0 where nothing matches."""
+    """Return Σ_(i≤t) s(q_t, k_i) v_i / Σ_(i≤t) s(q_t, k_i), and 0 if all s are 0."""
     y = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
@@ -135,8 +135,8 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
-def moved(name: str) -> dict[str, Tensor]:
-    """Params away from the special values at which learning starts."""
+def random_params(name: str) -> dict[str, Tensor]:
+    """Return params away from the special initial values."""
     g = torch.Generator().manual_seed(5)
     recipe = rc.zoo.get(name).recipe
     start = rc.initial_params(recipe, H=H, K=K, V=V, generator=g, dtype=torch.float64)
@@ -146,10 +146,10 @@ def moved(name: str) -> dict[str, Tensor]:
 @METHODS
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_are_averages_by_their_kernel(name: str, method: str) -> None:
-    """70 tokens cross the border of a chunk."""
+    """70 tokens cross the boundary of a chunk."""
     length = 70 if method == "auto" else 25
     q, k = (functional.normalize(normal(1, length, H, K, seed=s), dim=-1) for s in (1, 2))
-    v, params = normal(1, length, H, V, seed=3), moved(name)
+    v, params = normal(1, length, H, V, seed=3), random_params(name)
     y, _ = rc.recall(rc.zoo.get(name).recipe, q, k, v, params=params, engine=method)
     torch.testing.assert_close(y, average(KERNELS[name], q, k, v, params), **TOL)
 
@@ -179,7 +179,7 @@ def build(name: str) -> rc.MemoryLayer:
 
 
 def by_hand(name: str, layer: rc.MemoryLayer, x: Tensor) -> Tensor:
-    """The layer as its docstring states it, from its weights."""
+    """Compute the layer as in its docstring, from its weights."""
     u = x @ layer.qkv.weight.T
     assert layer.conv is not None
     w, taps = layer.conv.width, layer.conv.weight
@@ -207,7 +207,7 @@ def test_layers_are_their_formula_and_decode(name: str) -> None:
     with torch.no_grad():
         want = by_hand(name, layer, x)
         y, _ = layer(x)
-        # Lengths are clamped by 1e-12 beside ‖x‖², and layers normalise in turn.
+        # Norms are clamped by 1e-12, added to ‖x‖², and layers normalise several times.
         torch.testing.assert_close(y, want, atol=1e-9, rtol=1e-9)
         state, steps = None, []
         for t in range(N):
@@ -218,7 +218,7 @@ def test_layers_are_their_formula_and_decode(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_layers_under_masks_and_packing(name: str) -> None:
-    """Positions and features are those of each sequence run alone."""
+    """Positions and features are those of each sequence run separately."""
     layer, x = build(name), normal(1, N, D, seed=8)
     with torch.no_grad():
         first, second = by_hand(name, layer, x[:, :4]), by_hand(name, layer, x[:, 4:])

@@ -1,4 +1,4 @@
-"""Feed-forward networks: the module, the plain network, and `rc.read` over its pairs are one."""
+"""Feed-forward networks: the module, the plain network, and `rc.read` over its pairs are equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recollect.layer import FeedForward
 D, TOL = 12, {"atol": 1e-12, "rtol": 1e-10}
 
 
-def built(name: str, heads: int = 1) -> tuple[FeedForward, Tensor]:
+def build(name: str, heads: int = 1) -> tuple[FeedForward, Tensor]:
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(D, heads).double()
     assert isinstance(layer, FeedForward)
@@ -30,7 +30,7 @@ def swiglu(layer: FeedForward, x: Tensor) -> Tensor:
 
 
 def mixture(layer: FeedForward, x: Tensor) -> Tensor:
-    """Expert by expert: 16 pairs each, the two best by the router, shared by their softmax."""
+    """Expert by expert: 16 pairs each, the two best by the router, weighted by their softmax."""
     scores = x @ layer.gates["router"][0].T
     best = scores.topk(2, dim=-1)
     share = torch.zeros_like(scores).scatter(-1, best.indices, best.values.softmax(-1))
@@ -56,8 +56,8 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("heads", [1, 3])
-def test_it_is_the_plain_network(name: str, heads: int) -> None:
-    layer, x = built(name, heads)
+def test_equals_the_plain_network(name: str, heads: int) -> None:
+    layer, x = build(name, heads)
     y, state = layer(x)
     torch.testing.assert_close(y, NETWORKS[name](layer, x), **TOL)
     assert state is not None
@@ -69,7 +69,7 @@ def test_it_is_the_plain_network(name: str, heads: int) -> None:
 
 
 def test_several_heads_read_their_slices() -> None:
-    layer, x = built("ffn_multi_head", 3)
+    layer, x = build("ffn_multi_head", 3)
     slices = [
         functional.relu(part @ k.T) @ v
         for part, k, v in zip(x.chunk(3, dim=-1), layer.keys, layer.values, strict=True)
@@ -79,8 +79,8 @@ def test_several_heads_read_their_slices() -> None:
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, "ffn_multi_head"])
-def test_it_is_a_read_over_persistent_pairs(name: str) -> None:
-    layer, x = built(name, 3)
+def test_equals_a_read_over_persistent_pairs(name: str) -> None:
+    layer, x = build(name, 3)
     q = x.unflatten(-1, (layer.num_heads, layer.head_dim))
     gates = {name: q for part in layer.recipe.context.restrictions for name in part.query_gates}
     y = rc.read(layer.recipe, q, gates=gates, initial_memory=layer.initial_associations()).flatten(
@@ -90,8 +90,8 @@ def test_it_is_a_read_over_persistent_pairs(name: str) -> None:
     torch.testing.assert_close(layer(x)[0], y, **TOL)
 
 
-def test_a_bundle_is_what_was_memorised_before_the_first_token() -> None:
-    """recall from a bundle is recall of the pairs, then of the tokens."""
+def test_bundle_equals_pairs_before_the_first_token() -> None:
+    """recall from a bundle equals recall of the pairs and then of the tokens."""
     g = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 9, 2, n, generator=g, dtype=torch.float64) for n in (4, 4, 3))
     for name in ("softmax_attention", "moba", "local_linear_attention"):
@@ -104,7 +104,7 @@ def test_a_bundle_is_what_was_memorised_before_the_first_token() -> None:
         torch.testing.assert_close(y, want, **TOL)
 
 
-def test_mistakes_are_named() -> None:
+def test_errors() -> None:
     recipe = rc.zoo.get("ffn_swiglu").recipe
     q = torch.randn(1, 3, 1, 4)
     five, six = torch.ones(1, 5, 4), torch.ones(1, 6, 4)

@@ -13,7 +13,7 @@ import recollect as rc
 
 B, T, H, K, V = 2, 26, 2, 3, 4
 TOL = {"atol": 1e-10, "rtol": 1e-10}
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -91,7 +91,7 @@ def test_equation_54(method: str) -> None:
 
 
 @METHODS
-def test_the_zoos_rows_are_these(method: str) -> None:
+def test_presets_use_these_recipes(method: str) -> None:
     for name, degree in (("local_linear_attention", 1), ("local_quadratic_attention", 2)):
         assert rc.zoo.get(name).recipe == local(degree, 1.0)
 
@@ -119,7 +119,7 @@ def test_polynomials_are_reproduced_without_a_ridge(
     later = slice(2 * coefficients, None)
     # The solve squares the basis's condition, about 1e3 here.
     torch.testing.assert_close(y[:, later], truth(Q)[:, later], atol=1e-7, rtol=1e-7)
-    # Already with exactly as many, where the points may stand badly.
+    # Even with the minimal number of points, which can be badly placed.
     at = coefficients - 1
     torch.testing.assert_close(y[:, at], truth(Q)[:, at], atol=1e-3, rtol=1e-3)
 
@@ -127,17 +127,17 @@ def test_polynomials_are_reproduced_without_a_ridge(
 @METHODS
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_the_first_output_is_the_first_value(degree: int, method: str) -> None:
-    """The ridge spares the constant, so a single association is repeated."""
+    """The ridge does not apply to the constant, so a single association is repeated."""
     y, _ = rc.recall(local(degree, 0.5), Q[:, :1], KEY[:, :1], X[:, :1], engine=method)
     torch.testing.assert_close(y, X[:, :1], **TOL)
 
 
-def test_the_answer_turns_with_the_keys() -> None:
-    """No rotation of queries and keys changes the slopes' measure."""
-    turn = torch.linalg.qr(normal(K, K, seed=8)).Q
+def test_rotation_of_queries_and_keys_changes_nothing() -> None:
+    """A rotation of queries and keys does not change the norm of the slopes."""
+    rotation = torch.linalg.qr(normal(K, K, seed=8)).Q
     for degree in (1, 2):
         y, _ = rc.recall(local(degree, 0.4), Q, KEY, X)
-        turned, _ = rc.recall(local(degree, 0.4), Q @ turn, KEY @ turn, X)
+        turned, _ = rc.recall(local(degree, 0.4), Q @ rotation, KEY @ rotation, X)
         torch.testing.assert_close(turned, y, **TOL)
 
 
@@ -222,12 +222,12 @@ def test_the_exponential_is_ridge_least_squares_on_taylor_features() -> None:
         torch.testing.assert_close(y[0, t, 0], W @ fq[t], atol=1e-8, rtol=0)
 
 
-def test_a_value_is_found_again_as_the_ridge_falls() -> None:
+def test_value_is_recovered_as_the_ridge_falls() -> None:
     y, _ = rc.recall(regression(rc.features.Gaussian(bandwidth=0.5), 1e-10), KEY, KEY, X)
     torch.testing.assert_close(y, X, atol=1e-6, rtol=0)
 
 
-def test_what_has_no_gram_factor_is_refused() -> None:
+def test_kernel_without_a_gram_factor_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match=r"Analytic\(ridge=1\.0\)"):
         regression(rc.features.Gaussian(), 0.0)
     with pytest.raises(rc.RecipeError, match="not positive definite for"):
@@ -241,9 +241,10 @@ def test_what_has_no_gram_factor_is_refused() -> None:
 
 
 def along(size: float, K: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Long queries of one direction, keys that stand 1 or more apart along it, and whom they see.
+    """Return long queries of one direction, keys 1 or more apart along it, and a mask.
 
-    The others weigh less than exp(−size / √K): the fit is the value of the furthest key so far.
+    The other keys have a weight below exp(−size / √K): the fit is the value of the farthest visible
+    key.
     """
     u = torch.nn.functional.normalize(normal(K, seed=11), dim=0)
     place = torch.tensor([0.0, 3.0, -2.0, 5.0, 1.0, 4.0, 7.0], dtype=torch.float64)
@@ -265,10 +266,10 @@ def along(size: float, K: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ("kernel", 2, 2),
     ],
 )
-def test_long_queries_were_a_singular_matrix(
+def test_long_queries_are_not_singular(
     method: str, degree: int, channels: int, size: float
 ) -> None:
-    """The system held the constant's 1 beside monomials of 1e24."""
+    """The system has monomials of 1e24 next to the constant's 1."""
     q, k, v, recorded = along(size, channels)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     y, _ = rc.recall(local(degree, 1.0), *leaves, engine=method)
@@ -276,14 +277,14 @@ def test_long_queries_were_a_singular_matrix(
     assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
 
 
-def test_conjugate_gradients_returned_rounding_at_long_queries() -> None:
+def test_conjugate_gradients_at_long_queries() -> None:
     q, k, v, _ = along(1e6, 5)
     with pytest.raises(ValueError, match=r"lose their digits.*engine='reference'"):
         rc.recall(local(2, 1.0), q, k, v)
 
 
-def test_a_ridge_lost_in_rounding_returned_noise() -> None:
-    """Six keys fix five slopes of nine: the others are the ridge's alone."""
+def test_ridge_lost_in_rounding() -> None:
+    """Six keys determine five slopes of nine, and the ridge determines the others."""
     k, v = normal(1, 6, 1, 3, seed=14).float(), normal(1, 6, 1, V, seed=15).float()
     for method in ("reference", "kernel"):
         recipe = local(2, 1e-30) if method == "reference" else local(3, 1e-30)
@@ -294,8 +295,8 @@ def test_a_ridge_lost_in_rounding_returned_noise() -> None:
 @METHODS
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("length", [1.0, 30.0, 1000.0])
-def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, method: str) -> None:
-    """Monomials of k − q are as large as the query squared: float32 held none of the ridge."""
+def test_float32_at_long_queries(length: float, degree: int, method: str) -> None:
+    """Monomials of k − q are as large as q², so float32 would round off the ridge."""
     recipe, low = local(degree, 1e-2), [x.float() for x in (length * Q, KEY, X)]
     expected, _ = rc.recall(recipe, *(x.double() for x in low), engine="reference")
     try:
@@ -310,7 +311,7 @@ def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, met
 
 
 def test_geometric_rls_is_a_weighted_ridge_solution() -> None:
-    """M_t = Vᵀ Γ K (Kᵀ Γ K + ρ_t I)⁻¹ (TTR 15); before its first renewal the ridge decays, too."""
+    """M_t = Vᵀ Γ K (Kᵀ Γ K + ρ_t I)⁻¹ (TTR 15); the ridge decays until its first renewal."""
     g = torch.Generator().manual_seed(5)
     size, tokens = 4, 30  # the ridge is renewed every 64 tokens
     q, k, v = torch.randn(3, 1, tokens, 1, size, generator=g, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Memory Mosaics as a loop over pairs of tokens, and the ties and the restriction of its layer.
 
-The loop is that of the paper: the pair of token i has a leaky average of the past as its key and a
+The loop follows the paper: the pair of token i has a leaky average of the past as its key and a
 value that includes token i + 1. A token reads all pairs of earlier tokens.
 """
 
@@ -175,7 +175,7 @@ def test_values_of_the_token_before() -> None:
 
 
 def test_the_first_associations_are_left_out() -> None:
-    """Softmax attention over all but two associations, whole, in pieces and when it is read."""
+    """Softmax attention over all but two associations, in one call, in pieces, and in reads."""
     q, k, v = normal(3, 2, 21, 1, 4, seed=41)
     recipe = rc.Recipe(
         memory=rc.memory.LocalConstant(),

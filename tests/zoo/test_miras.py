@@ -13,10 +13,10 @@ from tests.zoo.loops import (
     ALPHA,
     CHANNEL,
     KEY,
-    LEFT,
     LR,
     MLP,
     NORM,
+    REDUCED_LR,
     TOL,
     B,
     D,
@@ -35,15 +35,15 @@ from tests.zoo.loops import (
     normalised,
     normed,
     rows,
+    run,
     start,
     uniform,
-    walk,
 )
 from torch import Tensor
 
 import recollect as rc
 
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -90,8 +90,8 @@ def descent(
 
     def step(A: Weights, W: Weights, t: int) -> Weights:
         g = slopes(memory, loss(t), W, KEY[:, t], X[:, t])
-        kept = channels(alpha, t, W) if alpha.dim() == 4 else [at(alpha, t)] * len(W)
-        return [d * a - at(lr, t) * x for d, a, x in zip(kept, A, g, strict=True)]
+        decay = channels(alpha, t, W) if alpha.dim() == 4 else [at(alpha, t)] * len(W)
+        return [d * a - at(lr, t) * x for d, a, x in zip(decay, A, g, strict=True)]
 
     return step
 
@@ -131,9 +131,13 @@ def test_moneta(method: str) -> None:
         return [w.pow(4).sum((-2, -1)).sqrt() for w in W]
 
     step = descent(
-        normed, lambda t: cube, slow, lr=LEFT, slopes=lambda *given: normalised(*given, sizes=sizes)
+        normed,
+        lambda t: cube,
+        slow,
+        lr=REDUCED_LR,
+        slopes=lambda *args: normalised(*args, sizes=sizes),
     )
-    want = walk(step, normed, rows(MLP), link=printed)
+    want = run(step, normed, rows(MLP), link=printed)
     result = zoo("moneta", method, lr=LR, log_decay=slow.log())
     torch.testing.assert_close(result, want, **TOL)
 
@@ -141,11 +145,11 @@ def test_moneta(method: str) -> None:
 @METHODS
 def test_moneta_exact(method: str) -> None:
     step = descent(normed, lambda t: cube, CHANNEL, lr=LR / 20)
-    want = walk(step, normed, rows(MLP), link=mirror, chunks=False)
+    want = run(step, normed, rows(MLP), link=mirror, chunks=False)
     torch.testing.assert_close(zoo("moneta_exact", method, **SMALL), want, **TOL)
 
 
-def test_the_printed_link_stays_finite_where_the_memory_vanishes() -> None:
+def test_printed_link_is_finite_for_a_vanishing_memory() -> None:
     tiny = tuple(1e-9 * w for w in MLP)
     y = zoo("moneta", init=tiny, **{**SMALL, "lr": torch.zeros_like(LR)})
     assert y.isfinite().all()
@@ -154,7 +158,7 @@ def test_the_printed_link_stays_finite_where_the_memory_vanishes() -> None:
 
 
 def test_moneta_at_p_2_and_q_2_is_titans_minus() -> None:
-    """ℓ_2 is twice the half square, and steps are measured by what they correct."""
+    """ℓ_2 is twice the half square, and steps are measured by the error that they correct."""
     recipe = rc.zoo.get("moneta").recipe
     flat = recipe.replace(
         bias=rc.bias.Lp(p=2, eps=0), retention=replace(recipe.retention, q=2, form="as_published")
@@ -184,7 +188,7 @@ def test_yaad(method: str) -> None:
 
         return huber
 
-    want = walk(descent(normed, loss, CHANNEL, lr=LEFT, slopes=normalised), normed, rows(MLP))
+    want = run(descent(normed, loss, CHANNEL, lr=REDUCED_LR, slopes=normalised), normed, rows(MLP))
     torch.testing.assert_close(zoo("yaad", method, threshold=DELTA, **CHANNELS), want, **TOL)
     share = torch.stack(inside).double().mean()
     assert 0.1 < share < 0.9  # both branches were taken
@@ -193,15 +197,15 @@ def test_yaad(method: str) -> None:
 @METHODS
 def test_yaad_without_a_threshold_is_titans_minus(method: str) -> None:
     titans = rc.zoo.get("titans_minus").recipe.replace(retention=rc.retention.Decay(per="value"))
-    far = zoo("yaad", method, threshold=torch.full_like(DELTA, 1e9), **CHANNELS)
-    torch.testing.assert_close(far, recall(titans, method, **CHANNELS)[0], **TOL)
+    large_threshold = zoo("yaad", method, threshold=torch.full_like(DELTA, 1e9), **CHANNELS)
+    torch.testing.assert_close(large_threshold, recall(titans, method, **CHANNELS)[0], **TOL)
 
 
 # -- MEMORA ----------------------------------------------------------------------------------------
 
 
 C = 64.0
-"""What the rows of MEMORA's maps sum to."""
+"""Sum of the rows of MEMORA's maps."""
 
 
 def simplex(A: Tensor) -> Tensor:
@@ -210,7 +214,7 @@ def simplex(A: Tensor) -> Tensor:
 
 @METHODS
 def test_memora_in_batches(method: str) -> None:
-    """The first token's memory is where the others' gradients are taken (MIRAS 30)."""
+    """The other gradients are taken at the memory of the first token (MIRAS 30)."""
     step = descent(normed, lambda t: half_square, CHANNEL)
     A = R = W = rows(MLP)
     outputs = []
@@ -235,14 +239,14 @@ def memora_at_every_token() -> rc.Recipe:
 @METHODS
 def test_memora_token_by_token_is_its_equation(method: str) -> None:
     """W_t = c softmax(α_t log W_(t−1) − η_t ∇ℓ_2) (MIRAS 27), with the logarithm taken."""
-    # Rows apart from each other, or the layer norm amplifies the logarithm's rounding.
+    # Distinct rows, or the layer norm amplifies the rounding of the logarithm.
     wide = tuple(4 * w for w in MLP)
     W = [simplex(a) for a in rows(wide)]
     outputs = []
     for t in range(T):
         g = gradient(normed, half_square, W, KEY[:, t], X[:, t])
-        kept = channels(CHANNEL, t, W)
-        moved = [d * (w / C).log() - at(LR, t) * x for d, w, x in zip(kept, W, g, strict=True)]
+        decay = channels(CHANNEL, t, W)
+        moved = [d * (w / C).log() - at(LR, t) * x for d, w, x in zip(decay, W, g, strict=True)]
         W = [C * m.softmax(-1) for m in moved]
         outputs.append(normed(W, Q[:, t]))
     result, _ = recall(memora_at_every_token(), method, init=wide, **CHANNELS)
@@ -250,12 +254,13 @@ def test_memora_token_by_token_is_its_equation(method: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("every", "batch"), [("token", 1), ("token", 16), ("batch", 16)])
-def test_memora_stays_on_the_simplex(every: str, batch: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("link_every", "batch"), [("token", 1), ("token", 16), ("batch", 16)])
+def test_memora_stays_on_the_simplex(link_every: str, batch: int, dtype: torch.dtype) -> None:
     """Rows of every map sum to c and are not negative: to 1e-6 of c, in float32 too."""
     recipe = rc.zoo.get("memora").recipe
     recipe = recipe.replace(
-        retention=replace(recipe.retention, link_every=every), algorithm=DESCENT(batch_size=batch)
+        retention=replace(recipe.retention, link_every=link_every),
+        algorithm=DESCENT(batch_size=batch),
     )
     inputs = [x.to(dtype) for x in (Q, KEY, X)]
     gates = {name: x.to(dtype) for name, x in CHANNELS.items()}
@@ -272,17 +277,17 @@ def test_memora_stays_on_the_simplex(every: str, batch: int, dtype: torch.dtype)
             state=state,
         )
         assert state is not None
-        if every == "batch" and (t + 1) % batch:
+        if link_every == "batch" and (t + 1) % batch:
             continue
         for W in _readable(recipe, state, params):
             assert (W >= 0).all()
             torch.testing.assert_close(W.sum(-1) / C, torch.ones_like(W[..., 0]), atol=1e-6, rtol=0)
             checked += 1
-    assert checked == 2 * (32 if every == "token" else 2)
+    assert checked == 2 * (32 if link_every == "token" else 2)
 
 
 def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> list[Tensor]:
-    """The weights that are read now: by the reference's own loop over the open inner batch."""
+    """Return the current weights, by the reference's loop over the open inner batch."""
     from recollect.engines.common.problem import Problem
     from recollect.engines.reference.token_loop import TokenLoop
     from recollect.functional.binding import bind
@@ -315,8 +320,8 @@ def shrunk(x: Tensor, tau: Tensor) -> Tensor:
 
 
 @METHODS
-def test_elastic_net_of_what_accumulates(method: str) -> None:
-    """W = S_τ(A) (MIRAS 23), taken at the borders of inner batches of 16."""
+def test_elastic_net_of_accumulated_steps(method: str) -> None:
+    """W = S_τ(A) (MIRAS 23), at the boundaries of inner batches of 16."""
     step = descent(matrix, lambda t: half_square, ALPHA)
     A = R = W = rows(DENSE)
     outputs = []
@@ -359,7 +364,7 @@ def test_elastic_nets_have_exact_zeros(name: str, method: str) -> None:
     share = (W == 0).double().mean()
     assert 0.05 < share < 0.95
     dense = rc.read(recipe, one, state=state, gates={"tau": torch.zeros_like(tau[:, :D])})
-    assert (dense == 0).any() == (name == "elastic_net_proximal")  # there the zeros are the state
+    assert (dense == 0).any() == (name == "elastic_net_proximal")  # the zeros are part of the state
 
 
 # -- sigmoid, f-divergence -------------------------------------------------------------------------
@@ -369,7 +374,7 @@ def test_elastic_nets_have_exact_zeros(name: str, method: str) -> None:
 def test_sigmoid_bregman(method: str) -> None:
     fast = {**HEADS, "lr": 5 * LR}
     step = descent(matrix, lambda t: half_square, ALPHA, lr=5 * LR)
-    want = walk(step, matrix, rows(ZERO), link=lambda A: 1 / (1 + (-A).exp()))
+    want = run(step, matrix, rows(ZERO), link=lambda A: 1 / (1 + (-A).exp()))
     torch.testing.assert_close(zoo("sigmoid_bregman", method, **fast), want, **TOL)
 
 
@@ -396,24 +401,24 @@ def test_f_divergence(method: str) -> None:
     outputs = []
     for t in range(T):
         (g,) = gradient(matrix, half_square, [W], KEY[:, t], X[:, t])
-        kept = W.pow(at(ALPHA, t))
-        kept = 8 * kept / kept.sum(-1, keepdim=True)
+        base = W.pow(at(ALPHA, t))
+        base = 8 * base / base.sum(-1, keepdim=True)
         s = -at(LR, t) * g
         # The sum falls with ζ from +inf at max(s) − 1: Newton from the left of the root.
         low = (s.amax(-1, keepdim=True) - 1).nextafter(torch.tensor(torch.inf).double())
         high = s.amax(-1, keepdim=True)
         for _ in range(200):
             zeta = (low + high) / 2
-            more = (kept * (1 - s + zeta).pow(-2)).sum(-1, keepdim=True) > 8
+            more = (base * (1 - s + zeta).pow(-2)).sum(-1, keepdim=True) > 8
             low, high = torch.where(more, zeta, low), torch.where(more, high, zeta)
-        W = kept * (1 - s + (low + high) / 2).pow(-2)
+        W = base * (1 - s + (low + high) / 2).pow(-2)
         outputs.append(matrix([W], Q[:, t]))
     torch.testing.assert_close(zoo("f_divergence", method, **HEADS), torch.stack(outputs, 1), **TOL)
 
 
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "chi_square"])
-def test_f_divergences_stay_finite_where_a_weight_has_nearly_vanished(kind: str) -> None:
-    """In float32, with a step that wants such a weight back: rounding near g's pole."""
+def test_f_divergences_are_finite_for_vanishing_weights(kind: str) -> None:
+    """In float32, with a step that enlarges such a weight: rounding near the pole of g."""
     W = torch.tensor([[8 - 3e-16, 1e-16, 2e-16], [4.0, 4.0, 1e-30]]).view(1, 1, 2, 3)
     W = W.requires_grad_()
     step = torch.tensor([[-3.0, 0.7, 0.1], [0.3, -0.2, 5.0]]).view(1, 1, 2, 3).requires_grad_()
@@ -433,7 +438,7 @@ def test_the_kl_divergence_is_memoras_rule(method: str) -> None:
     keep = memora_at_every_token()
     keep = keep.replace(retention=replace(keep.retention, decay=None))
     kl = keep.replace(retention=rc.retention.FDivergence(kind="kl", scale=C))
-    # One holds log W, the other W.
+    # One stores log W, and the other W.
     result, _ = recall(kl, method, init=tuple(simplex(w) for w in MLP), lr=LR)
     torch.testing.assert_close(result, recall(keep, method, lr=LR)[0], **TOL)
 
@@ -454,7 +459,7 @@ def test_value_robust(method: str) -> None:
 
         return worst
 
-    want = walk(descent(matrix, loss, ALPHA), matrix, rows(ZERO))
+    want = run(descent(matrix, loss, ALPHA), matrix, rows(ZERO))
     torch.testing.assert_close(
         zoo("value_robust", method, value_radius=radius, **HEADS), want, **TOL
     )
@@ -469,14 +474,14 @@ def test_value_robust_at_radius_0_is_l2(method: str) -> None:
 
 @METHODS
 def test_value_less(method: str) -> None:
-    """e/√(e² + 0.01), and the sign itself where errors are not tiny (MIRAS 12)."""
+    """e/√(e² + 0.01), which is the sign for errors that are not tiny (MIRAS 12)."""
     smooth = partial(
-        walk,
+        run,
         descent(matrix, lambda t: lambda p, v: ((p - v).square() + 1e-2).sqrt().sum(-1), ALPHA),
     )
     result = zoo("value_less", method, **HEADS)
     torch.testing.assert_close(result, smooth(matrix, rows(ZERO)), **TOL)
     exact = rc.zoo.get("value_less").recipe.replace(bias=rc.bias.Lp(p=1, eps=0))
     sign = descent(matrix, lambda t: lambda p, v: (p - v).abs().sum(-1), ALPHA)
-    want = walk(sign, matrix, rows(ZERO))
+    want = run(sign, matrix, rows(ZERO))
     torch.testing.assert_close(recall(exact, method, **HEADS)[0], want, **TOL)

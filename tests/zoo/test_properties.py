@@ -90,22 +90,22 @@ DEEP_ROWS: dict[str, tuple[rc.Recipe, set[str]]] = {
 }
 
 
-def having(recipe: rc.Recipe) -> set[str]:
-    return {name for name, holds in properties(recipe).items() if holds}
+def properties_of(recipe: rc.Recipe) -> set[str]:
+    return {name for name, value in properties(recipe).items() if value}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_have_what_the_definitions_say(name: str) -> None:
-    assert having(rc.zoo.get(name).recipe) == ROWS[name]
+def test_rows_have_the_defined_properties(name: str) -> None:
+    assert properties_of(rc.zoo.get(name).recipe) == ROWS[name]
 
 
 @pytest.mark.parametrize("name", DEEP_ROWS)
-def test_deep_rows_have_what_the_table_says(name: str) -> None:
+def test_deep_rows_have_the_properties_of_the_table(name: str) -> None:
     recipe, expected = DEEP_ROWS[name]
-    assert having(recipe) == expected
+    assert properties_of(recipe) == expected
 
 
-def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_properties(capsys: pytest.CaptureFixture[str]) -> None:
     testing = pytest.importorskip("typer.testing")
     from recollect.cli import build
 
@@ -115,7 +115,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert result.keys() == {*rc.zoo.names(), *rc.zoo.names(kind="hybrid")}
     for name, expected in ROWS.items():
         assert list(result[name]) == list(PROPERTIES)
-        assert {key for key, holds in result[name].items() if holds} == expected
+        assert {key for key, value in result[name].items() if value} == expected
     wide = {"COLUMNS": "200"}
     table = (
         testing.CliRunner().invoke(build(), ["zoo", "--family", "feature_maps"], env=wide).output
@@ -126,8 +126,8 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "capacity" not in performer
 
 
-def test_they_follow_from_structure_not_from_names() -> None:
-    """A map of one's own, with every pair of channels, has the capacity of its features."""
+def test_properties_follow_from_structure() -> None:
+    """A user's map with every pair of channels has the capacity of its features."""
 
     class Pairs(rc.features.Features):
         def dim(self, K: int) -> int:
@@ -139,6 +139,6 @@ def test_they_follow_from_structure_not_from_names() -> None:
             return torch.einsum("...i,...j->...ij", x, x).flatten(-2)
 
     result = rc.member(type("Pairs_of_a_user", (Pairs,), {}))
-    assert having(rc.Recipe(features=result())) == {CAPACITY}
-    # Twice the features of a key twice as long is no more than a longer key.
-    assert having(rc.Recipe(features=rc.features.PositiveRandom(features=4096))) == set()
+    assert properties_of(rc.Recipe(features=result())) == {CAPACITY}
+    # Twice the features for a key of twice the length is the capacity of a longer key.
+    assert properties_of(rc.Recipe(features=rc.features.PositiveRandom(features=4096))) == set()

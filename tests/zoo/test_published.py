@@ -203,8 +203,8 @@ def test_moneta(method: str) -> None:
         A = rows(MLP)
         for t in range(T):
             g = gradient(normed, cube, link(A), KEY[:, t], X[:, t])
-            kept = channels(slow, t, A)
-            A = [d * a - at(RATE / 20, t) * x for d, a, x in zip(kept, A, g, strict=True)]
+            decay = channels(slow, t, A)
+            A = [d * a - at(RATE / 20, t) * x for d, a, x in zip(decay, A, g, strict=True)]
             yield normed(link(A), Q[:, t]), A
 
     compare("moneta", method, MLP, loop(), lr=RATE / 20, log_decay=slow.log())
@@ -228,8 +228,8 @@ def test_yaad(method: str) -> None:
                 torch.where(near[..., None, None], a, at(delta, t) * b)
                 for a, b in zip(quadratic, linear, strict=True)
             ]
-            kept = channels(CHANNEL, t, W)
-            W = [d * w - at(RATE, t) * x for d, w, x in zip(kept, W, g, strict=True)]
+            decay = channels(CHANNEL, t, W)
+            W = [d * w - at(RATE, t) * x for d, w, x in zip(decay, W, g, strict=True)]
             yield normed(W, Q[:, t]), W
 
     compare("yaad", method, MLP, loop(), lr=RATE, threshold=delta, log_decay=CHANNEL.log())
@@ -250,7 +250,7 @@ def test_memora(method: str) -> None:
         W = [softmax(at(ALPHA, t) * w.log() - at(RATE, t) * x) for w, x in zip(W, g, strict=True)]
         outputs.append(normed(W, Q[:, t]))
     y, state = library("memora", method, MLP, lr=RATE, **DECAY)
-    # A layer norm of outputs near 1e-3 magnifies rounding.
+    # A layer norm of outputs near 1e-3 amplifies rounding.
     torch.testing.assert_close(y, torch.stack(outputs, 1), **TOL)
     for result, expected in zip(state.weights, W, strict=True):
         torch.testing.assert_close(softmax(result), expected, **TOL)
@@ -384,10 +384,10 @@ def test_a_memory_over_the_exponential_kernel(name: str, method: str) -> None:
             }[name]
             step = step + weight[..., None, None] * slopes[0]
             added.append((k, -weight[..., None] * slopes[1]))
-        kept = at(ALPHA, t) if name == "swdt" else 1.0
-        W1 = kept * W1 - step
+        decay = at(ALPHA, t) if name == "swdt" else 1.0
+        W1 = decay * W1 - step
         keys = torch.cat([keys, *(k.unsqueeze(2) for k, _ in added)], 2)
-        values = torch.cat([kept * values, *(u.unsqueeze(2) for _, u in added)], 2)
+        values = torch.cat([decay * values, *(u.unsqueeze(2) for _, u in added)], 2)
         q = Q[:, t]
         outputs.append(q + times(W1, gelu(hidden(keys, values, q))))
     recipe = rc.zoo.get(name, variant="published").recipe
@@ -408,13 +408,13 @@ def test_a_memory_over_the_exponential_kernel(name: str, method: str) -> None:
 # -- names -----------------------------------------------------------------------------------------
 
 
-# Presets of the family "ttt_2025" take the steps of their papers themselves.
+# The tests of the family "ttt_2025" take the steps of their papers.
 DEEP = [x for x in rc.zoo.names(kind="deep") if rc.zoo.get(x).family != "ttt_2025"]
 
 
 @pytest.mark.parametrize("name", DEEP)
 def test_every_deep_preset_has_its_printed_equation(name: str) -> None:
-    """Of itself, or of the preset of which it is a variation; MIRAS's matrices have no other."""
+    """The preset or its base preset has an equation; matrices of MIRAS have none."""
     preset = rc.zoo.get(name, variant="published")
     assert preset.name == f"{rc.zoo.get(name).twin_of or name}:published"
     assert preset.variant == "published" and preset.fidelity.kind == "exact"
@@ -428,7 +428,7 @@ def test_every_deep_preset_has_its_printed_equation(name: str) -> None:
     assert rc.explain(preset).title == preset.name
 
 
-def test_variants_are_found_by_both_spellings() -> None:
+def test_both_spellings_of_variants() -> None:
     assert rc.zoo.get("titans:published") == rc.zoo.get("titans", variant="published")
     assert all(name not in rc.zoo.names() for name in rc.zoo.variants())
     with pytest.raises(rc.RecipeError, match="gla has no variant 'published'"):

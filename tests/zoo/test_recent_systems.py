@@ -23,8 +23,8 @@ Loop = Callable[[rc.MemoryLayer, Tensor], tuple[Tensor, Tensor]]
 """Outputs of the memory ``[B, T, H, V]`` and its weights ``[B, H, V, K]`` after the last token."""
 
 
-def zeros(made: rc.MemoryLayer, x: Tensor) -> Tensor:
-    return x.new_zeros(x.shape[0], made.num_heads, made.value_dim, made.head_dim)
+def zeros(module: rc.MemoryLayer, x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape[0], module.num_heads, module.value_dim, module.head_dim)
 
 
 def read(M: Tensor, q: Tensor) -> Tensor:
@@ -39,20 +39,24 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
 
 
-def decay(made: rc.MemoryLayer, x: Tensor, name: str = "log_decay") -> Tensor:
+def decay(module: rc.MemoryLayer, x: Tensor, name: str = "log_decay") -> Tensor:
     """α = sigmoid(linear(x))."""
-    return gate(made, name, x).sigmoid()
+    return gate(module, name, x).sigmoid()
 
 
-def unit_inputs(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = around(made, x)
+def unit_inputs(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = around(module, x)
     return unit(q), unit(k), v
 
 
-def kimi_delta_attention(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def kimi_delta_attention(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = (I − β k kᵀ) Diag(α) S + β k vᵀ, eq. 1 of Kimi Linear, transposed."""
-    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
-    M, outputs = zeros(made, x), []
+    (q, k, v), alpha, beta = (
+        unit_inputs(module, x),
+        decay(module, x),
+        gate(module, "lr", x).sigmoid(),
+    )
+    M, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         M = M * alpha[:, t].unsqueeze(-2)
         erased = outer(read(M, k[:, t]), k[:, t])
@@ -61,15 +65,19 @@ def kimi_delta_attention(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tenso
     return torch.stack(outputs, 1), M
 
 
-def comba(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def comba(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = α S − β (α S p − v) kᵀ with p = d k, o = S (q − D k)."""
-    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
-    d = made.gates["erase"].bias.sigmoid()[:, None]
-    M, outputs = zeros(made, x), []
+    (q, k, v), alpha, beta = (
+        unit_inputs(module, x),
+        decay(module, x),
+        gate(module, "lr", x).sigmoid(),
+    )
+    d = module.gates["erase"].bias.sigmoid()[:, None]
+    M, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         M = column(alpha, t) * M
         M = M - column(beta, t) * outer(read(M, d * k[:, t]) - v[:, t], k[:, t])
-        outputs.append(read(M, q[:, t] - made.ties.factors["q"] * k[:, t]))
+        outputs.append(read(M, q[:, t] - module.ties.factors["q"] * k[:, t]))
     return torch.stack(outputs, 1), M
 
 
@@ -144,11 +152,11 @@ def kalman_linear_attention(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, 
     return torch.stack(outputs, 1), eta / precision.unsqueeze(-2)
 
 
-def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def gated_delta_net_2(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = (I − k (b ⊙ k)ᵀ) Diag(α) S + k (w ⊙ v)ᵀ, transposed."""
-    (q, k, v), alpha = unit_inputs(made, x), decay(made, x)
-    b, w = (gate(made, name, x).sigmoid() for name in ("probe", "lr"))
-    M, outputs = zeros(made, x), []
+    (q, k, v), alpha = unit_inputs(module, x), decay(module, x)
+    b, w = (gate(module, name, x).sigmoid() for name in ("probe", "lr"))
+    M, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         M = M * alpha[:, t].unsqueeze(-2)
         error = w[:, t] * v[:, t] - read(M, b[:, t] * k[:, t])
@@ -157,11 +165,15 @@ def gated_delta_net_2(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), M
 
 
-def q_delta(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def q_delta(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S = α S − β (α S (k + λ q) − v) kᵀ."""
-    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
-    feedback = gate(made, "probe", x).sigmoid().unsqueeze(-1)
-    M, outputs = zeros(made, x), []
+    (q, k, v), alpha, beta = (
+        unit_inputs(module, x),
+        decay(module, x),
+        gate(module, "lr", x).sigmoid(),
+    )
+    feedback = gate(module, "probe", x).sigmoid().unsqueeze(-1)
+    M, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         M = column(alpha, t) * M
         error = read(M, k[:, t] + feedback[:, t] * q[:, t]) - v[:, t]
@@ -170,15 +182,19 @@ def q_delta(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), M
 
 
-def preconditioned(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def preconditioned(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """A = a A + b k², P = 1.5^(−r/(1 + |r|)) with r = log(A + 1e-6) − c, write at P ⊙ k."""
-    (q, k, v), alpha, beta = unit_inputs(made, x), decay(made, x), gate(made, "lr", x).sigmoid()
-    a, b = decay(made, x, "log_moment_decay"), gate(made, "moment_rate", x).sigmoid()
+    (q, k, v), alpha, beta = (
+        unit_inputs(module, x),
+        decay(module, x),
+        gate(module, "lr", x).sigmoid(),
+    )
+    a, b = decay(module, x, "log_moment_decay"), gate(module, "moment_rate", x).sigmoid()
     alpha = alpha if alpha.dim() == 4 else alpha.unsqueeze(-1)
-    M, A, outputs = zeros(made, x), torch.zeros_like(k[:, 0]), []
+    M, A, outputs = zeros(module, x), torch.zeros_like(k[:, 0]), []
     for t in range(x.shape[1]):
         A = a[:, t, :, None] * A + b[:, t, :, None] * k[:, t] ** 2
-        r = (A + 1e-6).log() - made.ties.factors["k"]
+        r = (A + 1e-6).log() - module.ties.factors["k"]
         P = (-math.log(1.5) * r / (1 + r.abs())).exp()
         M = M * alpha[:, t].unsqueeze(-2)
         error = read(M, k[:, t]) - v[:, t]
@@ -187,18 +203,18 @@ def preconditioned(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), M
 
 
-def erase_then_delta(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def erase_then_delta(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """S' = α S (I − a u uᵀ), S = S' (I − β k kᵀ) + β v kᵀ."""
-    projected = x @ made.qkv.weight.T
-    w, taps = made.conv.width, made.conv.weight
+    projected = x @ module.qkv.weight.T
+    w, taps = module.conv.width, module.conv.weight
     padded = functional.pad(projected, (0, 0, w - 1, 0))
     mixed = sum(taps[j] * padded[:, j : j + x.shape[1]] for j in range(w))
-    q, keys, v = functional.silu(mixed).split(made.qkv_sizes, -1)  # type: ignore[union-attr,arg-type]
-    q, v = (unit(q.unflatten(-1, (made.num_heads, -1))), v.unflatten(-1, (made.num_heads, -1)))
-    u, k = unit(keys.unflatten(-1, (made.num_heads, 2, -1))).unbind(3)
-    rates, alpha = gate(made, "lr", x).sigmoid(), decay(made, x)
+    q, keys, v = functional.silu(mixed).split(module.qkv_sizes, -1)  # type: ignore[union-attr,arg-type]
+    q, v = (unit(q.unflatten(-1, (module.num_heads, -1))), v.unflatten(-1, (module.num_heads, -1)))
+    u, k = unit(keys.unflatten(-1, (module.num_heads, 2, -1))).unbind(3)
+    rates, alpha = gate(module, "lr", x).sigmoid(), decay(module, x)
     a, beta = rates.unbind(-1)
-    M, outputs = zeros(made, x), []
+    M, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         M = column(alpha, t) * M
         M = M - column(a, t) * outer(read(M, u[:, t]), u[:, t])
@@ -272,16 +288,16 @@ def complete(module: rc.MemoryLayer, y: Tensor, x: Tensor) -> Tensor:
     return y.flatten(2) @ module.out.weight.T
 
 
-def falcon(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def falcon(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """W = (1 − η λ) W + (η/B) Σ_i (v_i − W x_i) x_iᵀ, x_t = k_(t−1), η = β/(‖x_t‖² + λ)."""
-    q, k, v = unit_inputs(made, x)
+    q, k, v = unit_inputs(module, x)
     keys = torch.cat([torch.zeros_like(k[:, :1]), k[:, :-1]], 1)
-    beta, ridge = gate(made, "lr", x).sigmoid(), 0.01
+    beta, ridge = gate(module, "lr", x).sigmoid(), 0.01
     size = keys.square().sum(-1)
     eta = beta / ((size if beta.dim() == 3 else size.unsqueeze(-1)) + ridge)
     eta = eta if eta.dim() == 4 else eta.unsqueeze(-1)
-    count = made.recipe.context.horizon or 1
-    W, outputs = zeros(made, x), []
+    count = module.recipe.context.horizon or 1
+    W, outputs = zeros(module, x), []
     for t in range(x.shape[1]):
         mean = torch.zeros_like(W)
         for i in range(max(0, t - count + 1), t + 1):

@@ -1,4 +1,4 @@
-"""The zoo as a catalogue: every entry says what it is, whose, and how faithful."""
+"""The zoo as a catalogue: description, source and fidelity of every entry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWINS = {
     "elastic_net_proximal": "elastic_net",
     "atlas_per_token": "atlas",
 }
-"""Variations of presets: the exact rule, another form of the paper, or another layer."""
+"""Variants of presets: the exact rule, another form of the paper, or another layer."""
 
 
 KINDS = {
@@ -112,7 +112,7 @@ def test_deviations_are_short_sentences(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NORMALIZED if "atlas" not in n])
 def test_deviations_state_the_rate_that_a_layer_starts_with(name: str) -> None:
-    """A multiple of the stability limit, as it is diagnosed at tokens of zeros."""
+    """The rate is a multiple of the stability limit, as diagnosed at tokens of zeros."""
     torch.manual_seed(0)
     stated = [x for x in rc.zoo.get(name).fidelity.deviations if "the stability limit" in x.text]
     assert [x.key for x in stated] == ["rate"]
@@ -133,7 +133,7 @@ def test_a_page_counts_kinds_of_fidelity(page: str) -> None:
     assert f"{counts['approximation']} are approximations" in text
 
 
-def test_a_fidelity_that_cannot_be_is_refused() -> None:
+def test_impossible_fidelity_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="must be one of exact, approximation"):
         rc.zoo.Fidelity(kind="close", source="eq. 1")
     for deviations in ("The rate is 1.", ("The rate is 1.",)):
@@ -157,7 +157,7 @@ def test_deviations_follow_from_the_recipe(name: str) -> None:
 
 
 def replaced(name: str, count: int) -> list[tuple[rc.zoo.Preset, set[str]]]:
-    """A preset with one of its choices replaced, and the options that a warning names."""
+    """Return a preset with one choice replaced, and the options that a warning names."""
     rng, changed = random.Random(name), []
     for _ in range(count):
         choice = rng.choice(CHOICES)
@@ -174,27 +174,27 @@ def replaced(name: str, count: int) -> list[tuple[rc.zoo.Preset, set[str]]]:
 
 
 def reset_by(warning: warnings.WarningMessage) -> list[str]:
-    """The options that a warning names."""
+    """Return the options that a warning names."""
     assert issubclass(warning.category, UserWarning)
     return str(warning.message).partition("do not fit: ")[2].partition(";")[0].split(", ")
 
 
 def options_of(preset: rc.zoo.Preset) -> dict[str, object]:
-    """Its options by name, gates apart."""
+    """Return its options by name, without gates."""
     fields = vars(preset.options)
     gates = {f"gates[{name!r}]": gate for name, gate in dict(preset.options.gate_options).items()}
     return {**{name: x for name, x in fields.items() if name != "gate_options"}, **gates}
 
 
 def size_of(recipe: rc.Recipe) -> tuple[int, int]:
-    """K and V that fit a recipe: pairs of channels, and as many as features where it says so."""
+    """Return K and V that fit a recipe: pairs of channels, or as many as its features need."""
     K = next((K for K in (14, 16) if recipe.axes(K, K).get("F", 2) % 2 == 0), 14)
     return K, recipe.axes(K, K)["F"] if recipe.memory.is_elementwise else K
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_preset_with_another_choice_has_a_layer(count: int) -> None:
-    """Whatever `replace` accepts, `build` accepts and `explain` explains."""
+    """`build` and `explain` accept every recipe that `replace` accepts."""
     for name in rc.zoo.names():
         for preset, reset in replaced(name, count):
             K, V = size_of(preset.recipe)
@@ -243,7 +243,7 @@ def test_a_system_without_a_layer_for_a_choice_is_refused() -> None:
         rc.zoo.get("ffn_normalized").replace(memory=rc.memory.LocalPolynomial())
 
 
-def test_options_that_do_not_fit_are_not_explained() -> None:
+def test_explain_refuses_options_that_do_not_fit() -> None:
     titans = rc.zoo.get("titans")
     leaf = rc.blocks.RecipeMixer(
         recipe=titans.recipe.replace(algorithm=rc.algorithm.Momentum()), options=titans.options
@@ -278,7 +278,7 @@ def test_a_repeated_token_does_not_make_a_deep_memory_diverge(name: str) -> None
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", DEEP)
 def test_a_long_run_of_one_token_and_long_values_stay_finite(name: str, trained: bool) -> None:
-    """Values as a layer makes them, and 10 and 100 times as long."""
+    """Values of a layer, and values 10 and 100 times as long."""
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(32, 2)
     if trained:
@@ -295,7 +295,7 @@ def test_a_long_run_of_one_token_and_long_values_stay_finite(name: str, trained:
 
 
 def _learn(layer: rc.MemoryLayer, steps: int) -> None:
-    """Recall of four pairs, between embeddings and a reading head of the layer's width."""
+    """Recall four pairs, between embeddings and a reading head of the layer's width."""
     config = rc.tasks.MqarConfig(vocab=32, pairs=4, length=24)
     embedding, head = torch.nn.Embedding(32, 32), torch.nn.Linear(32, 32)
     parts = torch.nn.ModuleList([embedding, layer, head])
@@ -313,7 +313,7 @@ def _learn(layer: rc.MemoryLayer, steps: int) -> None:
     assert losses[-1] < 0.9 * losses[0]  # it has learned
 
 
-def test_an_unknown_name_suggests_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(rc.RecipeError, match="gated_delta_net"):
         rc.zoo.get("gated_deltanet")
     with pytest.raises(rc.RecipeError, match="such as softmax_attention"):
@@ -325,7 +325,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_a_system_changed_by_one_choice_keeps_the_options_of_its_layer() -> None:
-    """The recipe alone has none: its layer takes steps of another size."""
+    """The recipe alone has none, and its layer takes steps of another size."""
     titans = rc.zoo.get("titans")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

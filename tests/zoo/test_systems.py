@@ -30,9 +30,9 @@ from tests.zoo.test_equivalences import (
     erased,
     normal,
     outer,
+    run,
     shaped,
     uniform,
-    walk,
     zoo,
 )
 from torch import Tensor
@@ -53,40 +53,40 @@ def layer(name: str, heads: int = 2, **overrides: object) -> rc.MemoryLayer:
     return result
 
 
-def around(made: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def around(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a layer without a shift, before ties and norms, from its weights."""
-    u = x @ made.qkv.weight.T
-    if made.conv is not None:
-        w, a = made.conv.width, made.conv.weight
+    u = x @ module.qkv.weight.T
+    if module.conv is not None:
+        w, a = module.conv.width, module.conv.weight
         padded = functional.pad(u, (0, 0, w - 1, 0))
         u = sum(a[j] * padded[:, j : j + x.shape[1]] for j in range(w))  # type: ignore[assignment]
-    if made.options.conv_activation == "silu":
+    if module.options.conv_activation == "silu":
         u = functional.silu(u)
-    q, k, v = u.split(made.qkv_sizes, -1)
+    q, k, v = u.split(module.qkv_sizes, -1)
     return tuple(  # type: ignore[return-value]
-        part.unflatten(-1, (made.num_kv_heads, -1)) if part.shape[-1] else part
+        part.unflatten(-1, (module.num_kv_heads, -1)) if part.shape[-1] else part
         for part in (q, k, v)
     )
 
 
-def gate(made: rc.MemoryLayer, name: str, x: Tensor) -> Tensor:
+def gate(module: rc.MemoryLayer, name: str, x: Tensor) -> Tensor:
     """A number's argument z at tokens x, from its weights."""
-    number = made.gates[name]
+    number = module.gates[name]
     h = x if number.down is None else x @ number.down.T
     return (h @ number.weight.T).unflatten(-1, number.shape) + number.bias
 
 
-def finish(made: rc.MemoryLayer, y: Tensor, x: Tensor) -> Tensor:
+def finish(module: rc.MemoryLayer, y: Tensor, x: Tensor) -> Tensor:
     """The layer's norm, gate and output map."""
-    if made.norm is not None:
-        y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * made.norm.weight
+    if module.norm is not None:
+        y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.norm.weight
     y = y.flatten(2)
-    if made.output_gate is not None:
-        activation = torch.sigmoid if made.options.output_gate == "sigmoid" else functional.silu
-        down, gate = made.output_gate_down, made.output_gate
+    if module.output_gate is not None:
+        activation = torch.sigmoid if module.options.output_gate == "sigmoid" else functional.silu
+        down, gate = module.output_gate_down, module.output_gate
         z = (x if down is None else x @ down.weight.T) @ gate.weight.T
         y = y * activation(z if gate.bias is None else z + gate.bias)
-    return y @ made.out.weight.T
+    return y @ module.out.weight.T
 
 
 def tokens() -> Tensor:
@@ -102,7 +102,7 @@ def test_dfw(method: str) -> None:
         return outer(ROWS[:, t], CHANNEL[:, t]) * M + outer(X[:, t], KEY[:, t])
 
     result = zoo("dfw", method, log_decay=CHANNEL.log(), log_decay_value=ROWS.log())
-    torch.testing.assert_close(result, walk(step), **TOL)
+    torch.testing.assert_close(result, run(step), **TOL)
 
 
 @METHODS
@@ -113,16 +113,16 @@ def test_retnet_with_xpos(method: str) -> None:
     i, n = torch.arange(size // 2).double(), torch.arange(T).double()
     zeta = (2 * i / size + 0.4) / 1.4
     gamma = 1 - 2.0 ** (-5 - torch.arange(H).double())
-    turn = torch.exp(1j * n[:, None] * 10000 ** (-2 * i / size))[None, :, None]
+    rotation = torch.exp(1j * n[:, None] * 10000 ** (-2 * i / size))[None, :, None]
     scale = (zeta[None] ** (n[:, None] / 512))[None, :, None] * (gamma[None] ** n[:, None])[
         None, :, :, None
     ]
-    cq = torch.complex(*q.chunk(2, -1)) * turn
-    ck = torch.complex(*k.chunk(2, -1)) * turn
+    cq = torch.complex(*q.chunk(2, -1)) * rotation
+    ck = torch.complex(*k.chunk(2, -1)) * rotation
     score = torch.einsum("bthc,bshc->bhts", cq * scale, (ck / scale).conj()).real
     want = torch.einsum("bhts,bshv->bthv", score.tril(), X)
     built = rc.zoo.get("retnet_xpos").build(H * size, H, value_dim=V).double()
-    cos, sin = turn.real, turn.imag
+    cos, sin = rotation.real, rotation.imag
 
     def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -151,7 +151,7 @@ def test_gateloop_is_a_complex_decay() -> None:
     torch.testing.assert_close(result(x)[0], want, **TOL)
 
 
-def test_hgrn2_writes_what_it_forgets() -> None:
+def test_hgrn2_writes_the_complement_of_its_decay() -> None:
     result, x = layer("hgrn2"), tokens()
     q, _, v = around(result, x)
     f = functional.logsigmoid(gate(result, "log_decay", x)).exp()
@@ -172,8 +172,8 @@ def test_lru_is_a_complex_vector() -> None:
     _, _, v = around(result, x)
     size = result.params["decay"](x).detach()  # [H, V/2]
     lam = size * torch.exp(1j * result.phase.bias)
-    own = result.params["lr"](x)  # [H, V/2]
-    u = torch.complex(*v.chunk(2, -1)) * own * (1 - lam.abs() ** 2).sqrt()
+    rate = result.params["lr"](x)  # [H, V/2]
+    u = torch.complex(*v.chunk(2, -1)) * rate * (1 - lam.abs() ** 2).sqrt()
     h = torch.zeros_like(u[:, 0])
     outputs = []
     for t in range(N):
@@ -243,7 +243,7 @@ def test_mamba2_has_one_delta() -> None:
 
 @METHODS
 def test_an_entry_decay_is_its_factors(method: str) -> None:
-    """Mamba's recipe with log α = −Δ ⊗ a equals the one that is given every entry."""
+    """Mamba's recipe with log α = −Δ ⊗ a equals the recipe with a decay per entry."""
     delta, a = uniform(0.0, 1.0, B, T, H, V, seed=51), uniform(0.0, 4.0, H, V, K, seed=52)
     factored = zoo("mamba", method, lr=delta, log_decay=-delta, params={"decay_scale": a})
     dense = rc.Recipe(
@@ -256,7 +256,7 @@ def test_an_entry_decay_is_its_factors(method: str) -> None:
     torch.testing.assert_close(factored, want, **TOL)
 
 
-def test_longhorn_as_its_layer_has_it() -> None:
+def test_longhorn_of_its_layer() -> None:
     """S = (1 − Δ ⊗ k²) ⊙ S + (Δ ⊙ x) ⊗ k with Δ = β/(1 + β kᵀk) per channel."""
     result, x = layer("longhorn_diagonal"), tokens()
     q, k, v = around(result, x)
@@ -272,7 +272,7 @@ def test_longhorn_as_its_layer_has_it() -> None:
 
 @METHODS
 def test_diagonal_longhorn_is_longhorn_of_one_channel(method: str) -> None:
-    """With K = 1 there is nothing but the diagonal."""
+    """With K = 1 the matrix is its diagonal."""
     q, k = Q[..., :1], RAW[..., :1]
     delta = 3 * LR
     want = zoo("longhorn", method, q=q, k=k, lr=delta)
@@ -308,7 +308,7 @@ def test_rwkv7(method: str) -> None:
         move = torch.diag_embed(CHANNEL[:, t]) - outer(kappa[:, t], a[:, t] * kappa[:, t])
         return M @ move + outer(X[:, t], RAW[:, t])
 
-    want = walk(step) + (Q * u * RAW).sum(-1, keepdim=True) * X
+    want = run(step) + (Q * u * RAW).sum(-1, keepdim=True) * X
     result = zoo(
         "rwkv7", method, k=RAW, log_decay=CHANNEL.log(), probe=kappa, erase=a, params={"bonus": u}
     )
@@ -334,12 +334,12 @@ def test_rwkv7_is_the_form_of_miras(method: str) -> None:
         erase=rate * CHANNEL,
         params={"bonus": torch.zeros(H, K, dtype=torch.float64)},
     )
-    torch.testing.assert_close(result, walk(step), **TOL)
+    torch.testing.assert_close(result, run(step), **TOL)
 
 
-def mixed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
+def mixed(module: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
     """Every stream of a token shift, from its weights, token by token."""
-    shift = made.shift
+    shift = module.shift
     initial = functional.pad(x, (0, 0, 1, 0))[:, :-1]
     delta = initial - x
     result = {}
@@ -351,10 +351,10 @@ def mixed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
     return result
 
 
-def shifted(made: rc.MemoryLayer, seen: dict[str, Tensor]) -> list[Tensor]:
-    weights = made.qkv.weight.split(made.qkv_sizes)
+def shifted(module: rc.MemoryLayer, streams: dict[str, Tensor]) -> list[Tensor]:
+    weights = module.qkv.weight.split(module.qkv_sizes)
     return [
-        (seen[name] @ w.T).unflatten(-1, (made.num_kv_heads, -1))
+        (streams[name] @ w.T).unflatten(-1, (module.num_kv_heads, -1))
         for name, w in zip("qkv", weights, strict=True)
     ]
 
@@ -387,13 +387,13 @@ def test_the_layer_of_rwkv7() -> None:
         -math.exp(-0.5) * (1 - gate(result, "log_decay", recorded["log_decay"]).sigmoid())
     )
     kappa = functional.normalize(k * result.ties.factors["probe"], dim=-1)
-    written = k * (1 + result.ties.factors["k"] * (a - 1))
+    write_key = k * (1 + result.ties.factors["k"] * (a - 1))
     u = result.params["bonus"].bias
     S, outputs = torch.zeros(2, 2, result.value_dim, result.head_dim, dtype=torch.float64), []
     for t in range(N):
         move = torch.diag_embed(w[:, t]) - outer(kappa[:, t], a[:, t] * kappa[:, t])
-        S = S @ move + outer(v[:, t], written[:, t])
-        bonus = (r[:, t] * u * written[:, t]).sum(-1, keepdim=True) * v[:, t]
+        S = S @ move + outer(v[:, t], write_key[:, t])
+        bonus = (r[:, t] * u * write_key[:, t]).sum(-1, keepdim=True) * v[:, t]
         outputs.append(torch.einsum("bhvk,bhk->bhv", S, r[:, t]) + bonus)
     want = finish(result, torch.stack(outputs, 1), recorded["out"])
     torch.testing.assert_close(result(x)[0], want, **TOL)
@@ -404,7 +404,7 @@ def test_the_layer_of_rwkv7() -> None:
 
 @METHODS
 def test_mlstm_without_a_stabiliser(method: str) -> None:
-    """xLSTM eqs. 19–27 as they mean, in numbers small enough to need no stabiliser."""
+    """xLSTM eqs. 19–27 in real numbers, small enough to need no stabiliser."""
     i, f = normal(B, T, H, seed=71), ALPHA
     C = torch.zeros(B, H, V, K, dtype=torch.float64)
     n, outputs = torch.zeros(B, H, K, dtype=torch.float64), []
@@ -418,7 +418,7 @@ def test_mlstm_without_a_stabiliser(method: str) -> None:
 
 
 def test_mlstm_with_its_stabiliser() -> None:
-    """The paper's stabilised form, eqs. 15–18 and 25–27, with gates that would overflow without."""
+    """The paper's stabilised form, eqs. 15–18 and 25–27, with gates that otherwise overflow."""
     i, f = 20 * normal(B, T, H, seed=72), 20 * normal(B, T, H, seed=73)
     log_f = functional.logsigmoid(f)
     C = torch.zeros(B, H, V, K, dtype=torch.float64)
@@ -469,7 +469,7 @@ def test_delta_product(method: str, gated: bool) -> None:
 
     gates = {"lr": beta} | ({"log_decay": ALPHA.log()} if gated else {})
     name = "gated_delta_product" if gated else "delta_product"
-    torch.testing.assert_close(zoo(name, method, k=k, v=v, **gates), walk(step), **TOL)
+    torch.testing.assert_close(zoo(name, method, k=k, v=v, **gates), run(step), **TOL)
 
 
 @METHODS
@@ -489,7 +489,7 @@ def test_delta_products_rates_reach_two() -> None:
     assert rates.shape == (2, 2)
 
 
-# -- what angles and shifts do to a sequence -----------------------------------------------------
+# -- angles and shifts over a sequence -----------------------------------------------------------
 
 
 def test_an_angle_of_zero_is_no_angle() -> None:
@@ -520,12 +520,12 @@ def test_states_of_angles_and_shifts_are_saved_and_reset(name: str) -> None:
         built(x[:, 9:], other)
 
 
-def test_an_angle_stays_exact_far_out() -> None:
+def test_angle_is_exact_after_many_tokens() -> None:
     """After 100,000 tokens the sum of float64 angles is off by less than 1e-6 of a turn."""
     result = layer("lru")
     x = torch.zeros(1, 100_000, D, dtype=torch.float64)
     _, end = result.phase(x, None)
     want = (100_000 * result.phase.bias.detach().double()).remainder(2 * math.pi)
-    apart = (end[0] - want).remainder(2 * math.pi)
-    apart = torch.minimum(apart, 2 * math.pi - apart).detach()
-    assert float(apart.max()) < 1e-6
+    distance = (end[0] - want).remainder(2 * math.pi)
+    distance = torch.minimum(distance, 2 * math.pi - distance).detach()
+    assert float(distance.max()) < 1e-6

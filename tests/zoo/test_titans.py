@@ -1,4 +1,4 @@
-"""Titans against loops of its equations, and where it becomes something else."""
+"""Titans against loops of its equations, and its special cases."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from tests.zoo.loops import (
     ALPHA,
     KEY,
-    LEFT,
     LR,
     MLP,
     NORM,
+    REDUCED_LR,
     THETA,
     TOL,
     Memory,
@@ -23,14 +23,14 @@ from tests.zoo.loops import (
     normed,
     perceptron,
     rows,
-    walk,
+    run,
 )
 from torch import Tensor
 
 import recollect as rc
 from recollect.layer import MemoryLayer
 
-# The engines are held to the reference by `tests/contracts`.
+# Engines are compared with the reference by `tests/contracts`.
 METHODS = pytest.mark.parametrize(
     "method", ["auto", pytest.param("reference", marks=pytest.mark.slow)]
 )
@@ -59,7 +59,7 @@ def test_titans(method: str) -> None:
         if t % 16 == 0:
             W = A
         S = [
-            at(THETA, t) * s - at(LEFT, t) * g
+            at(THETA, t) * s - at(REDUCED_LR, t) * g
             for s, g in zip(S, surprise(normed, W, t), strict=True)
         ]
         A = [at(ALPHA, t) * a + s for a, s in zip(A, S, strict=True)]
@@ -70,14 +70,14 @@ def test_titans(method: str) -> None:
 
 @METHODS
 def test_titans_with_base(method: str) -> None:
-    """W̄ + W_t = W̄ + α_t W_(t−1) + S_t: the memory alone decays."""
+    """W̄ + W_t = W̄ + α_t W_(t−1) + S_t: only the memory decays."""
     base, A, W, S = rows(MLP), rows(MLP), rows(MLP), [torch.zeros_like(w) for w in rows(MLP)]
     outputs = []
     for t in range(Q.shape[1]):
         if t % 16 == 0:
             W = A
         S = [
-            at(THETA, t) * s - at(LEFT, t) * g
+            at(THETA, t) * s - at(REDUCED_LR, t) * g
             for s, g in zip(S, surprise(perceptron, W, t), strict=True)
         ]
         A = [w + at(ALPHA, t) * (a - w) + s for w, a, s in zip(base, A, S, strict=True)]
@@ -93,10 +93,10 @@ def test_titans_with_base(method: str) -> None:
 def test_titans_minus(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
         g = surprise(normed, W, t)
-        return [at(ALPHA, t) * a - at(LEFT, t) * x for a, x in zip(A, g, strict=True)]
+        return [at(ALPHA, t) * a - at(REDUCED_LR, t) * x for a, x in zip(A, g, strict=True)]
 
     result = zoo("titans_minus", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(result, walk(step, normed, rows(MLP)), **TOL)
+    torch.testing.assert_close(result, run(step, normed, rows(MLP)), **TOL)
 
 
 @METHODS
@@ -129,9 +129,7 @@ def test_a_linear_memory_token_by_token_is_the_linear_engines() -> None:
     "name", ["titans", "titans_with_base", "titans_minus", "yaad", "moneta", "memora", "ttt_mlp"]
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_token_that_is_repeated_does_not_make_an_untrained_memory_diverge(
-    name: str, seed: int
-) -> None:
+def test_repeated_token_does_not_diverge(name: str, seed: int) -> None:
     """Sixteen equal keys of an inner batch are sixteen steps in one direction."""
     torch.manual_seed(seed)
     preset = rc.zoo.get(name)

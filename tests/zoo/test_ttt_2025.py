@@ -40,7 +40,7 @@ def times(W: Tensor, x: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Unit length with the layer's ε: Newton–Schulz multiplies differences a thousandfold."""
+    """Return x with unit norm and the layer's ε, since Newton–Schulz amplifies a thousandfold."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
 
 
@@ -191,7 +191,7 @@ def test_padding_and_documents(name: str) -> None:
 
 
 def test_lact_keeps_the_lengths_of_rows() -> None:
-    """Rows have their initial lengths after three chunks, and have turned."""
+    """Rows have their initial norms after three chunks, and another direction."""
     module, x = layer("lact"), tokens()
     assert module.initial_memory is not None
     _, state = module(x)
@@ -240,7 +240,7 @@ def test_descent_at_the_end_of_batches_is_muon_without_orthogonalisation(link: s
     assert not end.algorithm_state
 
 
-def test_updates_at_the_end_of_batches_are_refused_where_they_have_no_meaning() -> None:
+def test_meaningless_updates_at_the_end_of_batches_are_refused() -> None:
     descent, ends = rc.algorithm.GradientDescent, {"update_every": "batch"}
     with pytest.raises(rc.RecipeError, match="set batch_size > 1"):
         rc.Recipe(algorithm=descent(**ends))
