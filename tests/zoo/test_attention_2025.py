@@ -324,6 +324,14 @@ def test_extreme_logits_of_stick_breaking() -> None:
         assert slope.isfinite().all()
 
 
+def test_weights_of_stick_breaking_are_no_subnormal_numbers() -> None:
+    """A CPU multiplies them many times slower than zeros."""
+    k = torch.full((1, 3, 1, 4), 0.5)
+    q, v = 180 * k, torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1)  # logits of 90
+    y, _ = rc.recall(rc.zoo.get("stick_breaking").recipe, q, k, v)
+    assert y.flatten().tolist() == [0.0, 1.0, 0.0]  # e^−90 is 8e-40
+
+
 def test_restrictions_that_exclude_each_other_are_refused() -> None:
     two = (rc.context.KeyDecay(), rc.context.KeyReflection())
     with pytest.raises(rc.RecipeError, match="both move the keys"):

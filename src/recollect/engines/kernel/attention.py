@@ -34,6 +34,7 @@ from recollect.choices.matmul_precision import effective_eps
 from recollect.choices.runtime import can_read_values
 from recollect.engines.base import Engine
 from recollect.engines.common.associations import gather_visible, visible_values
+from recollect.engines.common.kernel_precision import min_mass
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.moved_keys import TRANSITIONS, moved_products
 from recollect.engines.kernel.pieces import (
@@ -396,7 +397,8 @@ def _products(
             if mean and keys.stop > keys.start:
                 peak = score.detach().amax(-1, keepdim=True)
                 score = score - peak.clamp_min(torch.finfo(peak.dtype).min)
-            score = score.exp()
+            # Products with smaller weights are subnormal numbers, which are slow on a CPU.
+            score = functional.threshold(score.exp(), min_mass(score.dtype), 0.0)
         else:
             score = kernel.kappa(q[..., queries, :], k[..., keys, :])
             if isinstance(bias, Tensor):
