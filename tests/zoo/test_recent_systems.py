@@ -98,7 +98,7 @@ def efla(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def momentum_delta_rule(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """M = μ M + η k (α p S − v), S = α S − β M, o = (q − D k) S, transposed, p = k."""
+    """M = μ M + η k (α p S − v), S = α S − (1 − μ) β M, o = (q − D k) S, transposed, p = k."""
     (q, k, v), alpha = unit_inputs(module, x), decay(module, x)
     eta, beta, mu = (gate(module, name, x).sigmoid() for name in ("lr", "outer_lr", "momentum"))
     mu = (1 - 1e-6) * mu  # below 1
@@ -106,7 +106,7 @@ def momentum_delta_rule(module: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tens
     for t in range(x.shape[1]):
         error = column(alpha, t) * outer(read(S, k[:, t]), k[:, t]) - outer(v[:, t], k[:, t])
         M = column(mu, t) * M + 2 * column(eta, t) * error
-        S = column(alpha, t) * S - column(beta, t) * M
+        S = column(alpha, t) * S - column((1 - mu) * beta, t) * M
         outputs.append(read(S, q[:, t] - module.ties.factors["q"] * k[:, t]))
     return torch.stack(outputs, 1), S
 

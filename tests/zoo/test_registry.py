@@ -192,6 +192,20 @@ def size_of(recipe: rc.Recipe) -> tuple[int, int]:
     return K, recipe.axes(K, K)["F"] if recipe.memory.is_elementwise else K
 
 
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_the_memory_of_an_untrained_layer_does_not_diverge(name: str) -> None:
+    """Weights after 288 random tokens are at most 30 times those after 32 tokens."""
+    torch.manual_seed(0)
+    module = rc.zoo.get(name).build(d_model=16, num_heads=1).double()
+    x = torch.randn(1, 288, 16, dtype=torch.float64)
+    state, sizes = None, list[float]()
+    for part in x.split([32, 256], dim=1):
+        with torch.no_grad():
+            _, state = module(part, state)
+        sizes.append(max((w.abs().max().item() for w in state.memory.weights), default=0.0))
+    assert sizes[1] <= 30 * sizes[0]
+
+
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_preset_with_another_choice_has_a_layer(count: int) -> None:
     """`build` and `explain` accept every recipe that `replace` accepts."""

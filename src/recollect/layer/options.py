@@ -53,6 +53,7 @@ TIE_RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "rate": (("gate", "angle"), ("gate",), "{target} = c {source}"),
     "negative": (("gate",), ("gate",), "{target} = −{source}"),
     "variance": (("gate",), ("gate",), "{target} ← √(1 − α_t²) {target}"),
+    "remainder": (("gate",), ("gate",), "{target} ← (1 − {source}) {target}"),
     "implicit": (("gate",), ("k",), "{target} ← {target}/(1 + {target} ‖k_t‖²)"),
     "normalize": (("gate",), ("k",), "{target} ← {target}/({s} + ‖k_t‖²)"),
     "shrink": (("gate",), ("gate",), "{target} = log(1 − {s} {source})"),
@@ -304,6 +305,8 @@ class Tie(_SavedOptions):
               drives ``lr``, and log α = −aΔ). c is a learned constant by default.
             * ``"negative"``: −source (Mamba's Δ).
             * ``"variance"``: target · √(1 − α²), α the source, a decay (LRU, RG-LRU).
+            * ``"remainder"``: target · (1 − source): momentum θ then adds a mean of the gradients
+              instead of their sum.
             * ``"implicit"``: target/(1 + target ‖k‖²), source ``"k"`` (Longhorn).
             * ``"normalize"``: target/(s + ‖k‖²), source ``"k"`` (NLMS with a ridge s).
             * ``"shrink"``: the log decay log(1 − s · source) of a rate (a ridge s on the weights).

@@ -20,7 +20,7 @@ from recollect.recipe.recipe import Recipe
 __all__ = ["TiedInputs", "Ties", "declared_for_tie", "tie_gates", "tie_misfits"]
 
 RULES_WITH_PROJECTION = (
-    *("rate", "variance", "implicit", "normalize"),
+    *("rate", "variance", "remainder", "implicit", "normalize"),
     *("product", "sum", "trapezoid"),
 )
 """Rules whose target keeps its projection."""
@@ -124,7 +124,7 @@ def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, st
         else:
             reason = _incompatibility(tie, recipe, gates, known)
             pair = [gates[name] for name in (tie.source, tie.target) if name in gates]
-            if tie.rule in ("rate", "negative", "shrink", "copy", "variance") and (
+            if tie.rule in ("rate", "negative", "shrink", "copy", "variance", "remainder") and (
                 len({_varies_in_token(gate, recipe, options) for gate in pair}) > 1
             ):
                 reason = reason or (
@@ -181,7 +181,7 @@ def _incompatibility(
     if tie.rule == "rate" and not both_gates:
         return "needs two gates"
     if (
-        tie.rule in ("negative", "variance", "shrink", "copy")
+        tie.rule in ("negative", "variance", "remainder", "shrink", "copy")
         and tie.source != "k"
         and source != target
     ):
@@ -385,6 +385,8 @@ class Ties(nn.Module):
         if tie.rule == "variance":
             alpha = self._alpha(tie.source, source, values)
             return value * (1 - alpha.square()).clamp_min(1e-12).sqrt()
+        if tie.rule == "remainder":
+            return value * (1 - source)
         if tie.rule == "trapezoid":
             alpha = self._alpha(tie.source, source, values)
             return torch.stack([value, (1 - value) * alpha], dim=-1)

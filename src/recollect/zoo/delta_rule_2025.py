@@ -250,7 +250,7 @@ def erase_then_delta() -> tuple[Recipe, LayerOptions]:
     fidelity=exact(
         "the stepwise momentum rule in the form of flash-linear-attention's layer",
         logsigmoid_decay=True,
-        gates="All four rates are separate gates, η_t in (0, 2).\n"
+        gates="The gates are η_t in (0, 2) and β_t/(1 − μ_t) in (0, 1): a mean of gradients enters.\n"
         "The published layer scales β_t by sin²θ_t and α_t by cos²θ_t, tan θ_t = ξ η_t.",
         query_key_norm="The query is corrected after queries and keys have unit length.",
         common_layer=True,
@@ -261,7 +261,10 @@ def momentum_delta_rule() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(retention=_HEAD, algorithm=Momentum(outer_lr="input"))
     return recipe, LayerOptions(
         gate_options={"lr": GateOptions(low=0.0, high=2.0, init=1.0)},
-        ties=(Tie(target="q", source="k", rule="difference"),),
+        ties=(
+            Tie(target="outer_lr", source="momentum", rule="remainder"),
+            Tie(target="q", source="k", rule="difference"),
+        ),
     )
 
 
