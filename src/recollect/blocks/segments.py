@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,13 +12,6 @@ from torch import Tensor
 from recollect.state.state import State
 
 __all__ = ["SegmentSlice", "concat_segments", "split_segments"]
-
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def _uncompiled(method: F) -> F:
-    """Leave a method out of compiled graphs, with its type."""
-    return cast(F, torch.compiler.disable(method))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +26,13 @@ class SegmentSlice:
     # sequences whose first token starts a segment: all, none, or [B]
     starts_segment: Tensor | bool = False
 
-    @_uncompiled  # a graph per shape and stride of x would exceed the recompile limit
     def take(self, x: Tensor) -> Tensor:
         """Return the tokens of ``x [B, T, ...]``, and 0 at positions without a token."""
+        if torch.compiler.is_dynamo_compiling():
+            # A graph per shape and stride of x would exceed the recompile limit.
+            from recollect.functional.compile import uncompiled
+
+            return cast(Tensor, uncompiled(self.take, x))
         if self.index is None:
             return x[:, self.token_slice]  # type: ignore[index]
         shape = (*self.index.shape, *(1,) * (x.dim() - 2))

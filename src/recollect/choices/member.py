@@ -50,6 +50,7 @@ class Member:
     choice: str = ""
 
     @classmethod
+    @functools.cache
     def choices(cls) -> frozenset[str]:
         """Return the choices of this class and of its bases."""
         return frozenset(b.__dict__["choice"] for b in cls.__mro__ if "choice" in b.__dict__)
@@ -112,14 +113,20 @@ class Member:
         """Yield the members in this member's fields."""
         for field in self._fields():
             value = getattr(self, field.name)
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, Member):
-                    yield item
+            if isinstance(value, Member):
+                yield value
+            elif isinstance(value, tuple):
+                yield from (item for item in value if isinstance(item, Member))
+
+    @classmethod
+    @functools.cache
+    def _quantity_fields(cls) -> tuple[tuple[str, Quantity, str], ...]:
+        specs = [(field.name, quantity_of(field)) for field in cls._fields()]
+        return tuple((spec.name or name, spec, name) for name, spec in specs if spec is not None)
 
     def _quantities(self) -> Iterator[tuple[str, Quantity, float | str]]:
-        for field in self._fields():
-            if (spec := quantity_of(field)) is not None:
-                yield spec.name or field.name, spec, getattr(self, field.name)
+        for name, spec, field in self._quantity_fields():
+            yield name, spec, getattr(self, field)
 
     def gates(self) -> tuple[Gate, ...]:
         """Return the gates of this member and its parts."""
@@ -218,11 +225,7 @@ class Member:
 
     def quantity_field(self, name: str) -> str | None:
         """Return the field of a quantity (``"decay"``, ``"lr"``), or ``None``."""
-        for field in self._fields():
-            spec = quantity_of(field)
-            if spec is not None and (spec.name or field.name) == name:
-                return field.name
-        return None
+        return next((field for n, _, field in self._quantity_fields() if n == name), None)
 
     def learned_quantities(self) -> frozenset[str]:
         """Return the names of the quantities with the value ``"learned"``, one per head."""

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from recollect.choices.algorithm.base import Algorithm
@@ -94,10 +94,8 @@ class Recipe:
         for owner in owners:
             if isinstance(owner, Member):
                 owners.extend(owner.parts())
-            for kind in type(owner).__mro__:
-                for name, value in vars(kind).items():
-                    if isinstance(value, cached_property):
-                        getattr(owner, name)
+            for name in _cached_properties(type(owner)):
+                getattr(owner, name)
 
     def _conflicts(self) -> Iterator[str]:
         for part in self.members():
@@ -451,6 +449,13 @@ class Recipe:
 
 MAX_MESSAGE = 300
 """Maximum number of characters of several conflicts in one message."""
+
+
+@cache
+def _cached_properties(owner: type) -> tuple[str, ...]:
+    """Return the names of the cached properties of a class and of its bases."""
+    attributes = [item for kind in owner.__mro__ for item in vars(kind).items()]
+    return tuple(name for name, value in attributes if isinstance(value, cached_property))
 
 
 def _join_conflicts(conflicts: list[str]) -> str:
