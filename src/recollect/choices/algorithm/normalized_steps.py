@@ -121,12 +121,12 @@ def overlap_discount(keys: Tensor, n: int) -> Tensor:
         keys: keys of the tokens in order, ``[..., b, K]``.
         n: number of tokens that divide the stability limit, ≥ 1.
     """
-    return signed_discount(keys, n).clamp_min(0)
+    return signed_discount(keys, n).relu()
 
 
 def signed_discount(keys: Tensor, n: int) -> Tensor:
     """Return u_t ``[..., b]`` of `overlap_discount`, with the same arguments."""
-    G = gram(keys)
+    G = gram(keys.contiguous())
     scale = overlap_scale(G.diagonal(dim1=-2, dim2=-1), n)
     overlap = (G * scale.unsqueeze(-1) * scale.unsqueeze(-2)).abs()
     u: Tensor = _OverlapRecursion.apply(overlap)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.autograd import CustomFunction
-from recollect.choices.runtime import can_read_values
+from recollect.choices.runtime import cached_constant, can_read_values
 
 __all__ = [
     "MAX_LOG_RANGE",
@@ -105,6 +105,11 @@ MAX_VECTORIZED_ENTRIES = 2**17
 """Maximum number of entries for which a CPU computes all rows at once."""
 
 
+def _later(n: int) -> Tensor:
+    """Whether t > i, ``[t, i]``."""
+    return torch.ones(n, n, dtype=torch.bool).tril(-1)
+
+
 class _Products(CustomFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,7 +120,7 @@ class _Products(CustomFunction):
             for t in range(1, n):
                 torch.mul(P[..., t - 1, :t], x[..., t, None], out=P[..., t, :t])
         else:
-            later = torch.ones(n, n, dtype=torch.bool, device=x.device).tril(-1)  # t > i
+            later = cached_constant(_later, n, device=x.device)
             P = torch.where(later, x.unsqueeze(-1), 1.0).cumprod(-2).tril()
         P = flush_subnormals(P) if on_cpu else P
         ctx.save_for_backward(x, P)

@@ -135,11 +135,13 @@ class Problem:
             token = int(self.source_index[row, token])
         return 0 if self.rows_are_documents else row, token
 
-    def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
-        """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
+    def phi(self, x: Tensor, side: str, position: Tensor | None = None) -> Tensor:
+        """Lift ``x [B, T, H, N, K]`` in the state's dtype. Default: `positions`."""
         x = x.to(state_dtype(self.q, self.k, self.v))
         if not self.bound.has_features:
             return x
+        if position is None:
+            position = self.positions()
         if self.steps_per_token > 1:
             position = position // self.steps_per_token
         features, shape = self.recipe.features, (*x.shape[:-1], self.bound.num_features)
@@ -322,10 +324,10 @@ def join_buffer(problem: Problem) -> JoinedTokens:
         for name, x in rates.items():
             mask = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
             rates[name] = torch.where(mask, x, fills.get(name, 0.0))
-    steps = torch.arange(buffered + T, device=k.device) - buffered
-    position = (problem.state.position[:, None] + steps).clamp_min(0)
     phi = k
-    if problem.bound.num_features:
+    if problem.bound.num_features and problem.bound.has_features:
+        steps = torch.arange(-buffered, T, device=k.device)
+        position = (problem.state.position[:, None] + steps).clamp_min(0)
         phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3)
     return JoinedTokens(
         k=k,

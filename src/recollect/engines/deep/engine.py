@@ -417,7 +417,8 @@ def _layout(
 def _gamma(valid: Tensor, steps: dict[str, Tensor], N: int, b: int, c: int, H: int) -> Tensor:
     """Return the window weights ``[N, P, b, c]``: entry m of row t weights association t − m."""
     mask = valid.unfold(1, b + c - 1, b).transpose(0, 1)  # [N, B, b + c − 1]
-    mask = mask.unfold(2, c, 1).flip(-1)  # [N, B, b, c]
+    mask = mask.unfold(2, c, 1)  # [N, B, b, c]
+    mask = mask if c == 1 else mask.flip(-1)
     mask = mask.repeat_interleave(H, dim=1)
     return mask * steps["window"] if "window" in steps else mask
 

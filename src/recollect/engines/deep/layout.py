@@ -228,11 +228,9 @@ def lay_out(problem: Problem) -> Grid:
     token_tensors, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.bound.has_features
     if lifts:
         token_tensors["raw"] = tokens.k
-    q_phi = problem.phi(problem.q, "query", problem.positions())
-    first = problem.state.position[:, None] + 1
-    counted = first - (
-        _tensor(tuple(opened), problem.k)[:, None] if len({*opened}) > 1 else opened[0]
-    )
+    q_phi = problem.phi(problem.q, "query")
+    opening = _tensor(tuple(opened), problem.k)[:, None] if len({*opened}) > 1 else opened[0]
+    count = torch.arange(1, columns + 1, device=problem.k.device) - opening
     of_keys: dict[str, Tensor] = {}
     of_steps: dict[str, Tensor] = {}
     for name, x in token_tensors.items():
@@ -254,7 +252,7 @@ def lay_out(problem: Problem) -> Grid:
         queries=queries,
         full=None if all(n == N for n in full) else tuple(full),
         start=tuple(opened),
-        count=counted + torch.arange(columns, device=problem.k.device),
+        count=problem.state.position[:, None] + count,
     )
 
 

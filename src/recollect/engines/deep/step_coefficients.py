@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from recollect.choices.memory.base import LinearMap
-from recollect.engines.common.coefficients import cumulative_log_decay, flush_subnormals, products
+from recollect.engines.common.coefficients import cumulative_log_decay, products
 
 __all__ = [
     "Rule",
@@ -155,15 +156,13 @@ class _Parts:
 
     Attributes:
         gamma: window weights ``[N, P, n, c]``.
-        first: momentum of the first token ``[N, P, 1]``.
-        theta: P^θ ``[N, P, n, n]``.
+        theta: P^θ ``[N, P, n + 1, n + 1]`` from the boundary on.
         tau: weights τ of TTT's averages ``[N, P, n]``.
         mean_theta: θ̄ of an inner batch ``[N, P]``.
     """
 
     rule: Rule
     gamma: Tensor
-    first: Tensor | None
     theta: Tensor | None
     tau: Tensor | None
     mean_theta: Tensor | None = None
@@ -203,16 +202,16 @@ def tables(
     per_head = [[x for x in factors if x.shape[-2:] == (1, 1)] for factors in decays]
     keys = [tuple(map(id, factors)) for factors in per_head]
     logs = {key: factors for key, factors in zip(keys, per_head, strict=True) if factors}
-    alphas = {key: sum_of(factors)[..., 0, 0].exp() for key, factors in logs.items()}
+    alphas = {key: sum_of(factors).flatten(-3).exp() for key, factors in logs.items()}
     gates = [*alphas.values(), *([] if theta is None else [theta])]
-    # A single call for all gates: at small sizes every operation costs the same.
-    cumulative = products(torch.stack(gates)).unbind(0) if len(gates) > 1 else map(products, gates)
+    # A single call for all gates: at small sizes every operation costs the same. Row and column 0
+    # are those of the boundary.
+    cumulative = products(pad(torch.stack(gates), (1, 0))).unbind(0) if gates else ()
     *decay_products, last = (*cumulative, None) if theta is None else cumulative
     P = dict(zip(alphas, decay_products, strict=True))
     parts = _Parts(
         rule=rule,
         gamma=gamma,
-        first=None if theta is None else theta[..., :1],
         theta=last,
         tau=_tau(numbers["offset"], start) if rule.mean else None,
         mean_theta=mean_theta,
@@ -223,15 +222,14 @@ def tables(
     for factors, key, rate in zip(decays, keys, rates, strict=True):
         eta, scale = None, None
         if rate is not None and rate.shape[-2] == 1:
-            eta = rate[..., 0, 0]
+            eta = rate.flatten(-3)
         elif rate is not None:
             scale = rate.squeeze(-1)
             scale = scale.repeat_interleave(c, dim=-2) if rule.pairs else scale
             scale = torch.cat([scale, scale], dim=-2) if rule.splits else scale
         same = (key, eta is None or id(rate))
         if same not in shared:
-            first = alphas[key][..., :1] if key else None
-            shared[same] = _table(parts, first, P.get(key), eta)
+            shared[same] = _table(parts, P.get(key), eta)
         inner, outer = _cumulative(factors, -1), _cumulative(factors, -2)
         map_tables.append(replace(shared[same], inner=inner, outer=outer, scale=scale))
     return map_tables
@@ -249,29 +247,33 @@ def decay_factors(
     return decays
 
 
-def _table(parts: _Parts, first: Tensor | None, P: Tensor | None, lr: Tensor | None) -> Table:
-    """Return the table for the first token's decay ``[N, P, 1]`` and P^α."""
-    rule, theta = parts.rule, parts.theta
-    # Products from the boundary are the products after the first token times its decay.
-    a = None if P is None or first is None else flush_subnormals(P[..., 0] * first)
+def _table(parts: _Parts, P: Tensor | None, lr: Tensor | None) -> Table:
+    """Return the table for P^α ``[N, P, n + 1, n + 1]`` from the boundary on."""
+    # The gradients of splits are joined at once, and those of slices are added to zeros.
+    rule, theta, a, n = parts.rule, parts.theta, None, parts.gamma.shape[-2]
+    if P is not None:
+        a, P = P[..., 1:, :].split([1, n], dim=-1)
+        a = a.squeeze(-1)
     if parts.tau is not None:
         return Table(a=None, m=None, C=parts.tau.unsqueeze(-1) * parts.step_weights(None, lr))
     if rule.sums:
         ones = torch.ones_like(parts.gamma[:1, :1, :, 0]).unsqueeze(-2)
         D = parts.step_weights(ones, lr if rule.slot == "steps" else None)
         return Table(a=None, m=None, C=D, s=parts.mean_theta, D=D.squeeze(-2))
-    if theta is None or parts.first is None:
+    if theta is None:
         return Table(a=a, m=None, C=parts.step_weights(P, lr))
     # Without decay, A is the sum of every S, and P^α is the plain sum.
-    mixed = theta.cumsum(-2) if P is None else P @ theta
-    eta = lr if rule.slot == "steps" else None
-    C = parts.step_weights(mixed, eta)
-    D = parts.step_weights(theta[..., -1:, :], eta).squeeze(-2)
+    mixed = theta[..., 1:, :].cumsum(-2) if P is None else P @ theta[..., 1:, :]
+    rows = torch.cat([mixed, theta[..., -1:, :]], dim=-2)  # of A_t, then of S_n
+    initial, steps = rows.split([1, n], dim=-1)
+    m, s = initial.squeeze(-1).split([n, 1], dim=-1)
+    C = parts.step_weights(steps, lr if rule.slot == "steps" else None)
+    C, D = C.split([n, 1], dim=-2)
+    D = D.squeeze(-2)
     if rule.splits:
         C = torch.cat([C, parts.step_weights(P, lr)], dim=-1)
         D = torch.cat([D, torch.zeros_like(D)], dim=-1)
-    m, s = mixed[..., 0] * parts.first, theta[..., -1, 0] * parts.first.squeeze(-1)
-    return Table(a=a, m=m, C=C, s=s, D=D)
+    return Table(a=a, m=m, C=C, s=s.squeeze(-1), D=D)
 
 
 def _past(n: int, like: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ def band(gamma: Tensor) -> Tensor:
     Columns are in order of age, oldest first.
     """
     n, c = gamma.shape[-2:]
-    wide = torch.nn.functional.pad(gamma.flip(-1), (0, n))  # [..., n, c + n]
+    wide = pad(gamma.flip(-1), (0, n))  # [..., n, c + n]
     return wide.flatten(-2)[..., : n * (n + c - 1)].unflatten(-1, (n, n + c - 1))
 
 

@@ -215,10 +215,14 @@ def _run_batches(
                 outputs.append(y)
                 memory, spare = trace.final_maps, memory
                 del trace, caches  # the next span reuses their memory
-        return torch.cat(outputs), memory
+        return _joined(outputs), memory
     tensors = _flatten(inputs)
     y, *memory = _ChainFunction.apply(spec, commits, (*tensors,), *tensors.values(), *start)
     return y, memory
+
+
+def _joined(outputs: Tensors) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _run_span(
@@ -316,7 +320,7 @@ class _ChainFunction(CustomFunction):
             ctx.groups.append((group, start, spans if len(groups) == 1 else None))
         ctx.save_for_backward(*flat)
         ctx.set_materialize_grads(False)  # often nothing reads the last memory
-        return torch.cat(outputs), *memory
+        return _joined(outputs), *memory
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
