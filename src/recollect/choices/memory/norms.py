@@ -110,8 +110,8 @@ def project_to_norm_range(offset: Tensor, weight: Tensor, *, centred: bool) -> T
         x = x - _mean(x)
     squares = x.square()
     size = _mean(squares) + tiny
-    inverse = (y + (size.sqrt() - _mean(squares * y) / size).clamp_min(0)).reciprocal()
+    inverse = (y + (size.sqrt() - _mean(squares * y) / size).relu()).reciprocal()
     s = x * inverse
     if centred:
         s = torch.addcmul(s, inverse, _mean(s) / _mean(inverse), value=-1)
-    return weight * (s / (_mean(s.square()) + tiny).sqrt().clamp_min(1.0))
+    return weight * (s * functional.threshold(_mean(s.square()), 1.0, 1.0).rsqrt())
