@@ -266,6 +266,12 @@ def test_meaningless_updates_at_the_end_of_batches_are_refused() -> None:
         )
 
 
+def test_rows_that_keep_a_length_of_zero_are_refused() -> None:
+    preset = rc.zoo.get("lact")
+    with pytest.raises(rc.RecipeError, match="keeps the length of rows: set a scale above 0"):
+        rc.MemoryLayer(8, 2, preset.recipe, replace(preset.options, last_map_init_scale=0.0))
+
+
 def test_state_size_of_lact() -> None:
     """Three maps and their momentum, and the associations of an open chunk."""
     preset, K = rc.zoo.get("lact"), 16

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.memory.base import Stack
+from recollect.choices.retention.row_norm import RowNorm
 from recollect.choices.runtime import autocast_enabled
 from recollect.fields import Gate, Param, as_int
 from recollect.functional.checks import DENSE, check_rows, layout_name
@@ -247,6 +248,13 @@ def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
             f"LayerOptions(last_map_init_scale={options.last_map_init_scale:g}) scales random "
             "initial weights of a memory made of linear maps (memory.MLP, memory.GatedMLP) "
             "without static weights, and this recipe has none: leave it out"
+        )
+        resets.append((reason, {"last_map_init_scale": 1.0}))
+    elif options.last_map_init_scale == 0 and isinstance(recipe.retention, RowNorm):
+        reason = (
+            "LayerOptions(last_map_init_scale=0) starts with rows of length 0, and "
+            f"{recipe.retention.title} keeps the length of rows: set a scale above 0, or leave it "
+            "out"
         )
         resets.append((reason, {"last_map_init_scale": 1.0}))
     if options.memory_init_scale != 1 and recipe.learns_init and not recipe.needs_init():
