@@ -185,7 +185,6 @@ class MixerLayer(nn.Module):
             raise ValueError(f"the state has {state.rows} rows, and this call has {rows}")
 
     def extra_repr(self) -> str:
-        """Return the width and the kind of the composition."""
         return f"{self.d_model}, {self.mixer.kind}"
 
 

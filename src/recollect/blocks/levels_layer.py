@@ -68,7 +68,6 @@ class LevelsLayer(RowsLayer):
         *,
         output_final_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
-        """Run sequences without padding, or with padding on the right only."""
         layer, layer_state = self.memory, None
         if state is not None:
             layer_state = state.parts["memory"]

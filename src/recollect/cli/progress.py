@@ -126,11 +126,9 @@ class TrainDisplay(Display):
             self.live_display.start(refresh=True)
 
     def on_message(self, message: str) -> None:
-        """Print a message above the bar."""
         print_line(self.console, message)
 
     def on_progress(self, progress: TrainProgress) -> None:
-        """Show the state after a step."""
         losses = {"loss": progress.loss, "held-out": progress.heldout_loss}
         words = [f"{name} {loss:.3f}  " for name, loss in losses.items() if loss is not None]
         unit = "".join(words).rstrip() + " nats/token  " if words else ""
@@ -162,7 +160,6 @@ class ReproduceDisplay(Display):
         self.task = self.bars.add_task("starting", total=None)
 
     def begin(self, experiment: Experiment, done: int, total: int) -> None:
-        """Start the bar of an experiment."""
         self.completed, self.total, self.measured = done, total, 0
         self.started = time.monotonic()
         self.bars.reset(self.task, total=total, completed=done, description=experiment.name)
@@ -170,7 +167,6 @@ class ReproduceDisplay(Display):
         self.print_if_not_live(f"{experiment.name}: {total} cells and seeds{earlier}")
 
     def on_record(self, record: Record) -> None:
-        """Count a measured cell."""
         self.completed += 1
         self.measured += 1
         self.bars.advance(self.task)
@@ -231,7 +227,6 @@ class CompareDisplay(Display):
     def on_step(
         self, task: str, model: str, step: int, loss: float | None, history: History
     ) -> None:
-        """Update the bar and the row of a model after a step."""
         if (task, model) not in self.running:  # steps of a process may arrive after its end
             return
         bar, row = self.running[task, model]
@@ -283,7 +278,6 @@ class SearchDisplay(Display):
         self.started = 0
 
     def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
-        """Start the bar of a training."""
         self.started += 1
         label = f"training {self.started}, {task}: {model}"
         self.bars.reset(self.bar, total=steps, description=label)
@@ -291,14 +285,11 @@ class SearchDisplay(Display):
     def on_step(
         self, task: str, model: str, step: int, loss: float | None, history: History
     ) -> None:
-        """Update the bar after a step."""
         self.bars.update(self.bar, completed=step)
 
     def on_end(self, run: ModelRun) -> None:
-        """Print the value of a finished training."""
         value = "–" if run.value is None else f"{run.value:.3f}"
         self.print_if_not_live(f"{run.task}: {run.label} {value} after {run.tokens:,} tokens")
 
     def on_failure(self, task: str, model: str, message: str) -> None:
-        """Print the reason of a failure."""
         print_line(self.console, f"{task}: {model} failed: {message}")

@@ -36,5 +36,4 @@ class DepthFloors(nn.Module):
         return torch.logaddexp(floor.log(), torch.log1p(-floor) + log_decay)
 
     def extra_repr(self) -> str:
-        """Return the shape of B."""
         return ", ".join(map(str, self.weight.shape))

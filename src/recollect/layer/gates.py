@@ -507,7 +507,6 @@ class GateProjection(nn.Module):
         return value
 
     def extra_repr(self) -> str:
-        """Return shape, source and activation."""
         low_rank = f", rank={self.rank}" if self.rank and self.source == "input" else ""
         return f"{list(self.shape)}, {self.source}, {self.activation.kind}{low_rank}"
 

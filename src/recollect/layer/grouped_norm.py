@@ -30,6 +30,5 @@ class GroupedRMSNorm(nn.Module):
         return normed.view_as(x) * self.weight
 
     def extra_repr(self) -> str:
-        """Return the sizes."""
         heads, channels = self.weight.shape
         return f"{heads}, {channels}, group_size={self.group_size}, eps={self.eps}"

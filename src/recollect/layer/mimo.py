@@ -46,5 +46,4 @@ class InputOutputFactors(nn.Module):
         return (y * self.outputs.to(y.dtype)).sum(3)
 
     def extra_repr(self) -> str:
-        """Return the number of inputs and outputs."""
         return f"n={self.count}"

@@ -30,7 +30,6 @@ class QKAffine(nn.Module):
         return torch.addcmul(self.bias.to(x.dtype), x, self.weight.to(x.dtype))
 
     def extra_repr(self) -> str:
-        """Return heads and channels."""
         return ", ".join(map(str, self.weight.shape))
 
 
@@ -59,5 +58,4 @@ class QKScale(nn.Module):
         return (qk.to(work) * factors).to(qk.dtype)
 
     def extra_repr(self) -> str:
-        """Return the channels and the form of the factors."""
         return f"{self.weight.shape[1]}" + ", zero_centered=True" * self.is_zero_centered

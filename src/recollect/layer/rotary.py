@@ -139,7 +139,6 @@ class ComplexDecayPhase(nn.Module):
         return path[:, 1:], final.remainder(2 * math.pi)
 
     def extra_repr(self) -> str:
-        """Return heads and channels."""
         return f"heads={self.heads}, channels={self.size}, data-dependent={self.weight is not None}"
 
 

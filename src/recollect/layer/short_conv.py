@@ -143,5 +143,4 @@ class ShortConvolution(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype), state
 
     def extra_repr(self) -> str:
-        """Return channels, width and bias."""
         return f"{self.channels}, width={self.width}" + ", bias=True" * (self.bias is not None)

@@ -73,7 +73,6 @@ class TokenShift(nn.Module):
         return shifted, last_token
 
     def extra_repr(self) -> str:
-        """Return the streams."""
         return f"{', '.join(self.streams)}, data-dependent={self.first is not None}"
 
 

@@ -59,19 +59,16 @@ class MemoryInGraph:
         self.layer = layer
 
     def load(self, num_kept: int) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
-        """Return the last inputs of the convolution, and the stored memory."""
         if not self.layer.has_previous_state[0]:
             return None, None
         return _last_inputs(self.layer, num_kept), (self.layer.recurrent_states[0],)
 
     def refuse_documents(self) -> None:
-        """Refuse packed documents."""
         raise ValueError("packed documents have no cache in a compiled model: pass use_cache=False")
 
     def store(
         self, conv: Tensor | None, memory: tuple[Tensor, ...], T: int, recorded: None
     ) -> None:
-        """Write the state after a call."""
         if conv is not None:
             _write(self.layer, "conv_states", conv.mT)
         _write(self.layer, "recurrent_states", memory[0])

@@ -142,7 +142,6 @@ class OwnLayer(LayerMemory, LinearAttentionLayer):
         return None, self._read_memory()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these sequences, in this order."""
         stored = self._read_memory()
         if stored is not None:
             self._write_memory(tuple(x.index_select(0, beam_idx.to(x.device)) for x in stored))
@@ -150,7 +149,6 @@ class OwnLayer(LayerMemory, LinearAttentionLayer):
         self._mark()
 
     def reset(self) -> None:
-        """Forget all tokens."""
         stored = self._read_memory()
         if stored is not None:
             self._write_memory(tuple(torch.zeros_like(x) for x in stored))

@@ -131,17 +131,14 @@ class StateLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # name before transformers 5.24
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select the sequences of the best beams."""
         self._map_state(lambda state: state.select(beam_idx))
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
         self._map_state(lambda state: state.repeat(repeats))
 
     def reset(self) -> None:
-        """Remove all tokens."""
         self.state, self.past_length, self.is_initialized = None, 0, False
         self.calls = ()
 
