@@ -14,9 +14,10 @@ import json
 import re
 from pathlib import Path
 
+from gallery_page import save_gallery_markdown
+
 from recollect.experiments import EXPERIMENTS, Record, Results, Run
 from recollect.experiments.framework.report import save_run
-from recollect.experiments.gallery import save_gallery_markdown
 from recollect.report.environment import Environment
 
 FOLDER = Path(__file__).parent

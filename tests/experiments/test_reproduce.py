@@ -41,7 +41,7 @@ from recollect.experiments.framework.report import save_run
 from recollect.experiments.framework.rules import special, verdict
 from recollect.experiments.framework.run import format_command
 from recollect.experiments.framework.workers import WorkerFailure
-from recollect.experiments.gallery import save_gallery, save_gallery_markdown
+from recollect.experiments.gallery import save_gallery
 from recollect.experiments.papers.ttr.recall import _y_range
 from recollect.report import RenderedFigure, Series, line_figure
 from recollect.serialization import plain
@@ -378,7 +378,16 @@ def test_the_list_names_all() -> None:
     assert [row["name"] for row in rows] == list(EXPERIMENTS)
 
 
-def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
+@pytest.fixture
+def save_gallery_markdown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """The function that writes ``docs/gallery.md``, which is next to the stored runs."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "results" / "reproduce")
+    return importlib.import_module("gallery_page").save_gallery_markdown
+
+
+def test_the_command_runs_and_writes_a_gallery(
+    tmp_path: Path, save_gallery_markdown: Callable[..., Path]
+) -> None:
     result = invoke("reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(tmp_path), "--json")
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)
@@ -396,7 +405,9 @@ def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
     assert save_gallery(tmp_path / "empty") is None
 
 
-def test_the_gallery_is_what_the_runs_say(tmp_path: Path) -> None:
+def test_the_gallery_is_what_the_runs_say(
+    tmp_path: Path, save_gallery_markdown: Callable[..., Path]
+) -> None:
     """The committed page counts verdicts, and says of a rule that it was changed after a run."""
     root = Path(__file__).parents[2]
     page = save_gallery_markdown(root / "results" / "reproduce", tmp_path / "gallery.md")
