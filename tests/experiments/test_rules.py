@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from recollect.experiments import EXPERIMENTS, NotMeasured, Results, rules
-from recollect.experiments.framework import Config, lines
+from recollect.experiments.framework import Config, Lines
 from recollect.experiments.framework.rules import Rule, Verdict
 from recollect.experiments.papers.am import curriculum
 
@@ -183,7 +183,7 @@ def test_a_digest_covers_the_data_of_a_rule() -> None:
 
 
 def test_lines_are_means_with_bands_by_axis_and_panel() -> None:
-    figure = lines(
+    figure = Lines(
         y="accuracy",
         x="pairs",
         by={"model": ("b", "a")},
@@ -216,7 +216,7 @@ def test_points_of_a_curve_have_their_places() -> None:
         [({"model": "a"}, seed, {"curve": [0.0, float(seed), math.nan]}) for seed in (0, 1)],
         config={"interval": 5},
     )
-    (panel,) = lines(y="curve", x=steps, by="model", name="model {model}").make_panels(result)
+    (panel,) = Lines(y="curve", x=steps, by="model", name="model {model}").make_panels(result)
     (line,) = panel.series
     assert (line.name, list(line.x)) == ("model a", [5, 10, 15])
     assert (line.y[:2], line.low[:2], line.high[:2]) == ([0.0, 0.5], [0.0, 0.0], [0.0, 1.0])  # type: ignore[index]

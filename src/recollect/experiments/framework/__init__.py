@@ -2,7 +2,7 @@
 
 from recollect.experiments.framework.experiment import Claim, Config, Experiment
 from recollect.experiments.framework.fitting import Batch, Budget, accuracy, fit, heldout_generator
-from recollect.experiments.framework.plots import Lines, lines, plot_panels, ranking
+from recollect.experiments.framework.plots import Lines, plot_panels, ranking
 from recollect.experiments.framework.records import Cell, NotMeasured, Results, Values
 from recollect.experiments.framework.rules import (
     Rule,
@@ -52,7 +52,6 @@ __all__ = [
     "heldout_generator",
     "increasing",
     "less_than",
-    "lines",
     "more_than",
     "not_testable",
     "plot_panels",

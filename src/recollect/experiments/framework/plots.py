@@ -2,7 +2,7 @@
 
 ::
 
-    lines(x="pairs", y="accuracy", by="model", panels="width", x_label="pairs", title="Recall")
+    Lines(x="pairs", y="accuracy", by="model", panels="width", x_label="pairs", title="Recall")
     ranking("model", y="bits per byte", title="Language models", groups={"MIRAS": ("yaad",)})
 
 A line is the mean over seeds, its band runs from the smallest to the largest. Titles and names are
@@ -18,7 +18,7 @@ from typing import Any
 from recollect.experiments.framework.records import Cell, NotMeasured, Results
 from recollect.report.figures import Panel, RenderedFigure, Series, panel_figure, ranking_figure
 
-__all__ = ["Figure", "Lines", "lines", "plot_panels", "ranking"]
+__all__ = ["Figure", "Lines", "plot_panels", "ranking"]
 
 Figure = Callable[[Results], RenderedFigure]
 Text = str | Callable[[Mapping[str, Any]], str]
@@ -131,39 +131,6 @@ class Lines:
         curve = results.mean_and_range(self.y)
         count = len(curve[0])
         return self.x(results.config, count) if callable(self.x) else range(1, count + 1), curve
-
-
-def lines(
-    *,
-    y: str | Callable[[Mapping[str, Any]], Mapping[float, str]],
-    x: str | Callable[[Mapping[str, Any], int], Sequence[float]] = "",
-    by: Axes = (),
-    panels: Axes = (),
-    name: Text = "",
-    panel_title: Text = "",
-    x_label: Text = "",
-    panel_x: str | None = None,
-    y_label: str = "",
-    title: Text = "",
-    height: float = 2.3,
-    log_x: bool = False,
-    log_y: bool | None = None,
-    y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None,
-    baselines: Mapping[str, float | str] | None = None,
-    style_order: Sequence[Any] = (),
-    style: int | None = None,
-    band: bool = True,
-    underlays: Sequence[Lines] = (),
-    overlays: Sequence[Lines] = (),
-    **cell: Any,
-) -> Lines:
-    """Return `Lines`, whose attributes are the arguments; ``cell`` selects cells."""
-    return Lines(
-        y=y, x=x, by=by, panels=panels, name=name, panel_title=panel_title, x_label=x_label,
-        panel_x=panel_x, y_label=y_label, title=title, height=height, log_x=log_x, log_y=log_y,
-        y_range=y_range, baselines=baselines or {}, style_order=style_order, style=style, band=band,
-        underlays=underlays, overlays=overlays, cell=cell,
-    )  # fmt: skip
 
 
 def plot_panels(

@@ -9,10 +9,10 @@ from recollect.experiments.framework import (
     Cell,
     Claim,
     Config,
+    Lines,
     NotMeasured,
     Results,
     Verdict,
-    lines,
     special,
     verdict,
 )
@@ -117,14 +117,14 @@ def _bits_at_equal_flops(results: Results) -> Verdict:
 
 def _figure(results: Results) -> RenderedFigure:
     width, length = results.config["sizes"][0][0], results.config["length"]
-    (by_length,) = lines(
+    (by_length,) = Lines(
         x="length",
         y=BITS,
         by="model",
         panel_x="tokens of a row",
         log_x=True,
         panel_title=f"width {width}",
-        width=width,
+        cell={"width": width},
     ).make_panels(results)
     curves = {name: _bits_per_flops(results, name) for name in results.axis_values("model")}
     by_flops = Panel(

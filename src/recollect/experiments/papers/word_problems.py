@@ -13,6 +13,7 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Values,
     accuracy,
     all_of,
@@ -21,7 +22,6 @@ from recollect.experiments.framework import (
     fit,
     heldout_generator,
     less_than,
-    lines,
 )
 from recollect.experiments.framework.task_models import TaskModel, memory_layer
 from recollect.layer.options import GateOptions, LayerOptions
@@ -152,7 +152,7 @@ WORDS = Experiment(
         for model in models
     ],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         x=lambda config, _: config["lengths"],
         y="by length",
         by="model",

@@ -122,11 +122,11 @@ FIG7 = Experiment(
     figure=plot_panels(
         learning_curves(
             by="kernel", name="DeltaFormer, κ₁ {kernel}",
-            panel_title="DeltaFormer, 1 layer", model="DeltaFormer",
+            panel_title="DeltaFormer, 1 layer", cell={"model": "DeltaFormer"},
         ),
         learning_curves(
             by="layers", name=lambda cell: f"Transformer, {depth_name(cell)}",
-            panel_title="Transformer", model="Transformer",
+            panel_title="Transformer", cell={"model": "Transformer"},
         ),
         x_label="training steps",
         title="Reachability from the first of {nodes} nodes",

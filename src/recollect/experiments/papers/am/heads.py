@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
 from recollect.choices.features.kernels import Exponential
-from recollect.experiments.framework import Cell, Claim, decreasing, increasing, lines
+from recollect.experiments.framework import Cell, Claim, Lines, decreasing, increasing
 from recollect.experiments.papers.language_models import (
     BIGRAM,
     BITS,
@@ -80,7 +80,7 @@ FIG2 = language_models(
     cells=lambda config: [
         {"kernel": kernel, "heads": heads} for kernel in KERNELS for heads in config["grid"]
     ],
-    figure=lines(
+    figure=Lines(
         x="heads",
         y=BITS,
         by="kernel",

@@ -13,11 +13,11 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Results,
     Values,
     Verdict,
     less_than,
-    lines,
     plot_panels,
     special,
     verdict,
@@ -119,7 +119,7 @@ ICL = Experiment(
     ],
     measure=_measure,
     figure=plot_panels(
-        lines(
+        Lines(
             y="curve",
             x=_steps,
             by="heads",
@@ -128,9 +128,9 @@ ICL = Experiment(
             y_label="‖S_t − S*‖/‖S*‖",
             log_x=True,
             log_y=True,
-            model="DeltaNet",
+            cell={"model": "DeltaNet"},
         ),
-        lines(
+        Lines(
             y="curve",
             x=_steps,
             by="model",
@@ -138,7 +138,7 @@ ICL = Experiment(
             y_label="‖S_t − S_(t−1)‖",
             log_x=True,
             log_y=True,
-            model="softmax attention",
+            cell={"model": "softmax attention"},
         ),
         x_label="tokens t",
         title="What the memory becomes in a long context",

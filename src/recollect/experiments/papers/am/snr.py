@@ -27,7 +27,6 @@ from recollect.experiments.framework import (
     decreasing,
     for_each,
     increasing,
-    lines,
     plot_panels,
     special,
     verdict,
@@ -151,10 +150,10 @@ def _needs_log_squared(results: Results) -> Verdict:
 
 def _noise_panel(axis: str, title: str, x: str, *, log_x: bool = True) -> Lines:
     """Return a panel of measured noise above the closed forms of all kernels."""
-    theory = lines(
+    theory = Lines(
         y="theory", x="at", by={"kernel": KERNELS[::-1]}, name="closed form", style=6, band=False
     )
-    return lines(
+    return Lines(
         y="SNR⁻¹",
         x="at",
         by="kernel",
@@ -165,7 +164,7 @@ def _noise_panel(axis: str, title: str, x: str, *, log_x: bool = True) -> Lines:
         y_label="SNR⁻¹",
         log_x=log_x,
         log_y=True,
-        axis=axis,
+        cell={"axis": axis},
     )
 
 
@@ -245,21 +244,24 @@ SNR = Experiment(
         _noise_panel("N", "d = {d}, τ = 2√d", "N, other pairs stored"),
         _noise_panel("d", "N = {N}, τ = 2√d", "d, size of keys"),
         _noise_panel("τ", "N = {N}, d = {d of τ}", "temperature τ", log_x=False),
-        lines(
+        Lines(
             y="d",
             x="at",
             by="kernel",
             style_order=KERNELS,
             band=False,
             underlays=[
-                lines(y="formula", x="at", name="closed form", style=6, band=False, kernel="exp")
+                Lines(
+                    y="formula", x="at", name="closed form", style=6, band=False,
+                    cell={"kernel": "exp"},
+                )
             ],
             panel_title="d for SNR⁻¹ = 1",
             panel_x="N, other pairs stored",
             y_label="d, size of keys",
             log_x=True,
             log_y=True,
-            axis="needed d",
+            cell={"axis": "needed d"},
         ),
         title="Retrieval noise: Monte Carlo against closed forms",
         height=2.7,

@@ -13,12 +13,12 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Values,
     all_of,
     at_least,
     for_each,
     less_than,
-    lines,
 )
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
@@ -96,7 +96,7 @@ EXCHANGE = Experiment(
         for dtype in config["dtypes"]
     ],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         y="accuracy by swaps",
         x=lambda config, count: [WINDOW * (i + 1) for i in range(count)],
         by=("kernel", "dtype"),

@@ -17,7 +17,6 @@ from recollect.experiments.framework import (
     accuracy,
     fit,
     heldout_generator,
-    lines,
 )
 from recollect.experiments.framework.fitting import FitResult, Stage
 from recollect.experiments.framework.task_models import (
@@ -111,8 +110,8 @@ def fit_metrics(result: FitResult, config: Config) -> dict[str, Any]:
 
 
 def learning_curves(**options: Any) -> Lines:
-    """Return lines of the accuracy against training steps, with the options of `lines`."""
-    return lines(
+    """Return lines of the accuracy against training steps, with the options of `Lines`."""
+    return Lines(
         y="accuracy by steps",
         x=_evaluation_steps,
         x_label="training steps",

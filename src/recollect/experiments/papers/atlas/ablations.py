@@ -14,13 +14,13 @@ from recollect.choices.memory.maps import Matrix
 from recollect.experiments.framework import (
     Cell,
     Claim,
+    Lines,
     Results,
     Rule,
     Verdict,
     below,
     decreasing,
     for_each,
-    lines,
     special,
     verdict,
 )
@@ -82,7 +82,7 @@ WINDOW = language_models(
     cells=lambda config: [
         {"c": c, "length": length} for length in config["lengths"] for c in config["windows"]
     ],
-    figure=lines(
+    figure=Lines(
         x="c",
         y=BITS,
         by="length",

@@ -15,12 +15,12 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Results,
     Values,
     Verdict,
     for_each,
     increasing,
-    lines,
     special,
     verdict,
 )
@@ -86,7 +86,7 @@ _NAMES = {"matrix": "matrix", "polynomial": "polynomial, p = {order}", "MLP": "M
 
 
 def _figure(results: Results) -> RenderedFigure:
-    (panel,) = lines(
+    (panel,) = Lines(
         x="d_k",
         y="pairs",
         by=("memory", "order"),

@@ -19,13 +19,13 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     NotMeasured,
     Results,
     Rule,
     Values,
     Verdict,
     heldout_generator,
-    lines,
     special,
     verdict,
 )
@@ -228,7 +228,7 @@ LEARNABILITY = Experiment(
         for name in MAPPINGS
     ],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         x=_positions,
         y="by position",
         by={"mapping": MAPPINGS},

@@ -13,12 +13,12 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Values,
     accuracy,
     decreasing,
     fit,
     heldout_generator,
-    lines,
 )
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.experiments.papers.atlas.recall import ATTENTION, preset_layer
@@ -127,7 +127,7 @@ MAD = Experiment(
         for task in config["tasks"]
     ],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         x="task",
         y="accuracy",
         by="architecture",

@@ -10,11 +10,11 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Results,
     Values,
     Verdict,
     heldout_generator,
-    lines,
     not_testable,
     special,
     verdict,
@@ -150,7 +150,7 @@ BABILONG = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         y=measures_by_length("{} tokens"),
         by="model",
         y_label="right answers",

@@ -12,6 +12,7 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Rule,
     Values,
     above,
@@ -19,7 +20,6 @@ from recollect.experiments.framework import (
     decreasing,
     for_any,
     heldout_generator,
-    lines,
     provided,
 )
 from recollect.experiments.papers.reading.curriculum import train_and_test
@@ -149,7 +149,7 @@ RECALL_REAL = Experiment(
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         y=lambda _: dict(enumerate(FORMS, 1)),
         by="model",
         y_label="right answers",

@@ -12,11 +12,11 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Results,
     Values,
     Verdict,
     heldout_generator,
-    lines,
     not_testable,
     plot_panels,
     special,
@@ -206,7 +206,7 @@ NIAH = Experiment(
     measure=_measure,
     figure=plot_panels(
         *(
-            lines(
+            Lines(
                 y=measures_by_length(f"{name} {{}}"),
                 y_label="right answers",
                 panel_title=title,
@@ -214,7 +214,7 @@ NIAH = Experiment(
             )
             for name, title in TITLES.items()
         ),
-        lines(
+        Lines(
             y=measures_by_length("uuid {}, tokens"),
             y_label="right tokens",
             panel_title="S-NIAH-3, token by token",

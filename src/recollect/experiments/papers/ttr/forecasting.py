@@ -15,10 +15,10 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Values,
     above,
     below,
-    lines,
 )
 from recollect.functional.recall import recall
 from recollect.recipe.recipe import Recipe
@@ -121,7 +121,7 @@ FIG2 = Experiment(
     },
     cells=lambda config: [{"layer": name} for name in (LINEAR, RLS, SOFTMAX, LOCAL, PLAIN, NAIVE)],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         y="loss",
         by="layer",
         x_label="time step t (tokens)",

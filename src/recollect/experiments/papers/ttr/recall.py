@@ -15,6 +15,7 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Results,
     Values,
     Verdict,
@@ -23,7 +24,6 @@ from recollect.experiments.framework import (
     fit,
     for_each,
     heldout_generator,
-    lines,
     special,
     verdict,
 )
@@ -185,7 +185,7 @@ FIG3 = Experiment(
         for layer in LAYERS
     ],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         y="accuracy",
         x="T",
         by={"layer": LAYERS, "kind": ("trained", "untrained")},

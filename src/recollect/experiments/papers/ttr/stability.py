@@ -12,11 +12,11 @@ from recollect.experiments.framework import (
     Claim,
     Config,
     Experiment,
+    Lines,
     Values,
     all_of,
     at_least,
     less_than,
-    lines,
     more_than,
 )
 from recollect.experiments.papers.ttr.forecasting import least_squares
@@ -110,11 +110,13 @@ STABILITY = Experiment(
     },
     cells=lambda config: [{"layer": "linear attention"}, {"layer": "RLS"}],
     measure=_measure,
-    figure=lines(
+    figure=Lines(
         y="norm",
         x=_lengths,
         by="layer",
-        overlays=[lines(y="bound", x=_lengths, name="bound of eq. 13 for RLS", layer="RLS")],
+        overlays=[
+            Lines(y="bound", x=_lengths, name="bound of eq. 13 for RLS", cell={"layer": "RLS"})
+        ],
         x_label="tokens T",
         y_label="output norm ‖y_T‖",
         title="Output norm; keys, values and queries of length 1, K = {size}",
