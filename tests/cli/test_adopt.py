@@ -24,6 +24,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+import recollect as rc
 from recollect.cli import build
 from recollect.lm.data.tokenizers import byte_tokenizer
 
@@ -35,6 +36,9 @@ OTHERS = {
     "rwkv": lambda: RwkvForCausalLM(
         RwkvConfig(**SIZES, attention_hidden_size=16, intermediate_size=16, context_length=16)
     ),
+    "recollect": lambda: rc.lm.RecollectForCausalLM(
+        rc.lm.RecollectConfig.from_recipes("gla", num_attention_heads=2, **SIZES)
+    ),
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=257, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     ),
@@ -42,6 +46,7 @@ OTHERS = {
 REFUSED = {
     "llama": "no layer that recollect computes: none of its layers is recurrent",
     "rwkv": "RwkvSelfAttention is unchanged (RWKV-4",
+    "recollect": "is a model of recollect: use recollect generate",
     "t5": "holds a model of type 't5', which is not a decoder",
 }
 

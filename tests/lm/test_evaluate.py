@@ -464,7 +464,7 @@ def test_models_that_cannot_be_evaluated(tmp_path: Path) -> None:
         rc.lm.evaluate(bert, "local_text", tokenizer=byte_tokenizer())
     large = tiny(vocab=300)
     large.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no tokenizer, and 300 tokens are not bytes"):
+    with pytest.raises(ValueError, match="has no tokenizer, and its vocabulary of 300 tokens"):
         rc.lm.evaluate(tmp_path, "local_text")
     with pytest.raises(ValueError, match="has a token 256 and the model 256 tokens: this is"):
         rc.lm.evaluate(tiny(vocab=256), "local_text", tokenizer=byte_tokenizer())

@@ -210,7 +210,7 @@ def test_a_model_of_bytes_needs_no_tokenizer(saved: Path, tmp_path: Path) -> Non
     )
     RecollectForCausalLM(config).save_pretrained(tmp_path / "other")
     _, output = run(tmp_path / "other", "--prompt", "a", code=2)
-    assert "has no tokenizer, and 300 tokens are not bytes" in output
+    assert "has no tokenizer, and its vocabulary of 300 tokens" in output
 
 
 # -- decoders whose layers were replaced, and other models -----------------------------------------

@@ -154,6 +154,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "reproduce ttr-fig2 --scale smoke --jobs 0": ("jobs",),
     "bench --device tpu": ("--device 'tpu' is not here", "cpu"),
     "bench --only nope": ("nope",),
+    "bench --only ,": ("--only names nothing",),
+    "page --systems ,": ("--systems names nothing",),
+    "export nope out": ("there is no folder nope",),
 }
 
 

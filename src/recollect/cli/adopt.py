@@ -34,10 +34,13 @@ def adopt(
     from recollect.cli.generate import generate_tokens, prompt_tokens
     from recollect.lm.adoption import adopt as adopt_layers
     from recollect.lm.loading import load_saved_model, load_saved_tokenizer
+    from recollect.lm.model.model import RecollectForCausalLM
 
     logging.disable_progress_bar()
     loaded = load_saved_model(model, any_decoder=True).to(device)
     report = adopt_layers(loaded, engine=engine)
+    if isinstance(loaded, RecollectForCausalLM):
+        raise ValueError(f"{model} is a model of recollect: use recollect generate {model}")
     if not report.adopted:
         reasons = {f"{x.layer_class} is unchanged ({x.reason})" for x in report.unchanged}
         raise ValueError(

@@ -17,8 +17,8 @@ from recollect.cli.options import (
     DeviceOption,
     JsonOption,
     check_device,
-    comma_list,
     load_model_spec,
+    named_list,
 )
 from recollect.cli.progress import CountDisplay
 
@@ -72,7 +72,9 @@ def bench(
     size: Annotated[
         int | None, typer.Option(min=1, help="Channels per head, K = V. [default: 64]")
     ] = None,
-    only: Annotated[str, typer.Option(help="Cases of the suite, separated by commas.")] = "",
+    only: Annotated[
+        str | None, typer.Option(help="Cases of the suite, separated by commas.")
+    ] = None,
     device: DeviceOption = "cpu",
     batch: Annotated[int, typer.Option(min=1, help="Batch size B, for --recipe alone.")] = 1,
     save: Annotated[
@@ -90,7 +92,7 @@ def bench(
     _check_save(save)
     sizes = {"T": length, "H": heads, "K": size, "V": size}
     sizes = {name: number for name, number in sizes.items() if number is not None}
-    names = comma_list(only)
+    names = named_list(only, "--only")
     if recipe is not None:
         measured = _bench_recipe(recipe, device, rounds or 5, {**sizes, "B": batch})
     elif suite is Suite.train:

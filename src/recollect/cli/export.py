@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from recollect.cli.options import check_exists
-
 __all__ = ["export"]
 
 
@@ -20,7 +18,8 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the model.")],
 ) -> None:
     """Merge the shards of a checkpoint into safetensors, with tokenizer and configuration."""
-    check_exists(checkpoint)
+    if not checkpoint.is_dir():
+        raise ValueError(f"there is no folder {checkpoint}: name that of a run or a checkpoint")
     from recollect.lm.training.export import export_model
 
     source = export_model(checkpoint, out)

@@ -64,6 +64,14 @@ def comma_list(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
+def named_list(text: str | None, option: str) -> list[str]:
+    """Split the list of an option, which names at least one item if it is present."""
+    names = [] if text is None else comma_list(text)
+    if text is not None and not names:
+        raise ValueError(f"{option} names nothing: give names separated by commas, or leave it out")
+    return names
+
+
 def positive(at_most: float) -> Callable[[float | None], float | None]:
     """Return an option's callback that checks 0 < value <= at_most; typer's ``min`` includes 0."""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from recollect.cli.console import make_console
-from recollect.cli.options import OutOption, check_models, check_writable, comma_list
+from recollect.cli.options import OutOption, check_models, check_writable, named_list
 from recollect.cli.progress import CountDisplay
 
 __all__ = ["page"]
@@ -17,14 +17,14 @@ __all__ = ["page"]
 def page(
     out: OutOption = Path("runs/page"),
     systems: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Names of the zoo, separated by commas. [default: all with a single recipe]"
         ),
-    ] = "",
+    ] = None,
 ) -> None:
     """Write the page of six knobs, where you change a recipe next to a memory at work."""
-    names = comma_list(systems)
+    names = named_list(systems, "--systems")
     check_models(names)
     import recollect as rc
     from recollect.page import save

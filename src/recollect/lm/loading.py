@@ -75,8 +75,8 @@ def load_saved_tokenizer(name: str, model: Any) -> Any:
         if vocab_size in _BYTE_VOCAB_SIZES:
             return byte_tokenizer(add_eos=vocab_size > 256)
         raise ValueError(
-            f"{name} has no tokenizer, and {vocab_size} tokens are not bytes: save its tokenizer "
-            "there (tokenizer.save_pretrained)"
+            f"{name} has no tokenizer, and its vocabulary of {vocab_size} tokens is not that of "
+            "bytes: save its tokenizer there (tokenizer.save_pretrained)"
         )
     try:
         return read_tokenizer(name)

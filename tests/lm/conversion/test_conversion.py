@@ -295,8 +295,28 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         rc.lm.convert(source, source)
     with pytest.raises(rc.lm.CheckpointError, match="leave out the layout"):
         rc.lm.convert(source, tmp_path / "ours", to="gla")
-    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
+    with pytest.raises(rc.lm.CheckpointError, match=r"has shards and no model\.safetensors\.index"):
+        rc.lm.convert(source, tmp_path / "ours")
+    (source / "model-00001-of-00002.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(rc.lm.CheckpointError, match=r"has no model.safetensors"):
+        rc.lm.convert(source, tmp_path / "ours")
+
+
+def test_weights_of_nan_leave_no_result(tmp_path: Path) -> None:
+    config, state = make("delta_net")
+    name = "model.layers.1.attn.b_proj.weight"
+    source = save(tmp_path / "published", config, {**state, name: state[name] / 0})
+    with pytest.raises(rc.lm.CheckpointError, match=f"'{name}' holds NaN or infinity"):
+        rc.lm.convert(source, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+def test_a_configuration_without_a_type(tmp_path: Path) -> None:
+    config, state = make("delta_net")
+    del config["model_type"]
+    source = save(tmp_path / "published", config, state)
+    with pytest.raises(rc.lm.CheckpointError, match="has no model_type, which names the layout"):
         rc.lm.convert(source, tmp_path / "ours")
 
 

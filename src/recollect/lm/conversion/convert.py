@@ -191,6 +191,11 @@ def _find_layout(source: Path, model_type: Any, to: str | None, *, is_ours: bool
         )
     if isinstance(name, str) and name in _REFUSED:
         raise CheckpointError(f"models of type {name!r} cannot be converted: {_REFUSED[name]}")
+    if name is None:
+        raise CheckpointError(
+            f"{source / 'config.json'} has no model_type, which names the layout: add one of "
+            f"{known}"
+        )
     if not isinstance(name, str) or name not in LAYOUTS:
         raise CheckpointError(
             f"there is no converter for models of type {short_repr(name)}: the known ones are "

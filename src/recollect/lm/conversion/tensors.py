@@ -18,6 +18,7 @@ from recollect.lm.model.checkpoint import (
     INDEX_FILE,
     WEIGHTS_FILE,
     CheckpointError,
+    check_finite,
     check_names,
     read_header,
     weight_files,
@@ -98,11 +99,17 @@ class PlannedTensor:
     files: Mapping[str, Path]  # file of each tensor that they come from
 
     def read(self) -> Tensor:
-        """Read and transform all parts."""
+        """Read and transform all parts.
+
+        Raises:
+            CheckpointError: a value of NaN or infinity, with which no model is loaded.
+        """
         tensors: dict[str, Tensor] = {}
         for name, path in self.files.items():
             with safe_open(path, framework="pt") as file:
                 tensors[name] = file.get_tensor(name)
+        for name, path in self.files.items():
+            check_finite(str(path), [(name, tensors[name])])
         outputs = [move.transform(move.source.of(tensors[move.source.name])) for move in self.moves]
         return torch.cat(outputs, self.moves[0].target.dim)
 

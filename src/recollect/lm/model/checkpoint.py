@@ -220,6 +220,11 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).exists():
+        if next(folder.glob("model-*-of-*.safetensors"), None) is not None:
+            raise CheckpointError(
+                f"{folder} has shards and no {INDEX_FILE}, which names the shard of each weight: "
+                f"{RECOPY_HINT}"
+            )
         raise CheckpointError(
             f"{folder} has no {WEIGHTS_FILE}: save the model as safetensors, by save_pretrained"
         )

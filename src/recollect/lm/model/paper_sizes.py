@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from recollect.lm.model.config import RecipeLike, RecollectConfig
-from recollect.messages import suggestion
 
 __all__ = ["PAPER_SIZES", "PaperSize", "paper_config", "paper_size"]
 
@@ -61,8 +61,11 @@ Examples:
 def paper_size(name: str) -> PaperSize:
     """Return a size by its name in the papers."""
     if name not in PAPER_SIZES:
-        hint = suggestion(str(name), [*PAPER_SIZES])
-        raise ValueError(f"the papers have no size {name!r}: {hint} (of {', '.join(PAPER_SIZES)})")
+        near = difflib.get_close_matches(str(name), PAPER_SIZES, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"there is no size {name!r} among those of the papers, {', '.join(PAPER_SIZES)}{hint}"
+        )
     return PAPER_SIZES[name]
 
 
