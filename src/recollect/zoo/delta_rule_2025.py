@@ -250,7 +250,7 @@ def erase_then_delta() -> tuple[Recipe, LayerOptions]:
     fidelity=exact(
         "the stepwise momentum rule in the form of flash-linear-attention's layer",
         logsigmoid_decay=True,
-        gates="The gates are η_t in (0, 2) and β_t/(1 − μ_t) in (0, 1): a mean of gradients enters.\n"
+        gates="The gates are η_t in (0, 2) and β_t/(1 − μ_t) in (0, 1): S_t enters as a mean.\n"
         "The published layer scales β_t by sin²θ_t and α_t by cos²θ_t, tan θ_t = ξ η_t.",
         query_key_norm="The query is corrected after queries and keys have unit length.",
         common_layer=True,
