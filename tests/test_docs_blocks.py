@@ -84,6 +84,10 @@ SMOKE = {
     "context = 512": "context = 64",
     "tokens = 1_000_000": "tokens = 512",
     'out = "runs/mine"': 'out = "runs/mine"\nsave_every = 1',
+    'steps={"match_layers": 20, "match_logits": 20, "fine_tune": 20}': (
+        'steps={"match_layers": 4, "match_logits": 8, "fine_tune": 16}'
+    ),
+    "--steps 5,5,5": "--steps 1,1,1",
     "recollect page --out": "recollect page --systems delta_net --out",
     "recollect reproduce ttr-fig2 ": "recollect reproduce ttr-fig2 --scale smoke",
     "recollect reproduce --all --jobs 2": "recollect reproduce --all --scale smoke --jobs 2",

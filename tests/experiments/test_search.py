@@ -25,6 +25,7 @@ from recollect.choices.member import all_members
 from recollect.cli import build
 from recollect.cli.search import parse_duration
 from recollect.experiments import ModelRun, ProgressReporter, Schedule, Search, Sizes, search
+from recollect.experiments.recipe_search import space
 from recollect.experiments.recipe_search.halving import Trial, next_promotion, rank, rung_steps
 from recollect.experiments.recipe_search.space import changes, draw_neighbour, is_toml
 from recollect.recipe.toml_text import read_toml, write_toml
@@ -97,7 +98,7 @@ def test_ranks_combine_tasks_of_opposite_directions() -> None:
     assert names == ["smaller", "both", "recalls", "writes", "diverged"]
 
 
-def test_draws_are_near_the_start_valid_and_distinct() -> None:
+def test_draws_are_near_the_start_valid_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, known = 0, {START.recipe.canonical()}
     for _ in range(8):
         neighbour = draw_neighbour(START, seed=3, draws=draws, known=known, accept=fits)
@@ -108,6 +109,7 @@ def test_draws_are_near_the_start_valid_and_distinct() -> None:
         known.add(mixer.recipe.canonical())
     repeated = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
     assert repeated == draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: True)
+    monkeypatch.setattr(space, "MAX_DRAWS", 100)
     nothing = draw_neighbour(START, seed=3, draws=0, known=(), accept=lambda _: False)
     assert nothing is None
 

@@ -244,7 +244,8 @@ def test_bf16_and_autocast() -> None:
 
 
 def test_parameters_are_counted_and_matched() -> None:
-    configs = [config(name, hidden_size=64) for name in rc.zoo.names()]
+    # Every fifth preset: counting is of modules, whatever the recipe.
+    configs = [config(name, hidden_size=64) for name in rc.zoo.names()[::5]]
     for result in configs[:4]:
         assert parameter_count(result) == sum(
             weight.numel() for weight in RecollectForCausalLM(result).parameters()

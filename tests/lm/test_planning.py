@@ -471,17 +471,17 @@ def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
     file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 16"]))
-    result = CliRunner().invoke(build(), ["plan", str(file), "--devices", "16", "--memory", "1GB"])
+    result = CliRunner().invoke(build(), ["plan", str(file), "--devices", "2", "--memory", "1GB"])
     assert result.exit_code == 0, result.output
-    for word in ("parameters", "FLOP per token", "each of 16 devices", "smallest", "launch"):
+    for word in ("parameters", "FLOP per token", "each of 2 devices", "smallest", "launch"):
         assert word in result.output
     for word in ("an H100's in dense bfloat16 (--peak for another", "multiplies in float32"):
         assert word in result.output
     other = CliRunner().invoke(build(), ["plan", str(file), "--peak", "60"]).output
     assert "60 TFLOP/s (--peak)" in other and "H100" not in other
-    given = ["plan", str(file), "--devices", "16", "--memory", "2MiB", "--json"]
+    given = ["plan", str(file), "--devices", "2", "--memory", "6MiB", "--json"]
     data = json.loads(CliRunner().invoke(build(), given).output)
-    assert data["memory"] == 2 * 2**20 and data["smallest"]["fits"]
+    assert data["memory"] == 6 * 2**20 and data["smallest"]["fits"]
     assert data["launch"][1].endswith(f"--module recollect.cli train {file}")
     for options, words in (
         (["--memory", "80XB"], "--memory must be a size with its unit, such as 80GB"),

@@ -18,6 +18,7 @@ from recollect.tasks import (
     load_text,
 )
 from recollect.tasks.documentation import prose
+from recollect.tasks.text import _default_corpus
 
 
 def decode(part: torch.Tensor) -> str:
@@ -68,9 +69,18 @@ class TestDefaultText:
         self, default_corpus: TextCorpus
     ) -> None:
         initial = set(sys.modules)
+        _default_corpus.cache_clear()
         assert load_text().sha256 == default_corpus.sha256
         assert set(sys.modules) == initial
         assert "this" not in initial, "a module that prints a poem when it is imported"
+
+    def test_changes_of_a_corpus_stay_in_it(self, default_corpus: TextCorpus) -> None:
+        changed = load_text()
+        changed.train.zero_()
+        changed.heldout.zero_()
+        repeated = load_text()
+        assert torch.equal(repeated.train, default_corpus.train)
+        assert torch.equal(repeated.heldout, default_corpus.heldout)
 
     def test_the_bigram_is_better_than_bytes_alone(self, default_corpus: TextCorpus) -> None:
         share = torch.bincount(default_corpus.train.long(), minlength=256).double()

@@ -12,7 +12,8 @@ import math
 import platform
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from os import PathLike
 from pathlib import Path
 
@@ -71,9 +72,9 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
     r"""Read a text and split it.
 
     Without a path, the text is the English documentation inside the installed Python and torch
-    packages: prose only, at most 8 MB, collected in a few seconds without imports. Its bytes depend
-    on the versions of both, which ``source`` names. With a path, the text is the full UTF-8 file
-    with its line breaks. Empty lines separate paragraphs, and a paragraph of more than 2,000
+    packages: prose only, at most 8 MB, collected in a few seconds, once per process. Its bytes
+    depend on the versions of both, which ``source`` names. With a path, the text is the full UTF-8
+    file with its line breaks. Empty lines separate paragraphs, and a paragraph of more than 2,000
     characters is split at its line ends or spaces.
 
     About one paragraph in twenty is held out.
@@ -98,7 +99,8 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
         ('text.txt', True)
     """
     if path is None:
-        return _split(documentation(), source=default_source(), limit=_MAX_DEFAULT_BYTES)
+        corpus = _default_corpus()
+        return replace(corpus, train=corpus.train.clone(), heldout=corpus.heldout.clone())
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"load_text: {path} is a directory; give one text file")
@@ -114,6 +116,11 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
             f"load_text: {path} is not UTF-8 at byte {error.start}; convert it to UTF-8 first"
         ) from None
     return split_documents([text], source=str(path))
+
+
+@cache
+def _default_corpus() -> TextCorpus:
+    return _split(documentation(), source=default_source(), limit=_MAX_DEFAULT_BYTES)
 
 
 def split_documents(documents: Iterable[str], *, source: str) -> TextCorpus:
