@@ -236,8 +236,11 @@ def run_layer(
 
 def forward_over_ranks(layer: nn.Module, context_ranks: ContextRanks) -> Callable[..., Any]:
     """Return the forward method of a sequence layer whose tokens are one rank's segment."""
-    if isinstance(layer, MemoryLayer) and not layer.ties.num_recurrences:
-        if all(tie.target != "angle" for tie in layer.options.ties):
-            return partial(run_memory_layer, context_ranks, layer)
+    if (
+        isinstance(layer, MemoryLayer)
+        and not layer.ties.num_recurrences
+        and all(tie.target != "angle" for tie in layer.options.ties)
+    ):
+        return partial(run_memory_layer, context_ranks, layer)
     run: Any = run_feed_forward if isinstance(layer, FeedForward) else run_layer
     return partial(run, context_ranks, layer)
