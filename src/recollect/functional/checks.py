@@ -335,6 +335,7 @@ def check_state(bound: BoundRecipe, state: State) -> None:
     )
     if buffer is not None:
         size, required = buffer.k.shape[1], bound.gates.keys() | bound.constants.keys()
+        required -= {recipe.memory.slope_gate}
         parts = (
             *parts,
             ("associations kept", size, recipe.buffer_size or size),

@@ -29,14 +29,16 @@ def with_earlier_associations(
         return problem
     bound = problem.bound
     token_invariant = bound.constants.keys() | {name for _, name, _ in bound.learned_rates}
-    rates = {name: x for name, x in problem.rates.items() if name not in token_invariant}
+    slope = problem.recipe.memory.slope_gate
+    stored = {name: x for name, x in problem.rates.items() if name != slope}
+    rates = {name: x for name, x in stored.items() if name not in token_invariant}
     tokens = _by_name(problem.k, problem.v, rates)
     tensors, mask = _gathered(tokens, initial, last_piece, segment, span)
     history = problem.recipe.num_past_associations
     if span is not None and history is not None:
         mask = mask & (torch.arange(span, 0, -1, device=mask.device) <= history)
     rates_by_token: dict[str, Tensor] = {}
-    for name, x in problem.rates.items():
+    for name, x in stored.items():
         if name in rates:
             rates_by_token[name] = tensors[f"rate {name}"]
         else:

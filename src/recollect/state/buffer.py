@@ -32,7 +32,7 @@ def update_buffer(
     *,
     k: Tensor,  # new keys [B, T, H, K]
     v: Tensor,  # new values [B, T, H, V]
-    rates: Mapping[str, Tensor],  # their gates and constants by name
+    rates: Mapping[str, Tensor],  # their gates and constants by name, without the slope of a query
     lengths: Tensor | None,  # number of valid tokens [B]; None without padding
     position: Tensor,  # number of tokens of the document after the call, [B]
     host_position: int | None = None,  # value of every entry of position, if the host knows it
@@ -73,7 +73,11 @@ def update_buffer(
     return Buffer(
         k=pick(k, None if old is None else old.k),
         v=pick(v, None if old is None else old.v),
-        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
+        rates={
+            name: pick(x, None if old is None else old.rates[name])
+            for name, x in rates.items()
+            if name != recipe.memory.slope_gate
+        },
         mask=mask,
     )
 

@@ -86,8 +86,8 @@ class TopBlocks(_Restriction):
     Args:
         size: associations per block, ≥ 1.
         top_k: blocks a query sees, ≥ 1, the current one included; fewer if fewer have begun.
-        score: ``"mean"``: q · mean of the block's keys (AM 27). ``"router"``: q · mean of the gate
-            ``"router" [B, T, H, K]`` of its associations.
+        score: ``"mean"``: q · mean of the block's keys (AM 27), before later tokens move them.
+            ``"router"``: q · mean of the gate ``"router" [B, T, H, K]`` of its associations.
         include_current: whether the query's own block is always chosen; the last block if a state
             is only read.
         weighting: ``"one"``: weight 1 for every association of a chosen block (AM 26).

@@ -39,7 +39,11 @@ def gather_visible(
     elif buffer is not None:
         buffered = buffer.k.shape[1]
         k = torch.cat([buffer.k.to(dtype), k], dim=1)
-        rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
+        rates = {
+            name: torch.cat([buffer.rates[name].to(x), x], 1)
+            for name, x in rates.items()
+            if name in buffer.rates
+        }
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = buffered + T, problem.state.position[:, None]
     num_seen = problem.state.host_position

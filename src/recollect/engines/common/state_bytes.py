@@ -52,11 +52,12 @@ def state_bytes(
 
 
 def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
-    """Return the bytes of one association per batch element: k, v, all rates and the mask."""
+    """Return the bytes of one association per batch element: k, v, its rates and the mask."""
     numbers = dict.fromkeys(recipe.constants(), 1)
     named = recipe.learned_quantities
     for declared in (*recipe.params(), *recipe.gates()):
-        if declared.name in named or declared in recipe.gates():
+        is_gate = declared in recipe.gates() and declared.name != recipe.memory.slope_gate
+        if declared.name in named or is_gate:
             numbers[declared.name] = s.numel(declared.axes)
     if "log_lr" in numbers:
         numbers["lr"] = numbers["log_lr"]
