@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.fx_passes import joint_graph, post_grad, reinplace
+from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -110,9 +110,8 @@ def _told() -> Generator[None]:
         # Patterns that are traced on the device before anything else.
         joint_graph: {"lazy_init": lambda *_, **__: None},
         post_grad: {"lazy_init": lambda *_, **__: None},
-        # Of shapes alone.
-        reinplace: {"_inplace_generalized_scatter": lambda x, *_: x},
-        Tensor: {"__getitem__": _getitem},
+        # Copies have no effect on shapes.
+        Tensor: {"__getitem__": _getitem, "copy_": lambda x, *_: x},
         triton.runtime.driver: {"_active": _Driver()},
     }
     options = {**DEVICE_OPTIONS, "fx_graph_cache": False, "joint_graph_constant_folding": False}
