@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.lm.training.plan import ModelPlan
-from recollect.lm.training.plan_keys import parse_precision
+from recollect.lm.training.plan import ModelPlan, parse_precision
 
 SIZES: dict[str, Any] = {
     "vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -109,7 +109,7 @@ def compare(
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
     from recollect.experiments.comparison.tasks import check_text_used, read_corpus
-    from recollect.lm.data.streaming import stream_text
+    from recollect.lm.data.sources import stream_text
 
     specs = [load_model_spec(name) for name in names]
     if text and dataset is not None:

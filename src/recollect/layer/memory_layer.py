@@ -24,12 +24,10 @@ from recollect.layer.checks import (
     resolve_layer,
 )
 from recollect.layer.gates import GateProjection, normalize_to_length
-from recollect.layer.grouped_norm import GroupedRMSNorm
+from recollect.layer.head_factors import GroupedRMSNorm, InputOutputFactors, QKAffine, QKScale
 from recollect.layer.inspection import MemorySpec
 from recollect.layer.key_recurrence import Sequences
-from recollect.layer.mimo import InputOutputFactors
 from recollect.layer.options import LayerOptions
-from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import RecipeModule, run_memory, state_after
 from recollect.layer.recorded_call import RecordedCall
 from recollect.layer.rotary import (

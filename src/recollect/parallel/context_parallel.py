@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.parallel.functions import no_double_backward
+from recollect.parallel.exchange import no_double_backward
 from recollect.parallel.layer import ContextRanks, forward_over_ranks
 from recollect.parallel.link import Group, Link, rank_group
 from recollect.parallel.models import bind_arguments, check_model, outer_models, sequence_layers

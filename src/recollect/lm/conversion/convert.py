@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from recollect.lm.conversion.fla_delta import DELTA_LAYOUTS
-from recollect.lm.conversion.fla_linear import LINEAR_LAYOUTS
+from recollect.lm.conversion.fla import FLA_LAYOUTS
 from recollect.lm.conversion.huggingface import HUGGINGFACE_LAYOUTS
 from recollect.lm.conversion.layout import QUANTIZED, Layout
 from recollect.lm.conversion.tensors import (
@@ -36,7 +35,7 @@ from recollect.messages import short_repr, suggestion
 __all__ = ["LAYOUTS", "convert", "published_config"]
 
 LAYOUTS: dict[str, Layout] = {
-    layout.model_type: layout for layout in (*DELTA_LAYOUTS, *LINEAR_LAYOUTS, *HUGGINGFACE_LAYOUTS)
+    layout.model_type: layout for layout in (*FLA_LAYOUTS, *HUGGINGFACE_LAYOUTS)
 }
 """Published layouts by ``model_type``."""
 

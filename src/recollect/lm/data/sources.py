@@ -5,14 +5,23 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recollect.messages import argument_name
+from recollect.messages import argument_name, renamed_arguments
 from recollect.serialization import read_json
+from recollect.tasks.text import TextCorpus, split_documents
 
-__all__ = ["BadLinePolicy", "FileDocuments", "HubDocuments", "find_files", "iter_chunks"]
+__all__ = [
+    "BadLinePolicy",
+    "FileDocuments",
+    "HubDocuments",
+    "find_files",
+    "iter_chunks",
+    "stream_text",
+]
+
 
 CHUNK_CHARS = 1 << 16
 """Characters that are read from a text file, or tokenized, at once."""
@@ -252,3 +261,25 @@ def _chunk_end(text: str, start: int, stop: int) -> int:
         if (match := boundary.match(text, start, stop)) is not None:
             return match.end()
     return stop
+
+
+@renamed_arguments({"column": "--column", "bad_lines": ""})
+def stream_text(name: str, *, limit: int = 8_000_000, column: str = "text") -> TextCorpus:
+    """Split the first ``limit`` bytes of a dataset's training split as `load_text` splits a file.
+
+    Raises:
+        ValueError: the dataset cannot be loaded, or a row has no text in the column.
+        ImportError: datasets is not installed.
+    """
+    num_bytes = 0
+
+    def documents() -> Iterator[str]:
+        nonlocal num_bytes
+        for text in HubDocuments(path=name, column=column):
+            num_bytes += len(text.encode()) + len("\n\n")
+            yield text
+            if num_bytes >= limit:
+                break
+
+    corpus = split_documents(documents(), source=f"dataset {name}")
+    return replace(corpus, source=f"{corpus.source}, first {num_bytes:,} bytes")

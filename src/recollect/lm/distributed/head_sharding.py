@@ -15,7 +15,7 @@ from recollect.blocks.slot_layer import RunningSoftmax, SlotRouter
 from recollect.blocks.two_memories import SecondMemory
 from recollect.layer.block import SwiGLU
 from recollect.layer.gates import GateProjection
-from recollect.layer.grouped_norm import GroupedRMSNorm
+from recollect.layer.head_factors import GroupedRMSNorm
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory, RecipeModule
 from recollect.messages import RecipeError

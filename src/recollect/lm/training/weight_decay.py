@@ -11,10 +11,8 @@ from recollect.blocks.layers import PersistentTokens
 from recollect.blocks.routed import Router
 from recollect.layer.depth_floors import DepthFloors
 from recollect.layer.gates import GateProjection
-from recollect.layer.grouped_norm import GroupedRMSNorm
+from recollect.layer.head_factors import GroupedRMSNorm, InputOutputFactors, QKAffine, QKScale
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.mimo import InputOutputFactors
-from recollect.layer.qk_affine import QKAffine, QKScale
 from recollect.layer.recipe_module import InitialKernelRows, InitialMemory
 from recollect.layer.rotary import ComplexDecayPhase
 from recollect.layer.short_conv import ShortConvolution
