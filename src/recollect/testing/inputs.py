@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recollect.choices.member import Member
 from recollect.fields import Gate, Param
 from recollect.messages import RecipeError
 from recollect.recipe.initial_params import initial_value
@@ -20,6 +21,7 @@ __all__ = [
     "Inputs",
     "draw_gate",
     "draw_param",
+    "draw_params",
     "inputs",
     "is_ill_posed",
     "scaled_down",
@@ -142,6 +144,14 @@ def draw_param(param: Param, shape: Sequence[int], g: torch.Generator) -> Tensor
     return initial_value(param, tuple(shape), generator=g) + jitter
 
 
+def draw_params(
+    member: Member | Recipe, axes: Mapping[str, int], g: torch.Generator, H: int = 1
+) -> dict[str, Tensor]:
+    """Return random values ``[H, ...]`` of all params by name, for sizes by axis."""
+    params = member.params()
+    return {p.name: draw_param(p, (H, *(axes[axis] for axis in p.axes)), g) for p in params}
+
+
 def inputs(
     recipe: Recipe,
     *,
@@ -183,10 +193,7 @@ def inputs(
         value = draw_gate(gate, shape, g)
         # A gate over K is a key. Erasures diverge unless it has unit length.
         gates[gate.name] = unit(value, dim=-1) if gate.axes == ("K",) else value
-    params = {
-        param.name: draw_param(param, (H, *(axes[axis] for axis in param.axes)), g)
-        for param in recipe.params()
-    }
+    params = draw_params(recipe, axes, g, H)
     init = None
     if not recipe.nonparametric:
         size = 0.0 if zero else 0.4

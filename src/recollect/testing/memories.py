@@ -13,7 +13,7 @@ from recollect.choices.memory.norms import NORM_EPS
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
 from recollect.testing.declared import normal, require_equal
-from recollect.testing.inputs import draw_param
+from recollect.testing.inputs import draw_params
 
 __all__ = ["check_memory"]
 
@@ -31,7 +31,7 @@ def check_memory(memory: Memory) -> str | None:
     weights = [normal(1, 1, *shape, seed=3 + i) for i, shape in enumerate(memory.shapes(4, 4))]
     sizes = Recipe().axes(4, 4) | memory.axes(4, 4, 4)
     g = torch.Generator().manual_seed(3)
-    params = {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in memory.params()}
+    params = draw_params(memory, sizes, g)
     x = normal(1, 1, 5, 4, seed=12)
     prediction = memory.bind(4, 4)(weights, x, x, params)
     require(

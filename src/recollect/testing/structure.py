@@ -24,7 +24,7 @@ from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import describe_check, require
 from recollect.testing.contexts import check_context
 from recollect.testing.declared import normal, require_equal
-from recollect.testing.inputs import draw_param
+from recollect.testing.inputs import draw_params
 from recollect.testing.memories import check_memory
 from recollect.testing.user_code import check_user_code, sample_numbers
 
@@ -315,7 +315,7 @@ def check_features(features: Features) -> None:
     q, k = normal(5, K, seed=1), normal(6, K, seed=2)
     axes = Recipe(features=features).axes(K, K)
     g = torch.Generator().manual_seed(0)
-    params = {p.name: draw_param(p, (1, *(axes[a] for a in p.axes)), g) for p in features.params()}
+    params = draw_params(features, axes, g)
     phi, width = apply_features(features, k, params), features.dim(K)
     require(
         phi.shape == (6, width),

@@ -19,7 +19,7 @@ from recollect.fields import Param, Range
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
 from recollect.testing.declared import normal
-from recollect.testing.inputs import draw_param
+from recollect.testing.inputs import draw_params
 
 __all__ = ["check_user_code", "sample_numbers"]
 
@@ -122,9 +122,8 @@ def _check_independence(
 
 def _sample_params(member: Memory | Features, axes: Mapping[str, int]) -> dict[str, Tensor]:
     """Return random params of a memory or feature map, each ``[1, ...]``."""
-    sizes, g = {**Recipe().axes(4, 4), **axes}, torch.Generator().manual_seed(0)
-    params = member.params()
-    return {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in params}
+    sizes = {**Recipe().axes(4, 4), **axes}
+    return draw_params(member, sizes, torch.Generator().manual_seed(0))
 
 
 def sample_numbers(

@@ -36,39 +36,26 @@ __all__ = ["PLAIN_LOOP", "TRAIN", "measure"]
 
 PLAIN_LOOP, TRAIN = "bare loop", "recollect train"
 _WARMUP_STEPS = 2
+_BATCH_SIZE = 4
+_MODEL = {"recipe": "gated_delta_net", "parameters": 3_000_000}
 
 
 def measure(
     *,
     rounds: int = 7,
-    context: int = 512,
-    batch_size: int = 4,
-    recipe: str = "gated_delta_net",
-    parameters: int = 3_000_000,
-    progress: Callable[[int, int], None] | None = None,
+    context: int = 512,  # tokens of a row
+    progress: Callable[[int, int], None] | None = None,  # gets the finished rounds, and all
 ) -> BenchResult:
-    """Return the seconds per step of both, in alternating rounds.
-
-    Args:
-        rounds: number of timed steps of each.
-        context: tokens of a row.
-        batch_size: rows of a step.
-        recipe: name of a preset.
-        parameters: approximate number of parameters of the model.
-        progress: function that gets the number of finished rounds and of all rounds.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Return the seconds per step of both, in alternating rounds."""
     steps = rounds + _WARMUP_STEPS
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
-        text.write_text(random.Random(0).randbytes(steps * batch_size * context).hex())
+        text.write_text(random.Random(0).randbytes(steps * _BATCH_SIZE * context).hex())
         plan = TrainPlan.from_dict(
             {
-                "model": {"recipe": recipe, "parameters": parameters},
+                "model": _MODEL,
                 "data": {"train": [str(text)], "context": context},
-                "optimizer": {"steps": steps, "batch": batch_size, "lr": 1e-4},
+                "optimizer": {"steps": steps, "batch": _BATCH_SIZE, "lr": 1e-4},
                 "run": {"out": f"{folder}/run", "save_every": 0, "log_every": 10},
             }
         )
@@ -76,11 +63,11 @@ def measure(
         rows, _ = read_rows(FileDocuments(files=(text,)), tokenizer, context=context)
         torch.manual_seed(0)
         model = build_model(plan, tokenizer)
-        plain_step = _plain_step(copy.deepcopy(model).train(), rows, batch_size)
+        plain_step = _plain_step(copy.deepcopy(model).train(), rows)
         observer = _Alternate(plain_step, rounds, progress)
         train(plan, observer=observer)
         config = cast(RecollectConfig, model.config)
-        flops = model_flops(config, context=context) * batch_size * context
+        flops = model_flops(config, context=context) * _BATCH_SIZE * context
     ceiling = measure_peak_flops("cpu", torch.float32)
     return summarize(
         [Case(name=name, make=lambda: plain_step, flops=flops) for name in observer.seconds],
@@ -94,17 +81,15 @@ def measure(
     )
 
 
-def _plain_step(
-    model: RecollectForCausalLM, rows: list[PackedRow], batch_size: int
-) -> Callable[[], None]:
+def _plain_step(model: RecollectForCausalLM, rows: list[PackedRow]) -> Callable[[], None]:
     """Return a training step as in AdamW's documentation, on rows that are already read."""
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-4)
     position = 0
 
     def step() -> None:
         nonlocal position
-        batch = [rows[(position + i) % len(rows)] for i in range(batch_size)]
-        position += batch_size
+        batch = [rows[(position + i) % len(rows)] for i in range(_BATCH_SIZE)]
+        position += _BATCH_SIZE
         loss = model(**collate(batch, reset_memory=True)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -114,12 +114,8 @@ class Matrix(Stack):
 def _append_ones(h: Tensor, bias: bool) -> Tensor:
     if not bias:
         return h
-    ones = cached_constant(_ones, device=h.device, dtype=h.dtype)
+    ones = cached_constant(torch.ones, 1, device=h.device, dtype=h.dtype)
     return torch.cat([h, ones.expand(*h.shape[:-1], 1)], dim=-1)
-
-
-def _ones() -> Tensor:
-    return torch.ones(1)
 
 
 def _normalize(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor:

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["FDivergence"]
 
 
-def _chi_square(y: Tensor) -> Tensor:
-    return functional.relu(1 + 0.5 * y)
-
-
 # g = (f')⁻¹, and y* = f'(1) with g(y*) = 1. Outside its domain g is +inf, its limit.
 _DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "kl": (lambda y: (y - 1).exp(), 1.0),
@@ -39,7 +35,7 @@ _DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
         lambda y: torch.where(y < 1, (1 - torch.where(y < 1, y, 0.0)).pow(-2), torch.inf),
         0.0,
     ),
-    "chi_square": (_chi_square, 0.0),
+    "chi_square": (lambda y: functional.relu(1 + 0.5 * y), 0.0),
 }
 
 

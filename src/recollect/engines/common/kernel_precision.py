@@ -78,10 +78,6 @@ def _cast_rows(dual: KernelRows, dtype: torch.dtype) -> KernelRows:
     )
 
 
-def _to_float64(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
-
-
 def run_with_float64_fallback(run: KernelRun, problem: Problem) -> tuple[Tensor, State]:
     """Run the problem in its dtype, or in float64 if the dtype is not precise enough.
 
@@ -99,7 +95,8 @@ def run_with_float64_fallback(run: KernelRun, problem: Problem) -> tuple[Tensor,
             y, state, precision_lost = run(problem, None)
             if not bool(precision_lost) and bool(y.isfinite().all()):
                 return y, state
-        y, state, precision_lost = run(problem.map(_to_float64), possible_loss(old_rows))
+        wide = problem.map(lambda x: x.double() if x.is_floating_point() else x)
+        y, state, precision_lost = run(wide, possible_loss(old_rows))
         assert state.kernel_rows is not None
         weights = tuple(w.to(dtype) for w in state.weights)
         slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.algorithm_state.items()}

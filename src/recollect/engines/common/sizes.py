@@ -11,7 +11,7 @@ from recollect.choices.memory.base import Stack
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["FlopCount", "Sizes", "numel_of", "weight_read_flops"]
+__all__ = ["FlopCount", "Sizes", "weight_read_flops"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,7 @@ class Sizes:
     @property
     def weights(self) -> int:
         """Number of entries of the memory per head."""
-        return sum(numel_of(shape) for shape in self.shapes)
-
-
-def numel_of(shape: tuple[int, ...]) -> int:
-    """Return the number of entries of a tensor."""
-    return math.prod(shape)
+        return sum(map(math.prod, self.shapes))
 
 
 @dataclass(frozen=True, kw_only=True)

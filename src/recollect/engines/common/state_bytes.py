@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from recollect.engines.common.kernel_rows_flops import row_bytes
-from recollect.engines.common.sizes import Sizes, numel_of
+from recollect.engines.common.sizes import Sizes
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -24,7 +25,7 @@ def state_bytes(
     # A normalised memory has a memory of ones as one more row.
     float64_slots = recipe.algorithm.float64_slots(recipe)
     slots = sum(
-        (numel_of(recipe.algorithm.slot_shape(name, shape)) + ones)
+        (math.prod(recipe.algorithm.slot_shape(name, shape)) + ones)
         * (8 if name in float64_slots else state_size)
         for name in recipe.algorithm.slots
         for shape in s.shapes

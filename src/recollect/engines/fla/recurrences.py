@@ -187,30 +187,10 @@ def _pad_odd_channels(x: Arguments) -> Arguments:
 # -- one function per operator, for the names of its arguments -------------------------------------
 
 
-def _simple_gla(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, g=x.decay, **kwargs)
-
-
 def _gla(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
     # The chunked and the recurrent function have different names for the gate.
     gate = "gk" if run.__name__.startswith("fused_recurrent") else "g"
     return run(x.q, x.k, x.v, **{gate: x.per_channel()}, **kwargs)
-
-
-def _rwkv6(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, x.per_channel(), x.bonus, **kwargs)
-
-
-def _delta_rule(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, x.beta, **kwargs)
-
-
-def _gated_delta_rule(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, g=x.per_head(), beta=x.beta, **kwargs)
-
-
-def _kda(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
-    return run(x.q, x.k, x.v, g=x.per_channel().contiguous(), beta=x.beta, **kwargs)
 
 
 def _dplr(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> Result:
@@ -229,13 +209,17 @@ def _gated_delta_product(run: Call, x: Arguments, kwargs: Mapping[str, Any]) -> 
 
 
 _CALLS: Mapping[str, Callable[[Call, Arguments, Mapping[str, Any]], Result]] = {
-    "chunk_simple_gla": _simple_gla,
-    "chunk_rwkv6": _rwkv6,
+    "chunk_simple_gla": lambda run, x, kw: run(x.q, x.k, x.v, g=x.decay, **kw),
+    "chunk_rwkv6": lambda run, x, kw: run(x.q, x.k, x.v, x.per_channel(), x.bonus, **kw),
     "chunk_gla": _gla,
     "chunk_gated_delta_product": _gated_delta_product,
-    "chunk_delta_rule": _delta_rule,
-    "chunk_gated_delta_rule": _gated_delta_rule,
-    "chunk_kda": _kda,
+    "chunk_delta_rule": lambda run, x, kw: run(x.q, x.k, x.v, x.beta, **kw),
+    "chunk_gated_delta_rule": lambda run, x, kw: run(
+        x.q, x.k, x.v, g=x.per_head(), beta=x.beta, **kw
+    ),
+    "chunk_kda": lambda run, x, kw: run(
+        x.q, x.k, x.v, g=x.per_channel().contiguous(), beta=x.beta, **kw
+    ),
     "chunk_dplr_delta_rule": _dplr,
 }
 

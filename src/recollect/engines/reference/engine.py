@@ -15,6 +15,7 @@ all quantities that depend on the position in the inner batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from recollect.choices.memory.base import Stack
 from recollect.engines.base import Engine
 from recollect.engines.common.kernel_rows_flops import kernel_rows_flops, row_read_flops
 from recollect.engines.common.problem import Problem, join_buffer, memory_read
-from recollect.engines.common.sizes import FlopCount, Sizes, numel_of, weight_read_flops
+from recollect.engines.common.sizes import FlopCount, Sizes, weight_read_flops
 from recollect.engines.reference import kernel_token_loop, local_regression
 from recollect.engines.reference.full_batch import full_batch, full_batch_weights
 from recollect.engines.reference.least_squares import least_squares, read_least_squares
@@ -131,7 +132,7 @@ class ReferenceEngine(Engine):
             pairs = sum(min(t, horizon or t) for t in range(1, sizes.T + 1))
             decode = per_token * min(sizes.T + 1, horizon or sizes.T + 1)
             return counted({"attention": per_token * pairs}, decode, states=0)
-        first = sum(numel_of(shape) for shape in _firsts(recipe, sizes))
+        first = sum(map(math.prod, _firsts(recipe, sizes)))
         fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.has_base_matmuls)
         forward, input_gradient = fixed * 2 * sizes.weights, fixed * 2 * (sizes.weights - first)
         backward, read = input_gradient + 2 * sizes.weights, sizes.G * forward
@@ -203,5 +204,5 @@ def _newton_schulz(shape: tuple[int, ...], recipe: Recipe) -> int:
     steps = recipe.algorithm.ns_steps
     if steps == 0 or len(shape) < 2:
         return 0
-    rows, columns = shape[0], numel_of(shape[1:])
+    rows, columns = shape[0], math.prod(shape[1:])
     return newton_schulz_flops(rows, columns, steps)

@@ -183,12 +183,7 @@ def _groups(
 
 
 def below(
-    measure: Measure,
-    *,
-    lower: Sequence[Any],
-    upper: Sequence[Any],
-    by: str = "model",
-    **cell: Any,
+    measure: Measure, *, lower: Sequence[Any], upper: Sequence[Any], by: str = "model", **cell: Any
 ) -> Rule:
     """Require the largest mean of ``lower`` below the smallest of ``upper``.
 
@@ -202,12 +197,7 @@ def below(
 
 
 def above(
-    measure: Measure,
-    *,
-    upper: Sequence[Any],
-    lower: Sequence[Any],
-    by: str = "model",
-    **cell: Any,
+    measure: Measure, *, upper: Sequence[Any], lower: Sequence[Any], by: str = "model", **cell: Any
 ) -> Rule:
     """Require the smallest mean of ``upper`` above the largest of ``lower``.
 

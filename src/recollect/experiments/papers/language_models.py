@@ -309,14 +309,8 @@ def language_model(
 # -- models of bytes -------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _text() -> TextCorpus:
-    return load_text()
-
-
-@lru_cache(maxsize=1)
-def _bigram(corpus: TextCorpus) -> float:
-    return bigram_bits_per_byte(corpus)
+_text = lru_cache(maxsize=1)(load_text)
+_bigram = lru_cache(maxsize=1)(bigram_bits_per_byte)
 
 
 def _train_on_bytes(
