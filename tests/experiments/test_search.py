@@ -282,6 +282,9 @@ def test_the_command_searches_and_refuses(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "The best recipe is linear_attention" in result.output
     assert (tmp_path / "s" / "best.toml").exists()
+    failed = [*line[:-1], str(tmp_path / "failed"), "--length", "32"]  # too short for the pairs
+    result = CliRunner().invoke(build(), failed)
+    assert result.exit_code == 1 and "Neither the start" in result.output
     for arguments in (
         ["--budget", "soon"],
         ["--budget", "1m", "--trials", "2"],

@@ -19,7 +19,7 @@ pytest.importorskip("typer")
 
 import transformers
 from tests.misuse.mutations import named_twice
-from tests.misuse.sentences import is_one_sentence
+from tests.misuse.sentences import digests, is_one_sentence
 from typer.testing import CliRunner
 
 import recollect as rc
@@ -102,6 +102,17 @@ def test_refusals_are_one_sentence(saved: Path, tmp_path: Path) -> None:
         assert says in output
         assert output.startswith("recollect generate: ")
         assert output.count("\n") == 1
+
+
+def test_a_state_replaces_only_a_state(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("mine")
+    initial = digests(tmp_path) | digests(saved)
+    for path in (tmp_path / "text.txt", tmp_path, saved / "model.safetensors"):
+        _, output = run(saved, "--prompt", "a", "--save-state", path, code=2)
+        assert f"--save-state {path} exists and is not the file of a state" in output
+    assert digests(tmp_path) | digests(saved) == initial
+    for prompt in ("a", "b"):
+        run(saved, *TOKENS, "--prompt", prompt, "--save-state", tmp_path / "state")
 
 
 def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:

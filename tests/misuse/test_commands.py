@@ -156,6 +156,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "bench --only nope": ("nope",),
     "bench --only ,": ("--only names nothing",),
     "page --systems ,": ("--systems names nothing",),
+    "look other hello --out text.txt": ("--out text.txt must be an HTML file",),
+    "look other text.txt": ("TEXT is the text itself, and text.txt is a file",),
     "export nope out": ("there is no folder nope",),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -68,6 +69,7 @@ def generate(
 ) -> None:
     """Continue a prompt with a saved model, and print the size of its cache."""
     check_device(device)
+    _check_state_file(save_state)
     import torch
     from transformers.utils import logging
 
@@ -153,6 +155,18 @@ def _inputs(
     if save_state is not None:
         cached.save(save_state, model)
     return cached.generate_kwargs()
+
+
+def _check_state_file(path: Path | None) -> None:
+    """Refuse to replace a folder or a file of another kind by a state."""
+    if path is None or not os.path.lexists(path):
+        return
+    from recollect.lm.prompt import is_prompt_file
+
+    if not is_prompt_file(path):
+        raise ValueError(
+            f"--save-state {path} exists and is not the file of a state: name another file"
+        )
 
 
 def generate_tokens(model: Any, tokenizer: Any, *, stream: bool, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,10 @@ def look(
 ) -> None:
     """Write a page that shows surprise, steps, decays, ranks and answers of a model's memories."""
     check_device(device)
+    if out.suffix != ".html":
+        raise ValueError(f"--out {out} must be an HTML file, such as {out.with_suffix('.html')}")
+    if os.path.isfile(text):
+        raise ValueError(f"TEXT is the text itself, and {text} is a file: pass its content")
     from transformers.utils import logging
 
     from recollect.explanation.trace import token_label

@@ -161,6 +161,8 @@ def search(
     if result.interrupted:
         count = len(result.trials)
         exit_interrupted(f"interrupted: {count} trials are saved; the same command continues")
+    if not result.has_best:
+        raise typer.Exit(1)
 
 
 def _show(result: Search) -> None:

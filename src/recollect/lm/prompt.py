@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from recollect.serialization import read_json
 if TYPE_CHECKING:
     from recollect.lm.model.model import RecollectForCausalLM
 
-__all__ = ["CachedPrompt", "model_fingerprint"]
+__all__ = ["CachedPrompt", "is_prompt_file", "model_fingerprint"]
 
 FORMAT_VERSION = 2
 IGNORED_CONFIG_KEYS = (
@@ -236,6 +237,17 @@ class CachedPrompt:
             )
         except (ValueError, TypeError, RuntimeError, LookupError) as error:
             raise CheckpointError(f"{path} holds no prompt of this model: {error}") from None
+
+
+def is_prompt_file(path: Path) -> bool:
+    """Return whether `CachedPrompt.save` wrote a file."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "recollect" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def model_fingerprint(model: RecollectForCausalLM) -> dict[str, str]:
