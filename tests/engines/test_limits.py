@@ -56,6 +56,31 @@ def all_of(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> dict[str
     return {"y": y, **finite(state), **{f"gradient of {name}": a for name, a in slopes.items()}}
 
 
+def errors(
+    results: dict[str, Tensor], expected: dict[str, Tensor], batch_size: int
+) -> dict[str, float]:
+    """Return the largest relative error of a sequence by name; params belong to all sequences."""
+    largest: dict[str, float] = {}
+    for name, a in expected.items():
+        is_shared = name.startswith(("gradient of param", "gradient of init"))
+        size = 1 if len(a) == batch_size and not is_shared else max(1, len(a))
+        pairs = zip(results[name].split(size), a.split(size), strict=True)
+        largest[name] = max(generate.relative_error(*pair) for pair in pairs)
+    return largest
+
+
+def as_batch(variants: list[generate.Inputs]) -> generate.Inputs:
+    """Join inputs that differ in tensors with an axis of tokens."""
+    names = [n for n in variants[0].tensors() if not n.startswith(("param", "init"))]
+    joined = {n: torch.cat([x.tensors()[n] for x in variants]) for n in names}
+    return variants[0].replace_tensors(joined)
+
+
+TOGETHER = pytest.mark.parametrize(
+    "together", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one batch", "alone"]
+)
+
+
 def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
     """Compare every engine with the reference, as far as the rounding of the reference allows.
 
@@ -66,7 +91,7 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
     assert not [name for name, a in expected.items() if not a.isfinite().all()]
     for method in fast(recipe):
         results = all_of(recipe, x, engine=method, chunk_size=4)
-        wrong = {name: generate.relative_error(results[name], a) for name, a in expected.items()}
+        wrong = errors(results, expected, len(x.q))
         if max(wrong.values()) < EXACT:
             continue
         rounded = dict.fromkeys(expected, EXACT / 10)
@@ -74,9 +99,8 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
             noise = {n: 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
             moved = x.replace_tensors({n: x.tensors()[n] + a for n, a in noise.items()})
             near = all_of(recipe, moved, engine="reference")
-            rounded = {
-                n: max(e, generate.relative_error(near[n], expected[n])) for n, e in rounded.items()
-            }
+            apart = errors(near, expected, len(x.q))
+            rounded = {name: max(e, apart[name]) for name, e in rounded.items()}
         for name in expected:
             assert wrong[name] < 10 * rounded[name], name
     return {n.removeprefix("gradient of "): a for n, a in expected.items() if "gradient" in n}
@@ -127,17 +151,19 @@ def logs(recipe: rc.Recipe) -> Iterator[str]:
 FORGETS = [name for name, r in PRESETS.items() if list(logs(r))]
 
 
+@TOGETHER
 @pytest.mark.parametrize("name", FORGETS)
-def test_a_log_of_minus_infinity(name: str) -> None:
+def test_a_log_of_minus_infinity(name: str, together: bool) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)
     for gate in logs(recipe):
-        agree(recipe, put(x, gate, -math.inf))
-        agree(recipe, put(x, gate, -math.inf, slice(None)))
+        variants = [put(x, gate, -math.inf), put(x, gate, -math.inf, slice(None))]
         if x.tensors()[gate].dim() > 3:  # a single channel
             changed = x.tensors()[gate].clone()
             changed[:, EXTREME, ..., 0] = -math.inf
-            agree(recipe, x.replace_tensors({gate: changed}))
+            variants.append(x.replace_tensors({gate: changed}))
+        for batch in [as_batch(variants)] if together else variants:
+            agree(recipe, batch)
 
 
 def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
@@ -150,18 +176,20 @@ def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
             yield f"gate {gate.name}"
 
 
+@TOGETHER
 @pytest.mark.parametrize("name", generate.presets())
-def test_exact_zeros_in_every_number(name: str) -> None:
+def test_exact_zeros_in_every_number(name: str, together: bool) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)
-    for number in may_be_zero(recipe):
-        agree(recipe, put(x, number, 0.0))
-    for i, a in enumerate(x.init or ()):
-        agree(recipe, x.replace_tensors({f"init {i}": torch.zeros_like(a)}))
+    variants = [put(x, number, 0.0) for number in may_be_zero(recipe)]
     everything = {name: a.clone() for name, a in x.tensors().items()}
     for number in may_be_zero(recipe):
         everything[number][:, EXTREME] = 0.0
-    agree(recipe, x.replace_tensors(everything))
+    variants.append(x.replace_tensors(everything))
+    for batch in [as_batch(variants)] if together else variants:
+        agree(recipe, batch)
+    for i, a in enumerate(x.init or ()):
+        agree(recipe, x.replace_tensors({f"init {i}": torch.zeros_like(a)}))
 
 
 @pytest.mark.parametrize("name", generate.presets())
