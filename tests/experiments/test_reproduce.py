@@ -134,6 +134,13 @@ def doubled(results: Results) -> Any:
     return verdict(results.mean("y", x=2) == 4.0, "y at 2")
 
 
+@functools.cache
+def drawn(*points: tuple[int, float]) -> RenderedFigure:
+    """Draw the figure of the small experiment once for equal points."""
+    xs, ys = zip(*points, strict=True)
+    return line_figure([Series(name="y", x=xs, y=ys)], x="x", y="y", title="toy")
+
+
 def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = None) -> Experiment:
     def measure(
         config: Any, cell: Any, seed: int, device: torch.device
@@ -145,9 +152,7 @@ def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = 
         return {"y": 2.0 * cell["x"], "noise": float(torch.rand(())), "curve": [1.0, math.nan]}
 
     def draw(results: Results) -> RenderedFigure:
-        places = results.axis_values("x")
-        ys = [results.mean("y", x=place) for place in places]
-        return line_figure([Series(name="y", x=places, y=ys)], x="x", y="y", title="toy")
+        return drawn(*((x, results.mean("y", x=x)) for x in results.axis_values("x")))
 
     return Experiment(
         name="toy",
