@@ -3,7 +3,7 @@
 ``python -m tests.gpu.recurrence parity [NAME...]`` prints one JSON object per case: how often each
 kernel ran, and how far outputs, states and every gradient are from the definition. ``... factors``
 prints distances by the precision of products, ``... launches`` the number of operations on the
-device by the number of tokens. ``... trial COUNT`` tries correct and wrong kernels. A
+device by the number of tokens and groups. ``... trial COUNT`` tries correct and wrong kernels. A
 program of its own, because the device and Triton's interpreter stay with their process.
 """
 
@@ -79,9 +79,9 @@ def factors() -> None:
 
 
 def launches() -> None:
-    """Operations on the device, forward and backward, by the number of tokens."""
-    for T in (48, 96):
-        case = Case(TITANS, dtype=torch.float32, T=T)
+    """Operations on the device, forward and backward, by the number of tokens and of groups."""
+    for T, chunk in ((48, None), (96, None), (96, 48)):
+        case = Case(TITANS, dtype=torch.float32, T=T, chunk=chunk)
         leaves = inputs_of(case)
         with pretend.counted() as counts:
             results_of(case, leaves, case.engine, pretend.put)

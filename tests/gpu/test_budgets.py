@@ -141,10 +141,10 @@ def test_every_preset_has_a_budget() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "limit"),
     [
-        pytest.param("gated_delta_net", 4096, 400, marks=pytest.mark.slow),
-        # About 76 launches in each of 32 inner batches, and 554 more. On CUDA a Triton kernel
+        pytest.param("gated_delta_net", 4096, 385, marks=pytest.mark.slow),
+        # About 77 launches in each of 32 inner batches, and 495 more. On CUDA a Triton kernel
         # takes their place.
-        pytest.param("titans", 512, 3050, marks=pytest.mark.slow),
+        pytest.param("titans", 512, 2960, marks=pytest.mark.slow),
     ],
 )
 def test_launches_of_a_long_sequence(name: str, tokens: int, limit: int) -> None:

@@ -83,8 +83,9 @@ def test_factors_of_products_follow_the_requested_precision() -> None:
 @needs_triton
 @pretended
 def test_launches_do_not_depend_on_tokens() -> None:
-    (_, few, waits), (_, many, waits_too) = printed("recurrence", "launches")
-    assert many <= few <= 400 and waits == waits_too == 0
+    few, many, groups = printed("recurrence", "launches")
+    assert many[1] <= few[1] <= 305 and groups[1] <= many[1] + 115
+    assert few[2] == many[2] == groups[2] == 0
 
 
 @needs_triton
