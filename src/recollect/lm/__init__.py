@@ -47,11 +47,11 @@ from recollect.lm.adoption import (
 )
 from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError
-from recollect.lm.model.classification import RecollectForSequenceClassification
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters, match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
+from recollect.lm.model.pretrained import RecollectForSequenceClassification
 from recollect.lm.prompt import CachedPrompt
 from recollect.lm.replacement.loading import register
 from recollect.lm.replacement.mlp import replace_mlp

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from recollect.blocks.layers import PersistentTokens
 from recollect.layer.block import ZeroCenteredRMSNorm
@@ -35,7 +36,7 @@ from recollect.lm.model.manifest import MANIFEST, check_manifest, is_model_file,
 from recollect.lm.publishing.card import write_card
 from recollect.lm.publishing.remote_code import is_external_class, set_remote_code
 
-__all__ = ["RecollectPreTrainedModel", "StrictLoadingMixin"]
+__all__ = ["RecollectForSequenceClassification", "RecollectPreTrainedModel", "StrictLoadingMixin"]
 
 _MANIFEST_HINT = f"{RECOPY_HINT}; if the change is meant, delete {MANIFEST}"
 
@@ -207,3 +208,25 @@ class RecollectPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             module.reset_parameters()  # which also changes loaded weights
             for weight, value in loaded:
                 weight.copy_(value)
+
+
+class RecollectForSequenceClassification(
+    GenericForSequenceClassification, RecollectPreTrainedModel
+):
+    """`RecollectModel` with a head of ``config.num_labels`` scores per text.
+
+    A batch of several texts needs ``config.pad_token_id``: the scores are those of the last other
+    token. The head is initialized if a folder of a language model is loaded.
+
+    Raises:
+        RecipeError: sizes do not fit a recipe.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=32, hidden_size=16)
+        >>> config.num_labels = 3
+        >>> rc.lm.RecollectForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
+    """
+
+    _ignore_unexpected = ("lm_head.",)
+    _ignore_missing = ("score.",)
