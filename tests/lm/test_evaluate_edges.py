@@ -18,8 +18,8 @@ import recollect as rc
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.evaluation import documents, harness
 from recollect.lm.evaluation.evaluate import _temporary_tokenizer
-from recollect.lm.evaluation.folder import load_finished_tasks, save_task
 from recollect.lm.evaluation.names import find_tasks, load_tasks
+from recollect.lm.evaluation.results import load_finished_tasks, save_task
 
 
 def tiny() -> rc.lm.RecollectForCausalLM:

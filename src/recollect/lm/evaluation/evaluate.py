@@ -19,9 +19,14 @@ import transformers
 
 from recollect.fields import int_check, validate
 from recollect.lm.evaluation.documents import CONTEXT
-from recollect.lm.evaluation.folder import load_finished_groups, load_finished_tasks, save_task
 from recollect.lm.evaluation.local_tasks import local_tasks
-from recollect.lm.evaluation.results import Evaluation, TaskResult
+from recollect.lm.evaluation.results import (
+    Evaluation,
+    TaskResult,
+    load_finished_groups,
+    load_finished_tasks,
+    save_task,
+)
 from recollect.lm.loading import load_model_and_tokenizer
 from recollect.lm.prompt import model_fingerprint
 from recollect.messages import argument_name, short_repr
