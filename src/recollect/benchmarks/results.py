@@ -20,70 +20,45 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An implementation to time.
+    """An implementation to time."""
 
-    Args:
-        name: name of the case, different for all cases of a run.
-        make: function that creates the inputs and returns the function to time, which takes no
-            argument and whose result is dropped. It is called once and is not timed. All cases of a
-            run should create equal inputs.
-        flops: floating-point operations of one call, two for a multiply-add, or ``None``.
-        bytes: smallest number of bytes that one call reads and writes, or ``None``.
-    """
-
-    name: str
+    name: str  # name of the case, different for all cases of a run
+    # function that creates the inputs and returns the function to time, which takes no argument and
+    # whose result is dropped. It is called once and is not timed. All cases of a run should create
+    # equal inputs.
     make: Callable[[], Callable[[], object]]
+    # floating-point operations of one call, two for a multiply-add, or None
     flops: float | None = None
-    bytes: float | None = None
+    bytes: float | None = None  # smallest number of bytes that one call reads and writes, or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """Speed of a matrix product of torch in the same rounds.
+    """Speed of a matrix product of torch in the same rounds."""
 
-    Args:
-        name: shape of the product.
-        gflops: median over rounds, 10⁹ operations per second.
-        dtype: dtype of the product. Files without it were measured in float32.
-    """
-
-    name: str
-    gflops: float
-    dtype: str = "float32"
+    name: str  # shape of the product
+    gflops: float  # median over rounds, 10⁹ operations per second
+    dtype: str = "float32"  # dtype of the product. Files without it were measured in float32.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time of one case.
+    """Time of one case."""
 
-    Args:
-        name: name of the case.
-        median: seconds per call, median over rounds.
-        lower: first quartile.
-        upper: third quartile.
-        ratio: median over rounds of this case's time divided by the baseline's in the same round.
-        calls: calls per round, so many that the clock's resolution is negligible.
-        flops: FLOPs of the case.
-        bytes: bytes of the case.
-        gflops: 10⁹ operations per second, or ``None`` without ``flops``.
-        share: ``gflops`` as a fraction of the higher ceiling, or ``None`` without ``flops``.
-        peak_bytes: largest memory that one call allocated on a GPU in addition to its inputs;
-            ``None`` on a CPU.
-        seconds: time per call in each round, in the order of the rounds.
-    """
-
-    name: str
-    median: float
-    lower: float
-    upper: float
+    name: str  # name of the case
+    median: float  # seconds per call, median over rounds
+    lower: float  # first quartile
+    upper: float  # third quartile
+    # median over rounds of this case's time divided by the baseline's in the same round
     ratio: float
-    calls: int
-    flops: float | None
-    bytes: float | None
-    gflops: float | None
-    share: float | None
+    calls: int  # calls per round, so many that the clock's resolution is negligible
+    flops: float | None  # FLOPs of the case
+    bytes: float | None  # bytes of the case
+    gflops: float | None  # 10⁹ operations per second, or None without flops
+    share: float | None  # gflops as a fraction of the higher ceiling, or None without flops
+    # largest memory that one call allocated on a GPU in addition to its inputs; None on a CPU
     peak_bytes: int | None
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # time per call in each round, in the order of the rounds
 
 
 def _format(value: float | None, unit: float = 1.0) -> str | None:
@@ -106,23 +81,14 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Timing], str | None]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """Result of a run.
+    """Result of a run."""
 
-    Args:
-        timings: one per case, in the order of the cases.
-        ceilings: matrix products, timed in the same rounds.
-        baseline: name of the case that ratios refer to.
-        rounds: number of rounds.
-        seed: seed of the order within rounds.
-        environment: device, versions, commit, date.
-    """
-
-    timings: tuple[Timing, ...]
-    ceilings: tuple[Ceiling, ...]
-    baseline: str
-    rounds: int
-    seed: int
-    environment: Environment
+    timings: tuple[Timing, ...]  # one per case, in the order of the cases
+    ceilings: tuple[Ceiling, ...]  # matrix products, timed in the same rounds
+    baseline: str  # name of the case that ratios refer to
+    rounds: int  # number of rounds
+    seed: int  # seed of the order within rounds
+    environment: Environment  # device, versions, commit, date
 
     def __getitem__(self, name: str) -> Timing:
         """Return the timing of a case.

@@ -41,42 +41,27 @@ Ratio = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class CaseSpec:
-    """A case of a suite, of any size.
+    """A case of a suite, of any size."""
 
-    Attributes:
-        name: name of the case.
-        build: function from the sizes to the case, called with ``name=``.
-    """
-
-    name: str
-    build: Callable[..., Case]
+    name: str  # name of the case
+    build: Callable[..., Case]  # function from the sizes to the case, called with name=
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Cases that are timed in one run.
+    """Cases that are timed in one run."""
 
-    Attributes:
-        title: description in one line.
-        cases: the cases.
-        baseline: name of the case that ratios refer to.
-        ratios: additional ratios.
-        min_seconds: smallest time of the calls of one case in one round. Cases of milliseconds
-            need more if other cases evict them from the caches.
-        shape: default sizes.
-        timer: clock of the harness.
-        max_flops: largest number of FLOPs of a case.
-        errors: function from the sizes to relative errors by case.
-    """
-
-    title: str
-    cases: Sequence[CaseSpec]
-    baseline: str
-    ratios: Sequence[Ratio] = ()
+    title: str  # description in one line
+    cases: Sequence[CaseSpec]  # the cases
+    baseline: str  # name of the case that ratios refer to
+    ratios: Sequence[Ratio] = ()  # additional ratios
+    # smallest time of the calls of one case in one round. Cases of milliseconds need more if other
+    # cases evict them from the caches.
     min_seconds: float = 0.02
-    shape: Shape = field(default_factory=Shape)
-    timer: Callable[[], float] = time.perf_counter
-    max_flops: float = math.inf
+    shape: Shape = field(default_factory=Shape)  # default sizes
+    timer: Callable[[], float] = time.perf_counter  # clock of the harness
+    max_flops: float = math.inf  # largest number of FLOPs of a case
+    # function from the sizes to relative errors by case
     errors: Callable[[Shape], dict[str, float]] = lambda shape: {}
 
 

@@ -112,17 +112,11 @@ class Engine(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Engine that runs a recipe, and the reasons against the engines before it.
+    """Engine that runs a recipe, and the reasons against the engines before it."""
 
-    Attributes:
-        engine: The engine.
-        description: One-line description of its method.
-        rejected: Reasons by engine name.
-    """
-
-    engine: Engine
-    description: str
-    rejected: dict[str, list[str]]
+    engine: Engine  # the engine
+    description: str  # One-line description of its method
+    rejected: dict[str, list[str]]  # reasons by engine name
 
     def __str__(self) -> str:
         lines = [f"{self.engine.name} ({self.description})"]

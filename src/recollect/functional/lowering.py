@@ -24,17 +24,11 @@ __all__ = ["Lowered", "lower"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """A problem that any engine can run, and how to restore its results.
+    """A problem that any engine can run, and how to restore its results."""
 
-    Attributes:
-        original: the problem before the rewrites.
-        problem: the problem after them.
-        scale: running maximum m_t of a stabilized memory, ``[B, T, H]``.
-    """
-
-    original: Problem
-    problem: Problem
-    scale: Tensor | None
+    original: Problem  # the problem before the rewrites
+    problem: Problem  # the problem after them
+    scale: Tensor | None  # running maximum m_t of a stabilized memory, [B, T, H]
 
     def restore_output(self, y: Tensor) -> Tensor:
         """Return the outputs of the original problem from those of the lowered one."""

@@ -28,15 +28,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CompactedBatch:
-    """Indices of each sequence's real tokens.
+    """Indices of each sequence's real tokens."""
 
-    Attributes:
-        index: ``[B, T]``, real tokens first, in order.
-        lengths: real tokens per sequence ``[B]``.
-    """
-
-    index: Tensor
-    lengths: Tensor
+    index: Tensor  # [B, T], real tokens first, in order
+    lengths: Tensor  # real tokens per sequence [B]
 
     @property
     def mask(self) -> Tensor:
@@ -57,13 +52,9 @@ class CompactedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentBatch(CompactedBatch):
-    """Documents of one sequence as sequences of their own; indices are those of the one sequence.
+    """Documents of one sequence as separate sequences; indices are those of the one sequence."""
 
-    Attributes:
-        documents: numbers of the documents, ``[B]``.
-    """
-
-    documents: Tensor
+    documents: Tensor  # numbers of the documents, [B]
 
     def gather(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Return the documents of ``x [1, T, ...]``, padded on the right."""

@@ -27,15 +27,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SizedQuantity:
-    """A gate or a param with its shape.
+    """A gate or a param with its shape."""
 
-    Attributes:
-        declared: the declaration of the recipe.
-        shape: ``(H, ...)``; a gate has ``[B, T]`` before it.
-    """
-
-    declared: Gate | Param
-    shape: Shape
+    declared: Gate | Param  # the declaration of the recipe
+    shape: Shape  # (H, ...); a gate has [B, T] before it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,81 +38,61 @@ class BoundRecipe:
     """A recipe with H memories, keys of size K, values of size V, and the engine that runs it.
 
     A layer creates one during initialisation. `recollect.recall` looks it up.
-
-    Attributes:
-        recipe: the recipe that the engine runs, with a decay of 1 if a running scale needs a decay.
-        gates, params: gates and params by name, in the recipe's order.
-        padding_values: a valid value of every number except 0, by engine-side name, for padding
-            and for empty slots.
-        constants: constants of the recipe, by engine-side name.
-        learned_rates: for each param that is a quantity: its name, the engine-side name, and
-            whether engines receive its logarithm.
-        num_features: F, or 0 if there are infinitely many features.
-        weight_shapes: shapes of the memory's maps, without batch and head.
-        slot_shapes: for each slot of the algorithm: its shape for each map, and whether it is
-            always float64.
-        associations_per_token: n.
-        has_normalizer: whether the memory has a value channel for a memory of ones.
-        is_stabilized: whether the normalizer has a floor, and the memory a running scale.
-        has_features: whether features may differ from the keys and queries themselves.
-        needs_lowering: whether an engine gets a rewritten call, because of a normalizer or of
-            several associations per token.
-        recipe_id: normal form of the caller's recipe, stored in its states.
-        fingerprint: hash of the recipe, used to validate engine caches kept in a state; ``None`` if
-            a member is unhashable.
-        needs_init: whether a memory of zeros cannot learn (`Recipe.needs_init`).
-        affine, decay, horizon: `Recipe.step_affine`, `Retention.decay` and `Context.horizon` of the
-            recipe, which engines read at every call.
-        recursion, rate_depends_on_key, per_value: attributes of the recipe's algorithm.
-        engine: the engine that runs the recipe.
-        run: `Engine.run`; `recollect.parallel` adds the exchanges between ranks.
-        requested_engine: the engine that the caller requested, for example ``"auto"``.
-        plan: the result of `Engine.make_plan`.
-        decode_token: `Engine.decode_token`, or ``None`` if it does not support the recipe.
-        precision: requested precision of products, or ``None``.
-        matmul_precision: actual precision of products: ``"float32"`` if the engine needs it.
-        fla_operator: operators of flash-linear-attention for the recipe, or ``None``.
-        measures_overlap: whether rates of inner batches depend on their keys.
-        uses_inner_autograd: whether the engine may take inner gradients by autograd.
-        name: key in the registry of layers' bound recipes (`recollect.functional.binding.named`).
     """
 
+    # the recipe that the engine runs, with a decay of 1 if a running scale needs a decay
     recipe: Recipe
     H: int
     K: int
     V: int
+    # gates and params by name, in the recipe's order
     gates: Mapping[str, SizedQuantity]
     params: Mapping[str, SizedQuantity]
+    # a valid value of every number except 0, by engine-side name, for padding and for empty slots
     padding_values: Mapping[str, float]
-    constants: Mapping[str, float]
+    constants: Mapping[str, float]  # constants of the recipe, by engine-side name
+    # for each param that is a quantity: its name, the engine-side name, and whether engines receive
+    # its logarithm
     learned_rates: tuple[tuple[str, str, bool], ...]
-    num_features: int
-    weight_shapes: tuple[Shape, ...]
+    num_features: int  # F, or 0 if there are infinitely many features
+    weight_shapes: tuple[Shape, ...]  # shapes of the memory's maps, without batch and head
+    # for each slot of the algorithm: its shape for each map, and whether it is always float64
     slot_shapes: Mapping[str, tuple[tuple[Shape, ...], bool]]
-    associations_per_token: int
-    has_normalizer: bool
-    is_stabilized: bool
-    has_features: bool
+    associations_per_token: int  # n
+    has_normalizer: bool  # whether the memory has a value channel for a memory of ones
+    is_stabilized: bool  # whether the normalizer has a floor, and the memory a running scale
+    has_features: bool  # whether features may differ from the keys and queries themselves
+    # whether an engine gets a rewritten call, because of a normalizer or of several associations
+    # per token
     needs_lowering: bool
-    recipe_id: str
+    recipe_id: str  # normal form of the caller's recipe, stored in its states
+    # hash of the recipe, used to validate engine caches kept in a state; None if a member is
+    # unhashable
     fingerprint: int | None
-    needs_init: bool
+    needs_init: bool  # whether a memory of zeros cannot learn (`Recipe.needs_init`)
+    # `Recipe.step_affine`, `Retention.decay` and `Context.horizon` of the recipe, which engines
+    # read at every call
     affine: tuple[float, float] | None
     decay: Decay | None
     horizon: int | None
+    # attributes of the recipe's algorithm
     recursion: str | None
     rate_depends_on_key: bool
     per_value: bool
-    engine: Engine
+    engine: Engine  # the engine that runs the recipe
+    # `Engine.run`; `recollect.parallel` adds the exchanges between ranks
     run: Callable[[Problem], tuple[Tensor, State]]
-    requested_engine: str
-    plan: Any = None
+    requested_engine: str  # the engine that the caller requested, for example "auto"
+    plan: Any = None  # the result of `Engine.make_plan`
+    # `Engine.decode_token`, or None if it does not support the recipe
     decode_token: Callable[..., tuple[Tensor, State] | None] | None = None
-    precision: str | None = None
+    precision: str | None = None  # requested precision of products, or None
+    # actual precision of products: "float32" if the engine needs it
     matmul_precision: str | None = None
-    fla_operator: Offer | None = None
-    measures_overlap: bool = False
-    uses_inner_autograd: bool = True
+    fla_operator: Offer | None = None  # operators of flash-linear-attention for the recipe, or None
+    measures_overlap: bool = False  # whether rates of inner batches depend on their keys
+    uses_inner_autograd: bool = True  # whether the engine may take inner gradients by autograd
+    # key in the registry of layers' bound recipes (`recollect.functional.binding.named`)
     name: str | None = None
 
     @property

@@ -34,20 +34,13 @@ class StabilityLimit:
     """Rate beyond which a repeated association diverges.
 
     `recollect.layer.gates.stability_limit` computes it for the tokens of a layer.
-
-    Attributes:
-        batch_size: number of steps that add up before the next read.
-        window: number of associations of one step, if their weights are 1.
-        gated: whether their weights are the gate ``"window"``.
-        momentum: whether θ is a gate or a param.
-        constant_momentum: θ if it is a constant, else 0.
     """
 
-    batch_size: int
-    window: int
-    gated: bool
-    momentum: bool
-    constant_momentum: float
+    batch_size: int  # number of steps that add up before the next read
+    window: int  # number of associations of one step, if their weights are 1
+    gated: bool  # whether their weights are the gate "window"
+    momentum: bool  # whether θ is a gate or a param
+    constant_momentum: float  # θ if it is a constant, else 0
 
     def __str__(self) -> str:
         factors = [str(n) for n in (self.batch_size, self.window) if n > 1]

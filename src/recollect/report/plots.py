@@ -15,40 +15,24 @@ __all__ = ["Axis", "Curve", "Plot", "PlottedAxes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis.
+    """One axis."""
 
-    Attributes:
-        label: Measured quantity, with its unit.
-        low: Lower limit.
-        high: Upper limit.
-        log: Whether the axis is logarithmic.
-    """
-
-    label: str
-    low: float
-    high: float
-    log: bool = False
+    label: str  # measured quantity, with its unit
+    low: float  # lower limit
+    high: float  # upper limit
+    log: bool = False  # whether the axis is logarithmic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One curve.
+    """One curve."""
 
-    Attributes:
-        name: Name in the legend.
-        colour: Colour as ``#rrggbb``.
-        x: Positions.
-        y: Values; a value that is not finite is a gap.
-        low: Lower edge of the band, or ``None``.
-        high: Upper edge of the band, or ``None``.
-    """
-
-    name: str
-    colour: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...] | None = None
-    high: tuple[float, ...] | None = None
+    name: str  # name in the legend
+    colour: str  # colour as #rrggbb
+    x: tuple[float, ...]  # positions
+    y: tuple[float, ...]  # Values; a value that is not finite is a gap
+    low: tuple[float, ...] | None = None  # lower edge of the band, or None
+    high: tuple[float, ...] | None = None  # upper edge of the band, or None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the curve for JSON; a value that is not finite is ``None``."""
@@ -62,25 +46,17 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A pair of axes and its curves.
+    """A pair of axes and its curves."""
 
-    Attributes:
-        bounds: Position of the axes in the drawing: left, top, width and height as fractions of its
-            width and height, from the upper left corner.
-        x: Horizontal axis.
-        y: Vertical axis.
-        curves: Curves in the order of the legend.
-        baselines: Horizontal lines by name.
-        title: Title of these axes, if the drawing has several.
-        narrow_bounds: Position in the drawing for narrow screens.
-    """
-
+    # position of the axes in the drawing: left, top, width and height as fractions of its width and
+    # height, from the upper left corner
     bounds: tuple[float, float, float, float]
-    x: Axis
-    y: Axis
-    curves: Sequence[Curve]
-    baselines: Mapping[str, float]
-    title: str = ""
+    x: Axis  # horizontal axis
+    y: Axis  # vertical axis
+    curves: Sequence[Curve]  # curves in the order of the legend
+    baselines: Mapping[str, float]  # horizontal lines by name
+    title: str = ""  # title of these axes, if the drawing has several
+    # position in the drawing for narrow screens
     narrow_bounds: tuple[float, float, float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,23 +94,14 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedAxes:
-    """Axes of matplotlib with their curves.
+    """Axes of matplotlib with their curves."""
 
-    Attributes:
-        axes: Axes of a figure.
-        curves: Curves in the axes.
-        baselines: Horizontal lines by name.
-        x: Label of the horizontal axis.
-        y: Label of the vertical axis.
-        title: Title of these axes.
-    """
-
-    axes: Axes
-    curves: Sequence[Curve]
-    baselines: Mapping[str, float]
-    x: str
-    y: str
-    title: str = ""
+    axes: Axes  # axes of a figure
+    curves: Sequence[Curve]  # curves in the axes
+    baselines: Mapping[str, float]  # horizontal lines by name
+    x: str  # label of the horizontal axis
+    y: str  # label of the vertical axis
+    title: str = ""  # title of these axes
 
     def extract_plot(self) -> Plot:
         """Return position, limits and curves of the axes; the figure must have been drawn."""

@@ -204,21 +204,13 @@ def _brief(recipe: Recipe) -> str:
 
 @dataclass
 class _Quantity:
-    """Observations of one gate or param.
+    """Observations of one gate or param."""
 
-    Attributes:
-        axes: declared axes.
-        num_recipes: number of recipes with it.
-        affects_output: whether an output changed with it.
-        num_axes: number of axes with several entries that were tried.
-        num_distinct: number of them along which each entry matters.
-    """
-
-    axes: tuple[str, ...]
-    num_recipes: int = 0
-    affects_output: bool = False
-    num_axes: int = 0
-    num_distinct: int = 0
+    axes: tuple[str, ...]  # declared axes
+    num_recipes: int = 0  # number of recipes with it
+    affects_output: bool = False  # whether an output changed with it
+    num_axes: int = 0  # number of axes with several entries that were tried
+    num_distinct: int = 0  # number of them along which each entry matters
 
     @property
     def is_decided(self) -> bool:

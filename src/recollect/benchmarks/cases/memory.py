@@ -45,17 +45,11 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Largest memory of the steps of a run.
+    """Largest memory of the steps of a run."""
 
-    Attributes:
-        live: bytes of tensors, weights included.
-        resident: growth of the process in bytes; ``None`` if the system does not report it.
-        seconds: duration of the run.
-    """
-
-    live: int
-    resident: int | None
-    seconds: float
+    live: int  # bytes of tensors, weights included
+    resident: int | None  # growth of the process in bytes; None if the system does not report it
+    seconds: float  # duration of the run
 
 
 def _run_tables(

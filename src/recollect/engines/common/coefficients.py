@@ -144,25 +144,15 @@ def shift_right(x: Tensor, dim: int, first: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """Coefficients of one chunk with decay per head.
+    """Coefficients of one chunk with decay per head."""
 
-    Attributes:
-        a: Coefficient of A° in A_t, ``[..., C]``.
-        E: Coefficient of step i in A_t, ``[..., C, C]``, lower triangular.
-        P: Coefficient of step i in A_t by decay without momentum, ``[..., C, C]``.
-        alpha: α_t = exp(log decay), ``[..., C]``.
-        m: Coefficient of S° in A_t, ``[..., C]``, or ``None`` without momentum.
-        theta: P^θ, the coefficient of step i in S_t, or ``None`` without momentum.
-        theta_end: Coefficient of S° in S_C, ``[...]``, or ``None`` without momentum.
-    """
-
-    a: Tensor
-    E: Tensor
-    P: Tensor
-    alpha: Tensor
-    m: Tensor | None = None
-    theta: Tensor | None = None
-    theta_end: Tensor | None = None
+    a: Tensor  # coefficient of A° in A_t, [..., C]
+    E: Tensor  # coefficient of step i in A_t, [..., C, C], lower triangular
+    P: Tensor  # coefficient of step i in A_t by decay without momentum, [..., C, C]
+    alpha: Tensor  # α_t = exp(log decay), [..., C]
+    m: Tensor | None = None  # coefficient of S° in A_t, [..., C], or None without momentum
+    theta: Tensor | None = None  # P^θ, the coefficient of step i in S_t, or None without momentum
+    theta_end: Tensor | None = None  # coefficient of S° in S_C, [...], or None without momentum
 
     def at_previous_token(self, x: Tensor, *, decayed: bool, first: float) -> Tensor:
         """Return the coefficient ``[..., C]`` of A_{t−1}, or of α_t A_{t−1}, from that of A_t."""

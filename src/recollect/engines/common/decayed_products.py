@@ -160,17 +160,13 @@ class _BitPartition(NamedTuple):
     """Pairs of tokens by the highest bit in which their indices differ.
 
     The last of the L entries is the diagonal, if it is included.
-
-    Attributes:
-        reference_rows: Rows ``[2, L C]`` of the sums before each token that a token is relative to,
-            as the later and as the earlier token of a pair.
-        inactive: Tokens ``[2, L, C, 1]`` that are never the later or the earlier token.
-        pair_mask: 1 for pairs whose highest different bit is this one, ``[L, C, C]``.
     """
 
+    # rows [2, L C] of the sums before each token that a token is relative to, as the later and as
+    # the earlier token of a pair
     reference_rows: Tensor
-    inactive: Tensor
-    pair_mask: Tensor
+    inactive: Tensor  # tokens [2, L, C, 1] that are never the later or the earlier token
+    pair_mask: Tensor  # 1 for pairs whose highest different bit is this one, [L, C, C]
 
 
 def _bits(C: int) -> tuple[Tensor, Tensor]:

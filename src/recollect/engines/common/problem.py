@@ -57,51 +57,46 @@ class Problem:
     `recollect.recall` and layers construct it from the caller's arguments. `recollect.functional`
     packs it into dense sequences with padding on the right, resolves its rates, and groups its
     queries. Then an engine runs it.
-
-    Attributes:
-        bound: The recipe at the caller's sizes (a memory of ones is one more channel of ``v``), the
-            engine, and its plan.
-        q: Queries ``[B, T, Hq, K]``, grouped by memory for engines, ``[B, T, H, G, K]``.
-        k, v: Keys ``[B, T, H, K]`` and values ``[B, T, H, V]``, or with an axis of associations
-            after H.
-        gates, params: Arguments of `recollect.recall` by name.
-        rates: All rates of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
-        cache: Entries of the next state's cache, in addition to those of the engine.
-        state: State before the first token. Engines always receive one.
-        initial_memory, attention_mask, causal, chunk_size, output_final_state: Arguments of
-            `recollect.recall`.
-        cu_seqlens: Boundaries ``[N + 1]`` of N documents in the only sequence. Lengths and states
-            have one element per document. Only operators of flash-linear-attention receive them.
-        lengths: Number of real tokens per sequence ``[B]``, if sequences have padding.
-        source_index: Position of each token in the caller's sequence ``[B, T]``, if it differs.
-        rows_are_documents: Whether sequences are documents of the caller's only sequence.
-        param_sources: Tensors from which params are computed. Their versions identify the params.
-        trusted: Whether gates and params come from a layer's projections, which were validated on
-            the prompt. Their names, shapes and ranges are not checked again.
-        steps_per_token: Number of associations per token that the engine runs as separate tokens.
-            Features use the position of the token.
     """
 
+    # the recipe at the caller's sizes (a memory of ones is one more channel of v), the engine, and
+    # its plan
     bound: BoundRecipe
-    q: Tensor
+    q: Tensor  # queries [B, T, Hq, K], grouped by memory for engines, [B, T, H, G, K]
+    # keys [B, T, H, K] and values [B, T, H, V], or with an axis of associations after H
     k: Tensor
     v: Tensor
+    # arguments of `recollect.recall` by name
     gates: Mapping[str, Tensor] = field(default_factory=dict)
     params: Mapping[str, Tensor] = field(default_factory=dict)
+    # all rates of the recipe by engine-side name (decays as logs), [B, T, H, ...]
     rates: Mapping[str, Tensor] = field(default_factory=dict)
+    # entries of the next state's cache, in addition to those of the engine
     cache: Mapping[str, Tensor] = field(default_factory=dict)
+    # State before the first token. Engines always receive one.
     state: State = _NO_STATE  # `recollect.functional.recall` sets a missing state
+    # arguments of `recollect.recall`
     initial_memory: Init | None = None
     attention_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
     causal: bool = True
     chunk_size: int | None = None
     output_final_state: bool = True
+    # Boundaries [N + 1] of N documents in the only sequence. Lengths and states have one element
+    # per document. Only operators of flash-linear-attention receive them.
+    cu_seqlens: Tensor | None = None
+    # number of real tokens per sequence [B], if sequences have padding
     lengths: Tensor | None = None
+    # position of each token in the caller's sequence [B, T], if it differs
     source_index: Tensor | None = None
+    # whether sequences are documents of the caller's only sequence
     rows_are_documents: bool = False
+    # Tensors from which params are computed. Their versions identify the params.
     param_sources: Sequence[Tensor] = ()
+    # Whether gates and params come from a layer's projections, which were validated on the prompt.
+    # Their names, shapes and ranges are not checked again.
     trusted: bool = False
+    # Number of associations per token that the engine runs as separate tokens. Features use the
+    # position of the token.
     steps_per_token: int = 1
 
     @property
@@ -263,26 +258,17 @@ def factored_log_decay(log_decay: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTokens:
-    """Buffered and new tokens as one sequence.
+    """Buffered and new tokens as one sequence."""
 
-    Attributes:
-        k, v: Keys and values.
-        phi: Lifted keys, or the keys if the number of features is infinite.
-        rates: Rates by name.
-        valid: Mask of the real tokens.
-        buffered: Number of buffered tokens, which come first.
-        window: Number c of tokens in a window.
-        steps_per_token: Number n of associations of a token, which are tokens here.
-    """
-
+    # keys and values
     k: Tensor
-    phi: Tensor
+    phi: Tensor  # lifted keys, or the keys if the number of features is infinite
     v: Tensor
-    rates: Mapping[str, Tensor]
-    valid: Tensor
-    buffered: int
-    window: int
-    steps_per_token: int
+    rates: Mapping[str, Tensor]  # rates by name
+    valid: Tensor  # mask of the real tokens
+    buffered: int  # number of buffered tokens, which come first
+    window: int  # number c of tokens in a window
+    steps_per_token: int  # number n of associations of a token, which are tokens here
 
     def in_window(self, j: int) -> slice:
         """Return the associations in the window of j: the same association of c tokens."""

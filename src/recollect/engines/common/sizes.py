@@ -59,23 +59,14 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount:
-    """Operation counts of one call.
+    """Operation counts of one call."""
 
-    Attributes:
-        forward: FLOPs of one sequence by part.
-        decode: FLOPs of one more token of one sequence.
-        steps: Number of sequential steps of a forward pass on a CPU.
-        step_seconds: Overhead per step on a CPU in addition to FLOPs and memory traffic.
-        states: Number of memories written to and read from main memory.
-        notes: Assumptions of these counts as sentences.
-    """
-
-    forward: dict[str, int]
-    decode: int
-    steps: int
-    step_seconds: float
-    states: int = 0
-    notes: tuple[str, ...] = ()
+    forward: dict[str, int]  # FLOPs of one sequence by part
+    decode: int  # FLOPs of one more token of one sequence
+    steps: int  # number of sequential steps of a forward pass on a CPU
+    step_seconds: float  # overhead per step on a CPU in addition to FLOPs and memory traffic
+    states: int = 0  # number of memories written to and read from main memory
+    notes: tuple[str, ...] = ()  # assumptions of these counts as sentences
 
 
 def weight_read_flops(recipe: Recipe, s: Sizes, queries: int) -> int:

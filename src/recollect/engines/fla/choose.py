@@ -46,19 +46,12 @@ MAX_RECURRENT_FEATURES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Operators of the package for a recipe at known sizes.
+    """Operators of the package for a recipe at known sizes."""
 
-    Attributes:
-        structure: Structure of the recipe, or ``None`` without operators.
-        operators: Operators that compute it, the most specific first.
-        reason: Reason why there are no operators, or ``None``.
-        is_required: Whether the caller requested ``engine="fla"``.
-    """
-
-    structure: Structure | None
-    operators: tuple[Operator, ...]
-    reason: str | None
-    is_required: bool
+    structure: Structure | None  # structure of the recipe, or None without operators
+    operators: tuple[Operator, ...]  # operators that compute it, the most specific first
+    reason: str | None  # reason why there are no operators, or None
+    is_required: bool  # whether the caller requested engine="fla"
 
     @property
     def without_gated_backward(self) -> tuple[Operator, ...]:
@@ -136,17 +129,11 @@ def allowed(dtype: torch.dtype) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Operator and dtype of a call.
+    """Operator and dtype of a call."""
 
-    Attributes:
-        operator: Operator that runs the call.
-        dtype: Dtype of its products.
-        is_recurrent: Whether its recurrent function runs the call.
-    """
-
-    operator: Operator
-    dtype: torch.dtype
-    is_recurrent: bool = False
+    operator: Operator  # operator that runs the call
+    dtype: torch.dtype  # dtype of its products
+    is_recurrent: bool = False  # whether its recurrent function runs the call
 
 
 def choose(problem: Problem, offered: Offer) -> Choice | str:

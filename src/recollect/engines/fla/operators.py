@@ -30,35 +30,25 @@ PACKAGE = "flash-linear-attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """Function of the package and the structures that it computes.
+    """Function of the package and the structures that it computes."""
 
-    Attributes:
-        name, module: Name and module of the function.
-        memory: Supported `Structure.memory`.
-        erases, decays, decays_first: Supported values of `Structure`.
-        multi_step: Whether it reads once after several associations of a token.
-        reads_before: Whether a token reads before it writes, with a bonus.
-        token: Name of the recurrent function for few tokens without a gradient. Its products are
-            float32.
-        max_features: Maximum number of key channels.
-        float32: Whether it supports float32, which it multiplies as TF32.
-        uses_matmul: Whether it has matrix products, which have fewer bits than float32.
-        gated_backward: Values of `Structure.decay` for which its backward pass calls the
-            package's ``chunk_bwd_dqkwg`` with a gate (`gated_backward_raises`).
-    """
-
+    # name and module of the function
     name: str
     module: str
-    memory: str = "matrix"
+    memory: str = "matrix"  # supported `Structure.memory`
+    # supported values of `Structure`
     erases: tuple[str, ...] = ("nothing",)
     decays: tuple[str, ...] = ("none", "head")
     decays_first: tuple[bool, ...] = (True, False)
-    multi_step: bool = False
-    reads_before: bool = False
+    multi_step: bool = False  # whether it reads once after several associations of a token
+    reads_before: bool = False  # whether a token reads before it writes, with a bonus
+    # Name of the recurrent function for few tokens without a gradient. Its products are float32.
     token: str | None = None
-    max_features: int | None = None
-    float32: bool = True
-    uses_matmul: bool = True
+    max_features: int | None = None  # maximum number of key channels
+    float32: bool = True  # whether it supports float32, which it multiplies as TF32
+    uses_matmul: bool = True  # whether it has matrix products, which have fewer bits than float32
+    # values of `Structure.decay` for which its backward pass calls the package's chunk_bwd_dqkwg
+    # with a gate (`gated_backward_raises`)
     gated_backward: tuple[str, ...] = ()
 
     def matches(self, structure: Structure) -> bool:

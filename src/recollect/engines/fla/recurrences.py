@@ -33,33 +33,22 @@ Call = Callable[..., Result]
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Inputs of an operator with one head per query.
+    """Inputs of an operator with one head per query."""
 
-    Attributes:
-        q, k: Queries and keys ``[B, T, H, K]``.
-        v: Values ``[B, T, H, V]``.
-        decay: Log decays ``[B, T, H]`` or ``[B, T, H, K]``, or ``None``.
-        beta: Rates ``[B, T, H]`` of a write that erases the read of the key, or ``None``.
-        probe, erase: Probe and erase direction ``[B, T, H, K]``, or ``None``.
-        bonus: Bonus ``[H, K]``, or ``None``.
-        initial_state: Memory before the first token ``[N, H, K, V]``.
-        cu_seqlens: Boundaries of N documents in one sequence, or ``None``.
-        num_associations: Associations per token. The last of them reads.
-        output_final_state: Whether to return the memory after the last token.
-    """
-
+    # queries and keys [B, T, H, K]
     q: Tensor
     k: Tensor
-    v: Tensor
-    decay: Tensor | None
-    beta: Tensor | None
+    v: Tensor  # values [B, T, H, V]
+    decay: Tensor | None  # log decays [B, T, H] or [B, T, H, K], or None
+    beta: Tensor | None  # rates [B, T, H] of a write that erases the read of the key, or None
+    # probe and erase direction [B, T, H, K], or None
     probe: Tensor | None
     erase: Tensor | None
-    bonus: Tensor | None
-    initial_state: Tensor
-    cu_seqlens: Tensor | None
-    num_associations: int
-    output_final_state: bool
+    bonus: Tensor | None  # bonus [H, K], or None
+    initial_state: Tensor  # memory before the first token [N, H, K, V]
+    cu_seqlens: Tensor | None  # boundaries of N documents in one sequence, or None
+    num_associations: int  # Associations per token. The last of them reads.
+    output_final_state: bool  # whether to return the memory after the last token
 
     def per_channel(self) -> Tensor:
         """Return the log decays ``[B, T, H, K]``."""

@@ -24,30 +24,22 @@ __all__ = ["Structure", "structure"]
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """Structure of a recurrence, of least squares, or of attention.
+    """Structure of a recurrence, of least squares, or of attention."""
 
-    Attributes:
-        memory: ``"matrix"``, ``"vector"`` (one recurrence per channel), ``"ridge"`` (the exact
-            minimum under a constant ridge) or ``"mean"`` (softmax attention).
-        erases: Read that the error subtracts: ``"nothing"``, the read of the ``"key"``, or the
-            read of a ``"probe"`` in a separate direction.
-        decay: ``"none"``, or one decay per ``"head"``, ``"key"`` channel or ``"value"`` channel.
-        decays_first: Whether the error is taken after the decay; True without a decay.
-        reads_before: Whether a token reads the memory before its own write.
-        bonus: Whether a separate weight per head and key channel reads the current token.
-        has_unit_rate: Whether the write is v φ(k)ᵀ without a rate.
-        associations: Number of associations per token.
-        supports_cu_seqlens: Whether documents in one sequence need only their boundaries.
-    """
-
+    # "matrix", "vector" (one recurrence per channel), "ridge" (the exact minimum under a constant
+    # ridge) or "mean" (softmax attention)
     memory: str
+    # read that the error subtracts: "nothing", the read of the "key", or the read of a "probe" in a
+    # separate direction
     erases: str = "nothing"
-    decay: str = "none"
-    decays_first: bool = True
-    reads_before: bool = False
+    decay: str = "none"  # "none", or one decay per "head", "key" channel or "value" channel
+    decays_first: bool = True  # whether the error is taken after the decay; True without a decay
+    reads_before: bool = False  # whether a token reads the memory before its own write
+    # whether a separate weight per head and key channel reads the current token
     bonus: bool = False
-    has_unit_rate: bool = False
-    associations: int = 1
+    has_unit_rate: bool = False  # whether the write is v φ(k)ᵀ without a rate
+    associations: int = 1  # number of associations per token
+    # whether documents in one sequence need only their boundaries
     supports_cu_seqlens: bool = False
 
 

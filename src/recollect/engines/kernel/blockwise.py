@@ -24,23 +24,14 @@ __all__ = ["Spec", "apply_rows", "solve_rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Definition of rows for N = B·H memories, with n keys of the state before T of the call.
+    """Definition of rows for N = B·H memories, with n keys of the state before T of the call."""
 
-    Attributes:
-        kernel: κ.
-        normalize: whether rows are divided by Σ_i mass_i κ.
-        strict: whether the own key of a token is hidden.
-        heads: number of keys x per token.
-        block: number of tokens whose rows exist at a time.
-        steep: whether decays inside a block are too strong for differences of sums in the keys'
-            dtype.
-    """
-
-    kernel: Kernel
-    normalize: bool
-    strict: bool
-    heads: int
-    block: int
+    kernel: Kernel  # κ
+    normalize: bool  # whether rows are divided by Σ_i mass_i κ
+    strict: bool  # whether the own key of a token is hidden
+    heads: int  # number of keys x per token
+    block: int  # number of tokens whose rows exist at a time
+    # whether decays inside a block are too strong for differences of sums in the keys' dtype
     steep: bool = False
 
     def rows(

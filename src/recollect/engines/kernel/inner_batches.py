@@ -120,44 +120,29 @@ def _single_row(problem: Problem, row: int) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """One inner batch of n tokens, whose window has m associations.
+    """One inner batch of n tokens, whose window has m associations."""
 
-    Attributes:
-        low: first token of the window.
-        start, stop: first token of the batch, and the token after its last.
-        skip: number of its tokens from earlier calls, which have no query.
-        q: queries of its other tokens ``[B, H, t·G, K]``.
-        C: coefficients of gradient i in A_t, ``[B, H, n, m]``.
-        CS: coefficients of gradient i in S at the end, ``[B, H, m]``.
-        c: coefficients without rates and windows.
-    """
-
-    low: int
+    low: int  # first token of the window
+    # first token of the batch, and the token after its last
     start: int
     stop: int
-    skip: int
-    q: Tensor
-    C: Tensor
-    CS: Tensor | None
-    c: Coefficients
+    skip: int  # number of its tokens from earlier calls, which have no query
+    q: Tensor  # queries of its other tokens [B, H, t·G, K]
+    C: Tensor  # coefficients of gradient i in A_t, [B, H, n, m]
+    CS: Tensor | None  # coefficients of gradient i in S at the end, [B, H, m]
+    c: Coefficients  # coefficients without rates and windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PastReads:
-    """Reads of the m keys and the queries of a batch from the rows at its start.
+    """Reads of the m keys and the queries of a batch from the rows at its start."""
 
-    Attributes:
-        past: Σ_j κ u°_j of each map that reads features, by its index.
-        slow: Σ_j κ s°_j of each map that reads features, by its index.
-        total: Σ_j κ over the mass of the rows, ``[..., 1]``, and over their missing mass if it is
-            tracked, ``[..., 2]``. ``None`` without normalisation.
-        near: κ of the queries and the keys of the window and the batch, ``[B, H, t·G, m]``.
-    """
-
-    past: dict[int, Tensor]
-    slow: dict[int, Tensor]
+    past: dict[int, Tensor]  # Σ_j κ u°_j of each map that reads features, by its index
+    slow: dict[int, Tensor]  # Σ_j κ s°_j of each map that reads features, by its index
+    # Σ_j κ over the mass of the rows, [..., 1], and over their missing mass if it is tracked, [...,
+    # 2]. None without normalisation.
     total: Tensor | None
-    near: Tensor
+    near: Tensor  # κ of the queries and the keys of the window and the batch, [B, H, t·G, m]
 
 
 class _InnerBatchLoop:

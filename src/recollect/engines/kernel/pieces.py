@@ -147,14 +147,10 @@ class DecayCutoff:
     Association i has at most e^(2L + d_ti) of the softmax. Below ε^2.5 it changes no digit of
     float32 or float64. Between e^−103 and e^−87 its probability is a subnormal number of float32,
     and products with subnormal numbers are slow on a CPU.
-
-    Attributes:
-        of_key: log weights up to a constant of the query, ``[B, n, H]``.
-        furthest: largest difference of logarithms to a query's own association, inf for any.
     """
 
-    of_key: Tensor
-    furthest: float
+    of_key: Tensor  # log weights up to a constant of the query, [B, n, H]
+    furthest: float  # largest difference of logarithms to a query's own association, inf for any
 
     @classmethod
     def of(

@@ -32,29 +32,18 @@ __all__ = ["forward"]
 
 @dataclass
 class _Group:
-    """Inputs and results of a group of chunks.
+    """Inputs and results of a group of chunks."""
 
-    Attributes:
-        first: index of the first chunk.
-        keys: ``[n, BH, C, F]``. logs: cumulative log decays ``[n, BH, C]``, zero without decay.
-        decay: a, the exponential of ``logs``.
-        ridge: λ ``[BH, F]``. origin: W₀ᵀ ``[BH, F, V]``.
-        solved: ``[n, BH, C, F + V]``: 0 and the values; then −K P and V − K M; then −X and R.
-        states: ``[n + 1, BH, F, F + V]``: P and M before each chunk and after the last.
-        factors: L, ``[n, BH, C, C]``, or L⁻¹ with decay; ``None`` without gradients.
-        segments: segments between resets, or ``None`` without resets.
-    """
-
-    first: int
-    keys: Tensor
-    logs: Tensor
-    decay: Tensor
-    ridge: Tensor
-    origin: Tensor
-    solved: Tensor
-    states: Tensor
-    factors: Tensor | None
-    segments: ResetSegments | None
+    first: int  # index of the first chunk
+    keys: Tensor  # [n, BH, C, F]
+    logs: Tensor  # cumulative log decays [n, BH, C], zero without decay
+    decay: Tensor  # a, the exponential of logs
+    ridge: Tensor  # λ [BH, F]
+    origin: Tensor  # W₀ᵀ [BH, F, V]
+    solved: Tensor  # [n, BH, C, F + V]: 0 and the values; then −K P and V − K M; then −X and R
+    states: Tensor  # [n + 1, BH, F, F + V]: P and M before each chunk and after the last
+    factors: Tensor | None  # L, [n, BH, C, C], or L⁻¹ with decay; None without gradients
+    segments: ResetSegments | None  # segments between resets, or None without resets
 
     @property
     def noise_floor(self) -> float:

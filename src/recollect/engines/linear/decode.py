@@ -38,24 +38,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Properties of a recipe for the linear engine, computed before any call.
+    """Properties of a recipe for the linear engine, computed before any call."""
 
-    Attributes:
-        plain: whether the recursion above describes the recipe completely.
-        bare: whether the recipe is plain, has no features, and has no params other than gates and
-            the scale of a decay.
-        decays_first: whether the error is measured after the decay.
-        transposed: whether the read is y = Aᵀ q.
-        split_values: whether value channels are separate memories (`per_value_systems`).
-        erases_along_key: whether a probe has one rate and erases along the key.
-    """
-
-    plain: bool
+    plain: bool  # whether the recursion above describes the recipe completely
+    # whether the recipe is plain, has no features, and has no params other than gates and the scale
+    # of a decay
     bare: bool
-    decays_first: bool
-    transposed: bool
-    split_values: bool
-    erases_along_key: bool
+    decays_first: bool  # whether the error is measured after the decay
+    transposed: bool  # whether the read is y = Aᵀ q
+    split_values: bool  # whether value channels are separate memories (`per_value_systems`)
+    erases_along_key: bool  # whether a probe has one rate and erases along the key
 
 
 def scans(recipe: Recipe) -> bool:

@@ -15,16 +15,11 @@ __all__ = ["LinearProblem", "Past", "linear_problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """Associations before the first token that a window may include.
+    """Associations before the first token that a window may include."""
 
-    Attributes:
-        k: ``[B, (c − 1) n, H, F]``. v: ``[B, (c − 1) n, H, V]``.
-        mask: ``[B, (c − 1) n]``, whether an association is present.
-    """
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor
+    k: Tensor  # [B, (c − 1) n, H, F]
+    v: Tensor  # [B, (c − 1) n, H, V]
+    mask: Tensor  # [B, (c − 1) n], whether an association is present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,51 +36,37 @@ class LinearProblem:
         A_t = D_t A_{t−1} − η_t (a P_t w_t − b v_t) k_tᵀ            with a probe w alone
         (with momentum, these steps are the −η_t g_t of S_t)
         y_t = A_t q_t
-
-    Attributes:
-        q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. v: ``[B, T, H, V]``.
-        lr: η ``[B, T, H]``; also ``[B, T, H, V]`` until the engine folds it into the values.
-        A0: ``[B, H, V, F]``. S0: ``[B, H, V, F]``, or ``None`` without momentum.
-        log_decay: ``[B, T, H]``, or ``[B, T, H, F]`` over columns of A; ≤ 0, −inf erases A.
-            For `recollect.engines.linear.scan` only: ``[B, T, H, V, F]`` over entries.
-        log_decay_value: ``[B, T, H, V]`` over rows of A; requires a = 0.
-        decay_scale: factor a ≥ 0 ``[H, V, F]`` of a log decay over entries, with log_decay
-            ``[B, T, H, V]`` as the other factor.
-        momentum: θ in [0, 1), ``[B, T, H]``.
-        outer_lr: σ ≥ 0, ``[B, T, H]``, or ``None`` for 1; used with momentum.
-        window: γ ``[B, T, H, c]``, entry m for association t − m n.
-        steps_per_token: n, the number of tokens of this problem that are one token of the caller.
-            Only the first of them decays, and only the output of the last is used.
-        past: associations before the first token, or ``None``.
-        probe, erase: w and e, ``[B, T, H, F]``, or ``None``.
-        token_mask: ``[B, T]``, False only on the right. Masked tokens change nothing.
-        affine: (a, b).
-        decays_first: whether the error is measured after the decay.
-        momentum_on: ``"gradient"`` or ``"value"``, used with momentum.
-        chunk_size: tokens per chunk; does not affect results.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lr: Tensor
-    A0: Tensor
-    S0: Tensor | None = None
+    q: Tensor  # [B, T, H, G, F]
+    k: Tensor  # [B, T, H, F]
+    v: Tensor  # [B, T, H, V]
+    lr: Tensor  # η [B, T, H]; also [B, T, H, V] until the engine folds it into the values
+    A0: Tensor  # [B, H, V, F]
+    S0: Tensor | None = None  # [B, H, V, F], or None without momentum
+    # [B, T, H], or [B, T, H, F] over columns of A; ≤ 0, −inf erases A. For
+    # `recollect.engines.linear.scan` only: [B, T, H, V, F] over entries.
     log_decay: Tensor | None = None
-    log_decay_value: Tensor | None = None
+    log_decay_value: Tensor | None = None  # [B, T, H, V] over rows of A; requires a = 0
+    # factor a ≥ 0 [H, V, F] of a log decay over entries, with log_decay [B, T, H, V] as the other
+    # factor
     decay_scale: Tensor | None = None
-    momentum: Tensor | None = None
-    outer_lr: Tensor | None = None
-    window: Tensor | None = None
+    momentum: Tensor | None = None  # θ in [0, 1), [B, T, H]
+    outer_lr: Tensor | None = None  # σ ≥ 0, [B, T, H], or None for 1; used with momentum
+    window: Tensor | None = None  # γ [B, T, H, c], entry m for association t − m n
+    # n, the number of tokens of this problem that are one token of the caller. Only the first of
+    # them decays, and only the output of the last is used.
     steps_per_token: int = 1
-    past: Past | None = None
+    past: Past | None = None  # associations before the first token, or None
+    # w and e, [B, T, H, F], or None
     probe: Tensor | None = None
     erase: Tensor | None = None
+    # [B, T], False only on the right. Masked tokens change nothing.
     token_mask: Tensor | None = None
-    affine: tuple[float, float] = (1.0, 1.0)
-    decays_first: bool = False
-    momentum_on: str = "gradient"
-    chunk_size: int | None = None
+    affine: tuple[float, float] = (1.0, 1.0)  # (a, b)
+    decays_first: bool = False  # whether the error is measured after the decay
+    momentum_on: str = "gradient"  # "gradient" or "value", used with momentum
+    chunk_size: int | None = None  # tokens per chunk; does not affect results
 
     def tokens(self) -> dict[str, Tensor]:
         """Return the per-token tensors ``[B, T, ...]`` that are not ``None``, by name."""

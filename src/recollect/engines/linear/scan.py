@@ -39,22 +39,15 @@ MIN_WIDE_STATE = 256
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """Inputs of a scan, in the state's dtype.
+    """Inputs of a scan, in the state's dtype."""
 
-    Attributes:
-        A: initial state, ``[B, H, V, F]``.
-        q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. u: writes, ``[B, T, H, V]``.
-        decay: log α ``[B, T, H, V, F]``, or α of any sign if decays are not logs. With ``scale``,
-            ``[B, T, H, V]``.
-        scale: a ≥ 0 ``[H, V, F]`` with log α_t = decay_t ⊙ a, which avoids a tensor
-            ``[B, T, H, V, F]``; or ``None``.
-    """
-
-    A: Tensor
-    q: Tensor
-    k: Tensor
-    u: Tensor
+    A: Tensor  # initial state, [B, H, V, F]
+    q: Tensor  # [B, T, H, G, F]
+    k: Tensor  # [B, T, H, F]
+    u: Tensor  # writes, [B, T, H, V]
+    # log α [B, T, H, V, F], or α of any sign if decays are not logs. With scale, [B, T, H, V].
     decay: Tensor
+    # a ≥ 0 [H, V, F] with log α_t = decay_t ⊙ a, which avoids a tensor [B, T, H, V, F]; or None
     scale: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -65,21 +65,15 @@ class Schedule(Validated):
 
 @dataclass(kw_only=True)
 class History:
-    """Measurements of a run, filled during training so that an interrupt loses none.
+    """Measurements of a run, filled during training so that an interrupt loses none."""
 
-    Attributes:
-        curve: Pairs of training tokens and value.
-        losses: Pairs of step and training loss in nats per token.
-        seconds: Time of the optimizer steps, without evaluation.
-        tokens: Number of training tokens.
-        finished: Whether all steps were taken.
-    """
-
+    # pairs of training tokens and value
     curve: list[tuple[int, float]] = field(default_factory=list)
+    # pairs of step and training loss in nats per token
     losses: list[tuple[int, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
-    finished: bool = False
+    seconds: float = 0.0  # time of the optimizer steps, without evaluation
+    tokens: int = 0  # number of training tokens
+    finished: bool = False  # whether all steps were taken
 
     @property
     def tokens_per_second(self) -> float:

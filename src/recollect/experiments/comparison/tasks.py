@@ -31,17 +31,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RecallPairs:
-    """Key–value pairs of a recall task.
+    """Key–value pairs of a recall task."""
 
-    Attributes:
-        vocab: Number of tokens; the lower half are keys, the upper half values.
-        train_pairs: Numbers of pairs in training examples.
-        test_pairs: Numbers of pairs that are only evaluated.
-    """
-
-    vocab: int
-    train_pairs: tuple[int, ...]
-    test_pairs: tuple[int, ...]
+    vocab: int  # number of tokens; the lower half are keys, the upper half values
+    train_pairs: tuple[int, ...]  # numbers of pairs in training examples
+    test_pairs: tuple[int, ...]  # numbers of pairs that are only evaluated
 
     @property
     def chance(self) -> float:
@@ -65,16 +59,11 @@ evenly spread over it, or examples of each number of pairs."""
 
 @dataclass(frozen=True, kw_only=True)
 class CompareTask:
-    """Data of a task.
+    """Data of a task."""
 
-    Attributes:
-        examples: Inputs and labels of training.
-        evaluate: Measures a model during training.
-        evaluate_full: Measures a model after training; returns also the accuracy by pairs.
-    """
-
-    examples: tuple[Tensor, Tensor]
-    evaluate: Callable[[nn.Module], float]
+    examples: tuple[Tensor, Tensor]  # inputs and labels of training
+    evaluate: Callable[[nn.Module], float]  # measures a model during training
+    # measures a model after training; returns also the accuracy by pairs
     evaluate_full: Callable[[nn.Module], tuple[float, dict[int, float]]]
 
 

@@ -44,32 +44,22 @@ BatchFunction = Callable[[torch.Generator], Batch]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Validated):
-    """Training configuration of a task model: AdamW with warm-up and decay.
+    """Training configuration of a task model: AdamW with warm-up and decay."""
 
-    Attributes:
-        steps: number of optimizer steps for each learning rate.
-        lrs: peak learning rates, in the order in which they are tried.
-        weight_decay: weight decay of AdamW.
-        clip: maximum norm of the gradient.
-        warmup: fraction of the steps for the warm-up.
-        decay: schedule after the warm-up: ``"cosine"`` or ``"linear"`` to zero, or ``"none"``.
-        decay_start: fraction of the steps after which the decay begins. The learning rate is
-            constant between warm-up and decay.
-        evaluations: number of evaluations during training.
-        solved: value of an evaluation that ends the training and the search of a learning rate.
-        promoted: training accuracy that starts the next `Stage`.
-    """
-
-    steps: int = integer(at_least=1)
-    lrs: tuple[float, ...]
-    weight_decay: float = number(0.01, at_least=0)
-    clip: float = 1.0
-    warmup: float = number(0.05, at_least=0, at_most=1)
+    steps: int = integer(at_least=1)  # number of optimizer steps for each learning rate
+    lrs: tuple[float, ...]  # peak learning rates, in the order in which they are tried
+    weight_decay: float = number(0.01, at_least=0)  # weight decay of AdamW
+    clip: float = 1.0  # maximum norm of the gradient
+    warmup: float = number(0.05, at_least=0, at_most=1)  # fraction of the steps for the warm-up
+    # schedule after the warm-up: "cosine" or "linear" to zero, or "none"
     decay: str = option("cosine", "linear", "none")
+    # fraction of the steps after which the decay begins. The learning rate is constant between
+    # warm-up and decay.
     decay_start: float = number(0.0, at_least=0, at_most=1)
-    evaluations: int = integer(10, at_least=1)
+    evaluations: int = integer(10, at_least=1)  # number of evaluations during training
+    # value of an evaluation that ends the training and the search of a learning rate
     solved: float = 0.999
-    promoted: float = 0.99
+    promoted: float = 0.99  # training accuracy that starts the next `Stage`
 
     def validate(self) -> None:
         if not self.lrs:
@@ -112,21 +102,13 @@ def rate_at(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """One step of the training loop.
+    """One step of the training loop."""
 
-    Attributes:
-        number: number of the step, from 1.
-        loss: mean cross entropy of the batch in nats, before the update.
-        logits: logits of the batch.
-        labels: labels of the batch.
-        finite: whether the loss and the gradient are finite.
-    """
-
-    number: int
-    loss: float
-    logits: Tensor
-    labels: Tensor
-    finite: bool
+    number: int  # number of the step, from 1
+    loss: float  # mean cross entropy of the batch in nats, before the update
+    logits: Tensor  # logits of the batch
+    labels: Tensor  # labels of the batch
+    finite: bool  # whether the loss and the gradient are finite
 
 
 def training_steps(
@@ -197,38 +179,27 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor, *, batch: int = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of a training, for example one length of the texts.
+    """One stage of a training, for example one length of the texts."""
 
-    Attributes:
-        draw: function that draws a batch from a generator.
-        steps: number of steps after which the next stage begins. If None, the next stage begins
-            when the running accuracy on the training batches reaches ``Budget.promoted``.
-    """
-
-    draw: BatchFunction
+    draw: BatchFunction  # function that draws a batch from a generator
+    # number of steps after which the next stage begins. If None, the next stage begins when the
+    # running accuracy on the training batches reaches Budget.promoted.
     steps: int | None = None
 
 
 @dataclass(kw_only=True)
 class FitResult:
-    """A trained model and its learning curve.
+    """A trained model and its learning curve."""
 
-    Attributes:
-        model: the model after its last step.
-        value: the largest value of an evaluation; NaN without an evaluation.
-        lr: peak learning rate.
-        steps: number of steps, including skipped steps.
-        curve: step and value of each evaluation.
-        stage_starts: step after which each stage but the first began.
-        skipped_steps: number of steps that were skipped because their gradient was not finite.
-    """
-
-    model: nn.Module
-    lr: float
-    value: float = math.nan
-    steps: int = 0
+    model: nn.Module  # the model after its last step
+    lr: float  # peak learning rate
+    value: float = math.nan  # the largest value of an evaluation; NaN without an evaluation
+    steps: int = 0  # number of steps, including skipped steps
+    # step and value of each evaluation
     curve: list[tuple[int, float]] = field(default_factory=list)
+    # step after which each stage but the first began
     stage_starts: list[int] = field(default_factory=list)
+    # number of steps that were skipped because their gradient was not finite
     skipped_steps: int = 0
 
 

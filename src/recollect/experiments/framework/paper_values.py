@@ -44,26 +44,17 @@ _TASK_TYPES = {"1": "PK", "2": "N", "3": "W"}
 
 @dataclass(frozen=True, kw_only=True)
 class PaperComparison:
-    """A measured number, and the column of a published table for its task.
+    """A measured number, and the column of a published table for its task."""
 
-    Attributes:
-        task, metric: of the evaluation.
-        value: the measured number in the table's units: per cent for fractions.
-        table: name of the table, as `published` takes it.
-        column: of the table.
-        group: part of the table, or ``""``.
-        rows: models and their numbers, in the table's order.
-        note: difference between the tasks, or ``""``.
-    """
-
+    # of the evaluation
     task: str
     metric: str
-    value: float
-    table: str
-    column: str
-    group: str
-    rows: tuple[tuple[str, float], ...]
-    note: str
+    value: float  # the measured number in the table's units: per cent for fractions
+    table: str  # name of the table, as `published` takes it
+    column: str  # of the table
+    group: str  # part of the table, or ""
+    rows: tuple[tuple[str, float], ...]  # models and their numbers, in the table's order
+    note: str  # difference between the tasks, or ""
 
     def __str__(self) -> str:
         low, high = (pick(self.rows, key=lambda row: row[1]) for pick in (min, max))

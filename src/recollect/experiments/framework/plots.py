@@ -27,48 +27,41 @@ Axes = str | Sequence[str] | Mapping[str, Sequence[Any] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Lines of one or several panels. Calling it draws the figure.
+    """Lines of one or several panels. Calling it draws the figure."""
 
-    Attributes:
-        y: a measured number or curve; or a function from the configuration to a dictionary of
-            measures by their places on the horizontal axis.
-        x: an axis of the grid, whose values are numbered if they are text; or the places of a
-            curve's points, as a function of the configuration and their number (1, 2, … if empty).
-        by: axes of the grid, a line for each value; a dictionary also gives the values' order.
-        panels: axes of the grid in the same form, a panel for each value.
-        name, panel_title: of a line and of a panel.
-        x_label, y_label, title, height: of the figure; ``panel_x`` replaces the label in a panel.
-        log_x, log_y, y_range: as `recollect.report.figures.Panel` takes them. The range may be a
-            function of the results.
-        baselines: horizontal lines by name: a number, or the name of a measure.
-        style_order: values of the first axis of ``by`` in the order of their colours and markers.
-        style: colour and marker of all lines, as in `recollect.report.figures.Series`.
-        band: whether a band runs from the smallest to the largest value.
-        underlays, overlays: further lines of every panel, below and above these.
-        cell: selects cells.
-    """
-
+    # a measured number or curve; or a function from the configuration to a dictionary of measures
+    # by their places on the horizontal axis
     y: str | Callable[[Mapping[str, Any]], Mapping[float, str]]
+    # an axis of the grid, whose values are numbered if they are text; or the places of a curve's
+    # points, as a function of the configuration and their number (1, 2, … if empty)
     x: str | Callable[[Mapping[str, Any], int], Sequence[float]] = ""
+    # axes of the grid, a line for each value; a dictionary also gives the values' order
     by: Axes = ()
-    panels: Axes = ()
+    panels: Axes = ()  # axes of the grid in the same form, a panel for each value
+    # of a line and of a panel
     name: Text = ""
     panel_title: Text = ""
+    # of the figure; panel_x replaces the label in a panel
     x_label: Text = ""
     panel_x: str | None = None
     y_label: str = ""
     title: Text = ""
     height: float = 2.3
+    # as `recollect.report.figures.Panel` takes them. The range may be a function of the results.
     log_x: bool = False
     log_y: bool | None = None
     y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None
+    # horizontal lines by name: a number, or the name of a measure
     baselines: Mapping[str, float | str] = field(default_factory=dict)
+    # values of the first axis of by in the order of their colours and markers
     style_order: Sequence[Any] = ()
+    # colour and marker of all lines, as in `recollect.report.figures.Series`
     style: int | None = None
-    band: bool = True
+    band: bool = True  # whether a band runs from the smallest to the largest value
+    # further lines of every panel, below and above these
     underlays: Sequence[Lines] = ()
     overlays: Sequence[Lines] = ()
-    cell: Cell = field(default_factory=dict)
+    cell: Cell = field(default_factory=dict)  # selects cells
 
     def __call__(self, results: Results) -> RenderedFigure:
         return plot_panels(self, x_label=self.x_label, title=self.title, height=self.height)(

@@ -242,19 +242,14 @@ def _one_recipe(model: ModelSpec) -> tuple[str, RecipeMixer]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Space:
-    """Models of equal size, and the limits of drawn recipes.
+    """Models of equal size, and the limits of drawn recipes."""
 
-    Attributes:
-        sizes: sizes by task.
-        models: name and recipe of the start and of each baseline.
-        engine, seed, corpus: as in `search`.
-        limits: largest multiples of the state and the estimated time of the start.
-    """
-
-    sizes: Mapping[str, Sizes]
-    models: Sequence[tuple[str, RecipeMixer]]
+    sizes: Mapping[str, Sizes]  # sizes by task
+    models: Sequence[tuple[str, RecipeMixer]]  # name and recipe of the start and of each baseline
+    # as in `search`
     engine: str
     seed: int
+    # largest multiples of the state and the estimated time of the start
     limits: tuple[float, float]
     corpus: TextCorpus | None
 

@@ -24,17 +24,11 @@ __all__ = ["Published", "PublishedRow", "published", "published_names"]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One model's numbers.
+    """One model's numbers."""
 
-    Attributes:
-        model: its name in the table.
-        group: part of the table, or ``""``.
-        values: numbers by column.
-    """
-
-    model: str
-    group: str
-    values: Mapping[str, float]
+    model: str  # its name in the table
+    group: str  # part of the table, or ""
+    values: Mapping[str, float]  # numbers by column
 
 
 @dataclass(frozen=True, kw_only=True)
