@@ -108,16 +108,11 @@ def power(exponent: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """Text of g_t.
+    """Text of g_t."""
 
-    Attributes:
-        terms: expanded form, e.g. (W k) kᵀ − v kᵀ.
-        compact: a single term, e.g. (W k − v) kᵀ.
-        erase, write: parts with and without the prediction, for errors affine in it.
-    """
-
-    terms: Terms
-    compact: Terms
+    terms: Terms  # expanded form, e.g. (W k) kᵀ − v kᵀ.
+    compact: Terms  # a single term, e.g. (W k − v) kᵀ.
+    # parts with and without the prediction, for errors affine in it
     erase: Terms = ()
     write: Terms = ()
 

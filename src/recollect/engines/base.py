@@ -21,18 +21,12 @@ __all__ = ["Engine", "Selection"]
 
 
 class Engine(ABC):
-    """Implementation of all recipes whose structure it supports.
-
-    Attributes:
-        name: Name of the engine.
-        propagates_nan: Whether a NaN input always gives a NaN output, so that only the outputs of a
-            decoded token are checked.
-        accepts_half_precision_state: Whether tensors of a state may have been rounded to half
-            precision.
-    """
+    """Implementation of all recipes whose structure it supports."""
 
     name: ClassVar[str]
+    # Whether a NaN input always gives a NaN output. Then only outputs of a token are checked.
     propagates_nan: ClassVar[bool] = False
+    # whether tensors of a state may have been rounded to half precision
     accepts_half_precision_state: ClassVar[bool] = False
 
     @abstractmethod

@@ -352,9 +352,6 @@ class Recipe:
     def row_widths(self, V: int) -> tuple[int, ...]:
         """Return the output sizes of maps with one row per key (`uses_kernel_rows`).
 
-        Args:
-            V: value channels.
-
         Raises:
             RecipeError: V is not an integer ≥ 1.
         """

@@ -15,28 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Hardware, software and source of a measurement.
+    """Hardware, software and source of a measurement."""
 
-    Args:
-        device: Name of the processor or GPU.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        threads: Number of CPU threads of torch.
-        python: Version of Python.
-        torch: Version of torch.
-        system: Operating system and machine type.
-        commit: Commit of the source tree, with ``-dirty`` if it had changes outside ``results``;
-            ``"unknown"`` without a source tree.
-        date: UTC, ISO 8601 to the second.
-    """
-
-    device: str
-    device_type: str
-    threads: int
-    python: str
-    torch: str
-    system: str
+    device: str  # name of the processor or GPU
+    device_type: str  # "cpu" or "cuda"
+    threads: int  # number of CPU threads of torch
+    python: str  # version of Python
+    torch: str  # version of torch
+    system: str  # operating system and machine type
+    # commit of the source tree, with -dirty if it had changes outside results; "unknown" without a
+    # source tree
     commit: str
-    date: str
+    date: str  # UTC, ISO 8601 to the second
 
     def facts(self) -> dict[str, str]:
         """Return names and values to print."""

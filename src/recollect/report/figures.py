@@ -75,26 +75,19 @@ _DARK = (
 class Series:
     """One line of a figure.
 
-    Args:
-        name: Name in the legend.
-        x: Positions on the horizontal axis, at least one, finite.
-        y: As many values; NaN leaves a gap.
-        low: Lower edge of a band around the line, such as the minimum over seeds.
-        high: Upper edge of the band.
-        style: Index of the colour, line style and marker; by default the index of the series.
-        points_only: Whether there is no line between the points.
-
     Raises:
         ValueError: The lengths differ, or there is no value.
     """
 
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    name: str  # name in the legend
+    x: Sequence[float]  # positions on the horizontal axis, at least one, finite
+    y: Sequence[float]  # as many values; NaN leaves a gap
+    # lower edge of a band around the line, such as the minimum over seeds
     low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    high: Sequence[float] | None = None  # upper edge of the band
+    # index of the colour, line style and marker; by default the index of the series
     style: int | None = None
-    points_only: bool = False
+    points_only: bool = False  # whether there is no line between the points
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or not len(self.x):
@@ -111,44 +104,29 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One of several axes of a figure.
+    """One of several axes of a figure."""
 
-    Args:
-        y: Label of the vertical axis.
-        series: Lines; lines of one name have one style in every panel.
-        baselines: Horizontal dashed lines by name, drawn if they are near the data.
-        x: Label of the horizontal axis, if it differs from the figure's.
-        title: Title of the panel.
-        log_x: Whether the horizontal axis is logarithmic (base 2).
-        log_y: Whether the vertical axis is logarithmic (base 10); by default if it spans decades.
-        y_range: Limits of the vertical axis; by default those of the data.
-    """
-
-    y: str
-    series: Sequence[Series]
+    y: str  # label of the vertical axis
+    series: Sequence[Series]  # Lines; lines of one name have one style in every panel
+    # horizontal dashed lines by name, drawn if they are near the data
     baselines: Mapping[str, float] | None = None
-    x: str | None = None
-    title: str = ""
-    log_x: bool = False
+    x: str | None = None  # label of the horizontal axis, if it differs from the figure's
+    title: str = ""  # title of the panel
+    log_x: bool = False  # whether the horizontal axis is logarithmic (base 2)
+    # whether the vertical axis is logarithmic (base 10); by default if it spans decades
     log_y: bool | None = None
+    # limits of the vertical axis; by default those of the data
     y_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedFigure:
-    """A finished figure as the contents of its files.
+    """A finished figure as the contents of its files."""
 
-    Args:
-        png: Raster image, 200 dots per inch.
-        svg: Vector image without external parts.
-        plots: Axes and curves as data.
-        narrow: Vector image for narrow screens: panels stacked, legend below.
-    """
-
-    png: bytes
-    svg: str
-    plots: tuple[Plot, ...] = ()
-    narrow: str = ""
+    png: bytes  # raster image, 200 dots per inch
+    svg: str  # vector image without external parts
+    plots: tuple[Plot, ...] = ()  # axes and curves as data
+    narrow: str = ""  # vector image for narrow screens: panels stacked, legend below
 
     def save(self, path: str | PathLike[str]) -> tuple[Path, Path]:
         """Write ``path`` with the endings .png, .svg and -narrow.svg.

@@ -20,19 +20,12 @@ __all__ = ["Figure", "Note", "Report", "data_uri"]
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure of a report, embedded in the page.
+    """A figure of a report, embedded in the page."""
 
-    Args:
-        files: Figure as `~recollect.report.figures.line_figure` returns it.
-        alt: Content of the figure, for readers who cannot see it.
-        title: Heading above the figure.
-        caption: Text below the figure.
-    """
-
-    files: RenderedFigure
-    alt: str
-    title: str = ""
-    caption: str = ""
+    files: RenderedFigure  # figure as `~recollect.report.figures.line_figure` returns it
+    alt: str  # content of the figure, for readers who cannot see it
+    title: str = ""  # heading above the figure
+    caption: str = ""  # text below the figure
 
     def to_html(self) -> str:
         """Return the drawings, and the values of their curves as data and as tables."""
@@ -53,17 +46,11 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A paragraph of a report.
+    """A paragraph of a report."""
 
-    Args:
-        text: Plain text; line breaks are preserved.
-        title: Heading above the paragraph.
-        code: Whether the text is code.
-    """
-
-    text: str
-    title: str = ""
-    code: bool = False
+    text: str  # plain text; line breaks are preserved
+    title: str = ""  # heading above the paragraph
+    code: bool = False  # whether the text is code
 
     def to_html(self) -> str:
         """Return the paragraph as HTML."""
@@ -72,23 +59,15 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A page of results. Every text is escaped, and code between backticks is shown as code.
+    """A page of results. Every text is escaped, and code between backticks is shown as code."""
 
-    Args:
-        title: Title of the page.
-        kind: Kind of the page, one word such as ``"comparison"``.
-        command: Command that writes the page again.
-        summary: One or two sentences with the main result.
-        facts: Names and values, such as ``describe_environment().facts()``.
-        sections: Tables, figures and notes, in order.
-    """
-
-    title: str
-    kind: str = ""
-    command: str = ""
-    summary: str = ""
+    title: str  # title of the page
+    kind: str = ""  # kind of the page, one word such as "comparison"
+    command: str = ""  # command that writes the page again
+    summary: str = ""  # one or two sentences with the main result
+    # names and values, such as describe_environment().facts()
     facts: Mapping[str, str] = field(default_factory=dict)
-    sections: Sequence[Table | Figure | Note] = ()
+    sections: Sequence[Table | Figure | Note] = ()  # Tables, figures and notes, in order
 
     def to_html(self) -> str:
         """Return the page."""

@@ -49,20 +49,15 @@ _RICH_GAP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a `Table`.
+    """A column of a `Table`."""
 
-    Args:
-        name: Heading, of one or more lines.
-        align: Alignment; by default ``"right"`` if all cells are numbers, else ``"left"``.
-        min_width: Width in characters to which a terminal may wrap the cells. ``None``: the cells
-            are never wrapped.
-        priority: 0 for a column that is always shown. If a terminal is too narrow, the column with
-            the largest value is left out first.
-    """
-
-    name: str
+    name: str  # Heading, of one or more lines
+    # Alignment; by default "right" if all cells are numbers, else "left"
     align: Literal["left", "right"] | None = None
+    # Width in characters to which a terminal may wrap the cells. None: the cells are never wrapped.
     min_width: int | None = None
+    # 0 for a column that is always shown. If a terminal is too narrow, the column with the largest
+    # value is left out first.
     priority: int = 0
 
 

@@ -143,14 +143,10 @@ def _positions(model: nn.Module, mask: Tensor, T: int) -> dict[str, Tensor]:
 def _continue(
     model: nn.Module, ids: Tensor, cache: Any = None, *, mask: Tensor | None = None, start: int = 0
 ) -> tuple[Any, Any]:
-    """Return logits and the cache after more tokens.
+    """Return logits and the cache after more tokens ``[B, T]``.
 
-    Args:
-        model: a causal language model.
-        ids: tokens ``[B, T]``.
-        cache: cache of the tokens before, or ``None``.
-        mask: attention mask of all columns, if there is padding.
-        start: number of columns before, without a mask.
+    ``mask`` is the attention mask of all columns, if there is padding. Without it, ``start`` is the
+    number of columns before.
     """
     from recollect.lm.model.cache import CACHE_KEY, cache_of
 

@@ -32,21 +32,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Arguments of one call of `recall`.
+    """Arguments of one call of `recall`."""
 
-    Attributes:
-        q: queries ``[B, T, H·G, K]``.
-        k, v: keys ``[B, T, H, (n,) K]`` and values ``[B, T, H, (n,) V]``.
-        gates, params: tensors by name, as `recall` takes them.
-        init: initial memory; ``None`` if the recipe stores associations.
-    """
-
-    q: Tensor
+    q: Tensor  # queries [B, T, H·G, K]
+    # keys [B, T, H, (n,) K] and values [B, T, H, (n,) V]
     k: Tensor
     v: Tensor
+    # tensors by name, as `recall` takes them
     gates: dict[str, Tensor]
     params: dict[str, Tensor]
-    init: tuple[Tensor, ...] | None
+    init: tuple[Tensor, ...] | None  # initial memory; None if the recipe stores associations
 
     @property
     def T(self) -> int:

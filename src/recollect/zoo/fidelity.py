@@ -162,10 +162,8 @@ def deviation_items(**sentences: Sentences) -> tuple[Deviation, ...]:
 def exact(source: str, *, source_equation: str = "", **sentences: Sentences) -> Fidelity:
     """Return the fidelity of a system that computes an equation exactly.
 
-    Args:
-        source: the equation.
-        source_equation: its text as printed, if the rule of the system differs.
-        **sentences: deviations, as in `deviation_items`.
+    ``source_equation`` is the printed text, if the rule of the system differs. Deviations are as in
+    `deviation_items`.
     """
     items = deviation_items(**sentences)
     return Fidelity(kind="exact", source=source, source_equation=source_equation, deviations=items)

@@ -46,28 +46,21 @@ Chosen by recall over batches of 8, 16 and 32: `docs/design/steps.md`."""
 def nearest_output_value(
     memory: Memory, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the closest output to a value that the memory can produce.
+    """Return the closest output to values ``[B, H, N, V]`` that the memory can produce.
 
-    Args:
-        memory: if it is not `Memory.bounded`, the result is the value.
-        value: values times `Bias.target`, ``[B, H, N, V]``.
-        raw: keys before features ``[B, H, N, K]``.
-        params: params of the memory.
+    Values are multiplied by `Bias.target`. If the memory is not `Memory.bounded`, these are the
+    values. ``raw`` are the keys before features.
     """
     return memory.nearest_output(value, raw, params) if memory.bounded else value
 
 
 def correctable_error(memory: Memory, residual: Tensor, error: Tensor) -> Tensor:
-    """Return ⟨e, g⟩ ``[...]``, with e the prediction minus the memory's nearest output.
+    """Return ⟨e, g⟩ ``[...]`` of a residual e and an error g = ∂ℓ/∂prediction.
 
-    Polyak's step uses the loss minus its minimum. A norm bounds the output of a memory. If the
-    error that no output can correct were included, every step would overshoot, the more so for long
-    values. The result for a bounded memory is at least 0.
-
-    Args:
-        memory: the memory, `Memory.bounded` or not.
-        residual: e ``[..., V]``, the prediction minus `nearest_output_value`.
-        error: g = ∂ℓ/∂prediction.
+    e is the prediction minus `nearest_output_value`. Polyak's step uses the loss minus its minimum.
+    A norm bounds the output of a memory. If the error that no output can correct were included,
+    every step would overshoot, the more so for long values. The result for a bounded memory is at
+    least 0.
     """
     product = (residual * error).sum(-1)
     return product.clamp_min(0) if memory.bounded else product
@@ -85,11 +78,6 @@ def polyak_scale(numerator: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     (`correctable_error`). g = ∂ℓ/∂prediction, and G_l = ∂ℓ/∂W_l of map l. The gain ⟨G_l, J_l G_l⟩
     is |h_l|²|δ_l|² without a link if the map is applied once. All are taken at the weights of the
     gradients. ε = 1e-6.
-
-    Args:
-        numerator: ⟨e, g⟩ ``[...]``.
-        error: g ``[..., V]``.
-        gain: Σ_l ⟨G_l, J_l G_l⟩ ``[...]``.
     """
     return safe_divide(numerator, gain + EPS * error.square().sum(-1))
 
@@ -113,13 +101,9 @@ def overlap_discount(keys: Tensor, n: int) -> Tensor:
     """Return r_t = max(0, u_t) with u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n, for a batch.
 
     r_t is the fraction of token t's step that remains after discounting the overlap of its key with
-    earlier keys of the batch (`Algorithm.batch_overlap`). For b equal keys Σ_t r_t / n is
-    1 − (1 − 1/n)^b, which is below 1 for any b. For orthogonal keys r_t is 1. A key of zeros has no
-    overlap.
-
-    Args:
-        keys: keys of the tokens in order, ``[..., b, K]``.
-        n: number of tokens that divide the stability limit, ≥ 1.
+    earlier keys of the batch ``[..., b, K]`` (`Algorithm.batch_overlap`). n tokens divide the
+    stability limit. For b equal keys Σ_t r_t / n is 1 − (1 − 1/n)^b, which is below 1 for any b.
+    For orthogonal keys r_t is 1. A key of zeros has no overlap.
     """
     return signed_discount(keys, n).relu()
 
@@ -198,14 +182,9 @@ def line_search_scale(residual: Tensor, change: Tensor, weight: Tensor, size: Te
     """Return λ = −Σ_i w_i ⟨e_i, J_i D⟩ / Σ_i w_i (|J_i D|² + ε‖D‖²), at least 0; 0/0 is 0.
 
     λ is the length of a step along a direction D that is not the gradient of a single association
-    (`Algorithm.uses_line_search`). It minimises Σ_i w_i |e_i + λ J_i D|². J_i D is the change of
-    prediction i along D, and ‖D‖² is the sum over all maps, both at W°. ε = 1e-6.
-
-    Args:
-        residual: e, the prediction minus the value (times `Bias.target`), ``[..., n, V]``.
-        change: J D ``[..., n, V]``.
-        weight: w ≥ 0 ``[..., n]``.
-        size: ‖D‖² ``[...]``.
+    (`Algorithm.uses_line_search`). It minimises Σ_i w_i |e_i + λ J_i D|². e is the prediction minus
+    the value (times `Bias.target`), the change J_i D that of prediction i along D, both
+    ``[..., n, V]``. The size ‖D‖² is the sum over all maps, at W°. ε = 1e-6.
     """
     numerator = -((residual * change).sum(-1) * weight).sum(-1)
     denominator = ((change.square().sum(-1) + EPS * size.unsqueeze(-1)) * weight).sum(-1)

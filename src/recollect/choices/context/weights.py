@@ -12,34 +12,20 @@ __all__ = ["ContextWeights", "KeyTransition", "VisibleAssociations"]
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleAssociations:
-    """Associations in n consecutive slots, oldest first, and T queries.
+    """Associations in n consecutive slots, oldest first, and T queries."""
 
-    Attributes:
-        q: queries ``[B, T, H, G, K]``.
-        k: keys ``[B, n, H, K]``.
-        rates: every quantity of the recipe for each association, ``[B, n, H, ...]``.
-        query_rates: every quantity of the recipe for each query, ``[B, T, H, ...]``.
-        valid: ``[B, n]``, False for empty slots.
-        position: index of each association in its document, ``[B, n]``.
-        query_position: index of each query in its document, ``[B, T]``.
-        query_slots: slot of each query's own association ``[T]``; the last one if a state is only
-            read.
-        first_slot: slot of the first query's own association; n if a state is only read.
-        is_full: whether every slot holds an association; False if unknown.
-        max_position: upper bound of ``position`` and ``query_position``, exclusive; ``None`` if
-            unknown.
-    """
-
-    q: Tensor
-    k: Tensor
-    rates: Mapping[str, Tensor]
-    query_rates: Mapping[str, Tensor]
-    valid: Tensor
-    position: Tensor
-    query_position: Tensor
+    q: Tensor  # queries [B, T, H, G, K]
+    k: Tensor  # keys [B, n, H, K]
+    rates: Mapping[str, Tensor]  # every quantity of the recipe for each association, [B, n, H, ...]
+    query_rates: Mapping[str, Tensor]  # every quantity of the recipe for each query, [B, T, H, ...]
+    valid: Tensor  # [B, n], False for empty slots
+    position: Tensor  # index of each association in its document, [B, n]
+    query_position: Tensor  # index of each query in its document, [B, T]
+    # slot of each query's own association [T]; the last one if a state is only read
     query_slots: Tensor
-    first_slot: int
-    is_full: bool = False
+    first_slot: int  # slot of the first query's own association; n if a state is only read
+    is_full: bool = False  # whether every slot holds an association; False if unknown
+    # upper bound of position and query_position, exclusive; None if unknown
     max_position: int | None = None
 
 
@@ -48,16 +34,11 @@ class KeyTransition:
     """Linear maps M_s = (I − β_s w_s w_sᵀ) Diag(α_s) by which token s moves all earlier keys.
 
     The query at t compares with M_t … M_(i+1) k_i in place of k_i.
-
-    Attributes:
-        log_decay: log α of each token, ``[B, n, H, K]``; ``None`` for 1.
-        direction: w of each token, ``[B, n, H, K]``; ``None`` without the second factor.
-        rate: β of each token, ``[B, n, H]``.
     """
 
-    log_decay: Tensor | None = None
-    direction: Tensor | None = None
-    rate: Tensor | None = None
+    log_decay: Tensor | None = None  # log α of each token, [B, n, H, K]; None for 1
+    direction: Tensor | None = None  # w of each token, [B, n, H, K]; None without the second factor
+    rate: Tensor | None = None  # β of each token, [B, n, H]
 
     def move(self, keys: Tensor, slot: int) -> Tensor:
         """Return M_s k for the keys ``[B, H, m, K]`` before the slot of token s."""
@@ -76,28 +57,20 @@ Piece = Callable[[slice, slice], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextWeights:
-    """A context's weights γ_i^(t), computed piece by piece.
+    """A context's weights γ_i^(t), computed piece by piece."""
 
-    Attributes:
-        log: their logarithms if none is negative; −∞ hides an association.
-        value: the weights if they may be negative.
-        key_part: ``[B, n, H]`` if the logarithm is this plus a function of the query.
-        is_binary: whether they are 0 or 1 (without a gradient).
-        may_hide_all: whether all associations of a query may have weight 0, its own included.
-        sink_and_window: (n, c) if exactly the first n associations of a document and the last c
-            have weight 1.
-        transition: maps by which later tokens move the keys, if the context declares
-            ``key_transition``.
-        reweigh: function from the logarithms of all other weights and the similarity,
-            ``[B, H, G, C, m]`` with all visible associations in order and −∞ for hidden ones, to
-            the logarithms of the weights, if the context declares ``reweighs``.
-    """
-
-    log: Piece | None = None
-    value: Piece | None = None
+    log: Piece | None = None  # their logarithms if none is negative; −∞ hides an association
+    value: Piece | None = None  # the weights if they may be negative
+    # [B, n, H] if the logarithm is this plus a function of the query
     key_part: Tensor | None = None
-    is_binary: bool = False
+    is_binary: bool = False  # whether they are 0 or 1 (without a gradient)
+    # whether all associations of a query may have weight 0, its own included
     may_hide_all: bool = False
+    # (n, c) if exactly the first n associations of a document and the last c have weight 1
     sink_and_window: tuple[int, int] | None = None
+    # maps by which later tokens move the keys, if the context declares key_transition
     transition: KeyTransition | None = None
+    # function from the logarithms of all other weights and the similarity, [B, H, G, C, m] with all
+    # visible associations in order and −∞ for hidden ones, to the logarithms of the weights, if the
+    # context declares reweighs
     reweigh: Callable[[Tensor], Tensor] | None = None

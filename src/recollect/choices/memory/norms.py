@@ -91,16 +91,12 @@ def project_to_norm_range(offset: Tensor, weight: Tensor, *, centred: bool) -> T
         û = s min(1, √V/‖s‖),   s_i = (x_i − μ) / (y_i + λ),   x = w ⊙ d − mean(w ⊙ d),
         λ = max(0, ‖x‖/√V − Σ y x² / Σ x²),   y = max(w², mean(w²)/36).
 
-    For a layer norm, û has mean 0, and μ gives s this mean. For an RMS norm, x = w ⊙ d and μ = 0.
-    Without the floor of y, the output nearest to d has the λ ≥ 0 at which ‖s‖ = √V, or 0 if d is
-    attainable. The λ above equals this λ if all w are equal, approaches it for distant d, and is
-    smaller otherwise. Without the floor, a channel with a tiny w would make s so long that all
-    other channels vanish (`docs/design/steps.md`).
-
-    Args:
-        offset: the value minus the key and the norm's bias, ``[..., V]``.
-        weight: w of the norm, broadcast against ``offset``.
-        centred: whether the norm is a layer norm.
+    d is the value minus the key and the norm's bias. For a layer norm (``centred``), û has mean 0,
+    and μ gives s this mean. For an RMS norm, x = w ⊙ d and μ = 0. Without the floor of y, the
+    output nearest to d has the λ ≥ 0 at which ‖s‖ = √V, or 0 if d is attainable. The λ above equals
+    this λ if all w are equal, approaches it for distant d, and is smaller otherwise. Without the
+    floor, a channel with a tiny w would make s so long that all other channels vanish
+    (`docs/design/steps.md`).
     """
     tiny = torch.finfo(offset.dtype).tiny ** (1 / 3)  # gives roots a derivative at 0
     y = weight.square()

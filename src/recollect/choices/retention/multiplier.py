@@ -34,16 +34,8 @@ def normalization_multiplier(
 ) -> Tensor:
     """Return ζ with Σ W g(step − ζ) = c over ``dim`` for ΣW = c, by bisection.
 
-    The sum decreases in ζ. Every g ≥ 1 at min(step) − y*, and every g ≤ 1 at max(step) − y*, so the
-    root is between them.
-
-    Args:
-        W: nonnegative weights.
-        step: s, with the shape of W.
-        g: increasing function.
-        unit_point: y* with g(y*) = 1.
-        scale: c.
-        dim: axes of the sum.
+    W ≥ 0, g increases, and g(y*) = 1 at the unit point. The sum decreases in ζ. Every g ≥ 1 at
+    min(step) − y*, and every g ≤ 1 at max(step) − y*, so the root is between them. c is the scale.
     """
     return cast(Tensor, _Root.apply(g, unit_point, scale, tuple(dim), W, step))
 

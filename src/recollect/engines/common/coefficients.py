@@ -166,16 +166,12 @@ class Coefficients:
 
 
 def coefficients(
-    log_decay: Tensor | None, theta: Tensor | None, outer_lr: Tensor | None, like: Tensor
+    log_decay: Tensor | None,  # per token, 0 at padded tokens
+    theta: Tensor | None,  # momentum per token, 1 at padded tokens
+    outer_lr: Tensor | None,  # σ, the rate at which S enters A, 0 at padded tokens; None for 1
+    like: Tensor,  # [..., C], of the working dtype
 ) -> Coefficients:
-    """Return all coefficients of chunks ``[..., C]``.
-
-    Args:
-        log_decay: Log decay per token, 0 at padded tokens, or ``None``.
-        theta: Momentum per token, 1 at padded tokens, or ``None``.
-        outer_lr: σ, the rate at which S enters A, 0 at padded tokens, or ``None`` for 1.
-        like: Tensor ``[..., C]`` of the working dtype.
-    """
+    """Return all coefficients of chunks ``[..., C]``."""
     C = like.shape[-1]
     if log_decay is None:
         a = alpha = torch.ones_like(like)

@@ -49,17 +49,17 @@ def _max_decay(total: Tensor, reference: Tensor) -> float:
     return float((reference - total).detach().amax()) if total.numel() else 0.0
 
 
-def decayed_gram(x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, strict: bool) -> Tensor:
+def decayed_gram(
+    x: Tensor,  # a rows per token, [..., C a, K]
+    x_total: Tensor,  # log decays of x in float64, cumulative, perhaps a token behind, [..., C, K]
+    y: Tensor,  # b rows per token, [..., C b, K]
+    y_total: Tensor,  # cumulative log decays of y in float64, [..., C, K]
+    *,
+    strict: bool,  # whether to exclude products of one token
+) -> Tensor:
     """Return the decayed products ``[..., C a, C b]``, zero if y is later than x.
 
     The algorithms are 2 and 3 of the module's list, for chunks with a strong decay.
-
-    Args:
-        x: a rows per token ``[..., C a, K]``, tokens in order.
-        x_total: Cumulative log decays of x in float64 ``[..., C, K]``, possibly one token behind.
-        y: b rows per token ``[..., C b, K]``, tokens in order.
-        y_total: Cumulative log decays of y in float64 ``[..., C, K]``.
-        strict: Whether to exclude the diagonal, where x and y have one token.
     """
     C = x_total.shape[-2]
     a, b = x.shape[-2] // C, y.shape[-2] // C
@@ -116,15 +116,12 @@ def _diagonal(
     return causal(scaled_x @ scaled_y.mT, C, strict=strict)
 
 
-def decayed_matmul(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
-    """Return Σ_i scores[t, i] exp(total[t, v] − total[i, v]) values[i, v] for causal scores.
-
-    Args:
-        scores: Scores ``[..., C g, C b]`` of g query rows and b value rows per token, zero above
-            the diagonal.
-        values: Values ``[..., C b, V]``.
-        total: Cumulative log decays in float64 ``[..., C, V]``.
-    """
+def decayed_matmul(
+    scores: Tensor,  # [..., C g, C b] of g query rows and b value rows per token
+    values: Tensor,  # [..., C b, V]
+    total: Tensor,  # cumulative log decays in float64, [..., C, V]
+) -> Tensor:
+    """Return Σ_i scores[t, i] exp(total[t, v] − total[i, v]) values[i, v] for causal scores."""
     C = total.shape[-2]
     g, b = scores.shape[-2] // C, values.shape[-2] // C
     if not can_read_values(total):

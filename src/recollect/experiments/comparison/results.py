@@ -242,16 +242,12 @@ class ModelRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The runs of one model on one task, one per seed.
+    """The runs of one model on one task, one per seed."""
 
-    Attributes:
-        task, model: Names of the task and the model.
-        runs: At least one run.
-    """
-
+    # names of the task and the model
     task: str
     model: str
-    runs: tuple[ModelRun, ...]
+    runs: tuple[ModelRun, ...]  # at least one run
 
     @property
     def finished_runs(self) -> tuple[ModelRun, ...]:

@@ -71,11 +71,7 @@ class Claim:
             return not_testable(f"{error}.")
 
     def to_dict(self, verdict: Verdict) -> dict[str, str]:
-        """Return JSON-ready data of the claim and its verdict.
-
-        Args:
-            verdict: of the rule.
-        """
+        """Return JSON-ready data of the claim and its verdict."""
         data = {
             "name": self.name,
             "claim": self.text,
