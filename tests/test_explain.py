@@ -775,14 +775,14 @@ def test_the_tutorial_names_the_layers_of_its_table() -> None:
 
     tutorial = root / "docs" / "tutorials" / "state-a-layer.md"
     page = tutorial.read_text(encoding="utf-8")
-    _, _, below = page.partition("| choices | layer |\n|---|---|\n")
+    _, _, below = page.partition("| layer | choices |\n|---|---|\n")
     table, _, _ = below.partition("\n\n")
     rows = re.findall(
-        r"^\| (the same with )?`(.*?)` \| (`(\w+)`|no published name) \|$", table, re.MULTILINE
+        r"^\| (?:`(\w+)`|no published name) \| (the same with )?`(.*?)` \|$", table, re.MULTILINE
     )
     assert len(rows) == len(table.splitlines()) >= 6
     recipe, named = base, []
-    for same, changes, _, name in rows:
+    for name, same, changes in rows:
         given = eval(f"dict({changes})", {"rc": rc})
         recipe = (recipe if same else base).replace(**given)
         named.append(

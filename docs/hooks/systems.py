@@ -68,7 +68,8 @@ def _index(results: Path) -> str:
     for family, names in families().items():
         table = Table(
             columns=[
-                *("system", "fidelity", "engine", "state", "FLOPs per token"),
+                *("system", "fidelity", "engine"),
+                *(Column(name=name, align="right") for name in ("state", "FLOPs per token")),
                 Column(name="bits per byte", align="right"),
             ],
             rows=[_index_row(name, results) for name in names],
