@@ -40,7 +40,7 @@ def update_buffer(
     """Return the buffer after new tokens.
 
     The cost is O(n) in the number of slots, not in T. If the buffer is full, the attention sinks of
-    a context (`Context.num_sinks`) are in its first slots.
+    a context (`Context.num_sinks`) are in its first slots. The slope of a query is not stored.
     """
     size, history = recipe.buffer_size, recipe.num_past_associations
     batch_size, num_sinks = recipe.algorithm.batch_size, recipe.context.num_sinks
