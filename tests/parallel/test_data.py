@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,10 @@ from tests.parallel.jobs import NAMES, ROWS, VOCAB, model, steps
 from tests.parallel.spawned import job, survivors
 from torch import Tensor, nn
 
+import recollect as rc
+from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.distributed.parallel_dims import ParallelDims
+from recollect.lm.distributed.parallelize import check_divisible
 from recollect.lm.distributed.processes import TIMEOUT_ENV, init_distributed
 from recollect.lm.training.interrupts import stop_after_step
 from recollect.lm.training.plan import TrainPlan
@@ -182,6 +187,31 @@ def apart(one: Path, other: Path) -> float:
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.slow
+def test_padded_parts_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
+    """Documents of another library's decoder: processes have other numbers of parts."""
+    from tests.lm.test_distill import llama
+
+    lines = [f"{'x' * n}{i}" for i, n in enumerate(12 * (3, 30, 2, 1, 7, 50, 4, 4, 12, 2, 2, 20))]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in lines))
+    student = llama()
+    rc.lm.replace_attention(student, "gated_delta_net", layers=[0])
+    student.save_pretrained(tmp_path / "start")
+    byte_tokenizer().save_pretrained(tmp_path / "start")
+
+    def plan(out: str, **run: object) -> dict[str, Any]:
+        result = tables(tmp_path, out, run={"save_every": 0, **run})
+        return {**result, "model": {"start": str(tmp_path / "start")}}
+
+    single = train(TrainPlan.from_dict(plan("one")))
+    ranks = job(f"runs({ {'ddp': plan('ddp', parallel='ddp')}!r})", 2, tmp_path)
+    assert apart(tmp_path / "one/model", tmp_path / "ddp/model") < 1e-5
+    assert ranks[0]["ddp"]["loss"] == pytest.approx(single.loss, abs=1e-5)
+    assert ranks[0]["ddp"]["heldout"] == pytest.approx(single.heldout_loss, abs=1e-5)
+    with pytest.raises(ValueError, match=r"models of recollect, and LlamaForCausalLM is another"):
+        check_divisible(student, ParallelDims(dp_shard=2))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from recollect.lm.distributed.fsdp import apply_fsdp
 from recollect.lm.distributed.head_sharding import ShardSpec, model_shard_specs
 from recollect.lm.distributed.parallel_dims import ParallelDims
 from recollect.lm.distributed.tensor_parallel import apply_tensor_parallel, check_heads
+from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.parallel.context_parallel import ContextParallel, context
 from recollect.parallel.models import check_model
@@ -33,6 +34,11 @@ class Sharding:
 
 def check_divisible(model: RecollectForCausalLM, layout: ParallelDims) -> None:
     """Raise `ValueError` if a layout cannot divide the heads, channels or rows of a model."""
+    if layout.is_sharded and not isinstance(model.config, RecollectConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"[run] parallel divides models of recollect, and {type(model).__name__} is another "
+            "decoder: use parallel = 'ddp'"
+        )
     if layout.tp > 1:
         check_heads(model, layout.tp)
     if layout.cp > 1:
