@@ -32,7 +32,6 @@ from recollect.engines.linear.decode import (
     LinearPlan,
     decodes_in_one_step,
     erases_along_key,
-    one_token,
     per_value_systems,
     scans,
     step,
@@ -107,11 +106,10 @@ class LinearEngine(Engine):
 
     def make_plan(self, bound: BoundRecipe) -> LinearPlan:
         recipe, gates = bound.recipe, set(bound.gates)
-        decay, simple = recipe.retention.decay, decodes_in_one_step(bound.recipe)
+        decay = recipe.retention.decay
         factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
         return LinearPlan(
-            plain=simple,
-            bare=simple
+            bare=decodes_in_one_step(recipe)
             and not bound.needs_lowering
             and not bound.has_features
             and not recipe.algorithm.rate_depends_on_key
@@ -124,9 +122,6 @@ class LinearEngine(Engine):
         )
 
     def run(self, problem: Problem) -> tuple[Tensor, State]:
-        if problem.bound.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
-            y, final_state = one_token(problem)
-            return y.to(problem.v.dtype), final_state
         solve = solve_vector if problem.recipe.memory.is_elementwise else _matrix
         y, A, S = solve(problem, linear_problem(problem))
         slots = {} if S is None else {"momentum": (S,)}
