@@ -20,13 +20,6 @@ FACTOR = 3
 class Trial:
     """Training of one recipe on every task, for the steps of one rung.
 
-    Attributes:
-        candidate: name of the recipe.
-        rung: 0 for the shortest training; the last rung has all steps.
-        runs: one run per task; fewer if one failed.
-        failure: reason why the recipe could not be trained, or ``""``.
-        seconds: wall time with preparation and evaluation.
-
     Examples:
         >>> from recollect.experiments.recipe_search.halving import Trial
         >>> trial = Trial(candidate="gla", rung=0, failure="a gradient is not finite")
@@ -34,11 +27,11 @@ class Trial:
         True
     """
 
-    candidate: str
-    rung: int
-    runs: tuple[ModelRun, ...] = ()
-    failure: str = ""
-    seconds: float = 0.0
+    candidate: str  # name of the recipe
+    rung: int  # 0 for the shortest training; the last rung has all steps
+    runs: tuple[ModelRun, ...] = ()  # one run per task; fewer if one failed
+    failure: str = ""  # reason why the recipe could not be trained, or ""
+    seconds: float = 0.0  # wall time with preparation and evaluation
 
     def run(self, task: str) -> ModelRun | None:
         """Return the run of a task, or ``None`` if the trial failed."""

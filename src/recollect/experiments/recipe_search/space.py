@@ -29,13 +29,6 @@ _SOURCES = ("q", "k", "v", "angle")
 class Candidate:
     """A recipe of a search.
 
-    Attributes:
-        name: unique name: that of a preset or file, or ``recipe-`` and a number.
-        mixer: recipe and options of its layers.
-        relative_time: estimated time of a forward pass, as in `recollect.cost`.
-        draws: number of draws up to this recipe; 0 for the start and for baselines.
-        is_baseline: whether the recipe is measured only for comparison.
-
     Examples:
         >>> from recollect.experiments.recipe_search.space import Candidate
         >>> mixer = rc.blocks.as_mixer("gla")
@@ -43,11 +36,11 @@ class Candidate:
         False
     """
 
-    name: str
-    mixer: RecipeMixer
-    relative_time: float
-    draws: int = 0
-    is_baseline: bool = False
+    name: str  # unique name: that of a preset or file, or recipe- and a number
+    mixer: RecipeMixer  # recipe and options of its layers
+    relative_time: float  # estimated time of a forward pass, as in `recollect.cost`
+    draws: int = 0  # number of draws up to this recipe; 0 for the start and for baselines
+    is_baseline: bool = False  # whether the recipe is measured only for comparison
 
 
 def changes(recipe: Recipe, start: Recipe) -> dict[str, Member]:
